@@ -1,0 +1,219 @@
+"""How a tensor lies over the ranks of a tensor-parallel group. Plain data: no torch, no process group.
+
+The types are the field's own (JAX's, and Meta's ``spmd_types``); a type fixes its gradient's type:
+
+===============  ==============================================  =====================================
+type             forward                                         its gradient
+===============  ==============================================  =====================================
+``Invariant``    same on every rank, same work                   Invariant (each rank has all of it)
+``Replicate``    same on every rank, used differently            Partial (the ranks' gradients add up)
+``Shard``        each rank holds its part                        Shard, the same one
+``Partial``      the ranks' values add up to the tensor          Replicate
+===============  ==============================================  =====================================
+
+A shard is an **ownership map**: for every index of a dim, the rank or ranks that hold it. Sections of a fused
+projection, units that may not be cut, uneven shares and units that several ranks share are all such maps. An element
+that several ranks hold behaves like ``Replicate`` among them: their gradients for it add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+Run = tuple[int, int]
+"""Half-open range of indices ``(start, stop)``."""
+
+
+def merge_runs(runs: Iterable[Run]) -> tuple[Run, ...]:
+    """Sort runs, drop empty ones and join those that touch."""
+    merged: list[Run] = []
+    for start, stop in sorted(runs):
+        if start >= stop:
+            continue
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
+        else:
+            merged.append((start, stop))
+    return tuple(merged)
+
+
+@dataclass(frozen=True)
+class Ownership:
+    """Which indices of one dim each rank holds.
+
+    A rank's local tensor has the indices it holds in ascending order.
+
+    Attributes:
+        size: the dim's length in the whole tensor.
+        held: for every rank, the runs of indices it holds (ascending, disjoint).
+    """
+
+    size: int
+    held: tuple[tuple[Run, ...], ...]
+
+    def __post_init__(self) -> None:
+        covered = merge_runs(run for runs in self.held for run in runs)
+        if covered != (((0, self.size),) if self.size else ()):
+            raise ValueError(f"ownership map covers {covered} of a dim of length {self.size}: every index needs an owner")
+
+    @classmethod
+    def whole(cls, size: int, ranks: int) -> Ownership:
+        """Every rank holds every index."""
+        return cls(size, (merge_runs([(0, size)]),) * ranks)
+
+    @classmethod
+    def dealt(cls, units: int, ranks: int) -> Ownership:
+        """Units dealt out in order, as evenly as they go: 3 units on 2 ranks are 2 and 1."""
+        bounds = [rank * (units // ranks) + min(rank, units % ranks) for rank in range(ranks + 1)]
+        return cls(units, tuple(merge_runs([(a, b)]) for a, b in zip(bounds, bounds[1:], strict=False)))
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return len(self.held)
+
+    def local_size(self, rank: int) -> int:
+        """Length of the dim in ``rank``'s local tensor."""
+        return sum(stop - start for start, stop in self.held[rank])
+
+    def indices(self, rank: int) -> list[int]:
+        """The global indices of ``rank``'s local tensor, in its order."""
+        return [index for start, stop in self.held[rank] for index in range(start, stop)]
+
+    @cached_property
+    def owners(self) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
+        """The map itself: ``(start, stop, ranks that hold these indices)``, ascending, without gaps."""
+        cuts = sorted({bound for runs in self.held for run in runs for bound in run})
+        rows: list[tuple[int, int, tuple[int, ...]]] = []
+        for start, stop in zip(cuts, cuts[1:], strict=False):
+            ranks = tuple(
+                rank for rank, runs in enumerate(self.held) if any(a <= start and stop <= b for a, b in runs)
+            )
+            if rows and rows[-1][2] == ranks:
+                rows[-1] = (rows[-1][0], stop, ranks)
+            else:
+                rows.append((start, stop, ranks))
+        return tuple(rows)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank holds everything."""
+        return all(self.local_size(rank) == self.size for rank in range(self.ranks))
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether some index has more than one owner."""
+        return any(len(ranks) > 1 for _, _, ranks in self.owners)
+
+    def __str__(self) -> str:
+        sizes = [self.local_size(rank) for rank in range(self.ranks)]
+        return f"{self.size} -> {sizes[0] if len(set(sizes)) == 1 else sizes}"
+
+
+@dataclass(frozen=True)
+class Invariant:
+    """Same on every rank, same work; every rank computes the whole gradient."""
+
+    def __str__(self) -> str:
+        return "I"
+
+
+@dataclass(frozen=True)
+class Replicate:
+    """Same on every rank, used differently; the ranks' gradients add up to the gradient."""
+
+    def __str__(self) -> str:
+        return "R"
+
+
+@dataclass(frozen=True)
+class Partial:
+    """The ranks' values add up to the tensor (a pending sum)."""
+
+    def __str__(self) -> str:
+        return "P"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Each rank holds a box of the tensor: per sharded dim, the indices an ownership map gives it.
+
+    Attributes:
+        dims: ``(dim, ownership)`` for every dim that not all ranks hold whole, ascending by dim.
+    """
+
+    dims: tuple[tuple[int, Ownership], ...]
+
+    def __post_init__(self) -> None:
+        if not self.dims or list(self.dims) != sorted(self.dims, key=lambda item: item[0]):
+            raise ValueError("a Shard names its dims in ascending order, at least one")
+
+    def ownership(self, dim: int) -> Ownership | None:
+        """The map of ``dim``, or ``None`` where every rank holds it whole."""
+        return dict(self.dims).get(dim)
+
+    def __str__(self) -> str:
+        return "S(" + ", ".join(f"{dim}: {ownership}" for dim, ownership in self.dims) + ")"
+
+
+Layout = Invariant | Replicate | Partial | Shard
+
+
+def local_shape(shape: Sequence[int], layout: Layout, rank: int) -> tuple[int, ...]:
+    """Shape of ``rank``'s local tensor."""
+    sizes = list(shape)
+    if isinstance(layout, Shard):
+        for dim, ownership in layout.dims:
+            sizes[dim] = ownership.local_size(rank)
+    return tuple(sizes)
+
+
+def boxes(shape: Sequence[int], layout: Layout, rank: int) -> tuple[tuple[tuple[Run, ...], tuple[Run, ...]], ...]:
+    """The contiguous blocks of ``rank``'s local tensor: ``(local slices, global slices)``, one run per dim each."""
+    blocks: list[tuple[tuple[Run, ...], tuple[Run, ...]]] = [((), ())]
+    for dim, size in enumerate(shape):
+        ownership = layout.ownership(dim) if isinstance(layout, Shard) else None
+        runs = ownership.held[rank] if ownership is not None else ((0, size),)
+        pairs: list[tuple[Run, Run]] = []
+        offset = 0
+        for start, stop in runs:
+            pairs.append(((offset, offset + stop - start), (start, stop)))
+            offset += stop - start
+        blocks = [((*here, local), (*there, run)) for here, there in blocks for local, run in pairs]
+    return tuple(blocks)
+
+
+def shared_blocks(shape: Sequence[int], layout: Layout, rank: int) -> tuple[tuple[tuple[Run, ...], tuple[int, ...]], ...]:
+    """``rank``'s local tensor cut where its set of owners changes: ``(local slices, ranks that hold the block)``.
+
+    An Invariant or Partial tensor is one block with the rank itself as owner: nobody else's gradient is missing from it.
+    """
+    if isinstance(layout, Invariant | Partial):
+        return ((tuple((0, size) for size in shape), (rank,)),)
+    everyone: frozenset[int] | None = None
+    blocks: list[tuple[tuple[Run, ...], frozenset[int] | None]] = [((), everyone)]
+    for dim, size in enumerate(shape):
+        ownership = layout.ownership(dim) if isinstance(layout, Shard) else None
+        pieces: list[tuple[Run, frozenset[int] | None]] = []
+        if ownership is None:
+            pieces.append(((0, size), everyone))
+        else:
+            offset = 0
+            for start, stop, ranks in ownership.owners:
+                if rank not in ranks:
+                    continue
+                local = (offset, offset + stop - start)
+                offset = local[1]
+                if pieces and pieces[-1][1] == frozenset(ranks):
+                    pieces[-1] = ((pieces[-1][0][0], local[1]), pieces[-1][1])
+                else:
+                    pieces.append((local, frozenset(ranks)))
+        blocks = [
+            ((*slices, run), both if ranks is None else ranks if both is None else both & ranks)
+            for slices, both in blocks
+            for run, ranks in pieces
+        ]
+    all_ranks = tuple(range(layout.dims[0][1].ranks)) if isinstance(layout, Shard) else None
+    return tuple((slices, tuple(sorted(ranks)) if ranks is not None else all_ranks or ()) for slices, ranks in blocks)

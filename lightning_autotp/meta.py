@@ -1,0 +1,130 @@
+"""``ParameterMeta``: what every parameter of a parallel model knows about itself in the original model's terms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from lightning_autotp.layout import Invariant, Layout, Replicate, Run, Shard, boxes, local_shape, shared_blocks
+
+
+@dataclass(frozen=True)
+class Slices:
+    """One contiguous block: where it lies in the local tensor and where in the original one.
+
+    Attributes:
+        local: per dim, the half-open range in this rank's tensor.
+        source: name of the tensor in the original model.
+        original: per dim, the half-open range in the original tensor.
+    """
+
+    local: tuple[Run, ...]
+    source: str
+    original: tuple[Run, ...]
+
+
+@dataclass
+class ParameterMeta:
+    """One truth about a parameter, used for loading, checkpoints, export, gradient sums and gradient norms.
+
+    Attributes:
+        names: every name of the parameter in the original model; tied parameters have several, the first is *the* name.
+        shape: the original shape.
+        dtype: the original dtype.
+        layout: how the parameter lies over the ranks.
+        rank: this process's rank in the tensor-parallel group.
+        ranks: the group's size.
+        init_fn: makes the whole original tensor with the values one process would have given it, or ``None``.
+        need_initialize: whether the local values are still to be filled in.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    layout: Layout = field(default_factory=Invariant)
+    rank: int = 0
+    ranks: int = 1
+    init_fn: Callable[[], Tensor] | None = None
+    need_initialize: bool = True
+
+    @property
+    def name(self) -> str:
+        """The parameter's name in the original model."""
+        return self.names[0]
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether several modules share this parameter."""
+        return len(self.names) > 1
+
+    @property
+    def is_parallel(self) -> bool:
+        """Whether this rank may hold less than the whole parameter."""
+        return isinstance(self.layout, Shard)
+
+    @property
+    def dim(self) -> int | None:
+        """The (first) dim that is sharded."""
+        return self.layout.dims[0][0] if isinstance(self.layout, Shard) else None
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of this rank's parameter."""
+        return local_shape(self.shape, self.layout, self.rank)
+
+    @property
+    def mapping(self) -> tuple[Slices, ...]:
+        """Blocks of the local tensor and where they lie in the original one."""
+        return tuple(Slices(here, self.name, there) for here, there in boxes(self.shape, self.layout, self.rank))
+
+    @property
+    def blocks(self) -> tuple[tuple[tuple[Run, ...], tuple[int, ...]], ...]:
+        """Blocks of the local tensor and the ranks that hold each (see :func:`~lightning_autotp.layout.shared_blocks`)."""
+        if isinstance(self.layout, Replicate):
+            return ((tuple((0, size) for size in self.shape), tuple(range(self.ranks))),)
+        return shared_blocks(self.shape, self.layout, self.rank)
+
+    @property
+    def grad_sync(self) -> tuple[tuple[tuple[Run, ...], tuple[int, ...]], ...]:
+        """The blocks of the local gradient that must be summed with other ranks', and with which."""
+        return tuple((slices, ranks) for slices, ranks in self.blocks if len(ranks) > 1)
+
+
+def parameter_meta(parameter: nn.Parameter) -> ParameterMeta:
+    """The parameter's :class:`ParameterMeta`.
+
+    Raises:
+        RuntimeError: if the parameter's model was never given to ``initialize_parameter_meta``.
+    """
+    meta = getattr(parameter, "meta", None)
+    if not isinstance(meta, ParameterMeta):
+        raise RuntimeError("this parameter has no ParameterMeta: pass its model through lightning_autotp.parallelize first")
+    return meta
+
+
+def initialize_parameter_meta(model: nn.Module) -> dict[str, ParameterMeta]:
+    """Give every parameter its meta; tied parameters, found by identity, share one.
+
+    Metas that exist (from a deferred construction) keep their ``init_fn``.
+
+    Returns:
+        The metas by every name of their parameter.
+    """
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    metas: dict[str, ParameterMeta] = {}
+    for parameter, aliases in names.items():
+        before = getattr(parameter, "meta", None)
+        parameter.meta = ParameterMeta(  # type: ignore[attr-defined]
+            names=tuple(aliases),
+            shape=tuple(parameter.shape),
+            dtype=parameter.dtype,
+            init_fn=before.init_fn if before is not None else None,
+            need_initialize=parameter.is_meta,
+        )
+        metas.update(dict.fromkeys(aliases, parameter.meta))  # type: ignore[attr-defined]
+    return metas
