@@ -1,0 +1,97 @@
+"""What a layout costs, in seconds of one training step.
+
+``cost = communication + computation + held memory + reading``
+
+* communication (:func:`Profile.collective`): latency plus bytes over bandwidth; an all-reduce moves every byte about twice
+  (ring: ``2 (n-1)/n``), gathers and scatters once.
+* computation (:func:`Profile.compute`): forward and backward, the slowest rank's share; products by FLOPs, everything else
+  by the bytes it touches.
+* held memory (:func:`Profile.memory`): a model is split to make it fit, so a parameter byte that is held has a price. It is
+  relative, so that a small model is planned like a large one: a matrix of median size held whole costs as much as
+  ``Profile.matrix_price`` all-reduces of a hidden state of median size. A sharded parameter counts as an even share: units
+  that do not divide, or that several ranks share, cost time, but must not drive the plan to odder cuts.
+* reading (:func:`Profile.reading`): a rank reads only its rows of a tensor on disk, but all of it where columns are cut;
+  spread over the steps of a short run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A simple hardware profile.
+
+    Defaults are round numbers for one H100 in an NVLink node: vendor's dense bf16 rate at the half that training reaches,
+    HBM3 and NVLink 4 bandwidth per direction, and the latency of a small NCCL collective.
+
+    Attributes:
+        flops: floating-point operations per second.
+        memory_bandwidth: bytes per second.
+        link_bandwidth: bytes per second and direction between two ranks.
+        latency: seconds per collective.
+        matrix_price: all-reduces of a hidden state that one matrix held whole may cost.
+        storage: bytes per second that a rank reads from disk.
+        steps: over how many steps reading the checkpoint once is spread.
+    """
+
+    flops: float = 4e14
+    memory_bandwidth: float = 3e12
+    link_bandwidth: float = 3e11
+    latency: float = 1e-5
+    matrix_price: float = 10.0
+    storage: float = 1e9
+    steps: int = 100
+
+    def collective(self, kind: str, size: int, ranks: int) -> float:
+        """Seconds of one ``"all_reduce"``, ``"all_gather"`` or ``"reduce_scatter"`` of ``size`` bytes (the whole tensor)."""
+        passes = 2 if kind == "all_reduce" else 1
+        return self.latency + passes * (ranks - 1) / ranks * size / self.link_bandwidth
+
+    def compute(self, flops: float, touched: int, share: float) -> float:
+        """Seconds of an operator, forward and backward, of which the slowest rank does ``share``."""
+        return 3 * share * (flops / self.flops + touched / self.memory_bandwidth)
+
+    def memory(self, size: int, share: float, matrix: float, hidden: float, ranks: int) -> float:
+        """Seconds charged for holding ``share`` of a parameter of ``size`` bytes.
+
+        Args:
+            size: the parameter's bytes.
+            share: the part of it that a rank holds.
+            matrix: median bytes of the model's matrices.
+            hidden: median bytes of its hidden states.
+            ranks: size of the group.
+        """
+        return self.matrix_price * self.collective("all_reduce", int(hidden), ranks) * share * size / matrix
+
+    def reading(self, size: int, share: float) -> float:
+        """Seconds, per step, of having read ``share`` of a parameter of ``size`` bytes from disk."""
+        return share * size / self.storage / self.steps
+
+
+# What converting a tensor from one type to another costs: collectives in forward and in backward.
+CONVERSIONS: dict[tuple[str, str], tuple[tuple[str, ...], tuple[str, ...]]] = {
+    ("I", "R"): ((), ("all_reduce",)),
+    ("P", "I"): (("all_reduce",), ()),
+    ("P", "R"): (("all_reduce",), ("all_reduce",)),
+    ("S", "I"): (("all_gather",), ()),
+    ("S", "R"): (("all_gather",), ("reduce_scatter",)),
+    ("I", "S"): ((), ("all_gather",)),
+    ("R", "S"): ((), ()),
+    ("P", "S"): (("reduce_scatter",), ("all_gather",)),
+}
+
+
+def product_flops(name: str, inputs: Sequence[tuple[int, ...]], output: tuple[int, ...]) -> float:
+    """Floating-point operations of a matrix product or attention, forward only; 0 for any other operator."""
+    if name == "aten.scaled_dot_product_attention.default":
+        query, key, value = inputs[:3]
+        return 2.0 * math.prod(query) * key[-2] + 2.0 * math.prod(output) * value[-2]
+    if name in ("aten.linear.default", "aten.matmul.default", "aten.bmm.default"):
+        return 2.0 * math.prod(output) * inputs[0][-1]
+    if name in ("aten.addmm.default", "aten.baddbmm.default"):
+        return 2.0 * math.prod(output) * inputs[1][-1]
+    return 0.0

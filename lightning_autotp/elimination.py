@@ -1,0 +1,142 @@
+"""Exact minimisation of a sum of small tables by variable elimination (dynamic programming over the graph's frontier).
+
+Every variable takes one of a few values; every table gives the cost of the combinations it allows. Variables are
+eliminated one by one: the tables that mention one are joined and minimised over it. The result is exact. Equal tables are
+kept once, and an elimination step is remembered by its tables, so that the repeated layers of a model are solved once.
+(Dechter, *Bucket elimination*, 1999.)
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+Row = tuple[int, ...]
+
+
+class NoAssignment(Exception):
+    """No combination of values is allowed by every table."""
+
+    def __init__(self, variable: int) -> None:
+        super().__init__(f"no value of variable {variable} is allowed")
+        self.variable = variable
+
+
+@dataclass(frozen=True)
+class Table:
+    """Costs of the allowed combinations of some variables.
+
+    Attributes:
+        scope: the variables.
+        rows: number of the interned rows.
+    """
+
+    scope: tuple[int, ...]
+    rows: int
+
+
+class Elimination:
+    """Collects tables, then finds the assignment of least total cost."""
+
+    def __init__(self) -> None:
+        self._rows: list[dict[Row, float]] = []
+        self._numbers: dict[tuple[tuple[Row, float], ...], int] = {}
+        self._steps: dict[object, tuple[tuple[int, ...], int, dict[Row, int]]] = {}
+        self.tables: list[Table] = []
+
+    def add(self, scope: Sequence[int], rows: dict[Row, float]) -> None:
+        """Add a table: a cost for every allowed row of values of the scope's variables."""
+        self.tables.append(Table(tuple(scope), self._intern(rows)))
+
+    def _intern(self, rows: dict[Row, float]) -> int:
+        key = tuple(sorted(rows.items()))
+        number = self._numbers.setdefault(key, len(self._rows))
+        if number == len(self._rows):
+            self._rows.append(rows)
+        return number
+
+    def solve(self) -> tuple[dict[int, int], float]:
+        """The assignment of least cost, and that cost.
+
+        Raises:
+            NoAssignment: if the tables contradict each other.
+        """
+        holders: dict[int, set[int]] = {}
+        tables = dict(enumerate(self.tables))
+        for number, table in tables.items():
+            for variable in table.scope:
+                holders.setdefault(variable, set()).add(number)
+
+        def degree(variable: int) -> int:
+            return len({other for number in holders[variable] for other in tables[number].scope})
+
+        queue = [(degree(variable), variable) for variable in holders]
+        heapq.heapify(queue)
+        choices: list[tuple[int, tuple[int, ...], dict[Row, int]]] = []
+        total = 0.0
+        while queue:
+            expected, variable = heapq.heappop(queue)
+            if variable not in holders:
+                continue
+            if (now := degree(variable)) != expected:
+                heapq.heappush(queue, (now, variable))
+                continue
+            numbers = sorted(holders.pop(variable))
+            scope, rows, best = self._eliminate(variable, [tables.pop(number) for number in numbers])
+            choices.append((variable, scope, best))
+            if not scope:
+                total += self._rows[rows][()]
+                continue
+            fresh = len(self.tables) + len(choices)
+            tables[fresh] = Table(scope, rows)
+            for other in scope:
+                holders[other] = (holders[other] - set(numbers)) | {fresh}
+                heapq.heappush(queue, (degree(other), other))
+        values: dict[int, int] = {}
+        for variable, scope, best in reversed(choices):
+            values[variable] = best[tuple(values[other] for other in scope)]
+        return values, total
+
+    def _eliminate(self, variable: int, tables: list[Table]) -> tuple[tuple[int, ...], int, dict[Row, int]]:
+        """Join the tables and minimise over the variable: the remaining scope, its rows, and the best value per row."""
+        order = list(dict.fromkeys(other for table in tables for other in table.scope))
+        place = {other: position for position, other in enumerate(order)}
+        key = (place[variable], *((tuple(place[other] for other in table.scope), table.rows) for table in tables))
+        if key not in self._steps:
+            joined = _join([(tuple(place[other] for other in table.scope), self._rows[table.rows]) for table in tables])
+            rest = tuple(position for position in range(len(order)) if position != place[variable])
+            costs: dict[Row, float] = {}
+            best: dict[Row, int] = {}
+            for row, cost in sorted(joined.items()):
+                left = tuple(row[position] for position in rest)
+                if left not in costs or cost < costs[left]:
+                    costs[left], best[left] = cost, row[place[variable]]
+            if not costs:
+                raise NoAssignment(variable)
+            self._steps[key] = (rest, self._intern(costs), best)
+        rest, rows, best = self._steps[key]
+        return tuple(order[position] for position in rest), rows, best
+
+
+def _join(tables: Iterable[tuple[tuple[int, ...], dict[Row, float]]]) -> dict[Row, float]:
+    """Rows over all positions 0..n-1, in order, that every table allows; costs add up."""
+    scope: tuple[int, ...] = ()
+    rows: dict[Row, float] = {(): 0.0}
+    for other_scope, other_rows in tables:
+        shared = [position for position in other_scope if position in scope]
+        added = [position for position in other_scope if position not in scope]
+        index: dict[Row, list[tuple[Row, float]]] = {}
+        for row, cost in other_rows.items():
+            by_position = dict(zip(other_scope, row, strict=True))
+            entry = (tuple(by_position[position] for position in added), cost)
+            index.setdefault(tuple(by_position[position] for position in shared), []).append(entry)
+        where = [scope.index(position) for position in shared]
+        rows = {
+            row + extra: cost + more
+            for row, cost in rows.items()
+            for extra, more in index.get(tuple(row[position] for position in where), ())
+        }
+        scope = (*scope, *added)
+    where = [scope.index(position) for position in range(len(scope))]
+    return {tuple(row[position] for position in where): cost for row, cost in rows.items()}

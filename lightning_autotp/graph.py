@@ -1,0 +1,121 @@
+"""A captured model as plain data: tensors and the operators between them, in the order they run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Ref:
+    """An operator's argument that is a tensor: its index in :attr:`Graph.tensors`."""
+
+    tensor: int
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """A place where a tensor enters or leaves a module: only there may a layout change.
+
+    Attributes:
+        module: the module's path; empty for the root.
+        side: ``"in"`` or ``"out"``.
+        key: which of the module's inputs or outputs it is (a pytree path such as ``[0][0]`` or ``[1]['hidden_states']``).
+    """
+
+    module: str
+    side: str
+    key: str
+
+    def __str__(self) -> str:
+        return f"{self.module or '(root)'}.{self.side}{self.key}"
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What is known of one tensor.
+
+    Attributes:
+        shape: its whole shape.
+        dtype: its dtype without the ``torch.`` prefix.
+        itemsize: bytes of one element.
+        is_static: whether no parameter went into it, so that it is the same on every rank and needs no gradient.
+        is_differentiable: whether a gradient flows through it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    itemsize: int
+    is_static: bool
+    is_differentiable: bool
+
+    @property
+    def bytes(self) -> int:
+        """Size of the whole tensor."""
+        count = self.itemsize
+        for size in self.shape:
+            count *= size
+        return count
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One ATen (or recorded) operator.
+
+    Attributes:
+        name: such as ``aten.linear.default``; ``boundary`` for a module boundary, ``record:NAME`` for a recorded primitive.
+        arguments: by the schema's names, defaults included; tensors are :class:`Ref`, lists stay lists (as tuples).
+        outputs: the tensors it makes.
+        module: path of the module whose ``forward`` called it.
+        source: file, line and code of the call.
+        layer: ``"linear"`` or ``"embedding"`` where the calling module is such a layer, whose parallel version can
+            communicate inside; else empty.
+        boundary: which boundary it is, for a boundary.
+    """
+
+    name: str
+    arguments: tuple[tuple[str, Any], ...]
+    outputs: tuple[int, ...]
+    module: str
+    source: str
+    layer: str = ""
+    boundary: Boundary | None = None
+
+    def argument(self, name: str) -> Any:
+        """The argument's value."""
+        return dict(self.arguments)[name]
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        """Every tensor it reads, in the order of its arguments."""
+        return tuple(ref.tensor for _, value in self.arguments for ref in _refs(value))
+
+
+def _refs(value: Any) -> Iterator[Ref]:
+    if isinstance(value, Ref):
+        yield value
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from _refs(item)
+
+
+@dataclass
+class Graph:
+    """The operators of one training step's forward.
+
+    Attributes:
+        tensors: every tensor.
+        operators: in execution order.
+        parameters: name of the parameter (its first name, where tied) by tensor.
+        outputs: the floating-point tensors the model returns.
+    """
+
+    tensors: list[TensorInfo] = field(default_factory=list)
+    operators: list[Operator] = field(default_factory=list)
+    parameters: dict[int, str] = field(default_factory=dict)
+    outputs: list[int] = field(default_factory=list)
+
+    def producers(self) -> dict[int, Operator]:
+        """The operator that makes each tensor."""
+        return {tensor: operator for operator in self.operators for tensor in operator.outputs}

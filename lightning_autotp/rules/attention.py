@@ -1,0 +1,33 @@
+"""Attention kernels: independent per batch and head."""
+
+from __future__ import annotations
+
+from lightning_autotp.axes import product
+from lightning_autotp.rules.registry import Dims, Site, rule
+
+
+@rule("aten.scaled_dot_product_attention.default")
+def scaled_dot_product_attention(site: Site) -> Dims:
+    """``query [b, h, s, d]``, ``key [b, h or h_kv, t, d]``, ``value [b, h or h_kv, t, e]`` -> ``[b, h, s, e]``.
+
+    Sequences and the key features stay whole. With ``enable_gqa`` each key/value head serves ``h / h_kv`` query heads.
+    """
+    query, key, value = site.dims("query"), site.dims("key"), site.dims("value")
+    *batch, heads, length, features = query
+    for other in (key, value):
+        for left, right in zip(batch, other[:-3], strict=True):
+            site.tie(left, right)
+        if other[-3].size == heads.size:
+            site.tie(heads, other[-3])
+        else:
+            site.tie(heads, product([other[-3], site.new(heads.size // other[-3].size)]))
+    site.tie(features, key[-1])
+    site.keep_whole(length, features, key[-2], value[-2], because="attention needs whole sequences and key features")
+    mask = site.tensor("attn_mask")
+    if mask is not None:
+        for left, right in zip(reversed((*batch, heads)), reversed(mask[:-2]), strict=False):
+            if right.size != 1:
+                site.tie(left, right)
+    if site["dropout_p"]:
+        site.keep_whole(heads, because=f"attention dropout (p={site['dropout_p']}) draws one random mask for all heads")
+    return (*batch, heads, length, value[-1])

@@ -1,0 +1,13 @@
+"""Look-ups."""
+
+from __future__ import annotations
+
+from lightning_autotp.rules.registry import Dims, Site, rule
+
+
+@rule("aten.embedding.default")
+def embedding(site: Site) -> Dims:
+    """``weight [v, h]``, ``indices [...]`` -> ``[..., h]``: a rank looks up the rows it holds, zeros for others: a sum over v."""
+    weight = site.dims("weight")
+    site.contract(weight[0])
+    return (*site.dims("indices"), weight[1])

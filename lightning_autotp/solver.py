@@ -1,0 +1,426 @@
+"""Layouts of least cost for every tensor of a graph.
+
+Every tensor takes one *type*: Invariant, Replicate, Partial, or sharded by a candidate **sharding** (one of the axes its
+parameters are made of, dealt out to the ranks). Each operator's rule allows some combinations of types; a module boundary
+also allows conversions. All of it is tables of allowed combinations with costs, minimised exactly by
+:mod:`~lightning_autotp.elimination`.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from lightning_autotp.axes import Axes, Axis, Concat, Dim, Product, leaves, ownership, shardable
+from lightning_autotp.cost import CONVERSIONS, Profile, product_flops
+from lightning_autotp.elimination import Elimination, NoAssignment
+from lightning_autotp.graph import Boundary, Graph, Operator
+from lightning_autotp.layout import Invariant, Layout, Ownership, Partial, Replicate, Run, Shard
+from lightning_autotp.rules import Dims, Relation, relate
+
+I, R, P = "I", "R", "P"  # noqa: E741 (the field's own names for the types)
+# Among placements of equal cost, one inside a parallel layer is preferred to one at another module.
+_ELSEWHERE = 1e-9
+
+
+class NothingToShard(RuntimeError):
+    """No tensor of the model can be divided among so many ranks."""
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """A candidate: some axes and what each rank holds of them.
+
+    Attributes:
+        axes: ids of the axes, the outer one first.
+        held: per rank, the runs of each axis.
+    """
+
+    axes: tuple[int, ...]
+    held: tuple[tuple[tuple[int, tuple[Run, ...]], ...], ...]
+
+    def ownership(self, dim: Dim) -> Ownership:
+        """The map of a resolved dim."""
+        return ownership(dim, [dict(rank) for rank in self.held])
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A tensor changes its layout at a module boundary."""
+
+    boundary: Boundary
+    source: Layout
+    target: Layout
+    shape: tuple[int, ...]
+
+
+@dataclass
+class Solution:
+    """The layouts found.
+
+    Attributes:
+        graph: the captured graph.
+        ranks: number of ranks.
+        layouts: of every tensor that depends on a parameter.
+        conversions: where layouts change.
+        reduced: operators whose layer sums their Partial result (row-parallel linears, vocabulary-parallel look-ups).
+        global_views: boundaries where a sharded tensor leaves the modules and must look whole to the user's code (logits).
+        relations: what the rules said, dims resolved, by operator position.
+        cost: seconds by the profile.
+    """
+
+    graph: Graph
+    ranks: int
+    layouts: dict[int, Layout]
+    conversions: list[Conversion] = field(default_factory=list)
+    reduced: set[int] = field(default_factory=set)
+    global_views: list[Conversion] = field(default_factory=list)
+    whole: dict[str, str] = field(default_factory=dict)
+    cost: float = 0.0
+
+
+def solve(graph: Graph, ranks: int, profile: Profile | None = None, whole: frozenset[str] = frozenset()) -> Solution:
+    """Find the layouts of least cost.
+
+    Args:
+        graph: the captured model.
+        ranks: size of the tensor-parallel group.
+        profile: the hardware; a default one is used otherwise.
+        whole: names of parameters that must not be sharded.
+
+    Raises:
+        NothingToShard: if no parameter can be divided.
+    """
+    return _Solver(graph, ranks, profile or Profile(), whole).solve()
+
+
+class _Solver:
+    def __init__(self, graph: Graph, ranks: int, profile: Profile, whole: frozenset[str]) -> None:
+        self.graph, self.ranks, self.profile, self.whole = graph, ranks, profile, whole
+        relations, self.axes = relate(graph)
+        self.relations = [_resolved(relation, self.axes) for relation in relations]
+        self.dims: dict[int, Dims] = {}
+        for relation in self.relations:
+            for tensor, dims in (*relation.inputs.items(), *relation.outputs.items()):
+                if not graph.tensors[tensor].is_static:
+                    self.dims.setdefault(tensor, dims)
+        self.producer = {tensor: relation for relation in self.relations for tensor in relation.outputs}
+        self.calls: dict[Boundary, int] = {}
+        for operator in graph.operators:
+            if operator.boundary is not None:
+                self.calls[operator.boundary] = self.calls.get(operator.boundary, 0) + 1
+        tensors = graph.tensors
+        matrices = [tensors[tensor].bytes for tensor in graph.parameters if len(tensors[tensor].shape) > 1]
+        crossing = [tensors[op.outputs[0]].bytes for op in graph.operators if op.boundary is not None]
+        self.matrix = statistics.median(matrices or [1])
+        self.hidden = statistics.median(crossing or [1])
+        self.shardings = self._candidates()
+        self.touching = {tensor: self._touching(dims) for tensor, dims in self.dims.items()}
+        for tensor, name in graph.parameters.items():
+            if name in whole:
+                self.touching[tensor] = ()
+
+    # -- candidates --------------------------------------------------------------------------------------------------
+
+    def _candidates(self) -> list[Sharding]:
+        """Every axis of the parameters, dealt out; with fewer units than ranks, together with another factor's."""
+        found: dict[tuple[int, ...], Sharding] = {}
+        for tensor in self.graph.parameters:
+            for dim in self.dims.get(tensor, ()):
+                for factors in _products(dim):
+                    for position, factor in enumerate(factors):
+                        if not isinstance(factor, Axis):
+                            continue
+                        if factor.size >= self.ranks:
+                            found.setdefault((factor.id,), self._dealt(factor))
+                            continue
+                        for other in factors[:position] + factors[position + 1 :]:
+                            if isinstance(other, Axis) and other.size >= -(-self.ranks // factor.size):
+                                found.setdefault((factor.id, other.id), self._dealt_within(factor, other))
+        return list(found.values())
+
+    def _dealt(self, axis: Axis) -> Sharding:
+        dealt = Ownership.dealt(axis.size, self.ranks)
+        return Sharding((axis.id,), tuple(((axis.id, runs),) for runs in dealt.held))
+
+    def _dealt_within(self, outer: Axis, inner: Axis) -> Sharding:
+        """Ranks outnumber the outer units: each unit has several ranks, which divide the inner ones among them."""
+        held = []
+        teams = Ownership.dealt(self.ranks, outer.size)
+        for unit in range(outer.size):
+            members = teams.local_size(unit)
+            shares = Ownership.dealt(inner.size, members)
+            held += [((outer.id, ((unit, unit + 1),)), (inner.id, shares.held[member])) for member in range(members)]
+        return Sharding((outer.id, inner.id), tuple(held))
+
+    def _touching(self, dims: Dims) -> tuple[int, ...]:
+        """Candidates that cut a tensor of these dims into boxes."""
+        held = {axis.id for dim in dims for axis in leaves(dim)}
+        return tuple(
+            number
+            for number, sharding in enumerate(self.shardings)
+            if held & set(sharding.axes) and shardable(dims, frozenset(sharding.axes))
+        )
+
+    # -- tables ------------------------------------------------------------------------------------------------------
+
+    def solve(self) -> Solution:
+        if not any(self.touching[tensor] for tensor in self.graph.parameters if tensor in self.touching):
+            raise NothingToShard(self._nothing())
+        problem = Elimination()
+        domains = {tensor: (I, R, P, *self.touching[tensor]) for tensor in self.dims}
+        codes = {tensor: {kind: code for code, kind in enumerate(domain)} for tensor, domain in domains.items()}
+        for tensor in self.graph.parameters:
+            if tensor in self.dims:
+                rows = {(codes[tensor][kind],): cost for kind, cost in self._parameter(tensor)}
+                problem.add((tensor,), rows)
+        for tensor in set(self.graph.outputs) & self.dims.keys():
+            allowed = [I, *(self.touching[tensor] if self._view_boundary(tensor) else ())]
+            problem.add((tensor,), {(codes[tensor][kind],): 0.0 for kind in allowed})
+        for relation in self.relations:
+            scope = tuple(dict.fromkeys(t for t in (*relation.inputs, *relation.outputs) if t in self.dims))
+            rows: dict[tuple[int, ...], float] = {}
+            for kinds, cost in self._combinations(relation):
+                row = tuple(codes[tensor][kinds[tensor]] for tensor in scope)
+                rows[row] = min(cost, rows.get(row, math.inf))
+            problem.add(scope, rows)
+        try:
+            values, cost = problem.solve()
+        except NoAssignment as error:
+            producer = self.producer.get(error.variable)
+            where = producer.operator.source if producer else "a parameter"
+            raise RuntimeError(f"no layout satisfies every operator around {where}; please report this model") from error
+        return self._solution({tensor: domains[tensor][code] for tensor, code in values.items()}, cost)
+
+    def _parameter(self, tensor: int) -> Iterator[tuple[str | int, float]]:
+        size = self.graph.tensors[tensor].bytes
+        whole = self._memory(size, 1.0) + self.profile.reading(size, 1.0)
+        sync = self.profile.collective("all_reduce", size, self.ranks)
+        yield I, whole
+        yield R, whole + sync
+        for number in self.touching[tensor]:
+            layout = self._layout(tensor, number)
+            if isinstance(layout, Shard):
+                read = sum(self._shares(layout)) / self.ranks if [dim for dim, _ in layout.dims] == [0] else 1.0
+                shared = any(owned.is_shared for _, owned in layout.dims)
+                cost = self._memory(size, 1 / self.ranks) + self.profile.reading(size, read)
+                yield number, cost + (sync if shared else 0.0)
+
+    def _memory(self, size: int, share: float) -> float:
+        return self.profile.memory(size, share, self.matrix, self.hidden, self.ranks)
+
+    def _shares(self, layout: Shard) -> list[float]:
+        return [math.prod(owned.local_size(rank) / owned.size for _, owned in layout.dims) for rank in range(self.ranks)]
+
+    def _largest_share(self, tensor: int, number: int) -> float:
+        """The fullest rank's share of a tensor."""
+        layout = self._layout(tensor, number)
+        return max(self._shares(layout)) if isinstance(layout, Shard) else 1.0
+
+    def _combinations(self, relation: Relation) -> Iterator[tuple[dict[int, str | int], float]]:
+        """Every combination of types the operator may run at, with its cost."""
+        inputs = [tensor for tensor in relation.inputs if tensor in self.dims]
+        outputs = list(relation.outputs)
+        for kind in (I, R):
+            yield dict.fromkeys((*inputs, *outputs), kind), self._compute(relation, None)
+        linear = relation.linear
+        if linear and all(tensor in self.dims for tensor in linear):
+            kinds: dict[int, str | int] = {tensor: P if tensor in linear else R for tensor in inputs}
+            yield kinds | dict.fromkeys(outputs, P), self._compute(relation, None)
+        numbers = dict.fromkeys(n for tensor in (*inputs, *outputs) for n in self.touching[tensor])
+        for number in numbers:
+            combination = self._sharded(relation, inputs, outputs, number)
+            if combination is not None:
+                yield combination
+        if relation.operator.boundary is not None:
+            yield from self._conversions(relation.operator, inputs[0], outputs[0])
+
+    def _sharded(
+        self, relation: Relation, inputs: list[int], outputs: list[int], number: int
+    ) -> tuple[dict[int, str | int], float] | None:
+        """The operator on shards of one candidate, if its rule allows that."""
+        axes = set(self.shardings[number].axes)
+        if _touches(relation.whole, axes):
+            return None
+        contracted = _touches(relation.contracted, axes)
+        kinds: dict[int, str | int] = {}
+        for tensor, dims in (*relation.inputs.items(), *relation.outputs.items()):
+            if not _touches(dims, axes):
+                if tensor in self.dims:
+                    kinds[tensor] = R
+            elif tensor not in self.dims or number not in self.touching[tensor]:
+                return None
+            else:
+                kinds[tensor] = number
+        cost = self._compute(relation, number)
+        if contracted:
+            if any(kinds[tensor] == number for tensor in outputs):
+                return None
+            inside = relation.reduces or relation.operator.layer != ""
+            if relation.reduces and not self._view_boundary(relation.operator.inputs[0]):
+                return None
+            if relation.added_last and not inside:
+                return None
+            kinds |= dict.fromkeys(outputs, I if inside else P) | dict.fromkeys(relation.added_last & set(inputs), I)
+            if inside:
+                size = sum(self.graph.tensors[tensor].bytes for tensor in outputs)
+                cost += self.profile.collective("all_reduce", size, self.ranks)
+        return kinds, cost
+
+    def _compute(self, relation: Relation, number: int | None) -> float:
+        tensors = self.graph.tensors
+        flops = product_flops(
+            relation.operator.name,
+            [tensors[tensor].shape for tensor in relation.operator.inputs],
+            tensors[relation.operator.outputs[0]].shape if relation.operator.outputs else (),
+        )
+        if relation.operator.boundary is not None:
+            return 0.0
+        everything = {tensor: tensors[tensor].bytes for tensor in (*relation.inputs, *relation.outputs)}
+        share = 1.0
+        if number is not None:
+            shares = [self._largest_share(t, number) for t in everything if t in self.dims and number in self.touching[t]]
+            share = max(shares, default=1.0)
+        return self.profile.compute(flops, sum(everything.values()), share)
+
+    def _conversions(self, operator: Operator, source: int, target: int) -> Iterator[tuple[dict[int, str | int], float]]:
+        if operator.boundary is None or self.calls[operator.boundary] > 1:
+            return
+        info = self.graph.tensors[source]
+        elsewhere = 0.0 if operator.layer else _ELSEWHERE
+        for (before, after), (forward, backward) in CONVERSIONS.items():
+            collectives = (*forward, *backward)
+            cost = elsewhere + sum(self.profile.collective(kind, info.bytes, self.ranks) for kind in collectives)
+            befores = self.touching[source] if before == "S" else (before,)
+            afters = self.touching[target] if after == "S" else (after,)
+            for left in befores:
+                for right in afters:
+                    yield {source: left, target: right}, cost
+
+    # -- result ------------------------------------------------------------------------------------------------------
+
+    def _layout(self, tensor: int, kind: str | int) -> Layout:
+        if isinstance(kind, str):
+            return {I: Invariant(), R: Replicate(), P: Partial()}[kind]
+        sharding = self.shardings[kind]
+        maps = [(index, sharding.ownership(dim)) for index, dim in enumerate(self.dims[tensor])]
+        cut = tuple((index, owned) for index, owned in maps if not owned.is_whole)
+        return Shard(cut) if cut else Replicate()
+
+    def _view_boundary(self, tensor: int) -> Operator | None:
+        """Where a sharded tensor that user code will see leaves the module that made it (``None``: nowhere)."""
+        boundary: Operator | None = None
+        while (relation := self.producer.get(tensor)) is not None:
+            operator = relation.operator
+            if operator.boundary is not None and operator.boundary.side == "out" and self.calls[operator.boundary] == 1:
+                boundary = operator
+            varying = [t for t in relation.inputs if t in self.dims]
+            if len(varying) != 1 or any(t in self.graph.parameters for t in varying):
+                return boundary
+            tensor = varying[0]
+        return boundary
+
+    def _solution(self, kinds: dict[int, str | int], cost: float) -> Solution:
+        layouts = {tensor: self._layout(tensor, kind) for tensor, kind in kinds.items()}
+        solution = Solution(self.graph, self.ranks, layouts, cost=cost)
+        position = {id(operator): number for number, operator in enumerate(self.graph.operators)}
+        seen: set[Boundary] = set()
+        for relation in self.relations:
+            operator = relation.operator
+            if operator.boundary is not None:
+                source, target = operator.inputs[0], operator.outputs[0]
+                if layouts[source] != layouts[target]:
+                    shape = self.graph.tensors[source].shape
+                    solution.conversions.append(Conversion(operator.boundary, layouts[source], layouts[target], shape))
+            elif operator.layer and any(isinstance(layouts[t], Invariant) for t in relation.outputs):
+                if any(isinstance(layouts[t], Shard) for t in relation.inputs if t in layouts):
+                    solution.reduced.add(position[id(operator)])
+            if relation.reduces:
+                self._add_view(solution, operator.inputs[0], seen)
+        for tensor in self.graph.outputs:
+            if tensor in layouts:
+                self._add_view(solution, tensor, seen)
+        solution.whole = self._reasons(layouts)
+        return solution
+
+    def _add_view(self, solution: Solution, tensor: int, seen: set[Boundary]) -> None:
+        operator = self._view_boundary(tensor)
+        if operator is None or operator.boundary is None or operator.boundary in seen:
+            return
+        source = operator.inputs[0]
+        layout = solution.layouts[operator.outputs[0]]
+        if isinstance(layout, Shard):
+            seen.add(operator.boundary)
+            shape = self.graph.tensors[source].shape
+            solution.global_views.append(Conversion(operator.boundary, layout, layout, shape))
+
+    # -- reasons -----------------------------------------------------------------------------------------------------
+
+    def _reasons(self, layouts: dict[int, Layout]) -> dict[str, str]:
+        """Why each parameter with more than one dim was left whole."""
+        reasons: dict[str, str] = {}
+        for tensor, name in self.graph.parameters.items():
+            if tensor not in layouts:
+                reasons[name] = "not used in the traced forward"
+            elif not isinstance(layouts[tensor], Shard) and len(self.graph.tensors[tensor].shape) > 1:
+                reasons[name] = self._reason(tensor)
+        return reasons
+
+    def _reason(self, tensor: int) -> str:
+        name = self.graph.parameters[tensor]
+        if name in self.whole:
+            return "its sizes are written in the module's Python code and could not be made local"
+        axes = [axis for dim in self.dims[tensor] for axis in leaves(dim)]
+        if not self.touching[tensor]:
+            sizes = " x ".join(str(axis.size) for axis in axes)
+            return f"no unit of it ({sizes}) divides among {self.ranks} ranks"
+        ids = {axis.id for axis in axes}
+        for relation in self.relations:
+            blocked = {axis.id for dim in relation.whole for axis in leaves(dim)} & ids
+            if blocked and relation.reason and any(set(self.shardings[n].axes) & blocked for n in self.touching[tensor]):
+                where = relation.operator
+                return f"{where.name} in {where.module or 'the model'} ({where.source}): {relation.reason}"
+        return "keeping it whole costs less than communicating"
+
+    def _nothing(self) -> str:
+        sizes = sorted({axis.size for dims in self.dims.values() for dim in dims for axis in leaves(dim)}, reverse=True)
+        largest = f"the most units of any of its dims are {sizes[0]}" if sizes else "it has no parameters in its forward"
+        return (
+            f"nothing in this model can be divided among {self.ranks} ranks: {largest}. "
+            "Use a smaller tensor_parallel_size."
+        )
+
+
+def _products(dim: Dim) -> Iterator[tuple[Dim, ...]]:
+    """Every product in a resolved dim as its factors; an axis alone is a product of one."""
+    if isinstance(dim, Axis):
+        yield (dim,)
+    elif isinstance(dim, Product):
+        yield dim.factors
+        for factor in dim.factors:
+            if isinstance(factor, Concat):
+                yield from _products(factor)
+    else:
+        for section in dim.sections:
+            yield from _products(section)
+
+
+def _touches(dims: Dims | list[Dim], axes: set[int]) -> bool:
+    return any(axis.id in axes for dim in dims for axis in leaves(dim))
+
+
+def _resolved(relation: Relation, axes: Axes) -> Relation:
+    """The relation with every dim in terms of its final axes."""
+    return Relation(
+        operator=relation.operator,
+        inputs={tensor: tuple(map(axes.resolve, dims)) for tensor, dims in relation.inputs.items()},
+        outputs={tensor: tuple(map(axes.resolve, dims)) for tensor, dims in relation.outputs.items()},
+        whole=[axes.resolve(dim) for dim in relation.whole],
+        contracted=[axes.resolve(dim) for dim in relation.contracted],
+        linear=relation.linear,
+        added_last=relation.added_last,
+        reduces=relation.reduces,
+        reason=relation.reason,
+    )
