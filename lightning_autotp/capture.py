@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import logging
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +19,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from lightning_autotp.graph import Boundary, Graph, Operator, Ref, TensorInfo
@@ -25,9 +29,9 @@ from lightning_autotp.trace import RECORD, record
 
 _BOUNDARY = "boundary|"
 _ROOT = "model"
-# Operators that compute nothing: metadata checks, and conversions to the dtype a tensor already has.
+# Operators that compute nothing: metadata checks, memory layout, and conversions to the dtype a tensor already has.
 _CHECKS = {"aten._assert_tensor_metadata.default", "aten._assert_scalar.default", "aten.sym_constrain_range.default"}
-_IDENTITIES = {"aten.alias.default", "aten.lift_fresh_copy.default"}
+_IDENTITIES = {"aten.alias.default", "aten.contiguous.default", "aten.lift_fresh_copy.default"}
 _CASTS = {"aten.to.dtype", "aten.to.dtype_layout", "aten.to.device", "aten.type_as.default", "aten._to_copy.default"}
 _BATCH_PRIMES = (3, 5, 7, 11, 13)
 _SEQUENCE_PRIMES = (61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109, 113, 127, 131, 137, 139)
@@ -37,13 +41,14 @@ class CaptureError(RuntimeError):
     """The model could not be traced; the message names the module and the line."""
 
 
-def capture(model: nn.Module, example_inputs: Any = None) -> Graph:
+def capture(model: nn.Module, example_inputs: Any = None, *, until_failure: bool = False) -> Graph:
     """Trace one training forward of ``model`` on the meta device.
 
     Args:
         model: any module; it is neither changed nor run. Its parameters may be on any device, also on meta.
         example_inputs: one batch: a tensor, a tuple of positional arguments, or a mapping of keyword arguments. May be
             left out for a language model that takes ``input_ids`` and ``labels``.
+        until_failure: where the model's forward raises, return the graph of what ran until then.
 
     Returns:
         The graph, with module boundaries marked and operators that compute nothing left out.
@@ -59,7 +64,8 @@ def capture(model: nn.Module, example_inputs: Any = None) -> Graph:
     try:
         with _marked_boundaries(traced, entered), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            program = torch.export.export(_Traced(traced, len(args), tuple(kwargs)), (*args, *kwargs.values()), strict=False)
+            root = (_TracedUntilFailure if until_failure else _Traced)(traced, len(args), tuple(kwargs))
+            program = torch.export.export(root, (*args, *kwargs.values()), strict=False)
     except Exception as error:
         where = " -> ".join(entered) or "(root)"
         raise CaptureError(
@@ -138,6 +144,46 @@ class _Traced(nn.Module):
         return tuple(
             getattr(leaf, "local", leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()
         )
+
+
+class _TracedUntilFailure(_Traced):
+    """Where the model raises, returns every tensor computed so far, so that the trace shows how far it came."""
+
+    def forward(self, *inputs: Any) -> tuple[Tensor, ...]:
+        """What the model returns, or everything until its exception."""
+        tracer = get_proxy_mode().tracer  # type: ignore[union-attr]
+        depth = len(tracer.module_stack)
+        with _Results() as seen, _quiet_fake_tensors():
+            try:
+                return super().forward(*inputs)
+            except Exception:
+                while len(tracer.module_stack) > depth:  # the tracer leaves modules only when they return
+                    tracer.module_stack.popitem()
+                return tuple(seen.tensors)
+
+
+@contextlib.contextmanager
+def _quiet_fake_tensors() -> Iterator[None]:
+    """A failure is expected here: its traceback need not be logged as well."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+class _Results(TorchFunctionMode):
+    """Keeps every tensor that a function returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.tensors += [leaf for leaf in pytree.tree_leaves(result) if type(leaf) is Tensor or isinstance(leaf, FakeTensor)]
+        return result
 
 
 @contextlib.contextmanager

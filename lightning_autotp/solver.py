@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from lightning_autotp.axes import Axes, Axis, Concat, Dim, Product, leaves, ownership, shardable
@@ -81,23 +81,23 @@ class Solution:
     cost: float = 0.0
 
 
-def solve(graph: Graph, ranks: int, profile: Profile | None = None, whole: frozenset[str] = frozenset()) -> Solution:
+def solve(graph: Graph, ranks: int, profile: Profile | None = None, whole: Mapping[str, str] | None = None) -> Solution:
     """Find the layouts of least cost.
 
     Args:
         graph: the captured model.
         ranks: size of the tensor-parallel group.
         profile: the hardware; a default one is used otherwise.
-        whole: names of parameters that must not be sharded.
+        whole: parameters that must not be sharded, and why.
 
     Raises:
         NothingToShard: if no parameter can be divided.
     """
-    return _Solver(graph, ranks, profile or Profile(), whole).solve()
+    return _Solver(graph, ranks, profile or Profile(), whole or {}).solve()
 
 
 class _Solver:
-    def __init__(self, graph: Graph, ranks: int, profile: Profile, whole: frozenset[str]) -> None:
+    def __init__(self, graph: Graph, ranks: int, profile: Profile, whole: Mapping[str, str]) -> None:
         self.graph, self.ranks, self.profile, self.whole = graph, ranks, profile, whole
         relations, self.axes = relate(graph)
         self.relations = [_resolved(relation, self.axes) for relation in relations]
@@ -371,7 +371,7 @@ class _Solver:
     def _reason(self, tensor: int) -> str:
         name = self.graph.parameters[tensor]
         if name in self.whole:
-            return "its sizes are written in the module's Python code and could not be made local"
+            return self.whole[name]
         axes = [axis for dim in self.dims[tensor] for axis in leaves(dim)]
         if not self.touching[tensor]:
             sizes = " x ".join(str(axis.size) for axis in axes)

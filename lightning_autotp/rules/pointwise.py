@@ -15,7 +15,7 @@ _UNARY = (
     "isinf", "isnan", "leaky_relu", "elu", "log", "log1p", "log_sigmoid", "logical_not", "mish", "reciprocal", "relu", "relu6",
     "round", "rsqrt", "selu", "sigmoid", "sign", "silu", "sin", "softplus", "sqrt", "square", "tanh",
 )  # fmt: skip
-_LINEAR_UNARY = ("clone", "contiguous", "detach", "neg", "positive")
+_LINEAR_UNARY = ("clone", "detach", "neg", "positive")
 _CASTS = ("aten.to.dtype", "aten.to.dtype_layout", "aten.to.device", "aten._to_copy.default")
 _OTHER_UNARY = (
     "aten.pow.Tensor_Scalar", "aten.pow.Scalar", "aten.clamp.default", "aten.clamp_min.default", "aten.clamp_max.default",

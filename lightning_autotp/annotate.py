@@ -1,0 +1,117 @@
+"""From the solver's layouts to the plan: which layers become parallel, which boundaries convert, what it communicates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from lightning_autotp.cost import CONVERSIONS
+from lightning_autotp.graph import Ref
+from lightning_autotp.layout import Invariant, Layout, Partial, Replicate, Shard
+from lightning_autotp.plan import Communication, ConversionPlan, LayerPlan, ParameterPlan, Plan, SizePlan
+from lightning_autotp.solver import Conversion, Solution
+
+_OWN_INPUT = "[0][0]"
+_OWN_OUTPUT = ""
+
+
+def annotate(
+    solution: Solution,
+    model: str,
+    parameters: Sequence[tuple[tuple[str, ...], tuple[int, ...], int]],
+    sizes: tuple[SizePlan, ...] = (),
+) -> Plan:
+    """Write the solution down as a plan.
+
+    Args:
+        solution: the layouts.
+        model: the model's class name.
+        parameters: for every parameter its names, whole shape and bytes per element.
+        sizes: sizes in Python that must be local.
+    """
+    layouts = {name: solution.layouts.get(tensor, Invariant()) for tensor, name in solution.graph.parameters.items()}
+    layers = _layers(solution)
+    kinds = {layer.module: layer.kind for layer in layers}
+    return Plan(
+        model=model,
+        ranks=solution.ranks,
+        parameters=tuple(
+            ParameterPlan(names, shape, itemsize, layouts.get(names[0], Invariant()), solution.whole.get(names[0], ""))
+            for names, shape, itemsize in parameters
+        ),
+        layers=layers,
+        conversions=tuple(
+            ConversionPlan(c.boundary.module, c.boundary.side, c.boundary.key, c.source, c.target, c.shape)
+            for c in solution.conversions
+            if not _is_layers_own(c, kinds)
+        )
+        + tuple(
+            ConversionPlan(c.boundary.module, c.boundary.side, c.boundary.key, c.source, c.target, c.shape, view=True)
+            for c in solution.global_views
+        ),
+        sizes=sizes,
+        communication=_communication(solution),
+    )
+
+
+def _layers(solution: Solution) -> tuple[LayerPlan, ...]:
+    """Linears and embeddings whose weight is sharded along the dim that their parallel version knows."""
+    at = {(c.boundary.module, c.boundary.side, c.boundary.key): c for c in solution.conversions}
+    layers: dict[str, LayerPlan] = {}
+    for operator in solution.graph.operators:
+        if operator.name not in ("aten.linear.default", "aten.embedding.default") or not operator.layer:
+            continue
+        weight = operator.argument("weight")
+        layout = solution.layouts.get(weight.tensor) if isinstance(weight, Ref) else None
+        if not isinstance(layout, Shard) or weight.tensor not in solution.graph.parameters:
+            continue
+        module, dims = operator.module, [dim for dim, _ in layout.dims]
+        before, after = at.get((module, "in", _OWN_INPUT)), at.get((module, "out", _OWN_OUTPUT))
+        if operator.layer == "embedding" and dims == [0]:
+            layers[module] = LayerPlan(module, "vocab")
+        elif operator.layer == "linear" and dims == [0]:
+            converts = before is not None and _pair(before) == ("I", "R")
+            gathers = after is not None and _pair(after) == ("S", "I")
+            layers[module] = LayerPlan(module, "column", input_is_replicated=not converts, gather_output=gathers)
+        elif operator.layer == "linear" and dims == [1]:
+            slices = before is not None and _pair(before) == ("I", "S")
+            layers[module] = LayerPlan(module, "row", input_is_parallel=not slices)
+    return tuple(layers.values())
+
+
+def _is_layers_own(conversion: Conversion, kinds: dict[str, str]) -> bool:
+    """Whether the conversion happens inside a parallel layer (so that no hook is needed for it)."""
+    boundary, pair = conversion.boundary, _pair(conversion)
+    kind = kinds.get(boundary.module)
+    if boundary.side == "in" and boundary.key == _OWN_INPUT:
+        return (kind, pair) in (("column", ("I", "R")), ("row", ("I", "S")))
+    return boundary.side == "out" and boundary.key == _OWN_OUTPUT and (kind, pair) == ("column", ("S", "I"))
+
+
+def _pair(conversion: Conversion) -> tuple[str, str]:
+    return _letter(conversion.source), _letter(conversion.target)
+
+
+def _letter(layout: Layout) -> str:
+    return {Invariant: "I", Replicate: "R", Partial: "P", Shard: "S"}[type(layout)]
+
+
+def _communication(solution: Solution) -> tuple[Communication, ...]:
+    """Collectives of one step of the traced batch."""
+    moved: dict[str, list[int]] = {}
+    tensors = solution.graph.tensors
+    for conversion in solution.conversions:
+        forward, backward = CONVERSIONS[_pair(conversion)]
+        itemsize = next(
+            tensors[op.outputs[0]].itemsize for op in solution.graph.operators if op.boundary == conversion.boundary
+        )
+        for kind in (*forward, *backward):
+            moved.setdefault(kind, []).append(math.prod(conversion.shape) * itemsize)
+    for number in solution.reduced:
+        moved.setdefault("all_reduce", []).append(tensors[solution.graph.operators[number].outputs[0]].bytes)
+    for tensor in solution.graph.parameters:
+        layout = solution.layouts.get(tensor, Invariant())
+        shared = isinstance(layout, Shard) and any(owned.is_shared for _, owned in layout.dims)
+        if isinstance(layout, Replicate) or shared:
+            moved.setdefault("gradient sum", []).append(tensors[tensor].bytes)
+    return tuple(Communication(kind, len(sizes), sum(sizes)) for kind, sizes in sorted(moved.items()))

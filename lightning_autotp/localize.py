@@ -1,0 +1,145 @@
+"""Sizes written in Python: which integer attributes of which modules must become local.
+
+A graph shows ``view(2, 61, -1, 64)`` whether the 61 came from a tensor's shape or from a constant, so only tracing the
+local model tells which sizes adapt by themselves. Where the local trace first departs from what it must be, the few
+integers of that module (or of its config) that equal a sharded dim's length are tried; a change is kept if the trace then
+agrees further. Only a trace that agrees to its end is accepted, and that is the proof.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from torch import nn
+
+from lightning_autotp.capture import capture, meta_copy
+from lightning_autotp.graph import Operator
+from lightning_autotp.layers.group import TPGroup
+from lightning_autotp.layout import Shard, local_shape
+from lightning_autotp.plan import Plan, SizePlan
+from lightning_autotp.replace import apply_plan
+from lightning_autotp.solver import Solution
+from lightning_autotp.verify import Mismatch, compare
+
+
+class Unlocalizable(Exception):
+    """No choice of sizes makes the local trace agree.
+
+    Attributes:
+        mismatch: where it departs.
+    """
+
+    def __init__(self, mismatch: Mismatch) -> None:
+        super().__init__(str(mismatch))
+        self.mismatch = mismatch
+
+
+def find_sizes(model: nn.Module, example_inputs: object, solution: Solution, plan_with: Callable[..., Plan]) -> Plan:
+    """The plan with every size that must be local, proven on one rank of every kind.
+
+    Args:
+        model: the original model (it is copied).
+        example_inputs: the batch that the solution's graph was captured with.
+        solution: the layouts.
+        plan_with: makes the plan for given sizes.
+
+    Raises:
+        Unlocalizable: if no choice of sizes gives the right trace.
+    """
+    search = _Search(model, example_inputs, solution, plan_with)
+    return plan_with(search.find((), _representatives(solution)))
+
+
+def _representatives(solution: Solution) -> list[int]:
+    """One rank for every distinct set of local shapes."""
+    kinds: dict[tuple[tuple[int, ...], ...], int] = {}
+    for rank in range(solution.ranks):
+        shapes = tuple(
+            local_shape(solution.graph.tensors[tensor].shape, layout, rank) for tensor, layout in solution.layouts.items()
+        )
+        kinds.setdefault(shapes, rank)
+    return list(kinds.values())
+
+
+class _Search:
+    def __init__(
+        self, model: nn.Module, example_inputs: object, solution: Solution, plan_with: Callable[..., Plan]
+    ) -> None:
+        self.model, self.example_inputs, self.solution, self.plan_with = model, example_inputs, solution, plan_with
+        self.traces: dict[tuple[tuple[SizePlan, ...], int], Mismatch | None] = {}
+        by_module: dict[str, list[Operator]] = {}
+        for operator in solution.graph.operators:
+            by_module.setdefault(operator.module, []).append(operator)
+        self.lengths = {module: self._lengths(operators) for module, operators in by_module.items()}
+
+    def find(self, sizes: tuple[SizePlan, ...], ranks: list[int]) -> tuple[SizePlan, ...]:
+        """Depth-first search from ``sizes`` for sizes with which every rank's trace agrees to its end.
+
+        A change that helps one rank may be the wrong one of two that look alike there (a length that falls from 2 to 1
+        on it, but not on another): then the search goes back.
+        """
+        rank, *rest = ranks
+        mismatch = self._trace(sizes, rank)
+        if mismatch is None:
+            return self.find(sizes, rest) if rest else sizes
+        deepest = Unlocalizable(mismatch)
+        for change in self._candidates(mismatch, sizes):
+            tried = (*sizes, *change)
+            after = self._trace(tried, rank)
+            if after is None or after.position > mismatch.position:
+                try:
+                    return self.find(tried, ranks)
+                except Unlocalizable as error:
+                    deepest = error if error.mismatch.position > deepest.mismatch.position else deepest
+        raise deepest
+
+    def _trace(self, sizes: tuple[SizePlan, ...], rank: int) -> Mismatch | None:
+        if (sizes, rank) not in self.traces:
+            local = meta_copy(self.model)
+            apply_plan(local, self.plan_with(sizes), TPGroup("", rank, self.solution.ranks))
+            graph = capture(local, self.example_inputs, until_failure=True)
+            self.traces[sizes, rank] = compare(graph, self.solution, rank)
+        return self.traces[sizes, rank]
+
+    def _lengths(self, operators: Iterable[Operator]) -> dict[tuple[int, tuple[int, ...]], None]:
+        """Lengths of the sharded dims that operators handle, whole and on every rank, in order of appearance."""
+        found: dict[tuple[int, tuple[int, ...]], None] = {}
+        for operator in operators:
+            for tensor in (*operator.outputs, *operator.inputs):
+                layout = self.solution.layouts.get(tensor)
+                for _, owned in layout.dims if isinstance(layout, Shard) else ():
+                    found.setdefault((owned.size, tuple(owned.local_size(r) for r in range(self.solution.ranks))))
+        return found
+
+    def _candidates(self, mismatch: Mismatch, sizes: tuple[SizePlan, ...]) -> Iterator[tuple[SizePlan, ...]]:
+        """Integers of the module that equal a sharded length there, made local in every module like it."""
+        taken = {(size.module, size.attribute) for size in sizes}
+        path = mismatch.module
+        first = self._lengths([mismatch.operator] if mismatch.operator is not None else [])
+        for whole, local in first | self.lengths.get(path, {}):
+            for attribute in _integers(self.model.get_submodule(path), whole):
+                change = tuple(
+                    SizePlan(twin, attribute, whole, local)
+                    for twin in self._twins(path)
+                    if (whole, local) in self.lengths.get(twin, {})
+                    and attribute in _integers(self.model.get_submodule(twin), whole)
+                    and (twin, attribute) not in taken
+                )
+                if change:
+                    yield change
+
+    def _twins(self, path: str) -> list[str]:
+        kind = type(self.model.get_submodule(path))
+        return [name for name, module in self.model.named_modules() if type(module) is kind]
+
+
+def _integers(module: nn.Module, value: int) -> list[str]:
+    """A module's integer attributes with this value, then those of its config."""
+
+    def names(holder: object) -> list[str]:
+        return [n for n, v in vars(holder).items() if isinstance(v, int) and not isinstance(v, bool) and v == value]
+
+    config = getattr(module, "config", None)
+    inherited = names(config) if config is not None and hasattr(config, "__dict__") else []
+    return [*names(module), *(f"config.{name}" for name in inherited)]
+

@@ -1,0 +1,130 @@
+"""The story on one screen: model -> graph -> layouts -> plan -> local model -> proof -> weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_autotp.agreement import raise_together
+from lightning_autotp.annotate import annotate
+from lightning_autotp.capture import capture, language_model_inputs
+from lightning_autotp.cost import Profile
+from lightning_autotp.gradients import synchronize_gradients
+from lightning_autotp.layers.group import TPGroup
+from lightning_autotp.load import load_parameters
+from lightning_autotp.localize import Unlocalizable, find_sizes
+from lightning_autotp.plan import Plan, SizePlan
+from lightning_autotp.replace import apply_plan
+from lightning_autotp.solver import Solution, solve
+from lightning_autotp.verify import VerificationError, compare
+
+
+def make_plan(
+    model: nn.Module, tensor_parallel_size: int, *, example_inputs: Any = None, profile: Profile | None = None
+) -> tuple[Plan, Solution]:
+    """Work out how to split a model: no weights, no process group, no GPU needed.
+
+    Args:
+        model: any module (on meta or real); it is only looked at.
+        tensor_parallel_size: number of ranks.
+        example_inputs: one batch as the training step passes it; not needed for a language model with ``input_ids``.
+        profile: the hardware to plan for.
+
+    Returns:
+        The plan, and the solver's solution behind it (which verification needs).
+
+    Raises:
+        CaptureError: if the model cannot be traced.
+        NothingToShard: if nothing in it divides among so many ranks.
+    """
+    inputs = language_model_inputs(model) if example_inputs is None else example_inputs
+    graph = capture(model, inputs)
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    parameters = [(tuple(aliases), tuple(p.shape), p.element_size()) for p, aliases in names.items()]
+    whole: dict[str, str] = {}
+    while True:
+        solution = solve(graph, tensor_parallel_size, profile, whole)
+
+        def plan_with(sizes: tuple[SizePlan, ...], solution: Solution = solution) -> Plan:
+            return annotate(solution, type(model).__name__, parameters, sizes)
+
+        try:
+            return find_sizes(model, inputs, solution, plan_with), solution
+        except Unlocalizable as error:
+            # The region whose sizes cannot be made local stays whole; the plan reports it.
+            region = _region(model, error.mismatch.module)
+            if region <= whole.keys():
+                raise VerificationError(str(error)) from error
+            reason = f"a size in its Python code could not be made local: {error.mismatch}".replace("\n ", "")
+            whole |= dict.fromkeys(region, reason)
+
+
+def parallelize(
+    model: nn.Module,
+    process_group: dist.ProcessGroup,
+    *,
+    example_inputs: Any = None,
+    device: torch.device | str | None = None,
+) -> nn.Module:
+    """Turn ``model`` into this rank's local model, in place. Collective over ``process_group``.
+
+    Args:
+        model: any module; its parameters may be on meta (then they are loaded or initialized here, this rank's part
+            only) or real (then they are sliced).
+        process_group: the tensor-parallel group.
+        example_inputs: one batch as the training step passes it; not needed for a language model with ``input_ids``.
+        device: where this rank's parameters live; by default where they are, and the CPU for those on meta.
+
+    Returns:
+        The same module. ``model.autotp_plan`` is the :class:`~lightning_autotp.plan.Plan`.
+
+    Raises:
+        PeerError: on every rank, if any rank fails.
+        CaptureError: if the model cannot be traced.
+        NothingToShard: if nothing in it divides among the ranks.
+        VerificationError: if the local model would not compute the same.
+        CheckpointError: if the weights are missing, broken, or do not fit.
+    """
+    group = TPGroup.of(process_group)
+    inputs = language_model_inputs(model) if example_inputs is None else example_inputs
+    message: list[Any] = [None]
+    with raise_together(process_group, "planning"):
+        if group.rank == 0:
+            message = [make_plan(model, group.size, example_inputs=inputs)]
+    dist.broadcast_object_list(message, group_src=0, group=process_group)
+    plan, solution = message[0]
+    with raise_together(process_group, "building the local model"):
+        apply_plan(model, plan, group)
+        verify(model, solution, group.rank, inputs)
+    with raise_together(process_group, "loading the weights"):
+        load_parameters(model, device=device)
+    model.autotp_plan, model.autotp_group = plan, group  # type: ignore[assignment]
+    synchronize_gradients(model, group)
+    return model
+
+
+def verify(model: nn.Module, solution: Solution, rank: int, example_inputs: Any) -> None:
+    """Prove that a local model computes what the original one does: the second capture, compared.
+
+    Raises:
+        VerificationError: naming the first operator, module and source line that differ.
+    """
+    mismatch = compare(capture(model, example_inputs), solution, rank)
+    if mismatch is not None:
+        raise VerificationError(f"the local model of rank {rank} is not the same computation: {mismatch}")
+
+
+def _region(model: nn.Module, path: str) -> frozenset[str]:
+    """Names of the parameters of the nearest module around ``path`` that has any."""
+    while True:
+        prefix = f"{path}." if path else ""
+        names = {name for name, _ in model.named_parameters() if name.startswith(prefix)}
+        if names or not path:
+            return frozenset(names)
+        path = path.rpartition(".")[0]
+

@@ -1,0 +1,160 @@
+"""``from_pretrained`` without reading weights: the transformers side of building a model without its memory.
+
+Inside :func:`meta_model`, ``from_pretrained`` runs as it is: configuration, dtype, file resolution, construction, key
+renaming, conversions, ties, newly initialized parameters, its load report. Only one of its steps is replaced, the one
+that reads: transformers' own conversion code gets, instead of each tensor in the files, a deferred tensor that stands
+for it. What it does with those is recorded like everything else, so a parameter's recipe says which file's tensors feed
+it and how. Only transformers' loading code is imported here; no model is known by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.modeling_utils import PreTrainedModel
+
+from lightning_autotp.deferred import deferred_init
+from lightning_autotp.load import (
+    CheckpointError,
+    CheckpointSource,
+    CheckpointTensor,
+    MismatchError,
+    read_headers,
+    same_values,
+)
+from lightning_autotp.recorder import Recorder
+
+_log = logging.getLogger(__name__)
+
+
+@contextmanager
+def meta_model() -> Iterator[None]:
+    """Within it, ordinary code builds a model whose parameters take no memory, with or without pretrained weights.
+
+    ``from_pretrained`` records which tensors of which files feed each parameter (``model.autotp_source`` has the
+    files), anything else is recorded by :func:`~lightning_autotp.deferred.deferred_init`. Class, configuration, dtype,
+    ties, buffers and the random generator's state are those that the same code gives outside. torch and transformers
+    are as before afterwards, also after an exception. Nestable.
+
+    Weights that are not read from files (``state_dict=``, GGUF, quantized checkpoints) are loaded as usual and kept as
+    they are until the parameters are filled from them.
+
+    Raises:
+        CheckpointError: from ``from_pretrained``, if a file is missing or damaged or does not fit the configuration.
+    """
+    with deferred_init() as recorder, _recording_loader(recorder):
+        yield
+
+
+@contextmanager
+def _recording_loader(recorder: Recorder) -> Iterator[None]:
+    """Replace the step of ``from_pretrained`` that reads, and keep out of its construction on the meta device."""
+    load = PreTrainedModel.__dict__["_load_pretrained_model"]
+    init_context = PreTrainedModel.__dict__["get_init_context"]
+
+    def record(
+        model: PreTrainedModel, state_dict: Any, checkpoint_files: list[str] | None, load_config: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
+        if state_dict is not None or not checkpoint_files or load_config.is_quantized:
+            loaded: tuple[Any, Any] = load.__func__(model, state_dict, checkpoint_files, load_config, **kwargs)
+            return loaded
+        return _record_checkpoint(recorder, model, checkpoint_files, load_config), None
+
+    def construction(cls: type[PreTrainedModel], *args: Any, **kwargs: Any) -> list[Any]:
+        return [*init_context.__func__(cls, *args, **kwargs), recorder.paused()]
+
+    try:
+        PreTrainedModel._load_pretrained_model = staticmethod(record)  # type: ignore[method-assign, assignment]
+        PreTrainedModel.get_init_context = classmethod(construction)  # type: ignore[method-assign, assignment]
+        yield
+    finally:
+        PreTrainedModel._load_pretrained_model = load  # type: ignore[method-assign]
+        PreTrainedModel.get_init_context = init_context  # type: ignore[method-assign]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Unread:
+    """Stands for a tensor in a file where transformers would slice it, then cast it (maybe in a thread of its own)."""
+
+    recorder: Recorder
+    tensor: CheckpointTensor
+
+    def __getitem__(self, where: Any) -> _Unread:
+        return self
+
+    def to(self, device: Any = None, dtype: torch.dtype | None = None) -> Tensor:
+        """A deferred tensor of the wanted dtype; where it will lie is the strategy's business."""
+        return self.recorder.source(dataclasses.replace(self.tensor, dtype=dtype or self.tensor.dtype))
+
+
+def _record_checkpoint(recorder: Recorder, model: PreTrainedModel, files: list[str], load_config: Any) -> Any:
+    """What ``_load_pretrained_model`` does, on deferred tensors.
+
+    Returns:
+        transformers' ``LoadStateDictInfo``, from which it goes on to initialize, tie and report.
+    """
+    devices = sorted(set(map(str, (load_config.device_map or {}).values())))
+    if len(devices) > 1:
+        raise CheckpointError(
+            f"from_pretrained(device_map=...) spreads the model over {devices}, but here the strategy decides where "
+            "each part of a parameter goes: leave device_map out"
+        )
+    with recorder.paused():
+        tensors = read_headers(files)
+    info, _ = convert_and_load_state_dict_in_model(
+        model=model,
+        state_dict={name: _Unread(recorder, tensor) for name, tensor in tensors.items()},
+        load_config=dataclasses.replace(load_config, device_map={"": "meta"}),
+    )
+    origin = str(load_config.pretrained_model_name_or_path)
+    if info.conversion_errors:
+        raise CheckpointError(
+            f"{origin}: {len(info.conversion_errors)} tensors could not be converted to what the model needs:\n"
+            + "\n".join(f"  {name}: {error.splitlines()[-1]}" for name, error in sorted(info.conversion_errors.items()))
+            + "\nThe configuration may belong to other weights"
+        )
+    if info.mismatched_keys and not load_config.ignore_mismatched_sizes:
+        raise MismatchError(_mismatch(origin, info, tensors))
+    with recorder.paused():
+        _settle_ties(recorder, model, info)
+    model.__dict__["autotp_source"] = CheckpointSource(origin, tuple(files), tensors)
+    return info
+
+
+def _mismatch(origin: str, info: Any, tensors: dict[str, CheckpointTensor]) -> str:
+    rows = []
+    for name, found, expected in sorted(info.mismatched_keys):
+        file = f" in {tensors[name].file}" if name in tensors else ""
+        rows.append(f"  size mismatch for {name}: {tuple(found)}{file}, but the model's is {tuple(expected)}")
+    return (
+        f"{origin}: {len(rows)} tensors of the checkpoint do not have the shapes of the model's parameters:\n"
+        + "\n".join(rows)
+        + "\nThe configuration (config.json, or arguments that change it) belongs to other weights: use theirs, or "
+        "pass ignore_mismatched_sizes=True to from_pretrained to initialize these parameters anew"
+    )
+
+
+def _settle_ties(recorder: Recorder, model: PreTrainedModel, info: Any) -> None:
+    """Decide on ties whose two tensors are both in the checkpoint, as ``tie_weights`` would if it saw their values."""
+    absent = info.missing_and_mismatched()
+    for target, source in list(model.all_tied_weights_keys.items()):
+        if target in absent or source in absent:
+            continue
+        one, other = (recorder.recipe_of(model.get_parameter_or_buffer(name)) for name in (source, target))
+        if same_values(one, other):
+            info.missing_keys.add(target)  # tie_weights() then ties it to the other one
+        else:
+            model.all_tied_weights_keys.pop(target)
+            _log.warning(
+                "%s and %s are tied by the model's configuration, but the checkpoint has different values for them: "
+                "they are NOT tied. Set tie_word_embeddings=False in the configuration to silence this warning",
+                source,
+                target,
+            )

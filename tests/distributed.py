@@ -1,0 +1,135 @@
+"""Run a function on several ranks, each a real process with a gloo process group.
+
+A test hands over one top-level function that does many checks: starting the processes is the slow part.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120) -> list[Any]:
+    """Call ``fn(rank, world_size, *args)`` on every rank, in processes of their own.
+
+    The default process group (gloo) is initialised before the call and destroyed after it. ``fn``, its arguments and
+    its results are pickled: ``fn`` must be a top-level function, and tensors arrive as copies.
+
+    Returns:
+        What ``fn`` returned, in order of rank.
+
+    Raises:
+        RuntimeError: as soon as one rank fails, with its traceback; the other ranks are ended.
+        TimeoutError: when ``timeout`` seconds have passed; every rank is ended.
+    """
+    context = multiprocessing.get_context("spawn")
+    results: dict[int, Any] = {}
+    processes: list[multiprocessing.process.BaseProcess] = []
+    readers: dict[Connection, int] = {}
+    deadline = time.monotonic() + timeout
+    with tempfile.TemporaryDirectory() as directory:
+        store = Path(directory) / "store"
+        try:
+            with _environment(OMP_NUM_THREADS="1", TRANSFORMERS_VERBOSITY="error"):
+                for rank in range(world_size):
+                    reader, writer = context.Pipe(duplex=False)
+                    process = context.Process(
+                        target=_child, args=(writer, fn, rank, world_size, args, str(store), timeout)
+                    )
+                    process.start()
+                    writer.close()
+                    processes.append(process)
+                    readers[reader] = rank
+            while readers:
+                ready = wait(list(readers), timeout=max(0.0, deadline - time.monotonic()))
+                if not ready:
+                    raise TimeoutError(
+                        f"ranks {sorted(readers.values())} of {world_size} gave no result within {timeout} s"
+                    )
+                failures = {}
+                for reader in ready:
+                    rank = readers.pop(reader)
+                    outcome, value = _receive(reader, processes[rank])
+                    if outcome == "error":
+                        failures[rank] = value
+                    else:
+                        results[rank] = value
+                if failures:
+                    raise RuntimeError(
+                        "\n".join(f"rank {rank} of {world_size} failed:\n{text}" for rank, text in failures.items())
+                    )
+            for process in processes:
+                process.join(max(0.0, deadline - time.monotonic()))
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.kill()
+                process.join()
+    return [results[rank] for rank in range(world_size)]
+
+
+def _receive(reader: Connection, process: multiprocessing.process.BaseProcess) -> tuple[str, Any]:
+    try:
+        outcome, payload = reader.recv()
+    except EOFError:
+        process.join(10)
+        return "error", f"the process ended without a result (exit code {process.exitcode})"
+    finally:
+        reader.close()
+    return outcome, pickle.loads(payload)
+
+
+def _child(
+    writer: Connection,
+    fn: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    args: tuple[Any, ...],
+    store: str,
+    timeout: float,
+) -> None:
+    try:
+        torch.set_num_threads(1)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
+        )
+        # Pickled here, not by the pipe: the pipe would share the tensors' memory, which ends with this process.
+        payload = pickle.dumps(fn(rank, world_size, *args))
+        dist.destroy_process_group()
+    except BaseException:
+        writer.send(("error", pickle.dumps(traceback.format_exc())))
+        writer.close()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Not through the interpreter's shutdown: the group is alive and its peers may be waiting in a collective.
+        os._exit(1)
+    writer.send(("result", payload))
+    writer.close()
+
+
+@contextmanager
+def _environment(**variables: str) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

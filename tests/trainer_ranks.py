@@ -1,0 +1,36 @@
+"""Run a function that makes a Trainer on several ranks, started as torchrun would."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from distributed import run_ranks
+
+
+def run_trainer_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 240) -> list[Any]:
+    """Call ``fn(*args)`` on every rank, in an environment in which Lightning finds itself launched already.
+
+    Returns:
+        What ``fn`` returned, in order of rank.
+
+    Raises:
+        RuntimeError: as soon as one rank fails, with its traceback.
+        TimeoutError: when ``timeout`` seconds have passed.
+    """
+    return run_ranks(_launched, world_size, fn, args, timeout=timeout)
+
+
+def _launched(rank: int, world_size: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        GROUP_RANK="0",
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="0",  # never opened: the process group exists already
+        TORCHELASTIC_RUN_ID="test",
+    )
+    return fn(*args)
