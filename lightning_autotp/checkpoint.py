@@ -196,22 +196,25 @@ def full_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, *, 
 
     Raises:
         ValueError: for a state tensor that is neither a scalar nor shaped like its sharded parameter (a factored
-            or blockwise-quantized moment): it has no meaning in the original coordinates.
+            or blockwise-quantized moment): it has no meaning in the original coordinates. On ranks whose own tensors
+            look alright: PeerError.
     """
     group = model_group(model)
     local = optimizer.state_dict()
-    state: dict[int, dict[str, Any]] = {}
     groups = []
-    for own, described, names in zip(
-        optimizer.param_groups, local["param_groups"], _group_names(optimizer, model), strict=True
-    ):
-        groups.append({**described, "param_names": names})
-        for parameter, number, name in zip(own["params"], described["params"], names, strict=True):
-            if number in local["state"]:
-                state[number] = {
-                    key: _gather_to_cpu(value, _state_meta(key, name, value, parameter, parameter.shape), group, keep)
-                    for key, value in local["state"][number].items()
-                }
+    metas: dict[tuple[int, str], ParameterMeta | None] = {}
+    # Shapes may fit on one rank by chance and not on another: agree before the first tensor travels.
+    with raise_together(group.process_group, "collecting the optimizer's state"):
+        for own, described, names in zip(
+            optimizer.param_groups, local["param_groups"], _group_names(optimizer, model), strict=True
+        ):
+            groups.append({**described, "param_names": names})
+            for parameter, number, name in zip(own["params"], described["params"], names, strict=True):
+                for key, value in local["state"].get(number, {}).items():
+                    metas[number, key] = _state_meta(key, name, value, parameter, parameter.shape)
+    state: dict[int, dict[str, Any]] = {}
+    for (number, key), meta in metas.items():
+        state.setdefault(number, {})[key] = _gather_to_cpu(local["state"][number][key], meta, group, keep)
     return {"state": state if keep else {}, "param_groups": groups}
 
 
@@ -303,7 +306,8 @@ def save_pretrained(model: nn.Module, directory: str | os.PathLike[str], *, writ
     with raise_together(group.process_group, f"writing {directory}"):
         if writes:
             with torch.device("meta"):
-                original = type(model)(copy.deepcopy(model.config)).to(dtype=model.dtype)
+                original: Any = type(model)(copy.deepcopy(model.config))
+                original.to(model.dtype)
             if model.can_generate():
                 original.generation_config = copy.deepcopy(model.generation_config)
             # What from_pretrained renamed on the way in is renamed back on the way out.

@@ -1,17 +1,15 @@
 """What a layout costs, in seconds of one training step.
 
-``cost = communication + computation + held memory + reading``
+``cost = communication + computation + held memory``
 
-* communication (:func:`Profile.collective`): latency plus bytes over bandwidth; an all-reduce moves every byte about twice
-  (ring: ``2 (n-1)/n``), gathers and scatters once.
+* communication (:func:`Profile.collective`): latency plus bytes over bandwidth. A gather or scatter along an inner dim also
+  moves its bytes once more through memory, to bring the ranks' parts into order.
 * computation (:func:`Profile.compute`): forward and backward, the slowest rank's share; products by FLOPs, everything else
   by the bytes it touches.
 * held memory (:func:`Profile.memory`): a model is split to make it fit, so a parameter byte that is held has a price. It is
   relative, so that a small model is planned like a large one: a matrix of median size held whole costs as much as
   ``Profile.matrix_price`` all-reduces of a hidden state of median size. A sharded parameter counts as an even share: units
   that do not divide, or that several ranks share, cost time, but must not drive the plan to odder cuts.
-* reading (:func:`Profile.reading`): a rank reads only its rows of a tensor on disk, but all of it where columns are cut;
-  spread over the steps of a short run.
 """
 
 from __future__ import annotations
@@ -25,31 +23,32 @@ from dataclasses import dataclass
 class Profile:
     """A simple hardware profile.
 
-    Defaults are round numbers for one H100 in an NVLink node: vendor's dense bf16 rate at the half that training reaches,
-    HBM3 and NVLink 4 bandwidth per direction, and the latency of a small NCCL collective.
+    Defaults are round numbers for one H100 in an NVSwitch node: half of the vendor's dense bf16 rate (what training
+    reaches), HBM3 and NVLink 4 bandwidth per direction, the latency of a small NCCL collective, and reduction in the
+    switch (NCCL's NVLS), with which an all-reduced byte crosses a GPU's link once. In a ring it crosses it twice.
 
     Attributes:
         flops: floating-point operations per second.
         memory_bandwidth: bytes per second.
         link_bandwidth: bytes per second and direction between two ranks.
         latency: seconds per collective.
+        all_reduce_passes: how often an all-reduced byte crosses the link (1 in a switch, 2 in a ring).
         matrix_price: all-reduces of a hidden state that one matrix held whole may cost.
-        storage: bytes per second that a rank reads from disk.
-        steps: over how many steps reading the checkpoint once is spread.
     """
 
     flops: float = 4e14
     memory_bandwidth: float = 3e12
     link_bandwidth: float = 3e11
     latency: float = 1e-5
+    all_reduce_passes: float = 1.0
     matrix_price: float = 10.0
-    storage: float = 1e9
-    steps: int = 100
 
     def collective(self, kind: str, size: int, ranks: int) -> float:
         """Seconds of one ``"all_reduce"``, ``"all_gather"`` or ``"reduce_scatter"`` of ``size`` bytes (the whole tensor)."""
-        passes = 2 if kind == "all_reduce" else 1
-        return self.latency + passes * (ranks - 1) / ranks * size / self.link_bandwidth
+        if kind == "all_reduce":
+            return self.latency + self.all_reduce_passes * (ranks - 1) / ranks * size / self.link_bandwidth
+        ordering = 2 * size / self.memory_bandwidth
+        return self.latency + (ranks - 1) / ranks * size / self.link_bandwidth + ordering
 
     def compute(self, flops: float, touched: int, share: float) -> float:
         """Seconds of an operator, forward and backward, of which the slowest rank does ``share``."""
@@ -66,10 +65,6 @@ class Profile:
             ranks: size of the group.
         """
         return self.matrix_price * self.collective("all_reduce", int(hidden), ranks) * share * size / matrix
-
-    def reading(self, size: int, share: float) -> float:
-        """Seconds, per step, of having read ``share`` of a parameter of ``size`` bytes from disk."""
-        return share * size / self.storage / self.steps
 
 
 # What converting a tensor from one type to another costs: collectives in forward and in backward.

@@ -27,8 +27,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_autotp.meta import ParameterMeta
-from lightning_autotp.recipe import Recipe
 from lightning_autotp.recorder import Recorder, device_of, is_meta
 
 _active: Recorder | None = None
@@ -85,7 +83,7 @@ def _disguise(recorder: Recorder) -> dict[str, Any]:
     """
 
     def device(tensor: Tensor) -> torch.device:
-        return recorder.home(tensor) if recorder.is_deferred(tensor) else device_of(tensor)
+        return recorder.home(tensor) if recorder.disguised(tensor) else device_of(tensor)
 
     def of_values(name: str) -> Callable[..., Any]:
         original = getattr(torch.Tensor, name)
@@ -98,7 +96,7 @@ def _disguise(recorder: Recorder) -> dict[str, Any]:
             args = (device(wanted), wanted.dtype, *args[1:])
         elif wanted is not None and not args:
             args = (wanted,)
-        if recorder.is_deferred(tensor):
+        if recorder.disguised(tensor):
             where = args[0] if args and isinstance(args[0], str | int | torch.device) else kwargs.get("device")
             if where is not None and torch.device(where) == device(tensor):
                 kwargs.pop("device", None)
@@ -109,17 +107,23 @@ def _disguise(recorder: Recorder) -> dict[str, Any]:
         return true_to(tensor, *args, **kwargs)
 
     def deepcopy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
-        if not recorder.is_deferred(tensor) or id(tensor) in memo:
+        if not recorder.disguised(tensor) or id(tensor) in memo:
             return true_deepcopy(tensor, memo)
         memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
         return memo[id(tensor)]
 
+    def set_data(tensor: Tensor, value: Tensor) -> None:
+        deferred = recorder.disguised(tensor)
+        true_data.__set__(tensor, recorder.defer(value) if deferred else recorder.values(value))
+
+    true_data = vars(torch._C.TensorBase)["data"]
     true_to, true_deepcopy = torch.Tensor.to, torch.Tensor.__deepcopy__
     return {
         "device": property(device),
-        "is_meta": property(lambda tensor: is_meta(tensor) and not recorder.is_deferred(tensor)),
+        "is_meta": property(lambda tensor: is_meta(tensor) and not recorder.disguised(tensor)),
         "is_cpu": property(lambda tensor: device(tensor).type == "cpu"),
         "is_cuda": property(lambda tensor: device(tensor).type == "cuda"),
+        "data": property(true_data.__get__, set_data),
         "to": to,
         "cpu": lambda tensor, **kwargs: tensor.to("cpu", **kwargs),
         "type_as": lambda tensor, other: tensor.to(other),
@@ -128,21 +132,3 @@ def _disguise(recorder: Recorder) -> dict[str, Any]:
         "__array__": of_values("__array__"),
         "__deepcopy__": deepcopy,
     }
-
-
-def defer_values(model: nn.Module) -> None:
-    """Move a real model's parameters to meta; each keeps its tensor as its recipe until it is loaded. Ties are kept."""
-    moved: dict[nn.Parameter, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is None or is_meta(parameter):
-                continue
-            if parameter not in moved:
-                moved[parameter] = nn.Parameter(
-                    parameter.detach().to(torch.device("meta")), requires_grad=parameter.requires_grad
-                )
-                moved[parameter].__dict__.update(parameter.__dict__)
-                shape, dtype = tuple(parameter.shape), parameter.dtype
-                meta = ParameterMeta((), shape, dtype, init_fn=Recipe.given(parameter))
-                moved[parameter].meta = meta  # type: ignore[attr-defined]
-            module._parameters[name] = moved[parameter]

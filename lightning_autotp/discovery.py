@@ -47,8 +47,8 @@ def find_models(module: nn.Module, example_inputs: Any = None) -> list[tuple[nn.
             found = f"has several children with parameters ({', '.join(children)})" if children else "has none"
             raise ValueError(
                 f"looking for the model to parallelize in {type(module).__name__}: it holds no Hugging Face model and"
-                f" {found}. Build the model in configure_model() or __init__() and assign it to one attribute (parts that belong"
-                " together into one nn.Module)"
+                f" {found}. Build the model in configure_model() or __init__() and assign it to one attribute (parts"
+                " that belong together into one nn.Module)"
             )
         models = [getattr(child, "_orig_mod", child) for child in children.values()]
         inputs = inputs if inputs is not None else getattr(module, "example_input_array", None)
@@ -79,8 +79,8 @@ def fill_remaining(module: nn.Module) -> None:
                 make: Callable[[], Tensor] | None = getattr(getattr(parameter, "meta", None), "init_fn", None)
                 if make is None:
                     raise RuntimeError(
-                        f"parameter {path + '.' if path else ''}{name} is on the meta device and has no values: build it"
-                        " in configure_model(), and do not tie it to a parameter inside the parallel model"
+                        f"parameter {path + '.' if path else ''}{name} is on the meta device and has no values: build"
+                        " it in configure_model(), and do not tie it to a parameter inside the parallel model"
                     )
                 filled[parameter] = nn.Parameter(make(), requires_grad=parameter.requires_grad)
             owner._parameters[name] = filled[parameter]

@@ -85,16 +85,27 @@ class Ownership:
     @cached_property
     def owners(self) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
         """The map itself: ``(start, stop, ranks that hold these indices)``, ascending, without gaps."""
-        cuts = sorted({bound for runs in self.held for run in runs for bound in run})
+        events = sorted(
+            (bound, kind, rank)
+            for rank, runs in enumerate(self.held)
+            for run in runs
+            for bound, kind in ((run[0], True), (run[1], False))
+        )
         rows: list[tuple[int, int, tuple[int, ...]]] = []
-        for start, stop in zip(cuts, cuts[1:], strict=False):
-            ranks = tuple(
-                rank for rank, runs in enumerate(self.held) if any(a <= start and stop <= b for a, b in runs)
-            )
-            if rows and rows[-1][2] == ranks:
-                rows[-1] = (rows[-1][0], stop, ranks)
+        here: set[int] = set()
+        start = 0
+        for bound, begins, rank in events:
+            if bound > start:
+                ranks = tuple(sorted(here))
+                if rows and rows[-1][2] == ranks:
+                    rows[-1] = (rows[-1][0], bound, ranks)
+                else:
+                    rows.append((start, bound, ranks))
+                start = bound
+            if begins:
+                here.add(rank)
             else:
-                rows.append((start, stop, ranks))
+                here.discard(rank)
         return tuple(rows)
 
     @property
@@ -105,7 +116,7 @@ class Ownership:
     @property
     def is_shared(self) -> bool:
         """Whether some index has more than one owner."""
-        return any(len(ranks) > 1 for _, _, ranks in self.owners)
+        return sum(self.local_size(rank) for rank in range(self.ranks)) > self.size
 
     def __str__(self) -> str:
         sizes = [self.local_size(rank) for rank in range(self.ranks)]

@@ -353,15 +353,15 @@ def same_values(one: Recipe, other: Recipe) -> bool:
     return all(torch.equal(here, there) for (_, here), (_, there) in pieces)
 
 
-def load_parameters(model: nn.Module, device: torch.device | str = "cpu") -> None:
-    """Fill this rank's parameters, one at a time, and put the model on ``device``. Not collective.
+def load_parameters(model: nn.Module, device: torch.device | str | None = None) -> None:
+    """Fill this rank's parameters, one at a time. Not collective.
 
     Each parameter that ``ParameterMeta.need_initialize`` marks is replaced by a real one of its local shape (tied ones
     by one), which keeps its attributes. Call it after :func:`~lightning_autotp.meta.initialize_parameter_meta`.
 
     Args:
         model: a model whose parameters have their ``ParameterMeta``: layout, rank, and how to make the whole tensor.
-        device: where parameters and buffers go.
+        device: where the model goes; by default parameters on meta go to the CPU and all else stays where it is.
 
     Raises:
         CheckpointError: if files are missing, damaged or changed (checked before anything is read), or a parameter has
@@ -390,9 +390,10 @@ def load_parameters(model: nn.Module, device: torch.device | str = "cpu") -> Non
             if parameter is None or parameter not in wanted:
                 continue
             if parameter not in filled:
-                filled[parameter] = _fill(parameter, wanted[parameter], torch.device(device))
+                filled[parameter] = _fill(parameter, wanted[parameter], torch.device(device or "cpu"))
             module._parameters[name] = filled[parameter]
-    model.to(device)
+    if device is not None:
+        model.to(device)
 
 
 def _fill(parameter: nn.Parameter, meta: ParameterMeta, device: torch.device) -> nn.Parameter:

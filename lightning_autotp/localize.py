@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from torch import nn
 
-from lightning_autotp.capture import capture, meta_copy
+from lightning_autotp.capture import CaptureError, capture, meta_copy
 from lightning_autotp.graph import Operator
 from lightning_autotp.layers.group import TPGroup
 from lightning_autotp.layout import Shard, local_shape
@@ -66,6 +66,7 @@ class _Search:
         self, model: nn.Module, example_inputs: object, solution: Solution, plan_with: Callable[..., Plan]
     ) -> None:
         self.model, self.example_inputs, self.solution, self.plan_with = model, example_inputs, solution, plan_with
+        self.reads: dict[str, dict[str, int]] | None = None
         self.traces: dict[tuple[tuple[SizePlan, ...], int], Mismatch | None] = {}
         by_module: dict[str, list[Operator]] = {}
         for operator in solution.graph.operators:
@@ -97,7 +98,10 @@ class _Search:
         if (sizes, rank) not in self.traces:
             local = meta_copy(self.model)
             apply_plan(local, self.plan_with(sizes), TPGroup("", rank, self.solution.ranks))
-            graph = capture(local, self.example_inputs, until_failure=True)
+            try:
+                graph = capture(local, self.example_inputs)
+            except CaptureError:
+                graph = capture(local, self.example_inputs, until_failure=True)
             self.traces[sizes, rank] = compare(graph, self.solution, rank)
         return self.traces[sizes, rank]
 
@@ -117,12 +121,12 @@ class _Search:
         path = mismatch.module
         first = self._lengths([mismatch.operator] if mismatch.operator is not None else [])
         for whole, local in first | self.lengths.get(path, {}):
-            for attribute in _integers(self.model.get_submodule(path), whole):
+            for attribute in self._integers(path, whole):
                 change = tuple(
                     SizePlan(twin, attribute, whole, local)
                     for twin in self._twins(path)
                     if (whole, local) in self.lengths.get(twin, {})
-                    and attribute in _integers(self.model.get_submodule(twin), whole)
+                    and attribute in self._integers(twin, whole)
                     and (twin, attribute) not in taken
                 )
                 if change:
@@ -132,14 +136,46 @@ class _Search:
         kind = type(self.model.get_submodule(path))
         return [name for name, module in self.model.named_modules() if type(module) is kind]
 
+    def _integers(self, path: str, value: int) -> list[str]:
+        """Integers with this value that the module reads in its forward: its own, and those of its config."""
+        if self.reads is None:
+            self.reads = integer_reads(self.model, self.example_inputs)
+        return [attribute for attribute, found in self.reads.get(path, {}).items() if found == value]
 
-def _integers(module: nn.Module, value: int) -> list[str]:
-    """A module's integer attributes with this value, then those of its config."""
 
-    def names(holder: object) -> list[str]:
-        return [n for n, v in vars(holder).items() if isinstance(v, int) and not isinstance(v, bool) and v == value]
+def integer_reads(model: nn.Module, example_inputs: object) -> dict[str, dict[str, int]]:
+    """By module: the integer attributes that the forward reads of it, and (as ``config.NAME``) of its config.
 
-    config = getattr(module, "config", None)
-    inherited = names(config) if config is not None and hasattr(config, "__dict__") else []
-    return [*names(module), *(f"config.{name}" for name in inherited)]
+    One trace of a copy whose modules and configs note what is read of them.
+    """
+    watched = meta_copy(model)
+    reads: dict[str, dict[str, int]] = {}
+    running: list[str] = []
+    for path, module in watched.named_modules():
+        module.register_forward_pre_hook(lambda _, __, path=path: running.append(path), prepend=True)
+        module.register_forward_hook(lambda *_: running.pop() and None)
+        config = vars(module).get("config")
+        if config is not None and not getattr(type(config), "_is_watched", False):
+            names = getattr(config, "attribute_map", {})
+            _watch(config, lambda name, value, names=names: _note(reads, running, f"config.{names.get(name, name)}", value))
+        _watch(module, lambda name, value, path=path: reads.setdefault(path, {}).setdefault(name, value))
+    capture(watched, example_inputs)
+    return reads
 
+
+def _note(reads: dict[str, dict[str, int]], running: list[str], name: str, value: int) -> None:
+    if running:
+        reads.setdefault(running[-1], {}).setdefault(name, value)
+
+
+def _watch(target: object, note: Callable[[str, int], object]) -> None:
+    """Report every integer attribute read of ``target`` (the object itself, not its class)."""
+    kind = type(target)
+
+    def read(self: object, name: str) -> object:
+        value = kind.__getattribute__(self, name)
+        if type(value) is int and name in kind.__getattribute__(self, "__dict__"):
+            note(name, value)
+        return value
+
+    target.__class__ = type(kind.__name__, (kind,), {"__getattribute__": read, "_is_watched": True})

@@ -80,6 +80,10 @@ class Recorder(TorchDispatchMode):
         """Whether the tensor is on meta and its values are on record."""
         return is_meta(tensor) and self.number(tensor) is not None
 
+    def disguised(self, tensor: Tensor) -> bool:
+        """Whether the tensor is deferred and model code is looking at it (not what this mode runs)."""
+        return not self._paused and self.is_deferred(tensor)
+
     def home(self, tensor: Tensor) -> torch.device:
         """The device where the tensor would be in ordinary execution."""
         number = self.number(tensor)
@@ -104,7 +108,7 @@ class Recorder(TorchDispatchMode):
         if number is None and not is_meta(tensor):
             version = -1 if tensor.is_inference() else tensor._version
             storage = tensor.untyped_storage()
-            number = self._register(storage, Leaf(storage.nbytes(), device_of(tensor), tensor.detach(), version))
+            number = self._register(storage, Leaf(storage.nbytes(), device_of(tensor), tensor, version))
         size, stride, offset = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
         return View(number, tensor.dtype, size, stride, offset, tensor.is_conj(), tensor.is_neg())
 
@@ -189,6 +193,11 @@ class Recorder(TorchDispatchMode):
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if self._paused or torch.Tag.inplace_view in func.tags or not all(is_plain(tensor) for tensor in tensors):
             return func(*args, **kwargs)
+        with self.paused():
+            return self._dispatch(func, args, kwargs, tensors)
+
+    def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
+        """Decide whether the operator can run for real, and run it."""
         for tensor in tensors:
             number = self.number(tensor)
             if number is not None and not is_meta(tensor):
@@ -208,7 +217,10 @@ class Recorder(TorchDispatchMode):
         else:
             lazy = deferred
         if device == _META:
-            return func(*args, **kwargs)
+            if func.overloadpacket.__name__ not in ("_to_copy", "scalar_tensor"):
+                return func(*args, **kwargs)
+            # Assigning to items of a deferred tensor brings indices and values to its device; they must not be lost.
+            lazy = True
         if _DATA_DEPENDENT & set(func.tags) or any(not is_meta(tensor) for tensor in written):
             lazy = False
         return self._execute(func, args, kwargs, tensors, written, lazy)
@@ -228,18 +240,23 @@ class Recorder(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             drawn_on = device if generator is None else generator.device
             random = (drawn_on, rng_state(drawn_on) if generator is None else generator.get_state())
-        real_args, real_kwargs = args, kwargs
-        if name not in _GEOMETRY_ONLY and not (lazy and random is None):
+        out: Any = None
+        if lazy:
+            try:
+                out = _on_meta(func, args, kwargs)
+            except NotImplementedError:  # the operator has no shape function
+                lazy = False
+        if not lazy or random is not None:
             blank = lazy and name in _FILLS and len(tensors) == 1
-            real_args, real_kwargs = tree_map_only(Tensor, self._blank if blank else self.values, (args, kwargs))
-        if not lazy:
-            out = func(*real_args, **real_kwargs)
-        else:
-            if random is not None:
-                on_device = {"device": device} if name in _GEOMETRY_ONLY else {}
-                func(*real_args, **{**real_kwargs, **on_device})
-                del real_args, real_kwargs
-            out = _on_meta(func, args, kwargs)
+            stand_in = self._blank if blank else self.values
+            if name in _GEOMETRY_ONLY:
+                on_device = {**kwargs, "device": device} if lazy else kwargs
+                result = func(*args, **on_device)
+            else:
+                result = func(*tree_map_only(Tensor, stand_in, args), **tree_map_only(Tensor, stand_in, kwargs))
+            if not lazy:
+                out = result if not (written and is_meta(written[0])) else written[0]
+            del result
         self._note(func, args, kwargs, out, tensors, written, before, device, random)
         return out
 
@@ -267,6 +284,7 @@ class Recorder(TorchDispatchMode):
         args, kwargs = before or tree_map_only(Tensor, self._view, (args, kwargs))
         if name in _GEOMETRY_ONLY:
             args = tree_map_only(View, lambda view: replace(view, storage=None), args)
+        if name in _GEOMETRY_ONLY or kwargs.get("device") == _META:
             kwargs = {**kwargs, "device": device}
         if kwargs.get("generator") is not None:
             kwargs = {**kwargs, "generator": True}
@@ -293,8 +311,8 @@ class Recorder(TorchDispatchMode):
 
     def _device(self, kwargs: dict[str, Any], tensors: list[Tensor]) -> torch.device:
         """Where the operator would run in ordinary execution."""
-        if kwargs.get("device") is not None:
-            device: torch.device = kwargs["device"]
+        device: torch.device | None = kwargs.get("device")
+        if device is not None and device != _META:
             return device
         devices = [self.home(tensor) for tensor in tensors]
         return next((device for device in devices if device != _META), torch.device("cpu"))

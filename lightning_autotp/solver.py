@@ -196,17 +196,15 @@ class _Solver:
 
     def _parameter(self, tensor: int) -> Iterator[tuple[str | int, float]]:
         size = self.graph.tensors[tensor].bytes
-        whole = self._memory(size, 1.0) + self.profile.reading(size, 1.0)
+        whole = self._memory(size, 1.0)
         sync = self.profile.collective("all_reduce", size, self.ranks)
         yield I, whole
         yield R, whole + sync
         for number in self.touching[tensor]:
             layout = self._layout(tensor, number)
             if isinstance(layout, Shard):
-                read = sum(self._shares(layout)) / self.ranks if [dim for dim, _ in layout.dims] == [0] else 1.0
                 shared = any(owned.is_shared for _, owned in layout.dims)
-                cost = self._memory(size, 1 / self.ranks) + self.profile.reading(size, read)
-                yield number, cost + (sync if shared else 0.0)
+                yield number, self._memory(size, 1 / self.ranks) + (sync if shared else 0.0)
 
     def _memory(self, size: int, share: float) -> float:
         return self.profile.memory(size, share, self.matrix, self.hidden, self.ranks)

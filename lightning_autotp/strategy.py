@@ -61,7 +61,8 @@ class AutoTPStrategy(ModelParallelStrategy):
         example_inputs: one batch as the model's ``forward`` takes it: a tensor, a tuple of positional arguments, a
             mapping of keyword arguments, or a function without arguments that returns one of these. Not needed for a
             model that takes ``input_ids``; otherwise the LightningModule's ``example_input_array`` serves too.
-        checked_batches: how many batches of each stage are compared over the ranks of a tensor-parallel group.
+        checked_batches: how many batches of each stage and epoch are compared over the ranks of a tensor-parallel
+            group.
         process_group_backend: by default the one for the device: nccl or gloo.
         timeout: of collectives.
 
@@ -151,6 +152,10 @@ class AutoTPStrategy(ModelParallelStrategy):
         for handle in self._averaging:
             handle.remove()
         self._averaging = average_gradients(module, self.data_parallel_group)
+        if self._data_parallel_size == 1:
+            # One copy of the model sees all the data, in the order one process would: Lightning's distributed sampler
+            # would only shuffle it, even where the user's does not.
+            trainer._accelerator_connector.use_distributed_sampler = False
         self._seen_batches.clear()
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
@@ -200,11 +205,12 @@ class AutoTPStrategy(ModelParallelStrategy):
         """Move a batch; the first few of each stage are compared over the tensor-parallel group."""
         batch = super().batch_to_device(batch, device, dataloader_idx)
         assert self.lightning_module is not None
-        stage = self.lightning_module.trainer.state.stage
-        seen = self._seen_batches.get((stage, dataloader_idx), 0)
+        trainer = self.lightning_module.trainer
+        place = trainer.state.stage, dataloader_idx, trainer.current_epoch
+        seen = self._seen_batches.get(place, 0)
         if seen < self._checked_batches:
-            self._seen_batches[stage, dataloader_idx] = seen + 1
-            where = f"batch {seen} of the {stage.dataloader_prefix if stage else 'given'} data"
+            self._seen_batches[place] = seen + 1
+            where = f"batch {seen} of the {place[0]} data (dataloader {dataloader_idx}, epoch {place[2]})"
             check_same_batch(batch, self.tensor_parallel_group, where)
         return batch
 
