@@ -76,11 +76,11 @@ def check_same_batch(batch: Any, group: dist.ProcessGroup, where: str = "a batch
     if difference is not None:
         raise RuntimeError(
             f"{where} differs between the ranks of a tensor-parallel group: {difference}. These ranks work on one"
-            " batch together and must be given the same one. What to do: give a sampler of your own the same seed on every"
-            " rank and, with several data-parallel copies, the strategy's `distributed_sampler_kwargs` (Lightning does it"
-            " for ordinary samplers: leave Trainer(use_distributed_sampler=True) as it is); let an iterable dataset split"
-            " its data by data-parallel rank, not by global rank (`trainer.global_rank`, RANK); seed random augmentation"
-            " equally (`seed_everything(seed, workers=True)`)."
+            " batch together and must be given the same one. What to do: give a sampler of your own the same seed on"
+            " every rank and, with several data-parallel copies, the strategy's `distributed_sampler_kwargs` (Lightning"
+            " does it for ordinary samplers: leave Trainer(use_distributed_sampler=True) as it is); let an iterable"
+            " dataset split its data by data-parallel rank, not by global rank (`trainer.global_rank`, RANK); seed"
+            " random augmentation equally (`seed_everything(seed, workers=True)`)."
         )
 
 

@@ -41,14 +41,24 @@ class CaptureError(RuntimeError):
     """The model could not be traced; the message names the module and the line."""
 
 
-def capture(model: nn.Module, example_inputs: Any = None, *, until_failure: bool = False) -> Graph:
+def capture_local(model: nn.Module, example_inputs: Any) -> Graph:
+    """Like :func:`capture`, but where the model's forward raises, the graph of what ran until then.
+
+    For a model that may have been localized wrongly: the comparison then tells where it goes wrong.
+    """
+    try:
+        return capture(model, example_inputs)
+    except CaptureError:
+        return _capture(model, example_inputs, _TracedUntilFailure)
+
+
+def capture(model: nn.Module, example_inputs: Any = None) -> Graph:
     """Trace one training forward of ``model`` on the meta device.
 
     Args:
         model: any module; it is neither changed nor run. Its parameters may be on any device, also on meta.
         example_inputs: one batch: a tensor, a tuple of positional arguments, or a mapping of keyword arguments. May be
             left out for a language model that takes ``input_ids`` and ``labels``.
-        until_failure: where the model's forward raises, return the graph of what ran until then.
 
     Returns:
         The graph, with module boundaries marked and operators that compute nothing left out.
@@ -56,16 +66,18 @@ def capture(model: nn.Module, example_inputs: Any = None, *, until_failure: bool
     Raises:
         CaptureError: if tracing fails, naming the module and the source line.
     """
-    args, kwargs = _as_call(example_inputs if example_inputs is not None else language_model_inputs(model))
+    return _capture(model, language_model_inputs(model) if example_inputs is None else example_inputs, _Traced)
+
+
+def _capture(model: nn.Module, example_inputs: Any, root: type[_Traced]) -> Graph:
+    args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: tensor.to("meta"), _as_call(example_inputs))
     traced = meta_copy(model).train()
-    to_meta = {torch.Tensor: lambda tensor: tensor.to("meta")}
-    args, kwargs = pytree.tree_map_only(Tensor, to_meta[torch.Tensor], (args, kwargs))
     entered: list[str] = []
     try:
         with _marked_boundaries(traced, entered), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            root = (_TracedUntilFailure if until_failure else _Traced)(traced, len(args), tuple(kwargs))
-            program = torch.export.export(root, (*args, *kwargs.values()), strict=False)
+            called = root(traced, len(args), tuple(kwargs))
+            program = torch.export.export(called, (*args, *kwargs.values()), strict=False)
     except Exception as error:
         where = " -> ".join(entered) or "(root)"
         raise CaptureError(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from torch import nn
 
-from lightning_autotp.capture import CaptureError, capture, meta_copy
+from lightning_autotp.capture import capture, capture_local, meta_copy
 from lightning_autotp.graph import Operator
 from lightning_autotp.layers.group import TPGroup
 from lightning_autotp.layout import Shard, local_shape
@@ -98,11 +98,7 @@ class _Search:
         if (sizes, rank) not in self.traces:
             local = meta_copy(self.model)
             apply_plan(local, self.plan_with(sizes), TPGroup("", rank, self.solution.ranks))
-            try:
-                graph = capture(local, self.example_inputs)
-            except CaptureError:
-                graph = capture(local, self.example_inputs, until_failure=True)
-            self.traces[sizes, rank] = compare(graph, self.solution, rank)
+            self.traces[sizes, rank] = compare(capture_local(local, self.example_inputs), self.solution, rank)
         return self.traces[sizes, rank]
 
     def _lengths(self, operators: Iterable[Operator]) -> dict[tuple[int, tuple[int, ...]], None]:

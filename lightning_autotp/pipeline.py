@@ -10,16 +10,17 @@ from torch import nn
 
 from lightning_autotp.agreement import raise_together
 from lightning_autotp.annotate import annotate
-from lightning_autotp.capture import capture, language_model_inputs
+from lightning_autotp.capture import capture, capture_local, language_model_inputs
 from lightning_autotp.cost import Profile
 from lightning_autotp.gradients import synchronize_gradients
 from lightning_autotp.layers.group import TPGroup
 from lightning_autotp.load import load_parameters
 from lightning_autotp.localize import Unlocalizable, find_sizes
+from lightning_autotp.meta import parameter_meta
 from lightning_autotp.plan import Plan, SizePlan
 from lightning_autotp.replace import apply_plan
 from lightning_autotp.solver import Solution, solve
-from lightning_autotp.verify import VerificationError, compare
+from lightning_autotp.verify import VerificationError, compare, cut_differently
 
 
 def make_plan(
@@ -109,14 +110,18 @@ def parallelize(
 
 
 def verify(model: nn.Module, solution: Solution, rank: int, example_inputs: Any) -> None:
-    """Prove that a local model computes what the original one does: the second capture, compared.
+    """Prove that a local model computes what the original one does.
+
+    Its parameters must be cut as the solution says, and the second capture must be the localized first one.
 
     Raises:
-        VerificationError: naming the first operator, module and source line that differ.
+        VerificationError: naming the first parameter, or operator, module and source line that differ.
     """
-    mismatch = compare(capture(model, example_inputs), solution, rank)
-    if mismatch is not None:
-        raise VerificationError(f"the local model of rank {rank} is not the same computation: {mismatch}")
+    difference = cut_differently({name: parameter_meta(p) for name, p in model.named_parameters()}, solution) or compare(
+        capture_local(model, example_inputs), solution, rank
+    )
+    if difference is not None:
+        raise VerificationError(f"the local model of rank {rank} is not the same computation: {difference}")
 
 
 def _region(model: nn.Module, path: str) -> frozenset[str]:

@@ -115,10 +115,10 @@ def _record_checkpoint(recorder: Recorder, model: PreTrainedModel, files: list[s
     )
     origin = str(load_config.pretrained_model_name_or_path)
     if info.conversion_errors:
-        raise CheckpointError(
+        raise MismatchError(
             f"{origin}: {len(info.conversion_errors)} tensors could not be converted to what the model needs:\n"
             + "\n".join(f"  {name}: {error.splitlines()[-1]}" for name, error in sorted(info.conversion_errors.items()))
-            + "\nThe configuration may belong to other weights"
+            + "\nThe configuration (config.json) may belong to other weights: use theirs"
         )
     if info.mismatched_keys and not load_config.ignore_mismatched_sizes:
         raise MismatchError(_mismatch(origin, info, tensors))

@@ -173,6 +173,7 @@ class Recorder(TorchDispatchMode):
         tensor = torch.empty(source.shape, dtype=source.dtype, device=_META)
         storage = tensor.untyped_storage()
         self._register(storage, Leaf(storage.nbytes(), torch.device("cpu"), source))
+        self._results.append(weakref.ref(tensor))
         return tensor
 
     def new_parameter(self, original: Any, cls: Any, data: Tensor | None, requires_grad: bool) -> Tensor:

@@ -137,8 +137,8 @@ class AutoTPStrategy(ModelParallelStrategy):
         module = self.lightning_module
         with raise_together(None, "looking for the model to parallelize"):
             models = find_models(module, self._example_inputs)
-        check_same_weights(module, None)
         for model, inputs in models:
+            check_same_weights(model, None)
             parallelize(model, self.tensor_parallel_group, example_inputs=inputs, device=self.root_device)
         with raise_together(None, "initializing the LightningModule's own parameters"):
             fill_remaining(module)

@@ -8,13 +8,14 @@ stand at its boundary, and nothing else may stand in between.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
 from lightning_autotp.graph import Graph, Operator, Ref
 from lightning_autotp.layout import Invariant, Layout, Partial, Replicate, Shard, local_shape
+from lightning_autotp.meta import ParameterMeta
 from lightning_autotp.rules import entry
 from lightning_autotp.solver import Solution
 
@@ -112,6 +113,15 @@ def compare(local: Graph, solution: Solution, rank: int) -> Mismatch | None:
         return Mismatch(position, extra, f"the local trace has one more operator, {extra.name}")
     if [tensors.get(tensor) for tensor in solution.graph.outputs] != local.outputs:
         return Mismatch(position, None, "the local model returns other tensors")
+    return None
+
+
+def cut_differently(metas: Mapping[str, ParameterMeta], solution: Solution) -> Mismatch | None:
+    """The first parameter that is not cut as the solution says (two cuts of one size look alike in a trace)."""
+    for tensor, name in solution.graph.parameters.items():
+        meta, layout = metas[name], _layout(solution, tensor)
+        if meta.layout != layout:
+            return Mismatch(0, None, f"parameter {name} must lie over the ranks as {layout!r}, it lies as {meta.layout!r}")
     return None
 
 

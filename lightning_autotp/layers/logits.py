@@ -235,9 +235,11 @@ def _reshape(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
     dim = after_reshape(logits.shape, logits.vocab_dim, sizes)
     if dim is None:
         return NotImplemented
-    # A size left to be inferred stays so, where that is still possible.
     local_size = logits.local.shape[logits.vocab_dim]
-    if sizes[dim] != -1 or local_size == 0:
+    if local_size == 0:
+        # Among no elements no size can be inferred.
+        sizes = [size if size != -1 else -logits.numel() // math.prod(sizes) for size in sizes]
+    if local_size == 0 or sizes[dim] != -1:
         sizes[dim] = local_size
     return _rewrap(logits, func(logits.local, sizes), dim)
 

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from tiny import meta_model, tiny_config
+
+from lightning_autotp.pipeline import make_plan
+from lightning_autotp.plan import Plan
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return make_plan(meta_model("phi3", num_key_value_heads=2), 3)[0]
+
+
+def test_json_round_trip(plan: Plan) -> None:
+    again = Plan.from_json(plan.to_json())
+    assert again == plan
+    assert again.digest == plan.digest
+
+
+def test_foreign_json_is_refused() -> None:
+    with pytest.raises(ValueError, match="not a plan"):
+        Plan.from_json('{"model": "x"}')
+
+
+def test_table_shows_what_matters(plan: Plan) -> None:
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(plan.table(rank=2))
+    text = console.export_text()
+    assert "qkv_proj.weight (2x)" in text
+    assert "3 sections, shared" in text
+    assert "column" in text
+    assert "num_key_value_heads: 2 -> [1, 1, 1]" in text
+    assert f"{plan.bytes(2):,}" in text
+    assert "all_reduce" in text
+
+
+def test_bytes_add_up(plan: Plan) -> None:
+    model = meta_model("phi3", num_key_value_heads=2)
+    assert plan.whole_bytes == sum(parameter.numel() * 4 for parameter in model.parameters())
+    assert all(plan.whole_bytes / 3 < plan.bytes(rank) < plan.whole_bytes / 2 for rank in range(3))
+
+
+def test_command_needs_only_the_config(tmp_path: Path) -> None:
+    tiny_config("llama", architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    output = tmp_path / "plan.json"
+    command = [sys.executable, "-m", "lightning_autotp.cli", "plan", str(tmp_path), "--tp", "2", "--json", str(output)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "all_reduce" in result.stdout
+    assert Plan.from_json(output.read_text()).ranks == 2
+
+
+def test_command_reports_errors_in_a_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "lightning_autotp.cli", "plan", str(tmp_path / "nothing"), "--tp", "2"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 1
+    assert "Traceback" not in result.stderr
+    assert "nothing" in result.stderr
