@@ -1,4 +1,4 @@
-"""From the solver's layouts to the plan: which layers become parallel, which boundaries convert, what it communicates."""
+"""From the solver's layouts to the plan: parallel layers, conversions at boundaries, what it communicates."""
 
 from __future__ import annotations
 
@@ -109,6 +109,12 @@ def _communication(solution: Solution) -> tuple[Communication, ...]:
             moved.setdefault(kind, []).append(math.prod(conversion.shape) * itemsize)
     for number in solution.reduced:
         moved.setdefault("all_reduce", []).append(tensors[solution.graph.operators[number].outputs[0]].bytes)
+    for operator in solution.graph.operators:
+        if operator.name == "aten.cross_entropy_loss.default":
+            logits, target = operator.argument("self").tensor, operator.argument("target").tensor
+            if isinstance(solution.layouts.get(logits), Shard):  # the largest logit; then two sums, in fp32
+                tokens = math.prod(tensors[target].shape)
+                moved.setdefault("all_reduce", []).extend((4 * tokens, 8 * tokens))
     for tensor in solution.graph.parameters:
         layout = solution.layouts.get(tensor, Invariant())
         shared = isinstance(layout, Shard) and any(owned.is_shared for _, owned in layout.dims)

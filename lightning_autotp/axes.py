@@ -1,7 +1,7 @@
 """What the dims of a model's tensors are made of: axes, their products and their concatenations.
 
 A dim that a ``view`` splits into heads and features is a *product* of two axes; a dim that joins projections is a
-*concatenation* of sections. Following every operator through the graph, :class:`Axes` refines dims and unites those that
+*concatenation* of sections. Following every operator, :class:`Axes` refines dims and unites those that
 the computation ties together, so that an attention block ends with one axis of key/value heads which runs through the
 rows of three projections, the heads of every intermediate tensor, and the columns of the output projection. Units,
 sections and their order are read off this structure; nobody declares them.
@@ -91,7 +91,7 @@ def leaves(dim: Dim) -> Iterator[Axis]:
 
 
 def shardable(dims: Sequence[Dim], axes: frozenset[int]) -> bool:
-    """Whether cutting ``axes`` cuts a tensor of these dims into boxes: each axis in one dim only, once in any product."""
+    """Whether cutting ``axes`` cuts a tensor of these dims into boxes: each axis in one dim, once in a product."""
 
     def repeats(dim: Dim) -> bool:
         if isinstance(dim, Axis):
@@ -166,17 +166,19 @@ class Axes:
         return concat([self.resolve(section) for section in dim.sections])
 
     def unify(self, left: Dim, right: Dim) -> bool:
-        """Learn that two dims are indexed alike. False (and little learnt) if their structures contradict each other."""
+        """Learn that two dims are indexed alike. False if their structures contradict each other."""
         left, right = self.resolve(left), self.resolve(right)
         if left == right:
             return True
         if left.size != right.size:
             return False
         if isinstance(left, Axis) or isinstance(right, Axis):
-            axis, other = (left, right) if isinstance(left, Axis) else (right, left)
-            if axis in leaves(other):
+            if any(leaf == left for leaf in leaves(right)) or any(leaf == right for leaf in leaves(left)):
                 return False
-            self._bindings[axis.id] = other
+            if isinstance(left, Axis):
+                self._bindings[left.id] = right
+            elif isinstance(right, Axis):
+                self._bindings[right.id] = left
             return True
         if isinstance(left, Product) and isinstance(right, Product):
             return self._unify_products(left, right)

@@ -83,8 +83,8 @@ def _capture(model: nn.Module, example_inputs: Any, root: type[_Traced]) -> Grap
         raise CaptureError(
             f"{type(model).__name__} cannot be captured: {type(error).__name__}: {str(error).strip().splitlines()[0]}\n"
             f"  in module {where}\n  at {_user_line(error)}\n"
-            "The model is traced once on the meta device: remove what needs a tensor's value (`.item()`, `if tensor:`) from "
-            "this line, or give example_inputs that the model accepts."
+            "The model is traced once on the meta device: remove what needs a tensor's value (`.item()`, `if tensor:`) "
+            "from this line, or give example_inputs that the model accepts."
         ) from error
     return _Reader(traced).read(program)
 
@@ -98,8 +98,8 @@ def language_model_inputs(model: nn.Module) -> dict[str, Any]:
     names = inspect.signature(model.forward).parameters
     if "input_ids" not in names:
         raise CaptureError(
-            f"{type(model).__name__}.forward takes {', '.join(names) or 'nothing'}: give example_inputs (one batch as your "
-            "training step passes it), or set the LightningModule's example_input_array."
+            f"{type(model).__name__}.forward takes {', '.join(names) or 'nothing'}: give example_inputs (one batch as "
+            "your training step passes it), or set the LightningModule's example_input_array."
         )
     taken = {size for parameter in model.parameters() for size in parameter.shape}
     config = getattr(model, "config", None)
@@ -194,13 +194,15 @@ class _Results(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.tensors += [leaf for leaf in pytree.tree_leaves(result) if type(leaf) is Tensor or isinstance(leaf, FakeTensor)]
+        self.tensors += [
+            leaf for leaf in pytree.tree_leaves(result) if type(leaf) is Tensor or isinstance(leaf, FakeTensor)
+        ]
         return result
 
 
 @contextlib.contextmanager
 def _marked_boundaries(model: nn.Module, entered: list[str]) -> Iterator[None]:
-    """Mark every floating-point tensor that enters or leaves a module; keep ``entered`` as the stack of running modules."""
+    """Mark every floating-point tensor that enters or leaves a module; ``entered`` is the stack of running ones."""
 
     def mark(path: str, side: str, values: Any) -> Any:
         def one(key: Any, leaf: Any) -> Any:
@@ -290,7 +292,7 @@ class _Reader:
             if name == "getitem" and isinstance(args[0], tuple | list):
                 env[node] = args[0][args[1]]
             elif name == "wrap_with_set_grad_enabled":
-                inner = {p: a for p, a in zip(args[1].graph.find_nodes(op="placeholder"), args[2:], strict=True)}
+                inner = dict(zip(args[1].graph.find_nodes(op="placeholder"), args[2:], strict=True))
                 env[node] = self._run(args[1], args[1].graph, inner)
             elif self._is_identity(name, node, args):
                 env[node] = args[0]
@@ -302,7 +304,9 @@ class _Reader:
         if name in _IDENTITIES:
             return True
         value = node.meta.get("val")
-        return name in _CASTS and isinstance(value, Tensor) and self.graph.tensors[args[0].tensor].dtype == _dtype(value)
+        return (
+            name in _CASTS and isinstance(value, Tensor) and self.graph.tensors[args[0].tensor].dtype == _dtype(value)
+        )
 
     def _operator(self, node: torch.fx.Node, name: str, args: Any, kwargs: Any) -> Any:
         arguments = _named_arguments(node.target, args, kwargs)
@@ -394,6 +398,6 @@ def _user_line(error: BaseException) -> str:
     while traceback is not None:
         code = traceback.tb_frame.f_code
         if not any(part in code.co_filename for part in ("/torch/", "/lightning_autotp/", "/transformers/utils/", "<")):
-            lines.append(f"{code.co_filename}:{traceback.tb_lineno} in {code.co_qualname if hasattr(code, 'co_qualname') else code.co_name}")
+            lines.append(f"{code.co_filename}:{traceback.tb_lineno} in {code.co_name}")
         traceback = traceback.tb_next
     return lines[-1] if lines else "an unknown line"

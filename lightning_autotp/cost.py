@@ -2,14 +2,14 @@
 
 ``cost = communication + computation + held memory``
 
-* communication (:func:`Profile.collective`): latency plus bytes over bandwidth. A gather or scatter along an inner dim also
-  moves its bytes once more through memory, to bring the ranks' parts into order.
-* computation (:func:`Profile.compute`): forward and backward, the slowest rank's share; products by FLOPs, everything else
-  by the bytes it touches.
-* held memory (:func:`Profile.memory`): a model is split to make it fit, so a parameter byte that is held has a price. It is
-  relative, so that a small model is planned like a large one: a matrix of median size held whole costs as much as
-  ``Profile.matrix_price`` all-reduces of a hidden state of median size. A sharded parameter counts as an even share: units
-  that do not divide, or that several ranks share, cost time, but must not drive the plan to odder cuts.
+* communication (:func:`Profile.collective`): latency plus bytes over bandwidth. A gather or scatter along an inner
+  dim also moves its bytes once more through memory, to bring the ranks' parts into order.
+* computation (:func:`Profile.compute`): forward and backward, the slowest rank's share; products by FLOPs, everything
+  else by the bytes it touches.
+* held memory (:func:`Profile.memory`): a model is split to make it fit, so a parameter byte that is held has a price.
+  It is relative, so that a small model is planned like a large one: a matrix of median size held whole costs as much as
+  ``Profile.matrix_price`` all-reduces of a hidden state of median size. A sharded parameter counts as an even share:
+  units that do not divide, or that several ranks share, cost time, but must not drive the plan to odder cuts.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Profile:
     matrix_price: float = 10.0
 
     def collective(self, kind: str, size: int, ranks: int) -> float:
-        """Seconds of one ``"all_reduce"``, ``"all_gather"`` or ``"reduce_scatter"`` of ``size`` bytes (the whole tensor)."""
+        """Seconds of an ``"all_reduce"``, ``"all_gather"`` or ``"reduce_scatter"`` of ``size`` (whole) bytes."""
         if kind == "all_reduce":
             return self.latency + self.all_reduce_passes * (ranks - 1) / ranks * size / self.link_bandwidth
         ordering = 2 * size / self.memory_bandwidth

@@ -1,9 +1,10 @@
 """Exact minimisation of a sum of small tables by variable elimination (dynamic programming over the graph's frontier).
 
 Every variable takes one of a few values; every table gives the cost of the combinations it allows. Variables are
-eliminated one by one: the tables that mention one are joined and minimised over it. The result is exact. Equal tables are
-kept once, and an elimination step is remembered by its tables, so that the repeated layers of a model are solved once.
-(Dechter, *Bucket elimination*, 1999.)
+eliminated one by one: the tables that mention one are joined and minimised over it. The result is exact. Equal tables
+are kept once, and an elimination step is remembered by its tables, so that the repeated layers of a model are solved
+once. For that a step's result is stored relative to its least cost, which goes straight into the total: else the cost
+of all layers before would make every layer's tables new. (Dechter, *Bucket elimination*, 1999.)
 """
 
 from __future__ import annotations
@@ -36,13 +37,30 @@ class Table:
     rows: int
 
 
+@dataclass(frozen=True)
+class _Step:
+    """The result of eliminating one variable from some tables.
+
+    Attributes:
+        rest: positions of the remaining variables.
+        rows: number of the interned rows over them, of which the cheapest costs 0.
+        best: the variable's best value for each row.
+        least: what the cheapest row costs.
+    """
+
+    rest: tuple[int, ...]
+    rows: int
+    best: dict[Row, int]
+    least: float
+
+
 class Elimination:
     """Collects tables, then finds the assignment of least total cost."""
 
     def __init__(self) -> None:
         self._rows: list[dict[Row, float]] = []
         self._numbers: dict[tuple[tuple[Row, float], ...], int] = {}
-        self._steps: dict[object, tuple[tuple[int, ...], int, dict[Row, int]]] = {}
+        self._steps: dict[object, _Step] = {}
         self.tables: list[Table] = []
 
     def add(self, scope: Sequence[int], rows: dict[Row, float]) -> None:
@@ -83,13 +101,13 @@ class Elimination:
                 heapq.heappush(queue, (now, variable))
                 continue
             numbers = sorted(holders.pop(variable))
-            scope, rows, best = self._eliminate(variable, [tables.pop(number) for number in numbers])
-            choices.append((variable, scope, best))
+            scope, step = self._eliminate(variable, [tables.pop(number) for number in numbers])
+            choices.append((variable, scope, step.best))
+            total += step.least
             if not scope:
-                total += self._rows[rows][()]
                 continue
             fresh = len(self.tables) + len(choices)
-            tables[fresh] = Table(scope, rows)
+            tables[fresh] = Table(scope, step.rows)
             for other in scope:
                 holders[other] = (holders[other] - set(numbers)) | {fresh}
                 heapq.heappush(queue, (degree(other), other))
@@ -98,8 +116,8 @@ class Elimination:
             values[variable] = best[tuple(values[other] for other in scope)]
         return values, total
 
-    def _eliminate(self, variable: int, tables: list[Table]) -> tuple[tuple[int, ...], int, dict[Row, int]]:
-        """Join the tables and minimise over the variable: the remaining scope, its rows, and the best value per row."""
+    def _eliminate(self, variable: int, tables: list[Table]) -> tuple[tuple[int, ...], _Step]:
+        """Join the tables and minimise over the variable: the remaining scope, and the step."""
         order = list(dict.fromkeys(other for table in tables for other in table.scope))
         place = {other: position for position, other in enumerate(order)}
         key = (place[variable], *((tuple(place[other] for other in table.scope), table.rows) for table in tables))
@@ -114,9 +132,11 @@ class Elimination:
                     costs[left], best[left] = cost, row[place[variable]]
             if not costs:
                 raise NoAssignment(variable)
-            self._steps[key] = (rest, self._intern(costs), best)
-        rest, rows, best = self._steps[key]
-        return tuple(order[position] for position in rest), rows, best
+            least = min(costs.values())
+            rows = self._intern({left: cost - least for left, cost in costs.items()})
+            self._steps[key] = _Step(rest, rows, best, least)
+        step = self._steps[key]
+        return tuple(order[position] for position in step.rest), step
 
 
 def _join(tables: Iterable[tuple[tuple[int, ...], dict[Row, float]]]) -> dict[Row, float]:

@@ -21,7 +21,8 @@ class Boundary:
     Attributes:
         module: the module's path; empty for the root.
         side: ``"in"`` or ``"out"``.
-        key: which of the module's inputs or outputs it is (a pytree path such as ``[0][0]`` or ``[1]['hidden_states']``).
+        key: which of the module's inputs or outputs it is (a pytree path such as ``[0][0]`` or
+            ``[1]['hidden_states']``).
     """
 
     module: str
@@ -64,7 +65,8 @@ class Operator:
     """One ATen (or recorded) operator.
 
     Attributes:
-        name: such as ``aten.linear.default``; ``boundary`` for a module boundary, ``record:NAME`` for a recorded primitive.
+        name: such as ``aten.linear.default``; ``boundary`` for a module boundary, ``record:NAME`` for a recorded
+            primitive.
         arguments: by the schema's names, defaults included; tensors are :class:`Ref`, lists stay lists (as tuples).
         outputs: the tensors it makes.
         module: path of the module whose ``forward`` called it.

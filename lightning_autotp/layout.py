@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 Run = tuple[int, int]
 """Half-open range of indices ``(start, stop)``."""
@@ -56,7 +57,9 @@ class Ownership:
     def __post_init__(self) -> None:
         covered = merge_runs(run for runs in self.held for run in runs)
         if covered != (((0, self.size),) if self.size else ()):
-            raise ValueError(f"ownership map covers {covered} of a dim of length {self.size}: every index needs an owner")
+            raise ValueError(
+                f"ownership map covers {covered} of a dim of length {self.size}: every index needs an owner"
+            )
 
     @classmethod
     def whole(cls, size: int, ranks: int) -> Ownership:
@@ -67,7 +70,7 @@ class Ownership:
     def dealt(cls, units: int, ranks: int) -> Ownership:
         """Units dealt out in order, as evenly as they go: 3 units on 2 ranks are 2 and 1."""
         bounds = [rank * (units // ranks) + min(rank, units % ranks) for rank in range(ranks + 1)]
-        return cls(units, tuple(merge_runs([(a, b)]) for a, b in zip(bounds, bounds[1:], strict=False)))
+        return cls(units, tuple(merge_runs([(a, b)]) for a, b in pairwise(bounds)))
 
     @property
     def ranks(self) -> int:
@@ -196,10 +199,13 @@ def boxes(shape: Sequence[int], layout: Layout, rank: int) -> tuple[tuple[tuple[
     return tuple(blocks)
 
 
-def shared_blocks(shape: Sequence[int], layout: Layout, rank: int) -> tuple[tuple[tuple[Run, ...], tuple[int, ...]], ...]:
+def shared_blocks(
+    shape: Sequence[int], layout: Layout, rank: int
+) -> tuple[tuple[tuple[Run, ...], tuple[int, ...]], ...]:
     """``rank``'s local tensor cut where its set of owners changes: ``(local slices, ranks that hold the block)``.
 
-    An Invariant or Partial tensor is one block with the rank itself as owner: nobody else's gradient is missing from it.
+    An Invariant or Partial tensor is one block with the rank itself as owner: nobody else's gradient is missing from
+    it.
     """
     if isinstance(layout, Invariant | Partial):
         return ((tuple((0, size) for size in shape), (rank,)),)

@@ -2,8 +2,8 @@
 
 A graph shows ``view(2, 61, -1, 64)`` whether the 61 came from a tensor's shape or from a constant, so only tracing the
 local model tells which sizes adapt by themselves. Where the local trace first departs from what it must be, the few
-integers of that module (or of its config) that equal a sharded dim's length are tried; a change is kept if the trace then
-agrees further. Only a trace that agrees to its end is accepted, and that is the proof.
+integers of that module (or of its config) that equal a sharded dim's length are tried; a change is kept if the trace
+then agrees further. Only a trace that agrees to its end is accepted, and that is the proof.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def _representatives(solution: Solution) -> list[int]:
     kinds: dict[tuple[tuple[int, ...], ...], int] = {}
     for rank in range(solution.ranks):
         shapes = tuple(
-            local_shape(solution.graph.tensors[tensor].shape, layout, rank) for tensor, layout in solution.layouts.items()
+            local_shape(solution.graph.tensors[tensor].shape, layout, rank)
+            for tensor, layout in solution.layouts.items()
         )
         kinds.setdefault(shapes, rank)
     return list(kinds.values())
@@ -147,21 +148,32 @@ def integer_reads(model: nn.Module, example_inputs: object) -> dict[str, dict[st
     watched = meta_copy(model)
     reads: dict[str, dict[str, int]] = {}
     running: list[str] = []
+
+    def watch_module(path: str, module: nn.Module) -> None:
+        module.register_forward_pre_hook(lambda *_: running.append(path), prepend=True)
+        module.register_forward_hook(lambda *_: _leave(running))
+        _watch(module, lambda name, value: _note(reads, path, name, value))
+
+    def watch_config(config: object) -> None:
+        names = getattr(config, "attribute_map", {})
+        _watch(config, lambda name, value: _note(reads, running[-1:], f"config.{names.get(name, name)}", value))
+
     for path, module in watched.named_modules():
-        module.register_forward_pre_hook(lambda _, __, path=path: running.append(path), prepend=True)
-        module.register_forward_hook(lambda *_: running.pop() and None)
         config = vars(module).get("config")
-        if config is not None and not getattr(type(config), "_is_watched", False):
-            names = getattr(config, "attribute_map", {})
-            _watch(config, lambda name, value, names=names: _note(reads, running, f"config.{names.get(name, name)}", value))
-        _watch(module, lambda name, value, path=path: reads.setdefault(path, {}).setdefault(name, value))
+        if config is not None and not hasattr(type(config), "_is_watched"):
+            watch_config(config)
+        watch_module(path, module)
     capture(watched, example_inputs)
     return reads
 
 
-def _note(reads: dict[str, dict[str, int]], running: list[str], name: str, value: int) -> None:
-    if running:
-        reads.setdefault(running[-1], {}).setdefault(name, value)
+def _leave(running: list[str]) -> None:
+    running.pop()
+
+
+def _note(reads: dict[str, dict[str, int]], paths: str | list[str], name: str, value: int) -> None:
+    for path in [paths] if isinstance(paths, str) else paths:
+        reads.setdefault(path, {}).setdefault(name, value)
 
 
 def _watch(target: object, note: Callable[[str, int], object]) -> None:

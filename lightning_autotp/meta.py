@@ -82,7 +82,7 @@ class ParameterMeta:
 
     @property
     def blocks(self) -> tuple[tuple[tuple[Run, ...], tuple[int, ...]], ...]:
-        """Blocks of the local tensor and the ranks that hold each (see :func:`~lightning_autotp.layout.shared_blocks`)."""
+        """Blocks of the local tensor and the ranks that hold each."""
         if isinstance(self.layout, Replicate):
             return ((tuple((0, size) for size in self.shape), tuple(range(self.ranks))),)
         return shared_blocks(self.shape, self.layout, self.rank)
@@ -101,7 +101,9 @@ def parameter_meta(parameter: nn.Parameter) -> ParameterMeta:
     """
     meta = getattr(parameter, "meta", None)
     if not isinstance(meta, ParameterMeta):
-        raise RuntimeError("this parameter has no ParameterMeta: pass its model through lightning_autotp.parallelize first")
+        raise RuntimeError(
+            "this parameter has no ParameterMeta: pass its model through lightning_autotp.parallelize first"
+        )
     return meta
 
 
@@ -119,12 +121,13 @@ def initialize_parameter_meta(model: nn.Module) -> dict[str, ParameterMeta]:
     metas: dict[str, ParameterMeta] = {}
     for parameter, aliases in names.items():
         before = getattr(parameter, "meta", None)
-        parameter.meta = ParameterMeta(  # type: ignore[attr-defined]
+        meta = ParameterMeta(
             names=tuple(aliases),
             shape=tuple(parameter.shape),
             dtype=parameter.dtype,
             init_fn=before.init_fn if before is not None else None,
             need_initialize=parameter.is_meta,
         )
-        metas.update(dict.fromkeys(aliases, parameter.meta))  # type: ignore[attr-defined]
+        parameter.meta = meta  # type: ignore[attr-defined]
+        metas |= dict.fromkeys(aliases, meta)
     return metas

@@ -117,9 +117,9 @@ def verify(model: nn.Module, solution: Solution, rank: int, example_inputs: Any)
     Raises:
         VerificationError: naming the first parameter, or operator, module and source line that differ.
     """
-    difference = cut_differently({name: parameter_meta(p) for name, p in model.named_parameters()}, solution) or compare(
-        capture_local(model, example_inputs), solution, rank
-    )
+    difference = cut_differently(
+        {name: parameter_meta(p) for name, p in model.named_parameters()}, solution
+    ) or compare(capture_local(model, example_inputs), solution, rank)
     if difference is not None:
         raise VerificationError(f"the local model of rank {rank} is not the same computation: {difference}")
 
@@ -132,4 +132,3 @@ def _region(model: nn.Module, path: str) -> frozenset[str]:
         if names or not path:
             return frozenset(names)
         path = path.rpartition(".")[0]
-

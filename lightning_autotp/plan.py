@@ -1,7 +1,7 @@
 """The plan: everything about a parallel model that every rank must know, as frozen plain data.
 
-Analysis (capture, rules, solver) ends in a plan; execution (replace, verify, load, checkpoints) begins with one. It needs no
-torch and no process group, travels as JSON, and prints as a table.
+Analysis (capture, rules, solver) ends in a plan; execution (replace, verify, load, checkpoints) begins with one. It
+needs no torch and no process group, travels as JSON, and prints as a table.
 """
 
 from __future__ import annotations
@@ -181,8 +181,10 @@ class Plan:
         return sharded / max(total, 1)
 
     def table(self, rank: int = 0) -> Group:
-        """The plan as a rich renderable: modules, what is sharded, one rank's shapes and bytes, and what stayed whole."""
-        table = Table(title=f"{self.model} on {self.ranks} tensor-parallel ranks (rank {rank} shown)", title_justify="left")
+        """The plan for rich to print: what is sharded, one rank's shapes and bytes, and what stayed whole."""
+        table = Table(
+            title=f"{self.model} on {self.ranks} tensor-parallel ranks (rank {rank} shown)", title_justify="left"
+        )
         for column in ("module", "kind", "sharded", "whole", "local"):
             table.add_column(column, overflow="fold")
         table.add_column("local bytes", justify="right")
@@ -224,9 +226,7 @@ def _describe(layout: Layout) -> str:
     return ", ".join(parts)
 
 
-def _repeated(
-    parameters: tuple[ParameterPlan, ...], kinds: dict[str, str]
-) -> list[tuple[str, list[ParameterPlan]]]:
+def _repeated(parameters: tuple[ParameterPlan, ...], kinds: dict[str, str]) -> list[tuple[str, list[ParameterPlan]]]:
     """Parameters of repeated layers in one row: same name but for numbers, same shapes, layouts and kind."""
     rows: dict[Any, list[ParameterPlan]] = {}
     for parameter in parameters:

@@ -6,7 +6,9 @@ See :mod:`~lightning_autotp.deferred`, which switches it on.
 from __future__ import annotations
 
 import bisect
+import ctypes
 import heapq
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -33,6 +35,7 @@ _GEOMETRY_ONLY |= {"rand_like", "randn_like"}
 _FILLS = {"normal_", "uniform_", "random_", "exponential_", "cauchy_", "log_normal_", "geometric_", "zero_", "fill_"}
 _DATA_DEPENDENT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _META = torch.device("meta")
+_LARGE = 2**20
 
 
 @dataclass
@@ -67,6 +70,7 @@ class Recorder(TorchDispatchMode):
         self._numbers: dict[int, tuple[StorageWeakRef, int]] = {}
         self._parameters: list[weakref.ref[Tensor]] = []
         self._results: list[weakref.ref[Tensor]] = []
+        self._scratch: torch.UntypedStorage | None = None
         self._lock = threading.Lock()
 
     # ---- what is on record about a tensor
@@ -181,6 +185,8 @@ class Recorder(TorchDispatchMode):
         if self._paused or threading.get_ident() != self.thread:
             return original(cls, data, requires_grad)
         data = torch.empty(0) if data is None else data
+        if data.nbytes >= _LARGE and not is_meta(data):
+            _trim()
         parameter = original(cls, self.defer(data), requires_grad)
         self._parameters.append(weakref.ref(parameter))
         return parameter
@@ -244,7 +250,7 @@ class Recorder(TorchDispatchMode):
         out: Any = None
         if lazy:
             try:
-                out = _on_meta(func, args, kwargs)
+                out = args[0] if name in _FILLS else _on_meta(func, args, kwargs)
             except NotImplementedError:  # the operator has no shape function
                 lazy = False
         if not lazy or random is not None:
@@ -321,8 +327,12 @@ class Recorder(TorchDispatchMode):
     # ---- values
 
     def _blank(self, tensor: Tensor) -> Tensor:
-        """Memory of a deferred tensor's geometry."""
-        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=self.home(tensor))
+        """Memory of a deferred tensor's geometry: one piece for all, since freed ones would leave the heap in holes."""
+        view, home = self._view(tensor), self.home(tensor)
+        if self._scratch is None or self._scratch.device != home or self._scratch.nbytes() < view.nbytes:
+            self._scratch = None
+            self._scratch = torch.UntypedStorage(view.nbytes, device=home)
+        return view.on(self._scratch)
 
     def _keep_contents(self, tensor: Tensor) -> None:
         """Before memory from outside the recording is written for the first time, copy it."""
@@ -349,6 +359,7 @@ class Recorder(TorchDispatchMode):
         """Give every parameter its recipe, and make what else is still deferred real."""
         parameters = [parameter for reference in self._parameters if (parameter := reference()) is not None]
         results = {id(t): t for reference in self._results if (t := reference()) is not None}
+        self._scratch = None
         self._parameters.clear()
         self._results.clear()  # swapping refuses a tensor with weak references
         for parameter in parameters:
@@ -361,6 +372,17 @@ class Recorder(TorchDispatchMode):
                 torch.utils.swap_tensors(result, self.recipe_of(result)())
         for number in range(len(self._storages)):
             self._refresh(number)
+
+
+def _trim() -> None:
+    """Give freed memory back to the system, where the C library can.
+
+    Recording leaves small things on the heap where large temporaries were freed; the next temporary no longer fits
+    there and takes new memory, until the holes add up to the whole model.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform.startswith("linux") else None
+    if trim is not None:
+        trim(0)
 
 
 def is_plain(tensor: Tensor) -> bool:

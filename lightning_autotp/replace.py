@@ -106,7 +106,9 @@ def set_size(model: nn.Module, size: SizePlan, value: int) -> None:
         setattr(module, head, own)
     owner = getattr(module, head) if head else module
     if getattr(owner, name, None) != size.whole:
-        raise PlanMismatch(f"{size.module}.{size.attribute} is {getattr(owner, name, None)}, the plan says {size.whole}")
+        raise PlanMismatch(
+            f"{size.module}.{size.attribute} is {getattr(owner, name, None)}, the plan says {size.whole}"
+        )
     setattr(owner, name, value)
 
 
@@ -120,7 +122,9 @@ class BoundaryConversion:
     def convert(self, tensor: Any) -> Any:
         """The tensor in its new layout, or shown as if whole."""
         if not isinstance(tensor, Tensor):
-            raise PlanMismatch(f"{self} expects a tensor at {self.plan.key or 'its output'}, found {type(tensor).__name__}")
+            raise PlanMismatch(
+                f"{self} expects a tensor at {self.plan.key or 'its output'}, found {type(tensor).__name__}"
+            )
         if self.plan.view and isinstance(self.plan.target, Shard):
             return VocabParallelLogits(tensor, self.plan.target, self.group)
         return convert(tensor, self.plan.source, self.plan.target, self.group)

@@ -1,8 +1,8 @@
 """Layouts of least cost for every tensor of a graph.
 
-Every tensor takes one *type*: Invariant, Replicate, Partial, or sharded by a candidate **sharding** (one of the axes its
-parameters are made of, dealt out to the ranks). Each operator's rule allows some combinations of types; a module boundary
-also allows conversions. All of it is tables of allowed combinations with costs, minimised exactly by
+Every tensor takes one *type*: Invariant, Replicate, Partial, or sharded by a candidate **sharding** (one of the axes
+its parameters are made of, dealt out to the ranks). Each operator's rule allows some combinations of types; a module
+boundary also allows conversions. All of it is tables of allowed combinations with costs, minimised exactly by
 :mod:`~lightning_autotp.elimination`.
 """
 
@@ -21,6 +21,7 @@ from lightning_autotp.layout import Invariant, Layout, Ownership, Partial, Repli
 from lightning_autotp.rules import Dims, Relation, relate
 
 I, R, P = "I", "R", "P"  # noqa: E741 (the field's own names for the types)
+_TYPES: dict[str, Layout] = {I: Invariant(), R: Replicate(), P: Partial()}
 # Among placements of equal cost, one inside a parallel layer is preferred to one at another module.
 _ELSEWHERE = 1e-9
 
@@ -66,8 +67,9 @@ class Solution:
         layouts: of every tensor that depends on a parameter.
         conversions: where layouts change.
         reduced: operators whose layer sums their Partial result (row-parallel linears, vocabulary-parallel look-ups).
-        global_views: boundaries where a sharded tensor leaves the modules and must look whole to the user's code (logits).
-        relations: what the rules said, dims resolved, by operator position.
+        global_views: boundaries where a sharded tensor leaves the modules and must look whole to the user's code
+            (logits).
+        whole: why parameters are left whole, by name.
         cost: seconds by the profile.
     """
 
@@ -170,14 +172,13 @@ class _Solver:
         if not any(self.touching[tensor] for tensor in self.graph.parameters if tensor in self.touching):
             raise NothingToShard(self._nothing())
         problem = Elimination()
-        domains = {tensor: (I, R, P, *self.touching[tensor]) for tensor in self.dims}
+        domains: dict[int, tuple[str | int, ...]] = {t: (I, R, P, *self.touching[t]) for t in self.dims}
         codes = {tensor: {kind: code for code, kind in enumerate(domain)} for tensor, domain in domains.items()}
         for tensor in self.graph.parameters:
             if tensor in self.dims:
-                rows = {(codes[tensor][kind],): cost for kind, cost in self._parameter(tensor)}
-                problem.add((tensor,), rows)
+                problem.add((tensor,), {(codes[tensor][kind],): cost for kind, cost in self._parameter(tensor)})
         for tensor in set(self.graph.outputs) & self.dims.keys():
-            allowed = [I, *(self.touching[tensor] if self._view_boundary(tensor) else ())]
+            allowed: list[str | int] = [I, *(self.touching[tensor] if self._view_boundary(tensor) else ())]
             problem.add((tensor,), {(codes[tensor][kind],): 0.0 for kind in allowed})
         for relation in self.relations:
             scope = tuple(dict.fromkeys(t for t in (*relation.inputs, *relation.outputs) if t in self.dims))
@@ -191,7 +192,9 @@ class _Solver:
         except NoAssignment as error:
             producer = self.producer.get(error.variable)
             where = producer.operator.source if producer else "a parameter"
-            raise RuntimeError(f"no layout satisfies every operator around {where}; please report this model") from error
+            raise RuntimeError(
+                f"no layout satisfies every operator around {where}; please report this model"
+            ) from error
         return self._solution({tensor: domains[tensor][code] for tensor, code in values.items()}, cost)
 
     def _parameter(self, tensor: int) -> Iterator[tuple[str | int, float]]:
@@ -210,7 +213,9 @@ class _Solver:
         return self.profile.memory(size, share, self.matrix, self.hidden, self.ranks)
 
     def _shares(self, layout: Shard) -> list[float]:
-        return [math.prod(owned.local_size(rank) / owned.size for _, owned in layout.dims) for rank in range(self.ranks)]
+        return [
+            math.prod(owned.local_size(rank) / owned.size for _, owned in layout.dims) for rank in range(self.ranks)
+        ]
 
     def _largest_share(self, tensor: int, number: int) -> float:
         """The fullest rank's share of a tensor."""
@@ -222,7 +227,8 @@ class _Solver:
         inputs = [tensor for tensor in relation.inputs if tensor in self.dims]
         outputs = list(relation.outputs)
         for kind in (I, R):
-            yield dict.fromkeys((*inputs, *outputs), kind), self._compute(relation, None)
+            same: dict[int, str | int] = dict.fromkeys((*inputs, *outputs), kind)
+            yield same, self._compute(relation, None)
         linear = relation.linear
         if linear and all(tensor in self.dims for tensor in linear):
             kinds: dict[int, str | int] = {tensor: P if tensor in linear else R for tensor in inputs}
@@ -279,11 +285,15 @@ class _Solver:
         everything = {tensor: tensors[tensor].bytes for tensor in (*relation.inputs, *relation.outputs)}
         share = 1.0
         if number is not None:
-            shares = [self._largest_share(t, number) for t in everything if t in self.dims and number in self.touching[t]]
+            shares = [
+                self._largest_share(t, number) for t in everything if t in self.dims and number in self.touching[t]
+            ]
             share = max(shares, default=1.0)
         return self.profile.compute(flops, sum(everything.values()), share)
 
-    def _conversions(self, operator: Operator, source: int, target: int) -> Iterator[tuple[dict[int, str | int], float]]:
+    def _conversions(
+        self, operator: Operator, source: int, target: int
+    ) -> Iterator[tuple[dict[int, str | int], float]]:
         if operator.boundary is None or self.calls[operator.boundary] > 1:
             return
         info = self.graph.tensors[source]
@@ -301,7 +311,7 @@ class _Solver:
 
     def _layout(self, tensor: int, kind: str | int) -> Layout:
         if isinstance(kind, str):
-            return {I: Invariant(), R: Replicate(), P: Partial()}[kind]
+            return _TYPES[kind]
         sharding = self.shardings[kind]
         maps = [(index, sharding.ownership(dim)) for index, dim in enumerate(self.dims[tensor])]
         cut = tuple((index, owned) for index, owned in maps if not owned.is_whole)
@@ -332,9 +342,8 @@ class _Solver:
                 if layouts[source] != layouts[target]:
                     shape = self.graph.tensors[source].shape
                     solution.conversions.append(Conversion(operator.boundary, layouts[source], layouts[target], shape))
-            elif operator.layer and any(isinstance(layouts[t], Invariant) for t in relation.outputs):
-                if any(isinstance(layouts[t], Shard) for t in relation.inputs if t in layouts):
-                    solution.reduced.add(position[id(operator)])
+            elif operator.layer and _sums(operator, layouts):
+                solution.reduced.add(position[id(operator)])
             if relation.reduces:
                 self._add_view(solution, operator.inputs[0], seen)
         for tensor in self.graph.outputs:
@@ -377,14 +386,20 @@ class _Solver:
         ids = {axis.id for axis in axes}
         for relation in self.relations:
             blocked = {axis.id for dim in relation.whole for axis in leaves(dim)} & ids
-            if blocked and relation.reason and any(set(self.shardings[n].axes) & blocked for n in self.touching[tensor]):
+            if (
+                blocked
+                and relation.reason
+                and any(set(self.shardings[n].axes) & blocked for n in self.touching[tensor])
+            ):
                 where = relation.operator
                 return f"{where.name} in {where.module or 'the model'} ({where.source}): {relation.reason}"
         return "keeping it whole costs less than communicating"
 
     def _nothing(self) -> str:
         sizes = sorted({axis.size for dims in self.dims.values() for dim in dims for axis in leaves(dim)}, reverse=True)
-        largest = f"the most units of any of its dims are {sizes[0]}" if sizes else "it has no parameters in its forward"
+        largest = (
+            f"the most units of any of its dims are {sizes[0]}" if sizes else "it has no parameters in its forward"
+        )
         return (
             f"nothing in this model can be divided among {self.ranks} ranks: {largest}. "
             "Use a smaller tensor_parallel_size."
@@ -403,6 +418,12 @@ def _products(dim: Dim) -> Iterator[tuple[Dim, ...]]:
     else:
         for section in dim.sections:
             yield from _products(section)
+
+
+def _sums(operator: Operator, layouts: Mapping[int, Layout]) -> bool:
+    """Whether a layer works on shards and hands on their sum."""
+    sharded = any(isinstance(layouts.get(tensor), Shard) for tensor in operator.inputs)
+    return sharded and all(isinstance(layouts[tensor], Invariant) for tensor in operator.outputs)
 
 
 def _touches(dims: Dims | list[Dim], axes: set[int]) -> bool:

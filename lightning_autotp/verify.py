@@ -1,8 +1,8 @@
 """The proof: a second capture, of the local model, must be the localized first one, operator by operator.
 
 For every operator of the original graph the local one must have the same operator on the same tensors, with the same
-scalar arguments, and every tensor must have the shape that its layout gives this rank; every conversion of the plan must
-stand at its boundary, and nothing else may stand in between.
+scalar arguments, and every tensor must have the shape that its layout gives this rank; every conversion of the plan
+must stand at its boundary, and nothing else may stand in between.
 """
 
 from __future__ import annotations
@@ -90,9 +90,9 @@ def compare(local: Graph, solution: Solution, rank: int) -> Mismatch | None:
             return Mismatch(0, None, f"the local model does not use the parameter {name}")
         tensors[tensor] = names[name]
         shape = local_shape(solution.graph.tensors[tensor].shape, _layout(solution, tensor), rank)
-        if local.tensors[names[name]].shape != shape:
-            found = local.tensors[names[name]].shape
-            return Mismatch(0, None, f"parameter {name} must have the local shape {list(shape)}, it has {list(found)}")
+        has = local.tensors[names[name]].shape
+        if has != shape:
+            return Mismatch(0, None, f"parameter {name} must have the local shape {list(shape)}, it has {list(has)}")
     tensors |= dict(zip(_loose(solution.graph), _loose(local), strict=False))
     wanted = list(_localized(solution, rank))
     position = place = 0
@@ -121,7 +121,9 @@ def cut_differently(metas: Mapping[str, ParameterMeta], solution: Solution) -> M
     for tensor, name in solution.graph.parameters.items():
         meta, layout = metas[name], _layout(solution, tensor)
         if meta.layout != layout:
-            return Mismatch(0, None, f"parameter {name} must lie over the ranks as {layout!r}, it lies as {meta.layout!r}")
+            return Mismatch(
+                0, None, f"parameter {name} must lie over the ranks as {layout!r}, it lies as {meta.layout!r}"
+            )
     return None
 
 
@@ -133,11 +135,11 @@ def _loose(graph: Graph) -> list[int]:
 
 def _localized(solution: Solution, rank: int) -> Iterator[_Expected]:
     """The operators of the original graph as this rank must run them, with the primitives in their places."""
-    for crossing, operators in groupby(enumerate(solution.graph.operators), key=lambda item: _crossing(item[1])):
+    for crossing, members in groupby(enumerate(solution.graph.operators), key=lambda item: _crossing(item[1])):
         if crossing is not None:
-            yield from _boundaries([operator for _, operator in operators], solution, rank)
+            yield from _boundaries([operator for _, operator in members], solution, rank)
             continue
-        for number, operator in operators:
+        for number, operator in members:
             shapes = _local_outputs(operator, solution, rank)
             if number in solution.reduced:
                 yield from _reduced(operator, shapes)
@@ -200,7 +202,9 @@ def _reduced(operator: Operator, shapes: Any) -> Iterator[_Expected]:
     yield _Expected(operator.name, arguments, ((partial, shape),), operator)
     yield _Expected(reduction, (("input", (partial,)),), (((total if bias else target), shape),), operator)
     if bias:
-        yield _Expected("aten.add.Tensor", (("self", total), ("other", bias), ("alpha", 1)), ((target, shape),), operator)
+        yield _Expected(
+            "aten.add.Tensor", (("self", total), ("other", bias), ("alpha", 1)), ((target, shape),), operator
+        )
 
 
 def _plain(operator: Operator, shapes: Any, solution: Solution, rank: int) -> _Expected:
@@ -262,7 +266,9 @@ def _difference(expected: _Expected, found: Operator, local: Graph, tensors: dic
         return f"{expected.name} must have {len(expected.outputs)} outputs, it has {len(found.outputs)}"
     for (key, shape), tensor in zip(expected.outputs, found.outputs, strict=True):
         if local.tensors[tensor].shape != shape:
-            return f"{expected.name} must give the local shape {list(shape)}, it gives {list(local.tensors[tensor].shape)}"
+            return (
+                f"{expected.name} must give the local shape {list(shape)}, it gives {list(local.tensors[tensor].shape)}"
+            )
         tensors[key] = tensor
     return ""
 

@@ -29,7 +29,12 @@ def test_model_is_not_touched() -> None:
 
 def test_tied_parameters_are_one_tensor() -> None:
     graph = capture(meta_model("gemma2"))
-    users = [operator.name for operator in graph.operators for tensor in operator.inputs if graph.parameters.get(tensor, "").endswith("embed_tokens.weight")]
+    users = [
+        operator.name
+        for operator in graph.operators
+        for tensor in operator.inputs
+        if graph.parameters.get(tensor, "").endswith("embed_tokens.weight")
+    ]
     assert users == ["aten.embedding.default", "aten.linear.default"]
 
 

@@ -32,7 +32,14 @@ def pattern(solution: Solution) -> dict[str, str]:
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_megatron_pattern_on_llama(ranks: int) -> None:
     layers = 2
-    model = meta_model("llama", num_hidden_layers=layers, num_attention_heads=16, num_key_value_heads=8, hidden_size=256, vocab_size=1024)
+    model = meta_model(
+        "llama",
+        num_hidden_layers=layers,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        hidden_size=256,
+        vocab_size=1024,
+    )
     plan, solution = make_plan(model, ranks)
     for module, kind in kinds(plan).items():
         name = module.rpartition(".")[2]
@@ -45,7 +52,9 @@ def test_megatron_pattern_on_llama(ranks: int) -> None:
     assert changes == {("I", "R"): 2 * layers + 1}
     reduced = [solution.graph.operators[number].module.rpartition(".")[2] for number in sorted(solution.reduced)]
     assert reduced == ["embed_tokens", *["o_proj", "down_proj"] * layers]
-    assert [(c.boundary.module, str(c.source)) for c in solution.global_views] == [("lm_head", str(solution.global_views[0].target))]
+    assert [(c.boundary.module, str(c.source)) for c in solution.global_views] == [
+        ("lm_head", str(solution.global_views[0].target))
+    ]
     assert all(isinstance(p.layout, Invariant) for p in plan.parameters if "norm" in p.names[0])
     assert plan.sharded_fraction > 0.99
 
@@ -74,7 +83,7 @@ def test_uneven_heads() -> None:
 
 
 def test_ranks_share_key_value_heads() -> None:
-    """28 query and 4 key/value heads on 8 ranks (Qwen2-7B's): two ranks a key/value head, 4 and 3 of its query heads."""
+    """28 query and 4 key/value heads on 8 ranks (Qwen2-7B's): two ranks a key/value head, each 4 or 3 queries'."""
     model = meta_model("qwen2", num_attention_heads=28, num_key_value_heads=4, hidden_size=448, num_hidden_layers=1)
     plan, _ = make_plan(model, 8)
     assert sizes(plan, "model.layers.0.self_attn.q_proj.weight") == [64, 48] * 4
@@ -130,7 +139,7 @@ def test_same_answer_every_time() -> None:
 
 
 def test_too_many_ranks_is_an_error() -> None:
-    with pytest.raises(NothingToShard, match="7 ranks.*smaller tensor_parallel_size"):
+    with pytest.raises(NothingToShard, match=r"7 ranks.*smaller tensor_parallel_size"):
         make_plan(nn.Linear(3, 5), 7, example_inputs=decoder_batch()[0].float()[:, :3])
 
 

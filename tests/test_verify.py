@@ -30,7 +30,12 @@ def planned(family: str, ranks: int = 2) -> tuple[nn.Module, Plan, Solution]:
     return FAMILY_PLANS[key]
 
 
-def check(family: str, mistake: Callable[[Plan], Plan], after: Callable[[nn.Module], None] = lambda model: None, ranks: int = 2) -> None:
+def check(
+    family: str,
+    mistake: Callable[[Plan], Plan],
+    after: Callable[[nn.Module], None] = lambda model: None,
+    ranks: int = 2,
+) -> None:
     model, plan, solution = planned(family, ranks)
     local = meta_copy(model)
     apply_plan(local, mistake(plan), TPGroup("", 0, ranks))
@@ -98,7 +103,9 @@ def test_collective_done_twice() -> None:
 
 def test_missing_gather() -> None:
     def drop(plan: Plan) -> Plan:
-        return replace(plan, conversions=tuple(c for c in plan.conversions if not c.module.endswith("0.self_attn.k_norm")))
+        return replace(
+            plan, conversions=tuple(c for c in plan.conversions if not c.module.endswith("0.self_attn.k_norm"))
+        )
 
     with pytest.raises(VerificationError):
         check("olmo2", drop)

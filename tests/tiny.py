@@ -10,7 +10,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "olmo2", "phi3", "smollm3", "granite", "gpt_neox")
+FAMILIES = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "gemma2",
+    "gemma3_text",
+    "olmo2",
+    "phi3",
+    "smollm3",
+    "granite",
+    "gpt_neox",
+)
 
 
 def tiny_config(family: str, **changes: Any) -> Any:
@@ -57,12 +69,18 @@ ROLES = ("q", "k", "v", "o", "gate", "up", "down")
 class Decoder(nn.Module):
     """A plain decoder whose layers may carry any names; returns the loss."""
 
-    def __init__(self, names: dict[str, str] | None = None, heads: int = 4, width: int = 8, vocabulary: int = 61) -> None:
+    def __init__(
+        self, names: dict[str, str] | None = None, heads: int = 4, width: int = 8, vocabulary: int = 61
+    ) -> None:
         super().__init__()
         self.names = names or {role: role for role in ROLES}
         self.heads, hidden, inner = heads, heads * width, 48
         self.table = nn.Embedding(vocabulary, hidden)
-        shapes = {role: (hidden, hidden) for role in "qkvo"} | {"gate": (hidden, inner), "up": (hidden, inner), "down": (inner, hidden)}
+        shapes = dict.fromkeys("qkvo", (hidden, hidden)) | {
+            "gate": (hidden, inner),
+            "up": (hidden, inner),
+            "down": (inner, hidden),
+        }
         for role, (inputs, outputs) in shapes.items():
             self.add_module(self.names[role], nn.Linear(inputs, outputs, bias=False))
         self.norm = nn.LayerNorm(hidden)

@@ -29,4 +29,4 @@ class TPGroup:
     @property
     def process_group(self) -> dist.ProcessGroup:
         """The process group itself."""
-        return dist.distributed_c10d._resolve_process_group(self.name)
+        return dist.distributed_c10d._resolve_process_group(self.name)  # type: ignore[arg-type]

@@ -163,12 +163,17 @@ class _Wrap(Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, dim: int, ownership: Ownership, group: TPGroup) -> VocabParallelLogits:
         ctx.where = dim, ownership, group.rank
-        # The wrapper's own tensor must be the one with the graph, not the one that autograd passes in here.
         return _make(local, dim, ownership, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return keep_first_owned(take_owned(grad, *ctx.where), *ctx.where), None, None, None
+        # A backward written in Python on the wrapper's values may return sharded ones; a slice of those would gather.
+        if isinstance(grad, VocabParallelLogits):
+            same = (grad.vocab_dim, grad.ownership) == ctx.where[:2]
+            local = grad.local if same else take_owned(grad.full(), *ctx.where)
+        else:
+            local = take_owned(grad, *ctx.where)
+        return keep_first_owned(local, *ctx.where), None, None, None
 
 
 def _make(local: Tensor, dim: int, ownership: Ownership, group: TPGroup) -> VocabParallelLogits:

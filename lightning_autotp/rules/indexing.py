@@ -7,7 +7,7 @@ from lightning_autotp.rules.registry import Dims, Site, rule
 
 @rule("aten.embedding.default")
 def embedding(site: Site) -> Dims:
-    """``weight [v, h]``, ``indices [...]`` -> ``[..., h]``: a rank looks up the rows it holds, zeros for others: a sum over v."""
+    """``weight [v, h]``, ``indices [...]`` -> ``[..., h]``: a rank looks up its rows, zeros for others: a sum."""
     weight = site.dims("weight")
     site.contract(weight[0])
     return (*site.dims("indices"), weight[1])

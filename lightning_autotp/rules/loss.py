@@ -7,7 +7,7 @@ from lightning_autotp.rules.registry import Dims, Site, rule
 
 @rule("aten.cross_entropy_loss.default")
 def cross_entropy(site: Site) -> Dims:
-    """``self [n, c, ...]``, ``target [n, ...]``: over sharded classes the vocabulary-parallel loss, which sums by itself."""
+    """``self [n, c, ...]``, ``target [n, ...]``: over sharded classes it sums by itself."""
     dims = site.dims("self")
     classes = 1 if len(dims) > 1 else 0
     site.contract(dims[classes])

@@ -8,7 +8,7 @@ from lightning_autotp.rules.registry import ONE, Dims, Site, rule
 
 @rule("aten.linear.default")
 def linear(site: Site) -> Dims:
-    """``input [..., k]``, ``weight [n, k]``, ``bias [n]`` -> ``[..., n]``; the bias is added once, after the sum over k."""
+    """``input [..., k]``, ``weight [n, k]``, ``bias [n]`` -> ``[..., n]``; the bias comes after the sum over k."""
     x, weight, bias = site.dims("input"), site.dims("weight"), site.tensor("bias")
     site.contract(site.tie(x[-1], weight[1]), weight[1])
     if bias is not None:
@@ -22,7 +22,9 @@ def linear(site: Site) -> Dims:
 @rule("aten.matmul.default", "aten.bmm.default")
 def matmul(site: Site) -> Dims | list[Dims]:
     """``[..., m, k] @ [..., k, n] -> [..., m, n]`` with broadcast batch dims."""
-    left, right = (site.relation.inputs[value.tensor] for _, value in site.operator.arguments[:2] if isinstance(value, Ref))
+    left, right = (
+        site.relation.inputs[value.tensor] for _, value in site.operator.arguments[:2] if isinstance(value, Ref)
+    )
     if len(left) < 2 or len(right) < 2:
         return site.give_up("a product with a vector")
     site.contract(site.tie(left[-1], right[-2]), right[-2])

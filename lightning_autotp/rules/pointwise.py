@@ -7,23 +7,25 @@ input passes where the operator is linear: ``-(A1 + A2) = -A1 + -A2``, ``c (A1 +
 
 from __future__ import annotations
 
+from lightning_autotp.axes import Dim
 from lightning_autotp.graph import Ref
 from lightning_autotp.rules.registry import ONE, Dims, Site, rule
 
 _UNARY = (
     "abs", "bitwise_not", "ceil", "cos", "erf", "exp", "expm1", "floor", "gelu", "hardsigmoid", "hardswish", "hardtanh",
-    "isinf", "isnan", "leaky_relu", "elu", "log", "log1p", "log_sigmoid", "logical_not", "mish", "reciprocal", "relu", "relu6",
-    "round", "rsqrt", "selu", "sigmoid", "sign", "silu", "sin", "softplus", "sqrt", "square", "tanh",
+    "isinf", "isnan", "leaky_relu", "elu", "log", "log1p", "log_sigmoid", "logical_not", "mish", "reciprocal",
+    "relu", "relu6", "round", "rsqrt", "selu", "sigmoid", "sign", "silu", "sin", "softplus", "sqrt", "square", "tanh",
 )  # fmt: skip
 _LINEAR_UNARY = ("clone", "detach", "neg", "positive")
 _CASTS = ("aten.to.dtype", "aten.to.dtype_layout", "aten.to.device", "aten._to_copy.default")
 _OTHER_UNARY = (
-    "aten.pow.Tensor_Scalar", "aten.pow.Scalar", "aten.clamp.default", "aten.clamp_min.default", "aten.clamp_max.default",
-    "aten.rsub.Scalar", "aten.add.Scalar", "aten.sub.Scalar",
+    "aten.pow.Tensor_Scalar", "aten.pow.Scalar", "aten.clamp.default", "aten.clamp_min.default",
+    "aten.clamp_max.default", "aten.rsub.Scalar", "aten.add.Scalar", "aten.sub.Scalar",
     *(f"aten.{name}.Scalar" for name in ("eq", "ne", "lt", "le", "gt", "ge")),
 )  # fmt: skip
 _BINARY = (
-    *(f"aten.{name}.Tensor" for name in ("eq", "ne", "lt", "le", "gt", "ge", "__and__", "__or__", "bitwise_and", "bitwise_or")),
+    *(f"aten.{name}.Tensor" for name in ("eq", "ne", "lt", "le", "gt", "ge")),
+    *(f"aten.{name}.Tensor" for name in ("__and__", "__or__", "bitwise_and", "bitwise_or")),
     "aten.logical_and.default", "aten.logical_or.default", "aten.maximum.default", "aten.minimum.default",
     "aten.pow.Tensor_Tensor", "aten.masked_fill.Scalar", "aten.where.self", "aten.where.ScalarOther",
     "aten.where.ScalarSelf", "aten.where.Scalar",
@@ -33,7 +35,7 @@ _BINARY = (
 def broadcast(site: Site) -> Dims:
     """Tie the operands' dims where they are not broadcast; the output's dims."""
     shape = site.shape
-    out = [ONE] * len(shape)
+    out: list[Dim] = [ONE] * len(shape)
     for dims in site.relation.inputs.values():
         for position, dim in enumerate(reversed(dims), start=1):
             if dim.size != 1:
@@ -49,7 +51,7 @@ def pointwise(site: Site) -> Dims:
 
 @rule(*(f"aten.{name}.default" for name in _LINEAR_UNARY), *_CASTS, "boundary")
 def linear_unary(site: Site) -> Dims:
-    """One tensor in, linear: a Partial passes. (A module boundary is the identity.)"""
+    """One tensor in, linear, so that a Partial passes; a module boundary is the identity."""
     name, value = site.operator.arguments[0]
     site.linear_in(name)
     return site.relation.inputs[(value if isinstance(value, Ref) else value[0]).tensor]

@@ -38,8 +38,8 @@ def mean(site: Site) -> Dims:
 
 
 @rule(
-    "aten.amax.default", "aten.amin.default", "aten.var.dim", "aten.logsumexp.default", "aten.linalg_vector_norm.default",
-    "aten.argmax.default", "aten.prod.dim_int",
+    "aten.amax.default", "aten.amin.default", "aten.var.dim", "aten.logsumexp.default",
+    "aten.linalg_vector_norm.default", "aten.argmax.default", "aten.prod.dim_int",
 )  # fmt: skip
 def whole_reduction(site: Site) -> Dims:
     """Reductions that are not linear keep the dim whole."""
@@ -61,7 +61,9 @@ def along_dim(site: Site) -> Dims | list[Dims]:
         site.keep_whole(dims[index], because=f"{site.operator.name} needs the whole dim")
     if len(site.shapes) == 1:
         return dims
-    outputs = [tuple(d if d.size == s else site.new(s) for d, s in zip(dims, shape, strict=True)) for shape in site.shapes]
+    outputs = [
+        tuple(d if d.size == s else site.new(s) for d, s in zip(dims, shape, strict=True)) for shape in site.shapes
+    ]
     site.keep_whole(*(dim for out in outputs for dim, old in zip(out, dims, strict=True) if dim is not old))
     return outputs
 

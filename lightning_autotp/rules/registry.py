@@ -165,7 +165,9 @@ def rule(
     def decorate(function: Rule) -> Rule:
         for name in operators:
             if name in _RULES:
-                raise ValueError(f"{name} already has a rule: {_RULES[name].rule.__module__}.{_RULES[name].rule.__name__}")
+                raise ValueError(
+                    f"{name} already has a rule: {_RULES[name].rule.__module__}.{_RULES[name].rule.__name__}"
+                )
             _RULES[name] = Entry(function, tuple(sizes), tuple(offsets))
         return function
 
