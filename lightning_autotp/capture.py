@@ -74,7 +74,7 @@ def _capture(model: nn.Module, example_inputs: Any, root: type[_Traced]) -> Grap
     traced = meta_copy(model).train()
     entered: list[str] = []
     try:
-        with _marked_boundaries(traced, entered), warnings.catch_warnings():
+        with _marked_boundaries(traced, entered), _quiet_fake_tensors(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             called = root(traced, len(args), tuple(kwargs))
             program = torch.export.export(called, (*args, *kwargs.values()), strict=False)
@@ -165,7 +165,7 @@ class _TracedUntilFailure(_Traced):
         """What the model returns, or everything until its exception."""
         tracer = get_proxy_mode().tracer  # type: ignore[union-attr]
         depth = len(tracer.module_stack)
-        with _Results() as seen, _quiet_fake_tensors():
+        with _Results() as seen:
             try:
                 return super().forward(*inputs)
             except Exception:
@@ -176,7 +176,7 @@ class _TracedUntilFailure(_Traced):
 
 @contextlib.contextmanager
 def _quiet_fake_tensors() -> Iterator[None]:
-    """A failure is expected here: its traceback need not be logged as well."""
+    """A failure becomes a CaptureError or a partial graph: its traceback need not be logged as well."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:

@@ -55,9 +55,8 @@ def meta_model() -> Iterator[None]:
 
 @contextmanager
 def _recording_loader(recorder: Recorder) -> Iterator[None]:
-    """Replace the step of ``from_pretrained`` that reads, and keep out of its construction on the meta device."""
+    """Replace the step of ``from_pretrained`` that reads."""
     load = PreTrainedModel.__dict__["_load_pretrained_model"]
-    init_context = PreTrainedModel.__dict__["get_init_context"]
 
     def record(
         model: PreTrainedModel, state_dict: Any, checkpoint_files: list[str] | None, load_config: Any, **kwargs: Any
@@ -67,16 +66,11 @@ def _recording_loader(recorder: Recorder) -> Iterator[None]:
             return loaded
         return _record_checkpoint(recorder, model, checkpoint_files, load_config), None
 
-    def construction(cls: type[PreTrainedModel], *args: Any, **kwargs: Any) -> list[Any]:
-        return [*init_context.__func__(cls, *args, **kwargs), recorder.paused()]
-
     try:
         PreTrainedModel._load_pretrained_model = staticmethod(record)  # type: ignore[method-assign, assignment]
-        PreTrainedModel.get_init_context = classmethod(construction)  # type: ignore[method-assign, assignment]
         yield
     finally:
         PreTrainedModel._load_pretrained_model = load  # type: ignore[method-assign]
-        PreTrainedModel.get_init_context = init_context  # type: ignore[method-assign]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -297,10 +297,10 @@ class _Solver:
         if operator.boundary is None or self.calls[operator.boundary] > 1:
             return
         info = self.graph.tensors[source]
-        elsewhere = 0.0 if operator.layer else _ELSEWHERE
         for (before, after), (forward, backward) in CONVERSIONS.items():
-            collectives = (*forward, *backward)
-            cost = elsewhere + sum(self.profile.collective(kind, info.bytes, self.ranks) for kind in collectives)
+            cost = sum(self.profile.collective(kind, info.bytes, self.ranks) for kind in (*forward, *backward))
+            if not operator.layer:  # gathering and slicing launch kernels of their own, unless a layer does it
+                cost += self.profile.latency if "S" in (before, after) else _ELSEWHERE
             befores = self.touching[source] if before == "S" else (before,)
             afters = self.touching[target] if after == "S" else (after,)
             for left in befores:
@@ -397,13 +397,12 @@ class _Solver:
 
     def _nothing(self) -> str:
         sizes = sorted({axis.size for dims in self.dims.values() for dim in dims for axis in leaves(dim)}, reverse=True)
-        largest = (
-            f"the most units of any of its dims are {sizes[0]}" if sizes else "it has no parameters in its forward"
-        )
-        return (
-            f"nothing in this model can be divided among {self.ranks} ranks: {largest}. "
-            "Use a smaller tensor_parallel_size."
-        )
+        largest = f"the most units of any of its dims are {sizes[0]}" if sizes else "its forward uses no parameters"
+        message = f"nothing in this model can be divided among {self.ranks} ranks: {largest}. "
+        if self.whole:
+            reasons = dict.fromkeys(self.whole.values())
+            return message + "What was tried, and why not: " + "; ".join(list(reasons)[:3])
+        return message + "Use a smaller tensor_parallel_size."
 
 
 def _products(dim: Dim) -> Iterator[tuple[Dim, ...]]:
