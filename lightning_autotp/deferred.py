@@ -8,11 +8,13 @@ a tensor's memory; at the end every parameter gets a :class:`~lightning_autotp.r
 How it stays exact:
 
 * Tensors are identified by their *storage*, so views, ``.data`` and in-place operations are right by themselves.
-* A random operation on a deferred tensor runs once, on memory that is dropped at once, so that the generator moves on
-  as it would have; its state before that is recorded. Whoever draws next sees the numbers they would have seen.
+* A random operation on a deferred tensor runs once, on scratch memory, so that the generator moves on as it would have;
+  its state before that is recorded. Whoever draws next sees the numbers they would have seen.
 * Where the code asks for a value (``tensor.item()``, ``torch.nonzero``), it is computed, so control flow is right.
+* To Python code a deferred tensor looks as if it were where it would be: initializers skip tensors on meta.
 
-Memory while building: the buffers, the temporaries of the user's own code, and one tensor at a time.
+Memory while building: the buffers, the temporaries of the user's own code, and one tensor. What the code makes with
+``device="meta"`` itself has no values and gets no recipe.
 
 Recording an initialization to run it later is the idea of torchdistx's ``deferred_init``.
 """

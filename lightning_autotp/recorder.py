@@ -214,6 +214,8 @@ class Recorder(TorchDispatchMode):
         device = kwargs.get("device")
         if func.overloadpacket.__name__ in _GEOMETRY_ONLY:
             lazy = deferred and device is None
+            if device is None and is_meta(tensors[0]) and not deferred:
+                return func(*args, **kwargs)
         elif any(is_meta(tensor) and not self.is_deferred(tensor) for tensor in tensors):
             if deferred and written:
                 raise RuntimeError(

@@ -299,8 +299,8 @@ class _Solver:
         info = self.graph.tensors[source]
         for (before, after), (forward, backward) in CONVERSIONS.items():
             cost = sum(self.profile.collective(kind, info.bytes, self.ranks) for kind in (*forward, *backward))
-            if not operator.layer:  # gathering and slicing launch kernels of their own, unless a layer does it
-                cost += self.profile.latency if "S" in (before, after) else _ELSEWHERE
+            if not operator.layer:  # a gather launches kernels of its own, unless a layer does it
+                cost += self.profile.latency if before == "S" else _ELSEWHERE
             befores = self.touching[source] if before == "S" else (before,)
             afters = self.touching[target] if after == "S" else (after,)
             for left in befores:
