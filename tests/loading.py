@@ -1,0 +1,67 @@
+"""What the tests of building and loading share: memory peaks, and local models without a solver."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from lightning_autotp.layout import Invariant, Layout, Ownership, Shard
+from lightning_autotp.meta import initialize_parameter_meta
+
+T = TypeVar("T")
+
+
+def _status(field: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{field}:"))
+    return int(line.split()[1]) * 1024
+
+
+def peak_of(work: Callable[[], T]) -> tuple[T, int]:
+    """What ``work`` returns, and by how much resident memory (mapped files included) grew at its peak."""
+    before = _status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts over from here
+    result = work()
+    return result, _status("VmHWM") - before
+
+
+def dealt(shape: tuple[int, ...], ranks: int) -> Layout:
+    """The first two dims that are long enough are dealt out, unevenly where they do not divide."""
+    dims = [(dim, Ownership.dealt(size, ranks)) for dim, size in enumerate(shape) if size >= ranks]
+    return Shard(tuple(dims[:2])) if dims and ranks > 1 else Invariant()
+
+
+def localize(model: nn.Module, rank: int, ranks: int, layout: Callable[[tuple[int, ...], int], Layout] = dealt) -> None:
+    """Give a meta model the local shapes of ``rank``, as replacing its layers would."""
+    initialize_parameter_meta(model)
+    local: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if parameter not in local:
+                meta = parameter.meta
+                meta.layout, meta.rank, meta.ranks = layout(meta.shape, ranks), rank, ranks
+                empty = torch.empty(meta.local_shape, dtype=parameter.dtype, device="meta")
+                local[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                local[parameter].__dict__.update(parameter.__dict__)
+            module._parameters[name] = local[parameter]
+
+
+def assert_local_part(model: nn.Module, whole: nn.Module) -> None:
+    """Every parameter of ``model`` is, bit for bit, its blocks of the parameter of ``whole``."""
+    values = dict(whole.named_parameters(remove_duplicate=False))
+    local = dict(model.named_parameters(remove_duplicate=False))
+    assert local.keys() == values.keys()
+    for name, parameter in local.items():
+        value, meta = values[name], parameter.meta
+        assert (parameter.dtype, parameter.requires_grad) == (value.dtype, value.requires_grad), name
+        assert not parameter.is_meta, name
+        assert not meta.need_initialize, name
+        assert tuple(parameter.shape) == meta.local_shape, name
+        for block in meta.mapping:
+            here = parameter[tuple(slice(*run) for run in block.local)]
+            assert torch.equal(here, value[tuple(slice(*run) for run in block.original)]), name

@@ -1,0 +1,413 @@
+"""Loading: only this rank's blocks are read, whatever recipe they come from, in little memory; errors are clear."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from loading import assert_local_part, localize
+from safetensors.torch import save_file
+from test_deferred import CONFIGS, ENV, TESTS, ties
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from lightning_autotp import load
+from lightning_autotp.deferred import deferred_init
+from lightning_autotp.layout import Layout, Ownership, Shard, merge_runs
+from lightning_autotp.load import (
+    CheckpointError,
+    CheckpointSource,
+    CheckpointTensor,
+    DamagedFileError,
+    MismatchError,
+    MissingFileError,
+    blocks_of,
+    check_checkpoint,
+    load_parameters,
+    read_headers,
+    same_values,
+)
+from lightning_autotp.meta import initialize_parameter_meta, parameter_meta
+from lightning_autotp.pretrained import meta_model
+from lightning_autotp.recipe import Recipe
+
+
+@dataclass
+class Shelf:
+    """A source in memory that notes how many elements are read from it."""
+
+    value: Tensor
+    read_elements: list[int] = field(default_factory=list)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.value.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.value.dtype
+
+    def read(self, box: Sequence[tuple[int, int]] | None = None) -> Tensor:
+        part = self.value if box is None else self.value[tuple(slice(*run) for run in box)]
+        self.read_elements.append(part.numel())
+        return part.clone(memory_format=torch.contiguous_format)
+
+
+def recipe_of(convert: Callable[..., Tensor], *values: Tensor) -> tuple[Recipe, list[Shelf], Tensor]:
+    """The recorded ``convert`` of sources with these values, the sources, and what it gives."""
+    shelves = [Shelf(value) for value in values]
+    with deferred_init() as recorder:
+        recipe = recorder.recipe_of(convert(*[recorder.source(shelf) for shelf in shelves]))
+    return recipe, shelves, convert(*values)
+
+
+def whole_box(value: Tensor) -> tuple[tuple[int, int], ...]:
+    return tuple((0, size) for size in value.shape)
+
+
+REARRANGING: dict[str, Callable[[Tensor], Tensor]] = {
+    "cast": lambda t: t.to(torch.float64),
+    "transpose": lambda t: t.transpose(0, 1),
+    "contiguous": lambda t: t.transpose(0, 1).contiguous(),
+    "chunk": lambda t: t.chunk(2, dim=0)[1].contiguous(),
+    "narrow": lambda t: t.narrow(1, 1, t.shape[1] - 1),
+    "select": lambda t: torch.stack([t, t.clone()], dim=1)[:, 1],
+    "cat": lambda t: torch.cat([t, t.clone()], dim=1),
+    "stack": lambda t: torch.stack([t.clone(), t], dim=-1)[..., 0],
+    "unsqueeze": lambda t: t[:, None].clone().squeeze(1),
+}
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_any_rearrangement_is_done_per_block(data: st.DataObject) -> None:
+    shape = data.draw(st.tuples(st.integers(4, 9), st.integers(4, 9)))
+    names = data.draw(st.lists(st.sampled_from(sorted(REARRANGING)), max_size=4))
+    # Lengths stay at least two through halvings and narrowings: start long enough.
+    start = torch.randperm(shape[0] * shape[1] * 64).reshape(shape[0] * 8, shape[1] * 8).float()
+
+    def convert(tensor: Tensor) -> Tensor:
+        for name in names:
+            tensor = REARRANGING[name](tensor)
+        return tensor
+
+    recipe, (shelf,), expected = recipe_of(convert, start)
+    assert torch.equal(recipe(), expected)
+    assert recipe().dtype == expected.dtype
+    shelf.read_elements.clear()
+    box = []
+    for size in expected.shape:
+        low = data.draw(st.integers(0, size - 1))
+        box.append((low, data.draw(st.integers(low + 1, size))))
+    ((piece, part),) = blocks_of(recipe, [tuple(box)])
+    assert piece == tuple(box)
+    assert part.dtype == expected.dtype
+    assert torch.equal(part, expected[tuple(slice(*run) for run in box)])
+    assert sum(shelf.read_elements) <= part.numel(), "read more than the block"
+
+
+@pytest.mark.parametrize("convert", [
+    lambda t: t * 2,
+    lambda t: t.reshape(-1),
+    lambda t: t.reshape(4, 3, 8).transpose(0, 1).reshape(12, 8),
+    lambda t: t.clone().mul_(3),
+    lambda t: t.flip(0),
+    lambda t: t[::2],
+    lambda t: t[:, 1:2].expand(12, 5),
+    lambda t: t.view(torch.int32),
+    lambda t: torch.cat([t.reshape(8, 12), t.reshape(8, 12)]).t(),
+])  # fmt: skip
+def test_other_conversions_are_right_too(convert: Callable[[Tensor], Tensor]) -> None:
+    recipe, _, expected = recipe_of(convert, torch.randn(12, 8))
+    box = tuple((size // 3, size - 1) for size in expected.shape)
+    pieces = list(blocks_of(recipe, [box, whole_box(expected)]))
+    assert [piece for piece, _ in pieces] == [box, whole_box(expected)]
+    assert torch.equal(pieces[0][1], expected[tuple(slice(*run) for run in box)])
+    assert torch.equal(pieces[1][1], expected)
+
+
+def test_experts_merged_as_transformers_does() -> None:
+    def merge(*experts: Tensor) -> Tensor:
+        gate, up = torch.stack(list(experts[:3])), torch.stack(list(experts[3:]))
+        return torch.cat([gate, up], dim=1)
+
+    recipe, shelves, expected = recipe_of(merge, *torch.randn(6, 10, 7))
+    boxes = [((1, 2), (3, 5), (2, 6)), ((1, 2), (13, 15), (2, 6))]
+    for piece, part in blocks_of(recipe, boxes):
+        assert torch.equal(part, expected[tuple(slice(*run) for run in piece)])
+    assert [sum(shelf.read_elements) for shelf in shelves] == [0, 8, 0, 0, 8, 0]
+
+
+def test_values_are_compared_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "CHUNK_BYTES", 64)
+    value = torch.randn(10, 8)
+    other = value.clone()
+    other[9, 7] += 1
+    (one, shelves, _), (two, _, _), (three, _, _) = (recipe_of(lambda t: t, v) for v in (value, value.clone(), other))
+    assert same_values(one, two)
+    assert max(shelves[0].read_elements) == 16
+    assert not same_values(one, three)
+    assert not same_values(one, recipe_of(lambda t: t.double(), value)[0])
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.inner = nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Linear(9, 6, bias=False))
+        self.inner[2].weight.requires_grad_(False)
+        self.head = nn.Linear(6, 11)
+        self.head.weight = self.embedding.weight
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.scalar = nn.Parameter(torch.randn(()))
+        self.scalar.own = "attribute"
+
+
+def sections(shape: tuple[int, ...], ranks: int) -> Layout:
+    """A first dim of two sections, each dealt out, and a last index that all hold."""
+    half = shape[0] // 2
+    shares = Ownership.dealt(half, ranks).held
+    held = [[*runs, *((half + a, half + b) for a, b in runs), (2 * half, shape[0])] for runs in shares]
+    return Shard(((0, Ownership(shape[0], tuple(merge_runs(runs) for runs in held))),))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_recorded_initialization(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "CHUNK_BYTES", 100)
+    torch.manual_seed(0)
+    expected = Tied()
+    for rank in range(ranks):
+        torch.manual_seed(0)
+        with meta_model():
+            model = Tied()
+        localize(model, rank, ranks)
+        load_parameters(model)
+        assert_local_part(model, expected)
+        assert ties(model) == ties(expected)
+        assert model.head.weight is model.embedding.weight
+        assert model.scalar.own == "attribute"
+        assert parameter_meta(model.head.weight).init_fn is None
+        assert parameter_meta(model.head.weight).names == ("embedding.weight", "head.weight")
+        state = torch.get_rng_state()
+        load_parameters(model)  # nothing is left to do
+        assert torch.equal(torch.get_rng_state(), state)
+        assert_local_part(model, expected)
+
+
+def test_sections(tmp_path: Path) -> None:
+    value = torch.randn(13, 4)
+    save_file({"weight": value}, tmp_path / "one.safetensors")
+    for rank in range(3):
+        with deferred_init() as recorder:
+            model = nn.Module()
+            model.weight = nn.Parameter(recorder.source(read_headers([str(tmp_path / "one.safetensors")])["weight"]))
+        localize(model, rank, 3, sections)
+        load_parameters(model)
+        ownership = parameter_meta(model.weight).layout.dims[0][1]
+        assert len(ownership.held[rank]) > 1
+        assert torch.equal(model.weight, value[ownership.indices(rank)])
+
+
+def test_any_callable_may_initialize() -> None:
+    model = nn.Linear(4, 6, bias=False, device="meta")
+    initialize_parameter_meta(model)["weight"].init_fn = lambda: torch.arange(24.0).reshape(6, 4)
+    localize(model, 1, 2)
+    load_parameters(model)
+    assert torch.equal(model.weight, torch.arange(24.0).reshape(6, 4)[3:, 2:])
+
+
+def test_where_it_goes() -> None:
+    with meta_model():
+        model = Tied()
+    localize(model, 0, 2)
+    load_parameters(model, device=torch.device("cpu"))
+    assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {"cpu"}
+    model.inner[0].weight = nn.Parameter(model.inner[0].weight.detach())
+    with pytest.raises(RuntimeError, match="no ParameterMeta"):
+        load_parameters(model)
+
+
+def test_nothing_to_fill_from() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    initialize_parameter_meta(model)
+    with pytest.raises(CheckpointError, match=r"fill 2 parameters from.*1\.weight, 1\.bias\. Build the model in conf"):
+        load_parameters(model)
+
+
+def test_wrong_shapes_are_all_named() -> None:
+    with meta_model():
+        model = Tied()
+    localize(model, 0, 2)
+    for name in ("0.weight", "0.bias"):
+        module = model.inner.get_submodule(name.split(".")[0])
+        parameter = getattr(module, name.split(".")[1])
+        parameter.meta.rank = 1
+    with pytest.raises(
+        CheckpointError, match=r"inner\.0\.weight: \(5, 3\) instead of \(4, 3\)\ninner\.0\.bias: \(5,\)"
+    ):
+        load_parameters(model)
+    with meta_model():
+        model = nn.Linear(4, 4)
+    initialize_parameter_meta(model)["weight"].init_fn = lambda: torch.zeros(3, 4)
+    with pytest.raises(CheckpointError, match=r"weight is initialized as \(3, 4\) but has the shape \(4, 4\)"):
+        load_parameters(model)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    model = AutoModelForCausalLM.from_config(CONFIGS["Llama"])
+    model.save_pretrained(tmp_path, max_shard_size="30KB")
+    return tmp_path
+
+
+def built_from(directory: Path) -> nn.Module:
+    with meta_model():
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(directory)
+    localize(model, 0, 2)
+    return model
+
+
+def test_check_reads_only_headers(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = built_from(saved)
+    monkeypatch.setattr(CheckpointTensor, "read", None)
+    monkeypatch.setattr(load._File, "get", None)
+    check_checkpoint(model)
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def fails(error: type[CheckpointError], model: nn.Module) -> str:
+    """The message with which both checking and loading fail, before anything is read."""
+    with pytest.raises(error) as checked:
+        check_checkpoint(model)
+    with pytest.raises(error) as loaded:
+        load_parameters(model)
+    assert str(checked.value) == str(loaded.value)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    return str(checked.value)
+
+
+def test_file_gone_meanwhile(saved: Path) -> None:
+    model = built_from(saved)
+    file = max(saved.glob("*.safetensors"))
+    file.unlink()
+    assert f"checkpoint file {file} does not exist" in fails(MissingFileError, model)
+
+
+def test_file_truncated_meanwhile(saved: Path) -> None:
+    model = built_from(saved)
+    file = max(saved.glob("*.safetensors"))
+    os.truncate(file, file.stat().st_size - 10)
+    message = fails(DamagedFileError, model)
+    assert f"{file} ({file.stat().st_size} bytes) cannot be read, it may be truncated" in message
+
+
+def test_file_changed_meanwhile(saved: Path) -> None:
+    model = built_from(saved)
+    source = model.autotp_source
+    assert isinstance(source, CheckpointSource)
+    norm = source.tensors["model.norm.weight"]
+    others = {name for name, tensor in source.tensors.items() if tensor.file == norm.file} - {"model.norm.weight"}
+    gone = min(others)
+    save_file({name: torch.zeros(source.tensors[name].shape) for name in others - {gone}} | {
+        "model.norm.weight": torch.zeros(7)}, norm.file)  # fmt: skip
+    message = fails(MismatchError, model)
+    assert f"{norm.file}: tensor 'model.norm.weight' has the shape (7,) and dtype torch.float32" in message
+    assert "it had the shape (32,)" in message
+    assert f"tensor {gone!r} is not there" in message
+    with pytest.raises(MismatchError, match="build the model again"):
+        norm.read()
+
+
+class Evil:
+    def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
+        return os.system, ("touch pwned",)
+
+
+def test_nothing_pickled_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "pytorch_model.bin"
+    torch.save({"weight": torch.ones(3), "evil": Evil()}, file)
+    with pytest.raises(DamagedFileError, match=r"pytorch_model\.bin is not a file of tensors only.*save_pretrained"):
+        read_headers([str(file)])
+    assert not (tmp_path / "pwned").exists()
+
+
+def test_damaged_and_old_torch_save_files(tmp_path: Path) -> None:
+    file = tmp_path / "pytorch_model.bin"
+    torch.save({"weight": torch.ones(300), "step": 3}, file)
+    assert list(read_headers([str(file)])) == ["weight"]
+    os.truncate(file, file.stat().st_size // 2)
+    with pytest.raises(DamagedFileError, match="may be truncated: download or copy the file again"):
+        read_headers([str(file)])
+    torch.save({"weight": torch.ones(3)}, file, _use_new_zipfile_serialization=False)
+    with pytest.raises(DamagedFileError, match=r"has torch\.save's old format.*save_pretrained"):
+        read_headers([str(file)])
+    file.write_bytes(b"")
+    with pytest.raises(DamagedFileError, match=r"\(0 bytes\) cannot be read"):
+        read_headers([str(file)])
+
+
+PEAK = """
+import os, sys, torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+from lightning_autotp.load import load_parameters
+from lightning_autotp.pretrained import meta_model
+from loading import localize, peak_of
+directory, tiny, rank, ranks, dtype = *sys.argv[1:3], int(sys.argv[3]), int(sys.argv[4]), getattr(torch, sys.argv[5])
+def work(directory):
+    with meta_model():
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
+    localize(model, rank, ranks)
+    load_parameters(model)
+    return model
+work(tiny)
+model, peak = peak_of(lambda: work(directory))
+metas = [parameter.meta for parameter in model.parameters()]
+largest = max(torch.Size(meta.shape).numel() * meta.dtype.itemsize for meta in metas)
+print(peak, sum(parameter.nbytes for parameter in model.parameters()), largest)
+"""
+MAKE = """
+import sys, torch
+from transformers import LlamaConfig, LlamaForCausalLM
+for directory, hidden, vocabulary in ((sys.argv[1], 1024, 16384), (sys.argv[2], 16, 32)):
+    config = LlamaConfig(hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=4, num_attention_heads=8,
+                         num_key_value_heads=4, vocab_size=vocabulary, bos_token_id=1, eos_token_id=2)
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(f"{directory}/safe", max_shard_size="100MB")
+    config.save_pretrained(f"{directory}/bin")
+    torch.save(model.state_dict(), f"{directory}/bin/pytorch_model.bin")
+"""
+
+
+def run(script: str, *arguments: object) -> list[int]:
+    command = [sys.executable, "-c", script, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=TESTS, env=ENV)
+    assert done.returncode == 0, done.stderr
+    return [int(word) for word in done.stdout.split()]
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("large")
+    run(MAKE, directory / "large", directory / "tiny")
+    assert (directory / "large" / "bin" / "pytorch_model.bin").stat().st_size > 300e6
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("kind", "rank", "ranks", "dtype"),
+    [("safe", 0, 1, "float32"), ("safe", 1, 4, "bfloat16"), ("bin", 0, 2, "float32")],
+)
+def test_memory_while_loading(large: Path, kind: str, rank: int, ranks: int, dtype: str) -> None:
+    """Building, checking and loading together; pages of mapped files count."""
+    peak, shard, largest = run(PEAK, large / "large" / kind, large / "tiny" / kind, rank, ranks, dtype)
+    assert peak >= shard
+    assert peak <= 1.1 * (shard + largest)
