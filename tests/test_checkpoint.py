@@ -182,7 +182,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("checkpoints")
 
 
-@pytest.fixture(scope="module", params=[2, 3, 4])
+@pytest.fixture(scope="module", params=[4])
 def ranks(request: pytest.FixtureRequest, directory: Path) -> list[dict[str, Any]]:
     """What each rank saw."""
     return run_ranks(on_every_rank, request.param, str(directory))
@@ -268,9 +268,7 @@ def other_size(rank: int, world_size: int, path: str) -> dict[str, Tensor]:
 @pytest.mark.usefixtures("ranks")
 def test_a_checkpoint_of_one_size_loads_at_another(directory: Path) -> None:
     wanted = single_process(2 * STEPS)[0].state_dict()
-    path = max(directory.iterdir()) / "c.pt"
-    other = 3 if path.parent.name == "2" else 2
-    for found in run_ranks(other_size, other, str(path)):
+    for found in run_ranks(other_size, 3, str(directory / "4" / "c.pt")):
         assert_same_state(found, wanted)
 
 

@@ -68,6 +68,7 @@ def run(*command: str, cwd: Path, timeout: float = 200) -> str:
     return output
 
 
+@pytest.mark.slow
 def test_finetune_follows_one_process_and_leaves_what_it_promises(tiny: Path, tmp_path: Path) -> None:
     output = run(
         str(ROOT / "examples/finetune.py"),
@@ -107,7 +108,7 @@ def test_cli_takes_the_strategy_from_a_configuration(tiny: Path, tmp_path: Path)
 
 def test_blocks_are_the_text_in_an_order_of_the_seed(tiny: Path) -> None:
     def blocks(seed: int) -> torch.Tensor:
-        data = TextData(str(tiny), tiny / "text.txt", sequence_length=16, batch_size=2, seed=seed)
+        data = TextData(str(tiny), str(tiny / "text.txt"), sequence_length=16, batch_size=2, seed=seed)
         data.setup("fit")
         return torch.stack([block["input_ids"] for block in data.blocks])
 
@@ -124,7 +125,7 @@ def test_blocks_are_the_text_in_an_order_of_the_seed(tiny: Path) -> None:
 def test_a_text_shorter_than_a_batch_is_an_error(tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("The square of 2 is 4.")
     with pytest.raises(ValueError, match="less than one batch of 4 blocks of 256"):
-        TextData(str(tiny), tmp_path / "short.txt").setup("fit")
+        TextData(str(tiny), str(tmp_path / "short.txt")).setup("fit")
 
 
 def test_an_interrupted_conversion_leaves_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

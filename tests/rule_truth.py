@@ -1,0 +1,356 @@
+"""Whether a rule tells the truth: an operator on the ranks' parts, forward and backward, against the operator itself.
+
+A :class:`Tape` runs real ATen operators on real tensors and notes them as a graph, as a capture would. The solver then
+says which combinations of types each operator may run at, and :meth:`Tape.prove` plays every one of them: it gives each
+rank its part of the inputs, runs the operator per rank with its sizes localized, and compares.
+
+======= ======================================= ====================================================================
+type    values of the ranks                     gradients of the ranks
+======= ======================================= ====================================================================
+I       each is the whole                       each is the whole
+R       each is the whole                       add up to the whole
+S       each is its slice of the whole          an element's owners' gradients add up to the whole's element
+P       add up to the whole                     each is the whole
+======= ======================================= ====================================================================
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from lightning_autotp.capture import _named_arguments
+from lightning_autotp.cost import Profile
+from lightning_autotp.graph import Graph, Operator, Ref, TensorInfo
+from lightning_autotp.layers.embedding import vocab_parallel_lookup
+from lightning_autotp.layout import Invariant, Layout, Ownership, Partial, Replicate, Shard, boxes
+from lightning_autotp.rules import Relation, entry, relate
+from lightning_autotp.solver import _Solver
+
+TOLERANCE = 1e-10
+INVARIANT, REPLICATE, PARTIAL = Invariant(), Replicate(), Partial()
+# A type fixes its gradient's: what is the same on every rank but used differently adds up, and the other way round.
+_GRADIENT = {Replicate: PARTIAL, Partial: REPLICATE}
+
+
+class Untrue(AssertionError):
+    """The ranks do not compute what the whole operator does."""
+
+
+@dataclass(frozen=True)
+class Combination:
+    """Types that an operator's tensors may have together."""
+
+    relation: Relation
+    layouts: Mapping[int, Layout]
+
+    @property
+    def kind(self) -> str:
+        """What is to be seen here: ``"sharded"``, ``"contracted"`` (sharded in, Partial out), ``"linear"`` or ``"whole"``."""
+        inputs = {type(self.layouts[tensor]) for tensor in self.relation.inputs if tensor in self.layouts}
+        outputs = {type(self.layouts[tensor]) for tensor in self.relation.outputs}
+        if Shard not in inputs | outputs:
+            return "linear" if Partial in inputs else "whole"
+        return "contracted" if self.is_contracted else "sharded"
+
+    @property
+    def is_contracted(self) -> bool:
+        """Whether the operator's results are to be added up."""
+        sharded = any(isinstance(self.layouts.get(tensor), Shard) for tensor in self.relation.inputs)
+        return sharded and any(isinstance(self.layouts[t], Partial | Invariant) for t in self.relation.outputs)
+
+
+class Tape:
+    """Real operators on real tensors, noted as a graph.
+
+    Args:
+        seed: of every value that is drawn.
+        coarse: draw multiples of 1/8, so that sums are exact in any floating-point type.
+    """
+
+    def __init__(self, seed: int = 0, coarse: bool = False) -> None:
+        self.graph = Graph()
+        self.values: list[Tensor] = []
+        self.generator = torch.Generator().manual_seed(seed)
+        self.coarse = coarse
+        self._numbers: dict[int, int] = {}
+        self._calls: dict[int, dict[str, Any]] = {}
+
+    def draw(self, *shape: int, dtype: torch.dtype = torch.float64, positive: bool = False) -> Tensor:
+        """Random values between -2 and 2 (or 0.2 and 2)."""
+        if self.coarse:
+            return torch.randint(-16, 17, shape, generator=self.generator).to(dtype) / 8
+        value = torch.rand(shape, generator=self.generator, dtype=torch.float64) * 4 - 2
+        return (value.abs() * 0.9 + 0.2 if positive else value).to(dtype)
+
+    def parameter(self, *shape: int, dtype: torch.dtype = torch.float64, positive: bool = False) -> Tensor:
+        """A parameter of the graph."""
+        value = self._note(self.draw(*shape, dtype=dtype, positive=positive), static=False)
+        number = self._numbers[id(value)]
+        self.graph.parameters[number] = f"p{number}"
+        return value
+
+    def constant(self, value: Tensor) -> Tensor:
+        """A tensor that depends on no parameter."""
+        return self._note(value, static=True)
+
+    def number(self, tensor: Tensor) -> int:
+        """Its index in the graph."""
+        return self._numbers[id(tensor)]
+
+    def call(self, name: str, *args: Any, layer: str = "", **kwargs: Any) -> Any:
+        """Run an operator and note it; its (first) result, or all of them as a list."""
+        overload = _overload(name)
+        numbered, keywords = pytree.tree_map_only(Tensor, lambda t: Ref(self.number(t)), (args, kwargs))
+        draft = Operator(name, _named_arguments(overload, numbered, keywords), (), "", name, layer)
+        static = all(self.graph.tensors[tensor].is_static for tensor in draft.inputs)
+        result = overload(*args, **kwargs)
+        results = [result] if isinstance(result, Tensor) else list(result)
+        results = [self._note(value.detach(), static) for value in results]
+        operator = Operator(name, draft.arguments, tuple(map(self.number, results)), "", name, layer)
+        self._calls[len(self.graph.operators)] = _arguments(overload, numbered, keywords)
+        self.graph.operators.append(operator)
+        return results[0] if isinstance(result, Tensor) else results
+
+    def _note(self, value: Tensor, static: bool) -> Tensor:
+        self._numbers[id(value)] = len(self.values)
+        self.values.append(value)
+        kind = str(value.dtype).removeprefix("torch.")
+        differentiable = not static and value.is_floating_point()
+        self.graph.tensors.append(TensorInfo(tuple(value.shape), kind, value.element_size(), static, differentiable))
+        return value
+
+    # -- proofs ------------------------------------------------------------------------------------------------------
+
+    def combinations(self, name: str, ranks: int) -> Iterator[Combination]:
+        """Every combination of types that the solver may choose for the operators called ``name``."""
+        solver = _Solver(self.graph, ranks, Profile(), {})
+        for relation in solver.relations:
+            if relation.operator.name == name:
+                for kinds, _ in solver._combinations(relation):
+                    yield Combination(relation, {tensor: solver._layout(tensor, kind) for tensor, kind in kinds.items()})
+
+    def prove(self, name: str, ranks: int) -> Counter[str]:
+        """Play every such combination; how many there were of each kind.
+
+        Raises:
+            Untrue: if the ranks' values or gradients are not what their types say.
+        """
+        seen: Counter[str] = Counter()
+        for combination in self.combinations(name, ranks):
+            seen[combination.kind] += 1
+            if combination.kind != "whole":  # every rank would do the same
+                self.play(combination, ranks)
+        return seen
+
+    def play(self, combination: Combination, ranks: int) -> None:
+        """Run one operator on every rank's part and compare values and gradients with the whole operator's."""
+        operator, layouts = combination.relation.operator, dict(combination.layouts)
+        arguments = self._calls[self.graph.operators.index(operator)]
+        lookup: Ownership | None = None
+        if operator.layer and combination.is_contracted:
+            # The layer adds the ranks' results up, and its bias after that: what is proven is the part before.
+            layouts |= dict.fromkeys(operator.outputs, PARTIAL)
+            if operator.name == "aten.embedding.default":
+                layout = layouts[arguments["weight"].tensor]
+                lookup = layout.ownership(0) if isinstance(layout, Shard) else None
+            else:
+                arguments = arguments | {"bias": None}
+        whole = {tensor: self._leaf(self.values[tensor]) for tensor in dict.fromkeys(operator.inputs)}
+        results = _run(operator.name, arguments, whole)
+        cotangents = [self.draw(*result.shape).to(result.dtype) for result in results]
+        gradients = _gradients(whole, results, cotangents)
+
+        inputs = [self._parts(value.detach(), layouts.get(t, INVARIANT), ranks) for t, value in whole.items()]
+        given = [self._spread(c, layouts[t], ranks) for t, c in zip(operator.outputs, cotangents, strict=True)]
+        values: list[list[Tensor]] = [[] for _ in results]
+        backward: list[list[Tensor]] = [[] for _ in whole]
+        for rank in range(ranks):
+            local = {tensor: self._leaf(parts[rank]) for tensor, parts in zip(whole, inputs, strict=True)}
+            shapes = [_part(result.detach(), layouts[t], rank).shape for t, result in zip(operator.outputs, results, strict=True)]
+            try:
+                if lookup is not None:
+                    found = [_lookup(arguments, local, lookup, rank)]
+                else:
+                    found = _run(operator.name, self._localized(operator, arguments, layouts, local, shapes, rank), local)
+            except (RuntimeError, IndexError, ValueError) as error:
+                raise Untrue(f"rank {rank} cannot run {_text(combination)}: {error}") from error
+            for number, value in enumerate(found):
+                if value.shape != shapes[number]:
+                    raise Untrue(f"{list(value.shape)} on rank {rank} must be {list(shapes[number])}: {_text(combination)}")
+                values[number].append(value.detach())
+            for number, gradient in enumerate(_gradients(local, found, [parts[rank] for parts in given])):
+                backward[number].append(gradient)
+        for tensor, result, parts in zip(operator.outputs, results, values, strict=True):
+            if not _agree(parts, result.detach(), layouts[tensor], owners_add=False):
+                raise Untrue(f"an output is wrong: {_text(combination)}")
+        for tensor, gradient, parts in zip(whole, gradients, backward, strict=True):
+            layout = layouts.get(tensor)
+            if layout is not None and not _agree(parts, gradient, _GRADIENT.get(type(layout), layout), owners_add=True):
+                raise Untrue(f"the gradient of input {tensor} is wrong: {_text(combination)}")
+
+    @staticmethod
+    def _leaf(value: Tensor) -> Tensor:
+        return value.detach().clone().requires_grad_(value.is_floating_point())
+
+    def _parts(self, value: Tensor, layout: Layout, ranks: int) -> list[Tensor]:
+        """Every rank's part of a value."""
+        if not isinstance(layout, Partial):
+            return [_part(value, layout, rank) for rank in range(ranks)]
+        addends = [self.draw(*value.shape).to(value.dtype) for _ in range(ranks - 1)]
+        return [*addends, value - sum(addends)]
+
+    def _spread(self, cotangent: Tensor, layout: Layout, ranks: int) -> list[Tensor]:
+        """Every rank's part of a gradient; where several ranks' gradients add up, each element is one rank's."""
+        if isinstance(layout, Invariant | Partial):
+            return [cotangent] * ranks
+        held = torch.stack([_mask(cotangent.shape, layout, rank) for rank in range(ranks)])
+        chosen = (held * torch.rand(held.shape, generator=self.generator)).argmax(0)
+        parts = [torch.where(chosen == rank, cotangent, torch.zeros_like(cotangent)) for rank in range(ranks)]
+        return [_part(part, layout, rank) for rank, part in enumerate(parts)]
+
+    def _localized(
+        self,
+        operator: Operator,
+        arguments: dict[str, Any],
+        layouts: Mapping[int, Layout],
+        local: Mapping[int, Tensor],
+        shapes: list[torch.Size],
+        rank: int,
+    ) -> dict[str, Any]:
+        """The arguments with local sizes and positions."""
+        known = entry(operator.name)
+        changed: dict[str, Any] = {}
+        for name in known.sizes if known else ():
+            changed[name] = _local_size(name, arguments, local, shapes)
+        for name, tensor_name, dim_name in known.offsets if known else ():
+            tensor = arguments[tensor_name].tensor
+            layout, size = layouts.get(tensor, INVARIANT), self.values[tensor].shape[arguments[dim_name]]
+            owned = layout.ownership(arguments[dim_name] % self.values[tensor].ndim) if isinstance(layout, Shard) else None
+            if owned is not None and arguments[name] is not None:
+                before = slice(arguments[name], None).indices(size)[0]
+                changed[name] = sum(index < before for index in owned.indices(rank))
+        return arguments | changed
+
+
+def forced(tape: Tape, name: str, tensor: Tensor, dim: int, ranks: int) -> Combination:
+    """The operator with one dim's axis sharded wherever it occurs, whether its rule allows that or not."""
+    relations, axes = relate(tape.graph)
+    (relation,) = [relation for relation in relations if relation.operator.name == name]
+    axis = axes.resolve(relation.inputs[tape.number(tensor)][dim])
+    layouts: dict[int, Layout] = {}
+    for other, dims in (*relation.inputs.items(), *relation.outputs.items()):
+        cut = [at for at, found in enumerate(dims) if axes.resolve(found) == axis]
+        dealt = Ownership.dealt(axis.size, ranks)
+        layouts[other] = Shard(tuple((at, dealt) for at in cut)) if cut else REPLICATE
+    return Combination(relation, layouts)
+
+
+def _overload(name: str) -> torch._ops.OpOverload:
+    namespace, packet, overload = name.split(".")
+    return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+
+
+def _arguments(overload: torch._ops.OpOverload, args: Any, kwargs: Any) -> dict[str, Any]:
+    """By the schema's names, with its defaults."""
+    schema = overload._schema.arguments
+    positional = {argument.name: value for argument, value in zip(schema, args, strict=False)}
+    return {argument.name: argument.default_value for argument in schema} | positional | kwargs
+
+
+def _run(name: str, arguments: dict[str, Any], tensors: Mapping[int, Tensor]) -> list[Tensor]:
+    overload = _overload(name)
+    filled = pytree.tree_map_only(Ref, lambda ref: tensors[ref.tensor], arguments)
+    schema = overload._schema.arguments
+    result = overload(
+        *(filled[argument.name] for argument in schema if not argument.kwarg_only),
+        **{argument.name: filled[argument.name] for argument in schema if argument.kwarg_only},
+    )
+    return [result] if isinstance(result, Tensor) else list(result)
+
+
+def _lookup(arguments: dict[str, Any], local: Mapping[int, Tensor], ownership: Ownership, rank: int) -> Tensor:
+    ids, weight, padding = local[arguments["indices"].tensor], local[arguments["weight"].tensor], arguments["padding_idx"]
+    return vocab_parallel_lookup(ids, weight, ownership, rank, padding if padding >= 0 else None)
+
+
+def _gradients(inputs: Mapping[int, Tensor], outputs: list[Tensor], cotangents: list[Tensor]) -> list[Tensor]:
+    """The inputs' gradients; zeros where none flows, and for integers."""
+    pairs = [(out, given) for out, given in zip(outputs, cotangents, strict=True) if out.requires_grad]
+    wanted = [value for value in inputs.values() if value.requires_grad]
+    found: dict[int, Tensor | None] = {}
+    if pairs and wanted:
+        outs, given = zip(*pairs, strict=True)
+        results = torch.autograd.grad(outs, wanted, given, allow_unused=True)
+        found = {id(value): gradient for value, gradient in zip(wanted, results, strict=True)}
+    gradients = [found.get(id(value)) for value in inputs.values()]
+    return [torch.zeros_like(v) if g is None else g for v, g in zip(inputs.values(), gradients, strict=True)]
+
+
+def _part(value: Tensor, layout: Layout, rank: int) -> Tensor:
+    """``rank``'s slice of a whole tensor."""
+    for dim, owned in layout.dims if isinstance(layout, Shard) else ():
+        value = value.index_select(dim, torch.tensor(owned.indices(rank), dtype=torch.long))
+    return value
+
+
+def _mask(shape: torch.Size, layout: Layout, rank: int) -> Tensor:
+    """Which elements ``rank`` holds."""
+    mask = torch.zeros(shape, dtype=torch.bool)
+    for _, there in boxes(shape, layout, rank):
+        mask[tuple(slice(*run) for run in there)] = True
+    return mask
+
+
+def _agree(parts: list[Tensor], whole: Tensor, layout: Layout, *, owners_add: bool) -> bool:
+    """Whether the ranks' parts are what a type says of the whole tensor."""
+    if isinstance(layout, Partial):
+        return _close(sum(parts[1:], parts[0]), whole)
+    if isinstance(layout, Shard) and owners_add:
+        total = torch.zeros_like(whole)
+        for rank, part in enumerate(parts):
+            total[_mask(whole.shape, layout, rank)] += part.flatten()
+        return _close(total, whole)
+    return all(_close(part, _part(whole, layout, rank)) for rank, part in enumerate(parts))
+
+
+def _close(found: Tensor, whole: Tensor) -> bool:
+    if found.shape != whole.shape or found.dtype != whole.dtype:
+        return False
+    if not whole.is_floating_point():
+        return torch.equal(found, whole)
+    return torch.allclose(found.double(), whole.double(), rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
+
+
+def _local_size(name: str, arguments: dict[str, Any], local: Mapping[int, Tensor], shapes: list[torch.Size]) -> Any:
+    """An argument that spells sizes, for the given local shapes of the outputs."""
+    if name == "repeats":
+        shape = local[arguments["self"].tensor].shape
+        if "dim" in arguments:  # repeat_interleave
+            return _over(shapes[0][arguments["dim"]], shape[arguments["dim"]])
+        padded = (1,) * (len(shapes[0]) - len(shape)) + tuple(shape)
+        return [_over(size, here) for size, here in zip(shapes[0], padded, strict=True)]
+    if name == "sizes":  # unflatten
+        dim = arguments["dim"] % local[arguments["self"].tensor].ndim
+        return shapes[0][dim : dim + len(arguments["sizes"])]
+    if name in ("split_size", "split_sizes"):
+        lengths = [shape[arguments["dim"]] for shape in shapes]
+        return lengths if isinstance(arguments[name], list) else lengths[0]
+    return shapes[0]
+
+
+def _over(size: int, by: int) -> int:
+    return size // by if by else 0
+
+
+def _text(combination: Combination) -> str:
+    relation = combination.relation
+    kinds = [f"{tensor}: {combination.layouts.get(tensor, 'static')}" for tensor in (*relation.inputs, *relation.outputs)]
+    literals = {name: value for name, value in relation.operator.arguments if not isinstance(value, Ref)}
+    return f"{relation.operator.name} {literals} at {', '.join(kinds)}"

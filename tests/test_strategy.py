@@ -1,0 +1,514 @@
+"""``Trainer(strategy="autotp")`` in real processes, against one process."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import StrategyRegistry
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torchmetrics import SumMetric
+from trainer_ranks import run_trainer_ranks
+
+import lightning_autotp
+import lightning_autotp.strategy
+from lightning_autotp import AutoTPStrategy, full_gradients, full_state_dict
+
+STEPS = 20
+ROWS = torch.randn(12, 6, generator=torch.Generator().manual_seed(1))
+BLOCKS = torch.randint(0, 67, (40, 12), generator=torch.Generator().manual_seed(0))
+
+
+def blocks() -> list[dict[str, Tensor]]:
+    return [{"input_ids": block, "labels": block} for block in BLOCKS]
+
+
+def tiny_config() -> Any:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        vocab_size=67, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=False,
+    )  # fmt: skip
+
+
+class Task(L.LightningModule):
+    """An ordinary fine-tuning task that writes down what it sees.
+
+    Args:
+        source: a directory for ``from_pretrained``, ``"config"`` for ``from_config``, or ``"init"`` to build the model
+            with its weights at once.
+        learning_rate: the optimizer's.
+        optimizer: a class of ``torch.optim``.
+    """
+
+    def __init__(self, source: str, learning_rate: float = 1e-3, optimizer: str = "AdamW") -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.seen: dict[str, Any] = {"losses": [], "gradients": [], "batches": []}
+        self.counted = SumMetric()
+        if source == "init":
+            self.model = self.build()
+
+    def build(self) -> Any:
+        from transformers import AutoModelForCausalLM
+
+        source = self.hparams["source"]
+        if source in ("config", "init"):
+            return AutoModelForCausalLM.from_config(tiny_config())
+        return AutoModelForCausalLM.from_pretrained(source).train()
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "model"):
+            self.model = self.build()
+
+    def on_train_start(self) -> None:
+        self.seen["random"] = torch.rand(3), torch.initial_seed()
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss: Tensor = self.model(**batch).loss
+        self.seen["losses"].append(loss.item())
+        self.seen["batches"].append(batch["input_ids"].clone())
+        return loss
+
+    def on_after_backward(self) -> None:
+        if len(self.seen["gradients"]) < 2:
+            parallel = any(hasattr(module, "autotp_group") for module in self.modules())
+            found = full_gradients(self) if parallel else {n: p.grad.clone() for n, p in self.named_parameters()}
+            self.seen["gradients"].append(found)
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.counted.update(1)
+        self.log("rows", self.counted, on_epoch=True)
+        self.log("validation", self.model(**batch).loss, sync_dist=True)
+        self.log("ranks", 1.0, sync_dist=True, reduce_fx="sum")
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        kind = getattr(torch.optim, self.hparams["optimizer"])
+        return kind(self.parameters(), lr=self.hparams["learning_rate"])
+
+
+def trainer(strategy: Any, devices: int, **options: Any) -> L.Trainer:
+    return L.Trainer(
+        accelerator="cpu", devices=devices, strategy=strategy, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, **{"max_steps": STEPS, "max_epochs": -1, **options},
+    )  # fmt: skip
+
+
+def loader(shuffle: bool = False) -> DataLoader[Any]:
+    return DataLoader(blocks(), batch_size=4, shuffle=shuffle)  # type: ignore[arg-type]
+
+
+def fit(
+    strategy: Any,
+    devices: int,
+    task: Task,
+    shuffle: bool = False,
+    ckpt_path: Any = None,
+    save: Any = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Train and return what was seen, with the final whole weights."""
+    fitting = trainer(strategy, devices, **options)
+    fitting.fit(task, loader(shuffle), ckpt_path=ckpt_path)
+    if save is not None:
+        fitting.save_checkpoint(save)
+    parallel = any(hasattr(module, "autotp_group") for module in task.modules())
+    task.seen["weights"] = full_state_dict(task) if parallel else {k: v.clone() for k, v in task.state_dict().items()}
+    return task.seen
+
+
+def seeded(strategy: Any, devices: int, source: str, **options: Any) -> dict[str, Any]:
+    L.seed_everything(3, verbose=False)
+    return fit(strategy, devices, Task(source), **options)
+
+
+def clipped(strategy: Any, devices: int, **options: Any) -> dict[str, Any]:
+    """With SGD: Adam would hide most of what clipping does."""
+    L.seed_everything(3, verbose=False)
+    return fit(strategy, devices, Task("init", 0.5, "SGD"), **options)
+
+
+def error_of(call: Any, *args: Any, **kwargs: Any) -> str:
+    """The error a call raises."""
+    try:
+        call(*args, **kwargs)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+class Regression(L.LightningModule):
+    """A plain module inside, and parts of the LightningModule's own around it."""
+
+    example_input_array = torch.zeros(5, 6)
+
+    def __init__(self, optimizer: str = "SGD") -> None:
+        super().__init__()
+        self.optimizer = optimizer
+        self.losses: list[float] = []
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "net"):
+            self.net = nn.Sequential(nn.Linear(6, 14), nn.Tanh(), nn.Linear(14, 6))
+            self.scale = nn.Parameter(torch.randn(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = (self.net(batch) * self.scale - batch).square().mean()
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return getattr(torch.optim, self.optimizer)(self.parameters(), lr=0.1)
+
+
+class FailsOnOneRank(Task):
+    def build(self) -> Any:
+        if dist.get_rank() == 1:
+            raise FileNotFoundError("weights are not on this node")
+        return super().build()
+
+
+class Empty(Task):
+    def build(self) -> Any:
+        return nn.Identity()
+
+
+class Pair(Task):
+    def build(self) -> Any:
+        self.other = nn.Linear(2, 2)
+        return nn.Linear(2, 2)
+
+
+def regression(strategy: Any, devices: int) -> dict[str, Any]:
+    L.seed_everything(5, verbose=False)
+    task = Regression()
+    trainer(strategy, devices, max_steps=6).fit(task, DataLoader(ROWS, batch_size=4))  # type: ignore[arg-type]
+    return {"losses": task.losses, "weights": full_state_dict(task) if devices > 1 else task.state_dict()}
+
+
+CLIPPED = {"max_steps": 5, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
+BY_VALUE = {"max_steps": 5, "gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}
+
+
+def two_ranks(directory: str) -> dict[str, Any]:
+    folder, seen = Path(directory), {}
+    source = str(folder / "source")
+    rank = int(os.environ["RANK"])
+    seen["parity"] = seeded("autotp", 2, source, save=folder / "end.ckpt")
+    seen["half"] = seeded("autotp", 2, source, max_steps=STEPS // 2, save=folder / "half.ckpt")
+    seen["resumed"] = seeded(AutoTPStrategy(2, 1), 2, source, ckpt_path=folder / "half.ckpt")
+    seen["config"] = seeded("autotp", 2, "config", max_steps=2, shuffle=True)
+    seen["clipped"] = clipped("autotp", 2, **CLIPPED)
+    seen["by value"] = clipped("autotp", 2, **BY_VALUE)
+    seen["regression"] = regression("autotp", 2)
+
+    task = Task(source)
+    validating = trainer("autotp", 2)
+    seen["validated"] = validating.validate(task, loader(), verbose=False)
+    seen["validated again"] = validating.validate(task, loader(), ckpt_path=str(folder / "end.ckpt"), verbose=False)
+    validating.strategy.save_pretrained(folder / "exported")
+    seen["votes"] = [
+        validating.strategy.reduce_boolean_decision(vote, all=every)
+        for vote in (rank == 0, True, False)
+        for every in (True, False)
+    ]
+
+    def attempt(task: Any, rows: Any = ROWS, **options: Any) -> str:
+        return error_of(trainer("autotp", 2, max_steps=2).fit, task, DataLoader(rows, batch_size=4), **options)
+
+    small = Regression()
+    seen["different batches"] = attempt(small, ROWS + rank)
+    seen["no checkpoint"] = attempt(small, ckpt_path=str(folder / "none"))
+    saving = trainer("autotp", 2, max_steps=2)
+    saving.fit(small, DataLoader(ROWS, batch_size=4))  # type: ignore[arg-type]
+    saving.save_checkpoint(folder / "small.ckpt")
+    if rank == 0:
+        (folder / "cut.ckpt").write_bytes((folder / "small.ckpt").read_bytes()[:3000])
+    seen["not writable"] = error_of(saving.save_checkpoint, folder / "small.ckpt" / "another.ckpt")
+    seen["cut"] = attempt(small, ckpt_path=str(folder / "cut.ckpt"))
+    seen["another model"] = attempt(small, ckpt_path=str(folder / "end.ckpt"))
+    seen["quadratic"] = attempt(Regression("LBFGS"))
+    seen["one rank fails"] = attempt(FailsOnOneRank(source))
+    seen["nothing there"] = attempt(Empty(source))
+    seen["two there"] = attempt(Pair(source))
+    torch.manual_seed(rank)
+    seen["different weights"] = attempt(Task("init"))
+    return seen
+
+
+def four_ranks(directory: str) -> dict[str, Any]:
+    folder, seen = Path(directory), {}
+    source = str(folder / "source")
+    seen["resumed"] = seeded("autotp", 4, source, ckpt_path=folder / "half.ckpt")
+    seen["copies"] = seeded(AutoTPStrategy(2, 2), 4, source, max_steps=6, save=folder / "copies.ckpt")
+    validating = trainer(AutoTPStrategy(data_parallel_size=2), 4)
+    seen["validated"] = validating.validate(
+        Task(source), loader(), ckpt_path=str(folder / "copies.ckpt"), verbose=False
+    )
+    return seen
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With the tiny model's weights in ``source``."""
+    directory = tmp_path_factory.mktemp("strategy")
+    torch.manual_seed(11)
+    Task("init").model.save_pretrained(directory / "source")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> dict[str, Any]:
+    """The uninterrupted run of one process."""
+    return seeded("auto", 1, str(folder / "source"))
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path) -> list[dict[str, Any]]:
+    """What two ranks saw."""
+    return run_trainer_ranks(two_ranks, 2, str(folder))
+
+
+@pytest.fixture(scope="module")
+def four(folder: Path, two: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What four ranks saw; they take up what two ranks wrote."""
+    return run_trainer_ranks(four_ranks, 4, str(folder))
+
+
+def assert_parity(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Losses within 1e-5 relative; gradients and weights within 1e-4."""
+    torch.testing.assert_close(torch.tensor(found["losses"]), torch.tensor(wanted["losses"]), rtol=1e-5, atol=0)
+    for first, second in zip(found.get("gradients", []), wanted.get("gradients", []), strict=True):
+        assert first.keys() == second.keys()
+        for name, gradient in second.items():
+            torch.testing.assert_close(first[name], gradient, rtol=1e-4, atol=1e-6)
+    assert list(found["weights"]) == list(wanted["weights"])
+    for name, weight in wanted["weights"].items():
+        assert found["weights"][name].dtype == weight.dtype
+        torch.testing.assert_close(found["weights"][name], weight, rtol=1e-4, atol=1e-4)
+
+
+def test_twenty_steps_equal_one_process(two: list[dict[str, Any]], reference: dict[str, Any], folder: Path) -> None:
+    assert len(reference["losses"]) == STEPS
+    task = Task(str(folder / "source"))
+    task.configure_model()
+    for name, weight in task.state_dict().items():  # training changed more than the tolerance lets pass
+        assert (reference["weights"][name] - weight).abs().max() > 1e-3
+    for seen in two:
+        assert_parity(seen["parity"], reference)
+
+
+def test_ranks_draw_the_numbers_one_process_draws(two: list[dict[str, Any]], reference: dict[str, Any]) -> None:
+    for seen in two:
+        assert torch.equal(seen["parity"]["random"][0], reference["random"][0])
+
+
+def test_from_config_and_shuffling_equal_one_process(two: list[dict[str, Any]]) -> None:
+    wanted = seeded("auto", 1, "config", max_steps=2, shuffle=True)
+    assert not torch.equal(wanted["batches"][0], BLOCKS[:4])
+    for seen in two:
+        assert torch.equal(torch.stack(seen["config"]["batches"]), torch.stack(wanted["batches"]))
+        assert_parity(seen["config"], wanted)
+
+
+@pytest.mark.parametrize(("case", "options"), [("clipped", CLIPPED), ("by value", BY_VALUE)])
+def test_clipping_and_accumulation_equal_one_process(
+    two: list[dict[str, Any]], case: str, options: dict[str, Any]
+) -> None:
+    wanted = clipped("auto", 1, **options)
+    unclipped = clipped("auto", 1, **{**options, "gradient_clip_val": None})
+    changes = [(wanted["weights"][n] - unclipped["weights"][n]).abs().max() for n in wanted["weights"]]
+    assert max(changes) > 1e-3
+    for seen in two:
+        assert_parity(seen[case], wanted)
+
+
+def test_a_plain_module_with_parts_of_the_lightning_module_around_it(two: list[dict[str, Any]]) -> None:
+    wanted = regression("auto", 1)
+    for seen in two:
+        assert_parity(seen["regression"], wanted)
+
+
+def test_two_ranks_checkpoint_resumes_on_one_two_and_four_as_if_one_process_had_written_it(
+    two: list[dict[str, Any]], four: list[dict[str, Any]], folder: Path
+) -> None:
+    source = str(folder / "source")
+    seeded("auto", 1, source, max_steps=STEPS // 2, save=folder / "alone.ckpt")
+    wanted = seeded("auto", 1, source, ckpt_path=folder / "alone.ckpt")
+    assert len(wanted["losses"]) == STEPS // 2
+    in_one_process = seeded("auto", 1, source, ckpt_path=folder / "half.ckpt")
+    for seen in (two[0]["resumed"], two[1]["resumed"], four[0]["resumed"], four[3]["resumed"], in_one_process):
+        assert_parity(seen, wanted)
+
+
+def test_the_checkpoint_is_an_ordinary_one(two: list[dict[str, Any]], folder: Path) -> None:
+    task = Task.load_from_checkpoint(folder / "end.ckpt")
+    for name, weight in two[0]["parity"]["weights"].items():
+        assert torch.equal(task.state_dict()[name], weight)
+    saved = torch.load(folder / "end.ckpt", weights_only=True)
+    assert saved["hyper_parameters"] == {"source": str(folder / "source"), "learning_rate": 1e-3, "optimizer": "AdamW"}
+    assert saved["optimizer_states"][0]["param_groups"][0]["param_names"] == [n for n, _ in task.named_parameters()]
+    assert not list(folder.glob(".*"))
+
+
+def test_the_exported_directory_has_the_checkpoint_weights(two: list[dict[str, Any]], folder: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    loaded = AutoModelForCausalLM.from_pretrained(folder / "exported")
+    for name, weight in two[0]["parity"]["weights"].items():
+        assert torch.equal(loaded.state_dict()[name.removeprefix("model.")], weight)
+
+
+def test_logged_values_count_every_batch_once(
+    two: list[dict[str, Any]], four: list[dict[str, Any]], folder: Path
+) -> None:
+    wanted = trainer("auto", 1).validate(Task(str(folder / "source")), loader(), verbose=False)
+    for seen in two:
+        assert seen["validated"][0] == pytest.approx(wanted[0], rel=1e-5)
+        assert seen["validated"][0]["rows"] == 10
+        assert seen["validated"][0]["ranks"] == 10
+        assert seen["validated again"][0]["validation"] < wanted[0]["validation"]
+    for seen in four:
+        assert seen["validated"] == four[0]["validated"]
+        assert seen["validated"][0]["rows"] == 10
+        assert seen["validated"][0]["ranks"] == 10
+
+
+def test_decisions_are_taken_by_all_ranks(two: list[dict[str, Any]]) -> None:
+    for seen in two:
+        assert seen["votes"] == [False, True, True, True, False, False]
+
+
+def test_copies_of_the_model_average_their_gradients(four: list[dict[str, Any]], folder: Path) -> None:
+    first, peer, second, _ = (seen["copies"] for seen in four)
+    assert torch.equal(torch.stack(first["batches"]), torch.stack(peer["batches"]))
+    assert not torch.equal(first["batches"][0], second["batches"][0])
+    task = Task(str(folder / "source"))
+    task.configure_model()
+    optimizer = task.configure_optimizers()
+    losses: list[list[float]] = [[], []]
+    for batches in zip(first["batches"], second["batches"], strict=True):
+        both = [task.model(input_ids=batch, labels=batch).loss for batch in batches]
+        losses[0].append(both[0].item())
+        losses[1].append(both[1].item())
+        optimizer.zero_grad()
+        (sum(both) / 2).backward()
+        optimizer.step()
+    weights = task.state_dict()
+    for number, seen in enumerate(four):
+        assert_parity({**seen["copies"], "gradients": []}, {"losses": losses[number // 2], "weights": weights})
+
+
+def test_ranks_that_see_different_batches_are_told_what_to_do(two: list[dict[str, Any]]) -> None:
+    assert two[0]["different batches"] == two[1]["different batches"]
+    message = two[0]["different batches"]
+    assert "differs between the ranks of a tensor-parallel group: batch is float32[4, 6]" in message
+    assert "distributed_sampler_kwargs" in message
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        ("quadratic", "LBFGS computes its update from whole tensors"),
+        ("one rank fails", "FileNotFoundError: weights are not on this node"),
+        ("nothing there", "it holds no Hugging Face model and has none"),
+        ("two there", "has several children with parameters (other, model)"),
+        ("different weights", "the ranks built different weights: model.embed_tokens.weight"),
+        ("no checkpoint", "none does not exist"),
+        ("cut", "PytorchStreamReader failed"),
+        ("another model", "missing: net.0.weight\n"),
+        ("not writable", "writing the checkpoint"),
+    ],
+)
+def test_an_error_reaches_every_rank(two: list[dict[str, Any]], case: str, expected: str) -> None:
+    if case == "not writable":
+        assert "Error: " in two[0][case]
+        assert expected in two[1][case]
+        return
+    for seen in two:
+        assert expected in seen[case]
+
+
+@pytest.mark.parametrize(
+    ("devices", "sizes", "expected"),
+    [
+        (2, {"tensor_parallel_size": 3}, "tensor_parallel_size=3 times data_parallel_size=1 is 3, but .* 2 devices"),
+        (4, {"tensor_parallel_size": 2}, "tensor_parallel_size=2 times data_parallel_size=1 is 2, but .* 4 devices"),
+        (3, {"data_parallel_size": 2}, "tensor_parallel_size=1 times data_parallel_size=2 is 2, but .* 3 devices"),
+        (2, {"tensor_parallel_size": 0}, "tensor_parallel_size is 0: it must be a positive number"),
+        (2, {"data_parallel_size": "all"}, "data_parallel_size is 'all': it must be a positive number"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused_at_once(devices: int, sizes: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
+        trainer(AutoTPStrategy(**sizes), devices)
+
+
+def test_auto_sizes() -> None:
+    strategies = [AutoTPStrategy(), AutoTPStrategy(data_parallel_size=2), AutoTPStrategy(4, 1)]
+    found = [trainer(strategy, 4).strategy for strategy in strategies]
+    assert [(s._tensor_parallel_size, s._data_parallel_size) for s in found] == [(4, 1), (2, 2), (4, 1)]
+
+
+def test_loss_scaling_is_refused() -> None:
+    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+    with pytest.raises(ValueError, match="bf16-mixed"):
+        trainer(AutoTPStrategy(), 2, plugins=[plugin])
+
+
+def test_importing_again_registers_again() -> None:
+    assert StrategyRegistry["autotp"]["strategy"] is AutoTPStrategy
+    try:
+        again = importlib.reload(lightning_autotp.strategy)
+        assert StrategyRegistry["autotp"]["strategy"] is again.AutoTPStrategy
+    finally:
+        StrategyRegistry.register("autotp", AutoTPStrategy, override=True)
+
+
+SCRIPT = """
+import sys
+import lightning_autotp
+from test_strategy import Task, loader, trainer
+source, failing = sys.argv[1:]
+class Failing(Task):
+    def training_step(self, batch, batch_idx):
+        if failing == "yes" and self.trainer.global_rank == 1:
+            raise ValueError("planted on rank 1")
+        return super().training_step(batch, batch_idx)
+
+task = Failing(source)
+fitting = trainer("autotp", 2, max_steps=2)
+fitting.fit(task, loader())
+if fitting.is_global_zero:
+    print("LOSS", task.seen["losses"][-1])
+"""
+
+
+@pytest.mark.parametrize("failing", ["no", "yes"])
+def test_lightning_starts_the_ranks_of_a_script(folder: Path, reference: dict[str, Any], failing: str) -> None:
+    script = folder / "script.py"
+    script.write_text(SCRIPT)
+    here = Path(__file__).parent
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{here}{os.pathsep}{here.parent}"}
+    command = [sys.executable, str(script), str(folder / "source"), failing]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    if failing == "yes":
+        assert done.returncode != 0
+        assert "planted on rank 1" in done.stderr
+        return
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout.split("LOSS")[1]) == pytest.approx(reference["losses"][1], rel=1e-5)
