@@ -10,7 +10,7 @@ import lightning as L
 import torch
 from smollm2 import NAME, model_directory
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
@@ -85,9 +85,5 @@ class TextData(L.LightningDataModule):
         self.blocks = [{"input_ids": block, "labels": block} for block in packed[order]]
 
     def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        # One copy of the model takes every block, several take turns. The sampler that Lightning puts in where it
-        # finds none draws an order of its own, and then no two runs could be compared.
         blocks: Any = self.blocks  # a list serves as a dataset
-        copies = self.trainer.distributed_sampler_kwargs if self.trainer is not None else None
-        sampler: Any = DistributedSampler(blocks, shuffle=False, drop_last=True, **copies) if copies else None
-        return DataLoader(blocks, self.hparams["batch_size"], sampler=sampler, drop_last=True)
+        return DataLoader(blocks, self.hparams["batch_size"], drop_last=True)

@@ -116,11 +116,20 @@ class Site:
         self.relation.contracted.extend(dims)
 
     def linear_in(self, *names: str) -> None:
-        """The operator is linear in these arguments, taken together."""
-        for name in names:
-            value = self.operator.argument(name)
+        """The operator is linear in these arguments, taken together.
+
+        Not where one of them is another argument as well (``x * x``), nor where the result is rounded to integers.
+        """
+        tensors: dict[bool, set[int]] = {True: set(), False: set()}
+        for name, value in self.operator.arguments:
             refs = value if isinstance(value, tuple) else (value,)
-            self.relation.linear |= {ref.tensor for ref in refs}
+            tensors[name in names] |= {ref.tensor for ref in refs if isinstance(ref, Ref)}
+        is_rounded = any(
+            not self._graph.tensors[tensor].dtype.startswith(("float", "bfloat", "complex"))
+            for tensor in self.operator.outputs
+        )
+        if not is_rounded and not tensors[True] & tensors[False]:
+            self.relation.linear |= tensors[True]
 
     def give_up(self, because: str) -> list[Dims]:
         """Keep every dim of every input and output whole."""
