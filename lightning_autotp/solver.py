@@ -260,6 +260,9 @@ class _Solver:
                 kinds[tensor] = number
         cost = self._compute(relation, number)
         if contracted:
+            summed = [dim for dim in relation.contracted if _touches([dim], axes)]
+            if any(self.shardings[number].ownership(dim).is_shared for dim in summed):
+                return None  # what several ranks hold would count several times
             if any(kinds[tensor] == number for tensor in outputs):
                 return None
             inside = relation.reduces or relation.operator.layer != ""

@@ -52,7 +52,7 @@ class Combination:
 
     @property
     def kind(self) -> str:
-        """What is to be seen here: ``"sharded"``, ``"contracted"`` (sharded in, Partial out), ``"linear"`` or ``"whole"``."""
+        """``"sharded"``, ``"contracted"`` (sharded in, Partial out), ``"linear"`` or ``"whole"``."""
         inputs = {type(self.layouts[tensor]) for tensor in self.relation.inputs if tensor in self.layouts}
         outputs = {type(self.layouts[tensor]) for tensor in self.relation.outputs}
         if Shard not in inputs | outputs:
@@ -134,7 +134,9 @@ class Tape:
         for relation in solver.relations:
             if relation.operator.name == name:
                 for kinds, _ in solver._combinations(relation):
-                    yield Combination(relation, {tensor: solver._layout(tensor, kind) for tensor, kind in kinds.items()})
+                    yield Combination(
+                        relation, {tensor: solver._layout(tensor, kind) for tensor, kind in kinds.items()}
+                    )
 
     def prove(self, name: str, ranks: int) -> Counter[str]:
         """Play every such combination; how many there were of each kind.
@@ -173,17 +175,24 @@ class Tape:
         backward: list[list[Tensor]] = [[] for _ in whole]
         for rank in range(ranks):
             local = {tensor: self._leaf(parts[rank]) for tensor, parts in zip(whole, inputs, strict=True)}
-            shapes = [_part(result.detach(), layouts[t], rank).shape for t, result in zip(operator.outputs, results, strict=True)]
+            shapes = [
+                _part(result.detach(), layouts[t], rank).shape
+                for t, result in zip(operator.outputs, results, strict=True)
+            ]
             try:
                 if lookup is not None:
                     found = [_lookup(arguments, local, lookup, rank)]
                 else:
-                    found = _run(operator.name, self._localized(operator, arguments, layouts, local, shapes, rank), local)
+                    found = _run(
+                        operator.name, self._localized(operator, arguments, layouts, local, shapes, rank), local
+                    )
             except (RuntimeError, IndexError, ValueError) as error:
                 raise Untrue(f"rank {rank} cannot run {_text(combination)}: {error}") from error
             for number, value in enumerate(found):
                 if value.shape != shapes[number]:
-                    raise Untrue(f"{list(value.shape)} on rank {rank} must be {list(shapes[number])}: {_text(combination)}")
+                    raise Untrue(
+                        f"{list(value.shape)} on rank {rank} must be {list(shapes[number])}: {_text(combination)}"
+                    )
                 values[number].append(value.detach())
             for number, gradient in enumerate(_gradients(local, found, [parts[rank] for parts in given])):
                 backward[number].append(gradient)
@@ -232,7 +241,9 @@ class Tape:
         for name, tensor_name, dim_name in known.offsets if known else ():
             tensor = arguments[tensor_name].tensor
             layout, size = layouts.get(tensor, INVARIANT), self.values[tensor].shape[arguments[dim_name]]
-            owned = layout.ownership(arguments[dim_name] % self.values[tensor].ndim) if isinstance(layout, Shard) else None
+            owned = (
+                layout.ownership(arguments[dim_name] % self.values[tensor].ndim) if isinstance(layout, Shard) else None
+            )
             if owned is not None and arguments[name] is not None:
                 before = slice(arguments[name], None).indices(size)[0]
                 changed[name] = sum(index < before for index in owned.indices(rank))
@@ -276,7 +287,11 @@ def _run(name: str, arguments: dict[str, Any], tensors: Mapping[int, Tensor]) ->
 
 
 def _lookup(arguments: dict[str, Any], local: Mapping[int, Tensor], ownership: Ownership, rank: int) -> Tensor:
-    ids, weight, padding = local[arguments["indices"].tensor], local[arguments["weight"].tensor], arguments["padding_idx"]
+    ids, weight, padding = (
+        local[arguments["indices"].tensor],
+        local[arguments["weight"].tensor],
+        arguments["padding_idx"],
+    )
     return vocab_parallel_lookup(ids, weight, ownership, rank, padding if padding >= 0 else None)
 
 
@@ -351,6 +366,8 @@ def _over(size: int, by: int) -> int:
 
 def _text(combination: Combination) -> str:
     relation = combination.relation
-    kinds = [f"{tensor}: {combination.layouts.get(tensor, 'static')}" for tensor in (*relation.inputs, *relation.outputs)]
+    kinds = [
+        f"{tensor}: {combination.layouts.get(tensor, 'static')}" for tensor in (*relation.inputs, *relation.outputs)
+    ]
     literals = {name: value for name, value in relation.operator.arguments if not isinstance(value, Ref)}
     return f"{relation.operator.name} {literals} at {', '.join(kinds)}"

@@ -25,6 +25,7 @@ def scaled_dot_product_attention(site: Site) -> Dims:
     site.keep_whole(length, features, key[-2], value[-2], because="attention needs whole sequences and key features")
     mask = site.tensor("attn_mask")
     if mask is not None:
+        site.keep_whole(*mask[-2:])
         for left, right in zip(reversed((*batch, heads)), reversed(mask[:-2]), strict=False):
             if right.size != 1:
                 site.tie(left, right)

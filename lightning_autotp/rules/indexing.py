@@ -9,5 +9,8 @@ from lightning_autotp.rules.registry import Dims, Site, rule
 def embedding(site: Site) -> Dims:
     """``weight [v, h]``, ``indices [...]`` -> ``[..., h]``: a rank looks up its rows, zeros for others: a sum."""
     weight = site.dims("weight")
-    site.contract(weight[0])
+    if site.operator.layer == "embedding":
+        site.contract(weight[0])
+    else:
+        site.keep_whole(weight[0], because="only an embedding layer can look up a part of the rows")
     return (*site.dims("indices"), weight[1])

@@ -17,10 +17,19 @@ def _regroup(site: Site, name: str) -> Dims | list[Dims]:
 
 @rule("aten.view.default", "aten._unsafe_view.default", sizes=["size"])
 @rule("aten.reshape.default", sizes=["shape"])
-@rule("aten.flatten.using_ints", "aten.unsqueeze.default", "aten.squeeze.dim", "aten.squeeze.default")
+@rule("aten.flatten.using_ints", "aten.unsqueeze.default")
 @rule("aten.unflatten.int", sizes=["sizes"])
 def view(site: Site) -> Dims | list[Dims]:
     """Row-major regrouping: dims are merged into products and split into factors."""
+    return _regroup(site, "self")
+
+
+@rule("aten.squeeze.dim", "aten.squeeze.default")
+def squeeze(site: Site) -> Dims | list[Dims]:
+    """Dims of size 1 vanish. One that stays must stay on every rank, also where a part of it would have size 1."""
+    dims = site.dims("self")
+    squeezed = range(len(dims)) if "dim" not in dict(site.operator.arguments) else [site.index("dim", len(dims))]
+    site.keep_whole(*(dims[index] for index in squeezed), because="a squeezed dim's part could have size 1")
     return _regroup(site, "self")
 
 
@@ -49,8 +58,17 @@ def reverse_dims(site: Site) -> Dims:
     return tuple(reversed(site.dims("self")))
 
 
-@rule("aten.expand.default", sizes=["size"])
 @rule("aten.expand_as.default")
+def expand_as(site: Site) -> Dims:
+    """Like expand, but what is expanded is indexed like the other tensor, which must be cut alike."""
+    dims, other = site.dims("self"), site.dims("other")
+    padded = (ONE,) * (len(other) - len(dims)) + dims
+    site.linear_in("self")
+    pairs = zip(padded, other, strict=True)
+    return tuple(site.tie(theirs, ours) if ours.size != 1 else theirs for ours, theirs in pairs)
+
+
+@rule("aten.expand.default", sizes=["size"])
 def expand(site: Site) -> Dims:
     """Dims of size 1, or none, become new dims whose indices all hold the same element."""
     dims = site.dims("self")
@@ -117,10 +135,21 @@ def _sections(site: Site, dim, sizes: list[int]):  # type: ignore[no-untyped-def
     return [*parts, dim]
 
 
-@rule("aten.split_with_sizes.default", sizes=["split_sizes"])
-@rule("aten.split.sizes", sizes=["split_size"])
 @rule("aten.split.Tensor", sizes=["split_size"])
 @rule("aten.chunk.default")
+def split_evenly(site: Site) -> list[Dims]:
+    """One dim cut into sections of one size, which must be cut alike to stay of one size."""
+    index = site.index("dim", len(site.dims("self")))
+    if len({shape[index] for shape in site.shapes}) > 1:
+        return site.give_up("a dim is split into equal parts and a smaller last one")
+    outputs = split(site)
+    for other in outputs[1:]:
+        site.tie(outputs[0][index], other[index])
+    return outputs
+
+
+@rule("aten.split_with_sizes.default", sizes=["split_sizes"])
+@rule("aten.split.sizes", sizes=["split_size"])
 def split(site: Site) -> list[Dims]:
     """One dim cut into sections."""
     dims = list(site.dims("self"))
