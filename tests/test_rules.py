@@ -212,8 +212,12 @@ def number_first(draw: Draw, name: str) -> Any:
 
 
 @case(
-    *(f"aten.{name}.Tensor" for name in ["add", "div", "eq", "floor_divide", "ge", "gt", "le", "lt", "mul", "multiply", "ne", "sub", "true_divide"]),
-    *(f"aten.{name}.default" for name in ["atan2", "floor_divide", "logical_and", "logical_or", "logical_xor", "maximum", "minimum"]),
+    *(f"aten.{name}.Tensor" for name in [
+        "add", "div", "eq", "floor_divide", "ge", "gt", "le", "lt", "mul", "multiply", "ne", "sub", "true_divide",
+    ]),
+    *(f"aten.{name}.default" for name in [
+        "atan2", "floor_divide", "logical_and", "logical_or", "logical_xor", "maximum", "minimum",
+    ]),
     "aten.max.other", "aten.min.other", "aten.pow.Tensor_Tensor", "aten.div.Tensor_mode", "aten.rsub.Tensor",
 )  # fmt: skip
 def binary(draw: Draw, name: str) -> Any:

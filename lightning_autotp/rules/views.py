@@ -135,23 +135,7 @@ def _sections(site: Site, dim, sizes: list[int]):  # type: ignore[no-untyped-def
     return [*parts, dim]
 
 
-@rule("aten.split.Tensor", sizes=["split_size"])
-@rule("aten.chunk.default")
-def split_evenly(site: Site) -> list[Dims]:
-    """One dim cut into sections of one size, which must be cut alike to stay of one size."""
-    index = site.index("dim", len(site.dims("self")))
-    if len({shape[index] for shape in site.shapes}) > 1:
-        return site.give_up("a dim is split into equal parts and a smaller last one")
-    outputs = split(site)
-    for other in outputs[1:]:
-        site.tie(outputs[0][index], other[index])
-    return outputs
-
-
-@rule("aten.split_with_sizes.default", sizes=["split_sizes"])
-@rule("aten.split.sizes", sizes=["split_size"])
-def split(site: Site) -> list[Dims]:
-    """One dim cut into sections."""
+def _split(site: Site) -> list[Dims]:
     dims = list(site.dims("self"))
     index = site.index("dim", len(dims))
     sections = _sections(site, dims[index], [shape[index] for shape in site.shapes])
@@ -159,6 +143,26 @@ def split(site: Site) -> list[Dims]:
         return site.give_up("this split cuts a dim across its parts")
     site.linear_in("self")
     return [(*dims[:index], section, *dims[index + 1 :]) for section in sections]
+
+
+@rule("aten.split_with_sizes.default", sizes=["split_sizes"])
+@rule("aten.split.sizes", sizes=["split_size"])
+def split(site: Site) -> list[Dims]:
+    """One dim cut into sections."""
+    return _split(site)
+
+
+@rule("aten.split.Tensor", sizes=["split_size"])
+@rule("aten.chunk.default")
+def split_evenly(site: Site) -> list[Dims]:
+    """One dim cut into sections of one size, which must be cut alike to stay of one size."""
+    index = site.index("dim", len(site.dims("self")))
+    if len({shape[index] for shape in site.shapes}) > 1:
+        return site.give_up("a dim is split into equal parts and a smaller last one")
+    outputs = _split(site)
+    for other in outputs[1:]:
+        site.tie(outputs[0][index], other[index])
+    return outputs
 
 
 @rule("aten.cat.default", "aten.concat.default", "aten.concatenate.default")
