@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_autotp.layout import (
+    Invariant,
+    Ownership,
+    Partial,
+    Replicate,
+    Shard,
+    boxes,
+    local_shape,
+    merge_runs,
+    shared_blocks,
+)
+
+RANKS = st.integers(1, 4)
+
+
+@st.composite
+def ownerships(draw: st.DrawFn) -> Ownership:
+    """Any map: every index has one or more owners."""
+    ranks, size = draw(RANKS), draw(st.integers(1, 9))
+    owners = [draw(st.sets(st.integers(0, ranks - 1), min_size=1)) for _ in range(size)]
+    held = [[(i, i + 1) for i in range(size) if rank in owners[i]] for rank in range(ranks)]
+    return Ownership(size, tuple(merge_runs(runs) for runs in held))
+
+
+@given(st.integers(0, 40), RANKS)
+def test_dealt_evenly_in_order(units: int, ranks: int) -> None:
+    dealt = Ownership.dealt(units, ranks)
+    sizes = [dealt.local_size(rank) for rank in range(ranks)]
+    assert [index for rank in range(ranks) for index in dealt.indices(rank)] == list(range(units))
+    assert max(sizes) - min(sizes) <= 1
+    assert sizes == sorted(sizes, reverse=True)
+
+
+@given(ownerships())
+def test_owners_are_the_map(owned: Ownership) -> None:
+    found = {i: ranks for start, stop, ranks in owned.owners for i in range(start, stop)}
+    wanted = {i: tuple(r for r in range(owned.ranks) if i in owned.indices(r)) for i in range(owned.size)}
+    assert found == wanted
+    assert owned.is_shared == any(len(ranks) > 1 for ranks in wanted.values())
+    assert owned.is_whole == all(len(ranks) == owned.ranks for ranks in wanted.values())
+
+
+@given(ownerships())
+@settings(max_examples=50)
+def test_boxes_and_blocks_cover_the_local_tensor(owned: Ownership) -> None:
+    layout = Shard(((1, owned),))
+    shape = (2, owned.size)
+    for rank in range(owned.ranks):
+        pairs = [
+            (here, there)
+            for local, whole in boxes(shape, layout, rank)
+            for here, there in zip(range(*local[1]), range(*whole[1]), strict=True)
+        ]
+        assert [there for _, there in sorted(pairs)] == owned.indices(rank)
+        assert local_shape(shape, layout, rank) == (2, owned.local_size(rank))
+        at = owned.indices(rank)
+        owners = {i: ranks for start, stop, ranks in owned.owners for i in range(start, stop)}
+        blocks = {i: ranks for slices, ranks in shared_blocks(shape, layout, rank) for i in range(*slices[1])}
+        assert blocks == {position: owners[index] for position, index in enumerate(at)}
+
+
+def test_what_is_not_sharded_is_one_block() -> None:
+    assert shared_blocks((3, 2), Invariant(), 1) == ((((0, 3), (0, 2)), (1,)),)
+    assert shared_blocks((3,), Partial(), 0) == ((((0, 3),), (0,)),)
+    assert local_shape((3, 2), Replicate(), 0) == (3, 2)
+
+
+def test_every_index_needs_an_owner() -> None:
+    with pytest.raises(ValueError, match="every index needs an owner"):
+        Ownership(4, (((0, 1),), ((2, 4),)))
