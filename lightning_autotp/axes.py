@@ -285,6 +285,8 @@ class Axes:
 
     def regroup(self, dims: Sequence[Dim], sizes: Sequence[int]) -> tuple[Dim, ...] | None:
         """The same row-major elements under another shape (``view``); ``None`` if the dims do not divide so."""
+        if 0 in sizes:
+            return None
         queue = [self.resolve(dim) for dim in dims]
         result: list[Dim] = []
         for size in sizes:

@@ -81,10 +81,11 @@ def one_process(family: str) -> dict[str, Any]:
 
 @lru_cache
 def ranks(number: int) -> list[dict[str, dict[str, Any]]]:
-    return run_trainer_ranks(train_all, number, number, timeout=280)
+    return run_trainer_ranks(train_all, number, number, timeout=560)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("number", [2, 3, 4])
 @pytest.mark.xdist_group("parity")
 def test_twenty_steps_equal_one_process(number: int) -> None:

@@ -7,12 +7,14 @@ from lightning_autotp.rules.registry import Dims, Site, rule
 
 
 @rule("aten.scaled_dot_product_attention.default")
-def scaled_dot_product_attention(site: Site) -> Dims:
+def scaled_dot_product_attention(site: Site) -> Dims | list[Dims]:
     """``query [b, h, s, d]``, ``key [b, h or h_kv, t, d]``, ``value [b, h or h_kv, t, e]`` -> ``[b, h, s, e]``.
 
     Sequences and the key features stay whole. With ``enable_gqa`` each key/value head serves ``h / h_kv`` query heads.
     """
     query, key, value = site.dims("query"), site.dims("key"), site.dims("value")
+    if not 3 <= len(query) == len(key) == len(value):
+        return site.give_up("attention without heads, or over tensors with different numbers of dims")
     *batch, heads, length, features = query
     for other in (key, value):
         for left, right in zip(batch, other[:-3], strict=True):
@@ -30,5 +32,6 @@ def scaled_dot_product_attention(site: Site) -> Dims:
             if right.size != 1:
                 site.tie(left, right)
     if site["dropout_p"]:
-        site.keep_whole(heads, because=f"attention dropout (p={site['dropout_p']}) draws one random mask for all heads")
+        why = f"attention dropout (p={site['dropout_p']}) draws one random mask for all heads"
+        site.keep_whole(*batch, heads, value[-1], because=why)
     return (*batch, heads, length, value[-1])

@@ -7,10 +7,18 @@ from lightning_autotp.rules.registry import Dims, Site, rule
 
 @rule("aten.cross_entropy_loss.default")
 def cross_entropy(site: Site) -> Dims:
-    """``self [n, c, ...]``, ``target [n, ...]``: over sharded classes it sums by itself."""
-    dims = site.dims("self")
+    """``self [n, c, ...]``, ``target [n, ...]``: over sharded classes it sums by itself.
+
+    Targets that are probabilities (``[n, c, ...]``) need all classes.
+    """
+    dims, target = site.dims("self"), site.dims("target")
     classes = 1 if len(dims) > 1 else 0
-    site.contract(dims[classes])
-    site.keep_whole(*(dim for index, dim in enumerate(dims) if index != classes), because="the loss is over all tokens")
-    site.relation.reduces = True
-    return tuple(site.new(size) for size in site.shape)
+    if len(target) == len(dims):
+        site.keep_whole(dims[classes], because="a loss whose targets are probabilities needs all classes")
+    else:
+        site.contract(dims[classes])
+        site.relation.reduces = True
+    tokens = [dim for index, dim in enumerate(dims) if index != classes]
+    out = tuple(site.new(size) for size in site.shape)
+    site.keep_whole(*tokens, *target, *(site.tensor("weight") or ()), *out, because="the loss is over all tokens")
+    return out

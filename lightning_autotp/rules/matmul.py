@@ -7,9 +7,11 @@ from lightning_autotp.rules.registry import ONE, Dims, Site, rule
 
 
 @rule("aten.linear.default")
-def linear(site: Site) -> Dims:
+def linear(site: Site) -> Dims | list[Dims]:
     """``input [..., k]``, ``weight [n, k]``, ``bias [n]`` -> ``[..., n]``; the bias comes after the sum over k."""
     x, weight, bias = site.dims("input"), site.dims("weight"), site.tensor("bias")
+    if len(weight) != 2:
+        return site.give_up("a product with a vector")
     site.contract(site.tie(x[-1], weight[1]), weight[1])
     if bias is not None:
         site.tie(weight[0], bias[0])

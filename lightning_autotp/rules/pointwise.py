@@ -12,23 +12,25 @@ from lightning_autotp.graph import Ref
 from lightning_autotp.rules.registry import ONE, Dims, Site, rule
 
 _UNARY = (
-    "abs", "bitwise_not", "ceil", "cos", "erf", "exp", "expm1", "floor", "gelu", "hardsigmoid", "hardswish", "hardtanh",
-    "isinf", "isnan", "leaky_relu", "elu", "log", "log1p", "log_sigmoid", "logical_not", "mish", "reciprocal",
-    "relu", "relu6", "round", "rsqrt", "selu", "sigmoid", "sign", "silu", "sin", "softplus", "sqrt", "square", "tanh",
+    "abs", "acos", "bitwise_not", "ceil", "cos", "cosh", "elu", "erf", "exp", "exp2", "expm1", "floor", "full_like",
+    "gelu", "hardsigmoid", "hardswish", "hardtanh", "isfinite", "isinf", "isnan", "leaky_relu", "log", "log10", "log1p",
+    "log2", "log_sigmoid", "logical_not", "mish", "ones_like", "reciprocal", "relu", "relu6", "round", "rsqrt", "selu",
+    "sigmoid", "sign", "silu", "sin", "sinh", "softplus", "sqrt", "square", "tan", "tanh", "zeros_like",
 )  # fmt: skip
 _LINEAR_UNARY = ("clone", "detach", "neg", "positive")
 _CASTS = ("aten.to.dtype", "aten.to.dtype_layout", "aten.to.device", "aten._to_copy.default")
 _OTHER_UNARY = (
     "aten.pow.Tensor_Scalar", "aten.pow.Scalar", "aten.clamp.default", "aten.clamp_min.default",
-    "aten.clamp_max.default", "aten.rsub.Scalar", "aten.add.Scalar", "aten.sub.Scalar",
+    "aten.clamp_max.default", "aten.clamp.Tensor", "aten.rsub.Scalar", "aten.add.Scalar", "aten.sub.Scalar",
     *(f"aten.{name}.Scalar" for name in ("eq", "ne", "lt", "le", "gt", "ge")),
 )  # fmt: skip
 _BINARY = (
     *(f"aten.{name}.Tensor" for name in ("eq", "ne", "lt", "le", "gt", "ge")),
     *(f"aten.{name}.Tensor" for name in ("__and__", "__or__", "bitwise_and", "bitwise_or")),
-    "aten.logical_and.default", "aten.logical_or.default", "aten.maximum.default", "aten.minimum.default",
-    "aten.pow.Tensor_Tensor", "aten.masked_fill.Scalar", "aten.where.self", "aten.where.ScalarOther",
-    "aten.where.ScalarSelf", "aten.where.Scalar",
+    "aten.logical_and.default", "aten.logical_or.default", "aten.logical_xor.default", "aten.maximum.default",
+    "aten.minimum.default", "aten.max.other", "aten.min.other", "aten.floor_divide.default", "aten.div.Tensor_mode",
+    "aten.atan2.default", "aten.pow.Tensor_Tensor", "aten.masked_fill.Scalar", "aten.masked_fill.Tensor",
+    "aten.where.self", "aten.where.ScalarOther", "aten.where.ScalarSelf", "aten.where.Scalar",
 )  # fmt: skip
 
 

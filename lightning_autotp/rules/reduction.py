@@ -8,7 +8,7 @@ from lightning_autotp.rules.registry import ONE, Dims, Site, rule
 def _reduced(site: Site, ndim: int) -> set[int]:
     names = dict(site.operator.arguments)
     dim = names.get("dim")
-    if dim is None or dim == ():
+    if dim is None or dim == () or ndim == 0:
         return set(range(ndim))
     return {index % ndim for index in (dim if isinstance(dim, tuple) else (dim,))}
 
@@ -38,15 +38,18 @@ def mean(site: Site) -> Dims:
 
 
 @rule(
-    "aten.amax.default", "aten.amin.default", "aten.var.dim", "aten.logsumexp.default",
-    "aten.linalg_vector_norm.default", "aten.argmax.default", "aten.prod.dim_int",
+    *(f"aten.{name}.{overload}" for name in ("max", "min") for overload in ("default", "dim")),
+    *(f"aten.{name}.{overload}" for name in ("any", "all") for overload in ("default", "dim", "dims")),
+    "aten.amax.default", "aten.amin.default", "aten.argmax.default", "aten.argmin.default", "aten.var.dim", "aten.std.dim",
+    "aten.var.correction", "aten.std.correction", "aten.logsumexp.default", "aten.linalg_vector_norm.default",
+    "aten.norm.ScalarOpt_dim", "aten.prod.dim_int",
 )  # fmt: skip
-def whole_reduction(site: Site) -> Dims:
+def whole_reduction(site: Site) -> list[Dims]:
     """Reductions that are not linear keep the dim whole."""
     dims = site.dims("self")
     reduced = _reduced(site, len(dims))
     site.keep_whole(*(dims[index] for index in reduced), because="a reduction that is not a sum needs the whole dim")
-    return _without(dims, reduced, bool(dict(site.operator.arguments).get("keepdim")))
+    return [_without(dims, reduced, bool(dict(site.operator.arguments).get("keepdim")))] * len(site.shapes)
 
 
 @rule(
@@ -57,7 +60,7 @@ def along_dim(site: Site) -> Dims | list[Dims]:
     """Operators that need a whole dim and leave the others alone."""
     dims = site.dims("self")
     names = dict(site.operator.arguments)
-    for index in names.get("dims") or (names["dim"],):
+    for index in (names["dims"] if "dims" in names else (names["dim"],)) if dims else ():
         site.keep_whole(dims[index], because=f"{site.operator.name} needs the whole dim")
     if len(site.shapes) == 1:
         return dims
@@ -66,6 +69,22 @@ def along_dim(site: Site) -> Dims | list[Dims]:
     ]
     site.keep_whole(*(dim for out in outputs for dim, old in zip(out, dims, strict=True) if dim is not old))
     return outputs
+
+
+@rule("aten.roll.default")
+def roll(site: Site) -> Dims:
+    """Dims that are rolled stay whole; where none is named, all of them: the elements are rolled in row-major order."""
+    dims = site.dims("self")
+    site.keep_whole(*([dims[index] for index in site["dims"]] or dims), because="this dim is rolled")
+    return dims
+
+
+@rule("aten.tril.default", "aten.triu.default")
+def triangle(site: Site) -> Dims:
+    """The two dims of every matrix stay whole."""
+    dims = site.dims("self")
+    site.keep_whole(*dims[-2:], because="a triangle of a matrix needs the whole matrix")
+    return dims
 
 
 @rule("aten.layer_norm.default", "aten.rms_norm.default")

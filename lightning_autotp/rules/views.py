@@ -17,28 +17,40 @@ def _regroup(site: Site, name: str) -> Dims | list[Dims]:
 
 @rule("aten.view.default", "aten._unsafe_view.default", sizes=["size"])
 @rule("aten.reshape.default", sizes=["shape"])
-@rule("aten.flatten.using_ints", "aten.unsqueeze.default")
+@rule("aten.flatten.using_ints", "aten.ravel.default", "aten.unsqueeze.default")
 @rule("aten.unflatten.int", sizes=["sizes"])
 def view(site: Site) -> Dims | list[Dims]:
     """Row-major regrouping: dims are merged into products and split into factors."""
     return _regroup(site, "self")
 
 
-@rule("aten.squeeze.dim", "aten.squeeze.default")
+@rule("aten.view_as.default", "aten.reshape_as.default")
+def view_as(site: Site) -> Dims | list[Dims]:
+    """A view whose sizes are another tensor's, which must be cut alike for its local shape to be the right one."""
+    result = _regroup(site, "self")
+    if isinstance(result, tuple):
+        for ours, theirs in zip(result, site.dims("other"), strict=True):
+            site.tie(ours, theirs)
+    return result
+
+
+@rule("aten.squeeze.dim", "aten.squeeze.dims", "aten.squeeze.default")
 def squeeze(site: Site) -> Dims | list[Dims]:
     """Dims of size 1 vanish. One that stays must stay on every rank, also where a part of it would have size 1."""
     dims = site.dims("self")
-    squeezed = range(len(dims)) if "dim" not in dict(site.operator.arguments) else [site.index("dim", len(dims))]
+    named = dict(site.operator.arguments).get("dim", tuple(range(len(dims))))
+    squeezed = (named if isinstance(named, tuple) else (named,)) if dims else ()
     site.keep_whole(*(dims[index] for index in squeezed), because="a squeezed dim's part could have size 1")
     return _regroup(site, "self")
 
 
-@rule("aten.transpose.int")
+@rule("aten.transpose.int", "aten.swapaxes.default", "aten.mT.default")
 def transpose(site: Site) -> Dims:
-    """Two dims change places."""
+    """Two dims change places, the last two where none are named."""
     dims = list(site.dims("self"))
-    first, second = site.index("dim0", len(dims)), site.index("dim1", len(dims))
-    dims[first], dims[second] = dims[second], dims[first]
+    first, second = [value for _, value in site.operator.arguments[1:]] or (-2, -1)
+    if dims:
+        dims[first], dims[second] = dims[second], dims[first]
     site.linear_in("self")
     return tuple(dims)
 
@@ -106,6 +118,7 @@ def slice_(site: Site) -> Dims | list[Dims]:
     index = site.index("dim", len(dims))
     dim = dims[index]
     start, stop, step = slice(site["start"], site["end"], site["step"]).indices(dim.size)
+    stop = max(start, stop)
     site.linear_in("self")
     if step != 1:
         site.keep_whole(dim, because="a slice with a step")
@@ -115,6 +128,20 @@ def slice_(site: Site) -> Dims | list[Dims]:
     sections = _sections(site, dim, [start, stop - start, dim.size - stop])
     if sections is None:
         return site.give_up("this slice cuts a dim across its parts")
+    dims[index] = sections[1]
+    return tuple(dims)
+
+
+@rule("aten.narrow.default", sizes=["length"], offsets=[("start", "self", "dim")])
+def narrow(site: Site) -> Dims | list[Dims]:
+    """A contiguous range of a dim, by its start and length."""
+    dims = list(site.dims("self"))
+    index, length = site.index("dim", len(dims)), site["length"]
+    start = site["start"] + (dims[index].size if site["start"] < 0 else 0)
+    sections = _sections(site, dims[index], [start, length, dims[index].size - start - length])
+    if sections is None:
+        return site.give_up("this range cuts a dim across its parts")
+    site.linear_in("self")
     dims[index] = sections[1]
     return tuple(dims)
 
@@ -166,9 +193,11 @@ def split_evenly(site: Site) -> list[Dims]:
 
 
 @rule("aten.cat.default", "aten.concat.default", "aten.concatenate.default")
-def cat(site: Site) -> Dims:
+def cat(site: Site) -> Dims | list[Dims]:
     """Dims joined into sections; the other dims are indexed alike."""
     parts = site.tensors("tensors")
+    if len({len(dims) for dims in parts}) > 1:
+        return site.give_up("an empty tensor with another number of dims is joined")
     index = site.index("dim", len(parts[0]))
     for other in parts[1:]:
         for position, dim in enumerate(other):
