@@ -112,7 +112,7 @@ class Tape:
         static = all(self.graph.tensors[tensor].is_static for tensor in draft.inputs)
         result = overload(*args, **kwargs)
         results = [result] if isinstance(result, Tensor) else list(result)
-        results = [self._note(value.detach(), static) for value in results]
+        results = [self._note(value.detach().contiguous(), static) for value in results]
         operator = Operator(name, draft.arguments, tuple(map(self.number, results)), "", name, layer)
         self._calls[len(self.graph.operators)] = _arguments(overload, numbered, keywords)
         self.graph.operators.append(operator)
@@ -188,6 +188,8 @@ class Tape:
                     )
             except (RuntimeError, IndexError, ValueError) as error:
                 raise Untrue(f"rank {rank} cannot run {_text(combination)}: {error}") from error
+            if len(found) != len(results):
+                raise Untrue(f"{len(found)} results on rank {rank} must be {len(results)}: {_text(combination)}")
             for number, value in enumerate(found):
                 if value.shape != shapes[number]:
                     raise Untrue(
@@ -354,6 +356,8 @@ def _local_size(name: str, arguments: dict[str, Any], local: Mapping[int, Tensor
     if name == "sizes":  # unflatten
         dim = arguments["dim"] % local[arguments["self"].tensor].ndim
         return shapes[0][dim : dim + len(arguments["sizes"])]
+    if name == "length":  # narrow
+        return shapes[0][arguments["dim"]]
     if name in ("split_size", "split_sizes"):
         lengths = [shape[arguments["dim"]] for shape in shapes]
         return lengths if isinstance(arguments[name], list) else lengths[0]

@@ -5,7 +5,19 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_autotp.axes import Axes, Axis, Concat, Dim, Product, concat, held_runs, leaves, product, shardable
+from lightning_autotp.axes import (
+    Axes,
+    Axis,
+    Concat,
+    Dim,
+    Product,
+    concat,
+    held_runs,
+    leaves,
+    ownership,
+    product,
+    shardable,
+)
 
 
 def labels(dim: Dim, axis: int) -> list[int | None]:
@@ -30,6 +42,7 @@ def structure(draw: st.DrawFn, axes: Axes, depth: int = 2) -> Dim:
 
 
 @given(st.data())
+@settings(derandomize=True)
 def test_held_runs_are_the_indices(data: st.DataObject) -> None:
     dim = data.draw(st.composite(lambda draw: structure(draw, Axes()))())
     axis = data.draw(st.sampled_from(list(leaves(dim))))
@@ -40,7 +53,7 @@ def test_held_runs_are_the_indices(data: st.DataObject) -> None:
 
 
 @given(st.lists(st.sampled_from([1, 2, 3, 4, 6]), min_size=1, max_size=4), st.data())
-@settings(max_examples=60)
+@settings(max_examples=60, derandomize=True)
 def test_regroup_keeps_every_element_in_place(sizes: list[int], data: st.DataObject) -> None:
     axes = Axes()
     dims = [axes.new(size) for size in sizes]
@@ -55,6 +68,78 @@ def test_regroup_keeps_every_element_in_place(sizes: list[int], data: st.DataObj
     before, after = product([axes.resolve(dim) for dim in dims]), product([axes.resolve(dim) for dim in result])
     for axis in leaves(before):
         assert labels(before, axis.id) == labels(after, axis.id)
+
+
+def points(dim: Dim) -> list[tuple[tuple[int, int], ...]]:
+    """What every index of a dim is: its position along each axis that it runs through, outermost first."""
+    if isinstance(dim, Axis):
+        return [((dim.id, position),) for position in range(dim.size)]
+    if isinstance(dim, Concat):
+        return [point for section in dim.sections for point in points(section)]
+    result: list[tuple[tuple[int, int], ...]] = [()]
+    for factor in dim.factors:
+        result = [outer + inner for outer in result for inner in points(factor)]
+    return result
+
+
+@given(st.data())
+@settings(max_examples=200, derandomize=True)
+def test_whatever_is_learnt_dims_stay_what_they_were(data: st.DataObject) -> None:
+    """Dims are only ever refined: an index is still where it was, in terms of what its axes are made of by then."""
+    axes = Axes()
+    dims = [data.draw(st.composite(lambda draw: structure(draw, axes))()) for _ in range(4)]
+    before = [points(dim) for dim in dims]
+    for _ in range(4):
+        dim, other = data.draw(st.sampled_from(dims)), data.draw(st.sampled_from(dims))
+        match data.draw(st.sampled_from(["split", "cut", "unify", "regroup"])):
+            case "split":
+                parts = axes.split(dim, data.draw(st.sampled_from([2, 3, 4])))
+                joined = parts and product(parts)
+            case "cut":
+                parts = axes.cut(dim, data.draw(st.integers(1, dim.size)))
+                joined = parts and concat(parts)
+            case "regroup":
+                outer = data.draw(st.sampled_from([d for d in range(1, dim.size + 1) if dim.size % d == 0]))
+                regrouped = axes.regroup([dim], [outer, dim.size // outer])
+                assert regrouped is None or [part.size for part in regrouped] == [outer, dim.size // outer]
+                joined = regrouped and product(regrouped)
+            case _:
+                joined = other if axes.unify(dim, other) else None
+        if joined is not None:
+            assert points(axes.resolve(joined)) == points(axes.resolve(dim))
+    for dim, old in zip(dims, before, strict=True):
+        assert axes.resolve(dim).size == dim.size
+        made = {axis: points(axes.resolve(axis)) for axis in leaves(dim)}
+        by_number = {axis.id: refined for axis, refined in made.items()}
+        refined = [sum((by_number[number][position] for number, position in point), ()) for point in old]
+        assert points(axes.resolve(dim)) == refined
+
+
+@given(st.data())
+@settings(max_examples=100, derandomize=True)
+def test_what_may_be_cut_gives_boxes_that_cover_the_tensor(data: st.DataObject) -> None:
+    """If an axis may be cut, an element is held by the ranks that hold its position along the axis, no others."""
+    axes = Axes()
+    axis = axes.new(3)
+    dims = [data.draw(st.composite(lambda draw: structure(draw, axes))()) for _ in range(2)]
+    place = data.draw(st.sampled_from(["one dim", "both dims", "twice in a product", "in two sections"]))
+    inside = {"twice in a product": product, "in two sections": concat}.get(place)
+    dims[0] = inside([axis, dims[0], axis]) if inside else product([axis, dims[0]])
+    dims[1] = product([dims[1], axis]) if place == "both dims" else dims[1]
+    assert isinstance(axis, Axis)
+    cuts = [ownership(dim, [{axis.id: [(0, 2)]}, {axis.id: [(2, 3)]}]) if _covered(dim, axis) else None for dim in dims]
+    assert shardable(dims, frozenset([axis.id])) is (place in ("one dim", "in two sections"))
+    if shardable(dims, frozenset([axis.id])):
+        for dim, cut in zip(dims, cuts, strict=True):
+            assert cut is not None
+            for rank, held in enumerate([{0, 1}, {2}]):
+                wanted = [i for i, label in enumerate(labels(dim, axis.id)) if label is None or label in held]
+                assert cut.indices(rank) == wanted
+
+
+def _covered(dim: Dim, axis: Axis) -> bool:
+    """Whether the parts cover the dim (they do not where the axis meets itself)."""
+    return all(len({position for number, position in point if number == axis.id}) <= 1 for point in points(dim))
 
 
 def test_heads_and_features_are_united() -> None:

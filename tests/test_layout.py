@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import math
+from itertools import pairwise
+
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,15 +24,16 @@ RANKS = st.integers(1, 4)
 
 
 @st.composite
-def ownerships(draw: st.DrawFn) -> Ownership:
+def ownerships(draw: st.DrawFn, ranks: int | None = None) -> Ownership:
     """Any map: every index has one or more owners."""
-    ranks, size = draw(RANKS), draw(st.integers(1, 9))
+    ranks, size = ranks or draw(RANKS), draw(st.integers(1, 9))
     owners = [draw(st.sets(st.integers(0, ranks - 1), min_size=1)) for _ in range(size)]
     held = [[(i, i + 1) for i in range(size) if rank in owners[i]] for rank in range(ranks)]
     return Ownership(size, tuple(merge_runs(runs) for runs in held))
 
 
 @given(st.integers(0, 40), RANKS)
+@settings(derandomize=True)
 def test_dealt_evenly_in_order(units: int, ranks: int) -> None:
     dealt = Ownership.dealt(units, ranks)
     sizes = [dealt.local_size(rank) for rank in range(ranks)]
@@ -38,6 +43,7 @@ def test_dealt_evenly_in_order(units: int, ranks: int) -> None:
 
 
 @given(ownerships())
+@settings(derandomize=True)
 def test_owners_are_the_map(owned: Ownership) -> None:
     found = {i: ranks for start, stop, ranks in owned.owners for i in range(start, stop)}
     wanted = {i: tuple(r for r in range(owned.ranks) if i in owned.indices(r)) for i in range(owned.size)}
@@ -47,7 +53,7 @@ def test_owners_are_the_map(owned: Ownership) -> None:
 
 
 @given(ownerships())
-@settings(max_examples=50)
+@settings(max_examples=50, derandomize=True)
 def test_boxes_and_blocks_cover_the_local_tensor(owned: Ownership) -> None:
     layout = Shard(((1, owned),))
     shape = (2, owned.size)
@@ -65,6 +71,38 @@ def test_boxes_and_blocks_cover_the_local_tensor(owned: Ownership) -> None:
         assert blocks == {position: owners[index] for position, index in enumerate(at)}
 
 
+@given(st.lists(ownerships(ranks=3), min_size=2, max_size=2), st.integers(1, 3))
+@settings(max_examples=50, derandomize=True)
+def test_several_dims_are_cut_at_once(maps: list[Ownership], length: int) -> None:
+    """Against numpy: a local tensor is the whole one at its indices, block by block, and each block has its owners."""
+    layout = Shard(((0, maps[0]), (2, maps[1])))
+    shape = (maps[0].size, length, maps[1].size)
+    whole = np.arange(math.prod(shape)).reshape(shape)
+    locals_ = [whole[np.ix_(maps[0].indices(r), range(length), maps[1].indices(r))] for r in range(3)]
+    for rank, local in enumerate(locals_):
+        assert local.shape == local_shape(shape, layout, rank)
+        filled = np.full(local.shape, -1)
+        for here, there in boxes(shape, layout, rank):
+            filled[tuple(slice(*run) for run in here)] = whole[tuple(slice(*run) for run in there)]
+        assert np.array_equal(filled, local)
+        seen = np.zeros(local.shape, dtype=int)
+        for here, owners in shared_blocks(shape, layout, rank):
+            block = tuple(slice(*run) for run in here)
+            seen[block] += 1
+            for element in local[block].flatten():
+                assert owners == tuple(other for other in range(3) if element in locals_[other])
+        assert (seen == 1).all()
+
+
+@given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12))))
+@settings(derandomize=True)
+def test_merged_runs_hold_the_same_indices(runs: list[tuple[int, int]]) -> None:
+    merged = merge_runs(runs)
+    assert {i for run in merged for i in range(*run)} == {i for run in runs for i in range(*run)}
+    assert all(start < stop for start, stop in merged)
+    assert all(one[1] < other[0] for one, other in pairwise(merged))
+
+
 def test_what_is_not_sharded_is_one_block() -> None:
     assert shared_blocks((3, 2), Invariant(), 1) == ((((0, 3), (0, 2)), (1,)),)
     assert shared_blocks((3,), Partial(), 0) == ((((0, 3),), (0,)),)
@@ -74,3 +112,7 @@ def test_what_is_not_sharded_is_one_block() -> None:
 def test_every_index_needs_an_owner() -> None:
     with pytest.raises(ValueError, match="every index needs an owner"):
         Ownership(4, (((0, 1),), ((2, 4),)))
+    with pytest.raises(ValueError, match="every index needs an owner"):
+        Ownership(4, (((0, 3),), ((2, 5),)))
+    with pytest.raises(ValueError, match="ascending order, at least one"):
+        Shard(())

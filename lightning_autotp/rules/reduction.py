@@ -40,9 +40,9 @@ def mean(site: Site) -> Dims:
 @rule(
     *(f"aten.{name}.{overload}" for name in ("max", "min") for overload in ("default", "dim")),
     *(f"aten.{name}.{overload}" for name in ("any", "all") for overload in ("default", "dim", "dims")),
-    "aten.amax.default", "aten.amin.default", "aten.argmax.default", "aten.argmin.default", "aten.var.dim", "aten.std.dim",
-    "aten.var.correction", "aten.std.correction", "aten.logsumexp.default", "aten.linalg_vector_norm.default",
-    "aten.norm.ScalarOpt_dim", "aten.prod.dim_int",
+    *(f"aten.{name}.{overload}" for name in ("var", "std") for overload in ("dim", "correction")),
+    "aten.amax.default", "aten.amin.default", "aten.argmax.default", "aten.argmin.default", "aten.logsumexp.default",
+    "aten.linalg_vector_norm.default", "aten.norm.ScalarOpt_dim", "aten.prod.dim_int",
 )  # fmt: skip
 def whole_reduction(site: Site) -> list[Dims]:
     """Reductions that are not linear keep the dim whole."""
