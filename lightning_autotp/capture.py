@@ -1,8 +1,8 @@
 """From a model to its :class:`~lightning_autotp.graph.Graph`: one trace on the meta device, in training mode.
 
-``torch.export.export(strict=False)`` runs the model's Python once on meta tensors. The trace works on a copy (exporting
-leaves fake tensors in caches and attributes); every tensor that crosses a module boundary is marked, so that the flat
-graph still knows the module tree.
+The model's Python runs once on fake tensors, and :mod:`~lightning_autotp.tracer` records its operators. The trace works on
+a copy (a forward may leave tensors in caches and attributes); every tensor that crosses a module boundary is marked, so
+that the flat graph still knows the module tree.
 """
 
 from __future__ import annotations
@@ -11,28 +11,19 @@ import contextlib
 import copy
 import inspect
 import logging
-import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
-from torch.overrides import TorchFunctionMode
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from lightning_autotp.graph import Boundary, Graph, Operator, Ref, TensorInfo
-from lightning_autotp.trace import RECORD, record
+from lightning_autotp.graph import Graph
+from lightning_autotp.tracer import Tracer
 
-_BOUNDARY = "boundary|"
-_ROOT = "model"
-# Operators that compute nothing: metadata checks, memory layout, and conversions to the dtype a tensor already has.
-_CHECKS = {"aten._assert_tensor_metadata.default", "aten._assert_scalar.default", "aten.sym_constrain_range.default"}
-_IDENTITIES = {"aten.alias.default", "aten.contiguous.default", "aten.lift_fresh_copy.default"}
-_CASTS = {"aten.to.dtype", "aten.to.dtype_layout", "aten.to.device", "aten.type_as.default", "aten._to_copy.default"}
 _BATCH_PRIMES = (3, 5, 7, 11, 13)
 _SEQUENCE_PRIMES = (61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109, 113, 127, 131, 137, 139)
 
@@ -46,10 +37,7 @@ def capture_local(model: nn.Module, example_inputs: Any) -> Graph:
 
     For a model that may have been localized wrongly: the comparison then tells where it goes wrong.
     """
-    try:
-        return capture(model, example_inputs)
-    except CaptureError:
-        return _capture(model, example_inputs, _TracedUntilFailure)
+    return _capture(model, example_inputs, until_failure=True)
 
 
 def capture(model: nn.Module, example_inputs: Any = None) -> Graph:
@@ -66,27 +54,41 @@ def capture(model: nn.Module, example_inputs: Any = None) -> Graph:
     Raises:
         CaptureError: if tracing fails, naming the module and the source line.
     """
-    return _capture(model, language_model_inputs(model) if example_inputs is None else example_inputs, _Traced)
+    return _capture(model, language_model_inputs(model) if example_inputs is None else example_inputs)
 
 
-def _capture(model: nn.Module, example_inputs: Any, root: type[_Traced]) -> Graph:
-    args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: tensor.to("meta"), _as_call(example_inputs))
-    traced = meta_copy(model).train()
-    entered: list[str] = []
-    try:
-        with _marked_boundaries(traced, entered), _quiet_fake_tensors(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            called = root(traced, len(args), tuple(kwargs))
-            program = torch.export.export(called, (*args, *kwargs.values()), strict=False)
-    except Exception as error:
-        where = " -> ".join(entered) or "(root)"
-        raise CaptureError(
-            f"{type(model).__name__} cannot be captured: {type(error).__name__}: {str(error).strip().splitlines()[0]}\n"
-            f"  in module {where}\n  at {_user_line(error)}\n"
-            "The model is traced once on the meta device: remove what needs a tensor's value (`.item()`, `if tensor:`) "
-            "from this line, or give example_inputs that the model accepts."
-        ) from error
-    return _Reader(traced).read(program)
+def _capture(model: nn.Module, example_inputs: Any, *, until_failure: bool = False) -> Graph:
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    args, kwargs = pytree.tree_map_only(
+        Tensor, lambda tensor: fake.from_tensor(tensor.detach().to("meta")), _as_call(example_inputs)
+    )
+    traced = meta_copy(model, fake.from_tensor).train()
+    tracer = Tracer(traced)
+    with contextlib.ExitStack() as context:
+        context.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        for mode in (_quiet_fake_tensors(), _marked_boundaries(traced, tracer), enable_python_dispatcher()):
+            context.enter_context(mode)
+        for layer in (fake, tracer, tracer.calls):
+            context.enter_context(layer)
+        try:
+            result = traced(*args, **kwargs)
+        except Exception as error:
+            if until_failure:
+                return tracer.graph
+            where = " -> ".join(tracer.modules[1:]) or "(root)"
+            raise CaptureError(
+                f"{type(model).__name__} cannot be captured: {type(error).__name__}: "
+                f"{(str(error).strip() or '(no message)').splitlines()[0]}\n"
+                f"  in module {where}\n  at {_user_line(error)}\n"
+                "The model is traced once on the meta device: remove what needs a tensor's value (`.item()`, "
+                "`if tensor:`) from this line, or give example_inputs that the model accepts."
+            ) from error
+        leaves = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        with tracer.pause():
+            returned = [leaf for leaf in leaves if leaf.is_floating_point()]
+        tracer.outputs(returned)
+    return tracer.graph
 
 
 def language_model_inputs(model: nn.Module) -> dict[str, Any]:
@@ -116,8 +118,11 @@ def language_model_inputs(model: nn.Module) -> dict[str, Any]:
     return inputs
 
 
-def meta_copy(model: nn.Module) -> nn.Module:
-    """A deep copy of ``model`` with every tensor on the meta device; the original's tensors are not copied."""
+def meta_copy(model: nn.Module, made: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> nn.Module:
+    """A deep copy of ``model`` with every tensor on the meta device; the original's tensors are not copied.
+
+    ``made`` may turn each of the new tensors (or parameters) into another one.
+    """
     memo: dict[int, Any] = {}
     for module in model.modules():
         for holder in (module._parameters, module._buffers, module.__dict__):
@@ -125,10 +130,10 @@ def meta_copy(model: nn.Module) -> nn.Module:
                 if not isinstance(value, Tensor) or id(value) in memo:
                     continue
                 if isinstance(value, nn.Parameter):
-                    twin: Tensor = nn.Parameter(value.detach().to("meta"), requires_grad=value.requires_grad)
+                    twin = made(nn.Parameter(value.detach().to("meta"), requires_grad=value.requires_grad))
                     twin.__dict__.update(value.__dict__)
                 else:
-                    twin = value.detach().to("meta")
+                    twin = made(value.detach().to("meta"))
                 memo[id(value)] = twin
     return copy.deepcopy(model, memo)
 
@@ -139,39 +144,6 @@ def _as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(inputs, tuple | list):
         return tuple(inputs), {}
     return (inputs,), {}
-
-
-class _Traced(nn.Module):
-    """Calls the model and returns its floating-point tensors only (export knows no caches)."""
-
-    def __init__(self, model: nn.Module, positional: int, keywords: tuple[str, ...]) -> None:
-        super().__init__()
-        self.add_module(_ROOT, model)
-        self.positional, self.keywords = positional, keywords
-
-    def forward(self, *inputs: Any) -> tuple[Tensor, ...]:
-        named = dict(zip(self.keywords, inputs[self.positional :], strict=True))
-        result = getattr(self, _ROOT)(*inputs[: self.positional], **named)
-        leaves = pytree.tree_leaves(result)
-        return tuple(
-            getattr(leaf, "local", leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()
-        )
-
-
-class _TracedUntilFailure(_Traced):
-    """Where the model raises, returns every tensor computed so far, so that the trace shows how far it came."""
-
-    def forward(self, *inputs: Any) -> tuple[Tensor, ...]:
-        """What the model returns, or everything until its exception."""
-        tracer = get_proxy_mode().tracer  # type: ignore[union-attr]
-        depth = len(tracer.module_stack)
-        with _Results() as seen:
-            try:
-                return super().forward(*inputs)
-            except Exception:
-                while len(tracer.module_stack) > depth:  # the tracer leaves modules only when they return
-                    tracer.module_stack.popitem()
-                return tuple(seen.tensors)
 
 
 @contextlib.contextmanager
@@ -185,43 +157,28 @@ def _quiet_fake_tensors() -> Iterator[None]:
         logger.disabled = before
 
 
-class _Results(TorchFunctionMode):
-    """Keeps every tensor that a function returns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tensors: list[Tensor] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.tensors += [
-            leaf for leaf in pytree.tree_leaves(result) if type(leaf) is Tensor or isinstance(leaf, FakeTensor)
-        ]
-        return result
-
-
 @contextlib.contextmanager
-def _marked_boundaries(model: nn.Module, entered: list[str]) -> Iterator[None]:
-    """Mark every floating-point tensor that enters or leaves a module; ``entered`` is the stack of running ones."""
+def _marked_boundaries(model: nn.Module, tracer: Tracer) -> Iterator[None]:
+    """Mark every floating-point tensor that enters or leaves a module, and keep the tracer's stack of running ones."""
 
     def mark(path: str, side: str, values: Any) -> Any:
         def one(key: Any, leaf: Any) -> Any:
             if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or not leaf.is_meta:
                 return leaf
-            return record(f"{_BOUNDARY}{path}|{side}|{pytree.keystr(key)}", [leaf], leaf.shape)
+            return tracer.boundary(path, side, pytree.keystr(key), leaf)
 
         return pytree.tree_map_with_path(one, values)
 
     def before(path: str) -> Callable[..., Any]:
         def hook(_: nn.Module, args: Any, kwargs: Any) -> Any:
-            entered.append(path)
+            tracer.enter(path)
             return mark(path, "in", (args, kwargs))
 
         return hook
 
     def after(path: str) -> Callable[..., Any]:
         def hook(_: nn.Module, __: Any, output: Any) -> Any:
-            entered.pop()
+            tracer.leave()
             return mark(path, "out", output)
 
         return hook
@@ -236,158 +193,6 @@ def _marked_boundaries(model: nn.Module, entered: list[str]) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-class _Reader:
-    """Reads an exported program into a :class:`Graph`."""
-
-    def __init__(self, model: nn.Module) -> None:
-        first: dict[Tensor, str] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            first.setdefault(parameter, name)
-        self.names = {name: first[p] for name, p in model.named_parameters(remove_duplicate=False)}
-        self.layers = {
-            path: "linear" if isinstance(module, nn.Linear) else "embedding"
-            for path, module in model.named_modules()
-            if isinstance(module, nn.Linear | nn.Embedding)
-        }
-        self.graph = Graph()
-
-    def read(self, program: torch.export.ExportedProgram) -> Graph:
-        parameters = program.graph_signature.inputs_to_parameters
-        env: dict[torch.fx.Node, Any] = {}
-        known: dict[str, Ref] = {}
-        for node in program.graph.nodes:
-            if node.op != "placeholder":
-                continue
-            name = parameters.get(node.name)
-            if name is None:
-                env[node] = self._value(node.meta.get("val"), static=True)
-                continue
-            name = self.names[name.removeprefix(f"{_ROOT}.")]
-            if name not in known:  # a tied parameter has a placeholder per name
-                known[name] = self._value(node.meta.get("val"), static=False)
-                self.graph.parameters[known[name].tensor] = name
-            env[node] = known[name]
-        outputs = self._run(program.graph_module, program.graph, env)
-        self.graph.outputs = [ref.tensor for ref in pytree.tree_leaves(outputs) if isinstance(ref, Ref)]
-        return self.graph
-
-    def _run(self, owner: nn.Module, graph: torch.fx.Graph, env: dict[torch.fx.Node, Any]) -> Any:
-        """Read the nodes of one (sub)graph; returns what its output node names."""
-        for node in graph.nodes:
-            if node.op == "placeholder":
-                continue
-            if node.op == "get_attr":
-                value = getattr(owner, node.target)
-                env[node] = value if isinstance(value, torch.fx.GraphModule) else self._value(value, static=True)
-                continue
-            arguments = torch.fx.map_arg((node.args, node.kwargs), lambda n: env[n])
-            if node.op == "output":
-                return arguments[0][0]
-            args, kwargs = arguments
-            name = _target_name(node.target)
-            if name in _CHECKS:
-                continue
-            if name == "getitem" and isinstance(args[0], tuple | list):
-                env[node] = args[0][args[1]]
-            elif name == "wrap_with_set_grad_enabled":
-                inner = dict(zip(args[1].graph.find_nodes(op="placeholder"), args[2:], strict=True))
-                env[node] = self._run(args[1], args[1].graph, inner)
-            elif self._is_identity(name, node, args):
-                env[node] = args[0]
-            else:
-                env[node] = self._operator(node, name, args, kwargs)
-        raise AssertionError("a graph ends with its output node")
-
-    def _is_identity(self, name: str, node: torch.fx.Node, args: Any) -> bool:
-        if name in _IDENTITIES:
-            return True
-        value = node.meta.get("val")
-        return (
-            name in _CASTS and isinstance(value, Tensor) and self.graph.tensors[args[0].tensor].dtype == _dtype(value)
-        )
-
-    def _operator(self, node: torch.fx.Node, name: str, args: Any, kwargs: Any) -> Any:
-        arguments = _named_arguments(node.target, args, kwargs)
-        boundary = None
-        if name == RECORD:
-            label = dict(arguments)["name"]
-            arguments = (("input", dict(arguments)["inputs"]),)
-            name = f"record:{label}"
-            if label.startswith(_BOUNDARY):
-                boundary, name = Boundary(*label.removeprefix(_BOUNDARY).split("|")), "boundary"
-        module = boundary.module if boundary is not None else _module_path(node)
-        draft = Operator(name, arguments, (), module, _source_line(node), self.layers.get(module, ""), boundary)
-        static = all(self.graph.tensors[tensor].is_static for tensor in draft.inputs)
-        value = pytree.tree_map(lambda leaf: self._value(leaf, static), node.meta.get("val"))
-        outputs = tuple(leaf.tensor for leaf in pytree.tree_leaves(value) if isinstance(leaf, Ref))
-        self.graph.operators.append(replace(draft, outputs=outputs))
-        return tuple(value) if isinstance(value, list) else value
-
-    def _value(self, value: Any, static: bool) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        self.graph.tensors.append(
-            TensorInfo(
-                shape=tuple(int(size) for size in value.shape),
-                dtype=_dtype(value),
-                itemsize=value.element_size(),
-                is_static=static,
-                is_differentiable=not static and value.is_floating_point(),
-            )
-        )
-        return Ref(len(self.graph.tensors) - 1)
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def _target_name(target: Any) -> str:
-    if isinstance(target, torch._ops.OpOverload):
-        return str(target)
-    return str(getattr(target, "__name__", target))
-
-
-def _named_arguments(target: Any, args: Any, kwargs: Any) -> tuple[tuple[str, Any], ...]:
-    """Arguments by the schema's names with its defaults; lists become tuples, dtypes and devices become text."""
-    if isinstance(target, torch._ops.OpOverload):
-        named: dict[str, Any] = {}
-        for position, argument in enumerate(target._schema.arguments):
-            if position < len(args) and not argument.kwarg_only:
-                named[argument.name] = args[position]
-            elif argument.name in kwargs:
-                named[argument.name] = kwargs[argument.name]
-            else:
-                named[argument.name] = argument.default_value
-    else:
-        named = {str(position): value for position, value in enumerate(args)} | dict(kwargs)
-    return tuple((name, _plain(value)) for name, value in named.items())
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, tuple | list):
-        return tuple(_plain(item) for item in value)
-    if value is None or isinstance(value, Ref | bool | int | float | str):
-        return value
-    return str(value)
-
-
-def _module_path(node: torch.fx.Node) -> str:
-    stack = node.meta.get("nn_module_stack") or {}
-    path = list(stack.values())[-1][0] if stack else ""
-    path = re.sub(r"@\d+$", "", path)
-    return path.removeprefix(_ROOT).removeprefix(".")
-
-
-def _source_line(node: torch.fx.Node) -> str:
-    frames = re.findall(r'File "([^"]+)", line (\d+), in \S+\n\s*(.*)', node.meta.get("stack_trace") or "")
-    ours = [frame for frame in frames if "/torch/" not in frame[0] and "/lightning_autotp/" not in frame[0]]
-    if not (ours or frames):
-        return ""
-    file, line, code = (ours or frames)[-1]
-    return f"{file.rsplit('/', 1)[-1]}:{line}: {code.strip()}"
 
 
 def _user_line(error: BaseException) -> str:

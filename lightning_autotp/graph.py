@@ -34,6 +34,28 @@ class Boundary:
 
 
 @dataclass(frozen=True)
+class Call:
+    """One call of a torch function in a model's code; it may run several operators.
+
+    Attributes:
+        module: path of the module whose ``forward`` made it.
+        file, line: where the code stands.
+        function: the function's name.
+        occurrence: how many such calls from this line came before it in the same run of the module.
+        arguments: the leaves of its arguments: tensors as :class:`Ref`, integers as they are, anything else ``None``.
+        results: the leaves of what it returned, alike.
+    """
+
+    module: str
+    file: str
+    line: int
+    function: str
+    occurrence: int
+    arguments: tuple[Ref | int | None, ...]
+    results: tuple[Ref | int | None, ...]
+
+
+@dataclass(frozen=True)
 class TensorInfo:
     """What is known of one tensor.
 
@@ -74,6 +96,7 @@ class Operator:
         layer: ``"linear"`` or ``"embedding"`` where the calling module is such a layer, whose parallel version can
             communicate inside; else empty.
         boundary: which boundary it is, for a boundary.
+        call: index in :attr:`Graph.calls` of the call that ran it; -1 if none did.
     """
 
     name: str
@@ -83,6 +106,7 @@ class Operator:
     source: str
     layer: str = ""
     boundary: Boundary | None = None
+    call: int = -1
 
     def argument(self, name: str) -> Any:
         """The argument's value."""
@@ -111,12 +135,14 @@ class Graph:
         operators: in execution order.
         parameters: name of the parameter (its first name, where tied) by tensor.
         outputs: the floating-point tensors the model returns.
+        calls: the calls in the model's code that ran the operators.
     """
 
     tensors: list[TensorInfo] = field(default_factory=list)
     operators: list[Operator] = field(default_factory=list)
     parameters: dict[int, str] = field(default_factory=dict)
     outputs: list[int] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
 
     def producers(self) -> dict[int, Operator]:
         """The operator that makes each tensor."""

@@ -25,13 +25,13 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lightning_autotp.capture import _named_arguments
 from lightning_autotp.cost import Profile
 from lightning_autotp.graph import Graph, Operator, Ref, TensorInfo
 from lightning_autotp.layers.embedding import vocab_parallel_lookup
 from lightning_autotp.layout import Invariant, Layout, Ownership, Partial, Replicate, Shard, boxes
 from lightning_autotp.rules import Relation, entry, relate
 from lightning_autotp.solver import _Solver
+from lightning_autotp.tracer import named_arguments
 
 TOLERANCE = 1e-10
 INVARIANT, REPLICATE, PARTIAL = Invariant(), Replicate(), Partial()
@@ -108,7 +108,7 @@ class Tape:
         """Run an operator and note it; its (first) result, or all of them as a list."""
         overload = _overload(name)
         numbered, keywords = pytree.tree_map_only(Tensor, lambda t: Ref(self.number(t)), (args, kwargs))
-        draft = Operator(name, _named_arguments(overload, numbered, keywords), (), "", name, layer)
+        draft = Operator(name, named_arguments(overload, numbered, keywords), (), "", name, layer)
         static = all(self.graph.tensors[tensor].is_static for tensor in draft.inputs)
         result = overload(*args, **kwargs)
         results = [result] if isinstance(result, Tensor) else list(result)
