@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from lightning_autotp.cost import CONVERSIONS
-from lightning_autotp.graph import Ref
+from lightning_autotp.graph import Boundary, CallPoint, Ref
 from lightning_autotp.layout import Invariant, Layout, Partial, Replicate, Shard
 from lightning_autotp.plan import Communication, ConversionPlan, LayerPlan, ParameterPlan, Plan, SizePlan
 from lightning_autotp.solver import Conversion, Solution
@@ -41,22 +41,35 @@ def annotate(
         ),
         layers=layers,
         conversions=tuple(
-            ConversionPlan(c.boundary.module, c.boundary.side, c.boundary.key, c.source, c.target, c.shape)
-            for c in solution.conversions
-            if not _is_layers_own(c, kinds)
-        )
-        + tuple(
-            ConversionPlan(c.boundary.module, c.boundary.side, c.boundary.key, c.source, c.target, c.shape, view=True)
-            for c in solution.global_views
+            dict.fromkeys(  # a module that is called several times converts alike
+                [
+                    *(_planned(change) for change in solution.conversions if not _is_layers_own(change, kinds)),
+                    *(_planned(change) for change in solution.slices.values()),
+                    *(_planned(change, view=True) for change in solution.global_views),
+                ]
+            )
         ),
         sizes=sizes,
         communication=_communication(solution),
     )
 
 
+def _planned(change: Conversion, view: bool = False) -> ConversionPlan:
+    place = change.boundary
+    if isinstance(place, CallPoint):
+        key, call = str(place.leaf), place.call
+    else:
+        key, call = place.key, None
+    return ConversionPlan(place.module, place.side, key, change.source, change.target, change.shape, view, call)
+
+
 def _layers(solution: Solution) -> tuple[LayerPlan, ...]:
     """Linears and embeddings whose weight is sharded along the dim that their parallel version knows."""
-    at = {(c.boundary.module, c.boundary.side, c.boundary.key): c for c in solution.conversions}
+    at = {
+        (c.boundary.module, c.boundary.side, c.boundary.key): c
+        for c in solution.conversions
+        if isinstance(c.boundary, Boundary)
+    }
     layers: dict[str, LayerPlan] = {}
     for operator in solution.graph.operators:
         if operator.name not in ("aten.linear.default", "aten.embedding.default") or not operator.layer:
@@ -82,6 +95,8 @@ def _layers(solution: Solution) -> tuple[LayerPlan, ...]:
 def _is_layers_own(conversion: Conversion, kinds: dict[str, str]) -> bool:
     """Whether the conversion happens inside a parallel layer (so that no hook is needed for it)."""
     boundary, pair = conversion.boundary, _pair(conversion)
+    if isinstance(boundary, CallPoint):
+        return False
     kind = kinds.get(boundary.module)
     if boundary.side == "in" and boundary.key == _OWN_INPUT:
         return (kind, pair) in (("column", ("I", "R")), ("row", ("I", "S")))

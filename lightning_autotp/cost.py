@@ -76,6 +76,8 @@ CONVERSIONS: dict[tuple[str, str], tuple[tuple[str, ...], tuple[str, ...]]] = {
     ("S", "R"): (("all_gather",), ("reduce_scatter",)),
     ("I", "S"): ((), ("all_gather",)),
     ("R", "S"): ((), ()),
+    ("I", "P"): ((), ()),
+    ("R", "P"): ((), ()),
     ("P", "S"): (("reduce_scatter",), ("all_gather",)),
 }
 

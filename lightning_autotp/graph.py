@@ -16,7 +16,7 @@ class Ref:
 
 @dataclass(frozen=True)
 class Boundary:
-    """A place where a tensor enters or leaves a module: only there may a layout change.
+    """A place where a tensor enters or leaves a module: there a layout may change.
 
     Attributes:
         module: the module's path; empty for the root.
@@ -34,23 +34,58 @@ class Boundary:
 
 
 @dataclass(frozen=True)
+class CallSite:
+    """Where a module's code calls a torch function: the same in every run and every process.
+
+    Attributes:
+        file: name of the Python module that the code belongs to.
+        line: its line number.
+        function: the function's name.
+        occurrence: how many such calls from this line came before it in the same run of the module.
+    """
+
+    file: str
+    line: int
+    function: str
+    occurrence: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} {self.function}" + (f" #{self.occurrence + 1}" if self.occurrence else "")
+
+
+@dataclass(frozen=True)
+class CallPoint:
+    """An argument or the result of a call inside a module: a layout may change there, too, where boundaries are too few.
+
+    Attributes:
+        module: the path of the module whose ``forward`` makes the call.
+        call: the call.
+        side: ``"argument"`` or ``"result"``.
+        leaf: which leaf of the arguments, or of the result, it is.
+    """
+
+    module: str
+    call: CallSite
+    side: str
+    leaf: int
+
+    def __str__(self) -> str:
+        return f"{self.module or '(root)'}: {self.side} {self.leaf} of {self.call}"
+
+
+@dataclass(frozen=True)
 class Call:
     """One call of a torch function in a model's code; it may run several operators.
 
     Attributes:
         module: path of the module whose ``forward`` made it.
-        file, line: where the code stands.
-        function: the function's name.
-        occurrence: how many such calls from this line came before it in the same run of the module.
+        site: where it stands.
         arguments: the leaves of its arguments: tensors as :class:`Ref`, integers as they are, anything else ``None``.
         results: the leaves of what it returned, alike.
     """
 
     module: str
-    file: str
-    line: int
-    function: str
-    occurrence: int
+    site: CallSite
     arguments: tuple[Ref | int | None, ...]
     results: tuple[Ref | int | None, ...]
 
@@ -95,7 +130,7 @@ class Operator:
         source: file, line and code of the call.
         layer: ``"linear"`` or ``"embedding"`` where the calling module is such a layer, whose parallel version can
             communicate inside; else empty.
-        boundary: which boundary it is, for a boundary.
+        boundary: for an operator called ``boundary``, which computes nothing: where it is.
         call: index in :attr:`Graph.calls` of the call that ran it; -1 if none did.
     """
 
@@ -105,7 +140,7 @@ class Operator:
     module: str
     source: str
     layer: str = ""
-    boundary: Boundary | None = None
+    boundary: Boundary | CallPoint | None = None
     call: int = -1
 
     def argument(self, name: str) -> Any:

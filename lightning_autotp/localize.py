@@ -2,8 +2,8 @@
 
 A graph shows ``view(2, 61, -1, 64)`` whether the 61 came from a tensor's shape or from a constant, so only tracing the
 local model tells which sizes adapt by themselves. Where the local trace first departs from what it must be, the few
-integers of that module (or of its config) that equal a sharded dim's length are tried; a change is kept if the trace
-then agrees further. Only a trace that agrees to its end is accepted, and that is the proof.
+integers of that module (or of its config) that equal a sharded dim's length are tried, then the numbers in the call
+itself; a change is kept if the trace then agrees further. Only a trace that agrees to its end is accepted, and that is the proof.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from torch import nn
 
 from lightning_autotp.capture import capture, capture_local, meta_copy
-from lightning_autotp.graph import Operator
+from lightning_autotp.graph import CallSite, Operator
 from lightning_autotp.layers.group import TPGroup
 from lightning_autotp.layout import Shard, local_shape
 from lightning_autotp.plan import Plan, SizePlan
@@ -114,7 +114,7 @@ class _Search:
 
     def _candidates(self, mismatch: Mismatch, sizes: tuple[SizePlan, ...]) -> Iterator[tuple[SizePlan, ...]]:
         """Integers of the module that equal a sharded length there, made local in every module like it."""
-        taken = {(size.module, size.attribute) for size in sizes}
+        taken = {(size.module, size.attribute) for size in sizes if size.call is None}
         path = mismatch.module
         first = self._lengths([mismatch.operator] if mismatch.operator is not None else [])
         for whole, local in first | self.lengths.get(path, {}):
@@ -128,6 +128,36 @@ class _Search:
                 )
                 if change:
                     yield change
+        yield from self._literals(mismatch, sizes)
+
+    def _literals(self, mismatch: Mismatch, sizes: tuple[SizePlan, ...]) -> Iterator[tuple[SizePlan, ...]]:
+        """Numbers in the arguments of the call itself, made local in every module like it."""
+        graph = self.solution.graph
+        if mismatch.operator is None or mismatch.operator.call < 0:
+            return
+        call = graph.calls[mismatch.operator.call]
+        lengths = self._lengths([mismatch.operator])
+        taken = {(size.module, size.attribute, size.call) for size in sizes}
+        for leaf, value in enumerate(call.arguments):
+            for whole, local in lengths:
+                if value != whole:
+                    continue
+                change = tuple(
+                    SizePlan(twin, str(leaf), whole, local, call.site)
+                    for twin in self._twins(call.module)
+                    if (whole, local) in self._call_lengths(twin, call.site)
+                    and (twin, str(leaf), call.site) not in taken
+                )
+                if change:
+                    yield change
+
+    def _call_lengths(self, module: str, site: CallSite) -> dict[tuple[int, tuple[int, ...]], None]:
+        graph = self.solution.graph
+        return self._lengths(
+            operator
+            for operator in graph.operators
+            if operator.call >= 0 and operator.module == module and graph.calls[operator.call].site == site
+        )
 
     def _twins(self, path: str) -> list[str]:
         kind = type(self.model.get_submodule(path))

@@ -13,11 +13,13 @@ from lightning_autotp.annotate import annotate
 from lightning_autotp.capture import capture, capture_local, language_model_inputs
 from lightning_autotp.cost import Profile
 from lightning_autotp.gradients import synchronize_gradients
+from lightning_autotp.graph import Graph, Operator
 from lightning_autotp.layers.group import TPGroup
 from lightning_autotp.load import load_parameters
 from lightning_autotp.localize import Unlocalizable, find_sizes
 from lightning_autotp.meta import parameter_meta
 from lightning_autotp.plan import Plan, SizePlan
+from lightning_autotp.points import bare_modules, open_modules
 from lightning_autotp.replace import apply_plan
 from lightning_autotp.solver import Solution, solve
 from lightning_autotp.verify import VerificationError, compare, cut_differently
@@ -43,13 +45,14 @@ def make_plan(
     """
     inputs = language_model_inputs(model) if example_inputs is None else example_inputs
     graph = capture(model, inputs)
+    graph = open_modules(graph, bare_modules(graph))
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
     parameters = [(tuple(aliases), tuple(p.shape), p.element_size()) for p, aliases in names.items()]
-    whole: dict[str, str] = {}
+    blocked: dict[int, str] = {}
     while True:
-        solution = solve(graph, tensor_parallel_size, profile, whole)
+        solution = solve(graph, tensor_parallel_size, profile, blocked)
 
         def plan_with(sizes: tuple[SizePlan, ...], solution: Solution = solution) -> Plan:
             return annotate(solution, type(model).__name__, parameters, sizes)
@@ -57,12 +60,12 @@ def make_plan(
         try:
             return find_sizes(model, inputs, solution, plan_with), solution
         except Unlocalizable as error:
-            # The region whose sizes cannot be made local stays whole; the plan reports it.
-            region = _region(model, error.mismatch.module)
-            if region <= whole.keys():
+            # Nothing is sharded at an operator whose sizes cannot be made local; the plan reports it.
+            operators = _like(graph, error.mismatch.operator)
+            if operators <= blocked.keys():
                 raise VerificationError(str(error)) from error
-            reason = f"a size in its Python code could not be made local: {error.mismatch}".replace("\n ", "")
-            whole |= dict.fromkeys(region, reason)
+            reason = f"a size in the Python code could not be made local: {error.mismatch.message}"
+            blocked |= dict.fromkeys(operators, reason)
 
 
 def parallelize(
@@ -124,11 +127,13 @@ def verify(model: nn.Module, solution: Solution, rank: int, example_inputs: Any)
         raise VerificationError(f"the local model of rank {rank} is not the same computation: {difference}")
 
 
-def _region(model: nn.Module, path: str) -> frozenset[str]:
-    """Names of the parameters of the nearest module around ``path`` that has any."""
-    while True:
-        prefix = f"{path}." if path else ""
-        names = {name for name, _ in model.named_parameters() if name.startswith(prefix)}
-        if names or not path:
-            return frozenset(names)
-        path = path.rpartition(".")[0]
+def _like(graph: Graph, operator: Operator | None) -> frozenset[int]:
+    """Positions of the operators that the same line of code runs, in every module that has it."""
+    if operator is None:
+        return frozenset()
+    return frozenset(
+        position
+        for position, other in enumerate(graph.operators)
+        if other is operator
+        or (other.name == operator.name and other.boundary is None and other.source == operator.source != "")
+    )

@@ -16,6 +16,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from lightning_autotp.graph import CallSite
 from lightning_autotp.layout import Invariant, Layout, Ownership, Partial, Replicate, Shard, local_shape
 
 _TYPES: dict[str, Layout] = {"I": Invariant(), "R": Replicate(), "P": Partial()}
@@ -65,16 +66,17 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class ConversionPlan:
-    """A layout changes where a tensor enters or leaves a module.
+    """A layout changes where a tensor enters or leaves a module, or at a call in the module's own code.
 
     Attributes:
         module: its path.
-        side: ``"in"`` or ``"out"``.
-        key: which input or output, as a pytree path.
+        side: ``"in"`` or ``"out"``; at a call ``"argument"`` or ``"result"``.
+        key: which input or output, as a pytree path; at a call the number of the leaf.
         source: layout before.
         target: layout after.
         shape: the tensor's whole shape in the trace.
         view: whether the tensor stays sharded, but is shown to the code outside as if it were whole (logits).
+        call: which call.
     """
 
     module: str
@@ -84,6 +86,7 @@ class ConversionPlan:
     target: Layout
     shape: tuple[int, ...]
     view: bool = False
+    call: CallSite | None = None
 
 
 @dataclass(frozen=True)
@@ -92,15 +95,22 @@ class SizePlan:
 
     Attributes:
         module: path of the module that reads it.
-        attribute: its integer attribute, or ``config.NAME`` for the module's own copy of its config.
+        attribute: its integer attribute, or ``config.NAME`` for the module's own copy of its config; at a call the
+            number of the leaf of its arguments.
         whole: the value in the original model.
         local: each rank's value.
+        call: the call that the number is an argument of, where it is no attribute.
     """
 
     module: str
     attribute: str
     whole: int
     local: tuple[int, ...]
+    call: CallSite | None = None
+
+    def __str__(self) -> str:
+        where = self.attribute if self.call is None else f"argument {self.attribute} of {self.call}"
+        return f"{self.module or '(root)'}: {where}: {self.whole} -> {list(self.local)}"
 
 
 @dataclass(frozen=True)
@@ -200,7 +210,7 @@ class Plan:
         ] + [
             f"a step of the traced batch: {c.calls} x {c.kind}, {c.bytes:,} bytes" for c in self.communication
         ] + [
-            f"{s.module}.{s.attribute}: {s.whole} -> {list(s.local)}" for s in self.sizes
+            str(size) for size in self.sizes
         ]  # fmt: skip
         for parameter in self.parameters:
             if parameter.reason:
@@ -259,6 +269,8 @@ def _decode(kind: Any, item: dict[str, Any]) -> Any:
         value = item[field.name]
         if field.name in ("layout", "source", "target"):
             value = decode_layout(value)
+        elif field.name == "call" and value is not None:
+            value = CallSite(**value)
         elif isinstance(value, list):
             value = tuple(value)
         values[field.name] = value

@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_autotp.calls import CallChanges, LocalForward, number
+from lightning_autotp.graph import CallSite
 from lightning_autotp.layers.collectives import convert
 from lightning_autotp.layers.embedding import VocabParallelEmbedding
 from lightning_autotp.layers.group import TPGroup
@@ -48,14 +50,39 @@ def apply_plan(model: nn.Module, plan: Plan, group: TPGroup) -> None:
             (dim, ownership), *_ = layout.dims
             localize_parameter(model.get_submodule(path), attribute, dim, ownership, group, local)
     for size in plan.sizes:
-        set_size(model, size, size.local[group.rank])
+        if size.call is None:
+            set_size(model, size, size.local[group.rank])
+    _change_calls(model, plan, group)
     for conversion in plan.conversions:
+        if conversion.call is not None:
+            continue
         hook = BoundaryConversion(conversion, group)
         module = model.get_submodule(conversion.module)
         if conversion.side == "in":
             module.register_forward_pre_hook(hook.before, with_kwargs=True)
         else:
             module.register_forward_hook(hook.after)
+
+
+def _change_calls(model: nn.Module, plan: Plan, group: TPGroup) -> None:
+    """Conversions and sizes at calls inside modules."""
+    changes: dict[str, dict[CallSite, CallChanges]] = {}
+
+    def at(module: str, call: CallSite) -> CallChanges:
+        return changes.setdefault(module, {}).setdefault(call, CallChanges())
+
+    for conversion in plan.conversions:
+        if conversion.call is not None:
+            here = at(conversion.module, conversion.call)
+            places = here.arguments if conversion.side == "argument" else here.results
+            places.append((int(conversion.key), BoundaryConversion(conversion, group).convert))
+    for size in plan.sizes:
+        if size.call is not None:
+            local = number(size.whole, size.local[group.rank])
+            at(size.module, size.call).arguments.append((int(size.attribute), local))
+    for path, calls in changes.items():
+        module = model.get_submodule(path)
+        module.forward = LocalForward(module, path, calls)
 
 
 def _checked_metas(model: nn.Module, plan: Plan) -> dict[str, ParameterMeta]:
@@ -139,7 +166,8 @@ class BoundaryConversion:
 
     def __repr__(self) -> str:
         change = f"shown whole: {self.plan.target}" if self.plan.view else f"{self.plan.source} -> {self.plan.target}"
-        return f"{self.plan.module or '(root)'}.{self.plan.side}{self.plan.key}: {change}"
+        where = f" of {self.plan.call}" if self.plan.call else ""
+        return f"{self.plan.module or '(root)'}.{self.plan.side}{self.plan.key}{where}: {change}"
 
 
 def _steps(key: str) -> tuple[Any, ...]:

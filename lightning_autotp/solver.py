@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from lightning_autotp.axes import Axes, Axis, Concat, Dim, Product, leaves, ownership, shardable
 from lightning_autotp.cost import CONVERSIONS, Profile, product_flops
 from lightning_autotp.elimination import Elimination, NoAssignment
-from lightning_autotp.graph import Boundary, Graph, Operator
+from lightning_autotp.graph import Boundary, CallPoint, Graph, Operator, Ref
 from lightning_autotp.layout import Invariant, Layout, Ownership, Partial, Replicate, Run, Shard
 from lightning_autotp.rules import Dims, Relation, relate
 
@@ -49,9 +49,9 @@ class Sharding:
 
 @dataclass(frozen=True)
 class Conversion:
-    """A tensor changes its layout at a module boundary."""
+    """A tensor changes its layout at a module boundary, or at a call inside a module."""
 
-    boundary: Boundary
+    boundary: Boundary | CallPoint
     source: Layout
     target: Layout
     shape: tuple[int, ...]
@@ -66,6 +66,7 @@ class Solution:
         ranks: number of ranks.
         layouts: of every tensor that depends on a parameter.
         conversions: where layouts change.
+        slices: by operator (its position) and static tensor: how that operand becomes what the operator needs there.
         reduced: operators whose layer sums their Partial result (row-parallel linears, vocabulary-parallel look-ups).
         global_views: boundaries where a sharded tensor leaves the modules and must look whole to the user's code
             (logits).
@@ -77,31 +78,47 @@ class Solution:
     ranks: int
     layouts: dict[int, Layout]
     conversions: list[Conversion] = field(default_factory=list)
+    slices: dict[tuple[int, int], Conversion] = field(default_factory=dict)
     reduced: set[int] = field(default_factory=set)
     global_views: list[Conversion] = field(default_factory=list)
     whole: dict[str, str] = field(default_factory=dict)
     cost: float = 0.0
 
 
-def solve(graph: Graph, ranks: int, profile: Profile | None = None, whole: Mapping[str, str] | None = None) -> Solution:
+def solve(
+    graph: Graph, ranks: int, profile: Profile | None = None, blocked: Mapping[int, str] | None = None
+) -> Solution:
     """Find the layouts of least cost.
 
     Args:
         graph: the captured model.
         ranks: size of the tensor-parallel group.
         profile: the hardware; a default one is used otherwise.
-        whole: parameters that must not be sharded, and why.
+        blocked: positions of operators at which nothing may be sharded, and why.
 
     Raises:
         NothingToShard: if no parameter can be divided.
     """
-    return _Solver(graph, ranks, profile or Profile(), whole or {}).solve()
+    solver = _Solver(graph, ranks, profile or Profile(), blocked or {})
+    while True:
+        solution = solver.solve()
+        varying = _converted_differently(solution)
+        if not varying:
+            return solution
+        solver.fixed |= varying
 
 
 class _Solver:
-    def __init__(self, graph: Graph, ranks: int, profile: Profile, whole: Mapping[str, str]) -> None:
-        self.graph, self.ranks, self.profile, self.whole = graph, ranks, profile, whole
+    def __init__(self, graph: Graph, ranks: int, profile: Profile, blocked: Mapping[int, str]) -> None:
+        self.graph, self.ranks, self.profile = graph, ranks, profile
+        self.fixed: set[Boundary | CallPoint] = set()
         relations, self.axes = relate(graph)
+        self.position = {id(operator): number for number, operator in enumerate(graph.operators)}
+        for relation in relations:
+            because = blocked.get(self.position[id(relation.operator)])
+            if because is not None:
+                everything = [*relation.inputs.values(), *relation.outputs.values()]
+                relation.whole, relation.reason = [dim for dims in everything for dim in dims], because
         self.relations = [_resolved(relation, self.axes) for relation in relations]
         self.dims: dict[int, Dims] = {}
         for relation in self.relations:
@@ -109,10 +126,11 @@ class _Solver:
                 if not graph.tensors[tensor].is_static:
                     self.dims.setdefault(tensor, dims)
         self.producer = {tensor: relation for relation in self.relations for tensor in relation.outputs}
-        self.calls: dict[Boundary, int] = {}
+        self.calls: dict[Boundary | CallPoint, int] = {}
         for operator in graph.operators:
             if operator.boundary is not None:
                 self.calls[operator.boundary] = self.calls.get(operator.boundary, 0) + 1
+        self.leaves = _static_leaves(graph)
         tensors = graph.tensors
         matrices = [tensors[tensor].bytes for tensor in graph.parameters if len(tensors[tensor].shape) > 1]
         crossing = [tensors[op.outputs[0]].bytes for op in graph.operators if op.boundary is not None]
@@ -120,9 +138,6 @@ class _Solver:
         self.hidden = statistics.median(crossing or [1])
         self.shardings = self._candidates()
         self.touching = {tensor: self._touching(dims) for tensor, dims in self.dims.items()}
-        for tensor, name in graph.parameters.items():
-            if name in whole:
-                self.touching[tensor] = ()
 
     # -- candidates --------------------------------------------------------------------------------------------------
 
@@ -230,7 +245,7 @@ class _Solver:
             same: dict[int, str | int] = dict.fromkeys((*inputs, *outputs), kind)
             yield same, self._compute(relation, None)
         linear = relation.linear
-        if linear and all(tensor in self.dims for tensor in linear):
+        if linear and all(tensor in self.dims or self._convertible(relation, tensor) for tensor in linear):
             kinds: dict[int, str | int] = {tensor: P if tensor in linear else R for tensor in inputs}
             yield kinds | dict.fromkeys(outputs, P), self._compute(relation, None)
         numbers = dict.fromkeys(n for tensor in (*inputs, *outputs) for n in self.touching[tensor])
@@ -254,7 +269,10 @@ class _Solver:
             if not _touches(dims, axes):
                 if tensor in self.dims:
                     kinds[tensor] = R
-            elif tensor not in self.dims or number not in self.touching[tensor]:
+            elif tensor not in self.dims:  # static: every rank takes its part
+                if not (self._convertible(relation, tensor) and shardable(dims, frozenset(axes))):
+                    return None
+            elif number not in self.touching[tensor]:
                 return None
             else:
                 kinds[tensor] = number
@@ -268,13 +286,19 @@ class _Solver:
             inside = relation.reduces or relation.operator.layer != ""
             if relation.reduces and not self._view_boundary(relation.operator.inputs[0]):
                 return None
-            if relation.added_last and not inside:
+            added = relation.added_last
+            if not inside and not all(tensor in self.dims or self._convertible(relation, tensor) for tensor in added):
                 return None
-            kinds |= dict.fromkeys(outputs, I if inside else P) | dict.fromkeys(relation.added_last & set(inputs), I)
+            result = I if inside else P
+            kinds |= dict.fromkeys([*outputs, *(added & set(inputs))], result)
             if inside:
                 size = sum(self.graph.tensors[tensor].bytes for tensor in outputs)
                 cost += self.profile.collective("all_reduce", size, self.ranks)
         return kinds, cost
+
+    def _convertible(self, relation: Relation, tensor: int) -> bool:
+        """Whether a static operand can be sliced, or made Partial, at the operator's call."""
+        return (self.position[id(relation.operator)], tensor) in self.leaves
 
     def _compute(self, relation: Relation, number: int | None) -> float:
         tensors = self.graph.tensors
@@ -297,7 +321,7 @@ class _Solver:
     def _conversions(
         self, operator: Operator, source: int, target: int
     ) -> Iterator[tuple[dict[int, str | int], float]]:
-        if operator.boundary is None or self.calls[operator.boundary] > 1:
+        if operator.boundary is None or operator.boundary in self.fixed:
             return
         info = self.graph.tensors[source]
         for (before, after), (forward, backward) in CONVERSIONS.items():
@@ -325,7 +349,8 @@ class _Solver:
         boundary: Operator | None = None
         while (relation := self.producer.get(tensor)) is not None:
             operator = relation.operator
-            if operator.boundary is not None and operator.boundary.side == "out" and self.calls[operator.boundary] == 1:
+            crossing = operator.boundary
+            if isinstance(crossing, Boundary) and crossing.side == "out" and self.calls[crossing] == 1:
                 boundary = operator
             varying = [t for t in relation.inputs if t in self.dims]
             if len(varying) != 1 or any(t in self.graph.parameters for t in varying):
@@ -336,7 +361,6 @@ class _Solver:
     def _solution(self, kinds: dict[int, str | int], cost: float) -> Solution:
         layouts = {tensor: self._layout(tensor, kind) for tensor, kind in kinds.items()}
         solution = Solution(self.graph, self.ranks, layouts, cost=cost)
-        position = {id(operator): number for number, operator in enumerate(self.graph.operators)}
         seen: set[Boundary] = set()
         for relation in self.relations:
             operator = relation.operator
@@ -346,7 +370,8 @@ class _Solver:
                     shape = self.graph.tensors[source].shape
                     solution.conversions.append(Conversion(operator.boundary, layouts[source], layouts[target], shape))
             elif operator.layer and _sums(operator, layouts):
-                solution.reduced.add(position[id(operator)])
+                solution.reduced.add(self.position[id(operator)])
+            self._add_slices(solution, relation, kinds)
             if relation.reduces:
                 self._add_view(solution, operator.inputs[0], seen)
         for tensor in self.graph.outputs:
@@ -354,6 +379,28 @@ class _Solver:
                 self._add_view(solution, tensor, seen)
         solution.whole = self._reasons(layouts)
         return solution
+
+    def _add_slices(self, solution: Solution, relation: Relation, kinds: Mapping[int, str | int]) -> None:
+        """What the operator's static operands become where the others are sharded, or Partial."""
+        static = [tensor for tensor in relation.inputs if tensor not in self.dims]
+        if not static:
+            return
+        here = [kinds[tensor] for tensor in (*relation.inputs, *relation.outputs) if tensor in self.dims]
+        number = next((kind for kind in here if isinstance(kind, int)), None)
+        for tensor in static:
+            target: Layout = Invariant()
+            if number is not None:
+                maps = [self.shardings[number].ownership(dim) for dim in relation.inputs[tensor]]
+                cut = tuple((index, owned) for index, owned in enumerate(maps) if not owned.is_whole)
+                target = Shard(cut) if cut else target
+            is_sum = kinds[relation.operator.outputs[0]] == P
+            if is_sum and tensor in (relation.added_last if number is not None else relation.linear):
+                target = Partial()
+            if not isinstance(target, Invariant):
+                position = self.position[id(relation.operator)]
+                shape = self.graph.tensors[tensor].shape
+                change = Conversion(self.leaves[position, tensor], Invariant(), target, shape)
+                solution.slices[position, tensor] = change
 
     def _add_view(self, solution: Solution, tensor: int, seen: set[Boundary]) -> None:
         operator = self._view_boundary(tensor)
@@ -379,9 +426,6 @@ class _Solver:
         return reasons
 
     def _reason(self, tensor: int) -> str:
-        name = self.graph.parameters[tensor]
-        if name in self.whole:
-            return self.whole[name]
         axes = [axis for dim in self.dims[tensor] for axis in leaves(dim)]
         if not self.touching[tensor]:
             sizes = " x ".join(str(axis.size) for axis in axes)
@@ -402,10 +446,34 @@ class _Solver:
         sizes = sorted({axis.size for dims in self.dims.values() for dim in dims for axis in leaves(dim)}, reverse=True)
         largest = f"the most units of any of its dims are {sizes[0]}" if sizes else "its forward uses no parameters"
         message = f"nothing in this model can be divided among {self.ranks} ranks: {largest}. "
-        if self.whole:
-            reasons = dict.fromkeys(self.whole.values())
-            return message + "What was tried, and why not: " + "; ".join(list(reasons)[:3])
         return message + "Use a smaller tensor_parallel_size."
+
+
+def _converted_differently(solution: Solution) -> set[Boundary | CallPoint]:
+    """Places that are passed several times, and not with the same conversion each time."""
+    seen: dict[Boundary | CallPoint, set[tuple[Layout, Layout] | None]] = {}
+    for operator in solution.graph.operators:
+        if operator.boundary is not None and operator.outputs[0] in solution.layouts:
+            pair = (solution.layouts[operator.inputs[0]], solution.layouts[operator.outputs[0]])
+            seen.setdefault(operator.boundary, set()).add(pair if pair[0] != pair[1] else None)
+    return {place for place, pairs in seen.items() if len(pairs) > 1}
+
+
+def _static_leaves(graph: Graph) -> dict[tuple[int, int], CallPoint]:
+    """Static operands that can be changed at their call: one operator's only, and one argument's."""
+    operators: dict[int, int] = {}
+    for operator in graph.operators:
+        if operator.boundary is None:
+            operators[operator.call] = operators.get(operator.call, 0) + 1
+    found: dict[tuple[int, int], CallPoint] = {}
+    for position, operator in enumerate(graph.operators):
+        if operator.call < 0 or operators[operator.call] > 1:
+            continue
+        call = graph.calls[operator.call]
+        for leaf, value in enumerate(call.arguments):
+            if isinstance(value, Ref) and graph.tensors[value.tensor].is_static and call.arguments.count(value) == 1:
+                found[position, value.tensor] = CallPoint(call.module, call.site, "argument", leaf)
+    return found
 
 
 def _products(dim: Dim) -> Iterator[tuple[Dim, ...]]:

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_autotp.graph import Boundary, Call, Graph, Operator, Ref, TensorInfo
+from lightning_autotp.graph import Boundary, Call, CallSite, Graph, Operator, Ref, TensorInfo
 from lightning_autotp.trace import RECORD
 
 # Operators that compute nothing: metadata checks, memory layout, and conversions to the dtype a tensor already has.
@@ -97,7 +97,7 @@ class Tracer(SchemaCheckMode):
         args, kwargs = self._on_one_device(args, kwargs)
         arguments = named_arguments(func, args, kwargs)
         reads = tuple((key, self._read(value)) for key, value in arguments)
-        result = func(*args, **kwargs)
+        result = _grouped_product(*args, **kwargs) if name == "aten._grouped_mm.default" else func(*args, **kwargs)
         if name in _CHECKS or result is None:
             return result
         inputs = [leaf for _, value in arguments for leaf in _tensors(value)]
@@ -331,12 +331,13 @@ class Calls(TorchFunctionMode):
         if self.tracer.paused:
             return func(*args, **kwargs)
         caller = calling_frame(func, sys._getframe(1))
-        key = (caller.f_code.co_filename, caller.f_lineno, function_name(func))
+        key = call_key(caller, func)
         occurrence = self.counts[-1][key] = self.counts[-1].get(key, -1) + 1
+        site = CallSite(*key, occurrence)
         calls = self.tracer.graph.calls
         number = len(calls)
         leaves = tuple(self._leaf(leaf) for leaf in call_leaves((args, kwargs)))
-        calls.append(Call(self.tracer.modules[-1], *key, occurrence, leaves, ()))
+        calls.append(Call(self.tracer.modules[-1], site, leaves, ()))
         before, self.current = self.current, (number, _source(caller))
         recorded = len(self.tracer.graph.operators)
         try:
@@ -357,6 +358,17 @@ class Calls(TorchFunctionMode):
         return leaf if type(leaf) is int else None
 
 
+def _grouped_product(left: Tensor, right: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
+    """The shape of a grouped product: PyTorch's own shape function refuses dtypes that its kernels take."""
+    if left.dim() == 3:
+        shape = (left.shape[0], left.shape[1], right.shape[2]) if right.dim() == 3 else (left.shape[1], right.shape[1])
+    elif right.dim() == 3:
+        shape = (left.shape[0], right.shape[2])
+    else:
+        shape = (0 if offs is None else offs.shape[0], left.shape[0], right.shape[1])
+    return left.new_empty(shape)
+
+
 def calling_frame(func: Any, frame: FrameType) -> FrameType:
     """The frame that called ``func``, seen from a torch-function handler.
 
@@ -369,12 +381,19 @@ def calling_frame(func: Any, frame: FrameType) -> FrameType:
     return frame
 
 
-_PASSED_OVER = ("/torch/overrides.py", "/torch/_tensor.py", "/torch/_jit_internal.py", "/torch/_ops.py")
+_PASSED_OVER = (
+    "/lightning_autotp/calls.py",
+    "/torch/overrides.py",
+    "/torch/_tensor.py",
+    "/torch/_jit_internal.py",
+    "/torch/_ops.py",
+)
 
 
-def function_name(func: Any) -> str:
-    """A name for a torch function that is the same in every process."""
-    return str(getattr(func, "__name__", func))
+def call_key(frame: FrameType, func: Any) -> tuple[str, int, str]:
+    """File, line and function of a call, as a :class:`~lightning_autotp.graph.CallSite` has them."""
+    file = str(frame.f_globals.get("__name__", frame.f_code.co_filename))
+    return file, frame.f_lineno, str(getattr(func, "__name__", func))
 
 
 def call_leaves(value: Any) -> list[Any]:

@@ -8,16 +8,16 @@ must stand at its boundary, and nothing else may stand in between.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Generator, Iterator, Mapping
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
-from lightning_autotp.graph import Graph, Operator, Ref
+from lightning_autotp.graph import CallPoint, Graph, Operator, Ref
 from lightning_autotp.layout import Invariant, Layout, Partial, Replicate, Shard, local_shape
 from lightning_autotp.meta import ParameterMeta
 from lightning_autotp.rules import entry
-from lightning_autotp.solver import Solution
+from lightning_autotp.solver import Conversion, Solution
 
 # How the primitives record themselves, by the types they convert between.
 _RECORDED = {
@@ -29,6 +29,8 @@ _RECORDED = {
     ("I", "S"): "invariant_to_shard",
     ("R", "S"): "replicate_to_shard",
     ("P", "S"): "partial_to_shard",
+    ("I", "P"): "invariant_to_partial",
+    ("R", "P"): "replicate_to_partial",
 }
 
 
@@ -98,6 +100,11 @@ def compare(local: Graph, solution: Solution, rank: int) -> Mismatch | None:
     position = place = 0
     while position < len(wanted):
         expected = wanted[position]
+        if not expected.name:  # a place at which nothing happens: the tensor goes on as it is
+            (((_, (source,)),), ((target, _),)) = expected.arguments, expected.outputs
+            tensors[target] = tensors[source.tensor]
+            position += 1
+            continue
         found = local.operators[place] if place < len(local.operators) else None
         difference = _difference(expected, found, local, tensors) if found is not None else "the local trace ends here"
         if difference:
@@ -148,7 +155,35 @@ def _localized(solution: Solution, rank: int) -> Iterator[_Expected]:
                 inputs = tuple(value for value in inputs if value is not None)
                 yield _Expected("record:vocab_parallel_cross_entropy", (("input", inputs),), shapes, operator)
             else:
-                yield _plain(operator, shapes, solution, rank)
+                names = yield from _operands(number, operator, solution, rank)
+                expected = _plain(operator, shapes, solution, rank)
+                arguments = tuple((key, _renamed(value, names)) for key, value in expected.arguments)
+                yield replace(expected, arguments=arguments)
+
+
+def _operands(
+    number: int, operator: Operator, solution: Solution, rank: int
+) -> Generator[_Expected, None, dict[int, tuple[str, int]]]:
+    """The changes of the operator's static operands; returns the changed tensors by the static ones."""
+    names: dict[int, tuple[str, int]] = {}
+    for tensor in operator.inputs:
+        change = solution.slices.get((number, tensor))
+        if change is not None and tensor not in names:
+            names[tensor] = ("changed", tensor)
+            shape = local_shape(solution.graph.tensors[tensor].shape, change.target, rank)
+            yield _conversion(change, Ref(tensor), (names[tensor], shape), operator)
+    return names
+
+
+def _renamed(value: Any, names: Mapping[int, Any]) -> Any:
+    if isinstance(value, Ref):
+        return names.get(value.tensor, value)
+    return tuple(_renamed(item, names) for item in value) if isinstance(value, tuple) else value
+
+
+def _conversion(change: Conversion, source: Any, output: tuple[Any, tuple[int, ...]], operator: Operator) -> _Expected:
+    name = f"record:{_RECORDED[_letter(change.source), _letter(change.target)]}"
+    return _Expected(name, (("input", (source,)),), (output,), operator)
 
 
 def _crossing(operator: Operator) -> tuple[str, str] | None:
@@ -168,6 +203,15 @@ def _boundaries(crossed: list[Operator], solution: Solution, rank: int) -> Itera
     """Tensors entering a module are marked, then converted; those leaving it are converted, then marked."""
     conversions = {conversion.boundary: conversion for conversion in solution.conversions}
     marks, changes = [], []
+    if isinstance(crossed[0].boundary, CallPoint):
+        for operator in crossed:  # a point without a conversion is nothing at all
+            change = conversions.get(operator.boundary)
+            source, target = Ref(operator.inputs[0]), operator.outputs[0]
+            if change is None:
+                yield _Expected("", (("input", (source,)),), ((target, ()),), operator)
+            else:
+                yield _conversion(change, source, (target, _local_shape(solution, target, rank)), operator)
+        return
     for operator in crossed:
         boundary, source, target = operator.boundary, operator.inputs[0], operator.outputs[0]
         conversion = conversions.get(boundary) if boundary is not None else None
@@ -175,15 +219,13 @@ def _boundaries(crossed: list[Operator], solution: Solution, rank: int) -> Itera
         if boundary is None or conversion is None:
             marks.append(_Expected("boundary", (("input", (Ref(source),)),), ((target, after),), operator))
             continue
-        name = f"record:{_RECORDED[_letter(conversion.source), _letter(conversion.target)]}"
         between = ("converted", target)
-        first, last = (("input", (Ref(source),)),), (("input", (between,)),)
         if boundary.side == "in":
-            marks.append(_Expected("boundary", first, ((between, before),), operator))
-            changes.append(_Expected(name, last, ((target, after),), operator))
+            marks.append(_Expected("boundary", (("input", (Ref(source),)),), ((between, before),), operator))
+            changes.append(_conversion(conversion, between, (target, after), operator))
         else:
-            changes.append(_Expected(name, first, ((between, after),), operator))
-            marks.append(_Expected("boundary", last, ((target, after),), operator))
+            changes.append(_conversion(conversion, Ref(source), (between, after), operator))
+            marks.append(_Expected("boundary", (("input", (between,)),), ((target, after),), operator))
     yield from [*marks, *changes] if crossed[0].boundary and crossed[0].boundary.side == "in" else [*changes, *marks]
 
 
@@ -213,7 +255,8 @@ def _plain(operator: Operator, shapes: Any, solution: Solution, rank: int) -> _E
     if known is None:
         return _Expected(operator.name, operator.arguments, shapes, operator)
     local: dict[str, Any] = {}
-    for name, tensor_name, dim_name in known.offsets:
+    shares: dict[str, int] = {}
+    for name, tensor_name, dim_name in known.positions(operator):
         ref = operator.argument(tensor_name)
         layout = _layout(solution, ref.tensor)
         shape = solution.graph.tensors[ref.tensor].shape
@@ -223,8 +266,16 @@ def _plain(operator: Operator, shapes: Any, solution: Solution, rank: int) -> _E
         if owned is not None and value is not None:
             offset = min(value + shape[dim] if value < 0 else value, shape[dim])
             local[name] = sum(max(0, min(stop, offset) - start) for start, stop in owned.held[rank])
+    for name, tensor_name, dim in known.shares:
+        ref = operator.argument(tensor_name)
+        layout = _layout(solution, ref.tensor)
+        owned = layout.ownership(dim) if isinstance(layout, Shard) else None
+        if owned is not None:
+            shares[name] = operator.argument(name) * owned.local_size(rank) // owned.size
     arguments = tuple(
-        (name, _Offset(local[name], dict(operator.arguments)[name]) if name in local else value)
+        (name, shares[name])
+        if name in shares
+        else (name, _Offset(local[name], dict(operator.arguments)[name]) if name in local else value)
         for name, value in operator.arguments
     )
     sharded = any(isinstance(_layout(solution, tensor), Shard) for tensor in (*operator.inputs, *operator.outputs))

@@ -14,6 +14,8 @@ function                              types  forward                   backward
 :func:`scatter`                       I → S  slice                     all-gather
 :func:`slice_replicate`               R → S  slice                     zero-padding
 :func:`reduce_scatter`                P → S  reduce-scatter            all-gather
+:func:`keep_once`                     I → P  zeros but on one rank     identity
+:func:`keep_once_replicate`           R → P  zeros but on one rank     zeros but on one rank
 ====================================  =====  ========================  ==========================
 
 A shard's one sharded dim may be uneven, have several runs a rank, or be shared: where several ranks hold an index they
@@ -21,8 +23,8 @@ hold the same value, and their gradients *add up* to the gradient. Going out of 
 taken and so the first owner alone gets the gradient; going into it every owner gets the value and the backward sums
 what the owners return.
 
-All of these are collective (every rank of the group must call them in the same order) except ``slice_replicate``, in
-forward or backward as the table says. On meta tensors each records itself as one node of the trace (its name is the
+All of these are collective (every rank of the group must call them in the same order) except ``slice_replicate`` and
+those that keep once, in forward or backward as the table says. On meta tensors each records itself as one node of the trace (its name is the
 conversion, ``"partial_to_invariant"`` and so on) and communicates nothing.
 
 The idea of pairs is Megatron-LM's (``tensor_parallel/mappings.py``); what goes over the wire are PyTorch's functional
@@ -253,6 +255,31 @@ class _PartialToShard(Function):
         return _gather(grad, ctx.group, *ctx.where, add_owners=True), None, None, None
 
 
+class _InvariantToPartial(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: TPGroup) -> Tensor:
+        if x.is_meta:
+            return trace.record("invariant_to_partial", [x], x.shape)
+        return x.view_as(x) if group.rank == 0 else torch.zeros_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _ReplicateToPartial(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: TPGroup) -> Tensor:
+        ctx.group = group
+        if x.is_meta:
+            return trace.record("replicate_to_partial", [x], x.shape)
+        return x.view_as(x) if group.rank == 0 else torch.zeros_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad if ctx.group.rank == 0 else torch.zeros_like(grad), None
+
+
 # --- what layers call ---
 
 
@@ -309,6 +336,16 @@ def reduce_scatter(x: Tensor, group: TPGroup, shard: Shard) -> Tensor:
     return _PartialToShard.apply(x, group, dim, ownership)
 
 
+def keep_once(x: Tensor, group: TPGroup) -> Tensor:
+    """I → P: an addend that counts once in a sum over the ranks (a bias): the tensor on rank 0, zeros elsewhere."""
+    return _InvariantToPartial.apply(x, group)
+
+
+def keep_once_replicate(x: Tensor, group: TPGroup) -> Tensor:
+    """R → P: as :func:`keep_once`; only rank 0's use counts for the gradient, too."""
+    return _ReplicateToPartial.apply(x, group)
+
+
 def convert(x: Tensor, source: Layout, target: Layout, group: TPGroup) -> Tensor:
     """``x`` in another layout; ``x`` itself when the layouts are equal. Collective as the table of this module says.
 
@@ -323,6 +360,10 @@ def convert(x: Tensor, source: Layout, target: Layout, group: TPGroup) -> Tensor
         return scatter(x, group, target)
     if isinstance(source, Replicate) and isinstance(target, Shard):
         return slice_replicate(x, group, target)
+    if isinstance(source, Invariant) and isinstance(target, Partial):
+        return keep_once(x, group)
+    if isinstance(source, Replicate) and isinstance(target, Partial):
+        return keep_once_replicate(x, group)
     if isinstance(source, Partial) and isinstance(target, Invariant):
         return all_reduce(x, group)
     if isinstance(source, Partial) and isinstance(target, Replicate):
@@ -334,7 +375,7 @@ def convert(x: Tensor, source: Layout, target: Layout, group: TPGroup) -> Tensor
     if isinstance(source, Shard) and isinstance(target, Replicate):
         return all_gather_replicate(x, group, source)
     raise ValueError(
-        f"no conversion from {source} to {target}: there are I->R, I->S, R->S, P->I, P->R, P->S, S->I and S->R; "
+        f"no conversion from {source} to {target}: there are I->R, I->S, I->P, R->S, R->P, P->I, P->R, P->S, S->I and S->R; "
         "convert in two steps, for instance by gathering to I first"
     )
 

@@ -1,0 +1,110 @@
+"""More places where a layout may change: the arguments and results of single calls inside a module.
+
+Boundaries of modules suffice where a model is made of the usual layers. A module that keeps bare parameters (experts, a
+transposed linear, an attention in one piece) is opened: before every call in its own code, and after it, the solver may
+convert a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from lightning_autotp.graph import CallPoint, Graph, Operator, Ref
+
+
+def bare_modules(graph: Graph) -> frozenset[str]:
+    """Modules that use a matrix in other ways than PyTorch's linears and embeddings do."""
+    return frozenset(
+        operator.module
+        for operator in graph.operators
+        if operator.boundary is None and not operator.layer
+        for tensor in operator.inputs
+        if tensor in graph.parameters and len(graph.tensors[tensor].shape) > 1
+    )
+
+
+def open_modules(graph: Graph, modules: Collection[str]) -> Graph:
+    """The graph with a point at every argument and result of the calls in these modules' own code.
+
+    A point is an operator called ``boundary``; a tensor has the same index after it as before in ``graph`` where it is
+    a result, and a new one where it is an argument.
+    """
+    if not modules:
+        return graph
+    opened = Graph(list(graph.tensors), [], dict(graph.parameters), list(graph.outputs), list(graph.calls))
+    of_call: dict[int, list[Operator]] = {}
+    for operator in graph.operators:
+        if operator.call >= 0 and operator.module in modules:
+            of_call.setdefault(operator.call, []).append(operator)
+    renamed: dict[int, dict[int, int]] = {}
+    for operator in graph.operators:
+        mine = of_call.get(operator.call, [])
+        if mine and operator is mine[0]:
+            renamed[operator.call] = _argument_points(opened, operator, mine)
+        if not mine:
+            opened.operators.append(operator)
+            continue
+        results = _results(graph, operator, mine)
+        fresh = {tensor: _like(opened, tensor) for tensor in results}
+        names = renamed[operator.call]
+        opened.operators.append(
+            replace(
+                operator,
+                arguments=tuple((key, _renamed(value, names)) for key, value in operator.arguments),
+                outputs=tuple(fresh.get(tensor, tensor) for tensor in operator.outputs),
+            )
+        )
+        for tensor, leaf in results.items():
+            point = CallPoint(operator.module, graph.calls[operator.call].site, "result", leaf)
+            opened.operators.append(_point(operator, fresh[tensor], tensor, point))
+    return opened
+
+
+def _argument_points(opened: Graph, first: Operator, mine: list[Operator]) -> dict[int, int]:
+    """Points for the call's arguments that exactly one of its operators reads; their new names."""
+    call = opened.calls[first.call]
+    names: dict[int, int] = {}
+    for leaf, value in enumerate(call.arguments):
+        if not isinstance(value, Ref) or call.arguments.count(value) > 1 or opened.tensors[value.tensor].is_static:
+            continue
+        if sum(value.tensor in operator.inputs for operator in mine) != 1:
+            continue
+        names[value.tensor] = _like(opened, value.tensor)
+        point = CallPoint(first.module, call.site, "argument", leaf)
+        opened.operators.append(_point(first, value.tensor, names[value.tensor], point))
+    return names
+
+
+def _results(graph: Graph, operator: Operator, mine: list[Operator]) -> dict[int, int]:
+    """Outputs of the operator that its call returns and none of the call's operators reads, by leaf."""
+    call = graph.calls[operator.call]
+    read = {tensor for other in mine for tensor in other.inputs}
+    return {
+        value.tensor: leaf
+        for leaf, value in enumerate(call.results)
+        if isinstance(value, Ref)
+        and value.tensor in operator.outputs
+        and value.tensor not in read
+        and call.results.count(value) == 1
+        and graph.tensors[value.tensor].is_differentiable
+    }
+
+
+def _like(graph: Graph, tensor: int) -> int:
+    graph.tensors.append(graph.tensors[tensor])
+    return len(graph.tensors) - 1
+
+
+def _point(operator: Operator, source: int, target: int, point: CallPoint) -> Operator:
+    return Operator(
+        "boundary", (("input", (Ref(source),)),), (target,), operator.module, operator.source, boundary=point
+    )
+
+
+def _renamed(value: object, names: dict[int, int]) -> object:
+    if isinstance(value, Ref):
+        return Ref(names.get(value.tensor, value.tensor))
+    if isinstance(value, tuple):
+        return tuple(_renamed(item, names) for item in value)
+    return value
