@@ -141,12 +141,12 @@ def replace_leaf(value: Any, leaf: int, change: Change) -> Any:
     return result
 
 
-def number(whole: int, local: int) -> Change:
-    """Replaces a number that stands for a whole size by the local one."""
+def number(local: int) -> Change:
+    """Puts this rank's size in the place of a number."""
 
     def change(found: Any) -> Any:
-        if found != whole:
-            raise _NoLeaf(f"{found!r} where {whole} was planned")
+        if type(found) is not int:
+            raise _NoLeaf(f"{found!r} where a number was planned")
         return local
 
     return change

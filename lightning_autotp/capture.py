@@ -64,6 +64,13 @@ def _capture(model: nn.Module, example_inputs: Any, *, until_failure: bool = Fal
     )
     traced = meta_copy(model, fake.from_tensor).train()
     tracer = Tracer(traced)
+    _run(traced, args, kwargs, tracer, fake, until_failure)
+    tracer.graph.static_on_demand()
+    return tracer.graph
+
+
+def _run(traced: nn.Module, args: Any, kwargs: Any, tracer: Tracer, fake: FakeTensorMode, until_failure: bool) -> None:
+    """Run the model under the tracer."""
     with contextlib.ExitStack() as context:
         context.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
@@ -75,10 +82,11 @@ def _capture(model: nn.Module, example_inputs: Any, *, until_failure: bool = Fal
             result = traced(*args, **kwargs)
         except Exception as error:
             if until_failure:
-                return tracer.graph
+                tracer.graph.failure = f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0]}"
+                return
             where = " -> ".join(tracer.modules[1:]) or "(root)"
             raise CaptureError(
-                f"{type(model).__name__} cannot be captured: {type(error).__name__}: "
+                f"{type(traced).__name__} cannot be captured: {type(error).__name__}: "
                 f"{(str(error).strip() or '(no message)').splitlines()[0]}\n"
                 f"  in module {where}\n  at {_user_line(error)}\n"
                 "The model is traced once on the meta device: remove what needs a tensor's value (`.item()`, "
@@ -88,7 +96,6 @@ def _capture(model: nn.Module, example_inputs: Any, *, until_failure: bool = Fal
         with tracer.pause():
             returned = [leaf for leaf in leaves if leaf.is_floating_point()]
         tracer.outputs(returned)
-    return tracer.graph
 
 
 def language_model_inputs(model: nn.Module) -> dict[str, Any]:

@@ -305,15 +305,33 @@ def save_pretrained(model: nn.Module, directory: str | os.PathLike[str], *, writ
     state = full_state_dict(model, keep=writes)
     with raise_together(group.process_group, f"writing {directory}"):
         if writes:
-            with torch.device("meta"):
-                original: Any = type(model)(copy.deepcopy(model.config))
-                original.to(model.dtype)
-            if model.can_generate():
-                original.generation_config = copy.deepcopy(model.generation_config)
-            # What from_pretrained renamed on the way in is renamed back on the way out.
-            if hasattr(model, "_weight_conversions"):
-                original._weight_conversions = model._weight_conversions
+            original = _original(model)
             original.save_pretrained(directory, state_dict=state, **kwargs)
+
+
+def _original(model: Any) -> Any:
+    """The model that one process would have, on the meta device, for transformers to write."""
+    with torch.device("meta"):
+        original = type(model)(copy.deepcopy(model.config))
+    # Shapes, dtypes and ties are the model's, which may not be those of its configuration.
+    whole: dict[nn.Parameter, nn.Parameter] = {}
+    modules = dict(original.named_modules())
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        path, _, leaf = name.rpartition(".")
+        if parameter not in whole:
+            shape = getattr(parameter, "meta", parameter).shape
+            whole[parameter] = nn.Parameter(torch.empty(shape, dtype=parameter.dtype, device="meta"), False)
+        if path in modules and leaf in modules[path]._parameters:
+            modules[path]._parameters[leaf] = whole[parameter]
+    if model.can_generate():
+        original.generation_config = copy.deepcopy(model.generation_config)
+    # What from_pretrained renamed, fused or cut on the way in is undone on the way out. (What it dequantized is written
+    # as it is, with the names that transformers' own format has for the architecture.)
+    conversions = getattr(model, "_weight_conversions", None)
+    operations = [operation for entry in conversions or () for operation in getattr(entry, "operations", ())]
+    if conversions is not None and not any(getattr(operation, "hf_quantizer", None) for operation in operations):
+        original._weight_conversions = conversions
+    return original
 
 
 def _index(runs: tuple[Run, ...]) -> tuple[slice, ...]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
+from typing import Literal
 
 import torch
 from jsonargparse import auto_cli
@@ -14,6 +17,9 @@ from lightning_autotp.capture import CaptureError
 from lightning_autotp.pipeline import make_plan
 from lightning_autotp.solver import NothingToShard
 from lightning_autotp.verify import VerificationError
+from lightning_autotp.zoo.models import GROUPS, architectures
+from lightning_autotp.zoo.report import summary, to_json, to_markdown, totals_table
+from lightning_autotp.zoo.run import run
 
 
 def plan(model: str, tp: int = 2, json: Path | None = None) -> None:
@@ -39,9 +45,73 @@ def plan(model: str, tp: int = 2, json: Path | None = None) -> None:
         json.write_text(result.to_json())
 
 
+def zoo(
+    group: Literal["causal", "seq2seq", "masked", "image", "all"] = "all",
+    tp: int = 2,
+    only: list[str] | None = None,
+    json: Path | None = None,
+    page: Path | None = None,
+    plan_only: bool = False,
+    limit: float = 120.0,
+) -> None:
+    """Try every architecture of transformers: a tiny model, parallelized, against one process.
+
+    Compares a training batch's loss and every full gradient. A run over whole groups writes ``docs/zoo.md``.
+
+    Args:
+        group: which of transformers' mappings.
+        tp: number of tensor-parallel ranks (processes on this machine).
+        only: these architectures (``model_type``) only; the page is written only where ``page`` says so.
+        json: file to write everything found to.
+        page: the page to write, instead of ``docs/zoo.md``.
+        plan_only: only plan, in one process, and run nothing; writes no page of its own accord either.
+        limit: seconds that one architecture may take.
+    """
+    console = Console()
+    groups = tuple(GROUPS) if group == "all" else (group,)
+    chosen = [(g, name) for g in groups for name in architectures(g) if only is None or name in only]
+    unknown = sorted(set(only or ()) - {name for _, name in chosen})
+    if unknown:
+        raise SystemExit(
+            f"lightning-autotp zoo: {', '.join(unknown)} is in none of the mappings ({', '.join(groups)}); "
+            "--only takes names such as llama or gpt2"
+        )
+    verdicts = []
+    for verdict in run(chosen, tp, limit, plan_only):
+        verdicts.append(verdict)
+        console.print(summary(verdict), markup=False, highlight=False, soft_wrap=True)
+    console.print(totals_table(verdicts))
+    command = f"lightning-autotp zoo --group {group} --tp {tp}"
+    command += f" --only {' '.join(only or ())}" * bool(only) + " --plan-only" * plan_only
+    if json is not None:
+        json.write_text(to_json(verdicts, command))
+    if page is None and only is None and not plan_only:
+        page = Path("docs/zoo.md")
+    if page is not None:
+        page.parent.mkdir(parents=True, exist_ok=True)
+        page.write_text(to_markdown(verdicts, command, {name: version(name) for name in ("torch", "transformers")}))
+
+
 def main() -> None:
     """Entry point."""
-    auto_cli({"plan": plan}, prog="lightning-autotp")
+    auto_cli({"plan": plan, "zoo": zoo}, args=_spelled_out(sys.argv[1:]), prog="lightning-autotp")
+
+
+def _spelled_out(arguments: list[str]) -> list[str]:
+    """``--only NAME NAME`` and ``--plan-only`` in the parser's own spelling of lists and switches."""
+    spelled: list[str] = []
+    names: list[str] | None = None
+    for argument in arguments:
+        if argument.startswith("--"):
+            names = None
+        if argument == "--only":
+            names = []
+        elif names is not None:
+            names.append(argument)
+            spelled.append(f"--only+={argument}")
+        else:
+            spelled.append("--plan_only=true" if argument == "--plan-only" else argument)
+    return spelled
 
 
 if __name__ == "__main__":

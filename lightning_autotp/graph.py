@@ -167,10 +167,12 @@ class Graph:
 
     Attributes:
         tensors: every tensor.
-        operators: in execution order.
+        operators: in execution order, but for static ones: each stands before the first that needs it, and one that
+            nothing needs is left out.
         parameters: name of the parameter (its first name, where tied) by tensor.
         outputs: the floating-point tensors the model returns.
         calls: the calls in the model's code that ran the operators.
+        failure: what the model's code raised, where it did not come to its end.
     """
 
     tensors: list[TensorInfo] = field(default_factory=list)
@@ -178,6 +180,44 @@ class Graph:
     parameters: dict[int, str] = field(default_factory=dict)
     outputs: list[int] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
+    failure: str = ""
+
+    def loose(self) -> list[int]:
+        """Tensors that no operator makes and that are no parameters (inputs, buffers, constants), as they are used."""
+        made = {tensor for operator in self.operators for tensor in operator.outputs}
+        used = (tensor for operator in self.operators for tensor in operator.inputs)
+        return [tensor for tensor in dict.fromkeys(used) if tensor not in made and tensor not in self.parameters]
+
+    def static_on_demand(self) -> None:
+        """Bring the static operators into an order that depends on the others alone.
+
+        Code may compute masks and tables in any order (it may loop over a set): a second trace must not differ by that.
+        """
+        producers = self.producers()
+        placed: dict[int, Operator] = {}
+
+        def place(operator: Operator) -> None:
+            pending = [operator]
+            while pending:
+                last = pending[-1]
+                missing = [
+                    producer
+                    for tensor in last.inputs
+                    if (producer := producers.get(tensor)) is not None and id(producer) not in placed
+                ]
+                if missing:
+                    pending.append(missing[0])
+                else:
+                    placed.setdefault(id(last), last)
+                    pending.pop()
+
+        for operator in self.operators:
+            if not all(self.tensors[tensor].is_static for tensor in operator.outputs):
+                place(operator)
+        for tensor in self.outputs:
+            if tensor in producers:
+                place(producers[tensor])
+        self.operators = list(placed.values())
 
     def producers(self) -> dict[int, Operator]:
         """The operator that makes each tensor."""

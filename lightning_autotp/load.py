@@ -3,11 +3,12 @@
 Every parameter of a model built without memory has a :class:`~lightning_autotp.recipe.Recipe`: recorded
 initialization, tensors that are already there, or tensors in checkpoint files, perhaps converted on the way (cast,
 stacked, concatenated, cut, transposed). :func:`load_parameters` takes the blocks of ``ParameterMeta.mapping`` from it.
-A block of a file's tensor is read as that block, in chunks of :data:`CHUNK_BYTES`; conversions that only rearrange are
-done per block. What a recipe computes otherwise is made whole, one tensor at a time, and cut. So host memory stays
-under this rank's parameters plus the largest tensor.
+A block of a file's tensor is read as that block, in small pieces; conversions are done per block where
+:mod:`~lightning_autotp.conversion` can, else one tensor at a time is made whole, and cut. So host memory stays under
+this rank's parameters plus the largest tensor.
 
-Files are opened anew for every chunk: pages of a mapped file count as this process's memory until it is unmapped.
+Pages of a mapped file count as this process's memory until it is unmapped: it is, as soon as ``CHUNK_BYTES`` of it may
+have been touched.
 """
 
 from __future__ import annotations
@@ -15,29 +16,28 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from lightning_autotp.conversion import CHUNK_BYTES, Blocks
 from lightning_autotp.layout import Run
 from lightning_autotp.meta import ParameterMeta, parameter_meta
-from lightning_autotp.recipe import Recipe, Source, Step, View
-
-CHUNK_BYTES = 16 * 2**20
-"""Bytes of the original tensor that are mapped at a time."""
+from lightning_autotp.recipe import Recipe
+from lightning_autotp.recorder import _trim
 
 _DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "U16": torch.uint16, "I16": torch.int16,
     "U32": torch.uint32, "I32": torch.int32, "U64": torch.uint64, "I64": torch.int64, "F16": torch.float16,
     "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
+    "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu, "C64": torch.complex64,
 }  # fmt: skip
-
-Box = tuple[Run, ...]
 
 
 class CheckpointError(RuntimeError):
@@ -81,7 +81,9 @@ class CheckpointTensor:
             CheckpointError: if the file cannot be read or no longer has the tensor.
         """
         where = tuple(slice(start, stop) for start, stop in box) if box is not None else ...
-        with _open(self.file) as tensors:
+        rows = prod(self.shape[1:]) * (box[0][1] - box[0][0] if box else self.shape[0] if self.shape else 1)
+        shelf = _shelf.get() or _Shelf()
+        with _explained(self.file), shelf.lend(self.file, rows * self.stored.itemsize) as tensors:
             found = tensors.entry(self.name)
             if found is None or found.shape != self.shape:
                 raise MismatchError(_changed(self, found))
@@ -112,7 +114,7 @@ class _File:
     def __init__(self, path: str, tensors: Any) -> None:
         self._path = path
         self._tensors = tensors
-        self.names: list[str] = list(tensors.keys())
+        self.names: dict[str, None] = dict.fromkeys(tensors.keys())
 
     def entry(self, name: str) -> CheckpointTensor | None:
         """What the file says of a tensor, ``None`` if it has none of that name; nothing of the tensor is read."""
@@ -141,18 +143,24 @@ class _File:
 
 @contextmanager
 def _open(path: str) -> Iterator[_File]:
-    """Open a checkpoint file, mapped; what goes wrong within becomes a :class:`CheckpointError` that names it."""
+    """Open a checkpoint file, mapped."""
+    if path.endswith(".safetensors"):
+        with safe_open(path, framework="pt", device="cpu") as tensors:
+            yield _File(path, tensors)
+    else:
+        yield _File(path, torch.load(path, map_location="cpu", mmap=True, weights_only=True))
+
+
+@contextmanager
+def _explained(path: str) -> Iterator[None]:
+    """What goes wrong with a checkpoint file within becomes a :class:`CheckpointError` that names it."""
     if not os.path.isfile(path):
         raise MissingFileError(
             f"checkpoint file {path} does not exist. An index (*.index.json) or an earlier download names it: download "
             "the checkpoint again, or correct the path"
         )
     try:
-        if path.endswith(".safetensors"):
-            with safe_open(path, framework="pt", device="cpu") as tensors:
-                yield _File(path, tensors)
-        else:
-            yield _File(path, torch.load(path, map_location="cpu", mmap=True, weights_only=True))
+        yield
     except pickle.UnpicklingError as error:
         raise DamagedFileError(
             f"{path} is not a file of tensors only, or is damaged; nothing else is unpickled. If you trust it, load it "
@@ -168,6 +176,51 @@ def _open(path: str) -> Iterator[_File]:
             f"{path} ({os.path.getsize(path)} bytes) cannot be read, it may be truncated: {advice}. "
             f"({_first_line(error)})"
         ) from error
+
+
+class _Shelf:
+    """Lends opened files; one that keeps them leaves the last one open for the next read."""
+
+    def __init__(self, keeps: bool = False) -> None:
+        self._keeps = keeps
+        self._path: str | None = None
+        self._mapped = 0
+        self._file: _File | None = None
+        self._open = ExitStack()
+
+    @contextmanager
+    def lend(self, path: str, nbytes: int) -> Iterator[_File]:
+        """The file, of which ``nbytes`` more bytes will be mapped."""
+        if self._file is None or self._path != path or self._mapped + nbytes > CHUNK_BYTES:
+            self.close()
+            self._file, self._path = self._open.enter_context(_open(path)), path
+        self._mapped += nbytes
+        try:
+            yield self._file
+        finally:
+            if not self._keeps:
+                self.close()
+
+    def close(self) -> None:
+        """Unmap what is mapped, and give freed pieces back before the next ones: parameters end up between them."""
+        self._path, self._file, self._mapped = None, None, 0
+        self._open.close()
+        _trim()
+
+
+_shelf: ContextVar[_Shelf | None] = ContextVar("shelf", default=None)
+
+
+@contextmanager
+def _files_kept_open() -> Iterator[None]:
+    """Within it a file is opened once for many small reads, not for each of them."""
+    shelf = _Shelf(keeps=True)
+    token = _shelf.set(shelf)
+    try:
+        yield
+    finally:
+        _shelf.reset(token)
+        shelf.close()
 
 
 def _first_line(error: Exception) -> str:
@@ -190,7 +243,7 @@ def read_headers(files: Iterable[str]) -> dict[str, CheckpointTensor]:
     """
     tensors: dict[str, CheckpointTensor] = {}
     for file in files:
-        with _open(file) as opened:
+        with _explained(file), _open(file) as opened:
             entries = [opened.entry(name) for name in opened.names]
             tensors.update({entry.name: entry for entry in entries if entry is not None})
     return tensors
@@ -210,147 +263,6 @@ def check_checkpoint(model: nn.Module) -> None:
         wrong = [_changed(tensor, now.get(name)) for name, tensor in source.tensors.items() if now.get(name) != tensor]
         if wrong:
             raise MismatchError("\n".join(wrong))
-
-
-def blocks_of(recipe: Recipe, boxes: Sequence[Box]) -> Iterator[tuple[Box, Tensor]]:
-    """The parts of a recipe's tensor within some boxes, in pieces: ``(half-open range per dim, tensor)``.
-
-    From files no more is read than the boxes, at most :data:`CHUNK_BYTES` of the original tensor at a time. A piece may
-    be the memory of a tensor that others hold: copy it before changing it.
-    """
-    whole: Tensor | None = None
-    for box in boxes:
-        for piece in _chunks(box, recipe.target):
-            part = _part(recipe, recipe.target, piece) if whole is None else None
-            if part is None:
-                whole = recipe() if whole is None else whole
-                part = whole[tuple(slice(start, stop) for start, stop in piece)]
-            yield piece, part
-
-
-def _chunks(box: Box, target: View) -> Iterator[Box]:
-    """``box`` cut along its first dim, so that :data:`CHUNK_BYTES` of whole rows hold each piece."""
-    if not box:
-        yield box
-        return
-    (start, stop), *rest = box
-    row = target.dtype.itemsize
-    for size in target.size[1:]:
-        row *= size
-    rows = max(1, CHUNK_BYTES // max(1, row))
-    for first in range(start, stop, rows):
-        yield ((first, min(first + rows, stop)), *rest)
-
-
-def _part(recipe: Recipe, view: View, box: Box) -> Tensor | None:
-    """The block ``box`` of ``view``, made from blocks only, or ``None`` where that takes the whole tensor.
-
-    Operators that copy, cast or join are done per block, as is any view of their result that cuts or permutes dims.
-    """
-    makers = [step for step in recipe.steps if view.storage in step.writes]
-    source: Source | None = None
-    if view.storage is None or view.conj or view.neg or len(makers) > 1:
-        return None
-    if not makers:
-        value = recipe.leaves[view.storage].value
-        if value is None:
-            return None
-        if isinstance(value, Tensor):
-            tensor = view.on(recipe.leaves[view.storage].storage())
-            return tensor[tuple(slice(start, stop) for start, stop in box)]
-        source = value
-        base = View(view.storage, value.dtype, value.shape, _contiguous(value.shape), 0)
-    else:
-        output = next((out for out in makers[0].outputs if out is not None and out.storage == view.storage), None)
-        if output is None:
-            return None
-        base = output
-    found = _within(view, base, box)
-    if found is None:
-        return None
-    inner, order = found
-    part = source.read(inner) if source is not None else _step_part(recipe, makers[0], inner)
-    if part is None:
-        return None
-    return part.permute(order).reshape([stop - start for start, stop in box])
-
-
-def _step_part(recipe: Recipe, step: Step, box: Box) -> Tensor | None:
-    """The block ``box`` of the result of ``step``, or ``None`` if its operator does not just copy, cast or join."""
-    name = step.name
-    if name in ("clone", "_to_copy"):
-        if step.kwargs.get("device") not in (None, torch.device("cpu")):
-            return None
-        part = _part(recipe, step.args[0], box)
-        return part if part is None else part.to(step.kwargs.get("dtype") or part.dtype)
-    if name not in ("cat", "stack"):
-        return None
-    views: list[View] = step.args[0]
-    dim = step.args[1] if len(step.args) > 1 else 0
-    dim %= len(box)
-    pieces: list[Tensor] = []
-    start, stop = box[dim]
-    offset = 0
-    for view in views:
-        if view.dtype != views[0].dtype or (name == "cat" and len(view.size) != len(box)):
-            return None
-        length = view.size[dim] if name == "cat" else 1
-        low, high = max(start - offset, 0), min(stop - offset, length)
-        offset += length
-        if low >= high:
-            continue
-        part = _part(recipe, view, (*box[:dim], *(((low, high),) if name == "cat" else ()), *box[dim + 1 :]))
-        if part is None:
-            return None
-        pieces.append(part)
-    return pieces[0] if name == "cat" and len(pieces) == 1 else getattr(torch, name)(pieces, dim=dim)
-
-
-def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.append(strides[-1] * max(size, 1))
-    return tuple(reversed(strides)) if shape else ()
-
-
-def _within(view: View, base: View, box: Box) -> tuple[Box, list[int]] | None:
-    """Where the block ``box`` of ``view`` lies in ``base``, a window into the same storage.
-
-    Returns:
-        The block of ``base``, and the order of its dims that gives ``view``'s (dims of length one apart), or ``None``
-        where ``view`` is not made by cutting and permuting the dims of ``base``.
-    """
-    if view.dtype != base.dtype or 0 in base.size or 0 in view.size:
-        return None
-    offset = view.offset - base.offset
-    starts = [0] * len(base.size)
-    by_stride = sorted((dim for dim, size in enumerate(base.size) if size > 1), key=lambda dim: -base.stride[dim])
-    for dim in by_stride:
-        starts[dim], offset = divmod(offset, base.stride[dim]) if base.stride[dim] else (0, offset)
-    if offset:
-        return None
-    inner = [(start, start + 1) for start in starts]
-    order: list[int] = []
-    for size, stride, (low, high) in zip(view.size, view.stride, box, strict=True):
-        if size == 1:
-            continue
-        of_base = [dim for dim in by_stride if base.stride[dim] == stride and dim not in order]
-        if not of_base or starts[of_base[0]] + size > base.size[of_base[0]]:
-            return None
-        inner[of_base[0]] = (starts[of_base[0]] + low, starts[of_base[0]] + high)
-        order.append(of_base[0])
-    if any(not 0 <= start < size for start, size in zip(starts, base.size, strict=True)):
-        return None
-    return tuple(inner), order + [dim for dim in range(len(base.size)) if dim not in order]
-
-
-def same_values(one: Recipe, other: Recipe) -> bool:
-    """Whether two recipes make equal tensors, in chunks where they come from files."""
-    if (one.target.size, one.target.dtype) != (other.target.size, other.target.dtype):
-        return False
-    everything = [tuple((0, size) for size in one.target.size)]
-    pieces = zip(blocks_of(one, everything), blocks_of(other, everything), strict=True)
-    return all(torch.equal(here, there) for (_, here), (_, there) in pieces)
 
 
 def load_parameters(model: nn.Module, device: torch.device | str | None = None) -> None:
@@ -385,13 +297,14 @@ def load_parameters(model: nn.Module, device: torch.device | str | None = None) 
         raise CheckpointError("local parameters do not have the shapes that their layouts give:\n" + "\n".join(wrong))
     check_checkpoint(model)
     filled: dict[nn.Parameter, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is None or parameter not in wanted:
-                continue
-            if parameter not in filled:
-                filled[parameter] = _fill(parameter, wanted[parameter], torch.device(device or "cpu"))
-            module._parameters[name] = filled[parameter]
+    with _files_kept_open():
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is None or parameter not in wanted:
+                    continue
+                if parameter not in filled:
+                    filled[parameter] = _fill(parameter, wanted[parameter], torch.device(device or "cpu"))
+                module._parameters[name] = filled[parameter]
     if device is not None:
         model.to(device)
 
@@ -402,15 +315,12 @@ def _fill(parameter: nn.Parameter, meta: ParameterMeta, device: torch.device) ->
     recipe = meta.init_fn if isinstance(meta.init_fn, Recipe) else Recipe.given(meta.init_fn())  # type: ignore[misc]
     if recipe.target.size != meta.shape:
         raise CheckpointError(f"{meta.name} is initialized as {recipe.target.size} but has the shape {meta.shape}")
+    blocks = meta.mapping
     with torch.no_grad():
-        for block in meta.mapping:
-            for piece, part in blocks_of(recipe, [block.original]):
-                where = zip(piece, block.original, block.local, strict=True)
-                here = tuple(
-                    slice(local[0] + low - start, local[0] + high - start)
-                    for (low, high), (start, _), local in where
-                )  # fmt: skip
-                values[here].copy_(part)
+        for number, piece, part in Blocks(recipe).pieces([block.original for block in blocks]):
+            where = zip(piece, blocks[number].original, blocks[number].local, strict=True)
+            here = tuple(slice(at + low - start, at + high - start) for (low, high), (start, _), (at, _) in where)
+            values[here].copy_(part)
     filled = nn.Parameter(values, requires_grad=parameter.requires_grad)
     filled.__dict__.update(parameter.__dict__)
     meta.init_fn = None

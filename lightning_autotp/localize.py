@@ -9,6 +9,7 @@ itself; a change is kept if the trace then agrees further. Only a trace that agr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 
 from torch import nn
 
@@ -48,6 +49,45 @@ def find_sizes(model: nn.Module, example_inputs: object, solution: Solution, pla
     """
     search = _Search(model, example_inputs, solution, plan_with)
     return plan_with(search.find((), _representatives(solution)))
+
+
+def adapted(solution: Solution, mismatch: Mismatch) -> Solution | None:
+    """The solution with a static tensor that is made local right away, where that is what its code does.
+
+    A tensor whose values do not depend on the place along a dim (zeros; something expanded) may be made with the sizes
+    of a sharded tensor: it is this rank's part already, and need not be sliced. ``None`` if that is not the case.
+    """
+    operator = mismatch.operator
+    if operator is None or operator.name not in _UNIFORM or not solution.graph.tensors[operator.outputs[0]].is_static:
+        return None
+    (tensor,) = operator.outputs
+    slices = {place: change for place, change in solution.slices.items() if place[1] == tensor}
+    targets = {change.target for change in slices.values()}
+    readers = sum(tensor in other.inputs for other in solution.graph.operators)
+    if len(targets) != 1 or len(slices) != readers:
+        return None
+    (target,) = targets
+    if not isinstance(target, Shard) or not all(_is_uniform(solution, operator, dim) for dim, _ in target.dims):
+        return None
+    return replace(
+        solution,
+        layouts=solution.layouts | {tensor: target},
+        slices={place: change for place, change in solution.slices.items() if place not in slices},
+    )
+
+
+_UNIFORM = {
+    f"aten.{name}.default" for name in ("zeros", "ones", "full", "new_zeros", "new_ones", "new_full", "empty", "expand")
+}
+
+
+def _is_uniform(solution: Solution, operator: Operator, dim: int) -> bool:
+    """Whether the operator's result is the same at every place along the dim."""
+    if operator.name != "aten.expand.default":
+        return True
+    source = solution.graph.tensors[operator.inputs[0]].shape
+    place = dim - (len(solution.graph.tensors[operator.outputs[0]].shape) - len(source))
+    return place < 0 or source[place] == 1
 
 
 def _representatives(solution: Solution) -> list[int]:
@@ -136,7 +176,11 @@ class _Search:
         if mismatch.operator is None or mismatch.operator.call < 0:
             return
         call = graph.calls[mismatch.operator.call]
+        # A number that must be local, or one that follows another tensor's part and must stay whole.
         lengths = self._lengths([mismatch.operator])
+        for tensor in mismatch.operator.outputs:
+            for size in graph.tensors[tensor].shape:
+                lengths.setdefault((size, (size,) * self.solution.ranks))
         taken = {(size.module, size.attribute, size.call) for size in sizes}
         for leaf, value in enumerate(call.arguments):
             for whole, local in lengths:
@@ -145,19 +189,22 @@ class _Search:
                 change = tuple(
                     SizePlan(twin, str(leaf), whole, local, call.site)
                     for twin in self._twins(call.module)
-                    if (whole, local) in self._call_lengths(twin, call.site)
-                    and (twin, str(leaf), call.site) not in taken
+                    if self._has_length(twin, call.site, whole, local) and (twin, str(leaf), call.site) not in taken
                 )
                 if change:
                     yield change
 
-    def _call_lengths(self, module: str, site: CallSite) -> dict[tuple[int, tuple[int, ...]], None]:
+    def _has_length(self, module: str, site: CallSite, whole: int, local: tuple[int, ...]) -> bool:
+        """Whether a call handles a dim of this length, cut like this or (where it is whole) not at all."""
         graph = self.solution.graph
-        return self._lengths(
+        operators = [
             operator
             for operator in graph.operators
             if operator.call >= 0 and operator.module == module and graph.calls[operator.call].site == site
-        )
+        ]
+        if set(local) == {whole}:
+            return any(whole in graph.tensors[tensor].shape for operator in operators for tensor in operator.outputs)
+        return (whole, local) in self._lengths(operators)
 
     def _twins(self, path: str) -> list[str]:
         kind = type(self.model.get_submodule(path))
@@ -186,9 +233,15 @@ def integer_reads(model: nn.Module, example_inputs: object) -> dict[str, dict[st
 
     def watch_config(config: object) -> None:
         names = getattr(config, "attribute_map", {})
-        _watch(config, lambda name, value: _note(reads, running[-1:], f"config.{names.get(name, name)}", value))
 
-    for path, module in watched.named_modules():
+        def note(name: str, value: int) -> None:
+            readers = [path for path in running[-1:] if vars(modules[path]).get("config") is config]
+            _note(reads, readers, f"config.{names.get(name, name)}", value)
+
+        _watch(config, note)
+
+    modules = dict(watched.named_modules())
+    for path, module in modules.items():
         config = vars(module).get("config")
         if config is not None and not hasattr(type(config), "_is_watched"):
             watch_config(config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from lightning_autotp.gradients import synchronize_gradients
 from lightning_autotp.graph import Graph, Operator
 from lightning_autotp.layers.group import TPGroup
 from lightning_autotp.load import load_parameters
-from lightning_autotp.localize import Unlocalizable, find_sizes
+from lightning_autotp.localize import Unlocalizable, adapted, find_sizes
 from lightning_autotp.meta import parameter_meta
 from lightning_autotp.plan import Plan, SizePlan
 from lightning_autotp.points import bare_modules, open_modules
@@ -51,8 +52,8 @@ def make_plan(
         names.setdefault(parameter, []).append(name)
     parameters = [(tuple(aliases), tuple(p.shape), p.element_size()) for p, aliases in names.items()]
     blocked: dict[int, str] = {}
+    solution = solve(graph, tensor_parallel_size, profile)
     while True:
-        solution = solve(graph, tensor_parallel_size, profile, blocked)
 
         def plan_with(sizes: tuple[SizePlan, ...], solution: Solution = solution) -> Plan:
             return annotate(solution, type(model).__name__, parameters, sizes)
@@ -60,12 +61,19 @@ def make_plan(
         try:
             return find_sizes(model, inputs, solution, plan_with), solution
         except Unlocalizable as error:
-            # Nothing is sharded at an operator whose sizes cannot be made local; the plan reports it.
-            operators = _like(graph, error.mismatch.operator)
-            if operators <= blocked.keys():
+            better = adapted(solution, error.mismatch)
+            if better is not None:
+                solution = better
+                continue
+            # Nothing is sharded where sizes cannot be made local; the plan reports it.
+            operators = next(
+                (found for found in _around(graph, error.mismatch.operator) if found - blocked.keys()), None
+            )
+            if operators is None:
                 raise VerificationError(str(error)) from error
             reason = f"a size in the Python code could not be made local: {error.mismatch.message}"
-            blocked |= dict.fromkeys(operators, reason)
+            blocked |= dict.fromkeys(operators - blocked.keys(), reason)
+            solution = solve(graph, tensor_parallel_size, profile, blocked)
 
 
 def parallelize(
@@ -127,13 +135,27 @@ def verify(model: nn.Module, solution: Solution, rank: int, example_inputs: Any)
         raise VerificationError(f"the local model of rank {rank} is not the same computation: {difference}")
 
 
-def _like(graph: Graph, operator: Operator | None) -> frozenset[int]:
-    """Positions of the operators that the same line of code runs, in every module that has it."""
+def _around(graph: Graph, operator: Operator | None) -> Iterator[frozenset[int]]:
+    """Positions of operators, in growing regions: those that the same line of code runs, then modules around it.
+
+    Modules with the same line are alike, and so each region takes them all.
+    """
     if operator is None:
-        return frozenset()
-    return frozenset(
-        position
+        return
+    alike = [
+        (position, other)
         for position, other in enumerate(graph.operators)
         if other is operator
         or (other.name == operator.name and other.boundary is None and other.source == operator.source != "")
-    )
+    ]
+    yield frozenset(position for position, _ in alike)
+    paths = {other.module for _, other in alike}
+    while True:
+        yield frozenset(
+            position
+            for position, other in enumerate(graph.operators)
+            if any(other.module == path or other.module.startswith(f"{path}.") or not path for path in paths)
+        )
+        if paths == {""}:
+            return
+        paths = {path.rpartition(".")[0] for path in paths}

@@ -1,8 +1,8 @@
 """More places where a layout may change: the arguments and results of single calls inside a module.
 
 Boundaries of modules suffice where a model is made of the usual layers. A module that keeps bare parameters (experts, a
-transposed linear, an attention in one piece) is opened: before every call in its own code, and after it, the solver may
-convert a tensor.
+transposed linear, an attention in one piece) is opened: before every call in its own code that reads a parameter, and
+after it, the solver may convert a tensor.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def bare_modules(graph: Graph) -> frozenset[str]:
 
 
 def open_modules(graph: Graph, modules: Collection[str]) -> Graph:
-    """The graph with a point at every argument and result of the calls in these modules' own code.
+    """The graph with points at the arguments and results of those calls in these modules that read a parameter.
 
     A point is an operator called ``boundary``; a tensor has the same index after it as before in ``graph`` where it is
     a result, and a new one where it is an argument.
@@ -37,6 +37,11 @@ def open_modules(graph: Graph, modules: Collection[str]) -> Graph:
     for operator in graph.operators:
         if operator.call >= 0 and operator.module in modules:
             of_call.setdefault(operator.call, []).append(operator)
+    of_call = {
+        call: mine
+        for call, mine in of_call.items()
+        if any(tensor in graph.parameters for operator in mine for tensor in operator.inputs)
+    }
     renamed: dict[int, dict[int, int]] = {}
     for operator in graph.operators:
         mine = of_call.get(operator.call, [])

@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import PreTrainedModel
 
+from lightning_autotp.conversion import same_values
 from lightning_autotp.deferred import deferred_init
 from lightning_autotp.load import (
     CheckpointError,
@@ -27,7 +28,6 @@ from lightning_autotp.load import (
     CheckpointTensor,
     MismatchError,
     read_headers,
-    same_values,
 )
 from lightning_autotp.recorder import Recorder
 
@@ -43,11 +43,13 @@ def meta_model() -> Iterator[None]:
     ties, buffers and the random generator's state are those that the same code gives outside. torch and transformers
     are as before afterwards, also after an exception. Nestable.
 
-    Weights that are not read from files (``state_dict=``, GGUF, quantized checkpoints) are loaded as usual and kept as
-    they are until the parameters are filled from them.
+    Weights that are not read from files as tensors (``state_dict=``, GGUF) are loaded as usual and kept as they are
+    until the parameters are filled from them. A quantized checkpoint is read like any other if it is dequantized on the
+    way (``quantization_config=...(dequantize=True)``).
 
     Raises:
-        CheckpointError: from ``from_pretrained``, if a file is missing or damaged or does not fit the configuration.
+        CheckpointError: from ``from_pretrained``, if a file is missing or damaged or does not fit the configuration, or
+            if the weights would stay quantized.
     """
     with deferred_init() as recorder, _recording_loader(recorder):
         yield
@@ -61,7 +63,9 @@ def _recording_loader(recorder: Recorder) -> Iterator[None]:
     def record(
         model: PreTrainedModel, state_dict: Any, checkpoint_files: list[str] | None, load_config: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
-        if state_dict is not None or not checkpoint_files or load_config.is_quantized:
+        if state_dict is None and load_config.is_quantized:
+            _refuse_quantized(load_config)
+        if state_dict is not None or not checkpoint_files:
             loaded: tuple[Any, Any] = load.__func__(model, state_dict, checkpoint_files, load_config, **kwargs)
             return loaded
         return _record_checkpoint(recorder, model, checkpoint_files, load_config), None
@@ -82,6 +86,10 @@ class _Unread:
 
     def __getitem__(self, where: Any) -> _Unread:
         return self
+
+    def is_floating_point(self) -> bool:
+        """By which a quantizer tells what to cast."""
+        return self.tensor.dtype.is_floating_point
 
     def to(self, device: Any = None, dtype: torch.dtype | None = None) -> Tensor:
         """A deferred tensor of the wanted dtype; where it will lie is the strategy's business."""
@@ -120,6 +128,32 @@ def _record_checkpoint(recorder: Recorder, model: PreTrainedModel, files: list[s
         _settle_ties(recorder, model, info)
     model.__dict__["autotp_source"] = CheckpointSource(origin, tuple(files), tensors)
     return info
+
+
+def _refuse_quantized(load_config: Any) -> None:
+    """Quantized weights are no parameters that could be cut and trained; dequantized ones are.
+
+    Raises:
+        CheckpointError: if the weights would be quantized in the model.
+    """
+    quantizer = load_config.hf_quantizer
+    config = quantizer.quantization_config
+    if quantizer.pre_quantized and getattr(config, "dequantize", False):
+        return
+    method = getattr(config.quant_method, "value", config.quant_method)
+    origin = load_config.pretrained_model_name_or_path
+    if not quantizer.pre_quantized:
+        raise CheckpointError(
+            f"{origin}: quantization_config asks for weights that are quantized ({method}) while they are loaded; such "
+            "weights cannot be cut into parts and trained. Leave quantization_config out"
+        )
+    advice = "Load it once with transformers, call model.dequantize() and model.save_pretrained(...), and use that copy"
+    if hasattr(config, "dequantize"):
+        name = type(config).__name__
+        advice = f"Pass quantization_config={name}(dequantize=True) to from_pretrained: each rank dequantizes its part"
+    raise CheckpointError(
+        f"{origin}: the checkpoint is quantized ({method}); such weights cannot be cut into parts and trained. {advice}"
+    )
 
 
 def _mismatch(origin: str, info: Any, tensors: dict[str, CheckpointTensor]) -> str:

@@ -18,7 +18,7 @@ from lightning_autotp.layers.group import TPGroup
 from lightning_autotp.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_autotp.layers.logits import VocabParallelLogits
 from lightning_autotp.layers.parameters import localize_parameter
-from lightning_autotp.layout import Shard
+from lightning_autotp.layout import Invariant, Shard, local_shape
 from lightning_autotp.meta import ParameterMeta, initialize_parameter_meta
 from lightning_autotp.plan import ConversionPlan, LayerPlan, Plan, SizePlan
 
@@ -78,7 +78,7 @@ def _change_calls(model: nn.Module, plan: Plan, group: TPGroup) -> None:
             places.append((int(conversion.key), BoundaryConversion(conversion, group).convert))
     for size in plan.sizes:
         if size.call is not None:
-            local = number(size.whole, size.local[group.rank])
+            local = number(size.local[group.rank])
             at(size.module, size.call).arguments.append((int(size.attribute), local))
     for path, calls in changes.items():
         module = model.get_submodule(path)
@@ -154,7 +154,14 @@ class BoundaryConversion:
             )
         if self.plan.view and isinstance(self.plan.target, Shard):
             return VocabParallelLogits(tensor, self.plan.target, self.group)
+        if tensor.is_meta and tensor.shape == self._local_shape():
+            return tensor  # in a trace that looks for sizes: the comparison tells that nothing was converted here
         return convert(tensor, self.plan.source, self.plan.target, self.group)
+
+    def _local_shape(self) -> tuple[int, ...] | None:
+        """Shape of this rank's part, where a tensor that is whole is to be cut in the trace."""
+        is_cut = isinstance(self.plan.source, Invariant) and isinstance(self.plan.target, Shard)
+        return local_shape(self.plan.shape, self.plan.target, self.group.rank) if is_cut else None
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Forward pre-hook with keyword arguments."""

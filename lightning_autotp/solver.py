@@ -18,6 +18,7 @@ from lightning_autotp.cost import CONVERSIONS, Profile, product_flops
 from lightning_autotp.elimination import Elimination, NoAssignment
 from lightning_autotp.graph import Boundary, CallPoint, Graph, Operator, Ref
 from lightning_autotp.layout import Invariant, Layout, Ownership, Partial, Replicate, Run, Shard
+from lightning_autotp.repeats import twins
 from lightning_autotp.rules import Dims, Relation, relate
 
 I, R, P = "I", "R", "P"  # noqa: E741 (the field's own names for the types)
@@ -113,6 +114,10 @@ class _Solver:
         self.graph, self.ranks, self.profile = graph, ranks, profile
         self.fixed: set[Boundary | CallPoint] = set()
         relations, self.axes = relate(graph)
+        squares = _squares(relations, self.axes, graph)
+        if squares:
+            relations, self.axes = relate(graph, squares)
+        self.first = self._first_runs(relations)
         self.position = {id(operator): number for number, operator in enumerate(graph.operators)}
         for relation in relations:
             because = blocked.get(self.position[id(relation.operator)])
@@ -138,6 +143,15 @@ class _Solver:
         self.hidden = statistics.median(crossing or [1])
         self.shardings = self._candidates()
         self.touching = {tensor: self._touching(dims) for tensor, dims in self.dims.items()}
+
+    def _first_runs(self, relations: list[Relation]) -> dict[int, int]:
+        """For tensors of a module's later runs the one that stands for them: their dims are the same axes."""
+        dims = {tensor: found for relation in relations for tensor, found in relation.outputs.items()}
+        first: dict[int, int] = {}
+        for twin, tensor in twins(self.graph):
+            if twin in dims and all(self.axes.unify(a, b) for a, b in zip(dims[twin], dims[tensor], strict=True)):
+                first[twin] = first.get(tensor, tensor)
+        return first
 
     # -- candidates --------------------------------------------------------------------------------------------------
 
@@ -194,13 +208,16 @@ class _Solver:
                 problem.add((tensor,), {(codes[tensor][kind],): cost for kind, cost in self._parameter(tensor)})
         for tensor in set(self.graph.outputs) & self.dims.keys():
             allowed: list[str | int] = [I, *(self.touching[tensor] if self._view_boundary(tensor) else ())]
-            problem.add((tensor,), {(codes[tensor][kind],): 0.0 for kind in allowed})
+            problem.add((self.first.get(tensor, tensor),), {(codes[tensor][kind],): 0.0 for kind in allowed})
         for relation in self.relations:
-            scope = tuple(dict.fromkeys(t for t in (*relation.inputs, *relation.outputs) if t in self.dims))
+            tensors = [t for t in (*relation.inputs, *relation.outputs) if t in self.dims]
+            scope = tuple(dict.fromkeys(self.first.get(t, t) for t in tensors))
             rows: dict[tuple[int, ...], float] = {}
             for kinds, cost in self._combinations(relation):
-                row = tuple(codes[tensor][kinds[tensor]] for tensor in scope)
-                rows[row] = min(cost, rows.get(row, math.inf))
+                named = {self.first.get(tensor, tensor): kinds[tensor] for tensor in tensors}
+                if all(named[self.first.get(tensor, tensor)] == kinds[tensor] for tensor in tensors):
+                    row = tuple(codes[tensor][named[tensor]] for tensor in scope)
+                    rows[row] = min(cost, rows.get(row, math.inf))
             problem.add(scope, rows)
         try:
             values, cost = problem.solve()
@@ -210,7 +227,8 @@ class _Solver:
             raise RuntimeError(
                 f"no layout satisfies every operator around {where}; please report this model"
             ) from error
-        return self._solution({tensor: domains[tensor][code] for tensor, code in values.items()}, cost)
+        kinds = {tensor: domains[tensor][code] for tensor, code in values.items()}
+        return self._solution(kinds | {twin: kinds[tensor] for twin, tensor in self.first.items()}, cost)
 
     def _parameter(self, tensor: int) -> Iterator[tuple[str | int, float]]:
         size = self.graph.tensors[tensor].bytes
@@ -447,6 +465,21 @@ class _Solver:
         largest = f"the most units of any of its dims are {sizes[0]}" if sizes else "its forward uses no parameters"
         message = f"nothing in this model can be divided among {self.ranks} ranks: {largest}. "
         return message + "Use a smaller tensor_parallel_size."
+
+
+def _squares(relations: list[Relation], axes: Axes, graph: Graph) -> frozenset[int]:
+    """Results of products with a matrix both of whose dims are the same axis (hidden to hidden), which cannot be cut.
+
+    Where its result is gathered at once, what comes after need not be of that axis.
+    """
+    return frozenset(
+        relation.operator.outputs[0]
+        for relation in relations
+        if relation.contracted
+        for tensor in relation.operator.inputs
+        if tensor in graph.parameters and len(dims := relation.inputs[tensor]) == 2
+        if {a.id for a in leaves(axes.resolve(dims[0]))} & {a.id for a in leaves(axes.resolve(dims[1]))}
+    )
 
 
 def _converted_differently(solution: Solution) -> set[Boundary | CallPoint]:

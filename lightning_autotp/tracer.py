@@ -172,7 +172,10 @@ class Tracer(SchemaCheckMode):
             named = dict(reads)
             name, reads = f"record:{named['name']}", (("input", named["inputs"]),)
         call, source = self.calls.current
-        draft = Operator(name, reads, (), module, source, self._layers.get(module, ""), call=call)
+        layer = self._layers.get(module, "")
+        if name != f"aten.{layer}.default":  # a subclass may compute in other ways than the layer does
+            layer = ""
+        draft = Operator(name, reads, (), module, source, layer, call=call)
         static = all(self.graph.tensors[tensor].is_static for tensor in draft.inputs)
         values = tuple(self._new(output, static).tensor for output in outputs)
         operator = Operator(name, reads, values, module, source, draft.layer, call=call)

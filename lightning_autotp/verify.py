@@ -95,7 +95,7 @@ def compare(local: Graph, solution: Solution, rank: int) -> Mismatch | None:
         has = local.tensors[names[name]].shape
         if has != shape:
             return Mismatch(0, None, f"parameter {name} must have the local shape {list(shape)}, it has {list(has)}")
-    tensors |= dict(zip(_loose(solution.graph), _loose(local), strict=False))
+    tensors |= dict(zip(solution.graph.loose(), local.loose(), strict=False))
     wanted = list(_localized(solution, rank))
     position = place = 0
     while position < len(wanted):
@@ -106,7 +106,11 @@ def compare(local: Graph, solution: Solution, rank: int) -> Mismatch | None:
             position += 1
             continue
         found = local.operators[place] if place < len(local.operators) else None
-        difference = _difference(expected, found, local, tensors) if found is not None else "the local trace ends here"
+        difference = (
+            f"the local trace ends here ({local.failure})"
+            if found is None
+            else _difference(expected, found, local, tensors)
+        )
         if difference:
             end = _identity_chain(wanted, position, local, tensors)
             if end is None:
@@ -132,12 +136,6 @@ def cut_differently(metas: Mapping[str, ParameterMeta], solution: Solution) -> M
                 0, None, f"parameter {name} must lie over the ranks as {layout!r}, it lies as {meta.layout!r}"
             )
     return None
-
-
-def _loose(graph: Graph) -> list[int]:
-    """Tensors that no operator makes and that are no parameters (inputs, buffers, constants), in order."""
-    made = {tensor for operator in graph.operators for tensor in operator.outputs}
-    return [tensor for tensor in range(len(graph.tensors)) if tensor not in made and tensor not in graph.parameters]
 
 
 def _localized(solution: Solution, rank: int) -> Iterator[_Expected]:

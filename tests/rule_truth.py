@@ -17,7 +17,7 @@ P       add up to the whole                     each is the whole
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,7 +112,7 @@ class Tape:
         static = all(self.graph.tensors[tensor].is_static for tensor in draft.inputs)
         result = overload(*args, **kwargs)
         results = [result] if isinstance(result, Tensor) else list(result)
-        results = [self._note(value.detach().contiguous(), static) for value in results]
+        results = [self._note(value.detach().resolve_conj().contiguous(), static) for value in results]
         operator = Operator(name, draft.arguments, tuple(map(self.number, results)), "", name, layer)
         self._calls[len(self.graph.operators)] = _arguments(overload, numbered, keywords)
         self.graph.operators.append(operator)
@@ -122,7 +122,7 @@ class Tape:
         self._numbers[id(value)] = len(self.values)
         self.values.append(value)
         kind = str(value.dtype).removeprefix("torch.")
-        differentiable = not static and value.is_floating_point()
+        differentiable = not static and (value.is_floating_point() or value.is_complex())
         self.graph.tensors.append(TensorInfo(tuple(value.shape), kind, value.element_size(), static, differentiable))
         return value
 
@@ -164,7 +164,7 @@ class Tape:
                 lookup = layout.ownership(0) if isinstance(layout, Shard) else None
             else:
                 arguments = arguments | {"bias": None}
-        whole = {tensor: self._leaf(self.values[tensor]) for tensor in dict.fromkeys(operator.inputs)}
+        whole = {tensor: self._leaf(tensor, self.values[tensor]) for tensor in dict.fromkeys(operator.inputs)}
         results = _run(operator.name, arguments, whole)
         cotangents = [self.draw(*result.shape).to(result.dtype) for result in results]
         gradients = _gradients(whole, results, cotangents)
@@ -174,7 +174,7 @@ class Tape:
         values: list[list[Tensor]] = [[] for _ in results]
         backward: list[list[Tensor]] = [[] for _ in whole]
         for rank in range(ranks):
-            local = {tensor: self._leaf(parts[rank]) for tensor, parts in zip(whole, inputs, strict=True)}
+            local = {tensor: self._leaf(tensor, parts[rank]) for tensor, parts in zip(whole, inputs, strict=True)}
             shapes = [
                 _part(result.detach(), layouts[t], rank).shape
                 for t, result in zip(operator.outputs, results, strict=True)
@@ -206,9 +206,9 @@ class Tape:
             if layout is not None and not _agree(parts, gradient, _GRADIENT.get(type(layout), layout), owners_add=True):
                 raise Untrue(f"the gradient of input {tensor} is wrong: {_text(combination)}")
 
-    @staticmethod
-    def _leaf(value: Tensor) -> Tensor:
-        return value.detach().clone().requires_grad_(value.is_floating_point())
+    def _leaf(self, tensor: int, value: Tensor) -> Tensor:
+        differentiable = not self.graph.tensors[tensor].is_static and (value.is_floating_point() or value.is_complex())
+        return value.detach().clone().requires_grad_(differentiable)
 
     def _parts(self, value: Tensor, layout: Layout, ranks: int) -> list[Tensor]:
         """Every rank's part of a value."""
@@ -240,7 +240,10 @@ class Tape:
         changed: dict[str, Any] = {}
         for name in known.sizes if known else ():
             changed[name] = _local_size(name, arguments, local, shapes)
-        for name, tensor_name, dim_name in known.offsets if known else ():
+        for name, tensor_name, dim in known.shares if known else ():
+            shape = local[arguments[tensor_name].tensor].shape
+            changed[name] = _over(arguments[name] * shape[dim], self.values[arguments[tensor_name].tensor].shape[dim])
+        for name, tensor_name, dim_name in known.positions(operator) if known else ():
             tensor = arguments[tensor_name].tensor
             layout, size = layouts.get(tensor, INVARIANT), self.values[tensor].shape[arguments[dim_name]]
             owned = (
@@ -278,14 +281,23 @@ def _arguments(overload: torch._ops.OpOverload, args: Any, kwargs: Any) -> dict[
 
 
 def _run(name: str, arguments: dict[str, Any], tensors: Mapping[int, Tensor]) -> list[Tensor]:
-    overload = _overload(name)
+    overload, run = _overload(name), _MEANT.get(name, _overload(name))
     filled = pytree.tree_map_only(Ref, lambda ref: tensors[ref.tensor], arguments)
     schema = overload._schema.arguments
-    result = overload(
+    result = run(
         *(filled[argument.name] for argument in schema if not argument.kwarg_only),
         **{argument.name: filled[argument.name] for argument in schema if argument.kwarg_only},
     )
-    return [result] if isinstance(result, Tensor) else list(result)
+    results = [result] if isinstance(result, Tensor) else list(result)
+    return [value.resolve_conj() for value in results]
+
+
+# What these leave in memory is not defined, or has no derivative: what a model means by them.
+_MEANT: dict[str, Callable[..., Tensor]] = {
+    "aten.empty_like.default": lambda self, **_: torch.zeros_like(self),
+    "aten.new_empty.default": lambda self, size, **_: self.new_zeros(size),
+    "aten.copy.default": lambda self, src, _: self.clone().copy_(src),
+}
 
 
 def _lookup(arguments: dict[str, Any], local: Mapping[int, Tensor], ownership: Ownership, rank: int) -> Tensor:
@@ -340,6 +352,8 @@ def _agree(parts: list[Tensor], whole: Tensor, layout: Layout, *, owners_add: bo
 def _close(found: Tensor, whole: Tensor) -> bool:
     if found.shape != whole.shape or found.dtype != whole.dtype:
         return False
+    if whole.is_complex():
+        return _close(torch.view_as_real(found.resolve_conj()), torch.view_as_real(whole.resolve_conj()))
     if not whole.is_floating_point():
         return torch.equal(found, whole)
     return torch.allclose(found.double(), whole.double(), rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
@@ -356,6 +370,10 @@ def _local_size(name: str, arguments: dict[str, Any], local: Mapping[int, Tensor
     if name == "sizes":  # unflatten
         dim = arguments["dim"] % local[arguments["self"].tensor].ndim
         return shapes[0][dim : dim + len(arguments["sizes"])]
+    if name == "groups":  # a convolution
+        is_transposed = arguments.get("transposed", "output_padding" in arguments)
+        x, weight = (local[arguments[key].tensor].shape for key in ("input", "weight"))
+        return _over((shapes[0] if is_transposed else x)[len(x) - len(weight) + 1], weight[1])
     if name == "length":  # narrow
         return shapes[0][arguments["dim"]]
     if name in ("split_size", "split_sizes"):

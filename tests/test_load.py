@@ -5,21 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from loading import assert_local_part, localize
 from safetensors.torch import save_file
 from test_deferred import CONFIGS, ENV, TESTS, ties
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModelForCausalLM
 
-from lightning_autotp import load
+from lightning_autotp import conversion, load
 from lightning_autotp.deferred import deferred_init
 from lightning_autotp.layout import Layout, Ownership, Shard, merge_runs
 from lightning_autotp.load import (
@@ -29,133 +26,12 @@ from lightning_autotp.load import (
     DamagedFileError,
     MismatchError,
     MissingFileError,
-    blocks_of,
     check_checkpoint,
     load_parameters,
     read_headers,
-    same_values,
 )
 from lightning_autotp.meta import initialize_parameter_meta, parameter_meta
 from lightning_autotp.pretrained import meta_model
-from lightning_autotp.recipe import Recipe
-
-
-@dataclass
-class Shelf:
-    """A source in memory that notes how many elements are read from it."""
-
-    value: Tensor
-    read_elements: list[int] = field(default_factory=list)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.value.shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.value.dtype
-
-    def read(self, box: Sequence[tuple[int, int]] | None = None) -> Tensor:
-        part = self.value if box is None else self.value[tuple(slice(*run) for run in box)]
-        self.read_elements.append(part.numel())
-        return part.clone(memory_format=torch.contiguous_format)
-
-
-def recipe_of(convert: Callable[..., Tensor], *values: Tensor) -> tuple[Recipe, list[Shelf], Tensor]:
-    """The recorded ``convert`` of sources with these values, the sources, and what it gives."""
-    shelves = [Shelf(value) for value in values]
-    with deferred_init() as recorder:
-        recipe = recorder.recipe_of(convert(*[recorder.source(shelf) for shelf in shelves]))
-    return recipe, shelves, convert(*values)
-
-
-def whole_box(value: Tensor) -> tuple[tuple[int, int], ...]:
-    return tuple((0, size) for size in value.shape)
-
-
-REARRANGING: dict[str, Callable[[Tensor], Tensor]] = {
-    "cast": lambda t: t.to(torch.float64),
-    "transpose": lambda t: t.transpose(0, 1),
-    "contiguous": lambda t: t.transpose(0, 1).contiguous(),
-    "chunk": lambda t: t.chunk(2, dim=0)[1].contiguous(),
-    "narrow": lambda t: t.narrow(1, 1, t.shape[1] - 1),
-    "select": lambda t: torch.stack([t, t.clone()], dim=1)[:, 1],
-    "cat": lambda t: torch.cat([t, t.clone()], dim=1),
-    "stack": lambda t: torch.stack([t.clone(), t], dim=-1)[..., 0],
-    "unsqueeze": lambda t: t[:, None].clone().squeeze(1),
-}
-
-
-@settings(max_examples=150, deadline=None)
-@given(st.data())
-def test_any_rearrangement_is_done_per_block(data: st.DataObject) -> None:
-    shape = data.draw(st.tuples(st.integers(4, 9), st.integers(4, 9)))
-    names = data.draw(st.lists(st.sampled_from(sorted(REARRANGING)), max_size=4))
-    # Lengths stay at least two through halvings and narrowings: start long enough.
-    start = torch.randperm(shape[0] * shape[1] * 64).reshape(shape[0] * 8, shape[1] * 8).float()
-
-    def convert(tensor: Tensor) -> Tensor:
-        for name in names:
-            tensor = REARRANGING[name](tensor)
-        return tensor
-
-    recipe, (shelf,), expected = recipe_of(convert, start)
-    assert torch.equal(recipe(), expected)
-    assert recipe().dtype == expected.dtype
-    shelf.read_elements.clear()
-    box = []
-    for size in expected.shape:
-        low = data.draw(st.integers(0, size - 1))
-        box.append((low, data.draw(st.integers(low + 1, size))))
-    ((piece, part),) = blocks_of(recipe, [tuple(box)])
-    assert piece == tuple(box)
-    assert part.dtype == expected.dtype
-    assert torch.equal(part, expected[tuple(slice(*run) for run in box)])
-    assert sum(shelf.read_elements) <= part.numel(), "read more than the block"
-
-
-@pytest.mark.parametrize("convert", [
-    lambda t: t * 2,
-    lambda t: t.reshape(-1),
-    lambda t: t.reshape(4, 3, 8).transpose(0, 1).reshape(12, 8),
-    lambda t: t.clone().mul_(3),
-    lambda t: t.flip(0),
-    lambda t: t[::2],
-    lambda t: t[:, 1:2].expand(12, 5),
-    lambda t: t.view(torch.int32),
-    lambda t: torch.cat([t.reshape(8, 12), t.reshape(8, 12)]).t(),
-])  # fmt: skip
-def test_other_conversions_are_right_too(convert: Callable[[Tensor], Tensor]) -> None:
-    recipe, _, expected = recipe_of(convert, torch.randn(12, 8))
-    box = tuple((size // 3, size - 1) for size in expected.shape)
-    pieces = list(blocks_of(recipe, [box, whole_box(expected)]))
-    assert [piece for piece, _ in pieces] == [box, whole_box(expected)]
-    assert torch.equal(pieces[0][1], expected[tuple(slice(*run) for run in box)])
-    assert torch.equal(pieces[1][1], expected)
-
-
-def test_experts_merged_as_transformers_does() -> None:
-    def merge(*experts: Tensor) -> Tensor:
-        gate, up = torch.stack(list(experts[:3])), torch.stack(list(experts[3:]))
-        return torch.cat([gate, up], dim=1)
-
-    recipe, shelves, expected = recipe_of(merge, *torch.randn(6, 10, 7))
-    boxes = [((1, 2), (3, 5), (2, 6)), ((1, 2), (13, 15), (2, 6))]
-    for piece, part in blocks_of(recipe, boxes):
-        assert torch.equal(part, expected[tuple(slice(*run) for run in piece)])
-    assert [sum(shelf.read_elements) for shelf in shelves] == [0, 8, 0, 0, 8, 0]
-
-
-def test_values_are_compared_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load, "CHUNK_BYTES", 64)
-    value = torch.randn(10, 8)
-    other = value.clone()
-    other[9, 7] += 1
-    (one, shelves, _), (two, _, _), (three, _, _) = (recipe_of(lambda t: t, v) for v in (value, value.clone(), other))
-    assert same_values(one, two)
-    assert max(shelves[0].read_elements) == 16
-    assert not same_values(one, three)
-    assert not same_values(one, recipe_of(lambda t: t.double(), value)[0])
 
 
 class Tied(nn.Module):
@@ -181,7 +57,7 @@ def sections(shape: tuple[int, ...], ranks: int) -> Layout:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_recorded_initialization(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(conversion, "CHUNK_BYTES", 100)
     torch.manual_seed(0)
     expected = Tied()
     for rank in range(ranks):

@@ -260,7 +260,7 @@ class _InvariantToPartial(Function):
     def forward(ctx: Any, x: Tensor, group: TPGroup) -> Tensor:
         if x.is_meta:
             return trace.record("invariant_to_partial", [x], x.shape)
-        return x.view_as(x) if group.rank == 0 else torch.zeros_like(x)
+        return x.clone() if group.rank == 0 else torch.zeros_like(x)  # no view: code may add to it in place
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -273,7 +273,7 @@ class _ReplicateToPartial(Function):
         ctx.group = group
         if x.is_meta:
             return trace.record("replicate_to_partial", [x], x.shape)
-        return x.view_as(x) if group.rank == 0 else torch.zeros_like(x)
+        return x.clone() if group.rank == 0 else torch.zeros_like(x)  # no view: code may add to it in place
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

@@ -1,6 +1,18 @@
 """Rules: how each operator's dims are tied together, by family. Importing this package registers them all."""
 
-from lightning_autotp.rules import attention, indexing, loss, matmul, pointwise, reduction, views
+from lightning_autotp.rules import (
+    attention,
+    convolution,
+    creation,
+    indexing,
+    loss,
+    matmul,
+    normalisation,
+    pointwise,
+    reduction,
+    views,
+    writing,
+)
 from lightning_autotp.rules.registry import Dims, Relation, Site, entry, known_operators, relate, rule
 
 __all__ = [
@@ -8,14 +20,18 @@ __all__ = [
     "Relation",
     "Site",
     "attention",
+    "convolution",
+    "creation",
     "entry",
     "indexing",
     "known_operators",
     "loss",
     "matmul",
+    "normalisation",
     "pointwise",
     "reduction",
     "relate",
     "rule",
     "views",
+    "writing",
 ]

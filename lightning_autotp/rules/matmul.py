@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lightning_autotp.axes import Dim
 from lightning_autotp.graph import Ref
 from lightning_autotp.rules.registry import ONE, Dims, Site, rule
 
@@ -57,6 +58,64 @@ def baddbmm(site: Site) -> Dims:
             site.tie(dim, other)
     site.relation.added_last.add(site["self"].tensor)
     return out
+
+
+@rule("transformers.grouped_mm_fallback.default", "aten._grouped_mm.default")
+def grouped(site: Site) -> Dims | list[Dims]:
+    """``input [s, k]``, ``weight [e, k, n]``, ``offs [e]`` -> ``[s, n]``: one matrix for the rows up to each offset."""
+    (name, _), (second, _) = site.operator.arguments[:2]
+    rows, experts = site.dims(name), site.dims(second)
+    bias = dict(site.operator.arguments).get("bias")
+    if len(rows) != 2 or len(experts) != 3 or bias is not None:
+        return site.give_up("a grouped product of other than rows and experts")
+    site.contract(site.tie(rows[1], experts[1]), experts[1])
+    site.keep_whole(rows[0], experts[0], *site.dims("offs"), because="the rows of all experts follow one another")
+    site.linear_in(name)
+    return (rows[0], experts[2])
+
+
+@rule("aten.linalg_solve_triangular.default")
+def solve_triangular(site: Site) -> Dims:
+    """``self [..., n, n]``, ``B [..., n, k]`` (``[..., k, n]`` from the right) -> as ``B``, linear in it; k passes."""
+    matrix, given = site.dims("self"), site.dims("B")
+    site.keep_whole(
+        *matrix[-2:], given[-2 if site["left"] else -1], because="a system of equations is solved as a whole"
+    )
+    batch = _batch(site, matrix[:-2], given[:-2])
+    site.linear_in("B")
+    return (*batch, *given[-2:])
+
+
+@rule("aten.einsum.default")
+def einsum(site: Site) -> Dims | list[Dims]:
+    """By its equation: letters of the output pass, the others are contracted; linear in one operand."""
+    operands = site.tensors("tensors")
+    left, arrow, right = site["equation"].replace(" ", "").partition("->")
+    terms = left.split(",")
+    spare = [len(dims) - len(term.replace("...", "")) for term, dims in zip(terms, operands, strict=True)]
+    labels = [_labels(term, count) for term, count in zip(terms, spare, strict=True)]
+    if any(len(set(names)) < len(names) for names in labels):
+        return site.give_up("an einsum along a diagonal")
+    found: dict[str, Dim] = {}
+    for names, dims in zip(labels, operands, strict=True):
+        for label, dim in zip(names, dims, strict=True):
+            known = found.get(label, ONE)
+            found[label] = dim if known.size == 1 else known if dim.size == 1 else site.tie(known, dim)
+    if arrow:
+        out = _labels(right, max(spare))
+    else:
+        once = [label for label in found if len(label) == 1 and sum(names.count(label) for names in labels) == 1]
+        out = [*_labels("..." if "..." in left else "", max(spare)), *sorted(once)]
+    for names, dims in zip(labels, operands, strict=True):
+        site.contract(*(dim for label, dim in zip(names, dims, strict=True) if label not in out))
+    site.linear_in_one("tensors")
+    return tuple(found[label] for label in out)
+
+
+def _labels(term: str, spare: int) -> list[str]:
+    """The labels of a term; the dims under an ellipsis are named by their place from its end."""
+    before, dots, after = term.partition("...")
+    return [*before, *(f"...{place}" for place in range(spare, 0, -1) if dots), *after]
 
 
 def _batch(site: Site, left: Dims, right: Dims) -> Dims:

@@ -1,4 +1,4 @@
-"""Reductions, softmaxes and normalisations."""
+"""Reductions, and operators along a dim that needs to be whole."""
 
 from __future__ import annotations
 
@@ -52,18 +52,31 @@ def whole_reduction(site: Site) -> list[Dims]:
     return [_without(dims, reduced, bool(dict(site.operator.arguments).get("keepdim")))] * len(site.shapes)
 
 
+_LINEAR = ("aten.cumsum.default", "aten.flip.default", "aten.roll.default", *(f"aten.fft_{name}.default" for name in (
+    "fft", "ifft", "fftn", "ifftn", "fft2", "ifft2", "rfft", "irfft", "rfft2", "irfft2", "rfftn", "irfftn",
+)))  # fmt: skip
+
+
 @rule(
-    "aten.softmax.int", "aten._softmax.default", "aten.log_softmax.int", "aten.cumsum.default", "aten.flip.default",
-    "aten.sort.default", "aten.topk.default",
+    "aten.softmax.int", "aten._softmax.default", "aten.log_softmax.int", "aten.sort.default", "aten.sort.stable",
+    "aten.argsort.default", "aten.argsort.stable", "aten.topk.default", "aten.cumprod.default",
+    "aten.logcumsumexp.default", *_LINEAR,
 )  # fmt: skip
-def along_dim(site: Site) -> Dims | list[Dims]:
-    """Operators that need a whole dim and leave the others alone."""
+def along_dim(site: Site) -> list[Dims]:
+    """Operators that need one dim or several whole and leave the others alone.
+
+    Where a list names none they need all: ``roll`` then moves elements in row-major order.
+    """
     dims = site.dims("self")
     names = dict(site.operator.arguments)
-    for index in (names["dims"] if "dims" in names else (names["dim"],)) if dims else ():
-        site.keep_whole(dims[index], because=f"{site.operator.name} needs the whole dim")
-    if len(site.shapes) == 1:
-        return dims
+    named = names.get("dims", names.get("dim"))
+    along = named if isinstance(named, tuple) else (named,) if named is not None else ()
+    if not along and site.operator.name != "aten.flip.default":
+        along = tuple(range(len(dims)))
+    whole = {index % len(dims) for index in along} if dims else set()
+    site.keep_whole(*(dims[index] for index in whole), because=f"{site.operator.name} needs the whole dim")
+    if site.operator.name in _LINEAR:
+        site.linear_in("self")
     outputs = [
         tuple(d if d.size == s else site.new(s) for d, s in zip(dims, shape, strict=True)) for shape in site.shapes
     ]
@@ -71,12 +84,10 @@ def along_dim(site: Site) -> Dims | list[Dims]:
     return outputs
 
 
-@rule("aten.roll.default")
-def roll(site: Site) -> Dims:
-    """Dims that are rolled stay whole; where none is named, all of them: the elements are rolled in row-major order."""
-    dims = site.dims("self")
-    site.keep_whole(*([dims[index] for index in site["dims"]] or dims), because="this dim is rolled")
-    return dims
+@rule("aten.histc.default", "aten.bincount.default")
+def count(site: Site) -> list[Dims]:
+    """Counts of values over all elements."""
+    return site.give_up("a histogram counts over the whole tensor")
 
 
 @rule("aten.tril.default", "aten.triu.default")
@@ -84,17 +95,5 @@ def triangle(site: Site) -> Dims:
     """The two dims of every matrix stay whole."""
     dims = site.dims("self")
     site.keep_whole(*dims[-2:], because="a triangle of a matrix needs the whole matrix")
-    return dims
-
-
-@rule("aten.layer_norm.default", "aten.rms_norm.default")
-def normalisation(site: Site) -> Dims:
-    """The normalized dims stay whole; weight and bias are indexed by them."""
-    dims = site.dims("input")
-    normalized = dims[-len(site["normalized_shape"]) :]
-    site.keep_whole(*normalized, because="a normalisation needs the whole dim")
-    for name, _ in site.operator.arguments:
-        if name in ("weight", "bias") and (parameter := site.tensor(name)) is not None:
-            for left, right in zip(normalized, parameter, strict=True):
-                site.tie(left, right)
+    site.linear_in("self")
     return dims

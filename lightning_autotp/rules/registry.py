@@ -82,6 +82,19 @@ class Site:
         """Dims of every tensor of a list argument."""
         return [self.relation.inputs[ref.tensor] for ref in self.operator.argument(name)]
 
+    def dtype(self, name: str) -> str:
+        """Dtype of a tensor argument, without the ``torch.`` prefix."""
+        return self._graph.tensors[self.operator.argument(name).tensor].dtype
+
+    def indices(self, name: str) -> list[tuple[Dims, bool] | None]:
+        """Of a list of index tensors: each one's dims and whether it is a mask; ``None`` where a dim is not indexed."""
+        return [
+            None
+            if ref is None
+            else (self.relation.inputs[ref.tensor], self._graph.tensors[ref.tensor].dtype in ("bool", "uint8"))
+            for ref in self[name]
+        ]
+
     def index(self, name: str, ndim: int) -> int:
         """A dim argument, counted from the front."""
         return int(self[name]) % max(ndim, 1)
@@ -106,6 +119,15 @@ class Site:
             self.keep_whole(left, right, because="its operands' dims are divided differently")
         return left
 
+    def broadcast(self, several: Sequence[Dims]) -> Dims:
+        """Tie the dims of tensors that are broadcast together, where they are not of size 1; the result's dims."""
+        out: list[Dim] = [ONE] * max(map(len, several), default=0)
+        for dims in several:
+            for position, dim in enumerate(reversed(dims), start=1):
+                if dim.size != 1:
+                    out[-position] = dim if out[-position] is ONE else self.tie(out[-position], dim)
+        return tuple(out)
+
     def keep_whole(self, *dims: Dim, because: str = "") -> None:
         """These dims may not be sharded at this operator."""
         self.relation.whole.extend(dims)
@@ -120,16 +142,27 @@ class Site:
 
         Not where one of them is another argument as well (``x * x``), nor where the result is rounded to integers.
         """
-        tensors: dict[bool, set[int]] = {True: set(), False: set()}
+        tensors: dict[bool, list[int]] = {True: [], False: []}
         for name, value in self.operator.arguments:
             refs = value if isinstance(value, tuple) else (value,)
-            tensors[name in names] |= {ref.tensor for ref in refs if isinstance(ref, Ref)}
+            tensors[name in names] += [ref.tensor for ref in refs if isinstance(ref, Ref)]
+        self._linear(tensors[True], tensors[False])
+
+    def linear_in_one(self, name: str) -> None:
+        """The operator is linear in any one tensor of a list, the others being fixed: in the first that varies."""
+        tensors = [ref.tensor for ref in self[name]]
+        varying = [tensor for tensor in tensors if not self._graph.tensors[tensor].is_static]
+        chosen = next((tensor for tensor in varying if tensor not in self._graph.parameters), varying[0])
+        tensors.remove(chosen)
+        self._linear([chosen], tensors)
+
+    def _linear(self, tensors: Sequence[int], others: Sequence[int]) -> None:
         is_rounded = any(
             not self._graph.tensors[tensor].dtype.startswith(("float", "bfloat", "complex"))
             for tensor in self.operator.outputs
         )
-        if not is_rounded and not tensors[True] & tensors[False]:
-            self.relation.linear |= tensors[True]
+        if not is_rounded and not set(tensors) & set(others):
+            self.relation.linear |= set(tensors)
 
     def give_up(self, because: str) -> list[Dims]:
         """Keep every dim of every input and output whole."""
@@ -152,18 +185,29 @@ class Entry:
         rule: the function.
         sizes: arguments that only spell the outputs' shapes; they are local wherever the shapes are.
         offsets: ``(argument, tensor argument, dim argument)``: positions along a dim; local wherever the dim is.
+        shares: ``(argument, tensor argument, dim)``: counts that shrink with a dim: a rank's count is the same share
+            of the whole count as its part is of that dim.
     """
 
     rule: Rule
     sizes: tuple[str, ...] = ()
     offsets: tuple[tuple[str, str, str], ...] = ()
+    shares: tuple[tuple[str, str, int], ...] = ()
+
+    def positions(self, operator: Operator) -> tuple[tuple[str, str, str], ...]:
+        """The offsets of one call: where it has a step, the start is a phase, which is the same on every rank."""
+        is_strided = dict(operator.arguments).get("step", 1) != 1
+        return tuple(offset for offset in self.offsets if not (is_strided and offset[0] == "start"))
 
 
 _RULES: dict[str, Entry] = {}
 
 
 def rule(
-    *operators: str, sizes: Sequence[str] = (), offsets: Sequence[tuple[str, str, str]] = ()
+    *operators: str,
+    sizes: Sequence[str] = (),
+    offsets: Sequence[tuple[str, str, str]] = (),
+    shares: Sequence[tuple[str, str, int]] = (),
 ) -> Callable[[Rule], Rule]:
     """Register a rule for operators by their full name (``"aten.view.default"``).
 
@@ -177,7 +221,7 @@ def rule(
                 raise ValueError(
                     f"{name} already has a rule: {_RULES[name].rule.__module__}.{_RULES[name].rule.__name__}"
                 )
-            _RULES[name] = Entry(function, tuple(sizes), tuple(offsets))
+            _RULES[name] = Entry(function, tuple(sizes), tuple(offsets), tuple(shares))
         return function
 
     return decorate
@@ -193,8 +237,12 @@ def known_operators() -> tuple[str, ...]:
     return tuple(sorted(_RULES))
 
 
-def relate(graph: Graph) -> tuple[list[Relation], Axes]:
+def relate(graph: Graph, untied: frozenset[int] = frozenset()) -> tuple[list[Relation], Axes]:
     """Run the rules over a whole graph.
+
+    Args:
+        graph: the captured model.
+        untied: tensors whose dims are others after the next boundary: a shard of one cannot pass there unconverted.
 
     Returns:
         One relation per operator whose outputs depend on parameters, and the axes they speak of.
@@ -210,6 +258,9 @@ def relate(graph: Graph) -> tuple[list[Relation], Axes]:
         site = Site(operator, graph, dims, axes)
         known = entry(operator.name)
         result = known.rule(site) if known else site.give_up(f"{operator.name} has no rule")
+        if operator.boundary is not None and operator.inputs[0] in untied:
+            result = tuple(axes.new(size) for size in site.shape)
+            site.keep_whole(*site.relation.inputs[operator.inputs[0]], *result)
         outputs = result if isinstance(result, list) else [result]
         for tensor, out, shape in zip(operator.outputs, outputs, site.shapes, strict=True):
             if tuple(dim.size for dim in out) != shape:

@@ -1,0 +1,176 @@
+"""How long planning takes: seconds of wall clock and of CPU for capture, solve and verify, and per extra layer.
+
+No weights, no processes, no GPU: the models are on the meta device and everything runs in this process.
+
+    python benchmarks/planner.py                        # every model, about two minutes
+    python benchmarks/planner.py --only gpt2 --profile  # one, and what its time is spent on
+
+* capture, solve, find sizes: what ``make_plan`` does, once, on the first rank. Finding sizes proves the plan, too:
+  it captures the local model of one rank of every kind.
+* make_plan: all of these together, and building the plan.
+* verify: what every rank does then: build its local model (on meta), capture it, compare.
+* a layer more: the same with half of the layers, the difference divided by the number of layers in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import pstats
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lightning_autotp import pipeline
+from lightning_autotp.capture import language_model_inputs, meta_copy
+from lightning_autotp.layers.group import TPGroup
+from lightning_autotp.replace import apply_plan
+
+STAGES = ("capture", "solve", "find_sizes", "make_plan", "verify")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model.
+
+    Attributes:
+        family: its model type.
+        layers: how many layers it has.
+        layers_field: the config's name for that.
+        ranks: tensor-parallel size.
+        limit: wall-clock seconds that planning and verifying may take on two idle cores.
+        sizes: the other fields of its config.
+    """
+
+    family: str
+    layers: int
+    layers_field: str
+    ranks: int
+    limit: float
+    sizes: dict[str, Any] = field(default_factory=dict)
+
+    def model(self, layers: int) -> nn.Module:
+        """The model with so many layers, without weights."""
+        config = AutoConfig.for_model(self.family, **(self.sizes | {self.layers_field: layers}))
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)
+
+
+_LLAMA = {"num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072, "rope_theta": 5e5}
+CASES = {
+    "gpt2": Case(
+        "gpt2", 12, "n_layer", 2, 3.0, dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    ),
+    "llama-8b": Case(
+        "llama", 32, "num_hidden_layers", 8, 8.0,
+        _LLAMA | {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32},
+    ),
+    "llama-405b": Case(
+        "llama", 126, "num_hidden_layers", 8, 40.0,
+        _LLAMA | {"hidden_size": 16384, "intermediate_size": 53248, "num_attention_heads": 128},
+    ),
+}  # fmt: skip
+
+
+@dataclass
+class Seconds:
+    """Time by the wall clock and of this process's CPUs."""
+
+    wall: float = 0.0
+    cpu: float = 0.0
+
+    @contextmanager
+    def add(self) -> Iterator[None]:
+        """Count what runs inside."""
+        wall, cpu = time.perf_counter(), time.process_time()
+        try:
+            yield
+        finally:
+            self.wall += time.perf_counter() - wall
+            self.cpu += time.process_time() - cpu
+
+    def __str__(self) -> str:
+        return f"{self.wall:.2f} ({self.cpu:.2f})"
+
+
+@contextmanager
+def timed(owner: Any, name: str, seconds: Seconds) -> Iterator[None]:
+    """Count the time of every call of a module's function."""
+    original: Callable[..., Any] = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with seconds.add():
+            return original(*args, **kwargs)
+
+    setattr(owner, name, call)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def measure(case: Case, layers: int) -> dict[str, Seconds]:
+    """Plan the model once and verify one rank's part; the seconds by stage."""
+    model = case.model(layers)
+    inputs = language_model_inputs(model)
+    seconds = {stage: Seconds() for stage in STAGES}
+    with (
+        timed(pipeline, "capture", seconds["capture"]),
+        timed(pipeline, "solve", seconds["solve"]),
+        timed(pipeline, "find_sizes", seconds["find_sizes"]),
+        seconds["make_plan"].add(),
+    ):
+        plan, solution = pipeline.make_plan(model, case.ranks, example_inputs=inputs)
+    with seconds["verify"].add():
+        local = meta_copy(model)
+        apply_plan(local, plan, TPGroup("", 0, case.ranks))
+        pipeline.verify(local, solution, 0, inputs)
+    return seconds
+
+
+def total(seconds: dict[str, Seconds]) -> Seconds:
+    """Planning and verifying together."""
+    parts = [seconds[stage] for stage in ("make_plan", "verify")]
+    return Seconds(sum(part.wall for part in parts), sum(part.cpu for part in parts))
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES), help="measure these models")
+    parser.add_argument("--profile", action="store_true", help="print what the time is spent on, too")
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    measure(CASES["gpt2"], 1)  # what is imported and compiled once is not counted
+    console = Console(width=None if Console().is_terminal else 160)
+    table = Table(title="Planning: wall-clock seconds (CPU seconds)", title_justify="left")
+    for column in ("model", "layers", "TP", *STAGES, "all", "limit", "a layer more"):
+        table.add_column(column, justify="left" if column == "model" else "right")
+    for name in options.only:
+        case = CASES[name]
+        with cProfile.Profile() if options.profile else contextmanager(lambda: iter([None]))() as profile:
+            found = measure(case, case.layers)
+        half = case.layers // 2
+        less, everything = total(measure(case, half)), total(found)
+        extra = Seconds(*((a - b) / (case.layers - half) for a, b in
+                          ((everything.wall, less.wall), (everything.cpu, less.cpu))))  # fmt: skip
+        verdict = "[green]" if everything.wall <= case.limit else "[red]"
+        cells = [name, case.layers, case.ranks, *(found[stage] for stage in STAGES), f"{verdict}{everything}"]
+        table.add_row(*map(str, cells), f"{case.limit:.0f}", f"{extra.wall:.3f} ({extra.cpu:.3f})")
+        if profile is not None:
+            pstats.Stats(profile).sort_stats("cumulative").print_stats("lightning_autotp", 40)
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()
