@@ -62,9 +62,9 @@ class LocalForward:
         missed = [site for site in self.changes if site not in mode.seen]
         if missed:
             raise CallMismatch(
-                f"{self.path or '(root)'} did not make the call {missed[0]} that it made when the model was traced, and at "
-                "which a tensor changes its layout: it must be called as in the trace (give example_inputs that are "
-                "passed as your training step passes them)"
+                f"{self.path or '(root)'} did not make the call {missed[0]} that it made when the model was traced, "
+                "and at which a tensor changes its layout: it must be called as in the trace (give example_inputs that "
+                "are passed as your training step passes them)"
             )
         return result
 
@@ -106,9 +106,10 @@ class _LocalCalls(TorchFunctionMode):
             for leaf, change in changes.results:
                 result = replace_leaf(result, leaf, change)
         except _NoLeaf as error:
+            who = self.owner.path or "(root)"
             raise CallMismatch(
-                f"{self.owner.path or '(root)'}: the call {site} has other arguments or results than when the model was "
-                f"traced ({error}): give example_inputs that are passed as your training step passes them"
+                f"{who}: the call {site} has other arguments or results than when the model "
+                f"was traced ({error}): give example_inputs that are passed as your training step passes them"
             ) from None
         return result
 

@@ -1,8 +1,8 @@
 """From a model to its :class:`~lightning_autotp.graph.Graph`: one trace on the meta device, in training mode.
 
-The model's Python runs once on fake tensors, and :mod:`~lightning_autotp.tracer` records its operators. The trace works on
-a copy (a forward may leave tensors in caches and attributes); every tensor that crosses a module boundary is marked, so
-that the flat graph still knows the module tree.
+The model's Python runs once on fake tensors, and :mod:`~lightning_autotp.tracer` records its operators. The trace works
+on a copy (a forward may leave tensors in caches and attributes); every tensor that crosses a module boundary is marked,
+so that the flat graph still knows the module tree.
 """
 
 from __future__ import annotations

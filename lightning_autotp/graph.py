@@ -55,7 +55,7 @@ class CallSite:
 
 @dataclass(frozen=True)
 class CallPoint:
-    """An argument or the result of a call inside a module: a layout may change there, too, where boundaries are too few.
+    """An argument or a result of a call inside a module: where boundaries are too few, a layout may change there.
 
     Attributes:
         module: the path of the module whose ``forward`` makes the call.

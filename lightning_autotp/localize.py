@@ -3,7 +3,8 @@
 A graph shows ``view(2, 61, -1, 64)`` whether the 61 came from a tensor's shape or from a constant, so only tracing the
 local model tells which sizes adapt by themselves. Where the local trace first departs from what it must be, the few
 integers of that module (or of its config) that equal a sharded dim's length are tried, then the numbers in the call
-itself; a change is kept if the trace then agrees further. Only a trace that agrees to its end is accepted, and that is the proof.
+itself; a change is kept if the trace then agrees further. Only a trace that agrees to its end is accepted, and that is
+the proof.
 """
 
 from __future__ import annotations

@@ -63,6 +63,7 @@ def open_modules(graph: Graph, modules: Collection[str]) -> Graph:
         for tensor, leaf in results.items():
             point = CallPoint(operator.module, graph.calls[operator.call].site, "result", leaf)
             opened.operators.append(_point(operator, fresh[tensor], tensor, point))
+    opened.static_on_demand()
     return opened
 
 

@@ -13,13 +13,14 @@ import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from lightning_autotp.axes import Axes, Axis, Concat, Dim, Product, leaves, ownership, shardable
+from lightning_autotp.axes import Axes, Dim, leaves, shardable
 from lightning_autotp.cost import CONVERSIONS, Profile, product_flops
 from lightning_autotp.elimination import Elimination, NoAssignment
 from lightning_autotp.graph import Boundary, CallPoint, Graph, Operator, Ref
-from lightning_autotp.layout import Invariant, Layout, Ownership, Partial, Replicate, Run, Shard
+from lightning_autotp.layout import Invariant, Layout, Partial, Replicate, Shard
 from lightning_autotp.repeats import twins
 from lightning_autotp.rules import Dims, Relation, relate
+from lightning_autotp.shardings import candidates
 
 I, R, P = "I", "R", "P"  # noqa: E741 (the field's own names for the types)
 _TYPES: dict[str, Layout] = {I: Invariant(), R: Replicate(), P: Partial()}
@@ -29,23 +30,6 @@ _ELSEWHERE = 1e-9
 
 class NothingToShard(RuntimeError):
     """No tensor of the model can be divided among so many ranks."""
-
-
-@dataclass(frozen=True)
-class Sharding:
-    """A candidate: some axes and what each rank holds of them.
-
-    Attributes:
-        axes: ids of the axes, the outer one first.
-        held: per rank, the runs of each axis.
-    """
-
-    axes: tuple[int, ...]
-    held: tuple[tuple[tuple[int, tuple[Run, ...]], ...], ...]
-
-    def ownership(self, dim: Dim) -> Ownership:
-        """The map of a resolved dim."""
-        return ownership(dim, [dict(rank) for rank in self.held])
 
 
 @dataclass(frozen=True)
@@ -136,12 +120,13 @@ class _Solver:
             if operator.boundary is not None:
                 self.calls[operator.boundary] = self.calls.get(operator.boundary, 0) + 1
         self.leaves = _static_leaves(graph)
+        self._layouts: dict[tuple[Dims, int], Layout] = {}
         tensors = graph.tensors
         matrices = [tensors[tensor].bytes for tensor in graph.parameters if len(tensors[tensor].shape) > 1]
         crossing = [tensors[op.outputs[0]].bytes for op in graph.operators if op.boundary is not None]
         self.matrix = statistics.median(matrices or [1])
         self.hidden = statistics.median(crossing or [1])
-        self.shardings = self._candidates()
+        self.shardings = candidates([self.dims[tensor] for tensor in graph.parameters if tensor in self.dims], ranks)
         self.touching = {tensor: self._touching(dims) for tensor, dims in self.dims.items()}
 
     def _first_runs(self, relations: list[Relation]) -> dict[int, int]:
@@ -152,39 +137,6 @@ class _Solver:
             if twin in dims and all(self.axes.unify(a, b) for a, b in zip(dims[twin], dims[tensor], strict=True)):
                 first[twin] = first.get(tensor, tensor)
         return first
-
-    # -- candidates --------------------------------------------------------------------------------------------------
-
-    def _candidates(self) -> list[Sharding]:
-        """Every axis of the parameters, dealt out; with fewer units than ranks, together with another factor's."""
-        found: dict[tuple[int, ...], Sharding] = {}
-        for tensor in self.graph.parameters:
-            for dim in self.dims.get(tensor, ()):
-                for factors in _products(dim):
-                    for position, factor in enumerate(factors):
-                        if not isinstance(factor, Axis):
-                            continue
-                        if factor.size >= self.ranks:
-                            found.setdefault((factor.id,), self._dealt(factor))
-                            continue
-                        for other in factors[:position] + factors[position + 1 :]:
-                            if isinstance(other, Axis) and other.size >= -(-self.ranks // factor.size):
-                                found.setdefault((factor.id, other.id), self._dealt_within(factor, other))
-        return list(found.values())
-
-    def _dealt(self, axis: Axis) -> Sharding:
-        dealt = Ownership.dealt(axis.size, self.ranks)
-        return Sharding((axis.id,), tuple(((axis.id, runs),) for runs in dealt.held))
-
-    def _dealt_within(self, outer: Axis, inner: Axis) -> Sharding:
-        """Ranks outnumber the outer units: each unit has several ranks, which divide the inner ones among them."""
-        held = []
-        teams = Ownership.dealt(self.ranks, outer.size)
-        for unit in range(outer.size):
-            members = teams.local_size(unit)
-            shares = Ownership.dealt(inner.size, members)
-            held += [((outer.id, ((unit, unit + 1),)), (inner.id, shares.held[member])) for member in range(members)]
-        return Sharding((outer.id, inner.id), tuple(held))
 
     def _touching(self, dims: Dims) -> tuple[int, ...]:
         """Candidates that cut a tensor of these dims into boxes."""
@@ -357,8 +309,14 @@ class _Solver:
     def _layout(self, tensor: int, kind: str | int) -> Layout:
         if isinstance(kind, str):
             return _TYPES[kind]
-        sharding = self.shardings[kind]
-        maps = [(index, sharding.ownership(dim)) for index, dim in enumerate(self.dims[tensor])]
+        dims = self.dims[tensor]
+        if (dims, kind) not in self._layouts:
+            self._layouts[dims, kind] = self._shard(dims, kind)
+        return self._layouts[dims, kind]
+
+    def _shard(self, dims: Dims, number: int) -> Layout:
+        sharding = self.shardings[number]
+        maps = [(index, sharding.ownership(dim)) for index, dim in enumerate(dims)]
         cut = tuple((index, owned) for index, owned in maps if not owned.is_whole)
         return Shard(cut) if cut else Replicate()
 
@@ -379,7 +337,7 @@ class _Solver:
     def _solution(self, kinds: dict[int, str | int], cost: float) -> Solution:
         layouts = {tensor: self._layout(tensor, kind) for tensor, kind in kinds.items()}
         solution = Solution(self.graph, self.ranks, layouts, cost=cost)
-        seen: set[Boundary] = set()
+        seen: set[Boundary | CallPoint] = set()
         for relation in self.relations:
             operator = relation.operator
             if operator.boundary is not None:
@@ -420,7 +378,7 @@ class _Solver:
                 change = Conversion(self.leaves[position, tensor], Invariant(), target, shape)
                 solution.slices[position, tensor] = change
 
-    def _add_view(self, solution: Solution, tensor: int, seen: set[Boundary]) -> None:
+    def _add_view(self, solution: Solution, tensor: int, seen: set[Boundary | CallPoint]) -> None:
         operator = self._view_boundary(tensor)
         if operator is None or operator.boundary is None or operator.boundary in seen:
             return
@@ -507,20 +465,6 @@ def _static_leaves(graph: Graph) -> dict[tuple[int, int], CallPoint]:
             if isinstance(value, Ref) and graph.tensors[value.tensor].is_static and call.arguments.count(value) == 1:
                 found[position, value.tensor] = CallPoint(call.module, call.site, "argument", leaf)
     return found
-
-
-def _products(dim: Dim) -> Iterator[tuple[Dim, ...]]:
-    """Every product in a resolved dim as its factors; an axis alone is a product of one."""
-    if isinstance(dim, Axis):
-        yield (dim,)
-    elif isinstance(dim, Product):
-        yield dim.factors
-        for factor in dim.factors:
-            if isinstance(factor, Concat):
-                yield from _products(factor)
-    else:
-        for section in dim.sections:
-            yield from _products(section)
 
 
 def _sums(operator: Operator, layouts: Mapping[int, Layout]) -> bool:

@@ -1,7 +1,7 @@
 """Records what a model's Python runs: every operator as the code calls it, before autograd takes it apart.
 
-Operators are seen at PyTorch's pre-dispatch key, where ``linear`` is still ``linear``; fake tensors carry the shapes. An
-operator that writes in place is recorded under its functional name, and whoever reads another view of what it wrote
+Operators are seen at PyTorch's pre-dispatch key, where ``linear`` is still ``linear``; fake tensors carry the shapes.
+An operator that writes in place is recorded under its functional name, and whoever reads another view of what it wrote
 reads the written values: the graph has no aliases.
 """
 
@@ -69,7 +69,7 @@ class Tracer(SchemaCheckMode):
     """
 
     def __init__(self, model: nn.Module) -> None:
-        TorchDispatchMode.__init__(self, _dispatch_key=torch._C.DispatchKey.PreDispatch)  # type: ignore[attr-defined]
+        TorchDispatchMode.__init__(self, _dispatch_key=torch._C.DispatchKey.PreDispatch)
         self.graph = Graph()
         self.modules: list[str] = [""]
         self.calls = Calls(self)
@@ -202,7 +202,7 @@ class Tracer(SchemaCheckMode):
         leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if all(leaf.is_meta for leaf in leaves) or not any(leaf.is_meta for leaf in leaves):
             return args, kwargs
-        return pytree.tree_map_only(Tensor, self._on_meta, (args, kwargs))  # type: ignore[no-any-return]
+        return pytree.tree_map_only(Tensor, self._on_meta, (args, kwargs))
 
     def _on_meta(self, tensor: Tensor) -> Tensor:
         if tensor.is_meta:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
-from lightning_autotp.graph import CallPoint, Graph, Operator, Ref
+from lightning_autotp.graph import Boundary, CallPoint, Graph, Operator, Ref
 from lightning_autotp.layout import Invariant, Layout, Partial, Replicate, Shard, local_shape
 from lightning_autotp.meta import ParameterMeta
 from lightning_autotp.rules import entry
@@ -199,27 +199,27 @@ def _local_shape(solution: Solution, tensor: int, rank: int) -> tuple[int, ...]:
 
 def _boundaries(crossed: list[Operator], solution: Solution, rank: int) -> Iterator[_Expected]:
     """Tensors entering a module are marked, then converted; those leaving it are converted, then marked."""
-    conversions = {conversion.boundary: conversion for conversion in solution.conversions}
+    conversions: dict[Any, Conversion] = {change.boundary: change for change in solution.conversions}
     marks, changes = [], []
     if isinstance(crossed[0].boundary, CallPoint):
         for operator in crossed:  # a point without a conversion is nothing at all
             change = conversions.get(operator.boundary)
-            source, target = Ref(operator.inputs[0]), operator.outputs[0]
+            before, target = Ref(operator.inputs[0]), operator.outputs[0]
             if change is None:
-                yield _Expected("", (("input", (source,)),), ((target, ()),), operator)
+                yield _Expected("", (("input", (before,)),), ((target, ()),), operator)
             else:
-                yield _conversion(change, source, (target, _local_shape(solution, target, rank)), operator)
+                yield _conversion(change, before, (target, _local_shape(solution, target, rank)), operator)
         return
     for operator in crossed:
         boundary, source, target = operator.boundary, operator.inputs[0], operator.outputs[0]
-        conversion = conversions.get(boundary) if boundary is not None else None
-        before, after = _local_shape(solution, source, rank), _local_shape(solution, target, rank)
-        if boundary is None or conversion is None:
+        conversion = conversions.get(boundary)
+        entering, after = _local_shape(solution, source, rank), _local_shape(solution, target, rank)
+        if not isinstance(boundary, Boundary) or conversion is None:
             marks.append(_Expected("boundary", (("input", (Ref(source),)),), ((target, after),), operator))
             continue
         between = ("converted", target)
         if boundary.side == "in":
-            marks.append(_Expected("boundary", (("input", (Ref(source),)),), ((between, before),), operator))
+            marks.append(_Expected("boundary", (("input", (Ref(source),)),), ((between, entering),), operator))
             changes.append(_conversion(conversion, between, (target, after), operator))
         else:
             changes.append(_conversion(conversion, Ref(source), (between, after), operator))

@@ -79,7 +79,7 @@ def _of_parameters(plan: Plan, solution: Solution) -> Iterator[Mutation]:
     ]
     for kind, change in changes:
         found = [(p, layout) for p in parameters if (layout := change(p.layout)) is not None]
-        # The first of them and the last are parameters of different kinds, as a rule.
+        # The first of them and one matrix from the middle.
         for parameter, layout in {p.names[0]: (p, layout) for p, layout in _ends(found)}.values():
             name = parameter.names[0]
             corrupted = replace(plan, parameters=tuple(_relaid(p, name, layout) for p in plan.parameters))
@@ -91,7 +91,7 @@ def _of_parameters(plan: Plan, solution: Solution) -> Iterator[Mutation]:
 
 def _ends(found: list[tuple[ParameterPlan, Layout]]) -> list[tuple[ParameterPlan, Layout]]:
     matrices = [item for item in found if len(item[0].shape) > 1] or found
-    return [*found[:1], *matrices[len(matrices) // 2 :][:1], *found[1:][-1:]]
+    return [*found[:1], *matrices[len(matrices) // 2 :][:1]]
 
 
 def _relaid(parameter: ParameterPlan, name: str, layout: Layout) -> ParameterPlan:
@@ -178,7 +178,10 @@ def _of_layers(plan: Plan, solution: Solution) -> Iterator[Mutation]:
             yield Mutation("layer's all-reduce dropped", PLAN, layer.module, plan, solution, unreduced=layer.module)
     for layer in [x for x in plan.layers if x.kind == "column" and not x.input_is_replicated][:1]:
         without = changed(layer, replace(layer, input_is_replicated=True))
-        yield Mutation("all-reduce of a layer's input gradient dropped", PLAN, layer.module, without, solution)
+        kind = "all-reduce of a layer's input gradient dropped"
+        yield Mutation(kind, PLAN, layer.module, without, solution)
+        rest = [c for c in solution.conversions if (c.boundary.module, c.boundary.side) != (layer.module, "in")]
+        yield Mutation(kind, SOLUTION, layer.module, without, replace(solution, conversions=rest))
     for layer in [x for x in plan.layers if x.kind == "column" and x.input_is_replicated][:1]:
         twice = changed(layer, replace(layer, input_is_replicated=False))
         yield Mutation("all-reduce of an input gradient done twice", PLAN, layer.module, twice, solution)

@@ -8,7 +8,20 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "lightning_autotp"
-PLAIN = ["layout", "axes", "graph", "cost", "elimination", "solver", "plan", "annotate", "verify"]
+PLAIN = [
+    "layout",
+    "axes",
+    "graph",
+    "cost",
+    "elimination",
+    "shardings",
+    "points",
+    "repeats",
+    "solver",
+    "plan",
+    "annotate",
+    "verify",
+]
 MODULES = sorted(path for path in PACKAGE.rglob("*.py"))
 
 

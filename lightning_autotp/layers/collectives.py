@@ -24,8 +24,8 @@ taken and so the first owner alone gets the gradient; going into it every owner 
 what the owners return.
 
 All of these are collective (every rank of the group must call them in the same order) except ``slice_replicate`` and
-those that keep once, in forward or backward as the table says. On meta tensors each records itself as one node of the trace (its name is the
-conversion, ``"partial_to_invariant"`` and so on) and communicates nothing.
+those that keep once, in forward or backward as the table says. On meta tensors each records itself as one node of the
+trace (its name is the conversion, ``"partial_to_invariant"`` and so on) and communicates nothing.
 
 The idea of pairs is Megatron-LM's (``tensor_parallel/mappings.py``); what goes over the wire are PyTorch's functional
 collectives, which ``torch.compile`` can trace.
@@ -375,8 +375,8 @@ def convert(x: Tensor, source: Layout, target: Layout, group: TPGroup) -> Tensor
     if isinstance(source, Shard) and isinstance(target, Replicate):
         return all_gather_replicate(x, group, source)
     raise ValueError(
-        f"no conversion from {source} to {target}: there are I->R, I->S, I->P, R->S, R->P, P->I, P->R, P->S, S->I and S->R; "
-        "convert in two steps, for instance by gathering to I first"
+        f"no conversion from {source} to {target}: there are I->R, I->S, I->P, R->S, R->P, P->I, P->R, P->S, "
+        "S->I and S->R; convert in two steps, for instance by gathering to I first"
     )
 
 

@@ -1,0 +1,73 @@
+"""Candidate shardings: which axes may be dealt out to the ranks, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from lightning_autotp.axes import Axis, Concat, Dim, Product, ownership
+from lightning_autotp.layout import Ownership, Run
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """A candidate: some axes and what each rank holds of them.
+
+    Attributes:
+        axes: ids of the axes, the outer one first.
+        held: per rank, the runs of each axis.
+    """
+
+    axes: tuple[int, ...]
+    held: tuple[tuple[tuple[int, tuple[Run, ...]], ...], ...]
+
+    def ownership(self, dim: Dim) -> Ownership:
+        """The map of a resolved dim."""
+        return ownership(dim, [dict(rank) for rank in self.held])
+
+
+def candidates(parameters: Iterable[tuple[Dim, ...]], ranks: int) -> list[Sharding]:
+    """Every axis of the parameters, dealt out; with fewer units than ranks, together with another factor's."""
+    found: dict[tuple[int, ...], Sharding] = {}
+    for dims in parameters:
+        for factors in (factors for dim in dims for factors in _products(dim)):
+            for position, factor in enumerate(factors):
+                if not isinstance(factor, Axis):
+                    continue
+                if factor.size >= ranks:
+                    found.setdefault((factor.id,), _dealt(factor, ranks))
+                    continue
+                for other in factors[:position] + factors[position + 1 :]:
+                    if isinstance(other, Axis) and other.size >= -(-ranks // factor.size):
+                        found.setdefault((factor.id, other.id), _dealt_within(factor, other, ranks))
+    return list(found.values())
+
+
+def _dealt(axis: Axis, ranks: int) -> Sharding:
+    dealt = Ownership.dealt(axis.size, ranks)
+    return Sharding((axis.id,), tuple(((axis.id, runs),) for runs in dealt.held))
+
+
+def _dealt_within(outer: Axis, inner: Axis, ranks: int) -> Sharding:
+    """Ranks outnumber the outer units: each unit has several ranks, which divide the inner ones among them."""
+    held = []
+    teams = Ownership.dealt(ranks, outer.size)
+    for unit in range(outer.size):
+        members = teams.local_size(unit)
+        shares = Ownership.dealt(inner.size, members)
+        held += [((outer.id, ((unit, unit + 1),)), (inner.id, shares.held[member])) for member in range(members)]
+    return Sharding((outer.id, inner.id), tuple(held))
+
+
+def _products(dim: Dim) -> Iterator[tuple[Dim, ...]]:
+    """Every product in a resolved dim as its factors; an axis alone is a product of one."""
+    if isinstance(dim, Axis):
+        yield (dim,)
+    elif isinstance(dim, Product):
+        yield dim.factors
+        for factor in dim.factors:
+            if isinstance(factor, Concat):
+                yield from _products(factor)
+    else:
+        for section in dim.sections:
+            yield from _products(section)

@@ -1,0 +1,182 @@
+"""Mutation testing of the proof: whatever mistake is planted in a plan, verification or numeric parity finds it.
+
+For every architecture each planted mistake meets, in this order: building the local model, the comparison of the cuts,
+the comparison of the traces (on every rank), and where all of these are content, a training step on real processes
+whose loss and gradients are compared with one process's. A mistake that all of them pass would be one that changes
+nothing: then it is *equivalent*, and which those are is asserted, too.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import Counter
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import run_ranks
+from mutations import SOLUTION, Mutation, planted
+from torch import nn
+
+from lightning_autotp.calls import CallMismatch
+from lightning_autotp.capture import capture_local, meta_copy
+from lightning_autotp.gradients import synchronize_gradients
+from lightning_autotp.layers.group import TPGroup
+from lightning_autotp.localize import integer_reads
+from lightning_autotp.meta import parameter_meta
+from lightning_autotp.pipeline import make_plan
+from lightning_autotp.plan import Plan
+from lightning_autotp.replace import PlanMismatch, apply_plan
+from lightning_autotp.solver import Solution
+from lightning_autotp.verify import compare, cut_differently
+from lightning_autotp.zoo.parity import prepare
+
+RANKS = 2
+ARCHITECTURES = {
+    "llama": "causal",
+    "gpt2": "causal",
+    "qwen3": "causal",
+    "phi3": "causal",
+    "olmo2": "causal",
+    "mixtral": "causal",
+    "gpt_oss": "causal",
+    "deepseek_v3": "causal",
+    "falcon": "causal",
+    "bloom": "causal",
+    "bamba": "causal",
+    "t5": "seq2seq",
+}
+BUILDING, CUTS, TRACE, PARITY, EQUIVALENT = "building", "cuts", "trace", "parity", "equivalent"
+LOSS_TOLERANCE, GRADIENT_TOLERANCE, ROUNDING = 1e-5, 1e-4, 1e-7
+
+
+@lru_cache
+def planned(name: str) -> tuple[nn.Module, dict[str, Any], Plan, Solution, list[Mutation]]:
+    model, batch = prepare(name, ARCHITECTURES[name])
+    plan, solution = make_plan(model, RANKS, example_inputs=batch)
+    return model, batch, plan, solution, list(planted(plan, solution, integer_reads(model, batch)))
+
+
+def verified(name: str, plan: Plan, solution: Solution, mutation: Mutation | None = None) -> str:
+    """What notices the mistake before anything runs; nothing for a right plan."""
+    model, batch, *_ = planned(name)
+    # One rank shows what the trace can see of a mistake that plan and solution share; the parity check sees both.
+    for rank in range(1 if mutation is not None and mutation.stage == SOLUTION else RANKS):
+        local = meta_copy(model)
+        try:
+            apply_plan(local, plan, TPGroup("", rank, RANKS))
+            if mutation is not None:
+                mutation.after(local)
+        except (PlanMismatch, CallMismatch, ValueError):
+            return BUILDING
+        if cut_differently({n: parameter_meta(p) for n, p in local.named_parameters()}, solution) is not None:
+            return CUTS
+        if compare(capture_local(local, batch), solution, rank) is not None:
+            return TRACE
+    return ""
+
+
+@lru_cache
+def outcomes(name: str) -> tuple[tuple[Mutation, str], ...]:
+    """Every planted mistake and what notices it before anything runs."""
+    return tuple(
+        (mutation, verified(name, mutation.plan, mutation.solution, mutation)) for mutation in planned(name)[-1]
+    )
+
+
+def errors(rank: int, world_size: int, escaped: dict[str, list[tuple[Plan, str]]]) -> dict[str, list[float]]:
+    """By architecture: how far loss and gradients are off with each plan, in tolerances."""
+    group = TPGroup.of(dist.group.WORLD)
+    found: dict[str, list[float]] = {}
+    for name, plans in escaped.items():
+        model, batch = prepare(name, ARCHITECTURES[name])
+        original = copy.deepcopy(model)
+        torch.manual_seed(0)
+        loss = model(**batch).loss
+        loss.backward()
+        found[name] = []
+        for plan, unreduced in plans:
+            local = copy.deepcopy(original)
+            apply_plan(local, plan, group)
+            if unreduced:
+                local.get_submodule(unreduced).reduce_output = False
+            local.autotp_group = group
+            synchronize_gradients(local, group)
+            torch.manual_seed(0)
+            try:
+                ours = local(**batch).loss
+                ours.backward()
+            except (RuntimeError, ValueError, IndexError):
+                found[name].append(math.inf)
+                continue
+            off = abs(ours.item() - loss.item()) / abs(loss.item()) / LOSS_TOLERANCE
+            found[name].append(max(off, _gradients_off(local, model)))
+    return found
+
+
+def _gradients_off(local: nn.Module, model: nn.Module) -> float:
+    """The largest difference of a gradient's own part, in tolerances."""
+    wanted = {n: p.grad for n, p in model.named_parameters(remove_duplicate=False) if p.grad is not None}
+    largest = max(float(gradient.abs().max()) for gradient in wanted.values())
+    off = 0.0
+    for parameter in local.parameters():
+        meta = parameter_meta(parameter)
+        whole = wanted.get(meta.name)
+        if whole is None or parameter.grad is None:
+            continue
+        for block in meta.mapping:
+            here, there = (
+                tensor[tuple(slice(*run) for run in runs)]
+                for tensor, runs in ((parameter.grad, block.local), (whole, block.original))
+            )
+            difference = float((here - there).abs().max()) if here.numel() else 0.0
+            if difference > ROUNDING * largest:
+                off = max(off, difference / float(whole.abs().max().clamp_min(1e-30)) / GRADIENT_TOLERANCE)
+    return off
+
+
+@lru_cache
+def judged() -> dict[str, list[tuple[Mutation, str]]]:
+    """Every planted mistake and what notices it."""
+    escaped = {
+        name: [(planned(name)[2], "")] + [(m.plan, m.unreduced) for m, by in outcomes(name) if not by]
+        for name in ARCHITECTURES
+    }
+    off = run_ranks(errors, RANKS, escaped, timeout=240)
+    found: dict[str, list[tuple[Mutation, str]]] = {}
+    for name in ARCHITECTURES:
+        right, *worst = [max(pair) for pair in zip(*(rank[name] for rank in off), strict=True)]
+        assert right <= 1, f"the right plan of {name} is off by {right} tolerances"
+        remaining = iter(worst)
+        found[name] = [(m, by or (PARITY if not next(remaining) <= 1 else EQUIVALENT)) for m, by in outcomes(name)]
+    return found
+
+
+def table(found: dict[str, list[tuple[Mutation, str]]]) -> str:
+    """Kinds of mistake by architecture, with what noticed them, in Markdown."""
+    kinds = dict.fromkeys((m.kind, m.stage) for rows in found.values() for m, _ in rows)
+    lines = [f"| mistake | wrong in | {' | '.join(found)} |", f"| --- | --- |{' --- |' * len(found)}"]
+    for kind, stage in sorted(kinds):
+        cells = []
+        for rows in found.values():
+            counted = Counter(by for m, by in rows if (m.kind, m.stage) == (kind, stage))
+            cells.append(", ".join(by if n == 1 else f"{n} {by}" for by, n in counted.items()))
+        lines.append(f"| {kind} | {stage} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def of(rows: Iterable[tuple[Mutation, str]], by: str) -> list[str]:
+    return [str(mutation) for mutation, caught in rows if caught == by]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_verification_finds_every_mistake_of_the_execution(name: str) -> None:
+    _, _, plan, solution, mutations = planned(name)
+    assert verified(name, plan, solution) == ""
+    assert len({mutation.kind for mutation in mutations}) >= 8
+    assert not [str(m) for m, by in outcomes(name) if not by and m.stage != SOLUTION]
