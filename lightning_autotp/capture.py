@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from lightning_autotp.graph import Graph
+from lightning_autotp.opaque import LARGEST, OpaqueForward
 from lightning_autotp.tracer import Tracer
 
 _BATCH_PRIMES = (3, 5, 7, 11, 13)
@@ -32,21 +33,23 @@ class CaptureError(RuntimeError):
     """The model could not be traced; the message names the module and the line."""
 
 
-def capture_local(model: nn.Module, example_inputs: Any) -> Graph:
+def capture_local(model: nn.Module, example_inputs: Any, opaque: frozenset[str] = frozenset()) -> Graph:
     """Like :func:`capture`, but where the model's forward raises, the graph of what ran until then.
 
-    For a model that may have been localized wrongly: the comparison then tells where it goes wrong.
+    For a model that may have been localized wrongly: the comparison then tells where it goes wrong. Modules that were
+    ``opaque`` to the first trace are so to this one.
     """
-    return _capture(model, example_inputs, until_failure=True)
+    return _capture(model, example_inputs, opaque, until_failure=True)
 
 
-def capture(model: nn.Module, example_inputs: Any = None) -> Graph:
+def capture(model: nn.Module, example_inputs: Any = None, opaque: frozenset[str] = frozenset()) -> Graph:
     """Trace one training forward of ``model`` on the meta device.
 
     Args:
         model: any module; it is neither changed nor run. Its parameters may be on any device, also on meta.
         example_inputs: one batch: a tensor, a tuple of positional arguments, or a mapping of keyword arguments. May be
             left out for a language model that takes ``input_ids`` and ``labels``.
+        opaque: modules that are not looked into; more are found where a module's code depends on values.
 
     Returns:
         The graph, with module boundaries marked and operators that compute nothing left out.
@@ -54,16 +57,55 @@ def capture(model: nn.Module, example_inputs: Any = None) -> Graph:
     Raises:
         CaptureError: if tracing fails, naming the module and the source line.
     """
-    return _capture(model, language_model_inputs(model) if example_inputs is None else example_inputs)
+    inputs = language_model_inputs(model) if example_inputs is None else example_inputs
+    while True:
+        try:
+            return _capture(model, inputs, opaque)
+        except _ValueNeeded as needed:
+            alike = _modules_like(model, needed.module)
+            if alike <= opaque:
+                raise needed.error from needed.error.__cause__
+            opaque |= alike
 
 
-def _capture(model: nn.Module, example_inputs: Any, *, until_failure: bool = False) -> Graph:
+class _ValueNeeded(Exception):
+    """A module's code asked for a value that a trace does not have."""
+
+    def __init__(self, module: str, error: CaptureError) -> None:
+        super().__init__(module)
+        self.module, self.error = module, error
+
+
+def _modules_like(model: nn.Module, path: str) -> frozenset[str]:
+    """The modules of the same class, if each is small enough to be run once; never the model itself."""
+    module = model.get_submodule(path)
+    small = sum(parameter.nbytes for parameter in module.parameters()) <= LARGEST
+    alike = (name for name, other in model.named_modules() if type(other) is type(module))
+    return frozenset(alike) if path and small else frozenset()
+
+
+def _capture(
+    model: nn.Module, example_inputs: Any, opaque: frozenset[str] = frozenset(), *, until_failure: bool = False
+) -> Graph:
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    args, kwargs = pytree.tree_map_only(
-        Tensor, lambda tensor: fake.from_tensor(tensor.detach().to("meta")), _as_call(example_inputs)
-    )
-    traced = meta_copy(model, fake.from_tensor).train()
-    tracer = Tracer(traced)
+    real: dict[int, Tensor] = {}
+
+    def stand_in(value: Tensor) -> Tensor:
+        """A fake tensor in the place of an input, a buffer or a parameter."""
+        meta = value.detach().to("meta")
+        if isinstance(value, nn.Parameter):
+            return fake.from_tensor(nn.Parameter(meta, requires_grad=value.requires_grad))
+        made = fake.from_tensor(meta)
+        real[id(made)] = value.detach().cpu() if not value.is_meta else torch.zeros(value.shape, dtype=value.dtype)
+        return made
+
+    args, kwargs = pytree.tree_map_only(Tensor, stand_in, _as_call(example_inputs))
+    traced = meta_copy(model, stand_in).train()
+    tracer = Tracer(traced, real)
+    tracer.graph.opaque = opaque
+    for path in opaque:
+        module = traced.get_submodule(path)
+        module.forward = OpaqueForward(module, tracer)
     _run(traced, args, kwargs, tracer, fake, until_failure)
     tracer.graph.static_on_demand()
     return tracer.graph
@@ -85,13 +127,17 @@ def _run(traced: nn.Module, args: Any, kwargs: Any, tracer: Tracer, fake: FakeTe
                 tracer.graph.failure = f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0]}"
                 return
             where = " -> ".join(tracer.modules[1:]) or "(root)"
-            raise CaptureError(
+            failure = CaptureError(
                 f"{type(traced).__name__} cannot be captured: {type(error).__name__}: "
                 f"{(str(error).strip() or '(no message)').splitlines()[0]}\n"
                 f"  in module {where}\n  at {_user_line(error)}\n"
                 "The model is traced once on the meta device: remove what needs a tensor's value (`.item()`, "
                 "`if tensor:`) from this line, or give example_inputs that the model accepts."
-            ) from error
+            )
+            failure.__cause__ = error
+            if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
+                raise _ValueNeeded(tracer.modules[-1], failure) from error
+            raise failure from error
         leaves = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
         with tracer.pause():
             returned = [leaf for leaf in leaves if leaf.is_floating_point()]
@@ -125,10 +171,15 @@ def language_model_inputs(model: nn.Module) -> dict[str, Any]:
     return inputs
 
 
-def meta_copy(model: nn.Module, made: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> nn.Module:
+def _on_meta(value: Tensor) -> Tensor:
+    meta = value.detach().to("meta")
+    return nn.Parameter(meta, requires_grad=value.requires_grad) if isinstance(value, nn.Parameter) else meta
+
+
+def meta_copy(model: nn.Module, stand_in: Callable[[Tensor], Tensor] = _on_meta) -> nn.Module:
     """A deep copy of ``model`` with every tensor on the meta device; the original's tensors are not copied.
 
-    ``made`` may turn each of the new tensors (or parameters) into another one.
+    ``stand_in`` makes the tensor, or parameter, that takes the place of one of the model's.
     """
     memo: dict[int, Any] = {}
     for module in model.modules():
@@ -136,12 +187,9 @@ def meta_copy(model: nn.Module, made: Callable[[Tensor], Tensor] = lambda tensor
             for value in holder.values():
                 if not isinstance(value, Tensor) or id(value) in memo:
                     continue
+                memo[id(value)] = stand_in(value)
                 if isinstance(value, nn.Parameter):
-                    twin = made(nn.Parameter(value.detach().to("meta"), requires_grad=value.requires_grad))
-                    twin.__dict__.update(value.__dict__)
-                else:
-                    twin = made(value.detach().to("meta"))
-                memo[id(value)] = twin
+                    memo[id(value)].__dict__.update(value.__dict__)
     return copy.deepcopy(model, memo)
 
 

@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+OPAQUE = "opaque module"
+"""Name of the one operator that a module is whose code cannot be traced."""
+
 
 @dataclass(frozen=True)
 class Ref:
@@ -172,6 +175,7 @@ class Graph:
         parameters: name of the parameter (its first name, where tied) by tensor.
         outputs: the floating-point tensors the model returns.
         calls: the calls in the model's code that ran the operators.
+        opaque: modules whose code depends on values that a trace does not have: one operator each.
         failure: what the model's code raised, where it did not come to its end.
     """
 
@@ -180,6 +184,7 @@ class Graph:
     parameters: dict[int, str] = field(default_factory=dict)
     outputs: list[int] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
+    opaque: frozenset[str] = frozenset()
     failure: str = ""
 
     def loose(self) -> list[int]:

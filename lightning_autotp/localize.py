@@ -140,7 +140,9 @@ class _Search:
         if (sizes, rank) not in self.traces:
             local = meta_copy(self.model)
             apply_plan(local, self.plan_with(sizes), TPGroup("", rank, self.solution.ranks))
-            self.traces[sizes, rank] = compare(capture_local(local, self.example_inputs), self.solution, rank)
+            self.traces[sizes, rank] = compare(
+                capture_local(local, self.example_inputs, self.solution.graph.opaque), self.solution, rank
+            )
         return self.traces[sizes, rank]
 
     def _lengths(self, operators: Iterable[Operator]) -> dict[tuple[int, tuple[int, ...]], None]:
@@ -214,11 +216,13 @@ class _Search:
     def _integers(self, path: str, value: int) -> list[str]:
         """Integers with this value that the module reads in its forward: its own, and those of its config."""
         if self.reads is None:
-            self.reads = integer_reads(self.model, self.example_inputs)
+            self.reads = integer_reads(self.model, self.example_inputs, self.solution.graph.opaque)
         return [attribute for attribute, found in self.reads.get(path, {}).items() if found == value]
 
 
-def integer_reads(model: nn.Module, example_inputs: object) -> dict[str, dict[str, int]]:
+def integer_reads(
+    model: nn.Module, example_inputs: object, opaque: frozenset[str] = frozenset()
+) -> dict[str, dict[str, int]]:
     """By module: the integer attributes that the forward reads of it, and (as ``config.NAME``) of its config.
 
     One trace of a copy whose modules and configs note what is read of them.
@@ -247,7 +251,7 @@ def integer_reads(model: nn.Module, example_inputs: object) -> dict[str, dict[st
         if config is not None and not hasattr(type(config), "_is_watched"):
             watch_config(config)
         watch_module(path, module)
-    capture(watched, example_inputs)
+    capture(watched, example_inputs, opaque)
     return reads
 
 

@@ -130,7 +130,7 @@ def verify(model: nn.Module, solution: Solution, rank: int, example_inputs: Any)
     """
     difference = cut_differently(
         {name: parameter_meta(p) for name, p in model.named_parameters()}, solution
-    ) or compare(capture_local(model, example_inputs), solution, rank)
+    ) or compare(capture_local(model, example_inputs, solution.graph.opaque), solution, rank)
     if difference is not None:
         raise VerificationError(f"the local model of rank {rank} is not the same computation: {difference}")
 

@@ -32,7 +32,9 @@ def open_modules(graph: Graph, modules: Collection[str]) -> Graph:
     """
     if not modules:
         return graph
-    opened = Graph(list(graph.tensors), [], dict(graph.parameters), list(graph.outputs), list(graph.calls))
+    opened = Graph(
+        list(graph.tensors), [], dict(graph.parameters), list(graph.outputs), list(graph.calls), graph.opaque
+    )
     of_call: dict[int, list[Operator]] = {}
     for operator in graph.operators:
         if operator.call >= 0 and operator.module in modules:

@@ -458,7 +458,7 @@ def _static_leaves(graph: Graph) -> dict[tuple[int, int], CallPoint]:
             operators[operator.call] = operators.get(operator.call, 0) + 1
     found: dict[tuple[int, int], CallPoint] = {}
     for position, operator in enumerate(graph.operators):
-        if operator.call < 0 or operators[operator.call] > 1:
+        if operator.call < 0 or operators[operator.call] > 1 or operator.layer:  # a parallel layer makes other calls
             continue
         call = graph.calls[operator.call]
         for leaf, value in enumerate(call.arguments):

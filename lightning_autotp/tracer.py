@@ -10,18 +10,24 @@ from __future__ import annotations
 import contextlib
 import linecache
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    unset_fake_temporarily,
+)
 from torch._subclasses.schema_check_mode import SchemaCheckMode
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_autotp.concrete import Concrete, NoValue
 from lightning_autotp.graph import Boundary, Call, CallSite, Graph, Operator, Ref, TensorInfo
 from lightning_autotp.trace import RECORD
 
@@ -34,6 +40,8 @@ _IDENTITIES = {
     "aten.lift_fresh.default",
 }
 _CASTS = {"aten.to.dtype", "aten.to.dtype_layout", "aten.to.device", "aten.type_as.default", "aten._to_copy.default"}
+# Operators whose result takes elements of their first input: only how many depends on values.
+_TAKES = {"aten.index.Tensor", "aten.masked_select.default"}
 _FACTORIES = {
     getattr(torch, name) for name in ("arange", "zeros", "ones", "empty", "full", "rand", "randn", "eye", "linspace")
 }
@@ -66,14 +74,17 @@ class Tracer(SchemaCheckMode):
 
     Args:
         model: the copy that will run; parameters are known by its names.
+        real: values of its inputs and buffers, by the id of the tensor that stands for them.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, real: Mapping[int, Tensor]) -> None:
         TorchDispatchMode.__init__(self, _dispatch_key=torch._C.DispatchKey.PreDispatch)
         self.graph = Graph()
         self.modules: list[str] = [""]
         self.calls = Calls(self)
         self.paused = False
+        self.concrete = Concrete(self.graph)
+        self.real = real
         self._tensors: dict[int, _Tracked] = {}
         self._places: dict[Any, Tensor] = {}
         self._alive: list[Tensor] = []  # an id must not be used again while it is in the tables
@@ -97,8 +108,11 @@ class Tracer(SchemaCheckMode):
         args, kwargs = self._on_one_device(args, kwargs)
         arguments = named_arguments(func, args, kwargs)
         reads = tuple((key, self._read(value)) for key, value in arguments)
-        result = _grouped_product(*args, **kwargs) if name == "aten._grouped_mm.default" else func(*args, **kwargs)
-        if name in _CHECKS or result is None:
+        try:
+            result = _grouped_product(*args, **kwargs) if name == "aten._grouped_mm.default" else func(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            result = self._by_value(func, reads, error)
+        if name in _CHECKS or not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(result)):
             return result
         inputs = [leaf for _, value in arguments for leaf in _tensors(value)]
         if self._is_identity(name, result, inputs):
@@ -150,9 +164,38 @@ class Tracer(SchemaCheckMode):
         self.modules.pop()
         self.calls.counts.pop()
 
+    def note(self, name: str, inputs: Sequence[Tensor], result: Any) -> None:
+        """Add an operator of this name to the graph."""
+        self._note(name, (("input", tuple(self._read(tensor) for tensor in inputs)),), result, [])
+
     def outputs(self, tensors: Sequence[Tensor]) -> None:
         """Say which tensors the model returns."""
         self.graph.outputs = [self._read(getattr(tensor, "local", tensor)).tensor for tensor in tensors]
+
+    def _by_value(self, func: Any, reads: tuple[tuple[str, Any], ...], error: RuntimeError) -> Any:
+        """What an operator gives whose result hangs on values, where they follow from the batch alone."""
+
+        def value(leaf: Any) -> Any:
+            if isinstance(leaf, tuple):
+                return [value(item) for item in leaf]
+            if not isinstance(leaf, Ref):
+                return leaf
+            info = self.graph.tensors[leaf.tensor]
+            if info.is_differentiable and str(func) in _TAKES:  # only its shape matters
+                return torch.empty(info.shape, dtype=getattr(torch, info.dtype))
+            return self.concrete.value(leaf.tensor)
+
+        with self.pause():
+            with unset_fake_temporarily(), torch.no_grad():
+                try:
+                    values = {name: value(leaf) for name, leaf in reads}
+                except NoValue:
+                    raise error from None
+                positional = [values.pop(a.name) for a in func._schema.arguments if not a.kwarg_only]
+                result = func(*positional, **values)
+            return pytree.tree_map_only(
+                Tensor, lambda real: torch.empty(real.shape, dtype=real.dtype, device="meta"), result
+            )
 
     def _note(self, name: str, reads: Any, result: Any, inputs: list[Tensor]) -> Operator:
         outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
@@ -231,7 +274,11 @@ class Tracer(SchemaCheckMode):
         return self._track(tensor, static=True)
 
     def _track(self, tensor: Tensor, static: bool) -> _Tracked:
-        return self._keep(tensor, _Tracked(self._new(tensor, static)))
+        tracked = self._keep(tensor, _Tracked(self._new(tensor, static)))
+        real = self.real.get(id(tensor), getattr(tensor, "constant", None))
+        if static and real is not None:
+            self.concrete.known[tracked.value.tensor] = real
+        return tracked
 
     def _keep(self, tensor: Tensor, tracked: _Tracked) -> _Tracked:
         self._tensors[id(tensor)] = tracked
@@ -329,10 +376,10 @@ class Calls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _FACTORIES and kwargs.get("device") is None:
-            kwargs = {**kwargs, "device": torch.device("meta")}
         if self.tracer.paused:
             return func(*args, **kwargs)
+        if func in _FACTORIES and kwargs.get("device") is None:
+            kwargs = {**kwargs, "device": torch.device("meta")}
         caller = calling_frame(func, sys._getframe(1))
         key = call_key(caller, func)
         occurrence = self.counts[-1][key] = self.counts[-1].get(key, -1) + 1

@@ -1,12 +1,13 @@
 """Mistakes that a bug in planning or in its execution would make, planted in any model's plan.
 
-Two kinds of bug are told apart. One is made on the way from the solver's solution to the local model: then only the plan
-is corrupted (``stage == "plan"``). The other is in the analysis itself: then plan and solution agree in what is wrong
-(``stage == "solution"``), and a proof that measures the local model against the solution may well pass.
+Two kinds of bug are told apart. One is made on the way from the solver's solution to the local model: then only the
+plan is corrupted (``stage == "plan"``). The other is in the analysis itself: then plan and solution agree in what is
+wrong (``stage == "solution"``), and a proof that measures the local model against the solution may well pass.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -285,7 +286,8 @@ def _of_sizes(plan: Plan, solution: Solution, reads: Mapping[str, Mapping[str, i
         for attribute, whole in found.items()
         if (module, attribute) not in taken and whole > 1 and whole % plan.ranks == 0
     ]
-    for extra in {size.attribute: size for size in spare}.values():
+    alike = {(re.sub(r"\d+", "*", size.module), size.attribute): size for size in spare}
+    for extra in alike.values():
         corrupted = replace(plan, sizes=(*plan.sizes, extra))
         yield Mutation("size made local that stays whole", PLAN, str(extra), corrupted, solution)
 

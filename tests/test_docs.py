@@ -30,7 +30,7 @@ PAGES = [*sorted(ROOT.glob("*.md")), *DOCS]
 RULES_PAGE = ROOT / "docs" / "adding-a-rule.md"
 TROUBLE = ROOT / "docs" / "troubleshooting.md"
 # These never leave the package: they become other errors, or a reason in the plan.
-INTERNAL = {"NoAssignment", "Unlocalizable"}
+INTERNAL = {"NoAssignment", "NoValue", "Unlocalizable", "_NoLeaf"}
 
 
 def named(page: Path) -> str:
@@ -163,6 +163,22 @@ def test_links_resolve(page: Path) -> None:
         linked = page.parent / target if target else page
         assert linked.exists(), target
         assert not anchor or anchor in headings(linked), f"{target}#{anchor}"
+
+
+def test_the_totals_are_the_zoos() -> None:
+    """The README repeats the totals of the page that the zoo wrote."""
+
+    def totals(page: Path) -> list[str]:
+        return re.findall(r"^\| (?:architectures|train on|planned|parity|wrong|errors)\b.*$", page.read_text(), re.M)
+
+    assert len(totals(ROOT / "docs" / "zoo.md")) >= 7
+    assert totals(ROOT / "README.md") == totals(ROOT / "docs" / "zoo.md")
+
+
+def test_as_many_rules_as_it_says() -> None:
+    claims = [int(n) for page in PAGES for n in re.findall(r"ore than (\d+)\s+operators", page.read_text())]
+    assert claims
+    assert max(claims) < len(registry.known_operators())
 
 
 def package_modules() -> list[Any]:

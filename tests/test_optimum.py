@@ -148,7 +148,6 @@ class Search:
         least = [min(cost for _, cost in rows) for rows in self.choices]
         self.rest = [math.fsum(least[at:]) for at in range(len(least) + 1)]
         self.best = math.inf
-        self.seen = 0
 
     def _single(self, costs: dict[int, dict[Any, float]]) -> None:
         for tensor, kinds in costs.items():
@@ -174,7 +173,6 @@ class Search:
             return
         if at == len(self.choices):
             self.best = spent
-            self.seen += 1
             return
         for row, cost in self.choices[at]:
             if all(kinds.get(tensor, kind) == kind for tensor, kind in row.items()):

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_autotp.axes import ONE, Axes, Dim
-from lightning_autotp.graph import Graph, Operator, Ref
+from lightning_autotp.graph import OPAQUE, Graph, Operator, Ref
 
 Dims = tuple[Dim, ...]
 Result = Dims | list[Dims]
@@ -257,7 +257,8 @@ def relate(graph: Graph, untied: frozenset[int] = frozenset()) -> tuple[list[Rel
             continue
         site = Site(operator, graph, dims, axes)
         known = entry(operator.name)
-        result = known.rule(site) if known else site.give_up(f"{operator.name} has no rule")
+        because = "its code depends on values" if operator.name == OPAQUE else f"{operator.name} has no rule"
+        result = known.rule(site) if known else site.give_up(because)
         if operator.boundary is not None and operator.inputs[0] in untied:
             result = tuple(axes.new(size) for size in site.shape)
             site.keep_whole(*site.relation.inputs[operator.inputs[0]], *result)

@@ -1,0 +1,64 @@
+"""Modules whose Python depends on values that a trace does not have (how many tokens an expert got).
+
+Such a module is one operator to the analysis: nothing in it is sharded, and the model trains all the same.
+The shapes of what it returns are found by running a copy of it once, on the CPU, with random numbers.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils import _pytree as pytree
+
+from lightning_autotp.graph import OPAQUE
+from lightning_autotp.tracer import Tracer
+
+LARGEST = 2**31
+"""Bytes of parameters up to which a module is run for its shapes."""
+
+
+class OpaqueForward:
+    """Takes the place of a module's forward in a trace."""
+
+    def __init__(self, module: nn.Module, tracer: Tracer) -> None:
+        self.module, self.tracer = module, tracer
+        self.forward = module.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Note one operator, from the tensors given and all the module's parameters to what the module returns."""
+        with self.tracer.pause():
+            with unset_fake_temporarily(), torch.no_grad(), torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                result = self._run(args, kwargs)
+            result = pytree.tree_map_only(
+                Tensor, lambda real: torch.empty(real.shape, dtype=real.dtype, device="meta"), result
+            )
+        inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        self.tracer.note(OPAQUE, [*inputs, *self.module.parameters()], result)
+        return result
+
+    def _run(self, args: Any, kwargs: Any) -> Any:
+        real: dict[int, Any] = {id(self): None}
+        for module in self.module.modules():
+            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is not None:
+                    value = self.tracer.real.get(id(tensor), _random(tensor))
+                    is_parameter = name in module._parameters
+                    real[id(tensor)] = nn.Parameter(value, requires_grad=False) if is_parameter else value
+        twin = copy.deepcopy(self.module, real)
+        twin.__dict__.pop("forward", None)
+        for module in twin.modules():
+            module._forward_hooks.clear()
+            module._forward_pre_hooks.clear()
+        args, kwargs = pytree.tree_map_only(Tensor, _random, (args, kwargs))
+        return twin.forward(*args, **kwargs)
+
+
+def _random(tensor: Tensor) -> Tensor:
+    if tensor.is_floating_point():
+        return torch.randn(tensor.shape, dtype=tensor.dtype, device="cpu") * 0.02
+    return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")

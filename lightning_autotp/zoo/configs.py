@@ -1,0 +1,333 @@
+"""The one table of tiny sizes: what every architecture's config gets, and what single ones need on top.
+
+Sizes only. How anything is parallelized is never said here, and nothing else in the package reads this.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+VOCABULARY = 250
+"""Token ids; no multiple of four, so that four ranks hold unequal parts of it."""
+
+LAYERS = 2
+
+# Set on every config, and every config nested in it, that has a field of the name (or maps the name to one).
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 96,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "sep_token_id": 3,
+    "decoder_start_token_id": 1,
+    "type_vocab_size": 2,
+    "embedding_size": 64,
+    "use_cache": False,
+    "sliding_window": 8,
+    "sliding_window_size": 8,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
+    "swa_head_dim": 16,
+    "rel_extent": 16,
+    # encoders and decoders
+    "encoder_layers": LAYERS,
+    "decoder_layers": LAYERS,
+    "num_decoder_layers": LAYERS,
+    "num_encoder_layers": LAYERS,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "num_encoder_attention_heads": 4,
+    "num_decoder_attention_heads": 4,
+    "encoder_ffn_dim": 112,
+    "decoder_ffn_dim": 112,
+    "ffn_dim": 112,
+    "ffn_hidden_size": 112,
+    "d_ff": 112,
+    "d_kv": 16,
+    "max_source_positions": 32,
+    # mixtures of experts
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_experts_per_token": 2,
+    "moe_topk": 2,
+    "moe_k": 2,
+    "n_shared_experts": 1,
+    "num_shared_experts": 1,
+    "n_group": 1,
+    "num_expert_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 48,
+    "moe_shared_expert_intermediate_size": 48,
+    "shared_intermediate_size": 48,
+    "shared_experts_intermediate_size": 48,
+    "first_k_dense_replace": 1,
+    "num_dense_layers": 1,
+    "num_nextn_predict_layers": 0,
+    # latent attention
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "index_head_dim": 16,
+    "index_n_heads": 4,
+    "index_topk": 8,
+    # state spaces and linear attention
+    "state_size": 16,
+    "ssm_state_size": 16,
+    "mamba_d_state": 16,
+    "mamba_n_heads": 8,
+    "mamba_num_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_head_dim": 16,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 16,
+    "mamba_dt_rank": 8,
+    "time_step_rank": 8,
+    "n_groups": 2,
+    "chunk_size": 16,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_head_dim": 16,
+    "linear_num_heads": 4,
+    # pictures
+    "image_size": 32,
+    "patch_size": 8,
+    "depth": LAYERS,
+    "num_labels": 10,
+}
+
+# Latent attention makes keys for every head.
+LATENT_SIZES: dict[str, Any] = {"num_key_value_heads": 4}
+
+# fmt: off
+_SLIDING_LATENT: dict[str, Any] = {
+    "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_head_dim": 24, "swa_q_lora_rank": 24,
+    "swa_kv_lora_rank": 32, "swa_qk_nope_head_dim": 16, "swa_v_head_dim": 16, "swa_qk_rope_head_dim": 8,
+}
+_PER_LAYER: dict[str, Any] = {
+    "global_head_dim": 32, "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 16,
+}
+_INDEXED: dict[str, Any] = {
+    "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8,
+    "indexer_compress_ratio": 2, "hc_lowrank": 16, "ple_layer_ids": [1], "ngram_vocab_size_base": 50,
+    "make_ngram_vocab_size_divisible_by": 8, "split_ngram_parts": 1, "heads_per_ngram": 2,
+}
+_FOUR_STAGES: dict[str, Any] = {"hidden_sizes": [16, 32, 48, 64], "depths": [1, 1, 2, 1]}
+_WINDOWS: dict[str, Any] = {"embed_dim": 16, "depths": [1, 2], "num_heads": [2, 4], "window_size": 4, "patch_size": 4}
+_PYRAMID: dict[str, Any] = {
+    "depths": [1, 1, 1, 1], "hidden_sizes": [16, 32, 48, 64], "num_attention_heads": [1, 2, 4, 4],
+    "decoder_hidden_size": 32,
+}
+
+# On top of SIZES; "group:name" where an architecture needs other sizes in another group.
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "audioflamingo3": {"audio_config": {"max_source_positions": 32}},
+    "big_bird": {"block_size": 4, "num_random_blocks": 1},
+    "bigbird_pegasus": {"block_size": 4, "num_random_blocks": 1},
+    "blt": {
+        "cross_attn_k": 2, "encoder_hash_byte_group_vocab": 96, "patcher_config": {"cross_attn_k": 2},
+        "encoder_config": {"cross_attn_k": 2, "hidden_size_global": 128},
+        "decoder_config": {"cross_attn_k": 2, "hidden_size_global": 128},
+        "global_config": {"hidden_size": 128, "head_dim": 32},
+    },
+    "codegen": {"rotary_dim": 8},
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
+            "full_attention": None,
+        },
+    },
+    "cpmant": {
+        "dim_ff": 112, "dim_head": 16, "position_bias_num_buckets": 32, "prompt_types": 4, "segment_types": 4,
+        "prompt_length": 4,
+    },
+    "ctrl": {"dff": 112},
+    "dbrx": {
+        "ffn_config": {"moe_top_k": 2, "moe_num_experts": 4, "ffn_hidden_size": 112},
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+    },
+    "deepseek_v4": {"o_lora_rank": 16, "o_groups": 2},
+    "distilbert": {"hidden_dim": 112},
+    "dots3_note": {
+        "text_config": _SLIDING_LATENT,
+        "audio_config": {
+            "adapter_in_dim": 64, "adapter_input_size": 64, "adapter_out_dim": 64, "downsample_hidden_size": 16,
+        },
+        "vision_config": {"adapter_in_dim": 64, "adapter_out_dim": 64},
+    },
+    "dots3_note_text": _SLIDING_LATENT,
+    "encoder-decoder": {"decoder": {"is_decoder": True, "add_cross_attention": True}},
+    "esmc": {"num_key_value_heads": 4},
+    "falcon_h1": {"mamba_d_ssm": 128},
+    "fsmt": {"src_vocab_size": VOCABULARY, "tgt_vocab_size": VOCABULARY},
+    "funnel": {"block_sizes": [1, 1], "n_head": 4, "d_head": 16, "d_inner": 112},
+    "gemma3n_text": {
+        "num_hidden_layers": 4, "num_kv_shared_layers": 2, "vocab_size_per_layer_input": VOCABULARY, "laurel_rank": 8,
+        "hidden_size_per_layer_input": 16, "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0],
+    },
+    "gemma4": {"text_config": _PER_LAYER, "vision_config": None, "audio_config": None},
+    "gemma4_text": _PER_LAYER,
+    "gemma4_unified": {"text_config": {"global_head_dim": 32}, "vision_config": None, "audio_config": None},
+    "gemma4_unified_text": {"global_head_dim": 32},
+    "gemma3": {"mm_tokens_per_image": 4, "vision_config": {"vision_use_head": False}},
+    "glmasr": {"audio_config": {"intermediate_size": 256, "max_source_positions": 32}},
+    "got_ocr2": {
+        "vision_config": {
+            "mlp_dim": 112, "output_channels": 16, "patch_size": 4, "window_size": 4, "global_attn_indexes": [1],
+        },
+    },
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
+    "gptj": {"rotary_dim": 8},
+    "granite_speech": {
+        "encoder_config": {"hidden_dim": 64, "num_layers": 2, "num_heads": 4, "context_size": 20, "max_pos_emb": 32},
+        "projector_config": {"encoder_hidden_size": 64},
+    },
+    "granite_speech_plus": {
+        "encoder_config": {"hidden_dim": 64, "num_layers": 2, "num_heads": 4, "context_size": 20, "max_pos_emb": 32},
+        "projector_config": {"encoder_hidden_size": 64},
+    },
+    "layoutlm": {"max_2d_position_embeddings": 64},
+    "longt5": {"decoder_start_token_id": 0},
+    "switch_transformers": {"decoder_start_token_id": 0},
+    "t5": {"decoder_start_token_id": 0},
+    "t5gemma2": {"encoder": {"mm_tokens_per_image": 4, "vision_config": {"vision_use_head": False}}},
+    "nemo_speechlm": {"audio_config": {"diarization_config": {"head_config": {"audio_hidden_size": 64}}}},
+    "vibevoice_asr": {
+        "acoustic_tokenizer_encoder_config": {"num_filters": 4, "depths": [1, 1], "downsampling_ratios": [2]},
+        "semantic_tokenizer_encoder_config": {"num_filters": 4, "depths": [1, 1], "downsampling_ratios": [2]},
+    },
+    "led": {"attention_window": 4, "max_encoder_position_embeddings": 96, "max_decoder_position_embeddings": 96},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3},
+    "longcat_flash": {"num_layers": 2, "head_dim": 8, "zero_expert_num": 2},
+    "longformer": {"attention_window": 4},
+    "luke": {"entity_vocab_size": 50, "entity_emb_size": 32},
+    "mamba2": {"num_heads": 8, "head_dim": 16},
+    "mobilebert": {"embedding_size": 32, "intra_bottleneck_size": 32, "true_hidden_size": 32},
+    "modernvbert": {"pixel_shuffle_factor": 2, "vision_config": {"vision_use_head": False}},
+    "neomme": {"embedding_size": 64},
+    "perceiver": {
+        "num_latents": 16, "d_latents": 64, "d_model": 64, "num_self_attends_per_block": 2,
+        "num_self_attention_heads": 4, "num_cross_attention_heads": 4, "max_position_embeddings": 17,
+    },
+    "image:perceiver": {
+        "num_latents": 16, "d_latents": 64, "d_model": 64, "num_self_attends_per_block": 2,
+        "num_self_attention_heads": 4, "num_cross_attention_heads": 1,
+    },
+    "phi4_multimodal": {
+        "vision_config": {"num_hidden_layers": 3, "crop_size": 32},
+        "audio_config": {
+            "audio_token_id": 9, "num_blocks": 2, "nemo_conv_channels": 16, "ext_pw_out_channel": 64, "depthwise_separable_out_channel": 64,
+        },
+    },
+    "qwen3_asr": {"audio_config": {"downsample_hidden_size": 16, "output_dim": 64, "d_model": 64}},
+    "qwen4_exp": {"text_config": _INDEXED},
+    "qwen4_exp_text": _INDEXED,
+    "reformer": {
+        "axial_pos_shape": [4, 16], "axial_pos_embds_dim": [16, 48], "feed_forward_size": 112,
+        "local_attn_chunk_length": 8, "lsh_attn_chunk_length": 8, "num_buckets": 4, "max_position_embeddings": 64,
+        "attention_head_size": 16, "attn_layers": ["local", "lsh"], "hash_seed": 0,
+    },
+    "rembert": {"input_embedding_size": 48, "output_embedding_size": 80},
+    "roc_bert": {
+        "pronunciation_vocab_size": VOCABULARY, "pronunciation_embed_dim": 64, "shape_vocab_size": VOCABULARY,
+        "shape_embed_dim": 64,
+    },
+    "ultrabert": {"prediction_head_size": 64},
+    "ultravbert": {"pixel_shuffle_factor": 2, "vision_config": {"vision_use_head": False}},
+    "voxtral": {"audio_token_id": 8, "audio_config": {"intermediate_size": 256}},
+    "xlnet": {"d_inner": 112},
+    "xmod": {"default_language": "en_XX", "languages": ["en_XX"]},
+    "zamba": {
+        "num_hidden_layers": 6,
+        "layers_block_type": [
+            "linear_attention", "linear_attention", "hybrid", "linear_attention", "hybrid", "linear_attention",
+        ],
+    },
+    "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 32},
+    # pictures
+    "bit": {**_FOUR_STAGES, "embedding_size": 16, "num_groups": 4},
+    "convnext": {**_FOUR_STAGES, "num_stages": 4, "patch_size": 4},
+    "convnextv2": {**_FOUR_STAGES, "num_stages": 4, "patch_size": 4},
+    "cvt": {"embed_dim": [16, 32, 64], "num_heads": [1, 2, 4], "depth": [1, 2, 3], "drop_path_rate": [0.0, 0.0, 0.0]},
+    "donut-swin": _WINDOWS,
+    "efficientnet": {"width_coefficient": 0.25, "depth_coefficient": 0.25, "hidden_dim": 320},
+    "focalnet": {
+        "embed_dim": 16, "hidden_sizes": [16, 32], "depths": [1, 2], "focal_levels": [2, 2], "focal_windows": [3, 3],
+        "patch_size": 4,
+    },
+    "hgnet_v2": {
+        **_FOUR_STAGES, "embedding_size": 16, "stem_channels": [3, 8, 16], "stage_in_channels": [16, 16, 32, 48],
+        "stage_mid_channels": [8, 8, 16, 16], "stage_out_channels": [16, 32, 48, 64], "stage_num_blocks": [1, 1, 1, 1],
+        "stage_numb_of_layers": [2, 2, 2, 2],
+    },
+    "dinat": {"embed_dim": 16, "depths": [1, 2], "num_heads": [2, 4], "kernel_size": 3},
+    "hiera": {
+        "embed_dim": 16, "image_size": [32, 32], "depths": [1, 1, 1, 1], "num_heads": [1, 2, 4, 8],
+        "masked_unit_size": [8, 8], "patch_size": [7, 7],
+    },
+    "imagegpt": {"n_positions": 96},
+    "levit": {
+        "hidden_sizes": [32, 48, 64], "num_attention_heads": [2, 3, 4], "depths": [1, 1, 1], "key_dim": [8, 8, 8],
+        "image_size": 64, "patch_size": 16,
+    },
+    "siglip2": {"vision_config": {"num_patches": 16}},
+    "mobilenet_v1": {"depth_multiplier": 0.25},
+    "mobilenet_v2": {"depth_multiplier": 0.25},
+    "mobilevit": {
+        "hidden_sizes": [32, 48, 64], "neck_hidden_sizes": [8, 8, 16, 16, 32, 32, 64], "aspp_out_channels": 16,
+        "patch_size": 2, "image_size": 64,
+    },
+    "mobilevitv2": {
+        "width_multiplier": 0.25, "patch_size": 2, "image_size": 64, "base_attn_unit_dims": [128, 192, 256],
+        "n_attn_blocks": [1, 1, 1],
+    },
+    "poolformer": {**_FOUR_STAGES},
+    "pp_lcnet": {"scale": 0.25, "class_expand": 64},
+    "pvt": {**_PYRAMID, "image_size": 64},
+    "pvt_v2": {**_PYRAMID, "image_size": 64},
+    "regnet": {**_FOUR_STAGES, "embedding_size": 16, "groups_width": 8},
+    "resnet": {**_FOUR_STAGES, "embedding_size": 16},
+    "segformer": {**_PYRAMID},
+    "swiftformer": {"embed_dims": [16, 24, 32, 48], "depths": [1, 1, 1, 1], "image_size": 64},
+    "swin": _WINDOWS,
+    "swinv2": _WINDOWS,
+    "textnet": {"image_size": [32, 32], "hidden_sizes": [16, 16, 24, 32, 48], "stem_out_channels": 16},
+}
+
+# What cannot be trained alone with what is installed, and why.
+LEFT_OUT: dict[tuple[str, str], str] = {
+    ("image", "dinat"): "its attention is natten's kernels; the package natten is not installed",
+    ("image", "pp_lcnet"): "it has no loss",
+    ("image", "timm_wrapper"): "it is a timm model; the package timm is not installed",
+    ("image", "shieldgemma2"): "it has no loss, and takes a picture and text together",
+    ("seq2seq", "voxtral_realtime"): "it takes sound only",
+    ("causal", "gemma3n"): "its vision tower is a timm model; the package timm is not installed",
+    ("causal", "gemma4_assistant"): "it has no loss, and reads another model's keys and values",
+    ("causal", "gemma4_unified_assistant"): "it has no loss, and reads another model's keys and values",
+}
+# fmt: on
+
+# The fewest all-reduces per layer in forward that are known: one for each part that ends in a row-parallel product
+# (attention, cross-attention, a state-space mixer, an MLP or mixture), one for parts side by side. Two where not said.
+LEAST_ALL_REDUCES: dict[str, float] = {
+    **dict.fromkeys(("codegen", "cohere", "cohere2", "cohere2_moe", "falcon", "gpt_neox", "gptj", "phi"), 1.0),
+    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "zamba", "nemotron_h"), 1.0),
+    **dict.fromkeys(("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "mvp"), 3.0),
+    **dict.fromkeys(("pegasus", "plbart", "prophetnet", "trocr", "whisper", "musicgen", "musicgen_melody"), 3.0),
+}

@@ -1,0 +1,138 @@
+"""Pictures and sound for the models that read them beside text, so that a batch trains their towers too.
+
+Every sample gets one picture or sound, and as many placeholder tokens in its text as the tower makes of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Generator, Tensor
+from transformers import PreTrainedConfig
+
+BATCH = 3
+
+Inputs = dict[str, Tensor]
+Placeholders = dict[int, int]
+"""How many tokens of each id stand in a sample's text for what is not text."""
+
+
+def other_modalities(name: str, config: PreTrainedConfig, generator: Generator) -> tuple[Inputs, Placeholders]:
+    """What an architecture takes beside its text, and the placeholders for it; nothing where it takes only text."""
+    make = _MAKERS.get(name)
+    return make(config, generator) if make is not None else ({}, {})
+
+
+def names() -> frozenset[str]:
+    """The architectures that get a picture or a sound."""
+    return frozenset(_MAKERS)
+
+
+def _picture(size: int, generator: Generator) -> Tensor:
+    return torch.randn(BATCH, 3, size, size, generator=generator)
+
+
+def _pictures(tokens: int, images: bool = False) -> Callable[[Any, Generator], tuple[Inputs, Placeholders]]:
+    """One picture per sample, ``tokens`` tokens each; with a dim of pictures per sample where ``images``."""
+
+    def make(config: Any, generator: Generator) -> tuple[Inputs, Placeholders]:
+        vision = getattr(config, "vision_config", None) or config.encoder.vision_config
+        pixels = _picture(vision.image_size, generator)
+        return {"pixel_values": pixels.unsqueeze(1) if images else pixels}, {config.image_token_id: tokens}
+
+    return make
+
+
+def _captioned(config: Any, generator: Generator) -> tuple[Inputs, Placeholders]:
+    """Attended to without placeholders."""
+    return {"pixel_values": _picture(config.vision_config.image_size, generator)}, {}
+
+
+def _patches(config: Any, generator: Generator) -> tuple[Inputs, Placeholders]:
+    """Four flat patches per sample."""
+    flat = torch.randn(BATCH, 4, 3 * config.patch_size**2, generator=generator)
+    return {"pixel_values": flat}, {config.image_token_id: 4}
+
+
+def _packed_patches(config: Any, generator: Generator) -> tuple[Inputs, Placeholders]:
+    """Four flat patches per sample, all samples' in one row."""
+    inputs, placeholders = _patches(config, generator)
+    return {"pixel_values": inputs["pixel_values"].flatten(0, 1)}, placeholders
+
+
+def _sound(
+    tokens: int, mask: str | None = "input_features_mask", frames: int = 64
+) -> Callable[[Any, Generator], tuple[Inputs, Placeholders]]:
+    """A spectrogram ``[batch, mel, frames]``, by default as long as the table lets a tower's positions be."""
+
+    def make(config: Any, generator: Generator) -> tuple[Inputs, Placeholders]:
+        inputs = {"input_features": torch.randn(BATCH, config.audio_config.num_mel_bins, frames, generator=generator)}
+        if mask is not None:
+            inputs[mask] = torch.ones(BATCH, frames, dtype=torch.long)
+        return inputs, {config.audio_token_id: tokens}
+
+    return make
+
+
+def _two_encoders(config: Any, generator: Generator) -> tuple[Inputs, Placeholders]:
+    """A spectrogram ``[batch, frames, mel]``, of which an encoder makes four frames."""
+    audio = config.audio_config.asr_config
+    frames = 4 * audio.subsampling_factor
+    features = torch.randn(BATCH, frames, audio.num_mel_bins, generator=generator)
+    mask = torch.ones(BATCH, frames, dtype=torch.long)
+    return {"input_features": features, "input_features_mask": mask}, {config.audio_token_id: 4}
+
+
+def _wave(config: Any, generator: Generator) -> tuple[Inputs, Placeholders]:
+    """A waveform ``[batch, 1, samples]``, of which two encoders make four frames."""
+    samples = 4 * config.acoustic_tokenizer_encoder_config.hop_length
+    return {"input_values": torch.randn(BATCH, 1, samples, generator=generator)}, {config.audio_token_id: 4}
+
+
+def _windowed_sound(config: Any, generator: Generator) -> tuple[Inputs, Placeholders]:
+    """One window of frames ``[batch, frames, features]``, of which the projector's queries make tokens."""
+    frames = config.window_size
+    features = torch.randn(BATCH, frames, config.encoder_config.input_dim, generator=generator)
+    return {"input_features": features}, {config.audio_token_id: frames // config.downsample_rate}
+
+
+def _picture_and_sound(config: Any, generator: Generator) -> tuple[Inputs, Placeholders]:
+    """A picture as a whole and as one crop, and a spectrogram; a row of the picture's tokens ends in a token."""
+    vision, audio = config.vision_config, config.audio_config
+    side = vision.image_size // vision.patch_size
+    frames = 4 * audio.time_reduction
+    rows = side // 2
+    inputs = {
+        "image_pixel_values": torch.randn(BATCH, 2, 3, vision.image_size, vision.image_size, generator=generator),
+        "image_sizes": torch.full((BATCH, 2), vision.image_size),
+        "image_attention_mask": torch.ones(BATCH, 2, side, side, dtype=torch.bool),
+        "audio_input_features": torch.randn(BATCH, frames, audio.input_size, generator=generator),
+        "audio_embed_sizes": torch.full((BATCH,), 4),
+    }
+    return inputs, {vision.image_token_id: 2 * rows * (rows + 1) + 1, audio.audio_token_id: 4}
+
+
+_MAKERS: dict[str, Callable[[Any, Generator], tuple[Inputs, Placeholders]]] = {
+    "fuyu": _patches,
+    "gemma3": _pictures(4),
+    "git": _captioned,
+    "got_ocr2": _pictures(4),
+    "modernvbert": _pictures(4, images=True),
+    "neomme": _packed_patches,
+    "phi4_multimodal": _picture_and_sound,
+    "t5gemma2": _pictures(4),
+    "ultravbert": _pictures(4, images=True),
+    "audioflamingo3": _sound(16),
+    "glmasr": _sound(8),
+    "granite_speech": _windowed_sound,
+    "granite_speech_plus": _windowed_sound,
+    "moss_transcribe_diarize": _sound(8),
+    "musicflamingo": _sound(16),
+    "nemo_speechlm": _two_encoders,
+    "qwen2_audio": _sound(16, mask="feature_attention_mask"),
+    "qwen3_asr": _sound(13, frames=100),
+    "vibevoice_asr": _wave,
+    "voxtral": _sound(8, mask=None),
+}

@@ -1,0 +1,108 @@
+"""One architecture on one rank: the local model's loss and gradients against the untouched model's."""
+
+from __future__ import annotations
+
+import copy
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lightning_autotp.meta import parameter_meta
+from lightning_autotp.pipeline import make_plan, parallelize
+from lightning_autotp.zoo.configs import LEAST_ALL_REDUCES, LEFT_OUT
+from lightning_autotp.zoo.inputs import training_batch
+from lightning_autotp.zoo.models import build, layer_count, stir
+from lightning_autotp.zoo.verdict import GRADIENT_TOLERANCE, LOSS_TOLERANCE, Verdict, read_plan
+
+# A gradient that is zero in exact arithmetic (a key bias under a softmax) consists of rounding alone: differences below
+# this share of the model's largest gradient are rounding.
+_ROUNDING = 1e-7
+
+
+def prepare(name: str, group: str) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """The architecture's tiny model, the same on every call, and its batch."""
+    torch.manual_seed(0)
+    model = build(name, group)
+    stir(model)
+    model.train()
+    return model, training_batch(name, group, model.config)
+
+
+def plan_one(name: str, group: str, ranks: int) -> Verdict:
+    """Plan one architecture in this process, without running it."""
+    is_text = group != "image"
+    least = {"causal": LEAST_ALL_REDUCES.get(name, 2.0), "masked": 2.0, "seq2seq": 2.5}.get(group, 0.0)
+    verdict = Verdict(name, group, ranks, least=least)
+    if (group, name) in LEFT_OUT:
+        verdict.outcome, verdict.reason = "left out", LEFT_OUT[group, name]
+        return verdict
+    try:
+        model, batch = prepare(name, group)
+        started = time.perf_counter()
+        plan, solution = make_plan(model, ranks, example_inputs=batch)
+        verdict.seconds = time.perf_counter() - started
+        read_plan(verdict, plan, solution, layer_count(model.config) if is_text else None)
+        verdict.outcome = "planned"
+    except Exception as error:  # whatever goes wrong with one architecture is its verdict
+        verdict.reason = f"{type(error).__name__}: {error}"
+    return verdict
+
+
+def run_one(name: str, group: str, process_group: dist.ProcessGroup, seed: int = 0) -> dict[str, Any]:
+    """Compare this rank's loss and gradients with one process's. Collective over ``process_group``.
+
+    Returns:
+        ``loss_error``, ``gradient_error``, ``worst`` (a parameter's name), ``wrong`` (what is out of tolerance, or
+        nothing) and ``unused`` (share of the parameters that the batch does not train).
+    """
+    model, batch = prepare(name, group)
+    local = copy.deepcopy(model)
+    torch.manual_seed(seed)
+    wanted = model(**batch).loss
+    wanted.backward()
+    parallelize(local, process_group, example_inputs=batch)
+    torch.manual_seed(seed)
+    found = local(**batch).loss
+    found.backward()
+    loss_error = abs(found.item() - wanted.item()) / max(abs(wanted.item()), 1e-12)
+    gradients = {n: p.grad for n, p in model.named_parameters(remove_duplicate=False)}
+    largest = max((float(g.abs().max()) for g in gradients.values() if g is not None), default=0.0)
+    errors = {n: _gradient_error(p, gradients, largest) for n, p in local.named_parameters()}
+    worst = max(errors, key=lambda n: errors[n])
+    wrong = ""
+    if not loss_error <= LOSS_TOLERANCE:
+        wrong = f"the loss is {found.item():.6g} instead of {wanted.item():.6g}"
+    elif not errors[worst] <= GRADIENT_TOLERANCE:
+        bad = sum(not error <= GRADIENT_TOLERANCE for error in errors.values())
+        wrong = f"{bad} of {len(errors)} gradients differ, {worst}'s by {errors[worst]:.1e} of its largest element"
+    total = sum(p.numel() for p in model.parameters())
+    unused = sum(p.numel() for p in model.parameters() if p.grad is None or not p.grad.any())
+    return {
+        "loss_error": loss_error,
+        "gradient_error": errors[worst],
+        "worst": worst,
+        "wrong": wrong,
+        "unused": unused / total,
+    }
+
+
+def _gradient_error(parameter: nn.Parameter, wanted: dict[str, Tensor | None], largest: float) -> float:
+    """The largest difference in this rank's part, relative to the whole gradient's largest element."""
+    meta = parameter_meta(parameter)
+    whole = wanted[meta.name]
+    if whole is None:
+        return 0.0 if parameter.grad is None else float(parameter.grad.abs().max() > 0)
+    local = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    difference = 0.0
+    for block in meta.mapping:
+        here = local[tuple(slice(*run) for run in block.local)]
+        there = whole[tuple(slice(*run) for run in block.original)]
+        if here.numel():
+            difference = max(difference, float((here - there).abs().max()))
+    if difference <= _ROUNDING * largest:
+        return 0.0
+    return difference / max(float(whole.abs().max()), 1e-30)

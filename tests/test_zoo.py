@@ -1,0 +1,183 @@
+"""The zoo: its table, the parity of a representative dozen in processes, and the planning of every causal model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import lightning_autotp
+from lightning_autotp.cli import _spelled_out
+from lightning_autotp.zoo import configs, inputs
+from lightning_autotp.zoo.models import GROUPS, architectures, build, stir, tiny_config
+from lightning_autotp.zoo.parity import plan_one
+from lightning_autotp.zoo.report import summary, to_json, to_markdown, totals
+from lightning_autotp.zoo.run import Ranks, run
+from lightning_autotp.zoo.verdict import GRADIENT_TOLERANCE, LOSS_TOLERANCE, Left, Verdict
+
+# One of each kind: grouped queries, fused projections in every order, one KV head, ALiBi, latent attention, mixtures,
+# a state space beside attention, post-norms, an encoder's layers, relative positions, a decoder with cross-attention.
+DOZEN = (
+    "llama",
+    "gpt2",
+    "gpt_neox",
+    "gpt_bigcode",
+    "bloom",
+    "phi3",
+    "olmo2",
+    "mixtral",
+    "deepseek_v3",
+    "nemotron_h",
+    "bert",
+    "bart",
+)
+AT_FOUR = ("llama", "gpt2", "mixtral")
+
+
+def parity(names: tuple[str, ...], ranks: int) -> dict[str, Verdict]:
+    return {verdict.name: verdict for verdict in run([("causal", name) for name in names], ranks)}
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks() -> dict[str, Verdict]:
+    return parity(DOZEN, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("zoo")
+@pytest.mark.parametrize("name", DOZEN)
+def test_loss_and_gradients_equal_one_process(name: str, on_two_ranks: dict[str, Verdict]) -> None:
+    check(on_two_ranks[name])
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("zoo")
+def test_more_ranks_than_key_heads() -> None:
+    for verdict in parity(AT_FOUR, 4).values():
+        check(verdict)
+
+
+def check(verdict: Verdict) -> None:
+    assert verdict.is_parity, f"{verdict.name}: {verdict.outcome}: {verdict.reason}"
+    assert verdict.loss_error <= LOSS_TOLERANCE
+    assert 0 < verdict.gradient_error <= GRADIENT_TOLERANCE  # rounding is never nothing: something was compared
+    assert verdict.sharded >= 0.9, f"{verdict.name}: {verdict.sharded:.1%} sharded, {verdict.left[:2]}"
+    assert verdict.flops >= 0.85
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_the_table_names_architectures_only(group: str) -> None:
+    known = set(architectures(group))
+    assert {name for g, name in configs.LEFT_OUT if g == group} <= known
+    everyone = {name for g in GROUPS for name in architectures(g)}
+    assert {name.rpartition(":")[2] for name in configs.OVERRIDES} <= everyone
+    assert configs.LEAST_ALL_REDUCES.keys() <= everyone
+    assert {*inputs.LENGTHS, *inputs.CROSS_ATTENTION, *inputs.CODEBOOKS, *inputs.MORE_IDS, *inputs.PICTURES} <= everyone
+
+
+def test_tiny_configs_have_every_kind_of_layer_and_nothing_random() -> None:
+    config = tiny_config("qwen3_next")
+    assert set(config.layer_types) == {"linear_attention", "full_attention"}
+    nested = tiny_config("gemma3").get_text_config()
+    assert (nested.hidden_size, nested.vocab_size, set(nested.layer_types)) == (
+        64, configs.VOCABULARY, {"sliding_attention", "full_attention"},
+    )  # fmt: skip
+    assert tiny_config("gpt2").resid_pdrop == 0
+
+
+def test_stirring_leaves_no_zeros_or_ones() -> None:
+    torch.manual_seed(0)
+    model = build("gpt2")
+    assert any(bool((parameter == 0).all()) for parameter in model.parameters())
+    stir(model)
+    assert not any(bool((p == 0).all() or (p == 1).all()) for p in model.parameters())
+
+
+def test_an_architecture_that_fails_does_not_stop_the_next() -> None:
+    verdicts = parity(("no such architecture", "gemma4_assistant", "llama"), 2)
+    assert verdicts["no such architecture"].outcome == "error"
+    assert "KeyError" in verdicts["no such architecture"].reason
+    assert verdicts["gemma4_assistant"].outcome == "left out"
+    check(verdicts["llama"])
+
+
+def test_ranks_that_do_not_answer_are_ended_and_replaced() -> None:
+    with Ranks(1, limit=0.01, plan_only=True) as ranks:
+        late = ranks.verdict("llama", "causal")
+        ranks.limit = 120
+        then = ranks.verdict("llama", "causal")
+    assert late.outcome == "error"
+    assert "no answer" in late.reason
+    assert then.outcome == "planned"
+
+
+def verdicts() -> list[Verdict]:
+    left = [Left(0.25, "a.weight", "an | operator"), Left(0.1, "b", "c"), Left(0.01, "d", "e")]
+    good = Verdict("good", "causal", 2, "parity", parameters=10, sharded=0.95, flops=1.0, all_reduces=2.0, least=2.0)
+    part = Verdict("part", "causal", 2, "parity", parameters=10, sharded=0.6, left=left, unused=0.2, least=1.0)
+    return [
+        good,
+        part,
+        Verdict("odd", "causal", 2, "wrong", "the loss is 2 instead of 1", parameters=10, sharded=0.99),
+        Verdict("none", "causal", 2, "error", "ValueError: no"),
+        Verdict("out", "image", 2, "left out", "it has no loss"),
+    ]
+
+
+def test_totals_count_only_what_holds() -> None:
+    assert list(totals(verdicts()).values()) == [5, 4, 3, 2, 1, 1, 1]
+
+
+def test_page_is_the_same_for_the_same_verdicts_and_says_how_it_was_made() -> None:
+    page = to_markdown(verdicts(), "lightning-autotp zoo --tp 2", {"torch": "1"})
+    assert page == to_markdown(verdicts(), "lightning-autotp zoo --tp 2", {"torch": "1"})
+    assert "`lightning-autotp zoo --tp 2` with torch 1" in page
+    assert "| parity and 90 % sharded | 1 | 0 |" in page
+    assert "60.0% (20%)" in page
+    assert "25.0% `a.weight`: an \\| operator; 10.0% `b`: c; 1.0% for other reasons |" in page
+    assert page.index("| parity |") < page.index("| good |")
+    assert json.loads(to_json(verdicts(), "zoo"))["totals"]["causal"]["wrong"] == 1
+
+
+def test_a_line_per_architecture_says_what_was_found() -> None:
+    good, part, odd, none, out = map(summary, verdicts())
+    assert good.startswith("good")
+    assert "95.0% sharded" in good
+    assert "loss 0e+00" in good
+    assert part.endswith("25.0% whole: a.weight: an | operator")
+    assert "wrong" in odd
+    assert odd.endswith("the loss is 2 instead of 1")
+    assert none.split() == ["none", "error", "ValueError:", "no"]
+    assert out.endswith("it has no loss")
+
+
+def test_command_line_spelling() -> None:
+    words = ["zoo", "--only", "llama", "gpt2", "--tp", "4", "--plan-only"]
+    assert _spelled_out(words) == ["zoo", "--only+=llama", "--only+=gpt2", "--tp", "4", "--plan_only=true"]
+
+
+@pytest.fixture(scope="module")
+def plans() -> list[Verdict]:
+    torch.set_num_threads(1)
+    return [plan_one(name, "causal", 2) for name in architectures("causal")]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.xdist_group("zoo")
+def test_every_causal_model_is_planned(plans: list[Verdict]) -> None:
+    tried = [verdict for verdict in plans if verdict.outcome != "left out"]
+    failed = {verdict.name: verdict.reason for verdict in tried if verdict.outcome != "planned"}
+    assert not failed
+    assert len(tried) == 186
+    enough = sum(verdict.sharded >= 0.9 for verdict in tried)
+    assert enough >= 0.95 * len(tried)
+
+
+def test_nothing_but_the_command_line_knows_the_zoo() -> None:
+    package = Path(lightning_autotp.__file__).parent
+    others = [path for path in package.rglob("*.py") if path.parent.name != "zoo" and path.name != "cli.py"]
+    assert len(others) > 20
+    assert not [path.name for path in others if "lightning_autotp.zoo" in path.read_text()]
