@@ -258,6 +258,7 @@ def _user_line(error: BaseException) -> str:
     while traceback is not None:
         code = traceback.tb_frame.f_code
         if not any(part in code.co_filename for part in ("/torch/", "/lightning_autotp/", "/transformers/utils/", "<")):
-            lines.append(f"{code.co_filename}:{traceback.tb_lineno} in {code.co_name}")
+            file = code.co_filename.rpartition("/site-packages/")[2]
+            lines.append(f"{file}:{traceback.tb_lineno} in {code.co_name}")
         traceback = traceback.tb_next
     return lines[-1] if lines else "an unknown line"

@@ -24,6 +24,14 @@ class NoAssignment(Exception):
         self.variable = variable
 
 
+class TooManyCombinations(Exception):
+    """A joined table would be too large to go through."""
+
+
+MOST_ROWS = 200_000
+"""Rows of a joined table at which the search gives up."""
+
+
 @dataclass(frozen=True)
 class Table:
     """Costs of the allowed combinations of some variables.
@@ -79,6 +87,7 @@ class Elimination:
 
         Raises:
             NoAssignment: if the tables contradict each other.
+            TooManyCombinations: if too many variables hang together.
         """
         holders: dict[int, set[int]] = {}
         tables = dict(enumerate(self.tables))
@@ -152,6 +161,12 @@ def _join(tables: Iterable[tuple[tuple[int, ...], dict[Row, float]]]) -> dict[Ro
             entry = (tuple(by_position[position] for position in added), cost)
             index.setdefault(tuple(by_position[position] for position in shared), []).append(entry)
         where = [scope.index(position) for position in shared]
+        widest = max((len(entries) for entries in index.values()), default=0)
+        if (
+            widest * len(rows) > MOST_ROWS
+            and sum(len(index.get(tuple(row[position] for position in where), ())) for row in rows) > MOST_ROWS
+        ):
+            raise TooManyCombinations
         rows = {
             row + extra: cost + more
             for row, cost in rows.items()

@@ -18,6 +18,7 @@ that several ranks hold behaves like ``Replicate`` among them: their gradients f
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -84,6 +85,11 @@ class Ownership:
     def indices(self, rank: int) -> list[int]:
         """The global indices of ``rank``'s local tensor, in its order."""
         return [index for start, stop in self.held[rank] for index in range(start, stop)]
+
+    @cached_property
+    def digest(self) -> str:
+        """A short name of the map: equal maps have equal ones, in every process."""
+        return f"{zlib.crc32(repr((self.size, self.held)).encode()):08x}"
 
     @cached_property
     def owners(self) -> tuple[tuple[int, int, tuple[int, ...]], ...]:

@@ -36,20 +36,26 @@ class Unlocalizable(Exception):
         self.mismatch = mismatch
 
 
-def find_sizes(model: nn.Module, example_inputs: object, solution: Solution, plan_with: Callable[..., Plan]) -> Plan:
-    """The plan with every size that must be local, proven on one rank of every kind.
+def find_sizes(
+    model: nn.Module,
+    example_inputs: object,
+    solution: Solution,
+    plan_with: Callable[[Solution, tuple[SizePlan, ...]], Plan],
+) -> tuple[Plan, Solution]:
+    """The plan with every size that must be local, proven on one rank of every kind, and the solution it carries out.
 
     Args:
         model: the original model (it is copied).
         example_inputs: the batch that the solution's graph was captured with.
         solution: the layouts.
-        plan_with: makes the plan for given sizes.
+        plan_with: makes the plan for a solution and sizes.
 
     Raises:
         Unlocalizable: if no choice of sizes gives the right trace.
     """
     search = _Search(model, example_inputs, solution, plan_with)
-    return plan_with(search.find((), _representatives(solution)))
+    sizes = search.find((), _representatives(solution))
+    return plan_with(search.solution, sizes), search.solution
 
 
 def adapted(solution: Solution, mismatch: Mismatch) -> Solution | None:
@@ -58,9 +64,17 @@ def adapted(solution: Solution, mismatch: Mismatch) -> Solution | None:
     A tensor whose values do not depend on the place along a dim (zeros; something expanded) may be made with the sizes
     of a sharded tensor: it is this rank's part already, and need not be sliced. ``None`` if that is not the case.
     """
-    operator = mismatch.operator
-    if operator is None or operator.name not in _UNIFORM or not solution.graph.tensors[operator.outputs[0]].is_static:
+    here = mismatch.operator
+    if here is None or here.name not in _UNIFORM or _adapted(solution, here) is None:
         return None
+    for operator in solution.graph.operators:
+        if operator.name == here.name and operator.source == here.source:
+            solution = _adapted(solution, operator) or solution
+    return solution
+
+
+def _adapted(solution: Solution, operator: Operator) -> Solution | None:
+    """As :func:`adapted`, for one operator."""
     (tensor,) = operator.outputs
     slices = {place: change for place, change in solution.slices.items() if place[1] == tensor}
     targets = {change.target for change in slices.values()}
@@ -105,7 +119,11 @@ def _representatives(solution: Solution) -> list[int]:
 
 class _Search:
     def __init__(
-        self, model: nn.Module, example_inputs: object, solution: Solution, plan_with: Callable[..., Plan]
+        self,
+        model: nn.Module,
+        example_inputs: object,
+        solution: Solution,
+        plan_with: Callable[[Solution, tuple[SizePlan, ...]], Plan],
     ) -> None:
         self.model, self.example_inputs, self.solution, self.plan_with = model, example_inputs, solution, plan_with
         self.reads: dict[str, dict[str, int]] | None = None
@@ -123,8 +141,12 @@ class _Search:
         """
         rank, *rest = ranks
         mismatch = self._trace(sizes, rank)
+        while mismatch is not None and (better := adapted(self.solution, mismatch)) is not None:
+            self._solve_by(better)
+            mismatch = self._trace(sizes, rank)
         if mismatch is None:
             return self.find(sizes, rest) if rest else sizes
+        solution = self.solution
         deepest = Unlocalizable(mismatch)
         for change in self._candidates(mismatch, sizes):
             tried = (*sizes, *change)
@@ -133,13 +155,18 @@ class _Search:
                 try:
                     return self.find(tried, ranks)
                 except Unlocalizable as error:
+                    self._solve_by(solution)
                     deepest = error if error.mismatch.position > deepest.mismatch.position else deepest
         raise deepest
+
+    def _solve_by(self, solution: Solution) -> None:
+        if solution is not self.solution:
+            self.solution, self.traces = solution, {}
 
     def _trace(self, sizes: tuple[SizePlan, ...], rank: int) -> Mismatch | None:
         if (sizes, rank) not in self.traces:
             local = meta_copy(self.model)
-            apply_plan(local, self.plan_with(sizes), TPGroup("", rank, self.solution.ranks))
+            apply_plan(local, self.plan_with(self.solution, sizes), TPGroup("", rank, self.solution.ranks))
             self.traces[sizes, rank] = compare(
                 capture_local(local, self.example_inputs, self.solution.graph.opaque), self.solution, rank
             )

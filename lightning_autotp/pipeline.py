@@ -17,7 +17,7 @@ from lightning_autotp.gradients import synchronize_gradients
 from lightning_autotp.graph import Graph, Operator
 from lightning_autotp.layers.group import TPGroup
 from lightning_autotp.load import load_parameters
-from lightning_autotp.localize import Unlocalizable, adapted, find_sizes
+from lightning_autotp.localize import Unlocalizable, find_sizes
 from lightning_autotp.meta import parameter_meta
 from lightning_autotp.plan import Plan, SizePlan
 from lightning_autotp.points import bare_modules, open_modules
@@ -53,18 +53,14 @@ def make_plan(
     parameters = [(tuple(aliases), tuple(p.shape), p.element_size()) for p, aliases in names.items()]
     blocked: dict[int, str] = {}
     solution = solve(graph, tensor_parallel_size, profile)
+
+    def plan_with(solution: Solution, sizes: tuple[SizePlan, ...]) -> Plan:
+        return annotate(solution, type(model).__name__, parameters, sizes)
+
     while True:
-
-        def plan_with(sizes: tuple[SizePlan, ...], solution: Solution = solution) -> Plan:
-            return annotate(solution, type(model).__name__, parameters, sizes)
-
         try:
-            return find_sizes(model, inputs, solution, plan_with), solution
+            return find_sizes(model, inputs, solution, plan_with)
         except Unlocalizable as error:
-            better = adapted(solution, error.mismatch)
-            if better is not None:
-                solution = better
-                continue
             # Nothing is sharded where sizes cannot be made local; the plan reports it.
             operators = next(
                 (found for found in _around(graph, error.mismatch.operator) if found - blocked.keys()), None

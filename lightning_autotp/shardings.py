@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from lightning_autotp.axes import Axis, Concat, Dim, Product, ownership
 from lightning_autotp.layout import Ownership, Run
@@ -23,7 +24,21 @@ class Sharding:
 
     def ownership(self, dim: Dim) -> Ownership:
         """The map of a resolved dim."""
-        return ownership(dim, [dict(rank) for rank in self.held])
+        held = tuple(tuple(runs for _, runs in rank) for rank in self.held)
+        return _ownership(_structure(dim, self.axes), held)
+
+
+def _structure(dim: Dim, axes: tuple[int, ...]) -> Dim:
+    """The dim with every axis named by its place in ``axes`` (or -1): the same for the same dim of another layer."""
+    if isinstance(dim, Axis):
+        return Axis(axes.index(dim.id) if dim.id in axes else -1, dim.size)
+    parts = tuple(_structure(part, axes) for part in (dim.factors if isinstance(dim, Product) else dim.sections))
+    return Product(parts) if isinstance(dim, Product) else Concat(parts)
+
+
+@lru_cache(maxsize=4096)
+def _ownership(dim: Dim, held: tuple[tuple[tuple[Run, ...], ...], ...]) -> Ownership:
+    return ownership(dim, [dict(enumerate(runs)) for runs in held])
 
 
 def candidates(parameters: Iterable[tuple[Dim, ...]], ranks: int) -> list[Sharding]:

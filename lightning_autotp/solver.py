@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from lightning_autotp.axes import Axes, Dim, leaves, shardable
 from lightning_autotp.cost import CONVERSIONS, Profile, product_flops
-from lightning_autotp.elimination import Elimination, NoAssignment
+from lightning_autotp.elimination import Elimination, NoAssignment, TooManyCombinations
 from lightning_autotp.graph import Boundary, CallPoint, Graph, Operator, Ref
 from lightning_autotp.layout import Invariant, Layout, Partial, Replicate, Shard
 from lightning_autotp.repeats import twins
@@ -86,7 +86,11 @@ def solve(
     """
     solver = _Solver(graph, ranks, profile or Profile(), blocked or {})
     while True:
-        solution = solver.solve()
+        try:
+            solution = solver.solve()
+        except TooManyCombinations:
+            solver.keep_the_largest_half()
+            continue
         varying = _converted_differently(solution)
         if not varying:
             return solution
@@ -127,6 +131,10 @@ class _Solver:
         self.matrix = statistics.median(matrices or [1])
         self.hidden = statistics.median(crossing or [1])
         self.shardings = candidates([self.dims[tensor] for tensor in graph.parameters if tensor in self.dims], ranks)
+        self.cutting: dict[int, list[int]] = {}
+        for number, sharding in enumerate(self.shardings):
+            for axis in sharding.axes:
+                self.cutting.setdefault(axis, []).append(number)
         self.touching = {tensor: self._touching(dims) for tensor, dims in self.dims.items()}
 
     def _first_runs(self, relations: list[Relation]) -> dict[int, int]:
@@ -140,12 +148,18 @@ class _Solver:
 
     def _touching(self, dims: Dims) -> tuple[int, ...]:
         """Candidates that cut a tensor of these dims into boxes."""
-        held = {axis.id for dim in dims for axis in leaves(dim)}
-        return tuple(
-            number
-            for number, sharding in enumerate(self.shardings)
-            if held & set(sharding.axes) and shardable(dims, frozenset(sharding.axes))
-        )
+        numbers = sorted({number for dim in dims for axis in leaves(dim) for number in self.cutting.get(axis.id, ())})
+        return tuple(number for number in numbers if shardable(dims, frozenset(self.shardings[number].axes)))
+
+    def keep_the_largest_half(self) -> None:
+        """Forget the candidates that would cut the fewest bytes of parameters: the problem is too large for all."""
+        sizes = dict.fromkeys(range(len(self.shardings)), 0)
+        for tensor in self.graph.parameters:
+            for number in self.touching.get(tensor, ()):
+                sizes[number] += self.graph.tensors[tensor].bytes
+        left = sorted((number for number in sizes if sizes[number]), key=lambda number: (-sizes[number], number))
+        kept = set(left[: len(left) // 2])
+        self.touching = {tensor: tuple(n for n in numbers if n in kept) for tensor, numbers in self.touching.items()}
 
     # -- tables ------------------------------------------------------------------------------------------------------
 

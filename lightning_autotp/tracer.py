@@ -213,7 +213,7 @@ class Tracer(SchemaCheckMode):
         module = self.modules[-1]
         if name == RECORD:
             named = dict(reads)
-            name, reads = f"record:{named['name']}", (("input", named["inputs"]),)
+            name, reads = f"record:{named['name']}", (("input", named["inputs"]), ("detail", named["detail"]))
         call, source = self.calls.current
         layer = self._layers.get(module, "")
         if name != f"aten.{layer}.default":  # a subclass may compute in other ways than the layer does

@@ -151,7 +151,8 @@ def _localized(solution: Solution, rank: int) -> Iterator[_Expected]:
             elif operator.name == "aten.cross_entropy_loss.default" and _is_sharded(solution, operator):
                 inputs = tuple(operator.argument(name) for name in ("self", "target", "weight"))
                 inputs = tuple(value for value in inputs if value is not None)
-                yield _Expected("record:vocab_parallel_cross_entropy", (("input", inputs),), shapes, operator)
+                maps = ("detail", _maps(_layout(solution, operator.inputs[0])))
+                yield _Expected("record:vocab_parallel_cross_entropy", (("input", inputs), maps), shapes, operator)
             else:
                 names = yield from _operands(number, operator, solution, rank)
                 expected = _plain(operator, shapes, solution, rank)
@@ -181,7 +182,12 @@ def _renamed(value: Any, names: Mapping[int, Any]) -> Any:
 
 def _conversion(change: Conversion, source: Any, output: tuple[Any, tuple[int, ...]], operator: Operator) -> _Expected:
     name = f"record:{_RECORDED[_letter(change.source), _letter(change.target)]}"
-    return _Expected(name, (("input", (source,)),), (output,), operator)
+    return _Expected(name, (("input", (source,)), ("detail", _maps(change.source, change.target))), (output,), operator)
+
+
+def _maps(*layouts: Layout) -> str:
+    """How the sharded dim is cut, as a primitive records it: two cuts of one size have equal shapes."""
+    return "".join(owned.digest for layout in layouts if isinstance(layout, Shard) for _, owned in layout.dims)
 
 
 def _crossing(operator: Operator) -> tuple[str, str] | None:

@@ -193,7 +193,7 @@ class _ShardToInvariant(Function):
     def forward(ctx: Any, x: Tensor, group: TPGroup, dim: int, ownership: Ownership) -> Tensor:
         ctx.where = dim, ownership, group.rank
         if x.is_meta:
-            return trace.record("shard_to_invariant", [x], _resized(x, dim, ownership.size))
+            return trace.record("shard_to_invariant", [x], _resized(x, dim, ownership.size), ownership.digest)
         return _gather(x, group, dim, ownership, add_owners=False)
 
     @staticmethod
@@ -206,7 +206,7 @@ class _ShardToReplicate(Function):
     def forward(ctx: Any, x: Tensor, group: TPGroup, dim: int, ownership: Ownership) -> Tensor:
         ctx.group, ctx.where = group, (dim, ownership)
         if x.is_meta:
-            return trace.record("shard_to_replicate", [x], _resized(x, dim, ownership.size))
+            return trace.record("shard_to_replicate", [x], _resized(x, dim, ownership.size), ownership.digest)
         return _gather(x, group, dim, ownership, add_owners=False)
 
     @staticmethod
@@ -221,7 +221,9 @@ class _InvariantToShard(Function):
     def forward(ctx: Any, x: Tensor, group: TPGroup, dim: int, ownership: Ownership) -> Tensor:
         ctx.group, ctx.where = group, (dim, ownership)
         if x.is_meta:
-            return trace.record("invariant_to_shard", [x], _resized(x, dim, ownership.local_size(group.rank)))
+            return trace.record(
+                "invariant_to_shard", [x], _resized(x, dim, ownership.local_size(group.rank)), ownership.digest
+            )
         return take_owned(x, dim, ownership, group.rank)
 
     @staticmethod
@@ -234,7 +236,9 @@ class _ReplicateToShard(Function):
     def forward(ctx: Any, x: Tensor, group: TPGroup, dim: int, ownership: Ownership) -> Tensor:
         ctx.where = dim, ownership, group.rank
         if x.is_meta:
-            return trace.record("replicate_to_shard", [x], _resized(x, dim, ownership.local_size(group.rank)))
+            return trace.record(
+                "replicate_to_shard", [x], _resized(x, dim, ownership.local_size(group.rank)), ownership.digest
+            )
         return take_owned(x, dim, ownership, group.rank)
 
     @staticmethod
@@ -247,7 +251,9 @@ class _PartialToShard(Function):
     def forward(ctx: Any, x: Tensor, group: TPGroup, dim: int, ownership: Ownership) -> Tensor:
         ctx.group, ctx.where = group, (dim, ownership)
         if x.is_meta:
-            return trace.record("partial_to_shard", [x], _resized(x, dim, ownership.local_size(group.rank)))
+            return trace.record(
+                "partial_to_shard", [x], _resized(x, dim, ownership.local_size(group.rank)), ownership.digest
+            )
         return _reduce_scatter(x, group, dim, ownership)
 
     @staticmethod

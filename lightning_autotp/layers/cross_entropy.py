@@ -127,7 +127,8 @@ def vocab_parallel_cross_entropy(
     _check(logits, target, ownership, group, weight, reduction, label_smoothing, dim)
     if logits.is_meta:
         inputs = [logits, target] if weight is None else [logits, target, weight]
-        return trace.record("vocab_parallel_cross_entropy", inputs, target.shape if reduction == "none" else ())
+        shape = target.shape if reduction == "none" else ()
+        return trace.record("vocab_parallel_cross_entropy", inputs, shape, ownership.digest)
 
     ignored = target == ignore_index
     check_indices(

@@ -340,12 +340,12 @@ def _is_contiguous(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[s
 
 def _record(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """A note in a trace (see :mod:`~lightning_autotp.trace`) is about the local tensor."""
-    name, inputs, shape = args
+    name, inputs, shape, *detail = args
     logits = inputs[0]
     plain = [x.local if isinstance(x, VocabParallelLogits) else x for x in inputs]
     if isinstance(logits, VocabParallelLogits) and tuple(shape) == tuple(logits.shape):
-        return _rewrap(logits, func(name, plain, list(logits.local.shape)), logits.vocab_dim)
-    return func(name, plain, shape)
+        return _rewrap(logits, func(name, plain, list(logits.local.shape), *detail), logits.vocab_dim)
+    return func(name, plain, shape, *detail)
 
 
 _CROSS_ENTROPY = inspect.signature(F.cross_entropy)

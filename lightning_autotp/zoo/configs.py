@@ -232,7 +232,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "phi4_multimodal": {
         "vision_config": {"num_hidden_layers": 3, "crop_size": 32},
         "audio_config": {
-            "audio_token_id": 9, "num_blocks": 2, "nemo_conv_channels": 16, "ext_pw_out_channel": 64, "depthwise_separable_out_channel": 64,
+            "audio_token_id": 9, "num_blocks": 2, "nemo_conv_channels": 16, "ext_pw_out_channel": 64,
+            "depthwise_separable_out_channel": 64,
         },
     },
     "qwen3_asr": {"audio_config": {"downsample_hidden_size": 16, "output_dim": 64, "d_model": 64}},

@@ -27,6 +27,10 @@ CROSS_ATTENTION = dict.fromkeys(
 CODEBOOKS = frozenset(("musicgen", "musicgen_melody"))
 # More ids of every token.
 MORE_IDS = {"roc_bert": ("input_shape_ids", "input_pronunciation_ids")}
+# The first token attends to all tokens, and all to it, through weights of their own.
+GLOBAL_ATTENTION = frozenset(("led", "longformer"))
+# Mentions of entities beside the tokens.
+ENTITIES = frozenset(("luke",))
 # Kinds of tokens that attention asks for in training.
 TOKEN_TYPES = frozenset(("gemma3",))
 
@@ -52,6 +56,12 @@ def training_batch(name: str, group: str, config: PreTrainedConfig, seed: int = 
     for token, count in placeholders.items():
         ids = torch.cat([ids[:, :2], ids.new_full((rows, count), token), ids[:, 2:]], dim=1)
     batch: dict[str, Any] = {"input_ids": ids, "labels": _labels(ids), **inputs}
+    if name in GLOBAL_ATTENTION:
+        batch["global_attention_mask"] = (torch.arange(ids.shape[1]) == 0).long().expand_as(ids).clone()
+    if name in ENTITIES:
+        entities = torch.randint(1, config.entity_vocab_size, (BATCH, 2), generator=generator)
+        batch |= {"entity_ids": entities, "entity_labels": entities.flip(0), "entity_attention_mask": entities > 0}
+        batch["entity_position_ids"] = torch.tensor([[1, 2, -1], [5, 6, 7]]).expand(BATCH, 2, 3).clone()
     if name in TOKEN_TYPES:
         batch["token_type_ids"] = (ids < _FIRST_ORDINARY_TOKEN).long()
     if name in CODEBOOKS:

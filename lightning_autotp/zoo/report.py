@@ -49,6 +49,7 @@ def summary(verdict: Verdict) -> str:
         f" layer, planned in {verdict.seconds:4.1f} s"
     )
     errors = f", loss {verdict.loss_error:.0e}, gradient {verdict.gradient_error:.0e}" if verdict.is_parity else ""
+    errors += " in fp64" * (verdict.is_parity and verdict.precision == 64)
     return f"{verdict.name:26} {verdict.outcome:8} {numbers}{errors}; {'; '.join(why)}".rstrip("; ")
 
 
@@ -82,11 +83,17 @@ def to_markdown(verdicts: Sequence[Verdict], command: str, versions: Mapping[str
         "",
         f"Made by `{command}` with {made_with}; do not edit.",
         "",
-        "Every architecture of transformers' mappings, as a tiny model (layers of every kind it has, hidden size 64,"
-        " nothing random), parallelized without one line about any of them. A training batch's loss and every full"
-        " gradient are compared with one process in fp32: the loss to 1e-5, every gradient to 1e-4 of its tensor's"
-        " largest element (differences below 1e-7 of the model's largest gradient count as rounding: some gradients,"
-        " such as a key bias's under a softmax, are zero but for it).",
+        "Every architecture that transformers can train, built small (hidden size 64, layers of every kind it has,"
+        " nothing random in it), planned, split over the ranks and given one training batch. There is no line about any"
+        " of them in the package: only sizes and inputs are listed, for this page.",
+        "",
+        "*Parity* means that the loss and every element of every gradient, put together from the ranks, are those"
+        " of the same model on one process. In fp32 the loss may differ by 1e-5 of its value and a gradient by 1e-4"
+        " of the largest element of its tensor; differences below 1e-7 of the model's largest gradient are rounding"
+        " (the gradient of a key bias under a softmax is zero but for it). Where fp32 cannot tell, because rounding"
+        " itself is larger (batch normalization over a few small pictures) or nothing is above it, both are computed"
+        " in fp64 and may differ by 1e-9 and 1e-8: `yes (fp64)`. *Wrong* would be a model that trains, but not the"
+        " same; *error* one that is refused or cannot be planned, with the message.",
         "",
         "| | " + " | ".join(GROUP_TITLES[group] for group in groups) + " |",
         "| --- |" + " ---: |" * len(groups),
@@ -95,11 +102,15 @@ def to_markdown(verdicts: Sequence[Verdict], command: str, versions: Mapping[str
     lines += [f"| {name} | " + " | ".join(str(count[name]) for count in counted) + " |" for name in totals([])]
     lines += [
         "",
-        "- *sharded*: share of the parameters, embeddings included; in brackets what the batch does not train (such as"
-        " the tower of another modality).",
-        "- *FLOPs*: share of the layers' matrix-product FLOPs that the ranks divide among them.",
-        "- *all-reduces*: per layer in forward, and the fewest known for such a layer (one for each part that ends in a"
-        " row-parallel product, one for parts side by side); `+` gathers and scatters.",
+        "- *sharded*: how much of the parameters (embeddings included) each rank holds only a part of. In brackets, how"
+        " much of them this batch does not train.",
+        "- *FLOPs*: how much of the matrix products in the layers the ranks divide among them. The rest every rank"
+        " computes whole.",
+        "- *all-reduces*: how often, per layer and forward, the ranks add up results, *of* the fewest known for such a"
+        " layer: one for each part that ends in a row-parallel product, one for parts side by side. After `+`, gathers"
+        " and scatters.",
+        "- *what stays whole, and why*: the share of the parameters, one of them, and the operator and source line that"
+        " need all of it.",
     ]
     for group in groups:
         lines += ["", f"## {GROUP_TITLES[group]}", "", "| " + " | ".join(_COLUMNS) + " |"]
@@ -125,7 +136,8 @@ def _row(verdict: Verdict) -> tuple[str, ...]:
         reasons.append(f"{rest:.1%} for other reasons")
     return (
         verdict.name,
-        {"parity": "yes", "planned": "not run"}.get(verdict.outcome, verdict.outcome),
+        {"parity": "yes", "planned": "not run"}.get(verdict.outcome, verdict.outcome)
+        + " (fp64)" * (verdict.precision == 64),
         f"{verdict.sharded:.1%}{unused}",
         f"{verdict.flops:.0%}",
         f"{verdict.all_reduces:.1f}" + (f" of {verdict.least:g}" if verdict.least else "") + others,

@@ -90,7 +90,7 @@ class Ranks:
         worst = max(answers.values(), key=lambda answer: (bool(answer["wrong"]), answer["gradient_error"]))
         verdict.loss_error = max(answer["loss_error"] for answer in answers.values())
         verdict.gradient_error, verdict.worst = worst["gradient_error"], worst["worst"]
-        verdict.unused = worst["unused"]
+        verdict.unused, verdict.precision = worst["unused"], worst["precision"]
         verdict.outcome, verdict.reason = ("wrong", worst["wrong"]) if worst["wrong"] else ("parity", "")
         return verdict
 

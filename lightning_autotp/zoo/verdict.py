@@ -51,6 +51,7 @@ class Verdict:
         all_reduces: all-reduces per layer in forward.
         least: the fewest known for such a layer; 0 where none is (convolutional stages).
         other_collectives: gathers and scatters per layer in forward.
+        precision: bits of the numbers that were compared: 32, or 64 where 32 could not tell.
         loss_error: relative difference of the losses.
         gradient_error: largest difference of a gradient, relative to the largest element of its tensor.
         worst: the parameter with that gradient.
@@ -70,6 +71,7 @@ class Verdict:
     all_reduces: float = 0.0
     least: float = 0.0
     other_collectives: float = 0.0
+    precision: int = 32
     loss_error: float = 0.0
     gradient_error: float = 0.0
     worst: str = ""
