@@ -256,8 +256,9 @@ def _reduced(operator: Operator, shapes: Any) -> Iterator[_Expected]:
 def _plain(operator: Operator, shapes: Any, solution: Solution, rank: int) -> _Expected:
     """The same operator; positions along a sharded dim are local, arguments that only spell shapes are free."""
     known = entry(operator.name)
-    if known is None:
-        return _Expected(operator.name, operator.arguments, shapes, operator)
+    sharded = any(isinstance(_layout(solution, tensor), Shard) for tensor in (*operator.inputs, *operator.outputs))
+    if known is None:  # what is sharded all the same is a static tensor that its code makes local
+        return _Expected(operator.name, operator.arguments, shapes, operator, frozenset(["size"] if sharded else []))
     local: dict[str, Any] = {}
     shares: dict[str, int] = {}
     for name, tensor_name, dim_name in known.positions(operator):
@@ -282,7 +283,6 @@ def _plain(operator: Operator, shapes: Any, solution: Solution, rank: int) -> _E
         else (name, _Offset(local[name], dict(operator.arguments)[name]) if name in local else value)
         for name, value in operator.arguments
     )
-    sharded = any(isinstance(_layout(solution, tensor), Shard) for tensor in (*operator.inputs, *operator.outputs))
     return _Expected(operator.name, arguments, shapes, operator, frozenset(known.sizes if sharded else ()))
 
 

@@ -6,6 +6,7 @@ from tiny import Decoder, decoder_batch, meta_model, tiny_model
 from torch import Tensor, nn
 
 from lightning_autotp.capture import CaptureError, capture, capture_local, language_model_inputs, meta_copy
+from lightning_autotp.graph import OPAQUE
 
 
 def test_boundaries_surround_every_module() -> None:
@@ -65,22 +66,91 @@ class Peeking(nn.Module):
 
 
 class Outer(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, inner: nn.Module) -> None:
         super().__init__()
-        self.inner = Peeking()
+        self.inner = inner
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x)
+        return self.inner(x).relu()
+
+
+class Broken(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ x
+
+
+def test_a_module_that_needs_values_is_one_operator() -> None:
+    graph = capture(Outer(Peeking()), torch.zeros(2, 4))
+    (opaque,) = [operator for operator in graph.operators if operator.name == OPAQUE]
+    assert opaque.module == "inner"
+    assert {graph.parameters[t] for t in opaque.inputs if t in graph.parameters} == {
+        "inner.linear.weight",
+        "inner.linear.bias",
+    }
+    assert graph.tensors[opaque.outputs[0]].shape == (2, 4)
+    assert graph.opaque == {"inner"}
+
+
+def test_what_follows_from_the_batch_alone_has_a_value() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(8, 4)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            if (ids > 5).sum().item() != 3:
+                raise ValueError("the values are lost")
+            return self.table(ids)[ids > 5]
+
+    graph = capture(Masked(), torch.tensor([[1, 6, 7], [2, 3, 6]]))
+    assert not graph.opaque
+    assert graph.tensors[graph.outputs[0]].shape == (3, 4)
+
+
+def test_writes_in_place_reach_whoever_reads_the_memory() -> None:
+    class Writing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            result = torch.zeros(2, 8)
+            result[:, :4] = self.linear(x)
+            result[:, 4:].add_(1)
+            return result * 2
+
+    graph = capture(Writing(), torch.zeros(2, 4))
+    names = [operator.name for operator in graph.operators]
+    assert names.count("aten.slice_scatter.default") == 2
+    assert not any(name.split(".")[1].endswith("_") for name in names if name.startswith("aten."))
+    assert not graph.tensors[graph.outputs[0]].is_static
+
+
+def test_static_operators_stand_where_they_are_needed() -> None:
+    class Unordered(nn.Module):
+        def __init__(self, order: list[str]) -> None:
+            super().__init__()
+            self.linear, self.order = nn.Linear(4, 4), order
+
+        def forward(self, x: Tensor) -> Tensor:
+            masks = {name: torch.ones(4) * (3 if name == "left" else 5) for name in self.order}
+            return self.linear(x) * masks["left"] + masks["right"]
+
+    graphs = [capture(Unordered(order), torch.zeros(2, 4)) for order in (["left", "right"], ["right", "left"])]
+    assert [o.name for o in graphs[0].operators] == [o.name for o in graphs[1].operators]
+    assert [[v for _, v in o.arguments if isinstance(v, int)] for o in graphs[0].operators] == [
+        [v for _, v in o.arguments if isinstance(v, int)] for o in graphs[1].operators
+    ]
 
 
 def test_failure_names_module_and_line() -> None:
     with pytest.raises(CaptureError, match=r"inner[\s\S]*test_capture\.py:\d+ in .*forward"):
-        capture(Outer(), torch.zeros(2, 4))
+        capture(Outer(Broken()), torch.zeros(2, 4))
 
 
 def test_missing_inputs_are_asked_for() -> None:
     with pytest.raises(CaptureError, match="example_inputs"):
-        capture(Outer())
+        capture(Outer(Broken()))
 
 
 def test_until_failure_shows_how_far_it_came() -> None:

@@ -24,13 +24,17 @@ from lightning_autotp.zoo.verdict import GRADIENT_TOLERANCE, LOSS_TOLERANCE, Ver
 _ROUNDING = {torch.float32: 1e-7, torch.float64: 1e-14}
 
 
-def prepare(name: str, group: str) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """The architecture's tiny model, the same on every call, and its batch."""
+_EXAMPLE = 1
+"""Seed of the batch that is planned with: another one than is trained on, for a plan must hold for every batch."""
+
+
+def prepare(name: str, group: str, seed: int = 0) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """The architecture's tiny model, the same on every call, and a batch."""
     torch.manual_seed(0)
     model = build(name, group)
     stir(model)
     model.train()
-    return model, training_batch(name, group, model.config)
+    return model, training_batch(name, group, model.config, seed)
 
 
 def plan_one(name: str, group: str, ranks: int) -> Verdict:
@@ -42,7 +46,7 @@ def plan_one(name: str, group: str, ranks: int) -> Verdict:
         verdict.outcome, verdict.reason = "left out", LEFT_OUT[group, name]
         return verdict
     try:
-        model, batch = prepare(name, group)
+        model, batch = prepare(name, group, _EXAMPLE)
         started = time.perf_counter()
         plan, solution = make_plan(model, ranks, example_inputs=batch)
         verdict.seconds = time.perf_counter() - started
@@ -77,12 +81,13 @@ def _compare(
     tighter = 1.0 if precision == torch.float32 else 1e-4
     model, batch = prepare(name, group)
     nn.Module.to(model, precision)
-    batch = {key: value.to(precision) if _is_floating(value) else value for key, value in batch.items()}
+    example = _converted(training_batch(name, group, model.config, _EXAMPLE), precision)
+    batch = _converted(batch, precision)
     local = copy.deepcopy(model)
     torch.manual_seed(seed)
     wanted = model(**batch).loss
     wanted.backward()
-    parallelize(local, process_group, example_inputs=batch)
+    parallelize(local, process_group, example_inputs=example)
     torch.manual_seed(seed)
     found = local(**batch).loss
     found.backward()
@@ -109,8 +114,13 @@ def _compare(
     }
 
 
-def _is_floating(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
+def _converted(batch: dict[str, Any], precision: torch.dtype) -> dict[str, Any]:
+    """The batch with its floating-point tensors in the precision."""
+
+    def one(value: Any) -> Any:
+        return value.to(precision) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    return {key: tuple(map(one, value)) if isinstance(value, tuple) else one(value) for key, value in batch.items()}
 
 
 def _gradient_error(parameter: nn.Parameter, wanted: dict[str, Tensor | None], rounding: float) -> float:

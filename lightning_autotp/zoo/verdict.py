@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass, field
 
 from lightning_autotp.cost import CONVERSIONS, product_flops
+from lightning_autotp.graph import OPAQUE
 from lightning_autotp.layout import Invariant, Layout, Partial, Replicate, Shard
 from lightning_autotp.plan import Plan
 from lightning_autotp.solver import Solution
@@ -111,13 +112,18 @@ def left_whole(plan: Plan) -> list[Left]:
 def sharded_flops(solution: Solution) -> float:
     """Share of the matrix-product FLOPs in the layers that the ranks divide among them.
 
-    Where the model has no numbered layers, all its products count.
+    Where the model has no numbered layers, all its products count. A module that the plan does not look into counts as
+    one product of each of its matrices with every position of its result, done whole.
     """
-    tensors = solution.graph.tensors
+    tensors, parameters = solution.graph.tensors, solution.graph.parameters
     done: dict[bool, list[float]] = {True: [0.0, 0.0], False: [0.0, 0.0]}
     for operator in solution.graph.operators:
         if not operator.outputs:
             continue
+        if operator.name == OPAQUE:
+            matrices = [tensors[tensor].shape for tensor in operator.inputs if tensor in parameters]
+            elements = sum(math.prod(shape) for shape in matrices if len(shape) > 1)
+            done[True][0] += 2.0 * elements * math.prod(tensors[operator.outputs[0]].shape[:-1])
         shapes = [tensors[tensor].shape for tensor in operator.inputs]
         flops = product_flops(operator.name, shapes, tensors[operator.outputs[0]].shape)
         if flops:
