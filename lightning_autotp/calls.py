@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_autotp.callsites import call_key, calling_frame
 from lightning_autotp.graph import CallSite
-from lightning_autotp.tracer import call_key, calling_frame
 
 Change = Callable[[Any], Any]
 
@@ -119,7 +119,7 @@ class _NoLeaf(Exception):
 
 
 def replace_leaf(value: Any, leaf: int, change: Change) -> Any:
-    """``value`` with one leaf changed, counted as :func:`~lightning_autotp.tracer.call_leaves` lists them."""
+    """``value`` with one leaf changed, counted as :func:`~lightning_autotp.callsites.call_leaves` lists them."""
     position = -1
 
     def visit(item: Any) -> Any:

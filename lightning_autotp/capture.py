@@ -21,6 +21,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from lightning_autotp.concrete import NoValue
 from lightning_autotp.graph import Graph
 from lightning_autotp.opaque import LARGEST, OpaqueForward
 from lightning_autotp.tracer import Tracer
@@ -62,10 +63,12 @@ def capture(model: nn.Module, example_inputs: Any = None, opaque: frozenset[str]
         try:
             return _capture(model, inputs, opaque)
         except _ValueNeeded as needed:
-            alike = _modules_like(model, needed.module)
-            if alike <= opaque:
+            path = needed.module  # or, where that is opaque already and cannot even be run, what is around it
+            while path and _modules_like(model, path) <= opaque:
+                path = path.rpartition(".")[0]
+            if not path:
                 raise needed.error from needed.error.__cause__
-            opaque |= alike
+            opaque |= _modules_like(model, path)
 
 
 class _ValueNeeded(Exception):
@@ -135,7 +138,7 @@ def _run(traced: nn.Module, args: Any, kwargs: Any, tracer: Tracer, fake: FakeTe
                 "`if tensor:`) from this line, or give example_inputs that the model accepts."
             )
             failure.__cause__ = error
-            if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
+            if isinstance(error, DataDependentOutputException | DynamicOutputShapeException | NoValue):
                 raise _ValueNeeded(tracer.modules[-1], failure) from error
             raise failure from error
         leaves = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]

@@ -13,6 +13,22 @@ from torch import Tensor
 
 from lightning_autotp.graph import Graph, Operator, Ref
 
+# Operators that ask a tensor for its shape or dtype alone, by the argument that it is.
+_BY_SHAPE = {
+    "aten.expand_as.default": "other",
+    "aten.view_as.default": "other",
+    "aten.type_as.default": "other",
+    "aten.zeros_like.default": "self",
+    "aten.ones_like.default": "self",
+    "aten.full_like.default": "self",
+}
+
+
+def _shaping(operator: Operator) -> int | None:
+    """The tensor of which the operator reads no value."""
+    name = _BY_SHAPE.get(operator.name)
+    return operator.argument(name).tensor if name is not None else None
+
 
 class NoValue(Exception):
     """A tensor whose value a trace does not know."""
@@ -47,9 +63,10 @@ class Concrete:
                 pending.pop()
                 continue
             producer = self._producers.get(last)
-            if producer is None or not self.graph.tensors[last].is_static:
+            if producer is None or not (self.graph.tensors[last].is_static or producer.name in _BY_SHAPE):
                 raise NoValue
-            missing = [source for source in producer.inputs if source not in self.known]
+            shaping = _shaping(producer)
+            missing = [source for source in producer.inputs if source not in self.known and source != shaping]
             if missing:
                 pending += missing
                 continue
@@ -63,7 +80,13 @@ class Concrete:
         packet, _, overload = rest.partition(".")
         try:
             function = getattr(getattr(getattr(torch.ops, space), packet), overload)
-            values = {name: self._argument(value) for name, value in operator.arguments}
+            shaping = _shaping(operator)
+            values = {
+                name: self._empty(shaping)
+                if value == Ref(-1 if shaping is None else shaping)
+                else self._argument(value)
+                for name, value in operator.arguments
+            }
             if "device" in values:
                 values["device"] = torch.device("cpu")
             positional = [values.pop(a.name) for a in function._schema.arguments if not a.kwarg_only]
@@ -72,6 +95,10 @@ class Concrete:
         except (AttributeError, RuntimeError, TypeError) as error:
             raise NoValue from error
         return [result] if isinstance(result, Tensor) else list(result)
+
+    def _empty(self, tensor: int | None) -> Tensor:
+        info = self.graph.tensors[tensor or 0]
+        return torch.empty(info.shape, dtype=getattr(torch, info.dtype))
 
     def _argument(self, value: Any) -> Any:
         if isinstance(value, Ref):

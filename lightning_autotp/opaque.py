@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils import _pytree as pytree
 
+from lightning_autotp.concrete import NoValue
 from lightning_autotp.graph import OPAQUE
 from lightning_autotp.tracer import Tracer
 
@@ -33,7 +34,10 @@ class OpaqueForward:
         with self.tracer.pause():
             with unset_fake_temporarily(), torch.no_grad(), torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)
-                result = self._run(args, kwargs)
+                try:
+                    result = self._run(args, kwargs)
+                except Exception as error:
+                    raise NoValue(f"{type(error).__name__}: {error}") from error
             result = pytree.tree_map_only(
                 Tensor, lambda real: torch.empty(real.shape, dtype=real.dtype, device="meta"), result
             )
@@ -54,8 +58,14 @@ class OpaqueForward:
         for module in twin.modules():
             module._forward_hooks.clear()
             module._forward_pre_hooks.clear()
-        args, kwargs = pytree.tree_map_only(Tensor, _random, (args, kwargs))
+        args, kwargs = pytree.tree_map_only(Tensor, self._value, (args, kwargs))
         return twin.forward(*args, **kwargs)
+
+    def _value(self, tensor: Tensor) -> Tensor:
+        try:
+            return self.tracer.value(tensor)
+        except NoValue:
+            return _random(tensor)
 
 
 def _random(tensor: Tensor) -> Tensor:

@@ -116,3 +116,20 @@ def _renamed(value: object, names: dict[int, int]) -> object:
     if isinstance(value, tuple):
         return tuple(_renamed(item, names) for item in value)
     return value
+
+
+def static_operands(graph: Graph) -> dict[tuple[int, int], CallPoint]:
+    """Static operands that can be changed at their call: one operator's only, and one argument's."""
+    operators: dict[int, int] = {}
+    for operator in graph.operators:
+        if operator.boundary is None:
+            operators[operator.call] = operators.get(operator.call, 0) + 1
+    found: dict[tuple[int, int], CallPoint] = {}
+    for position, operator in enumerate(graph.operators):
+        if operator.call < 0 or operators[operator.call] > 1 or operator.layer:  # a parallel layer makes other calls
+            continue
+        call = graph.calls[operator.call]
+        for leaf, value in enumerate(call.arguments):
+            if isinstance(value, Ref) and graph.tensors[value.tensor].is_static and call.arguments.count(value) == 1:
+                found[position, value.tensor] = CallPoint(call.module, call.site, "argument", leaf)
+    return found

@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from lightning_autotp.axes import Axes, Dim, leaves, shardable
 from lightning_autotp.cost import CONVERSIONS, Profile, product_flops
 from lightning_autotp.elimination import Elimination, NoAssignment, TooManyCombinations
-from lightning_autotp.graph import Boundary, CallPoint, Graph, Operator, Ref
+from lightning_autotp.graph import Boundary, CallPoint, Graph, Operator
 from lightning_autotp.layout import Invariant, Layout, Partial, Replicate, Shard
+from lightning_autotp.points import static_operands
 from lightning_autotp.repeats import twins
 from lightning_autotp.rules import Dims, Relation, relate
 from lightning_autotp.shardings import candidates
@@ -123,7 +124,7 @@ class _Solver:
         for operator in graph.operators:
             if operator.boundary is not None:
                 self.calls[operator.boundary] = self.calls.get(operator.boundary, 0) + 1
-        self.leaves = _static_leaves(graph)
+        self.leaves = static_operands(graph)
         self._layouts: dict[tuple[Dims, int], Layout] = {}
         tensors = graph.tensors
         matrices = [tensors[tensor].bytes for tensor in graph.parameters if len(tensors[tensor].shape) > 1]
@@ -462,23 +463,6 @@ def _converted_differently(solution: Solution) -> set[Boundary | CallPoint]:
             pair = (solution.layouts[operator.inputs[0]], solution.layouts[operator.outputs[0]])
             seen.setdefault(operator.boundary, set()).add(pair if pair[0] != pair[1] else None)
     return {place for place, pairs in seen.items() if len(pairs) > 1}
-
-
-def _static_leaves(graph: Graph) -> dict[tuple[int, int], CallPoint]:
-    """Static operands that can be changed at their call: one operator's only, and one argument's."""
-    operators: dict[int, int] = {}
-    for operator in graph.operators:
-        if operator.boundary is None:
-            operators[operator.call] = operators.get(operator.call, 0) + 1
-    found: dict[tuple[int, int], CallPoint] = {}
-    for position, operator in enumerate(graph.operators):
-        if operator.call < 0 or operators[operator.call] > 1 or operator.layer:  # a parallel layer makes other calls
-            continue
-        call = graph.calls[operator.call]
-        for leaf, value in enumerate(call.arguments):
-            if isinstance(value, Ref) and graph.tensors[value.tensor].is_static and call.arguments.count(value) == 1:
-                found[position, value.tensor] = CallPoint(call.module, call.site, "argument", leaf)
-    return found
 
 
 def _sums(operator: Operator, layouts: Mapping[int, Layout]) -> bool:

@@ -8,11 +8,9 @@ reads the written values: the graph has no aliases.
 from __future__ import annotations
 
 import contextlib
-import linecache
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import FrameType
 from typing import Any
 
 import torch
@@ -27,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_autotp.callsites import call_key, call_leaves, calling_frame, source_line
 from lightning_autotp.concrete import Concrete, NoValue
 from lightning_autotp.graph import Boundary, Call, CallSite, Graph, Operator, Ref, TensorInfo
 from lightning_autotp.trace import RECORD
@@ -163,6 +162,14 @@ class Tracer(SchemaCheckMode):
         """The innermost module's forward ends."""
         self.modules.pop()
         self.calls.counts.pop()
+
+    def value(self, tensor: Tensor) -> Tensor:
+        """The value of a tensor, on the CPU.
+
+        Raises:
+            NoValue: if it does not follow from the batch alone.
+        """
+        return self.concrete.value(self._read(tensor).tensor)
 
     def note(self, name: str, inputs: Sequence[Tensor], result: Any) -> None:
         """Add an operator of this name to the graph."""
@@ -318,7 +325,7 @@ class Tracer(SchemaCheckMode):
         """An operator that writes in place: its functional twin's result is what the written tensor is from now on."""
         name = str(func)
         base, _, overload = name.rpartition(".")
-        functional = f"{base.removesuffix('_')}.{overload}"
+        functional = f"{_functional(base)}.{overload}"
         for tensor in written:
             self._place(tensor)
         operator = self._append(functional, reads, written)
@@ -388,7 +395,7 @@ class Calls(TorchFunctionMode):
         number = len(calls)
         leaves = tuple(self._leaf(leaf) for leaf in call_leaves((args, kwargs)))
         calls.append(Call(self.tracer.modules[-1], site, leaves, ()))
-        before, self.current = self.current, (number, _source(caller))
+        before, self.current = self.current, (number, source_line(caller))
         recorded = len(self.tracer.graph.operators)
         try:
             result = func(*args, **kwargs)
@@ -408,6 +415,14 @@ class Calls(TorchFunctionMode):
         return leaf if type(leaf) is int else None
 
 
+def _functional(name: str) -> str:
+    """The functional twin of an operator that writes in place."""
+    space, _, base = name.rpartition(".")
+    if base.startswith("__i") and base.endswith("__"):
+        return f"{space}.__{base[3:]}"
+    return name.removesuffix("_")
+
+
 def _grouped_product(left: Tensor, right: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
     """The shape of a grouped product: PyTorch's own shape function refuses dtypes that its kernels take."""
     if left.dim() == 3:
@@ -417,44 +432,6 @@ def _grouped_product(left: Tensor, right: Tensor, offs: Tensor | None = None, *_
     else:
         shape = (0 if offs is None else offs.shape[0], left.shape[0], right.shape[1])
     return left.new_empty(shape)
-
-
-def calling_frame(func: Any, frame: FrameType) -> FrameType:
-    """The frame that called ``func``, seen from a torch-function handler.
-
-    A function written in Python hands over to its handler by itself: its own frames are passed over.
-    """
-    while frame.f_back is not None and (
-        frame.f_code.co_filename.endswith(_PASSED_OVER) or frame.f_code is getattr(func, "__code__", None)
-    ):
-        frame = frame.f_back
-    return frame
-
-
-_PASSED_OVER = (
-    "/lightning_autotp/calls.py",
-    "/torch/overrides.py",
-    "/torch/_tensor.py",
-    "/torch/_jit_internal.py",
-    "/torch/_ops.py",
-)
-
-
-def call_key(frame: FrameType, func: Any) -> tuple[str, int, str]:
-    """File, line and function of a call, as a :class:`~lightning_autotp.graph.CallSite` has them."""
-    file = str(frame.f_globals.get("__name__", frame.f_code.co_filename))
-    return file, frame.f_lineno, str(getattr(func, "__name__", func))
-
-
-def call_leaves(value: Any) -> list[Any]:
-    """The leaves of a call's arguments or result; slices are looked into."""
-    if isinstance(value, slice):
-        return [value.start, value.stop, value.step]
-    if isinstance(value, tuple | list):
-        return [leaf for item in value for leaf in call_leaves(item)]
-    if isinstance(value, dict):
-        return [leaf for item in value.values() for leaf in call_leaves(item)]
-    return [value]
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -509,13 +486,3 @@ def _plain(value: Any) -> Any:
     if value is None or isinstance(value, Tensor | Ref | bool | int | float | str):
         return value
     return str(value)
-
-
-def _source(frame: FrameType) -> str:
-    """File, line and code of the innermost line of user code."""
-    found: FrameType | None = frame
-    while found is not None and any(part in found.f_code.co_filename for part in ("/torch/", "/lightning_autotp/")):
-        found = found.f_back
-    shown = found or frame
-    file, line = shown.f_code.co_filename, shown.f_lineno
-    return f"{file.rsplit('/', 1)[-1]}:{line}: {linecache.getline(file, line).strip()}"

@@ -10,9 +10,11 @@ import torch
 
 import lightning_autotp
 from lightning_autotp.cli import _spelled_out
+from lightning_autotp.layout import Ownership, Shard
+from lightning_autotp.meta import ParameterMeta
 from lightning_autotp.zoo import configs, inputs, modalities
 from lightning_autotp.zoo.models import GROUPS, architectures, build, stir, tiny_config
-from lightning_autotp.zoo.parity import plan_one
+from lightning_autotp.zoo.parity import _gradient_error, plan_one
 from lightning_autotp.zoo.report import summary, to_json, to_markdown, totals
 from lightning_autotp.zoo.run import Ranks, run
 from lightning_autotp.zoo.verdict import GRADIENT_TOLERANCE, LOSS_TOLERANCE, Left, Verdict
@@ -31,7 +33,7 @@ ON_FOUR_RANKS = ("causal:llama", "causal:falcon")
 # The causal models are planned in so many tests, each every so many-th model.
 PARTS = 8
 # The causal models with less than nine tenths of their parameters sharded, and the share that they have at least.
-LESS_SHARDED: dict[str, float] = {}
+LESS_SHARDED = {"blt": 0.8, "dbrx": 0.2, "gemma3": 0.4, "longcat_flash": 0.6, "phi4_multimodal": 0.2}
 
 
 def parity(*names: str, ranks: int = 2) -> list[Verdict]:
@@ -87,6 +89,33 @@ def test_stirring_leaves_no_zeros_or_ones() -> None:
     assert any(bool((parameter == 0).all()) for parameter in model.parameters())
     stir(model)
     assert not any(bool((p == 0).all() or (p == 1).all()) for p in model.parameters())
+
+
+def test_placeholders_stand_for_a_picture_and_are_not_predicted() -> None:
+    config = tiny_config("gemma3")
+    batch = inputs.training_batch("gemma3", "causal", config)
+    places = batch["input_ids"] == config.image_token_id
+    assert places.sum(1).tolist() == [config.mm_tokens_per_image] * modalities.BATCH
+    assert (batch["labels"][places] == -100).all()
+    assert batch["token_type_ids"].equal(places.long())
+    assert batch["pixel_values"].shape == (modalities.BATCH, 3, 32, 32)
+
+
+def test_batches_differ_by_their_seed_and_agree_in_their_shapes() -> None:
+    config = tiny_config("gemma3")
+    one, two = (inputs.training_batch("gemma3", "causal", config, seed) for seed in (0, 1))
+    assert {key: value.shape for key, value in one.items()} == {key: value.shape for key, value in two.items()}
+    assert not one["input_ids"].equal(two["input_ids"])
+
+
+@pytest.mark.parametrize(("changed", "found"), [(0.0, 0.0), (1e-9, 0.0), (0.5, 0.25), (float("nan"), float("inf"))])
+def test_a_gradient_is_compared_with_its_part_of_the_whole(changed: float, found: float) -> None:
+    layout = Shard(((0, Ownership(3, (((0, 1),), ((1, 3),)))),))
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    parameter.meta = ParameterMeta(("weight",), (3,), torch.float32, layout, rank=1, ranks=2)
+    whole = torch.tensor([-2.0, 0.25, 0.5])
+    parameter.grad = whole[1:] + torch.tensor([0.0, changed])
+    assert _gradient_error(parameter, {"weight": whole}, rounding=1e-7) == found
 
 
 def test_an_architecture_that_fails_does_not_stop_the_next() -> None:

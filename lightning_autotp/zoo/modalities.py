@@ -98,31 +98,12 @@ def _windowed_sound(config: Any, generator: Generator) -> tuple[Inputs, Placehol
     return {"input_features": features}, {config.audio_token_id: frames // config.downsample_rate}
 
 
-def _picture_and_sound(config: Any, generator: Generator) -> tuple[Inputs, Placeholders]:
-    """A picture as a whole and as one crop, and a spectrogram; a row of the picture's tokens ends in a token."""
-    vision, audio = config.vision_config, config.audio_config
-    side = vision.image_size // vision.patch_size
-    frames = 4 * audio.time_reduction
-    rows = side // 2
-    inputs = {
-        "image_pixel_values": torch.randn(BATCH, 2, 3, vision.image_size, vision.image_size, generator=generator),
-        "image_sizes": torch.full((BATCH, 2), vision.image_size),
-        "image_attention_mask": torch.ones(BATCH, 2, side, side, dtype=torch.bool),
-        "audio_input_features": torch.randn(BATCH, frames, audio.input_size, generator=generator),
-        "audio_embed_sizes": torch.full((BATCH,), 4),
-    }
-    return inputs, {vision.image_token_id: 2 * rows * (rows + 1) + 1, audio.audio_token_id: 4}
-
-
 _MAKERS: dict[str, Callable[[Any, Generator], tuple[Inputs, Placeholders]]] = {
     "fuyu": _patches,
-    "gemma3": _pictures(4),
     "git": _captioned,
     "got_ocr2": _pictures(4),
     "modernvbert": _pictures(4, images=True),
     "neomme": _packed_patches,
-    "phi4_multimodal": _picture_and_sound,
-    "t5gemma2": _pictures(4),
     "ultravbert": _pictures(4, images=True),
     "audioflamingo3": _sound(16),
     "glmasr": _sound(8),
