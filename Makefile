@@ -31,7 +31,7 @@ train: $(VENV)/.weights
 # Several processes share the cores, so each computes on one thread; nothing in the tests comes from a hub.
 test: $(VENV)/.installed
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TRANSFORMERS_VERBOSITY=error TOKENIZERS_PARALLELISM=false \
-		$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+		$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
