@@ -1,0 +1,165 @@
+"""Layouts and sizes that change at single calls inside a module, against one process."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import run_ranks
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_autotp import full_gradients, make_plan, parallelize
+from lightning_autotp.calls import CallChanges, CallMismatch, LocalForward, replace_leaf
+from lightning_autotp.graph import CallPoint, CallSite
+from lightning_autotp.layout import Invariant, Partial, Shard
+from lightning_autotp.repeats import twins
+from lightning_autotp.solver import Solution
+
+
+class Transposed(nn.Module):
+    """A linear with its weight the other way round, as GPT-2 has it."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.outputs = outputs
+        self.weight = nn.Parameter(torch.randn(inputs, outputs) * 0.1)
+        self.bias = nn.Parameter(torch.randn(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = torch.addmm(self.bias, x.reshape(-1, x.shape[-1]), self.weight)
+        return flat.view(*x.shape[:-1], self.outputs)
+
+
+class Block(nn.Module):
+    """Attention with a constant per head, and an MLP; every matrix is bare."""
+
+    def __init__(self, hidden: int = 24, heads: int = 6) -> None:
+        super().__init__()
+        self.qkv, self.out = Transposed(hidden, 3 * hidden), Transposed(hidden, hidden)
+        self.up, self.down = Transposed(hidden, 40), Transposed(40, hidden)
+        self.norm = nn.LayerNorm(hidden)
+        self.register_buffer("slopes", torch.linspace(0.1, 1, heads))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (6, 4)).transpose(1, 2) for part in self.qkv(self.norm(x)).split(24, -1))
+        distance = torch.arange(x.shape[1], device=x.device)[None, None, None, :] * self.slopes[None, :, None, None]
+        attended = ((q @ k.transpose(-1, -2)) / 2 - distance).softmax(-1) @ v
+        x = x + self.out(attended.transpose(1, 2).reshape(x.shape))
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Model(nn.Module):
+    """One block twice, a square matrix in between, and sums into zeros that the code makes as large as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.square, self.gate = Block(), nn.Linear(24, 24), nn.Linear(24, 48)
+        self.back = nn.Linear(48, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.block(torch.tanh(self.square(self.block(x))))
+        gate = self.gate(x)
+        total = torch.zeros(gate.shape[0], gate.shape[-1])
+        for step in range(gate.shape[1]):
+            total = total * 0.5 + gate[:, step]
+        return self.back(total).square().sum()
+
+
+def batch() -> Tensor:
+    return torch.randn(2, 5, 24, generator=torch.Generator().manual_seed(1))
+
+
+def model() -> Model:
+    torch.manual_seed(0)
+    return Model()
+
+
+def planned(ranks: int) -> Solution:
+    return make_plan(model(), ranks, example_inputs=batch())[1]
+
+
+def parity(rank: int, ranks: int) -> list[str]:
+    original = model()
+    local = parallelize(copy.deepcopy(original), dist.group.WORLD, example_inputs=batch())
+    wanted, found = original(batch()), local(batch())
+    wanted.backward()
+    found.backward()
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=0)
+    gradients = full_gradients(local)
+    for name, parameter in original.named_parameters():
+        assert parameter.grad is not None
+        scale = parameter.grad.abs().max()
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=0, atol=1e-5 * float(scale), msg=name)
+    return [p.names[0] for p in local.autotp_plan.parameters if isinstance(p.layout, Shard)]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_loss_and_gradients_equal_one_process(ranks: int) -> None:
+    sharded = run_ranks(parity, ranks)[0]
+    assert {f"block.{part}.weight" for part in ("qkv", "out", "up", "down")} <= set(sharded)
+    assert {"square.weight", "gate.weight", "back.weight"} <= set(sharded)
+
+
+def test_a_bias_after_a_sum_counts_once() -> None:
+    pairs = {
+        (type(change.source), type(change.target))
+        for change in planned(2).conversions
+        if isinstance(change.boundary, CallPoint) and change.boundary.call.function == "addmm"
+    }
+    assert (Invariant, Partial) in pairs
+    assert (Partial, Invariant) in pairs
+
+
+def test_constants_of_heads_are_cut_where_they_are_used() -> None:
+    slices = [change for change in planned(2).slices.values() if change.shape == (1, 6, 1, 5)]
+    assert slices
+    assert all(isinstance(change.target, Shard) and change.target.dims[0][0] == 1 for change in slices)
+
+
+def test_every_run_of_a_module_is_laid_out_alike() -> None:
+    solution = planned(2)
+    pairs = list(twins(solution.graph))
+    assert any(solution.layouts[tensor] != Invariant() for _, tensor in pairs if tensor in solution.layouts)
+    assert all(solution.layouts.get(twin) == solution.layouts.get(tensor) for twin, tensor in pairs)
+
+
+class Choosing(nn.Module):
+    def forward(self, x: Tensor, other: bool = False) -> Tensor:
+        return x.mul(3) if other else x.add(2)
+
+
+def test_a_planned_call_that_is_not_made_is_an_error() -> None:
+    module = Choosing()
+    line = Choosing.forward.__code__.co_firstlineno + 1
+    changes = CallChanges(arguments=[(1, lambda number: 5)])
+    module.forward = LocalForward(module, "choosing", {CallSite(__name__, line, "add", 0): changes})
+    assert module(torch.ones(1)).item() == 6
+    with pytest.raises(CallMismatch, match="choosing did not make the call"):
+        module(torch.ones(1), other=True)
+
+
+def test_calls_of_a_child_are_its_own() -> None:
+    class Parent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.child = Choosing()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.child(x)
+
+    module = Parent()
+    line = Choosing.forward.__code__.co_firstlineno + 1
+    site = CallSite(__name__, line, "add", 0)
+    module.forward = LocalForward(module, "parent", {site: CallChanges()})
+    with pytest.raises(CallMismatch):
+        module(torch.ones(1))
+
+
+def test_a_leaf_is_replaced_in_its_place() -> None:
+    value = ((1, [2, slice(3, None, 4)]), {"size": torch.Size([5, 6])})
+    changed = replace_leaf(value, 2, lambda leaf: leaf * 10)
+    assert changed == ((1, [2, slice(30, None, 4)]), {"size": torch.Size([5, 6])})
+    assert replace_leaf(value, 6, lambda leaf: leaf * 10)[1]["size"] == torch.Size([5, 60])
