@@ -31,8 +31,6 @@ MORE_IDS = {"roc_bert": ("input_shape_ids", "input_pronunciation_ids")}
 GLOBAL_ATTENTION = frozenset(("led", "longformer"))
 # Mentions of entities beside the tokens.
 ENTITIES = frozenset(("luke",))
-# Kinds of tokens that attention asks for in training.
-TOKEN_TYPES = frozenset(("gemma3",))
 
 _FIRST_ORDINARY_TOKEN = 40
 _IGNORED = -100
@@ -62,8 +60,6 @@ def training_batch(name: str, group: str, config: PreTrainedConfig, seed: int = 
         entities = torch.randint(1, config.entity_vocab_size, (BATCH, 2), generator=generator)
         batch |= {"entity_ids": entities, "entity_labels": entities.flip(0), "entity_attention_mask": entities > 0}
         batch["entity_position_ids"] = torch.tensor([[1, 2, -1], [5, 6, 7]]).expand(BATCH, 2, 3).clone()
-    if name in TOKEN_TYPES:
-        batch["token_type_ids"] = (ids < _FIRST_ORDINARY_TOKEN).long()
     if name in CODEBOOKS:
         batch["labels"] = batch["labels"].view(BATCH, text.num_codebooks, length).transpose(1, 2).contiguous()
     if group == "causal" and name in CROSS_ATTENTION:
