@@ -8,8 +8,10 @@ import pytest
 import torch
 import transformers.integrations.moe  # noqa: F401 (registers the grouped product)
 from rule_truth import Tape
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
+from lightning_autotp import make_plan
 from lightning_autotp.axes import Axes, Axis, Concat, Dim, Product, leaves
 from lightning_autotp.rules import Relation, entry, relate
 
@@ -202,3 +204,20 @@ def test_a_write_through_a_slice_cuts_what_is_written_to() -> None:
     assert isinstance(sections, Concat)
     assert sections.sections[1] == learnt.dims(part)[1]
     assert learnt.is_free(sections)
+
+
+def test_attention_broadcasts_over_the_batch() -> None:
+    """A query without a batch of its own meets a mask that has one; the heads are dealt out all the same."""
+
+    class Attending(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.project, self.back = nn.Linear(12, 12, bias=False), nn.Linear(12, 12, bias=False)
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            heads = self.project(x).unflatten(-1, (4, 3)).transpose(1, 2)
+            attended = F.scaled_dot_product_attention(heads, heads, heads, attn_mask=mask)
+            return self.back(attended.transpose(1, 2).flatten(2)).sum()
+
+    plan, _ = make_plan(Attending(), 2, example_inputs=(torch.zeros(1, 5, 12), torch.zeros(7, 1, 5, 5)))
+    assert [str(parameter.layout) for parameter in plan.parameters] == ["S(0: 12 -> 6)", "S(1: 12 -> 6)"]

@@ -15,22 +15,20 @@ def scaled_dot_product_attention(site: Site) -> Dims | list[Dims]:
     query, key, value = site.dims("query"), site.dims("key"), site.dims("value")
     if not 3 <= len(query) == len(key) == len(value):
         return site.give_up("attention without heads, or over tensors with different numbers of dims")
-    *batch, heads, length, features = query
+    heads, length, features = query[-3:]
+    mask = site.tensor("attn_mask")
+    batch = site.broadcast([query[:-3], key[:-3], value[:-3], () if mask is None else mask[:-3]])
     for other in (key, value):
-        for left, right in zip(batch, other[:-3], strict=True):
-            site.tie(left, right)
         if other[-3].size == heads.size:
             site.tie(heads, other[-3])
         else:
             site.tie(heads, product([other[-3], site.new(heads.size // other[-3].size)]))
     site.tie(features, key[-1])
     site.keep_whole(length, features, key[-2], value[-2], because="attention needs whole sequences and key features")
-    mask = site.tensor("attn_mask")
     if mask is not None:
         site.keep_whole(*mask[-2:])
-        for left, right in zip(reversed((*batch, heads)), reversed(mask[:-2]), strict=False):
-            if right.size != 1:
-                site.tie(left, right)
+        if len(mask) > 2 and mask[-3].size != 1:
+            site.tie(heads, mask[-3])
     if site["dropout_p"]:
         why = f"attention dropout (p={site['dropout_p']}) draws one random mask for all heads"
         site.keep_whole(*batch, heads, value[-1], because=why)
