@@ -60,7 +60,7 @@ def grouped(draw: Draw, name: str) -> Any:
     offsets = draw.tape.constant(torch.tensor(ends, dtype=torch.int32))
     if "aten" in name:  # rows of 16 bytes, on every rank
         draw.coarse().ranks = 2
-        shapes = (5, 8), (len(ends), 8, 16)
+        shapes = (5, 16), (len(ends), 16, 16)
         rows, experts = (draw.tape.parameter(*shape, dtype=torch.float32) for shape in shapes)
     else:
         k, n = draw.one(2, 4, 6), draw.one(*SIZES)

@@ -15,7 +15,7 @@ from lightning_autotp import make_plan
 from lightning_autotp.axes import Axes, Axis, Concat, Dim, Product, leaves
 from lightning_autotp.rules import Relation, entry, relate
 
-TOKENS, CHOSEN, EXPERTS, HIDDEN, INNER = 5, 2, 4, 6, 8
+TOKENS, CHOSEN, EXPERTS, HIDDEN, INNER = 5, 2, 4, 6, 32
 
 
 def described(axes: Axes, dim: Dim) -> Any:
@@ -97,16 +97,22 @@ def experts(tape: Tape, *, interleaved: bool, transposed: bool) -> dict[str, Ten
 @pytest.mark.parametrize("transposed", [True, False])
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_the_inner_dim_of_experts_may_be_cut(interleaved: bool, transposed: bool) -> None:
-    """Every expert is cut like an MLP: gate and up along their outputs, in whole pairs, down along its inputs."""
+    """Every expert is cut like an MLP: gate and up along their outputs, in whole pairs, down along its inputs.
+
+    The 32 inner features are 4 units of 8: a grouped product's kernel takes whole rows of 16 bytes.
+    """
     tape = Tape()
     block = experts(tape, interleaved=interleaved, transposed=transposed)
     learnt = Learnt(tape)
     fused, inner = (2, 1) if transposed else (1, 2)
-    wanted = ("*", INNER, 2) if interleaved else ("+", INNER, INNER)
+    wanted = ("*", 4, 2, 4, 2) if interleaved else ("+", ("*", 4, 8), ("*", 4, 8))
     assert learnt.text(block["gate_up"])[fused] == learnt.text(block["gate_up_bias"])[1] == wanted
     down = learnt.dims(block["down"])[inner]
     assert set(leaves(down)) <= set(leaves(learnt.dims(block["gate_up"])[fused]))
-    assert learnt.is_free(down)
+    units, *rest = leaves(down)
+    assert units.size == 4
+    assert learnt.is_free(units)
+    assert not any(learnt.is_free(axis) for axis in rest)
     assert learnt.contracting(down) == ["transformers.grouped_mm_fallback.default"]
     assert not learnt.is_free(learnt.dims(block["down"])[0])
 

@@ -92,18 +92,17 @@ def test_stirring_leaves_no_zeros_or_ones() -> None:
 
 
 def test_placeholders_stand_for_a_picture_and_are_not_predicted() -> None:
-    config = tiny_config("gemma3")
-    batch = inputs.training_batch("gemma3", "causal", config)
+    config = tiny_config("got_ocr2")
+    batch = inputs.training_batch("got_ocr2", "causal", config)
     places = batch["input_ids"] == config.image_token_id
-    assert places.sum(1).tolist() == [config.mm_tokens_per_image] * modalities.BATCH
+    assert places.sum(1).tolist() == [4] * modalities.BATCH
     assert (batch["labels"][places] == -100).all()
-    assert batch["token_type_ids"].equal(places.long())
-    assert batch["pixel_values"].shape == (modalities.BATCH, 3, 32, 32)
+    assert batch["pixel_values"].shape[:2] == (modalities.BATCH, 3)
 
 
 def test_batches_differ_by_their_seed_and_agree_in_their_shapes() -> None:
-    config = tiny_config("gemma3")
-    one, two = (inputs.training_batch("gemma3", "causal", config, seed) for seed in (0, 1))
+    config = tiny_config("got_ocr2")
+    one, two = (inputs.training_batch("got_ocr2", "causal", config, seed) for seed in (0, 1))
     assert {key: value.shape for key, value in one.items()} == {key: value.shape for key, value in two.items()}
     assert not one["input_ids"].equal(two["input_ids"])
 
