@@ -115,13 +115,13 @@ def _communication(solution: Solution) -> tuple[Communication, ...]:
     """Collectives of one step of the traced batch."""
     moved: dict[str, list[int]] = {}
     tensors = solution.graph.tensors
+    itemsizes = {
+        op.boundary: tensors[op.outputs[0]].itemsize for op in reversed(solution.graph.operators) if op.boundary
+    }
     for conversion in solution.conversions:
         forward, backward = CONVERSIONS[_pair(conversion)]
-        itemsize = next(
-            tensors[op.outputs[0]].itemsize for op in solution.graph.operators if op.boundary == conversion.boundary
-        )
         for kind in (*forward, *backward):
-            moved.setdefault(kind, []).append(math.prod(conversion.shape) * itemsize)
+            moved.setdefault(kind, []).append(math.prod(conversion.shape) * itemsizes[conversion.boundary])
     for number in solution.reduced:
         moved.setdefault("all_reduce", []).append(tensors[solution.graph.operators[number].outputs[0]].bytes)
     for operator in solution.graph.operators:

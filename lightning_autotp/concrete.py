@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_autotp.graph import Graph, Operator, Ref
+from lightning_autotp.graph import Graph, Operator, Ref, refs
 
 # Operators that ask a tensor for its shape or dtype alone, by the argument that it is.
 _BY_SHAPE = {
@@ -22,12 +22,6 @@ _BY_SHAPE = {
     "aten.ones_like.default": "self",
     "aten.full_like.default": "self",
 }
-
-
-def _shaping(operator: Operator) -> int | None:
-    """The tensor of which the operator reads no value."""
-    name = _BY_SHAPE.get(operator.name)
-    return operator.argument(name).tensor if name is not None else None
 
 
 class NoValue(Exception):
@@ -65,8 +59,9 @@ class Concrete:
             producer = self._producers.get(last)
             if producer is None or not (self.graph.tensors[last].is_static or producer.name in _BY_SHAPE):
                 raise NoValue
-            shaping = _shaping(producer)
-            missing = [source for source in producer.inputs if source not in self.known and source != shaping]
+            shaping = _BY_SHAPE.get(producer.name)
+            needed = [ref.tensor for name, value in producer.arguments if name != shaping for ref in refs(value)]
+            missing = [source for source in needed if source not in self.known]
             if missing:
                 pending += missing
                 continue
@@ -80,11 +75,9 @@ class Concrete:
         packet, _, overload = rest.partition(".")
         try:
             function = getattr(getattr(getattr(torch.ops, space), packet), overload)
-            shaping = _shaping(operator)
+            shaping = _BY_SHAPE.get(operator.name)
             values = {
-                name: self._empty(shaping)
-                if value == Ref(-1 if shaping is None else shaping)
-                else self._argument(value)
+                name: self._empty(value) if name == shaping else self._argument(value)
                 for name, value in operator.arguments
             }
             if "device" in values:
@@ -96,8 +89,8 @@ class Concrete:
             raise NoValue from error
         return [result] if isinstance(result, Tensor) else list(result)
 
-    def _empty(self, tensor: int | None) -> Tensor:
-        info = self.graph.tensors[tensor or 0]
+    def _empty(self, ref: Ref) -> Tensor:
+        info = self.graph.tensors[ref.tensor]
         return torch.empty(info.shape, dtype=getattr(torch, info.dtype))
 
     def _argument(self, value: Any) -> Any:

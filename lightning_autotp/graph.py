@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -153,15 +153,23 @@ class Operator:
     @property
     def inputs(self) -> tuple[int, ...]:
         """Every tensor it reads, in the order of its arguments."""
-        return tuple(ref.tensor for _, value in self.arguments for ref in _refs(value))
+        return tuple(ref.tensor for _, value in self.arguments for ref in refs(value))
 
 
-def _refs(value: Any) -> Iterator[Ref]:
+def refs(value: Any) -> Iterator[Ref]:
+    """The tensors in an argument."""
     if isinstance(value, Ref):
         yield value
     elif isinstance(value, tuple):
         for item in value:
-            yield from _refs(item)
+            yield from refs(item)
+
+
+def renamed(value: Any, names: Mapping[int, Any]) -> Any:
+    """An argument with other names for some of its tensors."""
+    if isinstance(value, Ref):
+        return names.get(value.tensor, value)
+    return tuple(renamed(item, names) for item in value) if isinstance(value, tuple) else value
 
 
 @dataclass

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from lightning_autotp.graph import CallPoint, Graph, Operator, Ref
+from lightning_autotp.graph import CallPoint, Graph, Operator, Ref, renamed
 
 
 def bare_modules(graph: Graph) -> frozenset[str]:
@@ -44,21 +44,21 @@ def open_modules(graph: Graph, modules: Collection[str]) -> Graph:
         for call, mine in of_call.items()
         if any(tensor in graph.parameters for operator in mine for tensor in operator.inputs)
     }
-    renamed: dict[int, dict[int, int]] = {}
+    argument_names: dict[int, dict[int, Ref]] = {}
     for operator in graph.operators:
         mine = of_call.get(operator.call, [])
         if mine and operator is mine[0]:
-            renamed[operator.call] = _argument_points(opened, operator, mine)
+            argument_names[operator.call] = _argument_points(opened, operator, mine)
         if not mine:
             opened.operators.append(operator)
             continue
         results = _results(graph, operator, mine)
         fresh = {tensor: _like(opened, tensor) for tensor in results}
-        names = renamed[operator.call]
+        names = argument_names[operator.call]
         opened.operators.append(
             replace(
                 operator,
-                arguments=tuple((key, _renamed(value, names)) for key, value in operator.arguments),
+                arguments=tuple((key, renamed(value, names)) for key, value in operator.arguments),
                 outputs=tuple(fresh.get(tensor, tensor) for tensor in operator.outputs),
             )
         )
@@ -69,18 +69,19 @@ def open_modules(graph: Graph, modules: Collection[str]) -> Graph:
     return opened
 
 
-def _argument_points(opened: Graph, first: Operator, mine: list[Operator]) -> dict[int, int]:
+def _argument_points(opened: Graph, first: Operator, mine: list[Operator]) -> dict[int, Ref]:
     """Points for the call's arguments that exactly one of its operators reads; their new names."""
     call = opened.calls[first.call]
-    names: dict[int, int] = {}
+    names: dict[int, Ref] = {}
     for leaf, value in enumerate(call.arguments):
         if not isinstance(value, Ref) or call.arguments.count(value) > 1 or opened.tensors[value.tensor].is_static:
             continue
         if sum(value.tensor in operator.inputs for operator in mine) != 1:
             continue
-        names[value.tensor] = _like(opened, value.tensor)
+        target = _like(opened, value.tensor)
+        names[value.tensor] = Ref(target)
         point = CallPoint(first.module, call.site, "argument", leaf)
-        opened.operators.append(_point(first, value.tensor, names[value.tensor], point))
+        opened.operators.append(_point(first, value.tensor, target, point))
     return names
 
 
@@ -108,14 +109,6 @@ def _point(operator: Operator, source: int, target: int, point: CallPoint) -> Op
     return Operator(
         "boundary", (("input", (Ref(source),)),), (target,), operator.module, operator.source, boundary=point
     )
-
-
-def _renamed(value: object, names: dict[int, int]) -> object:
-    if isinstance(value, Ref):
-        return Ref(names.get(value.tensor, value.tensor))
-    if isinstance(value, tuple):
-        return tuple(_renamed(item, names) for item in value)
-    return value
 
 
 def static_operands(graph: Graph) -> dict[tuple[int, int], CallPoint]:

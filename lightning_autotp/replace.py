@@ -18,7 +18,7 @@ from lightning_autotp.layers.group import TPGroup
 from lightning_autotp.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_autotp.layers.logits import VocabParallelLogits
 from lightning_autotp.layers.parameters import localize_parameter
-from lightning_autotp.layout import Invariant, Shard, local_shape
+from lightning_autotp.layout import Invariant, Layout, Shard, local_shape
 from lightning_autotp.meta import ParameterMeta, initialize_parameter_meta
 from lightning_autotp.plan import ConversionPlan, LayerPlan, Plan, SizePlan
 
@@ -38,11 +38,12 @@ def apply_plan(model: nn.Module, plan: Plan, group: TPGroup) -> None:
     if plan.ranks != group.size:
         raise PlanMismatch(f"the plan is for {plan.ranks} tensor-parallel ranks, the group has {group.size}")
     metas = _checked_metas(model, plan)
+    layouts = {name: parameter.layout for parameter in plan.parameters for name in parameter.names}
     local: dict[nn.Parameter, nn.Parameter] = {}
     for layer in plan.layers:
-        _make_parallel(model, layer, plan, group, local)
+        _make_parallel(model, layer, layouts[f"{layer.module}.weight"], group, local)
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
-        layout = next(p.layout for p in plan.parameters if name in p.names)
+        layout = layouts[name]
         meta = metas[name]
         meta.layout, meta.rank, meta.ranks = layout, group.rank, group.size
         if isinstance(layout, Shard) and tuple(parameter.shape) != meta.local_shape:
@@ -99,11 +100,10 @@ def _checked_metas(model: nn.Module, plan: Plan) -> dict[str, ParameterMeta]:
 
 
 def _make_parallel(
-    model: nn.Module, layer: LayerPlan, plan: Plan, group: TPGroup, local: dict[nn.Parameter, nn.Parameter]
+    model: nn.Module, layer: LayerPlan, layout: Layout, group: TPGroup, local: dict[nn.Parameter, nn.Parameter]
 ) -> None:
     """Turn a linear or embedding into its parallel version."""
     module = model.get_submodule(layer.module)
-    layout = next(p.layout for p in plan.parameters if f"{layer.module}.weight" in p.names)
     if not isinstance(layout, Shard):
         raise PlanMismatch(f"{layer.module} is planned as {layer.kind}-parallel, but its weight is not sharded")
     ownership = layout.dims[0][1]

@@ -436,8 +436,10 @@ class _Solver:
     def _nothing(self) -> str:
         sizes = sorted({axis.size for dims in self.dims.values() for dim in dims for axis in leaves(dim)}, reverse=True)
         largest = f"the most units of any of its dims are {sizes[0]}" if sizes else "its forward uses no parameters"
-        message = f"nothing in this model can be divided among {self.ranks} ranks: {largest}. "
-        return message + "Use a smaller tensor_parallel_size."
+        return (
+            f"nothing in this model can be divided among {self.ranks} ranks: {largest}. "
+            "Use a smaller tensor_parallel_size."
+        )
 
 
 def _squares(relations: list[Relation], axes: Axes, graph: Graph) -> frozenset[int]:

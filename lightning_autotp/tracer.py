@@ -228,7 +228,7 @@ class Tracer(SchemaCheckMode):
         draft = Operator(name, reads, (), module, source, layer, call=call)
         static = all(self.graph.tensors[tensor].is_static for tensor in draft.inputs)
         values = tuple(self._new(output, static).tensor for output in outputs)
-        operator = Operator(name, reads, values, module, source, draft.layer, call=call)
+        operator = replace(draft, outputs=values)
         self.graph.operators.append(operator)
         return operator
 
@@ -326,8 +326,6 @@ class Tracer(SchemaCheckMode):
         name = str(func)
         base, _, overload = name.rpartition(".")
         functional = f"{_functional(base)}.{overload}"
-        for tensor in written:
-            self._place(tensor)
         operator = self._append(functional, reads, written)
         for tensor, value in zip(written, operator.outputs, strict=True):
             storage, path, _ = self._place(tensor)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
-from lightning_autotp.graph import Boundary, CallPoint, Graph, Operator, Ref
+from lightning_autotp.graph import Boundary, CallPoint, Graph, Operator, Ref, renamed
 from lightning_autotp.layout import Invariant, Layout, Partial, Replicate, Shard, local_shape
 from lightning_autotp.meta import ParameterMeta
 from lightning_autotp.rules import entry
@@ -140,9 +140,10 @@ def cut_differently(metas: Mapping[str, ParameterMeta], solution: Solution) -> M
 
 def _localized(solution: Solution, rank: int) -> Iterator[_Expected]:
     """The operators of the original graph as this rank must run them, with the primitives in their places."""
+    conversions = {change.boundary: change for change in solution.conversions}
     for crossing, members in groupby(enumerate(solution.graph.operators), key=lambda item: _crossing(item[1])):
         if crossing is not None:
-            yield from _boundaries([operator for _, operator in members], solution, rank)
+            yield from _boundaries([operator for _, operator in members], conversions, solution, rank)
             continue
         for number, operator in members:
             shapes = _local_outputs(operator, solution, rank)
@@ -156,7 +157,7 @@ def _localized(solution: Solution, rank: int) -> Iterator[_Expected]:
             else:
                 names = yield from _operands(number, operator, solution, rank)
                 expected = _plain(operator, shapes, solution, rank)
-                arguments = tuple((key, _renamed(value, names)) for key, value in expected.arguments)
+                arguments = tuple((key, renamed(value, names)) for key, value in expected.arguments)
                 yield replace(expected, arguments=arguments)
 
 
@@ -172,12 +173,6 @@ def _operands(
             shape = local_shape(solution.graph.tensors[tensor].shape, change.target, rank)
             yield _conversion(change, Ref(tensor), (names[tensor], shape), operator)
     return names
-
-
-def _renamed(value: Any, names: Mapping[int, Any]) -> Any:
-    if isinstance(value, Ref):
-        return names.get(value.tensor, value)
-    return tuple(_renamed(item, names) for item in value) if isinstance(value, tuple) else value
 
 
 def _conversion(change: Conversion, source: Any, output: tuple[Any, tuple[int, ...]], operator: Operator) -> _Expected:
@@ -203,9 +198,10 @@ def _local_shape(solution: Solution, tensor: int, rank: int) -> tuple[int, ...]:
     return local_shape(solution.graph.tensors[tensor].shape, _layout(solution, tensor), rank)
 
 
-def _boundaries(crossed: list[Operator], solution: Solution, rank: int) -> Iterator[_Expected]:
+def _boundaries(
+    crossed: list[Operator], conversions: Mapping[Any, Conversion], solution: Solution, rank: int
+) -> Iterator[_Expected]:
     """Tensors entering a module are marked, then converted; those leaving it are converted, then marked."""
-    conversions: dict[Any, Conversion] = {change.boundary: change for change in solution.conversions}
     marks, changes = [], []
     if isinstance(crossed[0].boundary, CallPoint):
         for operator in crossed:  # a point without a conversion is nothing at all

@@ -12,12 +12,12 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -44,7 +44,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
     with tempfile.TemporaryDirectory() as directory:
         store = Path(directory) / "store"
         try:
-            with _environment(OMP_NUM_THREADS="1", TRANSFORMERS_VERBOSITY="error"):
+            with mock.patch.dict(os.environ, OMP_NUM_THREADS="1", TRANSFORMERS_VERBOSITY="error"):
                 for rank in range(world_size):
                     reader, writer = context.Pipe(duplex=False)
                     process = context.Process(
@@ -119,17 +119,3 @@ def _child(
         os._exit(1)
     writer.send(("result", payload))
     writer.close()
-
-
-@contextmanager
-def _environment(**variables: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from distributed import run_ranks
 from loading import assert_local_part, localize
 from local_model import sections, shared
 from safetensors.torch import load_file, save_file
-from test_deferred import ENV, TESTS
+from test_load import run
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -302,13 +300,6 @@ model, peak = peak_of(lambda: load_part(large, rank, ranks, layout))
 largest = max(torch.Size(p.meta.shape).numel() * p.meta.dtype.itemsize for p in model.parameters())
 print(peak, sum(parameter.nbytes for parameter in model.parameters()), largest)
 """
-
-
-def run(script: str, *arguments: object) -> list[int]:
-    command = [sys.executable, "-c", script, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=TESTS, env=ENV)
-    assert done.returncode == 0, done.stderr
-    return [int(word) for word in done.stdout.split()]
 
 
 @pytest.fixture(scope="module")
