@@ -70,7 +70,7 @@ def test_the_table_names_architectures_only(group: str) -> None:
     assert {name.rpartition(":")[2] for name in configs.OVERRIDES} <= everyone
     assert configs.LEAST_ALL_REDUCES.keys() <= everyone
     assert {*inputs.LENGTHS, *inputs.CROSS_ATTENTION, *inputs.CODEBOOKS, *inputs.MORE_IDS, *inputs.ENTITIES} <= everyone
-    assert inputs.TOKEN_TYPES | inputs.GLOBAL_ATTENTION | modalities.names() <= everyone
+    assert inputs.GLOBAL_ATTENTION | modalities.names() <= everyone
 
 
 def test_tiny_configs_have_every_kind_of_layer_and_nothing_random() -> None:
