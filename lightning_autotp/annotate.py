@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from lightning_autotp.cost import CONVERSIONS
 from lightning_autotp.graph import Boundary, CallPoint, Ref
 from lightning_autotp.layout import Invariant, Layout, Partial, Replicate, Shard
-from lightning_autotp.plan import Communication, ConversionPlan, LayerPlan, ParameterPlan, Plan, SizePlan
+from lightning_autotp.plan import Communication, ConversionPlan, DrawPlan, LayerPlan, ParameterPlan, Plan, SizePlan
 from lightning_autotp.solver import Conversion, Solution
 
 _OWN_INPUT = "[0][0]"
@@ -50,8 +50,14 @@ def annotate(
             )
         ),
         sizes=sizes,
+        draws=tuple(dict.fromkeys(_draw(solution, number) for number in sorted(solution.drawing))),
         communication=_communication(solution),
     )
+
+
+def _draw(solution: Solution, number: int) -> DrawPlan:
+    call = solution.graph.calls[number]
+    return DrawPlan(call.module, call.site)
 
 
 def _planned(change: Conversion, view: bool = False) -> ConversionPlan:

@@ -1,4 +1,4 @@
-"""Changes at single calls inside a module's own code: a tensor's layout, a size written as a number.
+"""Changes at single calls inside a module's own code: a tensor's layout, a size written as a number, random numbers.
 
 The module's Python runs as it is; while it runs, a torch-function mode finds the planned calls by where they stand
 (file, line, function, how many-th) and changes their arguments or their results.
@@ -7,25 +7,38 @@ The module's Python runs as it is; while it runs, a torch-function mode finds th
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_autotp.callsites import call_key, calling_frame
+from lightning_autotp.callsites import call_key, call_leaves, calling_frame
 from lightning_autotp.graph import CallSite
+from lightning_autotp.layers.group import TPGroup
+from lightning_autotp.randomness import own_numbers
 
 Change = Callable[[Any], Any]
 
 
 @dataclass
 class CallChanges:
-    """What to change at one call: by leaf, in the order in which it is to happen."""
+    """What to change at one call: by leaf, in the order in which it is to happen.
+
+    Attributes:
+        arguments: changes before the call.
+        results: changes after it.
+        converts: whether one of them changes a tensor's layout, and not only a number.
+        draws_in: the group in which each rank draws its own random numbers at this call.
+    """
 
     arguments: list[tuple[int, Change]] = field(default_factory=list)
     results: list[tuple[int, Change]] = field(default_factory=list)
+    converts: bool = False
+    draws_in: TPGroup | None = None
 
 
 class CallMismatch(RuntimeError):
@@ -36,12 +49,17 @@ class LocalForward:
     """A module's forward with changes at some of its calls.
 
     Calls that other modules make meanwhile are theirs: the module's children pause it while they run.
+
+    A planned call may be left out where the module takes a tensor from a cache instead of computing it again (the keys
+    of a cross-attention): if only numbers were to be changed there, and if the module makes no call that it did not
+    make in an earlier run with all planned ones, so that no other call can have come in its place.
     """
 
     def __init__(self, module: nn.Module, path: str, changes: Mapping[CallSite, CallChanges]) -> None:
-        self.forward, self.path, self.changes = module.forward, path, dict(changes)
+        self.module, self.forward, self.path, self.changes = module, module.forward, path, dict(changes)
         self.lines = {(site.file, site.line, site.function) for site in changes}
         self.running: list[_LocalCalls] = []
+        self.known: set[tuple[str, int, str]] | None = None  # calls of runs with all planned ones
         for child in module.children():
             child.register_forward_pre_hook(self._pause)
             child.register_forward_hook(self._go_on, always_call=True)
@@ -59,14 +77,26 @@ class LocalForward:
                 result = self.forward(*args, **kwargs)
         finally:
             self.running.pop()
-        missed = [site for site in self.changes if site not in mode.seen]
-        if missed:
+        missed = [
+            site for site, changes in self.changes.items() if site not in mode.seen and self._is_expected(changes)
+        ]
+        if not missed:
+            self.known = (self.known or set()) | mode.made
+        elif self.known is None or mode.made - self.known or any(self._is_needed(site, mode) for site in missed):
             raise CallMismatch(
                 f"{self.path or '(root)'} did not make the call {missed[0]} that it made when the model was traced, "
-                "and at which a tensor changes its layout: it must be called as in the trace (give example_inputs that "
-                "are passed as your training step passes them)"
+                "and at which a tensor changes its layout, or each rank draws its own random numbers: it must be "
+                "called as in the trace (give example_inputs that are passed as your training step passes them)"
             )
         return result
+
+    def _is_expected(self, changes: CallChanges) -> bool:
+        """Whether a call is made in this mode: one that only draws random numbers may be left out in eval mode."""
+        return bool(changes.arguments or changes.results or self.module.training)
+
+    def _is_needed(self, site: CallSite, mode: _LocalCalls) -> bool:
+        """Whether the run is another computation without this call."""
+        return self.changes[site].converts or (site.file, site.line, site.function) in mode.made
 
     def _pause(self, *_: Any) -> None:
         for mode in self.running[-1:]:
@@ -85,12 +115,14 @@ class _LocalCalls(TorchFunctionMode):
         self.owner, self.paused = owner, 0
         self.counts: dict[tuple[str, int, str], int] = {}
         self.seen: set[CallSite] = set()
+        self.made: set[tuple[str, int, str]] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.paused:
             return func(*args, **kwargs)
         key = call_key(calling_frame(func, sys._getframe(1)), func)
+        self.made.add(key)
         if key not in self.owner.lines:
             return func(*args, **kwargs)
         occurrence = self.counts[key] = self.counts.get(key, -1) + 1
@@ -102,7 +134,8 @@ class _LocalCalls(TorchFunctionMode):
         try:
             for leaf, change in changes.arguments:
                 args, kwargs = replace_leaf((args, kwargs), leaf, change)
-            result = func(*args, **kwargs)
+            with _numbers(changes.draws_in, (args, kwargs)):
+                result = func(*args, **kwargs)
             for leaf, change in changes.results:
                 result = replace_leaf(result, leaf, change)
         except _NoLeaf as error:
@@ -112,6 +145,18 @@ class _LocalCalls(TorchFunctionMode):
                 f"was traced ({error}): give example_inputs that are passed as your training step passes them"
             ) from None
         return result
+
+
+@contextmanager
+def _numbers(group: TPGroup | None, arguments: Any) -> Iterator[None]:
+    """The rank's own random numbers, or with no group the common ones."""
+    devices = [leaf.device for leaf in call_leaves(arguments) if isinstance(leaf, Tensor)]
+    if group is None or not devices:
+        yield
+        return
+    meta = torch.device("meta")
+    with own_numbers(group, meta if meta in devices else devices[0]):
+        yield
 
 
 class _NoLeaf(Exception):
@@ -142,12 +187,14 @@ def replace_leaf(value: Any, leaf: int, change: Change) -> Any:
     return result
 
 
-def number(local: int) -> Change:
-    """Puts this rank's size in the place of a number."""
+def number(whole: int, local: int) -> Change:
+    """Puts this rank's size in the place of a number; of a number that grows with the batch, this rank's share."""
 
     def change(found: Any) -> Any:
-        if type(found) is not int:
-            raise _NoLeaf(f"{found!r} where a number was planned")
-        return local
+        if type(found) is not int or found * local % whole:
+            raise _NoLeaf(f"{found!r} where a number was planned, {whole} or a multiple")
+        if local == whole:  # it follows another tensor's part, and must stay whole
+            return whole
+        return found * local // whole
 
     return change

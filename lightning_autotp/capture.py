@@ -83,8 +83,9 @@ def _modules_like(model: nn.Module, path: str) -> frozenset[str]:
     """The modules of the same class, if each is small enough to be run once; never the model itself."""
     module = model.get_submodule(path)
     small = sum(parameter.nbytes for parameter in module.parameters()) <= LARGEST
+    runs = not isinstance(module, nn.ModuleList | nn.ModuleDict)
     alike = (name for name, other in model.named_modules() if type(other) is type(module))
-    return frozenset(alike) if path and small else frozenset()
+    return frozenset(alike) if path and small and runs else frozenset()
 
 
 def _capture(

@@ -1,18 +1,18 @@
-"""State of a parallel model in the coordinates of the original one: state dicts, optimizer states, export.
+"""State of a parallel model in the coordinates of the original one: state dicts and optimizer states.
 
 Whatever leaves the ranks has the names and shapes that one process would have given it, so a checkpoint written at one
 tensor-parallel size loads at any other, or without this package at all. Which part of a tensor a rank holds is read
 from its :class:`~lightning_autotp.meta.ParameterMeta`; a tensor without one is the same on every rank.
 
-Tensors travel as bytes, one at a time: besides the result, a rank holds its own part and one other rank's.
+There are two ways out. *Full* states are whole tensors: they travel as bytes, one at a time, and besides the result a
+rank holds its own part and one other rank's. *Held* states are what each rank has, for it to write by itself. Both come
+back the same way, from whole tensors or from :class:`~lightning_autotp.stored.StoredTensor`.
 """
 
 from __future__ import annotations
 
 import copy
-import os
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -20,9 +20,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_autotp.agreement import raise_together
+from lightning_autotp.held import data_group, fill, index, joined, like, reshard
 from lightning_autotp.layers.group import TPGroup
-from lightning_autotp.layout import Run, Shard, boxes, local_shape
+from lightning_autotp.layout import Shard, boxes, local_shape
 from lightning_autotp.meta import ParameterMeta
+from lightning_autotp.stored import HeldTensor, StoredTensor, original_shape
+
+Whole = (Tensor, StoredTensor)
+"""What a tensor of the original model is loaded from."""
 
 
 class IncompatibleKeys(NamedTuple):
@@ -62,7 +67,8 @@ def tensor_meta(tensor: Any) -> ParameterMeta | None:
 def gather_parameter(tensor: Tensor, meta: ParameterMeta, group: TPGroup) -> Tensor:
     """The whole tensor from every rank's part of it.
 
-    Collective over ``group``. Works for whatever has the parameter's layout: the parameter, its gradient, its moments.
+    Collective over ``group``, and over the data axis for what FSDP2 has cut. Works for whatever has the parameter's
+    layout: the parameter, its gradient, its moments.
 
     Args:
         tensor: this rank's part, of shape ``meta.local_shape``.
@@ -72,7 +78,7 @@ def gather_parameter(tensor: Tensor, meta: ParameterMeta, group: TPGroup) -> Ten
     Returns:
         A new tensor of shape ``meta.shape``, on ``tensor``'s device, the same on every rank.
     """
-    tensor = tensor.detach()
+    tensor = joined(tensor)
     if not isinstance(meta.layout, Shard):
         return tensor.clone()
     whole = tensor.new_empty(meta.shape)
@@ -85,30 +91,15 @@ def gather_parameter(tensor: Tensor, meta: ParameterMeta, group: TPGroup) -> Ten
         # As bytes: not every backend knows every dtype.
         dist.broadcast(part.reshape(-1).view(torch.uint8), dist.get_global_rank(process_group, rank), process_group)
         for local, original in boxes(meta.shape, meta.layout, rank):
-            whole[_index(original)] = part[_index(local)]
+            whole[index(original)] = part[index(local)]
     return whole
-
-
-def slice_parameter(whole: Tensor, meta: ParameterMeta) -> Tensor:
-    """This rank's part of a whole tensor: the inverse of :func:`gather_parameter`, without communication.
-
-    Args:
-        whole: a tensor of shape ``meta.shape``.
-        meta: which part is wanted.
-
-    Returns:
-        A new tensor of shape ``meta.local_shape``; only the bytes of that part are read.
-    """
-    part = whole.new_empty(meta.local_shape)
-    for block in meta.mapping:
-        part[_index(block.local)] = whole[_index(block.original)]
-    return part
 
 
 def full_state_dict(model: nn.Module, *, keep: bool = True) -> dict[str, Any]:
     """The state dict the original model would have.
 
-    Collective over the model's tensor-parallel group; every rank gets the result.
+    Collective over the model's tensor-parallel group, and over the data axis where FSDP2 has cut the model; every rank
+    gets the result.
 
     Args:
         model: a parallel model, or a module that holds one.
@@ -122,6 +113,7 @@ def full_state_dict(model: nn.Module, *, keep: bool = True) -> dict[str, Any]:
         RuntimeError: if no parallel model is found.
     """
     group = model_group(model)
+    reshard(model)
     gathered: dict[int, Any] = {}
     state: dict[str, Any] = {}
     for name, value in model.state_dict(keep_vars=True).items():
@@ -137,8 +129,8 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], strict: boo
 
     Args:
         model: a parallel model, or a module that holds one.
-        state: names and whole tensors as :func:`full_state_dict` gives them. Tensors of a memory-mapped file are read
-            only where this rank's part is.
+        state: names and whole tensors as :func:`full_state_dict` gives them, or stored ones. Of a memory-mapped file
+            or a checkpoint directory only this rank's part is read.
         strict: whether missing and unexpected names are an error.
 
     Returns:
@@ -148,6 +140,8 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], strict: boo
         RuntimeError: naming every tensor of a wrong shape and, under ``strict``, every missing and unexpected name.
             Nothing is loaded then.
     """
+    group = model_group(model)
+    reshard(model)
     own = model.state_dict(keep_vars=True)
     missing = [name for name in own if name not in state]
     unexpected = [name for name in state if name not in own]
@@ -156,9 +150,8 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], strict: boo
         problems += [f"missing: {name}" for name in missing] + [f"unexpected: {name}" for name in unexpected]
     for name in own.keys() & state.keys():
         if isinstance(own[name], Tensor):
-            meta = tensor_meta(own[name])
-            expected = tuple(own[name].shape) if meta is None else tuple(meta.shape)
-            found = tuple(state[name].shape) if isinstance(state[name], Tensor) else type(state[name]).__name__
+            expected = original_shape(own[name])
+            found = tuple(state[name].shape) if isinstance(state[name], Whole) else type(state[name]).__name__
             if found != expected:
                 problems.append(f"wrong shape: {name} is {found}, the model has {expected}")
     if problems:
@@ -172,8 +165,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], strict: boo
             if name not in state or id(value) in loaded:
                 continue
             if isinstance(value, Tensor):
-                meta = tensor_meta(value)
-                value.copy_(state[name] if meta is None else slice_parameter(state[name], meta))
+                _take(value, state[name], group)
                 loaded.add(id(value))
             else:
                 model.get_submodule(name.rpartition(".")[0]).set_extra_state(state[name])
@@ -200,22 +192,56 @@ def full_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, *, 
             look alright: PeerError.
     """
     group = model_group(model)
-    local = optimizer.state_dict()
-    groups = []
-    metas: dict[tuple[int, str], ParameterMeta | None] = {}
-    # Shapes may fit on one rank by chance and not on another: agree before the first tensor travels.
-    with raise_together(group.process_group, "collecting the optimizer's state"):
-        for own, described, names in zip(
-            optimizer.param_groups, local["param_groups"], _group_names(optimizer, model), strict=True
-        ):
-            groups.append({**described, "param_names": names})
-            for parameter, number, name in zip(own["params"], described["params"], names, strict=True):
-                for key, value in local["state"].get(number, {}).items():
-                    metas[number, key] = _state_meta(key, name, value, parameter, parameter.shape)
+    entries, groups = _entries(optimizer, model)
     state: dict[int, dict[str, Any]] = {}
-    for (number, key), meta in metas.items():
-        state.setdefault(number, {})[key] = _gather_to_cpu(local["state"][number][key], meta, group, keep)
+    for entry in entries:
+        meta = tensor_meta(entry.parameter) if entry.is_shaped else None
+        state.setdefault(entry.number, {})[entry.key] = _gather_to_cpu(entry.value, meta, group, keep)
     return {"state": state if keep else {}, "param_groups": groups}
+
+
+def held_state(model: nn.Module, *, copy: bool = False) -> dict[str, Any]:
+    """What this rank has of the state dict the original model would have, to be written by itself. Not collective.
+
+    Args:
+        model: a parallel model, or a module that holds one.
+        copy: whether to copy everything to the CPU now.
+
+    Returns:
+        Held tensors under every name in ``model.state_dict()``, one object for tied ones; other values as they are.
+    """
+    group = model_group(model)
+    reshard(model)
+    held: dict[int, Any] = {}
+    state: dict[str, Any] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if id(value) not in held:
+            is_tensor = isinstance(value, Tensor)
+            held[id(value)] = HeldTensor.spoken_for(value, value, group, copy=copy) if is_tensor else value
+        state[name] = held[id(value)]
+    return state
+
+
+def held_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, *, copy: bool = False) -> dict[str, Any]:
+    """What this rank has of :func:`full_optimizer_state`, to be written by itself. Collective as that is.
+
+    Args:
+        optimizer: an optimizer over parameters of ``model``.
+        model: a parallel model, or a module that holds one.
+        copy: whether to copy everything to the CPU now.
+
+    Returns:
+        As :func:`full_optimizer_state`, with held tensors.
+    """
+    group = model_group(model)
+    entries, groups = _entries(optimizer, model)
+    state: dict[int, dict[str, Any]] = {}
+    for entry in entries:
+        value = entry.value
+        if isinstance(value, Tensor):
+            value = HeldTensor.spoken_for(value, entry.parameter if entry.is_shaped else value, group, copy=copy)
+        state.setdefault(entry.number, {})[entry.key] = value
+    return {"state": state, "param_groups": groups}
 
 
 def load_full_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], model: nn.Module) -> None:
@@ -231,6 +257,7 @@ def load_full_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[s
     Raises:
         ValueError: if the groups do not match, or a state tensor does not have its parameter's original shape.
     """
+    reshard(model)
     saved_groups = state["param_groups"]
     ours = _group_names(optimizer, model)
     theirs = [group.get("param_names") or own for group, own in zip(saved_groups, ours, strict=False)]
@@ -243,6 +270,7 @@ def load_full_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[s
             f" (only saved: {sorted(_flat(theirs) - _flat(ours))}, only here: {sorted(_flat(ours) - _flat(theirs))}):"
             " configure_optimizers() must build the same groups as when the checkpoint was written"
         )
+    group = model_group(model)
     groups, local_state = [], {}
     for saved, saved_names, own_names, own in zip(saved_groups, theirs, ours, optimizer.param_groups, strict=True):
         numbers = dict(zip(saved_names, saved["params"], strict=True))
@@ -254,88 +282,9 @@ def load_full_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[s
             values = state["state"].get(numbers[name])
             if values is not None:
                 local_state[numbers[name]] = {
-                    key: _local_value(key, name, value, parameter) for key, value in values.items()
+                    key: _local_value(key, name, value, parameter, group) for key, value in values.items()
                 }
     optimizer.load_state_dict({"state": local_state, "param_groups": groups})
-
-
-def write_atomically(state: Any, path: str | os.PathLike[str]) -> None:
-    """``torch.save`` that leaves either the old file or the whole new one, without a copy of it in memory.
-
-    Args:
-        state: anything ``torch.save`` takes.
-        path: a local path; its directory is made.
-    """
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f".{target.name}.{os.getpid()}.part")
-    try:
-        torch.save(state, partial)
-        os.replace(partial, target)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def save_pretrained(model: nn.Module, directory: str | os.PathLike[str], *, write: bool = True, **kwargs: Any) -> None:
-    """Write a Hugging Face directory that plain ``from_pretrained`` loads.
-
-    Collective over the model's tensor-parallel group, whose rank 0 writes: the configuration, the generation
-    configuration and safetensors files of the original shapes and names (transformers' own
-    ``save_pretrained`` does it, on a meta copy of the original model with the gathered state dict).
-
-    Args:
-        model: a parallel ``transformers.PreTrainedModel``.
-        directory: where to; it is made.
-        write: whether rank 0 of this group writes at all (with several data-parallel groups only one should).
-        **kwargs: for ``transformers.PreTrainedModel.save_pretrained``, such as ``max_shard_size``.
-
-    Raises:
-        TypeError: if the model is not a ``PreTrainedModel``.
-        PeerError: if rank 0 could not write, on the other ranks.
-    """
-    from transformers import PreTrainedModel
-
-    if not isinstance(model, PreTrainedModel):
-        raise TypeError(
-            f"save_pretrained writes a Hugging Face model, not a {type(model).__name__}: pass the PreTrainedModel"
-            " itself, or save full_state_dict(model) instead"
-        )
-    group = model_group(model)
-    writes = write and group.rank == 0
-    state = full_state_dict(model, keep=writes)
-    with raise_together(group.process_group, f"writing {directory}"):
-        if writes:
-            original = _original(model)
-            original.save_pretrained(directory, state_dict=state, **kwargs)
-
-
-def _original(model: Any) -> Any:
-    """The model that one process would have, on the meta device, for transformers to write."""
-    with torch.device("meta"):
-        original = type(model)(copy.deepcopy(model.config))
-    # Shapes, dtypes and ties are the model's, which may not be those of its configuration.
-    whole: dict[nn.Parameter, nn.Parameter] = {}
-    modules = dict(original.named_modules())
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        path, _, leaf = name.rpartition(".")
-        if parameter not in whole:
-            shape = getattr(parameter, "meta", parameter).shape
-            whole[parameter] = nn.Parameter(torch.empty(shape, dtype=parameter.dtype, device="meta"), False)
-        if path in modules and leaf in modules[path]._parameters:
-            modules[path]._parameters[leaf] = whole[parameter]
-    if model.can_generate():
-        original.generation_config = copy.deepcopy(model.generation_config)
-    # What from_pretrained renamed, fused or cut on the way in is undone on the way out. (What it dequantized is written
-    # as it is, with the names that transformers' own format has for the architecture.)
-    conversions = getattr(model, "_weight_conversions", None)
-    operations = [operation for entry in conversions or () for operation in getattr(entry, "operations", ())]
-    if conversions is not None and not any(getattr(operation, "hf_quantizer", None) for operation in operations):
-        original._weight_conversions = conversions
-    return original
-
-
-def _index(runs: tuple[Run, ...]) -> tuple[slice, ...]:
-    return tuple(slice(start, stop) for start, stop in runs)
 
 
 def _gather_to_cpu(value: Any, meta: ParameterMeta | None, group: TPGroup, keep: bool) -> Any:
@@ -344,7 +293,8 @@ def _gather_to_cpu(value: Any, meta: ParameterMeta | None, group: TPGroup, keep:
         if meta is not None:
             value = gather_parameter(value, meta, group)
             return value.cpu() if keep else None
-        return value.detach().to("cpu", copy=True) if keep else None
+        value = joined(value)
+        return value.to("cpu", copy=True) if keep else None
     return copy.deepcopy(value) if keep else None
 
 
@@ -361,24 +311,63 @@ def _flat(groups: list[list[str]]) -> set[str]:
     return {name for group in groups for name in group}
 
 
-def _local_value(key: str, name: str, value: Any, parameter: nn.Parameter) -> Any:
-    if not isinstance(value, Tensor):
+class _Entry(NamedTuple):
+    """One value of an optimizer's state; ``is_shaped``: it has one element per element of the parameter."""
+
+    number: int
+    key: str
+    parameter: Tensor
+    value: Any
+    is_shaped: bool
+
+
+def _entries(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[list[_Entry], list[dict[str, Any]]]:
+    """An optimizer's state, value by value, and its groups with the parameters' names. Collective."""
+    reshard(model)
+    local = optimizer.state_dict()
+    entries: list[_Entry] = []
+    groups = []
+    # Shapes may fit on one rank by chance and not on another: agree before the first tensor travels.
+    with raise_together(model_group(model).process_group, "collecting the optimizer's state"):
+        for own, described, names in zip(
+            optimizer.param_groups, local["param_groups"], _group_names(optimizer, model), strict=True
+        ):
+            groups.append({**described, "param_names": names})
+            for parameter, number, name in zip(own["params"], described["params"], names, strict=True):
+                for key, value in local["state"].get(number, {}).items():
+                    is_shaped = _is_shaped(key, name, value, parameter, tuple(parameter.shape))
+                    entries.append(_Entry(number, key, parameter, value, is_shaped))
+    return entries, groups
+
+
+def _local_value(key: str, name: str, value: Any, parameter: Tensor, group: TPGroup) -> Any:
+    if not isinstance(value, Whole):
         return value
-    whole = getattr(parameter, "meta", parameter).shape
-    meta = _state_meta(key, name, value, parameter, whole)
-    return value.clone() if meta is None else slice_parameter(value, meta)
+    if not _is_shaped(key, name, value, parameter, original_shape(parameter)):
+        return value.read() if isinstance(value, StoredTensor) else value.clone()
+    local = like(parameter, value.dtype)
+    _take(local, value, group)
+    return local
 
 
-def _state_meta(key: str, name: str, value: Any, parameter: nn.Parameter, shape: Sequence[int]) -> ParameterMeta | None:
-    """The meta by which a value of the optimizer's state is shared out, or ``None`` if every rank has all of it."""
-    meta = tensor_meta(parameter)
-    if meta is None or not isinstance(value, Tensor) or value.dim() == 0:
-        return None
-    if tuple(value.shape) != tuple(shape):
-        raise ValueError(
-            f"the optimizer's state {key!r} of {name} has shape {tuple(value.shape)}, the parameter {tuple(shape)}:"
-            " only scalars and states with one element per element of the parameter can be brought to another"
-            " tensor-parallel size. Use an optimizer with such states (SGD, Adam, AdamW, Lion, ...) or save with"
-            " ModelCheckpoint(save_weights_only=True)"
-        )
-    return meta
+def _take(tensor: Tensor, whole: Tensor | StoredTensor, group: TPGroup) -> None:
+    if isinstance(whole, StoredTensor):
+        whole.read_into(tensor, group)
+    else:
+        fill(tensor, whole, group)
+
+
+def _is_shaped(key: str, name: str, value: Any, parameter: Tensor, shape: tuple[int, ...]) -> bool:
+    """Whether a value of the optimizer's state is shared out as its parameter is."""
+    if not isinstance(value, Whole) or len(value.shape) == 0:
+        return False
+    if tuple(value.shape) == shape:
+        return True
+    if tensor_meta(parameter) is None and data_group(parameter) is None:
+        return False
+    raise ValueError(
+        f"the optimizer's state {key!r} of {name} has shape {tuple(value.shape)}, the parameter {shape}:"
+        " only scalars and states with one element per element of the parameter can be brought to another"
+        " tensor-parallel size. Use an optimizer with such states (SGD, Adam, AdamW, Lion, ...) or save with"
+        " ModelCheckpoint(save_weights_only=True)"
+    )

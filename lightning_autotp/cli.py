@@ -6,7 +6,7 @@ import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jsonargparse import auto_cli
@@ -14,6 +14,9 @@ from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_autotp.capture import CaptureError
+from lightning_autotp.checkpoint_files import consolidate as consolidate_checkpoint
+from lightning_autotp.export_checkpoint import export_checkpoint
+from lightning_autotp.load import CheckpointError
 from lightning_autotp.pipeline import make_plan
 from lightning_autotp.solver import NothingToShard
 from lightning_autotp.verify import VerificationError
@@ -92,13 +95,76 @@ def zoo(
         page.write_text(to_markdown(verdicts, command, {name: version(name) for name in ("torch", "transformers")}))
 
 
+def export(
+    checkpoint: Path,
+    directory: Path,
+    model: str | None = None,
+    prefix: str | None = None,
+    tokenizer: Path | None = None,
+    max_shard_size: str = "5GB",
+    dtype: str | None = None,
+    weights_only: bool = True,
+) -> None:
+    """Make a Hugging Face directory of a Lightning checkpoint: one process, no GPU, one tensor in memory at a time.
+
+    Args:
+        checkpoint: the checkpoint's file or directory.
+        directory: where to; it must be empty or not exist.
+        model: a directory or Hub id with the model's configuration, for a checkpoint that does not say what it is of.
+        prefix: which attribute of the LightningModule is the model, where there are several.
+        tokenizer: a directory with the tokenizer's files, where they are not where the model was loaded from.
+        max_shard_size: of a file.
+        dtype: in which floating-point tensors are written, such as bfloat16; as they are by default.
+        weights_only: false to run code that the checkpoint names; only for one that you trust.
+    """
+    started = time.perf_counter()
+    wanted = getattr(torch, dtype, None) if dtype is not None else None
+    try:
+        if dtype is not None and not (isinstance(wanted, torch.dtype) and wanted.is_floating_point):
+            raise ValueError(f"--dtype {dtype} is no floating-point dtype of torch: use bfloat16, float16 or float32")
+        exported = export_checkpoint(
+            checkpoint,
+            directory,
+            model=model,
+            prefix=prefix,
+            tokenizer=tokenizer,
+            max_shard_size=max_shard_size,
+            dtype=wanted,
+            weights_only=weights_only,
+        )
+    except (CheckpointError, OSError, ValueError) as error:
+        raise SystemExit(f"lightning-autotp export: {error}") from error
+    lines = [
+        f"{directory}: {exported.nbytes / 1e9:.3f} GB in {len(exported.weights)} file(s),"
+        f" {time.perf_counter() - started:.1f} s",
+        "tokenizer: " + ", ".join(exported.tokenizer)
+        if exported.tokenizer
+        else "no tokenizer: the model was not loaded from a local directory that has one; name one with --tokenizer",
+    ]
+    Console().print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+
+
+def consolidate(checkpoint: Path, file: Path) -> None:
+    """Make one file of a checkpoint directory, for ``load_from_checkpoint``; all of it is in memory meanwhile.
+
+    Args:
+        checkpoint: the directory that a run with save_distributed_checkpoint=True wrote.
+        file: where to.
+    """
+    try:
+        consolidate_checkpoint(checkpoint, file)
+    except (CheckpointError, OSError) as error:
+        raise SystemExit(f"lightning-autotp consolidate: {error}") from error
+
+
 def main() -> None:
     """Entry point."""
-    auto_cli({"plan": plan, "zoo": zoo}, args=_spelled_out(sys.argv[1:]), prog="lightning-autotp")
+    commands: dict[str, Any] = {"plan": plan, "zoo": zoo, "export": export, "consolidate": consolidate}
+    auto_cli(commands, args=_spelled_out(sys.argv[1:]), prog="lightning-autotp")
 
 
 def _spelled_out(arguments: list[str]) -> list[str]:
-    """``--only NAME NAME`` and ``--plan-only`` in the parser's own spelling of lists and switches."""
+    """``--only NAME NAME``, ``--plan-only`` and dashes in names, in the parser's own spelling."""
     spelled: list[str] = []
     names: list[str] | None = None
     for argument in arguments:
@@ -110,7 +176,10 @@ def _spelled_out(arguments: list[str]) -> list[str]:
             names.append(argument)
             spelled.append(f"--only+={argument}")
         else:
-            spelled.append("--plan_only=true" if argument == "--plan-only" else argument)
+            name, equals, value = argument.partition("=")
+            if name.startswith("--"):
+                name = "--" + name[2:].replace("-", "_")
+            spelled.append("--plan_only=true" if argument == "--plan-only" else name + equals + value)
     return spelled
 
 

@@ -7,14 +7,16 @@
 * computation (:func:`Profile.compute`): forward and backward, the slowest rank's share; products by FLOPs, everything
   else by the bytes it touches.
 * held memory (:func:`Profile.memory`): a model is split to make it fit, so a parameter byte that is held has a price.
-  It is relative, so that a small model is planned like a large one: a matrix of median size held whole costs as much as
-  ``Profile.matrix_price`` all-reduces of a hidden state of median size. A sharded parameter counts as an even share:
+  It is relative, so that a small model is planned like a large one: a matrix of median size
+  (:func:`typical_matrix`) held whole costs as much as ``Profile.matrix_price`` all-reduces of a hidden state of median
+  size. A sharded parameter counts as an even share:
   units that do not divide, or that several ranks share, cost time, but must not drive the plan to odder cuts.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -80,6 +82,20 @@ CONVERSIONS: dict[tuple[str, str], tuple[tuple[str, ...], tuple[str, ...]]] = {
     ("R", "P"): ((), ()),
     ("P", "S"): (("reduce_scatter",), ("all_gather",)),
 }
+
+
+def typical_matrix(parameters: Sequence[tuple[tuple[int, ...], int]]) -> float:
+    """Median bytes of a model's matrices, from every parameter's shape and bytes.
+
+    Slivers do not count: a router, or the two factors of a low-rank update, which stand beside every large matrix and
+    would be the median, though the model's bytes are elsewhere.
+    """
+    matrices = [(sorted(shape)[-2], size) for shape, size in parameters if len(shape) > 1]
+    widest = max((narrow for narrow, _ in matrices), default=0)
+    return statistics.median([size for narrow, size in matrices if narrow * _SLIVER > widest] or [1])
+
+
+_SLIVER = 8  # a matrix is one if its second-largest dim is so many times smaller than that of the model's widest
 
 
 def product_flops(name: str, inputs: Sequence[tuple[int, ...]], output: tuple[int, ...]) -> float:

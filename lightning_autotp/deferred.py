@@ -102,10 +102,11 @@ def _disguise(recorder: Recorder) -> dict[str, Any]:
             where = args[0] if args and isinstance(args[0], str | int | torch.device) else kwargs.get("device")
             if where is not None and torch.device(where) == device(tensor):
                 kwargs.pop("device", None)
-                if args and args[0] is where:
-                    args = args[1:] if len(args) > 1 and isinstance(args[1], torch.dtype) else (tensor.dtype, *args[1:])
-                if not args:
-                    kwargs.setdefault("dtype", tensor.dtype)
+                dtype = kwargs.pop("dtype", None)
+                rest = args[1:] if args and args[0] is where else args
+                if rest and (rest[0] is None or isinstance(rest[0], torch.dtype)):  # None: Module.to(device)
+                    dtype, rest = rest[0], rest[1:]
+                args = (dtype or tensor.dtype, *rest)
         return true_to(tensor, *args, **kwargs)
 
     def deepcopy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:

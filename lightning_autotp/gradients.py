@@ -9,7 +9,7 @@ and only quantities *over* a parameter, such as a norm, must count each element 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import product
 from typing import Any
 
@@ -19,12 +19,17 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_autotp.checkpoint import gather_parameter, model_group, tensor_meta
+from lightning_autotp.held import counted_blocks, data_group, index, joined, plain
 from lightning_autotp.layers.group import TPGroup
-from lightning_autotp.layout import Replicate, Shard
+from lightning_autotp.layout import Shard
 from lightning_autotp.meta import ParameterMeta
 
 Blocks = tuple[tuple[slice, ...], ...]
 """Index expressions of blocks of a local tensor."""
+
+
+Hook = Callable[[Tensor], Tensor]
+"""Takes what a backward pass contributes to a gradient, and returns what is to be added instead."""
 
 
 def synchronize_gradients(model: nn.Module, group: TPGroup) -> list[RemovableHandle]:
@@ -36,7 +41,7 @@ def synchronize_gradients(model: nn.Module, group: TPGroup) -> list[RemovableHan
 
     The sum is a tensor hook: it acts on what each backward pass contributes, so accumulation over several passes stays
     right, and a tied parameter, whose uses autograd adds up before the hook, is summed once. A frozen parameter gets
-    its hook too, for when it is thawed.
+    its hook too, for when it is thawed. ``model.autotp_gradient_sums`` keeps the hooks by the parameters' names.
 
     Every rank runs the same model, hence the hooks in the same order; within a parameter the sets of ranks come in
     ascending order, and each of a set's buffers lists its elements in the original tensor's order. So no two ranks
@@ -46,19 +51,21 @@ def synchronize_gradients(model: nn.Module, group: TPGroup) -> list[RemovableHan
         The hooks' handles.
     """
     groups = _subgroups(model, group)
-    handles = []
-    for parameter in model.parameters():
+    sums: dict[str, Hook] = {}
+    for name, parameter in model.named_parameters():
         shared = _shared_elements(parameter)
         if shared:
-            sums = [(blocks, groups[ranks]) for ranks, blocks in sorted(shared.items())]
-            handles.append(_register(parameter, functools.partial(_sum_blocks, sums)))
-    return handles
+            parts = [(blocks, groups[ranks]) for ranks, blocks in sorted(shared.items())]
+            sums[name] = functools.partial(_sum_blocks, parts)
+    model.autotp_gradient_sums = sums  # type: ignore[assignment]
+    return [hook_gradient(model.get_parameter(name), hook) for name, hook in sums.items()]
 
 
 def average_gradients(model: nn.Module, group: dist.ProcessGroup) -> list[RemovableHandle]:
-    """Average, in every backward pass, all gradients over the ranks that train on different data.
+    """Average, in every backward pass, the gradients over the ranks that train on different data.
 
     Every backward pass is collective over ``group`` afterwards. What accumulates is the average of each pass.
+    Parameters that FSDP2 has cut are left out: it averages them itself.
 
     Args:
         model: the model; the ranks of ``group`` hold the same part of it.
@@ -76,13 +83,13 @@ def average_gradients(model: nn.Module, group: dist.ProcessGroup) -> list[Remova
         dist.all_reduce(mean, group=group)
         return mean
 
-    return [_register(parameter, average) for parameter in model.parameters()]
+    return [hook_gradient(parameter, average) for parameter in model.parameters() if data_group(parameter) is None]
 
 
 def gradient_norm(parameters: Tensor | Iterable[Tensor], group: TPGroup, norm_type: float = 2.0) -> Tensor:
     """The norm of the original model's gradient: every element counted once, whatever number of ranks hold it.
 
-    Collective over ``group``.
+    Collective over ``group``, and over the data axis where FSDP2 has cut the parameters.
 
     Args:
         parameters: local parameters; those without a gradient are left out.
@@ -95,27 +102,40 @@ def gradient_norm(parameters: Tensor | Iterable[Tensor], group: TPGroup, norm_ty
     Raises:
         ValueError: if ``norm_type`` is not positive.
     """
-    if not norm_type > 0:
-        raise ValueError(f"norm_type is {norm_type}; a gradient norm needs a positive one or infinity")
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    device = parameters[0].device if parameters else torch.device("cpu")
-    dtype = functools.reduce(torch.promote_types, (parameter.dtype for parameter in parameters), torch.float32)
-    norms = [
-        torch.linalg.vector_norm(parameter.grad[block], norm_type, dtype=dtype).to(device)
-        for parameter in parameters
+    return torch.linalg.vector_norm(_norms(parameters, group, norm_type), norm_type)
+
+
+def grad_norms(module: nn.Module, norm_type: float | int | str = 2.0, group_separator: str = "/") -> dict[str, Tensor]:
+    """The norm of every parameter's gradient in the original model, and of all together.
+
+    Collective over the model's tensor-parallel group, and over the data axis where FSDP2 has cut the parameters. In
+    one process it is ``lightning.pytorch.utilities.grad_norm``, with the same names: made to be logged, on every rank,
+    in ``on_before_optimizer_step``.
+
+    Args:
+        module: a parallel model after a backward pass, or a module that holds one.
+        norm_type: any positive number, or infinity.
+        group_separator: stands between the kind of norm and the parameter's name.
+
+    Returns:
+        Scalars, float32 or wider, the same on every rank. Parameters without a gradient are absent.
+
+    Raises:
+        ValueError: if ``norm_type`` is not positive.
+        RuntimeError: if no parallel model is found.
+    """
+    norm_type = float(norm_type)
+    names, parameters = zip(*module.named_parameters(), strict=True)
+    norms = _norms(parameters, model_group(module), norm_type)
+    found = {
+        f"grad_{norm_type}_norm{group_separator}{name}": norm
+        for name, parameter, norm in zip(names, parameters, norms, strict=True)
         if parameter.grad is not None
-        for block in _counted_blocks(parameter, group)
-        if parameter.grad[block].numel()
-    ]
-    own = (
-        torch.linalg.vector_norm(torch.stack(norms), norm_type)
-        if norms
-        else torch.zeros((), dtype=dtype, device=device)
-    )
-    # The ranks' norms are gathered, not reduced: every rank computes the same bits, and a NaN stays one.
-    everyone = [torch.empty_like(own) for _ in range(group.size)]
-    dist.all_gather(everyone, own, group=group.process_group)
-    return torch.linalg.vector_norm(torch.stack(everyone), norm_type)
+    }
+    if found:
+        found[f"grad_{norm_type}_norm_total"] = torch.linalg.vector_norm(norms, norm_type)
+    return found
 
 
 def clip_gradients_norm(
@@ -127,8 +147,7 @@ def clip_gradients_norm(
 ) -> Tensor:
     """Scale the gradients so that the norm of the original model's gradient is at most ``max_norm``.
 
-    Collective over ``group``. Same as ``torch.nn.utils.clip_grad_norm_`` in one process. (Clipping by value acts on
-    each element by itself: ``torch.nn.utils.clip_grad_value_`` is right as it is.)
+    Collective over ``group``. Same as ``torch.nn.utils.clip_grad_norm_`` in one process.
 
     Returns:
         The norm before clipping, a scalar.
@@ -144,8 +163,18 @@ def clip_gradients_norm(
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for parameter in parameters:
         if parameter.grad is not None:
-            parameter.grad.mul_(scale.to(parameter.grad.device))
+            plain(parameter.grad).mul_(scale.to(parameter.grad.device))
     return norm
+
+
+def clip_gradients_value(parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
+    """Clamp every element of the gradients to ``[-clip_value, clip_value]``. Not collective.
+
+    Same as ``torch.nn.utils.clip_grad_value_``, also where FSDP2 has cut some of the parameters and not others.
+    """
+    for parameter in [parameters] if isinstance(parameters, Tensor) else parameters:
+        if parameter.grad is not None:
+            plain(parameter.grad).clamp_(-clip_value, clip_value)
 
 
 def full_gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -175,13 +204,41 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor]:
         if id(parameter) not in gathered:
             gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
             meta = tensor_meta(parameter)
-            whole = gradient.detach().clone() if meta is None else gather_parameter(gradient, meta, group)
-            gathered[id(parameter)] = whole.cpu()
+            whole = joined(gradient) if meta is None else gather_parameter(gradient, meta, group)
+            gathered[id(parameter)] = whole.to("cpu", copy=True)
         gradients[name] = gathered[id(parameter)]
     return gradients
 
 
-def _register(parameter: Tensor, hook: Callable[[Tensor], Tensor]) -> RemovableHandle:
+def _norms(parameters: Sequence[Tensor], group: TPGroup, norm_type: float) -> Tensor:
+    """The norms of the original model's gradients, ``[parameters]``, zero for those without one. Collective."""
+    if not norm_type > 0:
+        raise ValueError(f"norm_type is {norm_type}; a gradient norm needs a positive one or infinity")
+    device = parameters[0].device if parameters else torch.device("cpu")
+    dtype = functools.reduce(torch.promote_types, (parameter.dtype for parameter in parameters), torch.float32)
+    spread = next((found for parameter in parameters if (found := data_group(parameter)) is not None), None)
+    # What FSDP2 does not manage is in every copy of the model: the first one counts it.
+    is_first_copy = spread is None or dist.get_rank(spread) == 0
+    norms = torch.zeros(len(parameters), dtype=dtype, device=device)
+    for place, parameter in enumerate(parameters):
+        if parameter.grad is None or not (is_first_copy or data_group(parameter) is not None):
+            continue
+        gradient = plain(parameter.grad)
+        blocks = [gradient[index(block.local)] for block in counted_blocks(parameter, group)]
+        parts = [torch.linalg.vector_norm(block, norm_type, dtype=dtype) for block in blocks if block.numel()]
+        if parts:
+            norms[place] = torch.linalg.vector_norm(torch.stack(parts), norm_type)
+    # The ranks' norms are gathered, not reduced: every rank computes the same bits, and a NaN stays one.
+    for process_group in (group.process_group, spread):
+        if process_group is not None:
+            everyone = [torch.empty_like(norms) for _ in range(dist.get_world_size(process_group))]
+            dist.all_gather(everyone, norms, group=process_group)
+            norms = torch.linalg.vector_norm(torch.stack(everyone), norm_type, dim=0)
+    return norms
+
+
+def hook_gradient(parameter: Tensor, hook: Hook) -> RemovableHandle:
+    """Apply ``hook`` in every backward pass; also for a parameter that is frozen now."""
     # A frozen tensor takes no hook, but keeps one it has.
     trainable = parameter.requires_grad
     parameter.requires_grad_(True)
@@ -192,51 +249,12 @@ def _register(parameter: Tensor, hook: Callable[[Tensor], Tensor]) -> RemovableH
 
 
 def _shared_elements(parameter: Tensor) -> dict[tuple[int, ...], Blocks]:
-    """For every set of several ranks, the blocks of this rank's tensor that exactly these ranks hold."""
+    """For every set of several ranks, the blocks of this rank's tensor that exactly these ranks hold and must sum."""
     meta = getattr(parameter, "meta", None)
-    if not isinstance(meta, ParameterMeta):
-        return {}
-    if isinstance(meta.layout, Replicate):
-        return {tuple(range(meta.ranks)): (tuple(slice(None) for _ in meta.shape),)} if meta.ranks > 1 else {}
-    return {ranks: blocks for ranks, blocks in _blocks_by_owners(meta).items() if len(ranks) > 1}
-
-
-def _blocks_by_owners(meta: ParameterMeta) -> dict[tuple[int, ...], Blocks]:
-    """A sharded local tensor cut at every bound of its ownership maps, so that all owners of a block see the same one.
-
-    (``ParameterMeta.blocks`` joins blocks that are neighbours in the local tensor; two owners with different tensors
-    would join differently and their elements would not line up.)
-    """
-    if not isinstance(meta.layout, Shard):
-        return {}
-    pieces: list[list[tuple[slice, frozenset[int]]]] = []
-    for dim, size in enumerate(meta.shape):
-        ownership = meta.layout.ownership(dim)
-        if ownership is None:
-            pieces.append([(slice(0, size), frozenset(range(meta.ranks)))])
-            continue
-        rows: list[tuple[slice, frozenset[int]]] = []
-        offset = 0
-        for start, stop, ranks in ownership.owners:
-            if meta.rank in ranks:
-                rows.append((slice(offset, offset + stop - start), frozenset(ranks)))
-                offset += stop - start
-        pieces.append(rows)
-    blocks: dict[tuple[int, ...], list[tuple[slice, ...]]] = {}
-    for combination in product(*pieces):
-        owners = frozenset.intersection(*(ranks for _, ranks in combination))
-        blocks.setdefault(tuple(sorted(owners)), []).append(tuple(piece for piece, _ in combination))
-    return {ranks: tuple(found) for ranks, found in blocks.items()}
-
-
-def _counted_blocks(parameter: Tensor, group: TPGroup) -> Blocks:
-    """The blocks of a local tensor that this rank counts: those of which it is the first owner."""
-    meta = tensor_meta(parameter)
-    if meta is None:
-        return (tuple(slice(None) for _ in parameter.shape),) if group.rank == 0 else ()
-    return tuple(
-        block for ranks, blocks in _blocks_by_owners(meta).items() if ranks[0] == meta.rank for block in blocks
-    )
+    shared: dict[tuple[int, ...], Blocks] = {}
+    for block in meta.grad_sync if isinstance(meta, ParameterMeta) else ():
+        shared[block.ranks] = (*shared.get(block.ranks, ()), index(block.local))
+    return shared
 
 
 def _subgroups(model: nn.Module, group: TPGroup) -> dict[tuple[int, ...], dist.ProcessGroup]:

@@ -135,6 +135,7 @@ class Operator:
             communicate inside; else empty.
         boundary: for an operator called ``boundary``, which computes nothing: where it is.
         call: index in :attr:`Graph.calls` of the call that ran it; -1 if none did.
+        own_numbers: in a local trace: whether the random numbers it may draw are the rank's own.
     """
 
     name: str
@@ -145,6 +146,7 @@ class Operator:
     layer: str = ""
     boundary: Boundary | CallPoint | None = None
     call: int = -1
+    own_numbers: bool = False
 
     def argument(self, name: str) -> Any:
         """The argument's value."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 
 Run = tuple[int, int]
@@ -132,6 +132,26 @@ class Ownership:
         return f"{self.size} -> {sizes[0] if len(set(sizes)) == 1 else sizes}"
 
 
+@lru_cache(maxsize=1024)
+def resized(ownership: Ownership, size: int) -> Ownership | None:
+    """The same map for a dim of another length, where it repeats itself: heads of every token, say, and more tokens.
+
+    Returns:
+        ``None`` where the map does not repeat itself, or not so that the length is a multiple.
+    """
+
+    def repeated(period: int, times: int) -> tuple[tuple[Run, ...], ...]:
+        first = [[(start, min(stop, period)) for start, stop in runs if start < period] for runs in ownership.held]
+        shifts = range(0, period * times, period)
+        return tuple(merge_runs((start + by, stop + by) for by in shifts for start, stop in runs) for runs in first)
+
+    for period in range(1, ownership.size // 2 + 1):
+        fits = ownership.size % period == 0 and size % period == 0
+        if fits and repeated(period, ownership.size // period) == ownership.held:
+            return Ownership(size, repeated(period, size // period))
+    return None
+
+
 @dataclass(frozen=True)
 class Invariant:
     """Same on every rank, same work; every rank computes the whole gradient."""
@@ -205,38 +225,27 @@ def boxes(shape: Sequence[int], layout: Layout, rank: int) -> tuple[tuple[tuple[
     return tuple(blocks)
 
 
-def shared_blocks(
-    shape: Sequence[int], layout: Layout, rank: int
-) -> tuple[tuple[tuple[Run, ...], tuple[int, ...]], ...]:
-    """``rank``'s local tensor cut where its set of owners changes: ``(local slices, ranks that hold the block)``.
+def owned_boxes(
+    shape: Sequence[int], shard: Shard, rank: int
+) -> tuple[tuple[tuple[Run, ...], tuple[Run, ...], tuple[int, ...]], ...]:
+    """``rank``'s local tensor cut wherever its owners change: ``(local slices, global slices, ranks that hold it)``.
 
-    An Invariant or Partial tensor is one block with the rank itself as owner: nobody else's gradient is missing from
-    it.
+    Every owner of a box has the same box, in the same order among those of its owners.
     """
-    if isinstance(layout, Invariant | Partial):
-        return ((tuple((0, size) for size in shape), (rank,)),)
-    everyone: frozenset[int] | None = None
-    blocks: list[tuple[tuple[Run, ...], frozenset[int] | None]] = [((), everyone)]
+    blocks: list[tuple[tuple[Run, ...], tuple[Run, ...], frozenset[int]]] = [
+        ((), (), frozenset(range(shard.dims[0][1].ranks)))
+    ]
     for dim, size in enumerate(shape):
-        ownership = layout.ownership(dim) if isinstance(layout, Shard) else None
-        pieces: list[tuple[Run, frozenset[int] | None]] = []
-        if ownership is None:
-            pieces.append(((0, size), everyone))
-        else:
-            offset = 0
-            for start, stop, ranks in ownership.owners:
-                if rank not in ranks:
-                    continue
-                local = (offset, offset + stop - start)
-                offset = local[1]
-                if pieces and pieces[-1][1] == frozenset(ranks):
-                    pieces[-1] = ((pieces[-1][0][0], local[1]), pieces[-1][1])
-                else:
-                    pieces.append((local, frozenset(ranks)))
+        ownership = shard.ownership(dim) or Ownership.whole(size, shard.dims[0][1].ranks)
+        pieces: list[tuple[Run, Run, frozenset[int]]] = []
+        offset = 0
+        for start, stop, ranks in ownership.owners:
+            if rank in ranks:
+                pieces.append(((offset, offset + stop - start), (start, stop), frozenset(ranks)))
+                offset += stop - start
         blocks = [
-            ((*slices, run), both if ranks is None else ranks if both is None else both & ranks)
-            for slices, both in blocks
-            for run, ranks in pieces
+            ((*here, local), (*there, run), owners & ranks)
+            for here, there, owners in blocks
+            for local, run, ranks in pieces
         ]
-    all_ranks = tuple(range(layout.dims[0][1].ranks)) if isinstance(layout, Shard) else None
-    return tuple((slices, tuple(sorted(ranks)) if ranks is not None else all_ranks or ()) for slices, ranks in blocks)
+    return tuple((here, there, tuple(sorted(owners))) for here, there, owners in blocks)

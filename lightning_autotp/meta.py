@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from lightning_autotp.layout import Invariant, Layout, Replicate, Run, Shard, boxes, local_shape, shared_blocks
+from lightning_autotp.layout import Invariant, Layout, Run, Shard, local_shape, owned_boxes
 
 
 @dataclass(frozen=True)
@@ -19,11 +19,13 @@ class Slices:
         local: per dim, the half-open range in this rank's tensor.
         source: name of the tensor in the original model.
         original: per dim, the half-open range in the original tensor.
+        ranks: the ranks that hold this block, ascending.
     """
 
     local: tuple[Run, ...]
     source: str
     original: tuple[Run, ...]
+    ranks: tuple[int, ...]
 
 
 @dataclass
@@ -77,20 +79,19 @@ class ParameterMeta:
 
     @property
     def mapping(self) -> tuple[Slices, ...]:
-        """Blocks of the local tensor and where they lie in the original one."""
-        return tuple(Slices(here, self.name, there) for here, there in boxes(self.shape, self.layout, self.rank))
+        """Blocks of the local tensor, where they lie in the original one, and who holds them."""
+        if isinstance(self.layout, Shard):
+            owned = owned_boxes(self.shape, self.layout, self.rank)
+            return tuple(Slices(here, self.name, there, ranks) for here, there, ranks in owned)
+        whole = tuple((0, size) for size in self.shape)
+        return (Slices(whole, self.name, whole, tuple(range(self.ranks))),)
 
     @property
-    def blocks(self) -> tuple[tuple[tuple[Run, ...], tuple[int, ...]], ...]:
-        """Blocks of the local tensor and the ranks that hold each."""
-        if isinstance(self.layout, Replicate):
-            return ((tuple((0, size) for size in self.shape), tuple(range(self.ranks))),)
-        return shared_blocks(self.shape, self.layout, self.rank)
-
-    @property
-    def grad_sync(self) -> tuple[tuple[tuple[Run, ...], tuple[int, ...]], ...]:
-        """The blocks of the local gradient that must be summed with other ranks', and with which."""
-        return tuple((slices, ranks) for slices, ranks in self.blocks if len(ranks) > 1)
+    def grad_sync(self) -> tuple[Slices, ...]:
+        """The blocks whose local gradient must be summed with that of the other ranks that hold them."""
+        if isinstance(self.layout, Invariant):  # every rank computes all of the gradient
+            return ()
+        return tuple(block for block in self.mapping if len(block.ranks) > 1)
 
 
 def parameter_meta(parameter: nn.Parameter) -> ParameterMeta:

@@ -46,16 +46,20 @@ class OpaqueForward:
         return result
 
     def _run(self, args: Any, kwargs: Any) -> Any:
-        real: dict[int, Any] = {id(self): None}
+        real: dict[int, Any] = {}
         for module in self.module.modules():
+            inner = module.__dict__.get("forward")
+            if isinstance(inner, OpaqueForward):  # it holds the whole trace
+                real[id(inner)] = None
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
                 if tensor is not None:
                     value = self.tracer.real.get(id(tensor), _random(tensor))
                     is_parameter = name in module._parameters
                     real[id(tensor)] = nn.Parameter(value, requires_grad=False) if is_parameter else value
         twin = copy.deepcopy(self.module, real)
-        twin.__dict__.pop("forward", None)
         for module in twin.modules():
+            if module.__dict__.get("forward", self) is None:
+                del module.forward
             module._forward_hooks.clear()
             module._forward_pre_hooks.clear()
         args, kwargs = pytree.tree_map_only(Tensor, self._value, (args, kwargs))

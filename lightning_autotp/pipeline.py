@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_autotp.adapters import refuse_merging
 from lightning_autotp.agreement import raise_together
 from lightning_autotp.annotate import annotate
 from lightning_autotp.capture import capture, capture_local, language_model_inputs
@@ -113,6 +114,7 @@ def parallelize(
         load_parameters(model, device=device)
     model.autotp_plan, model.autotp_group = plan, group  # type: ignore[assignment]
     synchronize_gradients(model, group)
+    refuse_merging(model)
     return model
 
 

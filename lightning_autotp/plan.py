@@ -114,6 +114,19 @@ class SizePlan:
 
 
 @dataclass(frozen=True)
+class DrawPlan:
+    """A call that draws random numbers for a sharded tensor: each rank draws its own.
+
+    Attributes:
+        module: path of the module whose code makes it.
+        call: which call.
+    """
+
+    module: str
+    call: CallSite
+
+
+@dataclass(frozen=True)
 class Communication:
     """Collectives of one training step, by kind: calls and bytes of the whole tensors, forward and backward."""
 
@@ -133,6 +146,7 @@ class Plan:
         layers: layers with a parallel version.
         conversions: layout changes at other modules' boundaries.
         sizes: sizes in Python that become local.
+        draws: calls at which each rank draws its own random numbers.
         communication: what one step of the traced batch communicates.
     """
 
@@ -142,6 +156,7 @@ class Plan:
     layers: tuple[LayerPlan, ...] = ()
     conversions: tuple[ConversionPlan, ...] = ()
     sizes: tuple[SizePlan, ...] = ()
+    draws: tuple[DrawPlan, ...] = ()
     communication: tuple[Communication, ...] = ()
 
     def to_json(self) -> str:
@@ -164,6 +179,7 @@ class Plan:
                 layers=tuple(_decode(LayerPlan, item) for item in data["layers"]),
                 conversions=tuple(_decode(ConversionPlan, item) for item in data["conversions"]),
                 sizes=tuple(_decode(SizePlan, item) for item in data["sizes"]),
+                draws=tuple(_decode(DrawPlan, item) for item in data["draws"]),
                 communication=tuple(_decode(Communication, item) for item in data["communication"]),
             )
         except (KeyError, TypeError, AttributeError) as error:

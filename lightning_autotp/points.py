@@ -7,6 +7,7 @@ after it, the solver may convert a tensor.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import replace
 
@@ -126,3 +127,13 @@ def static_operands(graph: Graph) -> dict[tuple[int, int], CallPoint]:
             if isinstance(value, Ref) and graph.tensors[value.tensor].is_static and call.arguments.count(value) == 1:
                 found[position, value.tensor] = CallPoint(call.module, call.site, "argument", leaf)
     return found
+
+
+def private_draws(graph: Graph, drawing: Collection[Operator]) -> frozenset[int]:
+    """Positions of those operators that alone draw random numbers in the call that runs them.
+
+    A whole call draws the group's common numbers, or the rank's own: two operators of one call may need one each.
+    """
+    counts = Counter(operator.call for operator in drawing)
+    alone = {id(operator) for operator in drawing if operator.call >= 0 and counts[operator.call] == 1}
+    return frozenset(position for position, operator in enumerate(graph.operators) if id(operator) in alone)

@@ -18,7 +18,7 @@ from lightning_autotp.layers.group import TPGroup
 from lightning_autotp.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_autotp.layers.logits import VocabParallelLogits
 from lightning_autotp.layers.parameters import localize_parameter
-from lightning_autotp.layout import Invariant, Layout, Shard, local_shape
+from lightning_autotp.layout import Invariant, Layout, Shard, local_shape, resized
 from lightning_autotp.meta import ParameterMeta, initialize_parameter_meta
 from lightning_autotp.plan import ConversionPlan, LayerPlan, Plan, SizePlan
 
@@ -66,7 +66,7 @@ def apply_plan(model: nn.Module, plan: Plan, group: TPGroup) -> None:
 
 
 def _change_calls(model: nn.Module, plan: Plan, group: TPGroup) -> None:
-    """Conversions and sizes at calls inside modules."""
+    """Conversions, sizes and random numbers at calls inside modules."""
     changes: dict[str, dict[CallSite, CallChanges]] = {}
 
     def at(module: str, call: CallSite) -> CallChanges:
@@ -75,12 +75,15 @@ def _change_calls(model: nn.Module, plan: Plan, group: TPGroup) -> None:
     for conversion in plan.conversions:
         if conversion.call is not None:
             here = at(conversion.module, conversion.call)
+            here.converts = True
             places = here.arguments if conversion.side == "argument" else here.results
             places.append((int(conversion.key), BoundaryConversion(conversion, group).convert))
     for size in plan.sizes:
         if size.call is not None:
-            local = number(size.local[group.rank])
+            local = number(size.whole, size.local[group.rank])
             at(size.module, size.call).arguments.append((int(size.attribute), local))
+    for draw in plan.draws:
+        at(draw.module, draw.call).draws_in = group
     for path, calls in changes.items():
         module = model.get_submodule(path)
         module.forward = LocalForward(module, path, calls)
@@ -156,7 +159,23 @@ class BoundaryConversion:
             return VocabParallelLogits(tensor, self.plan.target, self.group)
         if tensor.is_meta and tensor.shape == self._local_shape():
             return tensor  # in a trace that looks for sizes: the comparison tells that nothing was converted here
-        return convert(tensor, self.plan.source, self.plan.target, self.group)
+        return convert(tensor, *self._for_this_batch(tensor), self.group)
+
+    def _for_this_batch(self, tensor: Tensor) -> tuple[Layout, Layout]:
+        """The planned layouts, where the sharded dim (heads of every token, say) is as long as this batch makes it."""
+        source, target = self.plan.source, self.plan.target
+        shard = source if isinstance(source, Shard) else target
+        if not isinstance(shard, Shard) or tensor.dim() <= shard.dims[0][0]:
+            return source, target
+        dim, ownership = shard.dims[0]
+        planned = ownership.local_size(self.group.rank) if shard is source else ownership.size
+        if tensor.shape[dim] == planned or not planned:
+            return source, target
+        found = resized(ownership, tensor.shape[dim] * ownership.size // planned)
+        if found is None:
+            return source, target  # the conversion tells that the tensor does not fit
+        here = Shard(((dim, found),))
+        return (here, target) if shard is source else (source, here)
 
     def _local_shape(self) -> tuple[int, ...] | None:
         """Shape of this rank's part, where a tensor that is whole is to be cut in the trace."""
@@ -196,8 +215,8 @@ def _replaced(value: Any, steps: tuple[Any, ...], change: Callable[[Any], Any], 
         if is_dataclass(value) and not isinstance(value, type):
             name = step if isinstance(step, str) else fields(value)[step].name
             return replace(value, **{name: _replaced(getattr(value, name), rest, change, who)})
-        if isinstance(value, dict | list):
-            shallow = copy.copy(value)
+        if isinstance(value, (dict, list)):  # in words that torch.compile can trace
+            shallow: Any = {**value} if type(value) is dict else copy.copy(value)
             shallow[step] = _replaced(value[step], rest, change, who)
             return shallow
     except (IndexError, KeyError, AttributeError) as error:

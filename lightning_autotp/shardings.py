@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from lightning_autotp.axes import Axis, Concat, Dim, Product, ownership
+from lightning_autotp.axes import Axes, Axis, Concat, Dim, Product, leaves, ownership
 from lightning_autotp.layout import Ownership, Run
+from lightning_autotp.rules import Relation
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,21 @@ def candidates(parameters: Iterable[tuple[Dim, ...]], ranks: int) -> list[Shardi
                     if isinstance(other, Axis) and other.size >= -(-ranks // factor.size):
                         found.setdefault((factor.id, other.id), _dealt_within(factor, other, ranks))
     return list(found.values())
+
+
+def squares(relations: Iterable[Relation], axes: Axes, parameters: Collection[int]) -> frozenset[int]:
+    """Results of products with a matrix both of whose dims are the same axis (hidden to hidden), which cannot be cut.
+
+    Where its result is gathered at once, what comes after need not be of that axis.
+    """
+    return frozenset(
+        relation.operator.outputs[0]
+        for relation in relations
+        if relation.contracted
+        for tensor in relation.operator.inputs
+        if tensor in parameters and len(dims := relation.inputs[tensor]) == 2
+        if {a.id for a in leaves(axes.resolve(dims[0]))} & {a.id for a in leaves(axes.resolve(dims[1]))}
+    )
 
 
 def _dealt(axis: Axis, ranks: int) -> Sharding:

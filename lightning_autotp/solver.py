@@ -14,14 +14,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from lightning_autotp.axes import Axes, Dim, leaves, shardable
-from lightning_autotp.cost import CONVERSIONS, Profile, product_flops
+from lightning_autotp.cost import CONVERSIONS, Profile, product_flops, typical_matrix
 from lightning_autotp.elimination import Elimination, NoAssignment, TooManyCombinations
 from lightning_autotp.graph import Boundary, CallPoint, Graph, Operator
 from lightning_autotp.layout import Invariant, Layout, Partial, Replicate, Shard
-from lightning_autotp.points import static_operands
+from lightning_autotp.points import private_draws, static_operands
 from lightning_autotp.repeats import twins
 from lightning_autotp.rules import Dims, Relation, relate
-from lightning_autotp.shardings import candidates
+from lightning_autotp.shardings import candidates, squares
 
 I, R, P = "I", "R", "P"  # noqa: E741 (the field's own names for the types)
 _TYPES: dict[str, Layout] = {I: Invariant(), R: Replicate(), P: Partial()}
@@ -54,6 +54,7 @@ class Solution:
         conversions: where layouts change.
         slices: by operator (its position) and static tensor: how that operand becomes what the operator needs there.
         reduced: operators whose layer sums their Partial result (row-parallel linears, vocabulary-parallel look-ups).
+        drawing: calls, by number, that draw random numbers for a sharded tensor: each rank its own.
         global_views: boundaries where a sharded tensor leaves the modules and must look whole to the user's code
             (logits).
         whole: why parameters are left whole, by name.
@@ -66,6 +67,7 @@ class Solution:
     conversions: list[Conversion] = field(default_factory=list)
     slices: dict[tuple[int, int], Conversion] = field(default_factory=dict)
     reduced: set[int] = field(default_factory=set)
+    drawing: set[int] = field(default_factory=set)
     global_views: list[Conversion] = field(default_factory=list)
     whole: dict[str, str] = field(default_factory=dict)
     cost: float = 0.0
@@ -103,13 +105,16 @@ class _Solver:
         self.graph, self.ranks, self.profile = graph, ranks, profile
         self.fixed: set[Boundary | CallPoint] = set()
         relations, self.axes = relate(graph)
-        squares = _squares(relations, self.axes, graph)
-        if squares:
-            relations, self.axes = relate(graph, squares)
+        untied = squares(relations, self.axes, graph.parameters)
+        if untied:
+            relations, self.axes = relate(graph, untied)
         self.first = self._first_runs(relations)
         self.position = {id(operator): number for number, operator in enumerate(graph.operators)}
+        drawing = private_draws(graph, [relation.operator for relation in relations if relation.draws])
         for relation in relations:
             because = blocked.get(self.position[id(relation.operator)])
+            if because is None and relation.draws and self.position[id(relation.operator)] not in drawing:
+                because = "it draws random numbers in a call that draws others, too"
             if because is not None:
                 everything = [*relation.inputs.values(), *relation.outputs.values()]
                 relation.whole, relation.reason = [dim for dims in everything for dim in dims], because
@@ -127,9 +132,8 @@ class _Solver:
         self.leaves = static_operands(graph)
         self._layouts: dict[tuple[Dims, int], Layout] = {}
         tensors = graph.tensors
-        matrices = [tensors[tensor].bytes for tensor in graph.parameters if len(tensors[tensor].shape) > 1]
         crossing = [tensors[op.outputs[0]].bytes for op in graph.operators if op.boundary is not None]
-        self.matrix = statistics.median(matrices or [1])
+        self.matrix = typical_matrix([(tensors[tensor].shape, tensors[tensor].bytes) for tensor in graph.parameters])
         self.hidden = statistics.median(crossing or [1])
         self.shardings = candidates([self.dims[tensor] for tensor in graph.parameters if tensor in self.dims], ranks)
         self.cutting: dict[int, list[int]] = {}
@@ -222,6 +226,11 @@ class _Solver:
         layout = self._layout(tensor, number)
         return max(self._shares(layout)) if isinstance(layout, Shard) else 1.0
 
+    def _is_shared(self, tensor: int, number: int) -> bool:
+        """Whether several ranks hold an element that not all of them hold."""
+        layout = self._layout(tensor, number)
+        return isinstance(layout, Shard) and sum(self._shares(layout)) > 1 + 1e-6
+
     def _combinations(self, relation: Relation) -> Iterator[tuple[dict[int, str | int], float]]:
         """Every combination of types the operator may run at, with its cost."""
         inputs = [tensor for tensor in relation.inputs if tensor in self.dims]
@@ -261,6 +270,8 @@ class _Solver:
                 return None
             else:
                 kinds[tensor] = number
+        if relation.draws and any(self._is_shared(tensor, number) for tensor in outputs):
+            return None  # what several ranks hold must be the same on all of them
         cost = self._compute(relation, number)
         if contracted:
             summed = [dim for dim in relation.contracted if _touches([dim], axes)]
@@ -362,6 +373,8 @@ class _Solver:
                     solution.conversions.append(Conversion(operator.boundary, layouts[source], layouts[target], shape))
             elif operator.layer and _sums(operator, layouts):
                 solution.reduced.add(self.position[id(operator)])
+            if relation.draws and any(isinstance(layouts[tensor], Shard) for tensor in operator.outputs):
+                solution.drawing.add(operator.call)
             self._add_slices(solution, relation, kinds)
             if relation.reduces:
                 self._add_view(solution, operator.inputs[0], seen)
@@ -442,21 +455,6 @@ class _Solver:
         )
 
 
-def _squares(relations: list[Relation], axes: Axes, graph: Graph) -> frozenset[int]:
-    """Results of products with a matrix both of whose dims are the same axis (hidden to hidden), which cannot be cut.
-
-    Where its result is gathered at once, what comes after need not be of that axis.
-    """
-    return frozenset(
-        relation.operator.outputs[0]
-        for relation in relations
-        if relation.contracted
-        for tensor in relation.operator.inputs
-        if tensor in graph.parameters and len(dims := relation.inputs[tensor]) == 2
-        if {a.id for a in leaves(axes.resolve(dims[0]))} & {a.id for a in leaves(axes.resolve(dims[1]))}
-    )
-
-
 def _converted_differently(solution: Solution) -> set[Boundary | CallPoint]:
     """Places that are passed several times, and not with the same conversion each time."""
     seen: dict[Boundary | CallPoint, set[tuple[Layout, Layout] | None]] = {}
@@ -488,5 +486,6 @@ def _resolved(relation: Relation, axes: Axes) -> Relation:
         linear=relation.linear,
         added_last=relation.added_last,
         reduces=relation.reduces,
+        draws=relation.draws,
         reason=relation.reason,
     )

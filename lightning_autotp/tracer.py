@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_autotp.callsites import call_key, call_leaves, calling_frame, source_line
 from lightning_autotp.concrete import Concrete, NoValue
 from lightning_autotp.graph import Boundary, Call, CallSite, Graph, Operator, Ref, TensorInfo
+from lightning_autotp.randomness import are_own_numbers_noted
 from lightning_autotp.trace import RECORD
 
 # Operators that compute nothing: metadata checks, memory layout, and conversions to the dtype a tensor already has.
@@ -44,6 +45,8 @@ _TAKES = {"aten.index.Tensor", "aten.masked_select.default"}
 _FACTORIES = {
     getattr(torch, name) for name in ("arange", "zeros", "ones", "empty", "full", "rand", "randn", "eye", "linspace")
 }
+# Functions that make a tensor of numbers that Python holds.
+_CONSTANTS = {torch.tensor, torch.as_tensor, torch.asarray}
 
 
 @dataclass
@@ -225,7 +228,7 @@ class Tracer(SchemaCheckMode):
         layer = self._layers.get(module, "")
         if name != f"aten.{layer}.default":  # a subclass may compute in other ways than the layer does
             layer = ""
-        draft = Operator(name, reads, (), module, source, layer, call=call)
+        draft = Operator(name, reads, (), module, source, layer, call=call, own_numbers=are_own_numbers_noted())
         static = all(self.graph.tensors[tensor].is_static for tensor in draft.inputs)
         values = tuple(self._new(output, static).tensor for output in outputs)
         operator = replace(draft, outputs=values)
@@ -399,12 +402,21 @@ class Calls(TorchFunctionMode):
             result = func(*args, **kwargs)
         finally:
             self.current = before
+        if func in _CONSTANTS:
+            self._constant(func, args, kwargs, result)
         if len(self.tracer.graph.operators) == recorded:  # it looked at a shape
             del calls[number:]
             return result
         results = tuple(self._leaf(leaf) for leaf in call_leaves(result))
         calls[number] = replace(calls[number], results=results)
         return result
+
+    def _constant(self, func: Any, args: Any, kwargs: Any, result: Tensor) -> None:
+        """Note the value of a tensor made of Python's numbers: on meta it has none."""
+        with contextlib.suppress(NoValue), self.tracer.pause(), unset_fake_temporarily():
+            args, kwargs = pytree.tree_map_only(Tensor, self.tracer.value, (args, kwargs))
+            real = func(*args, **{**kwargs, "device": torch.device("cpu")})
+            self.tracer.concrete.known.setdefault(self.tracer._read(result).tensor, real.detach())
 
     def _leaf(self, leaf: Any) -> Any:
         if isinstance(leaf, Tensor):

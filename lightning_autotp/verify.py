@@ -2,7 +2,8 @@
 
 For every operator of the original graph the local one must have the same operator on the same tensors, with the same
 scalar arguments, and every tensor must have the shape that its layout gives this rank; every conversion of the plan
-must stand at its boundary, and nothing else may stand in between.
+must stand at its boundary, and nothing else may stand in between. A call that draws random numbers for a sharded
+tensor, and no other, must draw the rank's own.
 """
 
 from __future__ import annotations
@@ -81,6 +82,7 @@ class _Expected:
     outputs: tuple[tuple[Any, tuple[int, ...]], ...]
     origin: Operator
     free: frozenset[str] = frozenset()
+    own_numbers: bool = False
 
 
 def compare(local: Graph, solution: Solution, rank: int) -> Mismatch | None:
@@ -158,7 +160,7 @@ def _localized(solution: Solution, rank: int) -> Iterator[_Expected]:
                 names = yield from _operands(number, operator, solution, rank)
                 expected = _plain(operator, shapes, solution, rank)
                 arguments = tuple((key, renamed(value, names)) for key, value in expected.arguments)
-                yield replace(expected, arguments=arguments)
+                yield replace(expected, arguments=arguments, own_numbers=operator.call in solution.drawing)
 
 
 def _operands(
@@ -301,6 +303,9 @@ def _difference(expected: _Expected, found: Operator, local: Graph, tensors: dic
         return f"expected {expected.name}, found {found.name}"
     if found.boundary != (expected.origin.boundary if expected.name == "boundary" else None):
         return f"expected the boundary {expected.origin.boundary}, found {found.boundary}"
+    if found.own_numbers != expected.own_numbers:
+        who = ("the group's common", "its own")
+        return f"{expected.name}: the rank must draw {who[expected.own_numbers]} random numbers, it draws the others"
     theirs = dict(found.arguments)
     for name, value in expected.arguments:
         if name in expected.free:

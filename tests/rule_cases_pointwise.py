@@ -161,9 +161,14 @@ def cast(draw: Draw, name: str) -> Any:
     return draw.tape.call(name, x, dtype) if name == "aten.to.dtype" else draw.tape.call(name, x, dtype=dtype)
 
 
-@case("aten.dropout.default", "aten.feature_dropout.default", "aten.alpha_dropout.default")
-def dropout_without_effect(draw: Draw, name: str) -> Any:
-    p, train = draw.one((0.0, True), (0.5, False))
+@case(
+    *(
+        f"aten.{name}.default"
+        for name in ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "native_dropout")
+    )
+)
+def dropout(draw: Draw, name: str) -> Any:
+    p, train = draw.one((0.0, True), (0.5, False), (0.5, True), (0.5, True))
     return draw.tape.call(name, draw.operand(*draw.shape(2)), p, train)
 
 

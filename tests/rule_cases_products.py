@@ -51,7 +51,7 @@ def attention(draw: Draw, name: str) -> Any:
     if mask is not None:
         shape = *draw.narrowed((batch, heads)), queries, keys
         mask = draw.operand(*shape) if mask == "operand" else draw.tape.constant(draw.tape.draw(*shape))
-    return draw.tape.call(name, query, key, value, mask, 0.0, causal, enable_gqa=groups > 1)
+    return draw.tape.call(name, query, key, value, mask, draw.one(0.0, 0.5), causal, enable_gqa=groups > 1)
 
 
 @case("transformers.grouped_mm_fallback.default", "aten._grouped_mm.default")

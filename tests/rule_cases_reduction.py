@@ -29,12 +29,15 @@ def reduction(draw: Draw, name: str) -> Any:
     return draw.tape.call(name, draw.operand(*shape), draw.dims(shape), draw.one(False, True))
 
 
-@case("aten.var.dim", "aten.std.dim", "aten.linalg_vector_norm.default", "aten.norm.ScalarOpt_dim")
+@case(
+    *("aten.var.dim", "aten.std.dim"),
+    *("aten.linalg_vector_norm.default", "aten.linalg_norm.default", "aten.norm.ScalarOpt_dim"),
+)
 def deviation(draw: Draw, name: str) -> Any:
     shape = tuple(size + 1 for size in draw.shape())
-    first = False if name.endswith(".dim") else 2
+    first = False if name.endswith(".dim") else None if name == "aten.linalg_norm.default" else 2
     return (
-        draw.tape.call(name, draw.operand(*shape), first, draw.dims(shape))
+        draw.tape.call(name, draw.operand(*shape), first, draw.dims(shape)[:2])
         if "norm" in name
         else draw.tape.call(name, draw.operand(*shape), draw.dims(shape), first)
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from hypothesis import strategies as st
 from rule_draws import SIZES, Draw, case
 
@@ -155,6 +156,8 @@ def join(draw: Draw, name: str) -> Any:
         size = shape[dim] if name == "aten.stack.default" else draw.one(*SIZES)
         sizes = [size if at == dim % len(shape) else length for at, length in enumerate(shape)]
         parts.append(draw.other(*sizes, like=parts[0]))
+    if name != "aten.stack.default" and draw.one(False, True):  # as a cache is before its first use
+        parts.insert(0, draw.tape.constant(torch.empty(0, dtype=torch.float64)))
     return draw.tape.call(name, parts, dim)
 
 

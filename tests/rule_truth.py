@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lightning_autotp.cost import Profile
-from lightning_autotp.graph import Graph, Operator, Ref, TensorInfo
+from lightning_autotp.graph import Call, CallSite, Graph, Operator, Ref, TensorInfo
 from lightning_autotp.layers.embedding import vocab_parallel_lookup
 from lightning_autotp.layout import Invariant, Layout, Ownership, Partial, Replicate, Shard, boxes
 from lightning_autotp.rules import Relation, entry, relate
@@ -113,7 +114,11 @@ class Tape:
         result = overload(*args, **kwargs)
         results = [result] if isinstance(result, Tensor) else list(result)
         results = [self._note(value.detach().resolve_conj().contiguous(), static) for value in results]
-        operator = Operator(name, draft.arguments, tuple(map(self.number, results)), "", name, layer)
+        operator = Operator(
+            name, draft.arguments, tuple(map(self.number, results)), "", name, layer, call=len(self.graph.calls)
+        )
+        # A call of its own, at which no argument can be changed.
+        self.graph.calls.append(Call("", CallSite("tape", len(self.graph.calls), name, 0), (), ()))
         self._calls[len(self.graph.operators)] = _arguments(overload, numbered, keywords)
         self.graph.operators.append(operator)
         return results[0] if isinstance(result, Tensor) else results
@@ -292,10 +297,54 @@ def _run(name: str, arguments: dict[str, Any], tensors: Mapping[int, Tensor]) ->
     return [value.resolve_conj() for value in results]
 
 
-# What these leave in memory is not defined, or has no derivative: what a model means by them.
-_MEANT: dict[str, Callable[..., Tensor]] = {
+def _numbers(values: Tensor, dims: int = 0) -> Tensor:
+    """Random numbers in [0, 1) that an element has wherever it lies: by its value, or the sum over all later dims."""
+    if dims:
+        values = values.sum(tuple(range(dims, values.ndim)), keepdim=True) if values.ndim > dims else values
+    return (values.detach().double() * 1e4).remainder(1)
+
+
+def _dropped(values: Tensor, p: float, train: bool | None = True, dims: int = 0) -> Tensor:
+    return values * (_numbers(values, dims) >= p) / (1 - p) if p and train is not False else values
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    """Attention with a mask of every score's own."""
+    if not dropout_p:
+        attend = torch.ops.aten.scaled_dot_product_attention.default
+        return attend(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    repeats = query.shape[-3] // key.shape[-3]
+    key, value = (part.repeat_interleave(repeats, -3) for part in (key, value))
+    scores = query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5
+    if is_causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), -torch.inf)
+    return _dropped((scores if attn_mask is None else scores + attn_mask).softmax(-1), dropout_p) @ value
+
+
+# What these leave in memory is not defined, or has no derivative, or is random: what a model means by them.
+_MEANT: dict[str, Callable[..., Any]] = {
     "aten.empty_like.default": lambda self, **_: torch.zeros_like(self),
     "aten.new_empty.default": lambda self, size, **_: self.new_zeros(size),
+    **{
+        f"aten.{name}": lambda self, *_, **__: _numbers(self)
+        for name in ("rand_like.default", "randn_like.default", "exponential.default", "uniform.default")
+    },
+    "aten.bernoulli.default": lambda self, **_: (_numbers(self) < self).to(self.dtype),
+    "aten.bernoulli.p": lambda self, p, **_: (_numbers(self) < p).to(self.dtype),
+    **{f"aten.{name}.default": _dropped for name in ("dropout", "alpha_dropout")},
+    **{f"aten.feature_{name}.default": partial(_dropped, dims=2) for name in ("dropout", "alpha_dropout")},
+    "aten.native_dropout.default": lambda input, p, train: (_dropped(input, p, train), _numbers(input) >= p),
+    "aten.scaled_dot_product_attention.default": _attention,
     "aten.copy.default": lambda self, src, _: self.clone().copy_(src),
 }
 

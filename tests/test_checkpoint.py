@@ -13,19 +13,16 @@ from distributed import run_ranks
 from local_model import Original, cut, layouts, local_model
 from torch import Tensor, nn
 
-from lightning_autotp.agreement import PeerError
 from lightning_autotp.checkpoint import (
     full_optimizer_state,
     full_state_dict,
     load_full_optimizer_state,
     load_full_state_dict,
     model_group,
-    save_pretrained,
-    write_atomically,
 )
+from lightning_autotp.checkpoint_files import save_file
 from lightning_autotp.layers.group import TPGroup
-from lightning_autotp.layout import Invariant, Ownership, Shard
-from lightning_autotp.meta import parameter_meta
+from lightning_autotp.layout import Shard
 
 STEPS = 3
 
@@ -107,9 +104,7 @@ def on_every_rank(rank: int, world_size: int, directory: str) -> dict[str, Any]:
 
     # Into a fresh model, through a memory-mapped file: goes on as if nothing had happened.
     if rank == 0:
-        write_atomically(
-            {"state": seen["state"], "optimizer": seen["optimizer"]}, Path(directory) / str(world_size) / "c.pt"
-        )
+        save_file({"state": seen["state"], "optimizer": seen["optimizer"]}, Path(directory) / str(world_size) / "c.pt")
     dist.barrier()
     saved = torch.load(Path(directory) / str(world_size) / "c.pt", mmap=True, weights_only=True)
     fresh = Holder(cut(Original(), group, layouts(world_size)))
@@ -150,7 +145,6 @@ def on_every_rank(rank: int, world_size: int, directory: str) -> dict[str, Any]:
     fresh.model.inner.grad = torch.ones_like(fresh.model.inner)
     factored.step()
     seen["factored"] = message(full_optimizer_state, factored, fresh)
-    seen["not Hugging Face"] = message(save_pretrained, model, directory)
     return seen
 
 
@@ -303,73 +297,8 @@ def test_optimizer_states_that_do_not_fit_are_refused(ranks: list[dict[str, Any]
         )
         assert "of model.inner has shape" in seen["factored"]
         assert "save_weights_only=True" in seen["factored"]
-        assert "TypeError: save_pretrained writes a Hugging Face model, not a Original" in seen["not Hugging Face"]
 
 
 def test_a_model_that_is_not_parallel_is_named() -> None:
     with pytest.raises(RuntimeError, match="Linear has no parallel model in it"):
         model_group(nn.Linear(2, 2))
-
-
-def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "file.pt"
-    write_atomically({"a": 1}, path)
-    with pytest.raises(AttributeError):
-        write_atomically({"a": 2, "b": lambda: None}, path)
-    assert torch.load(path) == {"a": 1}
-    assert [file.name for file in path.parent.iterdir()] == ["file.pt"]
-
-
-def tiny_llama(tied: bool) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=50, hidden_size=12, intermediate_size=20, num_hidden_layers=2, num_attention_heads=3,
-        num_key_value_heads=3, tie_word_embeddings=tied, eos_token_id=7, bos_token_id=1,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config)
-    model.generation_config.max_new_tokens = 23
-    return model
-
-
-def export(rank: int, world_size: int, directory: str) -> None:
-    for tied in (True, False):
-        group = TPGroup.of(dist.group.WORLD)
-        model = tiny_llama(tied)
-        plans = {
-            name: Shard(((0, Ownership.dealt(parameter.shape[0], world_size)),)) if parameter.dim() > 1 else Invariant()
-            for name, parameter in model.named_parameters()
-        }
-        cut(model, group, plans)
-        assert parameter_meta(model.lm_head.weight).is_tied == tied
-        save_pretrained(model, Path(directory) / str(tied), max_shard_size="3KB")
-        save_pretrained(model, Path(directory) / "nothing", write=False)
-        blocked = Path(directory) / f"blocked {tied}" / "file"
-        if rank == 0:
-            blocked.parent.mkdir()
-            blocked.write_text("")
-        dist.barrier()
-        kinds = (FileExistsError, NotADirectoryError) if rank == 0 else PeerError
-        with pytest.raises(kinds):
-            save_pretrained(model, blocked / "x")
-
-
-def test_the_exported_directory_is_an_ordinary_model(tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    run_ranks(export, 2, str(tmp_path))
-    assert not (tmp_path / "nothing").exists()
-    for tied in (True, False):
-        original = tiny_llama(tied)
-        loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path / str(tied), output_loading_info=True)
-        assert not report["missing_keys"]
-        assert not report["unexpected_keys"]
-        assert type(loaded) is type(original)
-        assert len(list((tmp_path / str(tied)).glob("*.safetensors"))) > 1
-        assert_same_state(loaded.state_dict(), original.state_dict())
-        assert loaded.generation_config.max_new_tokens == 23
-        own, theirs = original.config.to_dict(), loaded.config.to_dict()
-        for changed in ("architectures", "dtype", "_name_or_path"):
-            own.pop(changed, None), theirs.pop(changed, None)
-        assert own == theirs

@@ -30,7 +30,7 @@ PAGES = [*sorted(ROOT.glob("*.md")), *DOCS]
 RULES_PAGE = ROOT / "docs" / "adding-a-rule.md"
 TROUBLE = ROOT / "docs" / "troubleshooting.md"
 # These never leave the package: they become other errors, or a reason in the plan.
-INTERNAL = {"TooManyCombinations", "_ValueNeeded", "NoAssignment", "NoValue", "Unlocalizable", "_NoLeaf"}
+INTERNAL = {"TooManyCombinations", "_Unknown", "_ValueNeeded", "NoAssignment", "NoValue", "Unlocalizable", "_NoLeaf"}
 
 
 def named(page: Path) -> str:

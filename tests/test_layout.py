@@ -11,13 +11,12 @@ from hypothesis import strategies as st
 from lightning_autotp.layout import (
     Invariant,
     Ownership,
-    Partial,
     Replicate,
     Shard,
     boxes,
     local_shape,
     merge_runs,
-    shared_blocks,
+    owned_boxes,
 )
 
 RANKS = st.integers(1, 4)
@@ -67,8 +66,12 @@ def test_boxes_and_blocks_cover_the_local_tensor(owned: Ownership) -> None:
         assert local_shape(shape, layout, rank) == (2, owned.local_size(rank))
         at = owned.indices(rank)
         owners = {i: ranks for start, stop, ranks in owned.owners for i in range(start, stop)}
-        blocks = {i: ranks for slices, ranks in shared_blocks(shape, layout, rank) for i in range(*slices[1])}
-        assert blocks == {position: owners[index] for position, index in enumerate(at)}
+        blocks = {
+            here: (there, ranks)
+            for local, whole, ranks in owned_boxes(shape, layout, rank)
+            for here, there in zip(range(*local[1]), range(*whole[1]), strict=True)
+        }
+        assert blocks == {position: (index, owners[index]) for position, index in enumerate(at)}
 
 
 @given(st.lists(ownerships(ranks=3), min_size=2, max_size=2), st.integers(1, 3))
@@ -86,8 +89,9 @@ def test_several_dims_are_cut_at_once(maps: list[Ownership], length: int) -> Non
             filled[tuple(slice(*run) for run in here)] = whole[tuple(slice(*run) for run in there)]
         assert np.array_equal(filled, local)
         seen = np.zeros(local.shape, dtype=int)
-        for here, owners in shared_blocks(shape, layout, rank):
+        for here, there, owners in owned_boxes(shape, layout, rank):
             block = tuple(slice(*run) for run in here)
+            assert np.array_equal(local[block], whole[tuple(slice(*run) for run in there)])
             seen[block] += 1
             for element in local[block].flatten():
                 assert owners == tuple(other for other in range(3) if element in locals_[other])
@@ -103,10 +107,9 @@ def test_merged_runs_hold_the_same_indices(runs: list[tuple[int, int]]) -> None:
     assert all(one[1] < other[0] for one, other in pairwise(merged))
 
 
-def test_what_is_not_sharded_is_one_block() -> None:
-    assert shared_blocks((3, 2), Invariant(), 1) == ((((0, 3), (0, 2)), (1,)),)
-    assert shared_blocks((3,), Partial(), 0) == ((((0, 3),), (0,)),)
+def test_what_is_not_sharded_is_whole() -> None:
     assert local_shape((3, 2), Replicate(), 0) == (3, 2)
+    assert boxes((3, 2), Invariant(), 1) == ((((0, 3), (0, 2)), ((0, 3), (0, 2))),)
 
 
 def test_every_index_needs_an_owner() -> None:

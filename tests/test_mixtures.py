@@ -27,7 +27,7 @@ from transformers import (
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 from lightning_autotp import parallelize
-from lightning_autotp.checkpoint import save_pretrained
+from lightning_autotp.export import save_pretrained
 from lightning_autotp.layers.group import TPGroup
 from lightning_autotp.layout import Invariant, Layout, Ownership, Shard
 from lightning_autotp.load import CheckpointError, load_parameters

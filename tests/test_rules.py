@@ -8,6 +8,7 @@ draws in :mod:`rule_draws`. See :mod:`rule_truth` for what is compared.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -34,8 +35,7 @@ ELSEWHERE = {
 # Every dim stays whole here.
 WHOLE = {
     *(f"aten.{name}.default" for name in ("mean", "max", "min", "any", "all", "squeeze", "histc", "bincount")),
-    *(f"aten.{name}.default" for name in ("rand_like", "randn_like", "exponential", "uniform", "bernoulli")),
-    *("aten.bernoulli.p", "aten.multinomial.default"),
+    "aten.multinomial.default",
     *(f"aten.{name}.default" for name in ("nll_loss", "nll_loss_nd", "nll_loss2d")),
 }
 # Over a sharded dim these give a Partial.
@@ -107,14 +107,49 @@ def test_what_ranks_share_is_not_summed() -> None:
 
 
 @pytest.mark.parametrize("p", [0.0, 0.5])
-def test_random_masks_are_drawn_whole(p: float) -> None:
+def test_what_one_random_number_decides_for_is_kept_whole(p: float) -> None:
+    """A channel's elements share their number, a score's value features too; a Partial is not dropped from."""
     tape = Tape()
-    tape.call("aten.dropout.default", tape.parameter(4, 4), p, True)
+    x = tape.parameter(4, 4, 4)
+    tape.call("aten.feature_dropout.default", x, p, True)
     query, key, value = (tape.parameter(2, 4, 3, 5) for _ in range(3))
     tape.call("aten.scaled_dot_product_attention.default", query, key, value, None, p)
-    for name in ("aten.dropout.default", "aten.scaled_dot_product_attention.default"):
-        kinds = {combination.kind for combination in tape.combinations(name, 2)}
-        assert ("sharded" in kinds) is (p == 0.0)
+
+    def cut(name: str, tensor: Tensor) -> set[int]:
+        layouts = [c.layouts[tape.number(tensor)] for c in tape.combinations(name, 2)]
+        return {dim for layout in layouts if isinstance(layout, Shard) for dim, _ in layout.dims}
+
+    assert cut("aten.feature_dropout.default", x) == ({0, 1} if p else {0, 1, 2})
+    assert cut("aten.scaled_dot_product_attention.default", value) == ({0, 1} if p else {0, 1, 3})
+    kinds = {combination.kind for combination in tape.combinations("aten.feature_dropout.default", 2)}
+    assert ("linear" in kinds) is (p == 0.0)
+    tape.call("aten.dropout.default", x, p, True)
+    if p:
+        with pytest.raises(Untrue):
+            tape.play(forced(tape, "aten.feature_dropout.default", x, 2, 2), 2)
+
+
+def test_what_ranks_share_is_not_dropped_from() -> None:
+    """Four ranks share two heads: each pair would have to draw the same numbers for its head."""
+    tape = Tape()
+    features, scales = tape.parameter(6), tape.parameter(2, 1)
+    heads = tape.call("aten.view.default", features, [2, 3])
+    tape.call("aten.mul.Tensor", heads, scales)
+    tape.call("aten.dropout.default", heads, 0.5, True)
+    tape.call("aten.alpha_dropout.default", scales, 0.5, True)
+    assert tape.prove("aten.dropout.default", 4)["sharded"] > 0  # heads and features: disjoint parts
+    assert tape.prove("aten.alpha_dropout.default", 4)["sharded"] == 0
+
+
+def test_two_draws_in_one_call_stay_whole() -> None:
+    tape = Tape()
+    x = tape.parameter(4, 4)
+    tape.call("aten.dropout.default", x, 0.5, True)
+    tape.call("aten.alpha_dropout.default", x, 0.5, True)
+    assert tape.prove("aten.dropout.default", 2)["sharded"] > 0
+    first, second = tape.graph.operators
+    tape.graph.operators[1] = replace(second, call=first.call)
+    assert tape.prove("aten.dropout.default", 2)["sharded"] == 0
 
 
 @pytest.mark.parametrize("reduction", [0, 1, 2])

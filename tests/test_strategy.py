@@ -13,7 +13,6 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -84,7 +83,8 @@ class Task(L.LightningModule):
     def on_after_backward(self) -> None:
         if len(self.seen["gradients"]) < 2:
             parallel = any(hasattr(module, "autotp_group") for module in self.modules())
-            found = full_gradients(self) if parallel else {n: p.grad.clone() for n, p in self.named_parameters()}
+            alone = self.named_parameters(remove_duplicate=False)
+            found = full_gradients(self) if parallel else {name: value.grad.clone() for name, value in alone}
             self.seen["gradients"].append(found)
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
@@ -100,8 +100,9 @@ class Task(L.LightningModule):
 
 def trainer(strategy: Any, devices: int, **options: Any) -> L.Trainer:
     return L.Trainer(
-        accelerator="cpu", devices=devices, strategy=strategy, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, **{"max_steps": STEPS, "max_epochs": -1, **options},
+        accelerator="cpu", devices=devices, strategy=strategy, logger=False, enable_progress_bar=False,
+        enable_model_summary=False,
+        **{"max_steps": STEPS, "max_epochs": -1, "enable_checkpointing": False, **options},
     )  # fmt: skip
 
 
@@ -116,11 +117,12 @@ def fit(
     shuffle: bool = False,
     ckpt_path: Any = None,
     save: Any = None,
+    data: Any = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Train and return what was seen, with the final whole weights."""
     fitting = trainer(strategy, devices, **options)
-    fitting.fit(task, loader(shuffle), ckpt_path=ckpt_path)
+    fitting.fit(task, loader(shuffle) if data is None else data, ckpt_path=ckpt_path)
     if save is not None:
         fitting.save_checkpoint(save)
     parallel = any(hasattr(module, "autotp_group") for module in task.modules())
@@ -429,7 +431,7 @@ def test_ranks_that_see_different_batches_are_told_what_to_do(two: list[dict[str
         ("two there", "has several children with parameters (other, model)"),
         ("different weights", "the ranks built different weights: model.embed_tokens.weight"),
         ("no checkpoint", "none does not exist"),
-        ("cut", "PytorchStreamReader failed"),
+        ("cut", "cut.ckpt (3000 bytes) cannot be read"),
         ("another model", "missing: net.0.weight\n"),
         ("not writable", "writing the checkpoint"),
     ],
@@ -462,12 +464,6 @@ def test_auto_sizes() -> None:
     strategies = [AutoTPStrategy(), AutoTPStrategy(data_parallel_size=2), AutoTPStrategy(4, 1)]
     found = [trainer(strategy, 4).strategy for strategy in strategies]
     assert [(s._tensor_parallel_size, s._data_parallel_size) for s in found] == [(4, 1), (2, 2), (4, 1)]
-
-
-def test_loss_scaling_is_refused() -> None:
-    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
-    with pytest.raises(ValueError, match="bf16-mixed"):
-        trainer(AutoTPStrategy(), 2, plugins=[plugin])
 
 
 def test_importing_again_registers_again() -> None:

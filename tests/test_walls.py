@@ -47,9 +47,18 @@ def test_analysis_knows_no_torch(room: str) -> None:
         assert not foreign, f"{path.name} imports {foreign}"
 
 
-def test_lightning_only_in_the_strategy() -> None:
+def test_lightning_only_in_the_strategy_and_for_its_callbacks() -> None:
     users = {path.name for path in MODULES if any(name.split(".")[0] == "lightning" for name in imports(path))}
-    assert users == {"strategy.py"}
+    assert users == {"strategy.py", "summary.py", "averaging.py"}
+
+
+@pytest.mark.parametrize(
+    ("room", "known"),
+    [("batches", {"agreement"}), ("optimizers", {"checkpoint", "held", "layout"})],
+)
+def test_data_and_optimizers_know_little(room: str, known: set[str]) -> None:
+    used = {name.split(".")[1] for name in imports(PACKAGE / f"{room}.py") if name.startswith("lightning_autotp.")}
+    assert used == known
 
 
 def test_no_circles() -> None:
@@ -71,6 +80,14 @@ def test_no_circles() -> None:
     for module in edges:
         visit(module, ())
     assert len(done) > 20
+
+
+@pytest.mark.parametrize("room", ["reversal", "safetensors_writer"])
+def test_exports_are_planned_and_written_without_processes(room: str) -> None:
+    used = imports(PACKAGE / f"{room}.py")
+    assert not {"torch.distributed", "lightning_autotp.agreement", "lightning_autotp.checkpoint"} & used
+    if room == "safetensors_writer":
+        assert not {name for name in used if name.split(".")[0] in ("transformers", "lightning_autotp")}
 
 
 def test_rooms_are_small() -> None:

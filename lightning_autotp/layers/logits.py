@@ -1,11 +1,13 @@
 """Logits that are cut over the vocabulary but look whole, so that user code and losses work unchanged.
 
 :class:`VocabParallelLogits` is a tensor that shows the whole shape and holds this rank's part. Python-level functions
-on it (``__torch_function__``) fall in four groups, each an explicit table below:
+on it (``__torch_function__``) fall in five groups, each an explicit table below:
 
 * what the wrapper itself knows: shape, dtype, ...;
 * casts, pointwise functions and views run on the local part and stay sharded; the sizes that a view is given for the
   vocabulary are localized by index arithmetic, and a view that would split or merge the vocabulary is none of these;
+* a *copy* of the logits at one position (``logits[:, -1].clone()``) that is made without gradients is gathered, without
+  a word: the next token will be sampled from it, by many functions that need it whole;
 * ``F.cross_entropy`` with class indices becomes
   :func:`~lightning_autotp.layers.cross_entropy.vocab_parallel_cross_entropy`;
 * **everything else first gathers** the logits into an ordinary tensor (and says so, once per function), because a
@@ -58,6 +60,7 @@ class VocabParallelLogits(Tensor):
         local: the plain local tensor.
         shard: the layout.
         group: the tensor-parallel group.
+        one_position: whether these are the logits at a single position, taken without gradients.
 
     Raises:
         ValueError: if ``local`` does not fit the layout.
@@ -73,6 +76,7 @@ class VocabParallelLogits(Tensor):
     local: Tensor
     shard: Shard
     group: TPGroup
+    one_position: bool
 
     @staticmethod
     def __new__(cls, local: Tensor, shard: Shard, group: TPGroup) -> VocabParallelLogits:
@@ -180,6 +184,7 @@ def _make(local: Tensor, dim: int, ownership: Ownership, group: TPGroup) -> Voca
     shape = [ownership.size if at == dim else size for at, size in enumerate(local.shape)]
     wrapper = Tensor._make_wrapper_subclass(VocabParallelLogits, shape, dtype=local.dtype, device=local.device)
     wrapper.local, wrapper.shard, wrapper.group = local, Shard(((dim, ownership),)), group
+    wrapper.one_position = False
     return wrapper
 
 
@@ -187,7 +192,9 @@ def _make(local: Tensor, dim: int, ownership: Ownership, group: TPGroup) -> Voca
 
 
 def _rewrap(like: VocabParallelLogits, local: Tensor, dim: int) -> VocabParallelLogits:
-    return VocabParallelLogits(local, Shard(((dim, like.ownership),)), like.group)
+    made = VocabParallelLogits(local, Shard(((dim, like.ownership),)), like.group)
+    made.one_position = like.one_position
+    return made
 
 
 def _cast(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -199,8 +206,11 @@ def _cast(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
     local = func(*args, **kwargs)
     if local is logits.local:
         return logits
-    # On another device the group may be unable to gather later.
-    return _rewrap(logits, local, logits.vocab_dim) if local.device == logits.device else NotImplemented
+    if local.device != logits.device:  # the group may be unable to gather there
+        return NotImplemented
+    made = _rewrap(logits, local, logits.vocab_dim)
+    is_copy = func in _COPIES or kwargs.get("copy") or local.dtype != logits.dtype  # the same on every rank
+    return made.full() if logits.one_position and is_copy else made
 
 
 def _pointwise(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -303,6 +313,19 @@ def _squeeze(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
     )
 
 
+def _register_hook(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """On the local tensor, through which every gradient goes; the hook sees sharded gradients."""
+    logits, hook = args
+
+    def on_local(grad: Tensor) -> Tensor | None:
+        found = hook(_rewrap(logits, grad, logits.vocab_dim))
+        if found is None or isinstance(found, VocabParallelLogits):
+            return None if found is None else found.local
+        return take_owned(found, logits.vocab_dim, logits.ownership, logits.group.rank)
+
+    return logits.local.register_hook(on_local)
+
+
 def _getitem(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Indexing that leaves the vocabulary whole: ``[..., :-1, :]``, ``[:, -k:]``, ``[mask]``, ``[batch, position]``."""
     logits, index = args
@@ -312,7 +335,11 @@ def _getitem(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
     if found is None or any(isinstance(item, VocabParallelLogits) for item in found.index):
         return NotImplemented
     local = func(logits.local, found.index)
-    return _rewrap(logits, local, local.dim() - found.from_right)
+    part = _rewrap(logits, local, local.dim() - found.from_right)
+    is_last_dim = logits.vocab_dim == logits.dim() - 1
+    if is_last_dim and len(found.index) > 1 and type(found.index[-2]) is int and not torch.is_grad_enabled():
+        part.one_position = True
+    return part
 
 
 def _cross_entropy(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -349,6 +376,7 @@ def _record(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any
 
 
 _CROSS_ENTROPY = inspect.signature(F.cross_entropy)
+_COPIES = (Tensor.clone, torch.clone)
 
 
 def _recorders() -> tuple[Any, ...]:
@@ -372,7 +400,7 @@ _METADATA = frozenset(
         "shape", "ndim", "dtype", "device", "layout", "itemsize", "nbytes", "requires_grad", "grad_fn", "is_leaf"
     )
     + _everywhere("is_conj", "is_neg", "is_inference", "_is_view")
-    + _getters("grad", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested")
+    + _getters("grad", "_base", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested")
 )
 
 _HANDLERS: dict[Callable[..., Any], Callable[[Callable[..., Any], Sequence[Any], dict[str, Any]], Any]] = {
@@ -392,6 +420,7 @@ _HANDLERS: dict[Callable[..., Any], Callable[[Callable[..., Any], Sequence[Any],
     **dict.fromkeys(_everywhere("squeeze"), _squeeze),
     Tensor.__getitem__: _getitem,
     Tensor.is_contiguous: _is_contiguous,
+    Tensor.register_hook: _register_hook,
     F.cross_entropy: _cross_entropy,
 }
 
@@ -400,7 +429,7 @@ _HANDLERS: dict[Callable[..., Any], Callable[[Callable[..., Any], Sequence[Any],
 
 _IN_PLACE = re.compile(
     r"__(set|delete|setitem|i(add|sub|mul|div|truediv|floordiv|mod|pow|matmul|and|or|xor|lshift|rshift))__"
-    r"|.*[^_]_|retain_grad|register_hook|register_post_accumulate_grad_hook"
+    r"|.*[^_]_|retain_grad|register_post_accumulate_grad_hook"
 )
 _said: set[str] = set()
 
@@ -425,7 +454,7 @@ def _in_place_error(name: str, logits: VocabParallelLogits) -> RuntimeError:
 def _say_gathered(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     name = resolve_name(func) or getattr(func, "__name__", str(func))
     logits = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, VocabParallelLogits))
-    if name not in _said and logits.group.rank == 0:
+    if name not in _said and logits.group.rank == 0 and not logits.one_position:
         _said.add(name)
         warnings.warn(
             f"{name} has no vocabulary-sharded form: it gathers logits of shape {tuple(logits.shape)} on every rank "

@@ -10,7 +10,8 @@ from lightning_autotp.rules.registry import Dims, Site, rule
 def scaled_dot_product_attention(site: Site) -> Dims | list[Dims]:
     """``query [b, h, s, d]``, ``key [b, h or h_kv, t, d]``, ``value [b, h or h_kv, t, e]`` -> ``[b, h, s, e]``.
 
-    Sequences and the key features stay whole. With ``enable_gqa`` each key/value head serves ``h / h_kv`` query heads.
+    Sequences and the key features stay whole; with dropout, whose mask is ``[b, h, s, t]``, the value features, too.
+    With ``enable_gqa`` each key/value head serves ``h / h_kv`` query heads.
     """
     query, key, value = site.dims("query"), site.dims("key"), site.dims("value")
     if not 3 <= len(query) == len(key) == len(value):
@@ -30,6 +31,6 @@ def scaled_dot_product_attention(site: Site) -> Dims | list[Dims]:
         if len(mask) > 2 and mask[-3].size != 1:
             site.tie(heads, mask[-3])
     if site["dropout_p"]:
-        why = f"attention dropout (p={site['dropout_p']}) draws one random mask for all heads"
-        site.keep_whole(*batch, heads, value[-1], because=why)
+        site.draws()
+        site.keep_whole(value[-1])  # one mask for all of them
     return (*batch, heads, length, value[-1])

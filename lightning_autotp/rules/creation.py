@@ -1,4 +1,7 @@
-"""Constants and random numbers that take a shape from a tensor, and dropout."""
+"""Constants and random numbers that take a shape from a tensor, and dropout.
+
+What draws for single elements may do so on shards, where each rank draws its own numbers. A Partial is summed before.
+"""
 
 from __future__ import annotations
 
@@ -28,21 +31,48 @@ def new_full(site: Site) -> Dims:
 
 
 @rule(
-    "aten.rand_like.default", "aten.randn_like.default", "aten.exponential.default", "aten.uniform.default",
-    "aten.bernoulli.default", "aten.bernoulli.p", "aten.multinomial.default",
-)  # fmt: skip
-def random(site: Site) -> list[Dims]:
-    """Every rank must draw the same numbers, so all stays whole."""
-    return site.give_up(f"{site.operator.name} draws random numbers for the whole tensor")
+    *(f"aten.{name}.default" for name in ("rand_like", "randn_like", "exponential", "uniform", "bernoulli")),
+    "aten.bernoulli.p",
+)
+def random(site: Site) -> Dims:
+    """A number for every element of the tensor that lends its shape (or its probabilities)."""
+    site.draws()
+    return site.dims("self")
 
 
-@rule("aten.dropout.default", "aten.feature_dropout.default", "aten.alpha_dropout.default")
+@rule("aten.multinomial.default")
+def multinomial(site: Site) -> list[Dims]:
+    """One draw among all categories, so all stays whole."""
+    return site.give_up("aten.multinomial.default draws one index among all")
+
+
+@rule("aten.dropout.default", "aten.alpha_dropout.default")
 def dropout(site: Site) -> Dims:
-    """Without effect it is the identity; else every rank must draw the same mask, so its input stays whole."""
+    """A mask with a number for every element; without effect it is the identity."""
+    return _dropped(site)
+
+
+def _dropped(site: Site) -> Dims:
     name, _ = site.operator.arguments[0]  # the in-place form calls it by another name
-    dims = site.dims(name)
     if site["p"] and site["train"]:
-        site.keep_whole(*dims, because=f"dropout (p={site['p']}) draws one random mask for the whole tensor")
+        site.draws()
     else:
         site.linear_in(name)
+    return site.dims(name)
+
+
+@rule("aten.feature_dropout.default", "aten.feature_alpha_dropout.default")
+def feature_dropout(site: Site) -> Dims:
+    """One number per sample and channel: ``[n, c, ...]``; what comes after the channels has it in common."""
+    dims = _dropped(site)
+    if site.relation.draws:
+        site.keep_whole(*dims[2:], because="dropout draws one number for the whole of a channel")
     return dims
+
+
+@rule("aten.native_dropout.default")
+def native_dropout(site: Site) -> list[Dims]:
+    """``(result, mask)``, both of the input's shape."""
+    if site["p"] and site["train"] is not False:
+        site.draws()
+    return [site.dims("input"), site.dims("input")]

@@ -42,7 +42,7 @@ def mean(site: Site) -> Dims:
     *(f"aten.{name}.{overload}" for name in ("any", "all") for overload in ("default", "dim", "dims")),
     *(f"aten.{name}.{overload}" for name in ("var", "std") for overload in ("dim", "correction")),
     "aten.amax.default", "aten.amin.default", "aten.argmax.default", "aten.argmin.default", "aten.logsumexp.default",
-    "aten.linalg_vector_norm.default", "aten.norm.ScalarOpt_dim", "aten.prod.dim_int",
+    "aten.linalg_vector_norm.default", "aten.linalg_norm.default", "aten.norm.ScalarOpt_dim", "aten.prod.dim_int",
 )  # fmt: skip
 def whole_reduction(site: Site) -> list[Dims]:
     """Reductions that are not linear keep the dim whole."""

@@ -37,6 +37,7 @@ class Relation:
         linear: inputs that may be Partial together, the output being Partial then.
         added_last: inputs added once after the sum over a contracted dim (a bias): Invariant if that dim is sharded.
         reduces: whether the operator itself sums its Partial result (a vocabulary-parallel loss).
+        draws: whether it draws random numbers for its elements: on shards each rank draws its own.
         reason: why dims are kept whole, for the report.
     """
 
@@ -48,6 +49,7 @@ class Relation:
     linear: set[int] = field(default_factory=set)
     added_last: set[int] = field(default_factory=set)
     reduces: bool = False
+    draws: bool = False
     reason: str = ""
 
 
@@ -136,6 +138,13 @@ class Site:
     def contract(self, *dims: Dim) -> None:
         """The operator sums over these dims."""
         self.relation.contracted.extend(dims)
+
+    def draws(self) -> None:
+        """The operator draws random numbers for every element of what it makes, independent of the others.
+
+        On shards each rank then draws its own; what all elements of a dim have in common must be kept whole.
+        """
+        self.relation.draws = True
 
     def linear_in(self, *names: str) -> None:
         """The operator is linear in these arguments, taken together.

@@ -246,11 +246,10 @@ def split_evenly(site: Site) -> list[Dims]:
 
 
 @rule("aten.cat.default", "aten.concat.default", "aten.concatenate.default")
-def cat(site: Site) -> Dims | list[Dims]:
-    """Dims joined into sections; the other dims are indexed alike."""
-    parts = site.tensors("tensors")
-    if len({len(dims) for dims in parts}) > 1:
-        return site.give_up("an empty tensor with another number of dims is joined")
+def cat(site: Site) -> Dims:
+    """Dims joined into sections; the other dims are indexed alike. An empty vector (a new cache) is left out."""
+    given = site.tensors("tensors")
+    parts = [dims for dims in given if [dim.size for dim in dims] != [0]] or given
     index = site.index("dim", len(parts[0]))
     for other in parts[1:]:
         for position, dim in enumerate(other):

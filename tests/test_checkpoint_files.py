@@ -1,0 +1,251 @@
+"""Checkpoint files and directories: what is read is what was written, whatever happens while it is written."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from test_strategy import Task, error_of, fit
+from trainer_ranks import run_trainer_ranks
+
+from lightning_autotp import AutoTPStrategy
+from lightning_autotp.checkpoint_files import (
+    META,
+    Background,
+    consolidate,
+    open_checkpoint,
+    save_directory,
+    save_file,
+)
+from lightning_autotp.load import DamagedFileError, MissingFileError
+from lightning_autotp.stored import HeldTensor, StoredTensor
+
+STEPS = 6
+
+
+def trained(strategy: Any, devices: int, **options: Any) -> dict[str, Any]:
+    L.seed_everything(3, verbose=False)
+    return fit(strategy, devices, Task("config"), **{"max_steps": STEPS, **options})
+
+
+def every_step(folder: Path, **options: Any) -> dict[str, Any]:
+    saving = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, **options)
+    return {"callbacks": [saving], "enable_checkpointing": True}
+
+
+class Slow(Background):
+    """Does nothing before it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_write = threading.Event()
+
+    def submit(self, job: Any) -> None:
+        super().submit(lambda: (self.may_write.wait(60), job())[1])
+
+
+def two_ranks(directory: str) -> dict[str, Any]:
+    folder, seen = Path(directory), {}
+    rank = int(os.environ["RANK"])
+    seen["uninterrupted"] = trained("autotp", 2)
+    kinds: dict[str, dict[str, Any]] = {
+        "directory": {"save_distributed_checkpoint": True},
+        "async": {"save_distributed_checkpoint": True, "save_async": True},
+        "async file": {"save_async": True},
+    }
+    for name, options in kinds.items():
+        trained(AutoTPStrategy(**options), 2, max_steps=3, **every_step(folder / name, save_last=True))
+        seen[f"left by {name}"] = sorted(path.name for path in (folder / name).iterdir())
+        last = str(folder / name / "last.ckpt")
+        seen[f"resumed {name}"] = trained(AutoTPStrategy(**options), 2, ckpt_path=last)
+
+    # While one is being written in the background, training goes on and the one before it stays.
+    strategy = AutoTPStrategy(save_async=True, save_distributed_checkpoint=True)
+    strategy._saving = slow = Slow()
+    seen["meanwhile"] = []
+
+    class Meanwhile(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            there = sorted(path.name for path in (folder / "slow").glob("*")) if rank == 0 else []
+            seen["meanwhile"].append((trainer.global_step, there))
+            if trainer.global_step == 2:
+                slow.may_write.set()
+
+    options = every_step(folder / "slow")
+    options["callbacks"].insert(0, Meanwhile())
+    trained(strategy, 2, max_steps=2, **options)
+    seen["slow"] = sorted(path.name for path in (folder / "slow").iterdir())
+
+    # Errors in the background come out on both ranks.
+    if rank == 0:
+        (folder / "in the way").write_text("a file")
+    options = every_step(folder / "in the way" / "deeper")
+    seen["cannot write"] = error_of(trained, AutoTPStrategy(save_async=True), 2, max_steps=3, **options)
+
+    directory_ = folder / "directory" / "last.ckpt"
+    if rank == 0:
+        names = ("cut", "lacking", "unfinished")
+        broken = {name: shutil.copytree(directory_, folder / f"{name}.ckpt") for name in names}
+        cut = broken["cut"] / "__1_0.distcp"
+        cut.write_bytes(cut.read_bytes()[:-2000])
+        (broken["lacking"] / "__0_0.distcp").unlink()
+        (broken["unfinished"] / "meta.pt").unlink()
+        torch.save({"weights": torch.zeros(3)}, folder / "foreign.ckpt")
+        (folder / "garbage.ckpt").write_bytes(b"not a checkpoint" * 100)
+    dist.barrier()
+    for name in ("cut", "lacking", "unfinished", "foreign", "garbage"):
+        seen[name] = error_of(trained, "autotp", 2, ckpt_path=str(folder / f"{name}.ckpt"))
+    return seen
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoint_files")
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path) -> list[dict[str, Any]]:
+    return run_trainer_ranks(two_ranks, 2, str(folder), timeout=400)
+
+
+@pytest.mark.parametrize("kind", ["directory", "async", "async file"])
+def test_resuming_is_as_if_nothing_had_happened(two: list[dict[str, Any]], kind: str) -> None:
+    for seen in two:
+        # The older ones are gone, and so is everything half done.
+        assert seen[f"left by {kind}"] == ["last.ckpt", "step=3.ckpt"]
+        assert seen[f"resumed {kind}"]["losses"] == seen["uninterrupted"]["losses"][3:]
+        for name, weight in seen["uninterrupted"]["weights"].items():
+            assert torch.equal(seen[f"resumed {kind}"]["weights"][name], weight)
+
+
+def test_a_save_in_the_background_removes_nothing_before_it_is_done(two: list[dict[str, Any]]) -> None:
+    assert two[0]["meanwhile"] == [(1, []), (2, [])]
+    assert two[0]["slow"] == ["step=2.ckpt"]
+
+
+def test_an_error_in_the_background_reaches_both_ranks(two: list[dict[str, Any]]) -> None:
+    assert "NotADirectoryError" in two[0]["cannot write"]
+    assert "rank 0 of 2 failed while writing a checkpoint in the background" in two[1]["cannot write"]
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        ("cut", "cut.ckpt cannot be read, a file of it may be truncated or damaged"),
+        ("lacking", "lacking.ckpt lacks the file"),
+        ("unfinished", "unfinished.ckpt is no checkpoint, or not all of it: it has no meta.pt"),
+        ("foreign", "foreign.ckpt is not a Lightning checkpoint: it has no 'state_dict'"),
+        ("garbage", "garbage.ckpt (1600 bytes) cannot be read"),
+    ],
+)
+def test_what_is_not_a_whole_checkpoint_is_refused_on_both_ranks(
+    two: list[dict[str, Any]], case: str, expected: str
+) -> None:
+    for seen in two:
+        assert expected in seen[case]
+
+
+def test_a_directory_becomes_a_file_that_lightning_loads(two: list[dict[str, Any]], folder: Path) -> None:
+    source = folder / "directory" / "last.ckpt"
+    stored = open_checkpoint(source)
+    assert all(isinstance(value, StoredTensor) for value in stored["state_dict"].values())
+    consolidate(source, folder / "whole.ckpt")
+    task = Task.load_from_checkpoint(folder / "whole.ckpt")
+    saved = torch.load(folder / "whole.ckpt", weights_only=True)
+    assert saved["global_step"] == 3
+    for name, weight in task.state_dict().items():
+        assert torch.equal(weight, stored["state_dict"][name].read())
+    optimizer = task.configure_optimizers()
+    optimizer.load_state_dict(saved["optimizer_states"][0])
+    assert {int(state["step"]) for state in optimizer.state.values()} == {3}
+
+
+def save(kind: str, path: Path, number: float, dies_at: int | None) -> None:
+    """Save a number, in a process of its own, which ends just before a certain thing it does with files."""
+    done = 0
+
+    def watch(event: str, details: tuple[Any, ...]) -> None:
+        nonlocal done
+        writes = event in ("os.rename", "os.remove", "os.mkdir", "os.rmdir") or (
+            event == "open" and isinstance(details[1], str) and set(details[1]) & set("wax+")
+        )
+        if writes and str(path.parent) in str(details[0]):
+            done += 1
+            if done == dies_at:
+                os._exit(9)
+
+    if kind == "directory":
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    sys.addaudithook(watch)
+    weight = torch.full((3, 2), float(number))
+    if kind == "file":
+        save_file({"state_dict": {"weight": weight}}, path)
+    else:
+        held = HeldTensor((3, 2), weight, {((0, 3), (0, 2)): ((0, 3), (0, 2))})
+        save_directory({"state_dict": {"weight": held}}, path, dist.group.WORLD)
+    os._exit(0)
+
+
+def saved(path: Path) -> float:
+    weight = open_checkpoint(path)["state_dict"]["weight"]
+    return float((weight.read() if isinstance(weight, StoredTensor) else weight).mean())
+
+
+@pytest.mark.parametrize("kind", ["file", "directory"])
+def test_a_save_killed_at_any_moment_leaves_the_checkpoint_before_it(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "last.ckpt"
+
+    def attempt(number: float, dies_at: int | None) -> int | None:
+        process = multiprocessing.get_context("fork").Process(target=save, args=(kind, path, number, dies_at))
+        process.start()
+        process.join(60)
+        return process.exitcode
+
+    assert attempt(1, None) == 0
+    found = []
+    for moment in range(1, 60):
+        outcome = attempt(2, moment)
+        found.append(saved(path))
+        if outcome == 0:
+            break
+        assert outcome == 9
+        assert attempt(1, None) == 0  # over whatever is left
+        assert saved(path) == 1
+    assert len(found) > 3
+    assert sorted(found) == found  # the old one up to some moment, the new one from then on
+    assert set(found) == {1, 2}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+def test_what_is_not_there_is_said() -> None:
+    with pytest.raises(MissingFileError, match=r"nowhere.ckpt does not exist"):
+        open_checkpoint(Path("/nowhere.ckpt"))
+
+
+def test_a_directory_of_another_strategy_is_refused(tmp_path: Path) -> None:
+    torch.save({"epoch": 1}, tmp_path / META)
+    with pytest.raises(DamagedFileError, match="written by another strategy"):
+        open_checkpoint(tmp_path)
+
+
+def test_jobs_run_in_order_and_not_after_a_failure() -> None:
+    done: list[int] = []
+    background = Background()
+    background.submit(lambda: done.append(1))
+    background.submit(lambda: [].pop())
+    background.submit(lambda: done.append(2))
+    with pytest.raises(IndexError):
+        background.wait()
+    background.submit(lambda: done.append(3))
+    background.close()
+    assert done == [1, 3]

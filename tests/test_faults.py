@@ -1,0 +1,256 @@
+"""Ranks that die, fail or are interrupted: the job ends soon, says who it was, and goes on from its last checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from lightning_autotp import peers
+from lightning_autotp.peers import Peer, PeerWatch
+
+KILLS = 20
+STEPS = 160
+ENDS_WITHIN = 40.0
+"""Seconds; most of them are for a machine that does other things too."""
+
+SCRIPT = """
+import json, os, sys, time
+import lightning as L
+from lightning.pytorch.callbacks import ModelCheckpoint
+from test_strategy import BLOCKS, Task
+from lightning_autotp import AutoTPStrategy
+
+folder, how, devices, steps = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+
+class Watched(Task):
+    def training_step(self, batch, batch_idx):
+        step, rank = self.trainer.global_step, self.trainer.global_rank
+        with open(f"{folder}/pid-{rank}", "w") as file:
+            file.write(str(os.getpid()))
+        if how == "fails" and step == 3 and rank == 1:
+            raise ValueError("planted on rank 1")
+        if how == "hangs" and step == 3 and rank == 1:
+            time.sleep(3600)
+        rows = BLOCKS[[(3 * step + row) % len(BLOCKS) for row in range(4)]]
+        loss = super().training_step({"input_ids": rows, "labels": rows}, batch_idx)
+        if rank == 0:
+            with open(f"{folder}/losses", "a") as file:
+                file.write(json.dumps([step, loss.item()]) + "\\n")
+        time.sleep(0.02)
+        return loss
+
+L.seed_everything(3, verbose=False)
+strategy = AutoTPStrategy(save_distributed_checkpoint=True, save_async=True) if devices > 1 else "auto"
+trainer = L.Trainer(
+    accelerator="cpu", devices=devices, strategy=strategy, logger=False, enable_progress_bar=False,
+    enable_model_summary=False, max_steps=steps, max_epochs=-1,
+    callbacks=[ModelCheckpoint(f"{folder}/kept", "{step}", every_n_train_steps=3, save_top_k=1, save_last=True)],
+)
+trainer.fit(Watched("config"), torch.utils.data.DataLoader(range(1000)), ckpt_path="last")
+print("FINISHED" if trainer.global_step == steps else "STOPPED", flush=True)
+"""
+
+
+class Job:
+    """A script on several ranks, started as a user would, in a session of its own."""
+
+    def __init__(self, folder: Path, how: str = "trains", devices: int = 2, steps: int = STEPS) -> None:
+        script = folder / "script.py"
+        script.write_text(SCRIPT)
+        for old in folder.glob("pid-*"):
+            old.unlink()
+        here = Path(__file__).parent
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{here}{os.pathsep}{here.parent}"}
+        self.folder = folder
+        self.errors = open(folder / "stderr", "w+")  # noqa: SIM115
+        self.process = subprocess.Popen(
+            [sys.executable, str(script), str(folder), how, str(devices), str(steps)],
+            env=environment, stdout=self.errors, stderr=self.errors, start_new_session=True,
+        )  # fmt: skip
+
+    def wait_for_training(self, ranks: int = 2) -> list[int]:
+        """The ranks' process ids, once all are in the middle of it."""
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline:
+            files = [self.folder / f"pid-{rank}" for rank in range(ranks)]
+            if all(file.exists() and file.read_text() for file in files):
+                return [int(file.read_text()) for file in files]
+            if self.process.poll() is not None:
+                break
+            time.sleep(0.05)
+        raise AssertionError(f"the ranks did not start training:\n{self.said()}")
+
+    def end(self, pids: list[int]) -> str:
+        """Wait until no process is left; what they said."""
+        deadline = time.monotonic() + ENDS_WITHIN
+        try:
+            while time.monotonic() < deadline:
+                self.process.poll()
+                if not any(running(pid) for pid in (self.process.pid, *pids)):
+                    return self.said()
+                time.sleep(0.1)
+            raise AssertionError(f"processes are left after {ENDS_WITHIN} s:\n{self.said()}")
+        finally:
+            for pid in (self.process.pid, *pids):
+                if running(pid):
+                    os.kill(pid, signal.SIGKILL)
+            self.process.wait(10)
+
+    def said(self) -> str:
+        self.errors.flush()
+        return (self.folder / "stderr").read_text()
+
+
+def running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def losses(folder: Path) -> list[tuple[int, float]]:
+    return [tuple(json.loads(line)) for line in (folder / "losses").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_a_run_killed_twenty_times_has_the_losses_of_one_that_was_not(tmp_path: Path) -> None:
+    draw = random.Random(0)
+    killed = tmp_path / "killed"
+    killed.mkdir()
+    for _ in range(KILLS):
+        job = Job(killed)
+        pids = job.wait_for_training()
+        time.sleep(draw.uniform(0, 0.8))
+        rank = draw.randrange(2)
+        os.kill(pids[rank], signal.SIGKILL)
+        said = job.end(pids)
+        assert f"rank {rank} (process {pids[rank]} on " in said, said
+        assert "has died" in said
+        assert "ckpt_path" in said
+        assert "FINISHED" not in said
+    job = Job(killed)
+    assert job.process.wait(200) == 0, job.said()
+    assert "FINISHED" in job.said()
+
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    job = Job(alone, devices=1)
+    assert job.process.wait(200) == 0, job.said()
+    wanted = dict(losses(alone))
+    assert sorted(wanted) == list(range(STEPS))
+    found = losses(killed)
+    assert {step for step, _ in found} == set(wanted)
+    assert len(found) > STEPS  # some steps were taken again
+    for step, loss in found:
+        assert loss == pytest.approx(wanted[step], rel=1e-5)
+
+
+@pytest.mark.parametrize("how", ["fails", "interrupted"])
+def test_nobody_waits_for_a_rank_that_has_gone(tmp_path: Path, how: str) -> None:
+    job = Job(tmp_path, how)
+    pids = job.wait_for_training()
+    if how == "interrupted":
+        os.killpg(job.process.pid, signal.SIGINT)
+    said = job.end(pids)
+    assert job.process.returncode != 0
+    if how == "fails":
+        assert "ValueError: planted on rank 1" in said
+        assert f"rank 1 (process {pids[1]} on " in said
+        assert "failed: ValueError: planted on rank 1" in said
+
+
+# --- the watch itself ---
+
+
+@contextmanager
+def watch(others: list[Peer], monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[PeerWatch, Any, threading.Event]]:
+    """Rank 0 with other peers; the event is set when the process would be ended."""
+    ended = threading.Event()
+    monkeypatch.setattr(peers, "INTERVAL", 0.05)
+    monkeypatch.setattr(peers, "GRACE", 0.3)
+    monkeypatch.setattr(peers, "SILENCE", 0.5)
+    monkeypatch.setattr(peers.os, "_exit", lambda _: ended.set())
+    store = dist.HashStore()
+    found = PeerWatch([Peer.this_process(0), *others], 0, store, "test")
+    try:
+        yield found, dist.PrefixStore("autotp/test", store), ended
+    finally:
+        found.close()
+
+
+def other(rank: int, host: str | None = None) -> tuple[Peer, subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    own = Peer.this_process(0)
+    return Peer(rank, host or own.host, process.pid, psutil.Process(process.pid).create_time()), process
+
+
+def test_a_dead_neighbour_is_named_to_everyone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    peer, process = other(1)
+    with watch([peer], monkeypatch) as (_, store, ended):
+        assert not ended.wait(0.5)
+        process.kill()  # a zombie until somebody waits for it
+        assert ended.wait(5)
+        assert store.get("failed/1").decode() == f"{peer} has died"
+    process.wait()
+    assert f"lightning_autotp: {peer} has died. Rank 0 cannot go on without it" in capsys.readouterr().err
+
+
+def test_one_that_has_finished_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    peer, process = other(1)
+    with watch([peer], monkeypatch) as (_, store, ended):
+        store.set("done/1", "")
+        process.kill()
+        process.wait()
+        assert not ended.wait(1)
+
+
+def test_a_failure_elsewhere_ends_this_process_after_some_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    peer, process = other(1)
+    with watch([peer], monkeypatch) as (_, store, ended):
+        store.set("failed/1", "rank 1 failed: ValueError: no")
+        assert ended.wait(5)
+    process.kill()
+    process.wait()
+
+
+def test_the_first_to_fail_is_the_one_that_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    peer, process = other(1)
+    with watch([peer], monkeypatch) as (found, store, ended):
+        store.set("failed/1", "rank 1 failed: ValueError: no")
+        found.report(RuntimeError("Connection closed by peer"))
+        assert not store.check(["failed/0"])
+        assert not ended.wait(1)  # it is on its way out by itself
+    process.kill()
+    process.wait()
+    assert "rank 1 failed: ValueError: no" in capsys.readouterr().err
+
+
+def test_a_silent_host_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    peer, process = other(1, "elsewhere")
+    with watch([peer], monkeypatch) as (_, store, ended):
+        for beat in range(20):
+            store.set("beat/elsewhere", str(beat))
+            assert not ended.wait(0.05)
+        assert ended.wait(5)
+        assert "rank 1 (process" in store.get("failed/1").decode()
+        assert "have not been heard of" in store.get("failed/1").decode()
+    process.kill()
+    process.wait()

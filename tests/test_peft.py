@@ -1,0 +1,250 @@
+"""PEFT's adapters at tensor-parallel size > 1 through the Trainer, against one process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from test_strategy import Task, assert_parity, blocks, error_of, tiny_config, trainer
+from torch import nn
+from torch.utils.data import DataLoader
+from trainer_ranks import run_trainer_ranks
+from transformers import AutoModelForCausalLM, GPT2Config
+
+from lightning_autotp import full_gradients, full_state_dict, meta_model
+from lightning_autotp.adapters import find_adapted, save_adapter
+
+STEPS = 6  # two epochs of three batches
+LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+# With init_lora_weights=False the second factor is not zero: it hides nothing.
+CASES: dict[str, dict[str, Any]] = {
+    "lora": {"target_modules": LINEARS, "use_rslora": True, "task_type": "CAUSAL_LM"},
+    "dora": {"target_modules": LINEARS, "use_dora": True, "init_lora_weights": False},
+    "saved modules": {
+        "target_modules": ["q_proj", "up_proj", "embed_tokens"],
+        "modules_to_save": ["lm_head"],
+        "init_lora_weights": False,
+    },
+    "transposed": {
+        "target_modules": ["c_attn", "c_proj", "c_fc"],
+        "fan_in_fan_out": True,
+        "init_lora_weights": False,
+    },
+    "loaded": {},
+}
+TWO_RANKS = list(CASES)
+THREE_RANKS = ["lora", "transposed"]
+
+
+def transposed_config() -> GPT2Config:
+    """GPT-2: its linears keep their weights transposed."""
+    return GPT2Config(
+        vocab_size=67, n_embd=48, n_head=6, n_layer=2, n_positions=16, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0,
+        bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+
+
+def base_model(case: str, folder: Path) -> Any:
+    if case == "transposed":
+        return AutoModelForCausalLM.from_config(transposed_config())
+    return AutoModelForCausalLM.from_pretrained(folder / "source").train()
+
+
+def adapted(case: str, folder: Path) -> PeftModel:
+    base = base_model(case, folder)
+    if case == "loaded":
+        return PeftModel.from_pretrained(base, str(folder / "adapter"), is_trainable=True)
+    return get_peft_model(base, LoraConfig(r=4, lora_alpha=8, **CASES[case]))
+
+
+class Tuning(Task):
+    """Trains what PEFT leaves trainable."""
+
+    def __init__(self, case: str, folder: str) -> None:
+        super().__init__("none")
+        self.case, self.folder = case, Path(folder)
+
+    def build(self) -> Any:
+        return adapted(self.case, self.folder)
+
+    def on_after_backward(self) -> None:
+        parallel = any(hasattr(module, "autotp_group") for module in self.modules())
+        grads = {n: p.grad.clone() for n, p in self.named_parameters() if p.grad is not None}
+        self.seen["gradients"].append(full_gradients(self) if parallel else grads)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        # With Adam a gradient that is zero but for rounding moves its weight as much as any other.
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+
+
+def tune(
+    case: str, folder: Path, devices: int, save: Path | None = None, ckpt_path: Path | None = None, **options: Any
+) -> dict[str, Any]:
+    L.seed_everything(3, verbose=False)
+    task = Tuning(case, str(folder))
+    fitting = trainer("autotp" if devices > 1 else "auto", devices, **{"max_steps": STEPS, **options})
+    batches: Any = DataLoader(blocks()[:12], batch_size=4)  # type: ignore[arg-type]
+    fitting.fit(task, batches, ckpt_path=ckpt_path)
+    if save is not None:
+        fitting.save_checkpoint(save)
+    seen = task.seen
+    seen["weights"] = full_state_dict(task) if devices > 1 else {k: v.clone() for k, v in task.state_dict().items()}
+    seen["states"] = len(fitting.optimizers[0].state)
+    seen["trainable"] = [name for name, parameter in task.named_parameters() if parameter.requires_grad]
+    if devices > 1 and save is None and ckpt_path is None:
+        fitting.strategy.save_pretrained(folder / f"{case} of {devices}")
+        plan = task.model.get_base_model().autotp_plan
+        seen["kinds"] = {layer.module: layer.kind for layer in plan.layers}
+        seen["merging"] = error_of(task.model.merge_adapter)
+    return seen
+
+
+def ranks(cases: list[str], devices: int, folder: str) -> dict[str, Any]:
+    directory = Path(folder)
+    seen = {case: tune(case, directory, devices) for case in cases}
+    if devices == 2:
+        half = directory / "half.ckpt"
+        tune("lora", directory, 2, save=half, max_steps=STEPS // 2)
+        seen["no adapter"] = error_of(save_adapter, nn.Linear(2, 2), directory / "none")
+    else:
+        seen["resumed"] = tune("lora", directory, devices, ckpt_path=directory / "half.ckpt")
+    return seen
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a base model in ``source``, and an adapter that was trained elsewhere in ``adapter``."""
+    directory = tmp_path_factory.mktemp("peft")
+    torch.manual_seed(11)
+    base = AutoModelForCausalLM.from_config(tiny_config())
+    base.save_pretrained(directory / "source")
+    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    get_peft_model(base, config).save_pretrained(str(directory / "adapter"))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def wanted(folder: Path) -> dict[str, dict[str, Any]]:
+    """One process."""
+    return {case: tune(case, folder, 1) for case in CASES}
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path) -> list[dict[str, Any]]:
+    return run_trainer_ranks(ranks, 2, TWO_RANKS, 2, str(folder))
+
+
+@pytest.fixture(scope="module")
+def three(folder: Path, two: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return run_trainer_ranks(ranks, 3, THREE_RANKS, 3, str(folder))
+
+
+@pytest.mark.parametrize("case", TWO_RANKS)
+def test_two_ranks_equal_one_process(case: str, two: list[dict[str, Any]], wanted: dict[str, dict[str, Any]]) -> None:
+    for seen in two:
+        assert_parity(seen[case], wanted[case])
+        assert seen[case]["states"] == wanted[case]["states"] == len(seen[case]["trainable"])
+        assert set(seen[case]["gradients"][0]) == set(wanted[case]["trainable"])
+
+
+@pytest.mark.parametrize("case", THREE_RANKS)
+def test_three_ranks_equal_one_process(
+    case: str, three: list[dict[str, Any]], wanted: dict[str, dict[str, Any]]
+) -> None:
+    for seen in three:
+        assert_parity(seen[case], wanted[case])
+
+
+@pytest.mark.parametrize("case", TWO_RANKS)
+def test_only_the_adapter_changes(case: str, folder: Path, wanted: dict[str, dict[str, Any]]) -> None:
+    L.seed_everything(3, verbose=False)
+    before = {f"model.{name}": weight for name, weight in adapted(case, folder).state_dict().items()}
+    after = wanted[case]["weights"]
+    assert before.keys() == after.keys()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == set(wanted[case]["trainable"])
+    assert max((before[name] - after[name]).abs().max() for name in changed) > 1e-3
+
+
+def test_a_run_goes_on_at_another_size(three: list[dict[str, Any]], folder: Path) -> None:
+    """What two ranks saved, on three ranks and in one process."""
+    alone = tune("lora", folder, 1, ckpt_path=folder / "half.ckpt")
+    assert len(alone["losses"]) == STEPS // 2
+    for seen in three:
+        assert_parity(seen["resumed"], alone)
+
+
+@pytest.mark.parametrize(
+    ("case", "devices"), [*((case, 2) for case in TWO_RANKS), *((case, 3) for case in THREE_RANKS)]
+)
+def test_the_saved_adapter_is_pefts_own(
+    case: str, devices: int, folder: Path, two: Any, three: Any, wanted: dict[str, dict[str, Any]]
+) -> None:
+    saved = folder / f"{case} of {devices}"
+    assert {path.name for path in saved.iterdir()} == {"adapter_config.json", "adapter_model.safetensors", "README.md"}
+    L.seed_everything(3, verbose=False)
+    loaded = PeftModel.from_pretrained(base_model(case, folder), str(saved)).eval()
+    L.seed_everything(3, verbose=False)
+    expected = adapted(case, folder).eval()
+    expected.load_state_dict({n.removeprefix("model."): w for n, w in wanted[case]["weights"].items()})
+    ids = torch.arange(12)[None] + 5
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(input_ids=ids).logits, expected(input_ids=ids).logits, rtol=1e-4, atol=1e-4)
+    config = json.loads((saved / "adapter_config.json").read_text())
+    assert config["r"] == 4
+    assert config["inference_mode"]
+    got = loaded.state_dict()
+    for name, weight in (two if devices == 2 else three)[0][case]["weights"].items():
+        if name in wanted[case]["trainable"]:
+            assert torch.equal(got[name.removeprefix("model.")], weight)
+
+
+def test_the_base_is_cut_as_without_an_adapter(two: list[dict[str, Any]]) -> None:
+    """The large matrices as ever; of each pair of factors the one at the cut side is cut with them."""
+    kinds = {name.split("layers.0.")[1]: kind for name, kind in two[0]["lora"]["kinds"].items() if "layers.0." in name}
+    for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
+        assert kinds[f"{name}.base_layer"] == "column"
+        assert kinds[f"{name}.lora_B.default"] == "column"
+        assert f"{name}.lora_A.default" not in kinds
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        assert kinds[f"{name}.base_layer"] == "row"
+        assert kinds[f"{name}.lora_A.default"] == "row"
+        assert f"{name}.lora_B.default" not in kinds
+
+
+@pytest.mark.parametrize("case", [*CASES, "decomposed"])
+def test_deferred_adapters_have_the_values_of_one_process(case: str, folder: Path) -> None:
+    def build() -> PeftModel:
+        torch.manual_seed(5)
+        if case == "decomposed":  # the factors are computed from the base's weights, which change
+            config = LoraConfig(r=4, target_modules=LINEARS, init_lora_weights="pissa")
+            return get_peft_model(base_model(case, folder), config)
+        return adapted(case, folder)
+
+    with meta_model():
+        deferred = build()
+    state = torch.get_rng_state()
+    real = build()
+    assert torch.equal(state, torch.get_rng_state())
+    for (name, parameter), (same, expected) in zip(deferred.named_parameters(), real.named_parameters(), strict=True):
+        assert name == same
+        assert parameter.is_meta
+        assert parameter.requires_grad == expected.requires_grad
+        assert torch.equal(parameter.meta.init_fn(), expected)
+
+
+def test_what_cannot_be_done_says_what_to_do_instead(two: list[dict[str, Any]]) -> None:
+    for seen in two:
+        assert "load it in one process" in seen["lora"]["merging"]
+        assert "not of a Linear: pass what get_peft_model() returned" in seen["no adapter"]
+
+
+def test_an_adapted_model_is_found_anywhere(folder: Path) -> None:
+    model = adapted("lora", folder)
+    assert find_adapted(nn.ModuleDict({"inside": model})) is model
+    assert find_adapted(model.get_base_model()) is None
