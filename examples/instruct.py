@@ -1,6 +1,6 @@
 """Instruction tuning: the loss counts the answers only, batches are padded to their longest example.
 
-python examples/instruct.py --devices 2 --max-steps 20
+python examples/instruct.py --devices 2 --max_steps 20
 """
 
 from __future__ import annotations
@@ -63,9 +63,15 @@ class Instructions(L.LightningDataModule):
         answered = [*asked, {"role": "assistant", "content": answer}]
         prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
         whole = tokenizer.apply_chat_template(answered, tokenize=False)
-        start = len(tokenizer(prompt, add_special_tokens=False).input_ids)
-        ids = tokenizer(whole, add_special_tokens=False).input_ids[: self.hparams["max_length"]]
-        return {"input_ids": ids, "labels": [IGNORED] * min(start, len(ids)) + ids[start:]}
+        # Apart, so that no token is half question and half answer.
+        asked_ids, answer_ids = (
+            tokenizer(part, add_special_tokens=False).input_ids for part in (prompt, whole.removeprefix(prompt))
+        )
+        length: int = self.hparams["max_length"]
+        return {
+            "input_ids": (asked_ids + answer_ids)[:length],
+            "labels": ([IGNORED] * len(asked_ids) + answer_ids)[:length],
+        }
 
     def collate(self, examples: list[dict[str, list[int]]]) -> dict[str, Tensor]:
         """Pad on the right: ``[batch, longest]``."""

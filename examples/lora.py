@@ -1,6 +1,6 @@
 """LoRA fine-tuning with PEFT: only the adapters are trained, and only they are saved.
 
-python examples/lora.py --devices 2 --max-steps 20
+python examples/lora.py --devices 2 --max_steps 20
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A model of one's own, without Hugging Face: a transformer that forecasts a series of numbers.
 
-python examples/own_module.py --devices 2 --max-steps 100
+python examples/own_module.py --devices 2 --max_steps 100
 """
 
 from __future__ import annotations

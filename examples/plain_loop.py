@@ -1,6 +1,6 @@
 """A training loop without Lightning: ``parallelize`` makes the model this rank's part of it, the rest is PyTorch.
 
-torchrun --nproc-per-node 2 examples/plain_loop.py --max-steps 20
+torchrun --nproc-per-node 2 examples/plain_loop.py --max_steps 20
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Pre-training a small Llama from scratch, on bytes: no tokenizer, no weights, nothing to download.
 
-python examples/pretrain.py --devices 2 --max-steps 200
+python examples/pretrain.py --devices 2 --max_steps 200
 """
 
 from __future__ import annotations

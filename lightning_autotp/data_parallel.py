@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from lightning_autotp.gradients import hook_gradient
-from lightning_autotp.held import fsdp_modules, reshard
+from lightning_autotp.held import fsdp_modules, metas_kept, reshard
 
 
 def shard_over_data(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -27,12 +27,10 @@ def shard_over_data(model: nn.Module, mesh: DeviceMesh) -> None:
         model: a model that :func:`~lightning_autotp.parallelize` made local, with real parameters.
         mesh: the data-parallel ranks, which hold the same tensor-parallel part.
     """
-    metas = {name: parameter.meta for name, parameter in model.named_parameters()}  # type: ignore[attr-defined]
     scalars = {parameter for parameter in model.parameters() if parameter.dim() == 0}
-    for block in [*repeated_blocks(model), model]:
-        fully_shard(block, mesh=mesh, ignored_params=scalars)
-    for name, parameter in model.named_parameters():
-        parameter.meta = metas[name]  # type: ignore[attr-defined]
+    with metas_kept(model):
+        for block in [*repeated_blocks(model), model]:
+            fully_shard(block, mesh=mesh, ignored_params=scalars)
     # Tensor hooks act on the gathered parameters, which are the same objects from now on.
     for module in fsdp_modules(model):
         module.unshard()

@@ -7,6 +7,9 @@ original tensor are here, or how often an element counts, asks this module.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -87,6 +90,17 @@ def reshard(model: nn.Module) -> None:
     """Let FSDP2 put its parameters back in place: after a forward without backward some are still gathered."""
     for module in fsdp_modules(model):
         module.reshard()
+
+
+@contextmanager
+def metas_kept(model: nn.Module) -> Iterator[None]:
+    """Within it parameters may be replaced by others of their names, as ``model.to(...)`` does with FSDP2's."""
+    reshard(model)
+    metas = {name: meta for name, parameter in model.named_parameters() if (meta := getattr(parameter, "meta", None))}
+    yield
+    for name, parameter in model.named_parameters():
+        if name in metas:
+            parameter.meta = metas[name]  # type: ignore[attr-defined]
 
 
 def like(parameter: Tensor, dtype: torch.dtype) -> Tensor:

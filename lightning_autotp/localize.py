@@ -15,13 +15,16 @@ from dataclasses import replace
 from torch import nn
 
 from lightning_autotp.capture import capture, capture_local, meta_copy
-from lightning_autotp.graph import CallSite, Operator
+from lightning_autotp.graph import Boundary, CallSite, Operator
 from lightning_autotp.layers.group import TPGroup
 from lightning_autotp.layout import Shard, local_shape
 from lightning_autotp.plan import Plan, SizePlan
 from lightning_autotp.replace import apply_plan
 from lightning_autotp.solver import Solution
 from lightning_autotp.verify import Mismatch, compare
+
+_PATIENCE = 64
+"""Traces without an operator more that agrees, after which the search for sizes ends."""
 
 
 class Unlocalizable(Exception):
@@ -128,6 +131,8 @@ class _Search:
         self.model, self.example_inputs, self.solution, self.plan_with = model, example_inputs, solution, plan_with
         self.reads: dict[str, dict[str, int]] | None = None
         self.traces: dict[tuple[tuple[SizePlan, ...], int], Mismatch | None] = {}
+        self.deepest: dict[int, int] = {}
+        self.idle = 0
         by_module: dict[str, list[Operator]] = {}
         for operator in solution.graph.operators:
             by_module.setdefault(operator.module, []).append(operator)
@@ -149,6 +154,8 @@ class _Search:
         solution = self.solution
         deepest = Unlocalizable(mismatch)
         for change in self._candidates(mismatch, sizes):
+            if self.idle > _PATIENCE:
+                break
             tried = (*sizes, *change)
             after = self._trace(tried, rank)
             if after is None or after.position > mismatch.position:
@@ -167,9 +174,13 @@ class _Search:
         if (sizes, rank) not in self.traces:
             local = meta_copy(self.model)
             apply_plan(local, self.plan_with(self.solution, sizes), TPGroup("", rank, self.solution.ranks))
-            self.traces[sizes, rank] = compare(
-                capture_local(local, self.example_inputs, self.solution.graph.opaque), self.solution, rank
-            )
+            after = compare(capture_local(local, self.example_inputs, self.solution.graph.opaque), self.solution, rank)
+            self.traces[sizes, rank] = after
+            self.idle += 1
+            if after is None or after.position > self.deepest.get(rank, -1):
+                self.idle = 0
+            if after is not None:
+                self.deepest[rank] = max(after.position, self.deepest.get(rank, -1))
         return self.traces[sizes, rank]
 
     def _lengths(self, operators: Iterable[Operator]) -> dict[tuple[int, tuple[int, ...]], None]:
@@ -183,21 +194,21 @@ class _Search:
         return found
 
     def _candidates(self, mismatch: Mismatch, sizes: tuple[SizePlan, ...]) -> Iterator[tuple[SizePlan, ...]]:
-        """Integers of the module that equal a sharded length there, made local in every module like it."""
+        """Integers of a module there that equal a sharded length in it, made local in every module like it."""
         taken = {(size.module, size.attribute) for size in sizes if size.call is None}
-        path = mismatch.module
         first = self._lengths([mismatch.operator] if mismatch.operator is not None else [])
-        for whole, local in first | self.lengths.get(path, {}):
-            for attribute in self._integers(path, whole):
-                change = tuple(
-                    SizePlan(twin, attribute, whole, local)
-                    for twin in self._twins(path)
-                    if (whole, local) in self.lengths.get(twin, {})
-                    and attribute in self._integers(twin, whole)
-                    and (twin, attribute) not in taken
-                )
-                if change:
-                    yield change
+        for path in _running(mismatch):
+            for whole, local in first | self.lengths.get(path, {}):
+                for attribute in self._integers(path, whole):
+                    change = tuple(
+                        SizePlan(twin, attribute, whole, local)
+                        for twin in self._twins(path)
+                        if (whole, local) in self.lengths.get(twin, {})
+                        and attribute in self._integers(twin, whole)
+                        and (twin, attribute) not in taken
+                    )
+                    if change:
+                        yield change
         yield from self._literals(mismatch, sizes)
 
     def _literals(self, mismatch: Mismatch, sizes: tuple[SizePlan, ...]) -> Iterator[tuple[SizePlan, ...]]:
@@ -245,6 +256,13 @@ class _Search:
         if self.reads is None:
             self.reads = integer_reads(self.model, self.example_inputs, self.solution.graph.opaque)
         return [attribute for attribute, found in self.reads.get(path, {}).items() if found == value]
+
+
+def _running(mismatch: Mismatch) -> list[str]:
+    """The modules whose code may be at fault: where a module should have been entered, also the one that calls it."""
+    here = mismatch.operator
+    calls = here is not None and isinstance(here.boundary, Boundary) and here.boundary.side == "in" and mismatch.module
+    return [mismatch.module, mismatch.module.rpartition(".")[0]] if calls else [mismatch.module]
 
 
 def integer_reads(
@@ -301,4 +319,5 @@ def _watch(target: object, note: Callable[[str, int], object]) -> None:
             note(name, value)
         return value
 
-    target.__class__ = type(kind.__name__, (kind,), {"__getattribute__": read, "_is_watched": True})
+    known_as = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}  # its code may look itself up by name
+    target.__class__ = type(kind.__name__, (kind,), {"__getattribute__": read, "_is_watched": True, **known_as})

@@ -52,6 +52,7 @@ from lightning_autotp.data_parallel import shard_over_data
 from lightning_autotp.discovery import fill_remaining, find_models, outermost, parallel_sizes
 from lightning_autotp.export import ENTRY, describe_models, save_pretrained
 from lightning_autotp.gradients import average_gradients, clip_gradients_norm, clip_gradients_value
+from lightning_autotp.held import metas_kept
 from lightning_autotp.layers.group import TPGroup
 from lightning_autotp.optimizers import check_optimizer
 from lightning_autotp.peers import Peer, PeerWatch
@@ -169,8 +170,9 @@ class AutoTPStrategy(ModelParallelStrategy):
         with raise_together(None, "initializing the LightningModule's own parameters"):
             fill_remaining(module)
         self._share_random_state()
-        self.model = self.precision_plugin.convert_module(module)
-        self.model_to_device()
+        with metas_kept(module):
+            self.model = self.precision_plugin.convert_module(module)
+            self.model_to_device()
         if self._data_parallel_size != 1:
             for model, _ in models:
                 shard_over_data(model, self.device_mesh["data_parallel"])

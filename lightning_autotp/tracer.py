@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     unset_fake_temporarily,
 )
 from torch._subclasses.schema_check_mode import SchemaCheckMode
@@ -25,10 +26,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_autotp import transforms
 from lightning_autotp.callsites import call_key, call_leaves, calling_frame, source_line
 from lightning_autotp.concrete import Concrete, NoValue
 from lightning_autotp.graph import Boundary, Call, CallSite, Graph, Operator, Ref, TensorInfo
 from lightning_autotp.randomness import are_own_numbers_noted
+from lightning_autotp.schemas import functional, grouped_product, inverse, named_arguments
 from lightning_autotp.trace import RECORD
 
 # Operators that compute nothing: metadata checks, memory layout, and conversions to the dtype a tensor already has.
@@ -106,12 +109,14 @@ class Tracer(SchemaCheckMode):
         kwargs = kwargs or {}
         if self.paused:
             return func(*args, **kwargs)
+        if transforms.are_active():
+            return self._transformed(func, args, kwargs)
         name = str(func)
         args, kwargs = self._on_one_device(args, kwargs)
         arguments = named_arguments(func, args, kwargs)
         reads = tuple((key, self._read(value)) for key, value in arguments)
         try:
-            result = _grouped_product(*args, **kwargs) if name == "aten._grouped_mm.default" else func(*args, **kwargs)
+            result = grouped_product(*args, **kwargs) if name == "aten._grouped_mm.default" else func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             result = self._by_value(func, reads, error)
         if name in _CHECKS or not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(result)):
@@ -181,6 +186,17 @@ class Tracer(SchemaCheckMode):
     def outputs(self, tensors: Sequence[Tensor]) -> None:
         """Say which tensors the model returns."""
         self.graph.outputs = [self._read(getattr(tensor, "local", tensor)).tensor for tensor in tensors]
+
+    def _transformed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator under a function transform, and note it on the tensors inside."""
+        transforms.check(func)
+        arguments = named_arguments(func, *transforms.unwrapped((args, kwargs)))
+        reads = tuple((key, self._read(value)) for key, value in arguments)
+        result = func(*args, **kwargs)
+        if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(result)):
+            inputs = [leaf for _, value in arguments for leaf in _tensors(value)]
+            self._note(f"{transforms.SPACE}.{func}", reads, transforms.unwrapped(result), inputs)
+        return result
 
     def _by_value(self, func: Any, reads: tuple[tuple[str, Any], ...], error: RuntimeError) -> Any:
         """What an operator gives whose result hangs on values, where they follow from the batch alone."""
@@ -286,6 +302,9 @@ class Tracer(SchemaCheckMode):
     def _track(self, tensor: Tensor, static: bool) -> _Tracked:
         tracked = self._keep(tensor, _Tracked(self._new(tensor, static)))
         real = self.real.get(id(tensor), getattr(tensor, "constant", None))
+        if static and real is None and not isinstance(tensor, FakeTensor) and not tensor.is_meta:
+            with self.pause(), unset_fake_temporarily():  # made by code that the trace does not see
+                real = tensor.detach().clone()
         if static and real is not None:
             self.concrete.known[tracked.value.tensor] = real
         return tracked
@@ -328,8 +347,7 @@ class Tracer(SchemaCheckMode):
         """An operator that writes in place: its functional twin's result is what the written tensor is from now on."""
         name = str(func)
         base, _, overload = name.rpartition(".")
-        functional = f"{_functional(base)}.{overload}"
-        operator = self._append(functional, reads, written)
+        operator = self._append(f"{functional(base)}.{overload}", reads, written)
         for tensor, value in zip(written, operator.outputs, strict=True):
             storage, path, _ = self._place(tensor)
             storage.version += 1
@@ -348,7 +366,7 @@ class Tracer(SchemaCheckMode):
         view, *rest = path
         if rest:
             value = self._scatter(self._again(view, root), tuple(rest), value)
-        name, arguments = _inverse(view, self.graph.tensors[root.tensor].shape)
+        name, arguments = inverse(view, self.graph.tensors[root.tensor].shape)
         return self._synthetic(name, (("self", root), ("src", value), *arguments), view, root)
 
     def _again(self, view: Operator, source: Ref) -> Ref:
@@ -367,6 +385,9 @@ class Tracer(SchemaCheckMode):
         value = Ref(len(self.graph.tensors) - 1)
         self.graph.operators.append(Operator(name, arguments, (value.tensor,), view.module, view.source))
         return value
+
+
+transforms.follow_custom_functions(Tracer)
 
 
 class Calls(TorchFunctionMode):
@@ -425,25 +446,6 @@ class Calls(TorchFunctionMode):
         return leaf if type(leaf) is int else None
 
 
-def _functional(name: str) -> str:
-    """The functional twin of an operator that writes in place."""
-    space, _, base = name.rpartition(".")
-    if base.startswith("__i") and base.endswith("__"):
-        return f"{space}.__{base[3:]}"
-    return name.removesuffix("_")
-
-
-def _grouped_product(left: Tensor, right: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
-    """The shape of a grouped product: PyTorch's own shape function refuses dtypes that its kernels take."""
-    if left.dim() == 3:
-        shape = (left.shape[0], left.shape[1], right.shape[2]) if right.dim() == 3 else (left.shape[1], right.shape[1])
-    elif right.dim() == 3:
-        shape = (left.shape[0], right.shape[2])
-    else:
-        shape = (0 if offs is None else offs.shape[0], left.shape[0], right.shape[1])
-    return left.new_empty(shape)
-
-
 def _tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in call_leaves(value) if isinstance(leaf, Tensor)]
 
@@ -466,33 +468,3 @@ def _output(operator: Operator, number: int) -> Operator:
         operator.module,
         operator.source,
     )
-
-
-def _inverse(view: Operator, shape: tuple[int, ...]) -> tuple[str, tuple[tuple[str, Any], ...]]:
-    """The operator that writes through a view into the tensor of ``shape`` that it looks at."""
-    name = view.name.split(".")[1]
-    named = dict(view.arguments)
-    named.pop("self", None)
-    if name in ("slice", "select"):
-        return f"aten.{name}_scatter.default", tuple(named.items())
-    return f"write through {name}", tuple(named.items())
-
-
-def named_arguments(func: Any, args: Any, kwargs: Any) -> tuple[tuple[str, Any], ...]:
-    """Arguments by the schema's names with its defaults; lists become tuples, dtypes and devices become text."""
-    named = []
-    for position, argument in enumerate(func._schema.arguments):
-        if position < len(args) and not argument.kwarg_only:
-            value = args[position]
-        else:
-            value = kwargs.get(argument.name, argument.default_value)
-        named.append((argument.name, _plain(value)))
-    return tuple(named)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, tuple | list):
-        return tuple(_plain(item) for item in value)
-    if value is None or isinstance(value, Tensor | Ref | bool | int | float | str):
-        return value
-    return str(value)

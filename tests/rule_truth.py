@@ -31,8 +31,8 @@ from lightning_autotp.graph import Call, CallSite, Graph, Operator, Ref, TensorI
 from lightning_autotp.layers.embedding import vocab_parallel_lookup
 from lightning_autotp.layout import Invariant, Layout, Ownership, Partial, Replicate, Shard, boxes
 from lightning_autotp.rules import Relation, entry, relate
+from lightning_autotp.schemas import named_arguments
 from lightning_autotp.solver import _Solver
-from lightning_autotp.tracer import named_arguments
 
 TOLERANCE = 1e-10
 INVARIANT, REPLICATE, PARTIAL = Invariant(), Replicate(), Partial()

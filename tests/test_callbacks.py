@@ -16,10 +16,11 @@ from lightning.pytorch import callbacks
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.tuner import Tuner
-from test_strategy import ROWS, Regression, Task, assert_parity, blocks, error_of
+from test_strategy import ROWS, Regression, Task, assert_parity, blocks, error_of, tiny_config
 from torch import Tensor
 from torch.utils.data import DataLoader
 from trainer_ranks import run_trainer_ranks
+from transformers import AutoModelForCausalLM
 
 from lightning_autotp import full_state_dict
 from lightning_autotp.averaging import EMAWeightAveraging, WeightAveraging
@@ -47,6 +48,9 @@ class Logged(Task):
         self.save_hyperparameters()
         self.learning_rate, self.batch_size = learning_rate, batch_size
         self.steps = 0
+
+    def build(self) -> Any:
+        return AutoModelForCausalLM.from_config(tiny_config())
 
     def on_after_backward(self) -> None:
         """No gradients are looked at."""
@@ -152,9 +156,11 @@ def tuned(devices: int, folder: Path) -> dict[str, Any]:
     L.seed_everything(3, verbose=False)
     task = Logged()
     tuner = Tuner(make_trainer(devices, max_epochs=1, default_root_dir=folder))
-    found = tuner.lr_find(task, min_lr=1e-3, max_lr=1.0, num_training=12, update_attr=False)
-    size = tuner.scale_batch_size(task, mode="power", init_val=2, max_trials=2, steps_per_trial=1)
-    return {"lr": found.results["lr"], "loss": found.results["loss"], "size": size}
+    found = tuner.lr_find(task, min_lr=1e-3, max_lr=1.0, num_training=12, early_stop_threshold=None, update_attr=False)
+    seen = {"lr": found.results["lr"], "loss": found.results["loss"]}
+    if devices > 1:  # Lightning's own answer
+        seen["size"] = error_of(tuner.scale_batch_size, task, max_trials=2)
+    return seen
 
 
 def summaries(devices: int) -> dict[str, str]:
@@ -268,11 +274,10 @@ def test_one_rank_writes_logs_and_checkpoints(two: list[dict[str, Any]], folder:
     with (folder / "logs/lightning_logs/version_0/metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     losses = [float(row["loss"]) for row in rows if row["loss"]]
-    assert losses[0] == pytest.approx(two[0]["watched"]["losses"][0], rel=1e-5)
+    # Of the second epoch's batches two make a step, and have one row.
+    assert losses[:4] == pytest.approx(two[0]["watched"]["losses"][:4], rel=1e-5)
+    assert len(losses) == 5
     assert next(float(row["lr-SGD"]) for row in rows if row["lr-SGD"]) == 0.05
-    for name in ("loss", "lr-SGD"):
-        steps = [row["step"] for row in rows if row[name]]
-        assert len(steps) == len(set(steps)) > 2
     assert len(list((folder / "best").iterdir())) == 2
 
 
@@ -307,7 +312,7 @@ def test_the_tuner_finds_the_same(two: list[dict[str, Any]], tmp_path: Path) -> 
     for seen in two:
         assert seen["tuned"]["lr"] == pytest.approx(wanted["lr"])
         assert seen["tuned"]["loss"] == pytest.approx(wanted["loss"], rel=1e-4)
-        assert seen["tuned"]["size"] == wanted["size"] == 8
+        assert "not supported with distributed strategies" in seen["tuned"]["size"]
 
 
 def test_summaries_show_the_whole_model_and_this_ranks_part(two: list[dict[str, Any]]) -> None:

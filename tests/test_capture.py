@@ -1,12 +1,18 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from tiny import Decoder, decoder_batch, meta_model, tiny_model
 from torch import Tensor, nn
 
+from lightning_autotp import localize
 from lightning_autotp.capture import CaptureError, capture, capture_local, language_model_inputs, meta_copy
 from lightning_autotp.graph import OPAQUE
+from lightning_autotp.layout import Shard
+from lightning_autotp.pipeline import make_plan
 
 
 def test_boundaries_surround_every_module() -> None:
@@ -105,6 +111,117 @@ def test_what_follows_from_the_batch_alone_has_a_value() -> None:
     graph = capture(Masked(), torch.tensor([[1, 6, 7], [2, 3, 6]]))
     assert not graph.opaque
     assert graph.tensors[graph.outputs[0]].shape == (3, 4)
+
+
+def test_what_python_makes_of_numbers_has_a_value() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+            ends = torch.tensor([0, lengths.max(), 2 * int(lengths.max())], device=x.device).cumsum(0)
+            steps = torch.Tensor([2, 1]).long()  # the class: a trace does not see it
+            rows = (ends[1:] - ends[:-1]).tolist()
+            return torch.cat(self.linear(x).split(rows)[:: int(steps[0])])
+
+    graph = capture(Counting(), (torch.zeros(6, 4), torch.tensor([1, 2])))
+    assert not graph.opaque
+    assert graph.tensors[graph.outputs[0]].shape == (2, 4)
+
+
+class Doubled(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+
+class Mapped(nn.Module):
+    """An up- and a down-projection; between them, what ``torch.vmap`` maps over rows or pairs of them."""
+
+    def __init__(self, row: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.up, self.down, self.scale = nn.Linear(4, 8), nn.Linear(8, 4), nn.Parameter(torch.ones(8))
+        self.row = row
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = torch.arange(x.shape[0])
+        same = torch.vmap(torch.vmap(lambda a, b: a == b, (None, 0)), (0, None))(rows, rows)
+        scaled = torch.vmap(lambda row: self.row(row) * self.scale)(self.up(x))
+        return same.float() @ self.down(scaled)
+
+
+@pytest.mark.parametrize("row", [torch.tanh, Doubled.apply], ids=["operators", "custom function"])
+def test_under_vmap_operators_are_known_and_whole(row: Callable[[Tensor], Tensor]) -> None:
+    model = Mapped(row)
+    graph = capture(model, torch.zeros(3, 4))
+    assert not graph.opaque
+    mapped = {operator.name: operator for operator in graph.operators if operator.name.startswith("transformed.")}
+    (same,) = mapped["transformed.aten.eq.Tensor"].outputs
+    (scaled,) = mapped["transformed.aten.mul.Tensor"].outputs
+    assert (graph.tensors[same].is_static, graph.tensors[scaled].is_static) == (True, False)
+    assert graph.tensors[scaled].shape == (3, 8)
+    assert "scale" in {graph.parameters.get(tensor) for tensor in mapped["transformed.aten.mul.Tensor"].inputs}
+    _, solution = make_plan(model, 2, example_inputs=torch.zeros(3, 4))  # proven on both ranks
+    for operator in solution.graph.operators:
+        if operator.name.startswith("transformed."):
+            layouts = [solution.layouts.get(tensor) for tensor in (*operator.inputs, *operator.outputs)]
+            assert not any(isinstance(layout, Shard) for layout in layouts)
+
+
+@pytest.mark.parametrize(
+    "row", [lambda row: row.add_(1), lambda row: torch.func.grad(torch.sum)(row)], ids=["writes", "derivatives"]
+)
+def test_a_transform_that_cannot_be_followed_makes_its_module_opaque(row: Callable[[Tensor], Tensor]) -> None:
+    graph = capture(Outer(Mapped(row)), torch.zeros(3, 4))
+    assert graph.opaque == {"inner"}
+
+
+def test_opaque_modules_inside_an_opaque_module() -> None:
+    class Twice(Outer):
+        def forward(self, x: Tensor) -> Tensor:
+            return x if self.inner(x).sum().item() > 0 else -x
+
+    graph = capture(Outer(Twice(Peeking())), torch.zeros(2, 4))
+    assert graph.opaque == {"inner", "inner.inner"}
+    assert [operator.module for operator in graph.operators if operator.name == OPAQUE] == ["inner"]
+
+
+class Checked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.width = nn.Linear(8, 4), 8
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[-1] != self.width:
+            raise ValueError("another width")
+        return self.linear(x)
+
+
+def test_a_size_read_before_the_first_child_is_made_local() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), Checked())
+    plan, _ = make_plan(model, 2, example_inputs=torch.zeros(3, 4))
+    assert [(size.module, size.attribute) for size in plan.sizes] == [("2", "width")]
+    assert plan.sharded_fraction > 0.9
+
+
+def test_a_search_for_sizes_that_gets_nowhere_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(localize, "_PATIENCE", -1)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), Checked(), nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+    plan, _ = make_plan(model, 2, example_inputs=torch.zeros(3, 4))
+    reasons = {parameter.names[0]: parameter.reason or "" for parameter in plan.parameters}
+    assert "could not be made local" in reasons["2.linear.weight"]
+    assert not reasons["5.weight"]
 
 
 def test_writes_in_place_reach_whoever_reads_the_memory() -> None:

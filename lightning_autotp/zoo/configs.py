@@ -207,7 +207,14 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "switch_transformers": {"decoder_start_token_id": 0},
     "t5": {"decoder_start_token_id": 0},
     "t5gemma2": {"encoder": {"mm_tokens_per_image": 4, "vision_config": {"vision_use_head": False}}},
-    "nemo_speechlm": {"audio_config": {"diarization_config": {"head_config": {"audio_hidden_size": 64}}}},
+    "nemo_speechlm": {
+        "audio_config": {
+            "asr_config": {"num_key_value_heads": 4},
+            "diarization_config": {
+                "audio_config": {"num_key_value_heads": 4}, "head_config": {"audio_hidden_size": 64},
+            },
+        },
+    },
     "vibevoice_asr": {
         "acoustic_tokenizer_encoder_config": {"num_filters": 4, "depths": [1, 1], "downsampling_ratios": [2]},
         "semantic_tokenizer_encoder_config": {"num_filters": 4, "depths": [1, 1], "downsampling_ratios": [2]},
@@ -233,7 +240,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "vision_config": {"num_hidden_layers": 3, "crop_size": 32},
         "audio_config": {
             "audio_token_id": 9, "num_blocks": 2, "nemo_conv_channels": 16, "ext_pw_out_channel": 64,
-            "depthwise_separable_out_channel": 64,
+            "depthwise_separable_out_channel": 64, "chunk_size": 16,  # longer than a sound: nothing left to chance
         },
     },
     "qwen3_asr": {"audio_config": {"downsample_hidden_size": 16, "output_dim": 64, "d_model": 64}},

@@ -29,6 +29,8 @@ CODEBOOKS = frozenset(("musicgen", "musicgen_melody"))
 MORE_IDS = {"roc_bert": ("input_shape_ids", "input_pronunciation_ids")}
 # The first token attends to all tokens, and all to it, through weights of their own.
 GLOBAL_ATTENTION = frozenset(("led", "longformer"))
+# Placeholders attend to each other both ways, which their type tells.
+TYPED_PLACEHOLDERS = frozenset(("gemma3",))
 # Mentions of entities beside the tokens.
 ENTITIES = frozenset(("luke",))
 
@@ -54,6 +56,8 @@ def training_batch(name: str, group: str, config: PreTrainedConfig, seed: int = 
     for token, count in placeholders.items():
         ids = torch.cat([ids[:, :2], ids.new_full((rows, count), token), ids[:, 2:]], dim=1)
     batch: dict[str, Any] = {"input_ids": ids, "labels": _labels(ids), **inputs}
+    if name in TYPED_PLACEHOLDERS:
+        batch["token_type_ids"] = sum((ids == token).long() for token in placeholders)
     if name in GLOBAL_ATTENTION:
         batch["global_attention_mask"] = (torch.arange(ids.shape[1]) == 0).long().expand_as(ids).clone()
     if name in ENTITIES:

@@ -98,12 +98,30 @@ def _windowed_sound(config: Any, generator: Generator) -> tuple[Inputs, Placehol
     return {"input_features": features}, {config.audio_token_id: frames // config.downsample_rate}
 
 
+def _picture_and_sound(config: Any, generator: Generator) -> tuple[Inputs, Placeholders]:
+    """A picture, once scaled to a crop and once as its only crop, and a spectrogram ``[batch, frames, mel]``."""
+    vision, audio = config.vision_config, config.audio_config
+    size, side = vision.crop_size, vision.crop_size // vision.patch_size
+    frames = 4 * audio.time_reduction
+    inputs = {
+        "image_pixel_values": torch.randn(BATCH, 2, 3, size, size, generator=generator),
+        "image_sizes": torch.full((BATCH, 2), size),
+        "image_attention_mask": torch.ones(BATCH, 2, side, side, dtype=torch.long),
+        "audio_input_features": torch.randn(BATCH, frames, audio.input_size, generator=generator),
+        "audio_embed_sizes": torch.full((BATCH,), 4),
+    }
+    rows = side // 2
+    return inputs, {vision.image_token_id: 2 * rows * (rows + 1) + 1, audio.audio_token_id: 4}
+
+
 _MAKERS: dict[str, Callable[[Any, Generator], tuple[Inputs, Placeholders]]] = {
     "fuyu": _patches,
+    "gemma3": _pictures(4),
     "git": _captioned,
     "got_ocr2": _pictures(4),
     "modernvbert": _pictures(4, images=True),
     "neomme": _packed_patches,
+    "t5gemma2": _pictures(4),
     "ultravbert": _pictures(4, images=True),
     "audioflamingo3": _sound(16),
     "glmasr": _sound(8),
@@ -112,6 +130,7 @@ _MAKERS: dict[str, Callable[[Any, Generator], tuple[Inputs, Placeholders]]] = {
     "moss_transcribe_diarize": _sound(8),
     "musicflamingo": _sound(16),
     "nemo_speechlm": _two_encoders,
+    "phi4_multimodal": _picture_and_sound,
     "qwen2_audio": _sound(16, mask="feature_attention_mask"),
     "qwen3_asr": _sound(13, frames=100),
     "vibevoice_asr": _wave,
