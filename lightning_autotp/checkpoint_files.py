@@ -25,7 +25,14 @@ import torch.distributed as dist
 
 from lightning_autotp.agreement import raise_together
 from lightning_autotp.load import DamagedFileError, MissingFileError
-from lightning_autotp.stored import HeldTensor, StoredTensor, stored_tensors, write_tensors
+from lightning_autotp.stored import (
+    READING_ERRORS,
+    HeldTensor,
+    StoredTensor,
+    check_archive,
+    stored_tensors,
+    write_tensors,
+)
 
 META = "meta.pt"
 """What of a checkpoint directory is not tensors (the name is Lightning's)."""
@@ -68,12 +75,14 @@ def save_directory(checkpoint: dict[str, Any], path: Path, process_group: dist.P
             _publish(partial, path)
 
 
-def open_checkpoint(path: Path, weights_only: bool | None = None) -> dict[str, Any]:
+def open_checkpoint(path: Path, weights_only: bool | None = None, *, check: bool = False) -> dict[str, Any]:
     """A checkpoint of either kind; tensors are mapped, or stored ones of which nothing is read yet. Not collective.
 
     Args:
         path: the file or directory.
         weights_only: as for ``torch.load``.
+        check: whether to compare the checksums in a file with its contents, for which all of it is read. (A directory's
+            are compared when a tensor is read.)
 
     Raises:
         CheckpointError: if it is not there, was never finished, is damaged, or is something else.
@@ -87,14 +96,14 @@ def open_checkpoint(path: Path, weights_only: bool | None = None) -> dict[str, A
                 f"{found} is no checkpoint, or not all of it: it has no {META}. Resume from a directory that"
                 " Trainer.save_checkpoint or ModelCheckpoint made, copied whole"
             )
-        rest = _read(found / META, weights_only)
+        rest = _read(found / META, weights_only, True)
         if not isinstance(rest, dict) or "stored" not in rest:
             raise DamagedFileError(
                 f"the checkpoint directory {found} was written by another strategy: consolidate it into one file with"
                 " that one's tools first (python -m lightning.pytorch.utilities.consolidate_checkpoint)"
             )
         return _join(rest, stored_tensors(found))
-    checkpoint = _read(found, weights_only)
+    checkpoint = _read(found, weights_only, check)
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         raise DamagedFileError(
             f"{found} is not a Lightning checkpoint: it has no 'state_dict'. A bare state dict is loaded with"
@@ -257,14 +266,16 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _read(path: Path, weights_only: bool | None) -> Any:
+def _read(path: Path, weights_only: bool | None, check: bool) -> Any:
     try:
+        if check:
+            check_archive(path, path.name)
         return torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
     except pickle.UnpicklingError:
-        raise
-    except (RuntimeError, OSError, EOFError, ValueError) as error:
+        raise  # it says what to do
+    except READING_ERRORS as error:
         text = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise DamagedFileError(
-            f"the checkpoint file {path} ({path.stat().st_size} bytes) cannot be read, it may be truncated or be"
+            f"the checkpoint file {path} ({path.stat().st_size} bytes) cannot be read, it may be damaged or be"
             f" something else: copy it again, or resume from an earlier one. ({text})"
         ) from error

@@ -34,8 +34,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lightning_autotp.checkpoint import tensor_meta
-from lightning_autotp.held import plain
+from lightning_autotp.held import data_group, plain
 from lightning_autotp.layout import Shard
+from lightning_autotp.meta import ParameterMeta
 
 STEPS = 32
 """Enough for preconditioners that are recomputed every tenth step, or first used after 25."""
@@ -76,17 +77,16 @@ def check_optimizer(optimizer: Optimizer) -> None:
     unknown: str | None = None
     for number, group in enumerate(optimizer.param_groups):
         for (_, dims), parameter in _sharded(group["params"]).items():
-            meta = tensor_meta(parameter)
-            assert meta is not None
             try:
-                difference = _difference(optimizer, parameter, len(meta.shape), dims)
+                difference = _difference(optimizer, parameter, parameter.dim(), dims)
             except _Unknown as error:
                 unknown = unknown or str(error)
                 continue
             if difference is not None:
                 raise ValueError(
                     f"{name} computes its update from whole tensors, of which a rank has only a part: with the options"
-                    f" of parameter group {number}, which has {meta.name} (cut along dim {', '.join(map(str, dims))}),"
+                    f" of parameter group {number}, which has {_name(parameter)}"
+                    f" (cut along dim {', '.join(map(str, dims))}),"
                     " the pieces of a random tensor are updated differently from the whole, by"
                     f" {difference:.1g} times the greatest update. Use an elementwise optimizer such as SGD, Adam or"
                     " AdamW for this group; parameters that stay whole on every rank (see the plan) may have any"
@@ -104,13 +104,21 @@ class _Unknown(Exception):
 
 
 def _sharded(parameters: Iterable[Tensor]) -> dict[Kind, Tensor]:
-    """One parameter for each way in which some are cut."""
+    """One parameter for each way in which some are cut: over the tensor-parallel ranks, by FSDP2, or both."""
     found: dict[Kind, Tensor] = {}
     for parameter in parameters:
         meta = tensor_meta(parameter)
-        if meta is not None and isinstance(meta.layout, Shard):
-            found.setdefault((len(meta.shape), tuple(dim for dim, _ in meta.layout.dims)), parameter)
+        dims = {dim for dim, _ in meta.layout.dims} if meta is not None and isinstance(meta.layout, Shard) else set()
+        if data_group(parameter) is not None:
+            dims.add(0)
+        if dims:
+            found.setdefault((parameter.dim(), tuple(sorted(dims))), parameter)
     return found
+
+
+def _name(parameter: Tensor) -> str:
+    meta = getattr(parameter, "meta", None)
+    return meta.name if isinstance(meta, ParameterMeta) else "a parameter"
 
 
 def _difference(optimizer: Optimizer, parameter: Tensor, ndim: int, dims: tuple[int, ...]) -> float | None:

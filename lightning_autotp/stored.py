@@ -7,12 +7,14 @@ or single process reads the boxes it wants, and torch's own tools read them as w
 
 from __future__ import annotations
 
+import io
 import pickle
+import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -35,6 +37,11 @@ from lightning_autotp.load import DamagedFileError, MissingFileError
 from lightning_autotp.meta import ParameterMeta
 
 Box = tuple[Run, ...]
+
+READING_ERRORS = (
+    RuntimeError, ValueError, OSError, EOFError, KeyError, pickle.UnpicklingError, zipfile.BadZipFile,
+)  # fmt: skip
+"""What reading a damaged file may raise."""
 
 
 class HeldTensor:
@@ -130,12 +137,45 @@ class StoredTensor:
             self._directory.reader.read_data(LoadPlan(items), _Placing(held)).wait()
 
 
+class _CheckedReader(dcp.FileSystemReader):
+    """Compares the checksum of every stored box that is read (a ``torch.save`` archive has one) before it is used."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._checked: set[tuple[str, int]] = set()
+
+    def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
+        part = io.BytesIO(super()._slice_file(file, sinfo).read(sinfo.length))
+        if (sinfo.relative_path, sinfo.offset) not in self._checked:
+            check_archive(part, sinfo.relative_path)
+            part.seek(0)
+            self._checked.add((sinfo.relative_path, sinfo.offset))
+        return part
+
+
+def check_archive(file: Any, name: str) -> None:
+    """Compare the checksums of a ``torch.save`` archive with its contents, all of which are read.
+
+    Args:
+        file: a path or an open binary file.
+        name: what to call it.
+
+    Raises:
+        ValueError: if something in it changed since it was written.
+        zipfile.BadZipFile: if it is no archive, or not all of it.
+    """
+    with zipfile.ZipFile(file) as archive:
+        damaged = archive.testzip()
+    if damaged is not None:
+        raise ValueError(f"the checksum of {damaged} in {name} is not that of its contents")
+
+
 class _Directory:
     """An open checkpoint directory."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.reader = dcp.FileSystemReader(path)
+        self.reader = _CheckedReader(path)
         with self.explained():
             self.metadata: Metadata = self.reader.read_metadata()
             self.reader.set_up_storage_reader(self.metadata, is_coordinator=True)
@@ -150,7 +190,7 @@ class _Directory:
                 f"the checkpoint {self.path} lacks the file {error.filename}: it was not copied whole, or is no"
                 " checkpoint of this strategy. Copy all of the directory, of every node"
             ) from error
-        except (RuntimeError, ValueError, OSError, EOFError, KeyError, pickle.UnpicklingError) as error:
+        except READING_ERRORS as error:
             text = (str(error).splitlines() or [type(error).__name__])[0][:200]
             raise DamagedFileError(
                 f"the checkpoint {self.path} cannot be read, a file of it may be truncated or damaged: copy it again,"

@@ -378,7 +378,7 @@ class AutoTPStrategy(ModelParallelStrategy):
         with raise_together(None, f"reading the checkpoint {path}"):
             if "://" in str(path) or type(self.checkpoint_io) is not TorchCheckpointIO:
                 return Strategy.load_checkpoint(self, path, weights_only)
-            return open_checkpoint(Path(path), weights_only)
+            return open_checkpoint(Path(path), weights_only, check=self.is_global_zero)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Each rank takes its part of every tensor."""

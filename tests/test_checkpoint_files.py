@@ -103,18 +103,27 @@ def two_ranks(directory: str) -> dict[str, Any]:
 
     directory_ = folder / "directory" / "last.ckpt"
     if rank == 0:
-        names = ("cut", "lacking", "unfinished")
+        names = ("cut", "lacking", "unfinished", "flipped")
         broken = {name: shutil.copytree(directory_, folder / f"{name}.ckpt") for name in names}
         cut = broken["cut"] / "__1_0.distcp"
         cut.write_bytes(cut.read_bytes()[:-2000])
+        flip(broken["flipped"] / "__1_0.distcp")
+        flip(Path(shutil.copy(folder / "async file" / "last.ckpt", folder / "flipped file.ckpt")))
         (broken["lacking"] / "__0_0.distcp").unlink()
         (broken["unfinished"] / "meta.pt").unlink()
         torch.save({"weights": torch.zeros(3)}, folder / "foreign.ckpt")
         (folder / "garbage.ckpt").write_bytes(b"not a checkpoint" * 100)
     dist.barrier()
-    for name in ("cut", "lacking", "unfinished", "foreign", "garbage"):
+    for name in ("cut", "lacking", "unfinished", "flipped", "flipped file", "foreign", "garbage"):
         seen[name] = error_of(trained, "autotp", 2, ckpt_path=str(folder / f"{name}.ckpt"))
     return seen
+
+
+def flip(path: Path) -> None:
+    """Change one bit in the middle."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
 
 
 @pytest.fixture(scope="module")
@@ -153,6 +162,8 @@ def test_an_error_in_the_background_reaches_both_ranks(two: list[dict[str, Any]]
         ("cut", "cut.ckpt cannot be read, a file of it may be truncated or damaged"),
         ("lacking", "lacking.ckpt lacks the file"),
         ("unfinished", "unfinished.ckpt is no checkpoint, or not all of it: it has no meta.pt"),
+        ("flipped", "flipped.ckpt cannot be read, a file of it may be truncated or damaged"),
+        ("flipped file", "in flipped file.ckpt is not that of its contents"),
         ("foreign", "foreign.ckpt is not a Lightning checkpoint: it has no 'state_dict'"),
         ("garbage", "garbage.ckpt (1600 bytes) cannot be read"),
     ],

@@ -181,13 +181,28 @@ def test_other_sizes_go_on_from_the_checkpoints(four: list[dict[str, Any]], fold
     path = folder / "2x2 file.ckpt"
     wanted = trained("auto", 1, ckpt_path=path)
     assert len(wanted["losses"]) == STEPS - HALF
-    found = run_trainer_ranks(go_on, ranks, ranks, [str(folder / f"2x2 {name}.ckpt") for name in FORMATS])
+    found = run_trainer_ranks(go_on, ranks, ranks, [str(folder / f"2x2 {name}.ckpt") for name in FORMATS], None)
     for seen in found:
         for run in seen:
             assert_parity(run, wanted)
 
 
-def go_on(ranks: int, paths: list[str]) -> list[dict[str, Any]]:
+def test_two_ranks_go_on_from_the_checkpoints_of_other_sizes(folder: Path) -> None:
+    trained("auto", 1, max_steps=HALF, save=folder / "alone.ckpt")
+    wanted = trained("auto", 1, ckpt_path=folder / "alone.ckpt")
+    paths = [str(folder / "alone.ckpt")]
+    for ranks in (1, 3, 4):
+        paths.append(str(folder / f"{ranks}.ckpt"))
+        run_trainer_ranks(go_on, ranks, ranks, [], paths[-1])
+    for seen in run_trainer_ranks(go_on, 2, 2, paths, None):
+        for run in seen:
+            assert_parity(run, wanted)
+
+
+def go_on(ranks: int, paths: list[str], save: str | None) -> list[dict[str, Any]]:
+    """Resume from checkpoints, and write one of the first half."""
+    if save is not None:
+        trained(AutoTPStrategy(ranks, 1, **FORMATS["directory"]), ranks, max_steps=HALF, save=save)
     return [trained(AutoTPStrategy(ranks, 1), ranks, ckpt_path=path) for path in paths]
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import Adafactor
 
+from lightning_autotp import optimizers
 from lightning_autotp.layout import Invariant, Ownership, Shard
 from lightning_autotp.meta import ParameterMeta
 from lightning_autotp.optimizers import check_optimizer
@@ -305,3 +306,12 @@ def test_generators_that_an_optimizer_keeps_are_left_alone() -> None:
     assert verdict(optimizer) == "right"
     assert torch.equal(optimizer.generator.get_state(), states[0])  # type: ignore[attr-defined]
     assert optimizer.drawn.getstate() == states[1]  # type: ignore[attr-defined]
+
+
+def test_what_fsdp_cuts_is_cut_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = parameter(6, 4, dims=(), name="router")
+    check_optimizer(Lamb([whole]))
+    monkeypatch.setattr(optimizers, "data_group", lambda _: object())
+    with pytest.raises(ValueError, match=r"router \(cut along dim 0\)"):
+        check_optimizer(Lamb([whole]))
+    check_optimizer(Lion([whole]))

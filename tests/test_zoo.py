@@ -33,7 +33,7 @@ ON_FOUR_RANKS = ("causal:llama", "causal:falcon")
 # The causal models are planned in so many tests, each every so many-th model.
 PARTS = 8
 # The causal models with less than nine tenths of their parameters sharded, and the share that they have at least.
-LESS_SHARDED = {"blt": 0.8, "dbrx": 0.2, "gemma3": 0.4, "longcat_flash": 0.6, "phi4_multimodal": 0.2}
+LESS_SHARDED = {"blt": 0.8, "dbrx": 0.2, "longcat_flash": 0.6}
 
 
 def parity(*names: str, ranks: int = 2) -> list[Verdict]:
