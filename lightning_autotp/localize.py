@@ -9,6 +9,7 @@ the proof.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
@@ -24,7 +25,7 @@ from lightning_autotp.solver import Solution
 from lightning_autotp.verify import Mismatch, compare
 
 _PATIENCE = 64
-"""Traces without an operator more that agrees, after which the search for sizes ends."""
+"""Traces that come no further on their rank than one before, after which the search for sizes ends."""
 
 
 class Unlocalizable(Exception):
@@ -131,7 +132,7 @@ class _Search:
         self.model, self.example_inputs, self.solution, self.plan_with = model, example_inputs, solution, plan_with
         self.reads: dict[str, dict[str, int]] | None = None
         self.traces: dict[tuple[tuple[SizePlan, ...], int], Mismatch | None] = {}
-        self.deepest: dict[int, int] = {}
+        self.deepest: dict[int, float] = {}
         self.idle = 0
         by_module: dict[str, list[Operator]] = {}
         for operator in solution.graph.operators:
@@ -176,11 +177,10 @@ class _Search:
             apply_plan(local, self.plan_with(self.solution, sizes), TPGroup("", rank, self.solution.ranks))
             after = compare(capture_local(local, self.example_inputs, self.solution.graph.opaque), self.solution, rank)
             self.traces[sizes, rank] = after
+            reached = math.inf if after is None else after.position
             self.idle += 1
-            if after is None or after.position > self.deepest.get(rank, -1):
-                self.idle = 0
-            if after is not None:
-                self.deepest[rank] = max(after.position, self.deepest.get(rank, -1))
+            if reached > self.deepest.get(rank, -1):
+                self.deepest[rank], self.idle = reached, 0
         return self.traces[sizes, rank]
 
     def _lengths(self, operators: Iterable[Operator]) -> dict[tuple[int, tuple[int, ...]], None]:

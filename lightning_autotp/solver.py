@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from lightning_autotp.axes import Axes, Dim, leaves, shardable
 from lightning_autotp.cost import CONVERSIONS, Profile, product_flops, typical_matrix
 from lightning_autotp.elimination import Elimination, NoAssignment, TooManyCombinations
-from lightning_autotp.graph import Boundary, CallPoint, Graph, Operator
+from lightning_autotp.graph import OPAQUE, Boundary, CallPoint, Graph, Operator
 from lightning_autotp.layout import Invariant, Layout, Partial, Replicate, Shard
 from lightning_autotp.points import private_draws, static_operands
 from lightning_autotp.repeats import twins
@@ -133,7 +133,10 @@ class _Solver:
         self._layouts: dict[tuple[Dims, int], Layout] = {}
         tensors = graph.tensors
         crossing = [tensors[op.outputs[0]].bytes for op in graph.operators if op.boundary is not None]
-        self.matrix = typical_matrix([(tensors[tensor].shape, tensors[tensor].bytes) for tensor in graph.parameters])
+        # What stays whole in any case does not say what is large.
+        opaque = {tensor for operator in graph.operators if operator.name == OPAQUE for tensor in operator.inputs}
+        divisible = [tensors[tensor] for tensor in graph.parameters if tensor not in opaque]
+        self.matrix = typical_matrix([(tensor.shape, tensor.bytes) for tensor in divisible])
         self.hidden = statistics.median(crossing or [1])
         self.shardings = candidates([self.dims[tensor] for tensor in graph.parameters if tensor in self.dims], ranks)
         self.cutting: dict[int, list[int]] = {}

@@ -20,12 +20,13 @@ from lightning_autotp.zoo.run import Ranks, run
 from lightning_autotp.zoo.verdict import GRADIENT_TOLERANCE, LOSS_TOLERANCE, Left, Verdict
 
 # One of each kind: grouped queries, fused projections, one KV head, ALiBi, latent attention, mixtures, a state space
-# beside attention, post-norms and soft caps, relative positions and cross-attention, pictures, batch normalization.
+# beside attention, post-norms and soft caps, a mask made under torch.vmap, relative positions and cross-attention,
+# pictures, batch normalization.
 # Each row is one test, run by ranks of its own.
 ON_TWO_RANKS = (
     ("causal:llama", "causal:gpt2", "causal:mixtral", "causal:gpt_oss", "causal:bamba"),
     ("causal:deepseek_v3", "causal:falcon", "causal:bloom", "causal:gemma2", "causal:fuyu"),
-    ("masked:bert", "seq2seq:t5", "image:vit", "image:resnet"),
+    ("causal:gemma3", "masked:bert", "seq2seq:t5", "image:vit", "image:resnet"),
 )
 # Two KV heads and one.
 ON_FOUR_RANKS = ("causal:llama", "causal:falcon")
@@ -70,7 +71,7 @@ def test_the_table_names_architectures_only(group: str) -> None:
     assert {name.rpartition(":")[2] for name in configs.OVERRIDES} <= everyone
     assert configs.LEAST_ALL_REDUCES.keys() <= everyone
     assert {*inputs.LENGTHS, *inputs.CROSS_ATTENTION, *inputs.CODEBOOKS, *inputs.MORE_IDS, *inputs.ENTITIES} <= everyone
-    assert inputs.GLOBAL_ATTENTION | modalities.names() <= everyone
+    assert inputs.GLOBAL_ATTENTION | inputs.TYPED_PLACEHOLDERS | modalities.names() <= everyone
 
 
 def test_tiny_configs_have_every_kind_of_layer_and_nothing_random() -> None:
@@ -98,6 +99,12 @@ def test_placeholders_stand_for_a_picture_and_are_not_predicted() -> None:
     assert places.sum(1).tolist() == [4] * modalities.BATCH
     assert (batch["labels"][places] == -100).all()
     assert batch["pixel_values"].shape[:2] == (modalities.BATCH, 3)
+
+
+def test_types_tell_where_placeholders_stand() -> None:
+    config = tiny_config("gemma3")
+    batch = inputs.training_batch("gemma3", "causal", config)
+    assert batch["token_type_ids"].equal((batch["input_ids"] == config.image_token_id).long())
 
 
 def test_batches_differ_by_their_seed_and_agree_in_their_shapes() -> None:
