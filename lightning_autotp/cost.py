@@ -87,12 +87,13 @@ CONVERSIONS: dict[tuple[str, str], tuple[tuple[str, ...], tuple[str, ...]]] = {
 def typical_matrix(parameters: Sequence[tuple[tuple[int, ...], int]]) -> float:
     """Median bytes of a model's matrices, from every parameter's shape and bytes.
 
-    Slivers do not count: a router, or the two factors of a low-rank update, which stand beside every large matrix and
-    would be the median, though the model's bytes are elsewhere.
+    Where most of them are slivers, these do not count: the two factors of a low-rank update stand beside every large
+    matrix and would be the median, though the model's bytes are elsewhere.
     """
     matrices = [(sorted(shape)[-2], size) for shape, size in parameters if len(shape) > 1]
     widest = max((narrow for narrow, _ in matrices), default=0)
-    return statistics.median([size for narrow, size in matrices if narrow * _SLIVER > widest] or [1])
+    broad = [size for narrow, size in matrices if narrow * _SLIVER > widest]
+    return statistics.median((broad if 2 * len(broad) < len(matrices) else [size for _, size in matrices]) or [1])
 
 
 _SLIVER = 8  # a matrix is one if its second-largest dim is so many times smaller than that of the model's widest

@@ -54,7 +54,7 @@ def test_lightning_only_in_the_strategy_and_for_its_callbacks() -> None:
 
 @pytest.mark.parametrize(
     ("room", "known"),
-    [("batches", {"agreement"}), ("optimizers", {"checkpoint", "held", "layout"})],
+    [("batches", {"agreement"}), ("optimizers", {"checkpoint", "held", "layout", "meta"})],
 )
 def test_data_and_optimizers_know_little(room: str, known: set[str]) -> None:
     used = {name.split(".")[1] for name in imports(PACKAGE / f"{room}.py") if name.startswith("lightning_autotp.")}
