@@ -130,7 +130,9 @@ def consolidate(path: Path, target: Path) -> None:
             whole[id(value)] = value.read()
         return whole[id(value)]
 
-    checkpoint["state_dict"] = {name: read(value) for name, value in checkpoint["state_dict"].items()}
+    for name, values in checkpoint.items():
+        if isinstance(values, dict):
+            checkpoint[name] = {key: read(value) for key, value in values.items()}
     for state in checkpoint.get("optimizer_states", ()):
         for values in state["state"].values():
             values |= {key: read(value) for key, value in values.items()}
@@ -206,8 +208,9 @@ def _split(checkpoint: dict[str, Any]) -> tuple[dict[str, HeldTensor], dict[str,
 
     rest = dict(checkpoint)
     where: dict[str, Any] = {}
-    if "state_dict" in rest:
-        rest["state_dict"], where["state_dict"] = take(rest["state_dict"], "state_dict")
+    for name, values in checkpoint.items():
+        if isinstance(values, dict) and any(isinstance(value, HeldTensor) for value in values.values()):
+            rest[name], where[name] = take(values, name)
     if "optimizer_states" in rest:
         rest["optimizer_states"], where["optimizer_states"] = [], []
         for number, state in enumerate(checkpoint["optimizer_states"]):
@@ -227,9 +230,10 @@ def _split(checkpoint: dict[str, Any]) -> tuple[dict[str, HeldTensor], dict[str,
 def _join(rest: dict[str, Any], tensors: dict[str, StoredTensor]) -> dict[str, Any]:
     """The inverse of :func:`_split`: a checkpoint with stored tensors."""
     where = rest.pop("stored")
-    for key, name in where.get("state_dict", {}).items():
-        rest["state_dict"][key] = tensors[name]
-    for state, places in zip(rest.get("optimizer_states", ()), where.get("optimizer_states", ()), strict=True):
+    optimizers = where.pop("optimizer_states", ())
+    for name, places in where.items():
+        rest[name] |= {key: tensors[stored] for key, stored in places.items()}
+    for state, places in zip(rest.get("optimizer_states", ()), optimizers, strict=True):
         for number, names in places.items():
             state["state"][number] |= {key: tensors[name] for key, name in names.items()}
     return rest

@@ -94,6 +94,9 @@ class HeldTensor:
                 return self._local[index(local)]
         raise KeyError(offset)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> HeldTensor:
+        return self
+
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(self._local)
         return [

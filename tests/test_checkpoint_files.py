@@ -20,6 +20,7 @@ from torch import Tensor
 from trainer_ranks import run_trainer_ranks
 
 from lightning_autotp import AutoTPStrategy
+from lightning_autotp.averaging import EMAWeightAveraging
 from lightning_autotp.checkpoint_files import (
     META,
     Background,
@@ -77,6 +78,14 @@ def two_ranks(directory: str) -> dict[str, Any]:
         seen[f"left by {name}"] = sorted(path.name for path in (folder / name).iterdir())
         last = str(folder / name / "last.ckpt")
         seen[f"resumed {name}"] = trained(AutoTPStrategy(**options), 2, ckpt_path=last)
+
+    # What a callback adds to a checkpoint may be cut as well.
+    averaged = every_step(folder / "averaged", save_last=True)
+    averaged["callbacks"].append(EMAWeightAveraging(decay=0.5))
+    strategy = AutoTPStrategy(save_distributed_checkpoint=True, save_async=True)
+    trained(strategy, 2, max_steps=3, **averaged)
+    again = {"callbacks": [EMAWeightAveraging(decay=0.5)], "ckpt_path": str(folder / "averaged" / "last.ckpt")}
+    seen["resumed averaged"] = trained("autotp", 2, **again)
 
     # While one is being written in the background, training goes on and the one before it stays.
     strategy = AutoTPStrategy(save_async=True, save_distributed_checkpoint=True)
@@ -144,6 +153,16 @@ def test_resuming_is_as_if_nothing_had_happened(two: list[dict[str, Any]], kind:
         assert seen[f"resumed {kind}"]["losses"] == seen["uninterrupted"]["losses"][3:]
         for name, weight in seen["uninterrupted"]["weights"].items():
             assert torch.equal(seen[f"resumed {kind}"]["weights"][name], weight)
+
+
+def test_averages_are_cut_as_the_weights_are(two: list[dict[str, Any]], folder: Path) -> None:
+    found = open_checkpoint(folder / "averaged" / "last.ckpt")
+    weights = open_checkpoint(folder / "directory" / "last.ckpt")["state_dict"]
+    for name, weight in weights.items():
+        assert torch.equal(found["current_model_state"][name].read(), weight.read())
+        assert not torch.equal(found["state_dict"][name].read(), weight.read())
+    for seen in two:
+        assert seen["resumed averaged"]["losses"] == seen["uninterrupted"]["losses"][3:]
 
 
 def test_a_save_in_the_background_removes_nothing_before_it_is_done(two: list[dict[str, Any]]) -> None:
