@@ -227,6 +227,8 @@ class AutoTPStrategy(ModelParallelStrategy):
     def _watch_peers(self) -> None:
         if self._peers is not None:
             self._peers.close()
+        if self.world_size == 1:
+            return
         peers: list[Any] = [None] * self.world_size
         dist.all_gather_object(peers, Peer.this_process(self.global_rank))
         store = dist.distributed_c10d._get_default_store()
