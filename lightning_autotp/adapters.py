@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from lightning_autotp.agreement import raise_together
-from lightning_autotp.checkpoint import gather_parameter, model_group, tensor_meta
-from lightning_autotp.held import joined, reshard
+from lightning_autotp.checkpoint import model_group, tensor_meta, whole_tensor
+from lightning_autotp.held import reshard
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -65,7 +65,7 @@ def save_adapter(
     whole: dict[str, Tensor] = {}
     for name, value in _of_adapters(model, kwargs).items():
         meta = tensor_meta(value)
-        gathered = joined(value) if meta is None else gather_parameter(value, meta, group)
+        gathered = whole_tensor(value, meta, group)
         if writes:
             whole[name] = gathered.to("cpu", copy=meta is None)
     with raise_together(None if every_process else group.process_group, f"writing the adapter to {directory}"):

@@ -12,7 +12,7 @@ back the same way, from whole tensors or from :class:`~lightning_autotp.stored.S
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -95,6 +95,11 @@ def gather_parameter(tensor: Tensor, meta: ParameterMeta, group: TPGroup) -> Ten
     return whole
 
 
+def whole_tensor(tensor: Tensor, meta: ParameterMeta | None, group: TPGroup) -> Tensor:
+    """As :func:`gather_parameter`; a tensor that every rank has (``meta`` is ``None``) comes back as it is."""
+    return joined(tensor) if meta is None else gather_parameter(tensor, meta, group)
+
+
 def full_state_dict(model: nn.Module, *, keep: bool = True) -> dict[str, Any]:
     """The state dict the original model would have.
 
@@ -113,15 +118,8 @@ def full_state_dict(model: nn.Module, *, keep: bool = True) -> dict[str, Any]:
         RuntimeError: if no parallel model is found.
     """
     group = model_group(model)
-    reshard(model)
-    gathered: dict[int, Any] = {}
-    state: dict[str, Any] = {}
-    for name, value in model.state_dict(keep_vars=True).items():
-        if id(value) not in gathered:
-            gathered[id(value)] = _gather_to_cpu(value, tensor_meta(value), group, keep)
-        if keep:
-            state[name] = gathered[id(value)]
-    return state
+    state = _each_once(model, lambda value: _gather_to_cpu(value, tensor_meta(value), group, keep))
+    return state if keep else {}
 
 
 def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], strict: bool = True) -> IncompatibleKeys:
@@ -211,15 +209,11 @@ def held_state(model: nn.Module, *, copy: bool = False) -> dict[str, Any]:
         Held tensors under every name in ``model.state_dict()``, one object for tied ones; other values as they are.
     """
     group = model_group(model)
-    reshard(model)
-    held: dict[int, Any] = {}
-    state: dict[str, Any] = {}
-    for name, value in model.state_dict(keep_vars=True).items():
-        if id(value) not in held:
-            is_tensor = isinstance(value, Tensor)
-            held[id(value)] = HeldTensor.spoken_for(value, value, group, copy=copy) if is_tensor else value
-        state[name] = held[id(value)]
-    return state
+
+    def hold(value: Any) -> Any:
+        return HeldTensor.spoken_for(value, value, group, copy=copy) if isinstance(value, Tensor) else value
+
+    return _each_once(model, hold)
 
 
 def held_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, *, copy: bool = False) -> dict[str, Any]:
@@ -287,14 +281,23 @@ def load_full_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[s
     optimizer.load_state_dict({"state": local_state, "param_groups": groups})
 
 
+def _each_once(model: nn.Module, make: Callable[[Any], Any]) -> dict[str, Any]:
+    """What ``make`` gives for each value of the state dict; for tied ones it is called once."""
+    reshard(model)
+    made: dict[int, Any] = {}
+    state: dict[str, Any] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if id(value) not in made:
+            made[id(value)] = make(value)
+        state[name] = made[id(value)]
+    return state
+
+
 def _gather_to_cpu(value: Any, meta: ParameterMeta | None, group: TPGroup, keep: bool) -> Any:
     """The whole of one value on the CPU, in memory of its own; ``None`` without ``keep``."""
     if isinstance(value, Tensor):
-        if meta is not None:
-            value = gather_parameter(value, meta, group)
-            return value.cpu() if keep else None
-        value = joined(value)
-        return value.to("cpu", copy=True) if keep else None
+        value = whole_tensor(value, meta, group)
+        return value.to("cpu", copy=meta is None) if keep else None
     return copy.deepcopy(value) if keep else None
 
 

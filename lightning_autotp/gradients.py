@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_autotp.checkpoint import gather_parameter, model_group, tensor_meta
-from lightning_autotp.held import counted_blocks, data_group, index, joined, plain
+from lightning_autotp.checkpoint import model_group, tensor_meta, whole_tensor
+from lightning_autotp.held import counted_blocks, data_group, index, plain
 from lightning_autotp.layers.group import TPGroup
 from lightning_autotp.layout import Shard
 from lightning_autotp.meta import ParameterMeta
@@ -203,8 +203,7 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor]:
             continue
         if id(parameter) not in gathered:
             gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-            meta = tensor_meta(parameter)
-            whole = joined(gradient) if meta is None else gather_parameter(gradient, meta, group)
+            whole = whole_tensor(gradient, tensor_meta(parameter), group)
             gathered[id(parameter)] = whole.to("cpu", copy=True)
         gradients[name] = gathered[id(parameter)]
     return gradients

@@ -343,7 +343,6 @@ class AutoTPStrategy(ModelParallelStrategy):
                     )
                 Strategy.save_checkpoint(self, checkpoint, path, storage_options)
             return
-        assert self.lightning_module is not None
         if self._save_async and self.lightning_module.trainer.training:
             checkpoint = detached(checkpoint)
             self._saving.submit(lambda: self._write_checkpoint(checkpoint, Path(path)))
