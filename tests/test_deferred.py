@@ -39,7 +39,12 @@ from lightning_autotp.meta import initialize_parameter_meta
 from lightning_autotp.recipe import Recipe
 
 TESTS = Path(__file__).parent
-ENV = {**os.environ, "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}", "OMP_NUM_THREADS": "1"}
+ENV = {
+    **os.environ,
+    "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}",
+    "OMP_NUM_THREADS": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(2**20),  # memory that is freed is given back, so peaks are of what is held
+}
 SIZES: dict[str, Any] = {
     "vocab_size": 101, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2,

@@ -215,10 +215,10 @@ def test_checkpoints_that_cannot_be_exported(saved: Path, tmp_path: Path, monkey
     with pytest.raises(MissingFileError, match=r"none\.ckpt does not exist"):
         export_checkpoint(tmp_path / "none.ckpt", out)
     (tmp_path / "cut.ckpt").write_bytes(good.read_bytes()[:20000])
-    with pytest.raises(DamagedFileError, match="cannot be read, it may be truncated"):
+    with pytest.raises(DamagedFileError, match="cannot be read, it may be damaged"):
         export_checkpoint(tmp_path / "cut.ckpt", out)
     (tmp_path / "text.ckpt").write_text("no checkpoint\n" * 10)
-    with pytest.raises(DamagedFileError, match="it may be truncated or be something else"):
+    with pytest.raises(DamagedFileError, match="it may be damaged or be something else"):
         export_checkpoint(tmp_path / "text.ckpt", out)
     torch.save({"state_dict": {}, "task": SimpleNamespace()}, tmp_path / "objects.ckpt")
     with pytest.raises(DamagedFileError, match=r"nothing else is unpickled\..*--weights-only false"):
