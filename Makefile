@@ -28,10 +28,11 @@ $(VENV)/.weights: $(VENV)/.installed
 train: $(VENV)/.weights
 	$(BIN)/python examples/finetune.py $(ARGS)
 
-# Several processes share the cores, so each computes on one thread; nothing in the tests comes from a hub.
+# Several processes share the cores, so each computes on one thread; a file's tests stay together, for they share what
+# its fixtures prepare; nothing in the tests comes from a hub.
 test: $(VENV)/.installed
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TRANSFORMERS_VERBOSITY=error TOKENIZERS_PARALLELISM=false \
-		$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
+		$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -2,7 +2,8 @@
 
 It is PyTorch's own engine (``torch.distributed.fsdp.fully_shard``), applied to each repeated block and then to the
 model. To FSDP2 a rank's tensor-parallel part is an ordinary parameter: its rows are dealt out to the copies, gathered
-before the block runs, and its gradients come back averaged over the copies.
+before the block runs, and its gradients come back averaged over the copies. The cut is made while the parameters are
+on meta, so that no rank ever has its whole tensor-parallel part in memory.
 """
 
 from __future__ import annotations
@@ -12,33 +13,45 @@ from collections.abc import Iterator
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from lightning_autotp.gradients import hook_gradient
-from lightning_autotp.held import fsdp_modules, metas_kept, reshard
+from lightning_autotp.gradients import Hook, hook_gradient
+from lightning_autotp.held import is_cut, metas_kept
 
 
 def shard_over_data(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Cut the parameters of a parallel model over the data axis, in place. Collective over ``mesh``.
+    """Cut the parameters of a local model over the data axis, in place; those on meta stay there.
 
     Scalars cannot be cut: they stay on every rank, and their gradients are not averaged here.
 
     Args:
-        model: a model that :func:`~lightning_autotp.parallelize` made local, with real parameters.
+        model: a model whose parameters are its tensor-parallel part, with their metas.
         mesh: the data-parallel ranks, which hold the same tensor-parallel part.
     """
     scalars = {parameter for parameter in model.parameters() if parameter.dim() == 0}
     with metas_kept(model):
         for block in [*repeated_blocks(model), model]:
             fully_shard(block, mesh=mesh, ignored_params=scalars)
-    # Tensor hooks act on the gathered parameters, which are the same objects from now on.
-    for module in fsdp_modules(model):
-        module.unshard()
-    gathered = dict(model.named_parameters())
-    for name, sums in model.autotp_gradient_sums.items():  # type: ignore[operator, union-attr]
-        if name in gathered and gathered[name] not in scalars:
-            hook_gradient(gathered[name], sums)
-    reshard(model)
+
+
+def hook_gathered(model: nn.Module) -> None:
+    """Let the tensor-parallel gradient sums act on what FSDP2 gathers, before it averages over the copies.
+
+    Collective over the data axis: every group of parameters with such sums is gathered once, one after the other. The
+    gathered parameters are the same objects from then on.
+    """
+    managers = {path: module for path, module in model.named_modules() if isinstance(module, FSDPModule)}
+    sums: dict[str, Hook] = model.autotp_gradient_sums  # type: ignore[assignment]
+    summed: dict[str, list[str]] = {}
+    for name in sums:
+        if is_cut(model.get_parameter(name)):
+            manager = max((path for path in managers if f"{name}.".startswith(f"{path}." * (path != ""))), key=len)
+            summed.setdefault(manager, []).append(name)
+    for path, names in summed.items():
+        managers[path].unshard()
+        for name in names:
+            hook_gradient(model.get_parameter(name), sums[name])
+        managers[path].reshard()
 
 
 def repeated_blocks(model: nn.Module) -> Iterator[nn.Module]:

@@ -82,5 +82,5 @@ def fill_remaining(module: nn.Module) -> None:
                         f"parameter {path + '.' if path else ''}{name} is on the meta device and has no values: build"
                         " it in configure_model(), and do not tie it to a parameter inside the parallel model"
                     )
-                filled[parameter] = nn.Parameter(make(), requires_grad=parameter.requires_grad)
+                filled[parameter] = nn.Parameter(make().to(parameter.dtype), requires_grad=parameter.requires_grad)
             owner._parameters[name] = filled[parameter]

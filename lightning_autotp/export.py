@@ -15,7 +15,8 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,14 +41,17 @@ from transformers.utils import (
 from transformers.utils.hub import CHAT_TEMPLATE_DIR, CHAT_TEMPLATE_FILE, LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE
 
 from lightning_autotp.agreement import raise_together
-from lightning_autotp.checkpoint import gather_parameter, model_group, tensor_meta
-from lightning_autotp.held import joined, reshard
+from lightning_autotp.checkpoint import model_group, tensor_meta, whole_tensor
+from lightning_autotp.held import reshard
 from lightning_autotp.load import CheckpointSource
 from lightning_autotp.reversal import ExportPlan, Step, describe_conversions, plan_export, skeleton
 from lightning_autotp.safetensors_writer import Described, SafetensorsWriter
 from lightning_autotp.stored import original_shape
 
 _log = logging.getLogger(__name__)
+
+Guard = Callable[[], AbstractContextManager[None]]
+"""Makes what surrounds a phase of the writing: an error in it reaches all that write together."""
 
 ENTRY = "lightning_autotp"
 """Where in a checkpoint :func:`describe_models`' description is."""
@@ -124,9 +128,7 @@ def save_pretrained(
     state = model.state_dict(keep_vars=True)
 
     def whole(name: str) -> Tensor | None:
-        value = state[name]
-        meta = tensor_meta(value)
-        gathered = joined(value) if meta is None else gather_parameter(value, meta, group)
+        gathered = whole_tensor(state[name], tensor_meta(state[name]), group)
         return gathered.cpu() if writes else None
 
     with raise_together(together, f"planning the export to {directory}"):
@@ -154,9 +156,10 @@ def write_model(
     tokenizer: Any = None,
     *,
     writes: bool = True,
+    alone: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> Exported:
-    """Write a planned directory. Collective over ``group`` if there are processes.
+    """Write a planned directory. Collective over ``group`` if there are processes, unless one writes alone.
 
     Args:
         original: what :func:`~lightning_autotp.reversal.skeleton` gave, with its generation configuration.
@@ -166,24 +169,25 @@ def write_model(
             collective: all ranks call it for the same names in the same order.
         tokenizer: as for :func:`save_pretrained`, or a directory that may have none or not exist.
         writes: whether this rank writes.
-        group: ranks that fail together.
+        alone: whether no other process takes part.
+        group: ranks that fail together; ``None`` is every process.
 
     Raises:
         OSError: on the rank that writes, if it cannot.
         PeerError: on the other ranks then.
     """
-    doing = f"writing {directory}"
+    guarded: Guard = nullcontext if alone else partial(raise_together, group, f"writing {directory}")
     copied: tuple[str, ...] = ()
     with ExitStack() as stack:
-        with raise_together(group, doing):
+        with guarded():
             if writes:
                 staging = stack.enter_context(_staging(Path(directory)))
                 writer = SafetensorsWriter(staging, plan.files, plan.tensors)
                 _write_configuration(original, staging)
                 copied = _write_tokenizer(tokenizer, staging)
         for step in plan.steps:
-            _write_step(step, whole, writer if writes else None, group, doing)
-        with raise_together(group, doing):
+            _write_step(step, whole, writer if writes else None, guarded)
+        with guarded():
             if writes:
                 writer.finish()
                 _publish(staging, Path(directory), plan)
@@ -194,12 +198,11 @@ def _write_step(
     step: Step,
     whole: Callable[[str], Tensor | None],
     writer: SafetensorsWriter | None,
-    group: dist.ProcessGroup | None,
-    doing: str,
+    guarded: Guard,
 ) -> None:
     """Make a step's parameters whole and write what is made of them; they are gone afterwards."""
     wholes = {parameter.name: whole(parameter.name) for parameter in step.parameters}
-    with raise_together(group, doing):
+    with guarded():
         if writer is not None:
             values = {name: value for name, value in wholes.items() if value is not None}
             for name, pieces in step.pieces(values):

@@ -129,6 +129,7 @@ def export_checkpoint(
         directory,
         lambda name: state.whole(stored_as.get(name, name)),
         tokenizer,
+        alone=True,
     )
 
 

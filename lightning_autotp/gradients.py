@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_autotp.checkpoint import model_group, tensor_meta, whole_tensor
-from lightning_autotp.held import counted_blocks, data_group, index, plain
+from lightning_autotp.held import counted_blocks, data_group, index, is_cut, plain
 from lightning_autotp.layers.group import TPGroup
 from lightning_autotp.layout import Shard
 from lightning_autotp.meta import ParameterMeta
@@ -41,7 +41,8 @@ def synchronize_gradients(model: nn.Module, group: TPGroup) -> list[RemovableHan
 
     The sum is a tensor hook: it acts on what each backward pass contributes, so accumulation over several passes stays
     right, and a tied parameter, whose uses autograd adds up before the hook, is summed once. A frozen parameter gets
-    its hook too, for when it is thawed. ``model.autotp_gradient_sums`` keeps the hooks by the parameters' names.
+    its hook too, for when it is thawed. ``model.autotp_gradient_sums`` keeps the hooks by the parameters' names: where
+    FSDP2 has cut a parameter, :func:`~lightning_autotp.data_parallel.hook_gathered` hooks what it gathers.
 
     Every rank runs the same model, hence the hooks in the same order; within a parameter the sets of ranks come in
     ascending order, and each of a set's buffers lists its elements in the original tensor's order. So no two ranks
@@ -58,7 +59,8 @@ def synchronize_gradients(model: nn.Module, group: TPGroup) -> list[RemovableHan
             parts = [(blocks, groups[ranks]) for ranks, blocks in sorted(shared.items())]
             sums[name] = functools.partial(_sum_blocks, parts)
     model.autotp_gradient_sums = sums  # type: ignore[assignment]
-    return [hook_gradient(model.get_parameter(name), hook) for name, hook in sums.items()]
+    parameters = {name: model.get_parameter(name) for name in sums}
+    return [hook_gradient(parameters[name], hook) for name, hook in sums.items() if not is_cut(parameters[name])]
 
 
 def average_gradients(model: nn.Module, group: dist.ProcessGroup) -> list[RemovableHandle]:
@@ -83,7 +85,7 @@ def average_gradients(model: nn.Module, group: dist.ProcessGroup) -> list[Remova
         dist.all_reduce(mean, group=group)
         return mean
 
-    return [hook_gradient(parameter, average) for parameter in model.parameters() if data_group(parameter) is None]
+    return [hook_gradient(parameter, average) for parameter in model.parameters() if not is_cut(parameter)]
 
 
 def gradient_norm(parameters: Tensor | Iterable[Tensor], group: TPGroup, norm_type: float = 2.0) -> Tensor:

@@ -34,17 +34,22 @@ def joined(tensor: Tensor) -> Tensor:
     return local.full_tensor() if isinstance(local, DTensor) else local
 
 
+def is_cut(tensor: Tensor) -> bool:
+    """Whether FSDP2 has cut a tensor over the data axis."""
+    return isinstance(tensor, DTensor)
+
+
 def data_group(tensor: Tensor) -> dist.ProcessGroup | None:
     """The data-parallel group over which a tensor is cut, or ``None``."""
     return tensor.device_mesh.get_group() if isinstance(tensor, DTensor) else None
 
 
-def held_blocks(tensor: Tensor, group: TPGroup) -> tuple[Slices, ...]:
+def held_blocks(tensor: Tensor, ranks: int) -> tuple[Slices, ...]:
     """The blocks of the original tensor that are in this process, and where they lie in :func:`plain` of it.
 
     Args:
         tensor: a parameter (with its ``meta``), or any tensor, of which every rank then has all.
-        group: the tensor-parallel group.
+        ranks: the tensor-parallel group's size.
 
     Returns:
         Blocks, each with the tensor-parallel ranks that hold it.
@@ -54,7 +59,7 @@ def held_blocks(tensor: Tensor, group: TPGroup) -> tuple[Slices, ...]:
         blocks = meta.mapping
     else:
         whole = tuple((0, size) for size in tensor.shape)
-        blocks = (Slices(whole, "", whole, tuple(range(group.size))),)
+        blocks = (Slices(whole, "", whole, tuple(range(ranks))),)
     if not isinstance(tensor, DTensor):
         return blocks
     sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -66,13 +71,13 @@ def counted_blocks(tensor: Tensor, group: TPGroup) -> tuple[Slices, ...]:
 
     (One in each tensor-parallel group: a tensor that FSDP2 does not manage is in every copy of the model.)
     """
-    return tuple(block for block in held_blocks(tensor, group) if block.ranks[0] == group.rank)
+    return tuple(block for block in held_blocks(tensor, group.size) if block.ranks[0] == group.rank)
 
 
 def fill(tensor: Tensor, whole: Tensor, group: TPGroup) -> None:
     """Copy into a parameter (or what is shaped like it, with its ``meta``) this process's part of the whole tensor."""
     local = plain(tensor)
-    for block in held_blocks(tensor, group):
+    for block in held_blocks(tensor, group.size):
         local[index(block.local)] = whole[index(block.original)]
 
 
@@ -109,6 +114,19 @@ def like(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     if isinstance(meta := getattr(parameter, "meta", None), ParameterMeta):
         made.meta = meta  # type: ignore[attr-defined]
     return made
+
+
+def with_values(tensor: Tensor, values: Tensor) -> Tensor:
+    """A tensor that lies over the data axis as ``tensor`` (which may be on meta) does, and has ``values`` here.
+
+    Args:
+        tensor: whose layout it gets.
+        values: the elements that are to be in this process, shaped like :func:`plain` of ``tensor``.
+    """
+    if not isinstance(tensor, DTensor):
+        return values
+    mesh, placements = tensor.device_mesh, tensor.placements
+    return DTensor.from_local(values, mesh, placements, shape=tensor.shape, stride=tensor.stride())
 
 
 def _meets(block: Slices, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> bool:

@@ -27,6 +27,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from lightning_autotp.conversion import CHUNK_BYTES, Blocks
+from lightning_autotp.held import held_blocks, metas_kept, plain, with_values
 from lightning_autotp.layout import Run
 from lightning_autotp.meta import ParameterMeta, parameter_meta
 from lightning_autotp.recipe import Recipe
@@ -306,22 +307,23 @@ def load_parameters(model: nn.Module, device: torch.device | str | None = None) 
                     filled[parameter] = _fill(parameter, wanted[parameter], torch.device(device or "cpu"))
                 module._parameters[name] = filled[parameter]
     if device is not None:
-        model.to(device)
+        with metas_kept(model):
+            model.to(device)
 
 
 def _fill(parameter: nn.Parameter, meta: ParameterMeta, device: torch.device) -> nn.Parameter:
-    """A real parameter for a meta one, with this rank's values."""
-    values = torch.empty(meta.local_shape, dtype=parameter.dtype, device=device)
+    """A real parameter for a meta one, with the values that belong into this process."""
+    values = torch.empty(plain(parameter).shape, dtype=parameter.dtype, device=device)
     recipe = meta.init_fn if isinstance(meta.init_fn, Recipe) else Recipe.given(meta.init_fn())  # type: ignore[misc]
     if recipe.target.size != meta.shape:
         raise CheckpointError(f"{meta.name} is initialized as {recipe.target.size} but has the shape {meta.shape}")
-    blocks = meta.mapping
+    blocks = held_blocks(parameter, meta.ranks)
     with torch.no_grad():
         for number, piece, part in Blocks(recipe).pieces([block.original for block in blocks]):
             where = zip(piece, blocks[number].original, blocks[number].local, strict=True)
             here = tuple(slice(at + low - start, at + high - start) for (low, high), (start, _), (at, _) in where)
             values[here].copy_(part)
-    filled = nn.Parameter(values, requires_grad=parameter.requires_grad)
+    filled = nn.Parameter(with_values(parameter, values), requires_grad=parameter.requires_grad)
     filled.__dict__.update(parameter.__dict__)
     meta.init_fn = None
     meta.need_initialize = False

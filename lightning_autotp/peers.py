@@ -81,7 +81,7 @@ class PeerWatch:
         self._is_first = firsts[self._own.host] == self._own
         self._others = [first for first in firsts.values() if first.host != self._own.host]
         self._heard = {first.host: (b"", time.monotonic()) for first in self._others}
-        self._reported = False
+        self._reported: str | None = None
         self._said: str | None = None
         self._ended = threading.Event()
         self._lock = threading.Lock()
@@ -90,13 +90,13 @@ class PeerWatch:
 
     def report(self, error: BaseException) -> None:
         """Tell the peers that this rank has failed; or say which of them did before, if that is why."""
-        if self._reported or self._ended.is_set() or isinstance(error, PeerError):
+        if self._reported is not None or self._ended.is_set() or isinstance(error, PeerError):
             return
-        self._reported = True
+        text = (str(error).strip().splitlines() or [""])[0][:500]
+        self._reported = f"{self._own} failed: {type(error).__name__}: {text}"
         try:
             if self._found() is None:
-                text = (str(error).strip().splitlines() or [""])[0][:500]
-                self._store.set(f"failed/{self._own.rank}", f"{self._own} failed: {type(error).__name__}: {text}")
+                self._store.compare_set("failed", "", self._reported)  # the first failure is the one that counts
         except RuntimeError:  # the store is gone; the error is on its way out anyway
             self._say(f"{self._peers[0]}, which keeps the job together, is gone")
 
@@ -119,7 +119,7 @@ class PeerWatch:
                 found = f"{self._peers[0]}, which keeps the job together, is gone"
             if found is not None:
                 self._say(found)
-                if not self._ended.wait(GRACE) and not self._reported:
+                if not self._ended.wait(GRACE) and self._reported is None:
                     sys.stderr.flush()
                     sys.stdout.flush()
                     # The main thread is inside a collective that will not return.
@@ -128,15 +128,16 @@ class PeerWatch:
 
     def _found(self) -> str | None:
         """What has happened to a peer, if anything; every rank is told."""
-        for peer in self._peers:
-            if peer != self._own and self._store.check([f"failed/{peer.rank}"]):
-                text: str = self._store.get(f"failed/{peer.rank}").decode()
-                self._say(text)
-                return text
+        if self._store.check(["failed"]):
+            text: str = self._store.get("failed").decode()
+            if text == self._reported:
+                return None
+            self._say(text)
+            return text
         for peer in self._neighbours:
             # One that has failed says so before it ends, one that has finished has stopped watching.
             if not peer.is_alive() and not self._store.check([f"done/{peer.rank}"]):
-                return self._tell(peer, f"{peer} has died")
+                return self._tell(f"{peer} has died")
         now = time.monotonic()
         for first in self._others if self._is_first else ():
             key = f"beat/{first.host}"
@@ -145,11 +146,11 @@ class PeerWatch:
             if beat != last:
                 self._heard[first.host] = beat, now
             elif now - since > SILENCE and not self._store.check([f"done/{first.rank}"]):
-                return self._tell(first, f"{first} and its host have not been heard of for {SILENCE:.0f} s")
+                return self._tell(f"{first} and its host have not been heard of for {SILENCE:.0f} s")
         return None
 
-    def _tell(self, peer: Peer, text: str) -> str:
-        self._store.set(f"failed/{peer.rank}", text)
+    def _tell(self, text: str) -> str:
+        self._store.compare_set("failed", "", text)
         self._say(text)
         return text
 

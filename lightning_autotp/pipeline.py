@@ -8,12 +8,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_autotp.adapters import refuse_merging
 from lightning_autotp.agreement import raise_together
 from lightning_autotp.annotate import annotate
 from lightning_autotp.capture import capture, capture_local, language_model_inputs
 from lightning_autotp.cost import Profile
+from lightning_autotp.data_parallel import hook_gathered, shard_over_data
 from lightning_autotp.gradients import synchronize_gradients
 from lightning_autotp.graph import Graph, Operator
 from lightning_autotp.layers.group import TPGroup
@@ -79,6 +81,7 @@ def parallelize(
     *,
     example_inputs: Any = None,
     device: torch.device | str | None = None,
+    data_mesh: DeviceMesh | None = None,
 ) -> nn.Module:
     """Turn ``model`` into this rank's local model, in place. Collective over ``process_group``.
 
@@ -87,7 +90,11 @@ def parallelize(
             only) or real (then they are sliced).
         process_group: the tensor-parallel group.
         example_inputs: one batch as the training step passes it; not needed for a language model with ``input_ids``.
-        device: where this rank's parameters live; by default where they are, and the CPU for those on meta.
+        device: where this rank's parameters live; by default the device of ``data_mesh``, or without one where they
+            are, and the CPU for those on meta.
+        data_mesh: the ranks that hold the same part of other copies of the model, as one dim of a device mesh. Then
+            FSDP2 deals this rank's part out to them (before it takes memory), gathers it block by block, and averages
+            the gradients over them. Collective over it, too.
 
     Returns:
         The same module. ``model.autotp_plan`` is the :class:`~lightning_autotp.plan.Plan`.
@@ -99,6 +106,13 @@ def parallelize(
         VerificationError: if the local model would not compute the same.
         CheckpointError: if the weights are missing, broken, or do not fit.
     """
+    make_local(model, process_group, example_inputs)
+    fill_local(model, device, data_mesh)
+    return model
+
+
+def make_local(model: nn.Module, process_group: dist.ProcessGroup, example_inputs: Any = None) -> None:
+    """The first half of :func:`parallelize`: plan, cut, prove. Parameters on meta stay there. Collective."""
     group = TPGroup.of(process_group)
     inputs = language_model_inputs(model) if example_inputs is None else example_inputs
     message: list[Any] = [None]
@@ -110,12 +124,24 @@ def parallelize(
     with raise_together(process_group, "building the local model"):
         apply_plan(model, plan, group)
         verify(model, solution, group.rank, inputs)
+    model.autotp_plan, model.autotp_group = plan, group  # type: ignore[assignment]
+
+
+def fill_local(model: nn.Module, device: torch.device | str | None = None, data_mesh: DeviceMesh | None = None) -> None:
+    """The second half: cut again over the data axis, give the parameters their values, arrange for gradient sums.
+
+    Collective over both axes. Between the halves the parameters may be brought to another dtype.
+    """
+    group: TPGroup = model.autotp_group  # type: ignore[assignment]
+    process_group = group.process_group
+    if data_mesh is not None:
+        shard_over_data(model, data_mesh)
+        device = device or data_mesh.device_type
     with raise_together(process_group, "loading the weights"):
         load_parameters(model, device=device)
-    model.autotp_plan, model.autotp_group = plan, group  # type: ignore[assignment]
     synchronize_gradients(model, group)
+    hook_gathered(model)
     refuse_merging(model)
-    return model
 
 
 def verify(model: nn.Module, solution: Solution, rank: int, example_inputs: Any) -> None:

@@ -74,7 +74,7 @@ class HeldTensor:
     @classmethod
     def to_fill(cls, value: Tensor, group: TPGroup) -> HeldTensor:
         """What this rank reads of ``value``, a parameter or :func:`~lightning_autotp.held.like` one."""
-        boxes = {block.original: block.local for block in held_blocks(value, group)}
+        boxes = {block.original: block.local for block in held_blocks(value, group.size)}
         return cls(original_shape(value), plain(value), boxes)
 
     @property

@@ -48,7 +48,6 @@ from lightning_autotp.checkpoint import (
     load_full_state_dict,
 )
 from lightning_autotp.checkpoint_files import Background, detached, open_checkpoint, save_directory, save_file
-from lightning_autotp.data_parallel import shard_over_data
 from lightning_autotp.discovery import fill_remaining, find_models, outermost, parallel_sizes
 from lightning_autotp.export import ENTRY, describe_models, save_pretrained
 from lightning_autotp.gradients import average_gradients, clip_gradients_norm, clip_gradients_value
@@ -56,7 +55,7 @@ from lightning_autotp.held import metas_kept
 from lightning_autotp.layers.group import TPGroup
 from lightning_autotp.optimizers import check_optimizer
 from lightning_autotp.peers import Peer, PeerWatch
-from lightning_autotp.pipeline import parallelize
+from lightning_autotp.pipeline import fill_local, make_local
 from lightning_autotp.precision import AgreedGradScaler
 from lightning_autotp.pretrained import meta_model
 from lightning_autotp.summary import summarize_as_before, summarize_whole_model
@@ -166,16 +165,18 @@ class AutoTPStrategy(ModelParallelStrategy):
             models = find_models(module, self._example_inputs)
         for model, inputs in models:
             check_same_weights(model, None)
-            parallelize(model, self.tensor_parallel_group, example_inputs=inputs, device=self.root_device)
+            make_local(model, self.tensor_parallel_group, inputs)
+        # Before the parameters take memory: what is on meta becomes of the precision's dtype, and then real.
+        with metas_kept(module):
+            self.model = self.precision_plugin.convert_module(module)
+        copies = self.device_mesh["data_parallel"] if self._data_parallel_size != 1 else None
+        for model, _ in models:
+            fill_local(model, self.root_device, copies)
         with raise_together(None, "initializing the LightningModule's own parameters"):
             fill_remaining(module)
         self._share_random_state()
         with metas_kept(module):
-            self.model = self.precision_plugin.convert_module(module)
             self.model_to_device()
-        if self._data_parallel_size != 1:
-            for model, _ in models:
-                shard_over_data(model, self.device_mesh["data_parallel"])
         for metric in module.modules():
             # Ranks of one tensor-parallel group have the same values: counted once.
             if isinstance(metric, Metric) and metric.process_group is None:

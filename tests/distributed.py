@@ -22,6 +22,20 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "MALLOC_MMAP_THRESHOLD_": str(2**20),  # memory that is freed is given back, so peaks are of what is held
+}
+
+PRELOADED = [
+    "lightning.pytorch",
+    "torch.distributed.fsdp",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.auto.modeling_auto",
+    "lightning_autotp",
+]
+
 
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120) -> list[Any]:
     """Call ``fn(rank, world_size, *args)`` on every rank, in processes of their own.
@@ -36,7 +50,9 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
         RuntimeError: as soon as one rank fails, with its traceback; the other ranks are ended.
         TimeoutError: when ``timeout`` seconds have passed; every rank is ended.
     """
-    context = multiprocessing.get_context("spawn")
+    # Forked from one process per test worker that has imported everything, which takes most of the time to start.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
     results: dict[int, Any] = {}
     processes: list[multiprocessing.process.BaseProcess] = []
     readers: dict[Connection, int] = {}
@@ -44,11 +60,11 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
     with tempfile.TemporaryDirectory() as directory:
         store = Path(directory) / "store"
         try:
-            with mock.patch.dict(os.environ, OMP_NUM_THREADS="1", TRANSFORMERS_VERBOSITY="error"):
+            with mock.patch.dict(os.environ, ENVIRONMENT):
                 for rank in range(world_size):
                     reader, writer = context.Pipe(duplex=False)
                     process = context.Process(
-                        target=_child, args=(writer, fn, rank, world_size, args, str(store), timeout)
+                        target=_child, args=(writer, dict(os.environ), fn, rank, world_size, args, str(store), timeout)
                     )
                     process.start()
                     writer.close()
@@ -95,6 +111,7 @@ def _receive(reader: Connection, process: multiprocessing.process.BaseProcess) -
 
 def _child(
     writer: Connection,
+    environment: dict[str, str],
     fn: Callable[..., Any],
     rank: int,
     world_size: int,
@@ -103,6 +120,8 @@ def _child(
     timeout: float,
 ) -> None:
     try:
+        os.environ.clear()
+        os.environ.update(environment)
         torch.set_num_threads(1)
         dist.init_process_group(
             "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)

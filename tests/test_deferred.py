@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from distributed import ENVIRONMENT
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -42,8 +43,7 @@ TESTS = Path(__file__).parent
 ENV = {
     **os.environ,
     "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}",
-    "OMP_NUM_THREADS": "1",
-    "MALLOC_MMAP_THRESHOLD_": str(2**20),  # memory that is freed is given back, so peaks are of what is held
+    **ENVIRONMENT,
 }
 SIZES: dict[str, Any] = {
     "vocab_size": 101, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

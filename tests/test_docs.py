@@ -1,8 +1,8 @@
 """The documentation tells the truth: its code runs or binds, its outputs and messages are real, its links resolve.
 
 A block marked ``python run`` is executed, all of a page in one namespace, and a ``text`` block right after it is what
-it prints. A block marked ``python`` (it needs several processes, or a test run) is compiled, and what it calls by
-imported names must exist and take those arguments.
+it prints. A block marked ``python`` needs several processes, or a test run: ``test_guides.py`` runs it. Here it is
+compiled, and what it calls by imported names must exist and take those arguments.
 """
 
 from __future__ import annotations

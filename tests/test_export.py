@@ -31,7 +31,7 @@ from transformers import (
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.core_model_loading import GroupWeightRename, Transpose, WeightConverter
 
-from lightning_autotp import export, save_pretrained
+from lightning_autotp import checkpoint, export, save_pretrained
 from lightning_autotp.agreement import PeerError
 from lightning_autotp.layers.group import TPGroup
 from lightning_autotp.layout import Invariant, Layout, Ownership, Shard
@@ -274,7 +274,7 @@ class Watched:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.alive: list[weakref.ref[Any]] = []
         self.most = self.gathered = 0
-        gather = export.gather_parameter
+        gather = checkpoint.gather_parameter
 
         def watched(*args: Any) -> Tensor:
             assert not any(storage() is not None for storage in self.alive), "another one is still here"
@@ -283,7 +283,7 @@ class Watched:
             self.gathered += 1
             return whole
 
-        monkeypatch.setattr(export, "gather_parameter", watched)
+        monkeypatch.setattr(checkpoint, "gather_parameter", watched)
 
 
 def memory(model: Any, group: TPGroup, directory: Path) -> tuple[int, int, int]:

@@ -87,7 +87,6 @@ def ranks(number: int) -> list[dict[str, dict[str, Any]]]:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("number", [2, 3, 4])
-@pytest.mark.xdist_group("parity")
 def test_twenty_steps_equal_one_process(number: int) -> None:
     results = ranks(number)
     for family in SHAPES:

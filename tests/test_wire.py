@@ -176,7 +176,6 @@ def is_even(plan: Plan, solution: Solution) -> bool:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.xdist_group("wire")
 def test_calls_and_bytes(case: str, ranks: int) -> None:
     model, batch = build(case)
     plan, solution = make_plan(model, ranks, example_inputs=batch)
