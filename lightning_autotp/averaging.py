@@ -8,15 +8,30 @@ places where Lightning's have them: ``state_dict`` is the average, ``current_mod
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_autotp.agreement import raise_together
 from lightning_autotp.checkpoint import load_full_state_dict, model_group
+from lightning_autotp.held import plain, reshard
+
+
+class _HeldAverages(AveragedModel):
+    """Averages of what this process holds, which FSDP2 may have cut over the data axis."""
+
+    def update_parameters(self, model: nn.Module) -> None:
+        """Average plain tensors: functions that take lists of them refuse ``DTensor`` among others."""
+        reshard(model)
+        held = self.module
+        self.module = _twin(held, {}, plain)
+        try:
+            super().update_parameters(_twin(model, {}, plain))
+        finally:
+            self.module = held
 
 
 class _LocalAverages(callbacks.WeightAveraging):
@@ -32,13 +47,22 @@ class _LocalAverages(callbacks.WeightAveraging):
         super().on_fit_start(trainer, pl_module)
         if not _is_parallel(trainer):
             return
+        reshard(pl_module)
         device = self._device or pl_module.device
-        model = AveragedModel(_twin(pl_module, {}), device=device, use_buffers=self._use_buffers, **self._kwargs)
+        model = _HeldAverages(_twin(pl_module, {}), device=device, use_buffers=self._use_buffers, **self._kwargs)
         for copied, parameter in zip(model.module.parameters(), pl_module.parameters(), strict=True):
             if hasattr(parameter, "meta"):
                 copied.meta = parameter.meta  # type: ignore[attr-defined]
         model.module.autotp_group = model_group(pl_module)  # type: ignore[assignment]
         self._average_model = model
+
+    def _swap_models(self, pl_module: LightningModule) -> None:
+        reshard(pl_module)  # what an evaluation has left gathered would be taken for this rank's part
+        super()._swap_models(pl_module)
+
+    def _copy_average_to_current(self, pl_module: LightningModule) -> None:
+        reshard(pl_module)
+        super()._copy_average_to_current(pl_module)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """The averages as one process would have them. Collective."""
@@ -88,12 +112,17 @@ def _is_parallel(trainer: Trainer) -> bool:
     return hasattr(trainer.strategy, "state_of")
 
 
-def _twin(module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:
-    """A plain module tree with the same parameters and buffers under the same names, and nothing else."""
+def _twin(module: nn.Module, made: dict[int, Any], of: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> nn.Module:
+    """A plain module tree with the same parameters and buffers, or ``of`` them, under the same names; nothing else."""
+
+    def tensors(named: dict[str, Any]) -> dict[str, Any]:  # tied ones stay so
+        return {name: None if t is None else made.setdefault(id(t), of(t)) for name, t in named.items()}
+
     if id(module) not in made:
         made[id(module)] = twin = nn.Module()
-        twin._parameters = dict(module._parameters)
-        twin._buffers = dict(module._buffers)
+        twin._parameters = tensors(module._parameters)
+        twin._buffers = tensors(module._buffers)
         twin._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
-        twin._modules = {name: None if child is None else _twin(child, made) for name, child in module._modules.items()}
+        children = module._modules.items()
+        twin._modules = {name: None if child is None else _twin(child, made, of) for name, child in children}
     return made[id(module)]

@@ -8,15 +8,18 @@ on meta, so that no rank ever has its whole tensor-parallel part in memory.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_autotp.gradients import Hook, hook_gradient
-from lightning_autotp.held import is_cut, metas_kept
+from lightning_autotp.held import fsdp_modules, is_cut, metas_kept, reshard
 
 
 def shard_over_data(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -52,6 +55,63 @@ def hook_gathered(model: nn.Module) -> None:
         for name in names:
             hook_gradient(model.get_parameter(name), sums[name])
         managers[path].reshard()
+
+
+def generate_together(model: nn.Module) -> None:
+    """Let ``model.generate()`` take as many steps in every copy as in the one whose texts are the longest.
+
+    Every copy must call it equally often: FSDP2 lets them wait for each other at every block. Not collective.
+    """
+    # Its encoder may be called before the model itself, and would take itself for the outermost module.
+    fully_shard.state(model)._lazy_init()  # type: ignore[attr-defined]
+    if hasattr(model, "generate"):
+        model._is_fsdp_managed_module = True  # type: ignore[assignment]  # transformers asks for it
+        model.generate = functools.partial(_generate, model)  # type: ignore[assignment]
+
+
+def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """With the parameters that belong to no block: an encoder is called past the model."""
+    in_parts = model._is_fsdp_managed_module
+    if in_parts:
+        model.unshard()
+    try:
+        return type(model).generate(model, *args, **kwargs)
+    finally:
+        if in_parts:
+            model.reshard()
+
+
+def gather_if_uneven(module: nn.Module, batches: Sequence[float], group: dist.ProcessGroup) -> None:
+    """Where the copies have different numbers of batches, or unknown ones, gather the whole model for all of them.
+
+    Collective over ``group``, and none of the forward passes that follow is, until :func:`in_parts_again`. Then every
+    rank holds its whole tensor-parallel part. (Training data is shared out evenly; rows to predict are not padded.)
+
+    Args:
+        module: a module with models in it that FSDP2 has cut.
+        batches: how many this rank has, of each dataloader.
+        group: the data-parallel group.
+    """
+    counts: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(counts, list(batches), group=group)
+    if any(count != counts[0] for count in counts) or float("inf") in counts[0]:
+        for part in fsdp_modules(module):
+            part.unshard()
+        _hold(module, True)
+
+
+def in_parts_again(module: nn.Module) -> None:
+    """Undo what :func:`gather_if_uneven` may have done."""
+    _hold(module, False)
+    reshard(module)
+
+
+def _hold(module: nn.Module, gathered: bool) -> None:
+    for part in fsdp_modules(module):
+        if hasattr(part, "autotp_group"):  # a model, whose own parameters stay gathered until its backward pass
+            part._is_fsdp_managed_module = not gathered  # type: ignore[attr-defined]
+        else:
+            part.set_reshard_after_forward(not gathered, recurse=False)
 
 
 def repeated_blocks(model: nn.Module) -> Iterator[nn.Module]:

@@ -95,7 +95,12 @@ class PeerWatch:
         text = (str(error).strip().splitlines() or [""])[0][:500]
         self._reported = f"{self._own} failed: {type(error).__name__}: {text}"
         try:
-            if self._found() is None:
+            found = self._found()
+            if found is None and isinstance(error, RuntimeError):
+                # Perhaps a collective's: a process that is killed loses its connections before it is gone.
+                time.sleep(INTERVAL)
+                found = self._found()
+            if found is None:
                 self._store.compare_set("failed", "", self._reported)  # the first failure is the one that counts
         except RuntimeError:  # the store is gone; the error is on its way out anyway
             self._say(f"{self._peers[0]}, which keeps the job together, is gone")

@@ -15,7 +15,7 @@ from lightning_autotp.agreement import raise_together
 from lightning_autotp.annotate import annotate
 from lightning_autotp.capture import capture, capture_local, language_model_inputs
 from lightning_autotp.cost import Profile
-from lightning_autotp.data_parallel import hook_gathered, shard_over_data
+from lightning_autotp.data_parallel import generate_together, hook_gathered, shard_over_data
 from lightning_autotp.gradients import synchronize_gradients
 from lightning_autotp.graph import Graph, Operator
 from lightning_autotp.layers.group import TPGroup
@@ -140,7 +140,9 @@ def fill_local(model: nn.Module, device: torch.device | str | None = None, data_
     with raise_together(process_group, "loading the weights"):
         load_parameters(model, device=device)
     synchronize_gradients(model, group)
-    hook_gathered(model)
+    if data_mesh is not None:
+        hook_gathered(model)
+        generate_together(model)
     refuse_merging(model)
 
 

@@ -48,6 +48,7 @@ from lightning_autotp.checkpoint import (
     load_full_state_dict,
 )
 from lightning_autotp.checkpoint_files import Background, detached, open_checkpoint, save_directory, save_file
+from lightning_autotp.data_parallel import gather_if_uneven, in_parts_again
 from lightning_autotp.discovery import fill_remaining, find_models, outermost, parallel_sizes
 from lightning_autotp.export import ENTRY, describe_models, save_pretrained
 from lightning_autotp.gradients import average_gradients, clip_gradients_norm, clip_gradients_value
@@ -289,6 +290,19 @@ class AutoTPStrategy(ModelParallelStrategy):
             where = f"batch {seen} of the {place[0]} data (dataloader {dataloader_idx}, epoch {place[2]})"
             check_same_batch(batch, self.tensor_parallel_group, where)
         return batch
+
+    def on_predict_start(self) -> None:
+        """Rows to predict are not padded: the copies of the model may have different numbers of batches."""
+        assert self.lightning_module is not None
+        if self._data_parallel_size != 1:
+            batches = self.lightning_module.trainer.predict_loop.max_batches
+            gather_if_uneven(self.lightning_module, batches, self.data_parallel_group)
+
+    def on_predict_end(self) -> None:
+        """From now on the copies are called equally often again."""
+        assert self.lightning_module is not None
+        if self._data_parallel_size != 1:
+            in_parts_again(self.lightning_module)
 
     # --- logging and decisions ---
 

@@ -81,6 +81,7 @@ class Job:
         self.process = subprocess.Popen(
             [sys.executable, str(script), str(folder), how, str(devices), str(steps)],
             env=environment, stdout=self.errors, stderr=self.errors, start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # what runs in the background ignores it
         )  # fmt: skip
 
     def wait_for_training(self, ranks: int = 2) -> list[int]:
