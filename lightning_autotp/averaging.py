@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
@@ -43,12 +44,21 @@ class _LocalAverages(callbacks.WeightAveraging):
             super().setup(trainer, pl_module, stage)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Copy this rank's parameters."""
+        """Copy this rank's parameters.
+
+        Raises:
+            ValueError: if the averages are to be on another kind of device, where the ranks could not gather them.
+        """
         super().on_fit_start(trainer, pl_module)
         if not _is_parallel(trainer):
             return
         reshard(pl_module)
-        device = self._device or pl_module.device
+        device = torch.device(self._device if self._device is not None else pl_module.device)
+        if device.type != pl_module.device.type:
+            raise ValueError(
+                f"{type(self).__name__}(device={str(device)!r}): the averages of a divided model are gathered over its"
+                f" process group, which works on {pl_module.device.type}: leave device= out"
+            )
         model = _HeldAverages(_twin(pl_module, {}), device=device, use_buffers=self._use_buffers, **self._kwargs)
         for copied, parameter in zip(model.module.parameters(), pl_module.parameters(), strict=True):
             if hasattr(parameter, "meta"):

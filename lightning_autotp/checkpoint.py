@@ -190,12 +190,12 @@ def full_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, *, 
             look alright: PeerError.
     """
     group = model_group(model)
-    entries, groups = _entries(optimizer, model)
-    state: dict[int, dict[str, Any]] = {}
-    for entry in entries:
-        meta = tensor_meta(entry.parameter) if entry.is_shaped else None
-        state.setdefault(entry.number, {})[entry.key] = _gather_to_cpu(entry.value, meta, group, keep)
-    return {"state": state if keep else {}, "param_groups": groups}
+
+    def whole(entry: _Entry) -> Any:
+        return _gather_to_cpu(entry.value, tensor_meta(entry.parameter) if entry.is_shaped else None, group, keep)
+
+    state = _optimizer_state(optimizer, model, whole)
+    return state if keep else {**state, "state": {}}
 
 
 def held_state(model: nn.Module, *, copy: bool = False) -> dict[str, Any]:
@@ -228,14 +228,14 @@ def held_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, *, 
         As :func:`full_optimizer_state`, with held tensors.
     """
     group = model_group(model)
-    entries, groups = _entries(optimizer, model)
-    state: dict[int, dict[str, Any]] = {}
-    for entry in entries:
-        value = entry.value
-        if isinstance(value, Tensor):
-            value = HeldTensor.spoken_for(value, entry.parameter if entry.is_shaped else value, group, copy=copy)
-        state.setdefault(entry.number, {})[entry.key] = value
-    return {"state": state, "param_groups": groups}
+
+    def hold(entry: _Entry) -> Any:
+        if not isinstance(entry.value, Tensor):
+            return entry.value
+        shared_out_as = entry.parameter if entry.is_shaped else entry.value
+        return HeldTensor.spoken_for(entry.value, shared_out_as, group, copy=copy)
+
+    return _optimizer_state(optimizer, model, hold)
 
 
 def load_full_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], model: nn.Module) -> None:
@@ -324,8 +324,10 @@ class _Entry(NamedTuple):
     is_shaped: bool
 
 
-def _entries(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[list[_Entry], list[dict[str, Any]]]:
-    """An optimizer's state, value by value, and its groups with the parameters' names. Collective."""
+def _optimizer_state(
+    optimizer: torch.optim.Optimizer, model: nn.Module, make: Callable[[_Entry], Any]
+) -> dict[str, Any]:
+    """What ``make`` gives for each value of an optimizer's state, and its groups with their names. Collective."""
     reshard(model)
     local = optimizer.state_dict()
     entries: list[_Entry] = []
@@ -340,7 +342,10 @@ def _entries(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[list[_
                 for key, value in local["state"].get(number, {}).items():
                     is_shaped = _is_shaped(key, name, value, parameter, tuple(parameter.shape))
                     entries.append(_Entry(number, key, parameter, value, is_shaped))
-    return entries, groups
+    state: dict[int, dict[str, Any]] = {}
+    for entry in entries:
+        state.setdefault(entry.number, {})[entry.key] = make(entry)
+    return {"state": state, "param_groups": groups}
 
 
 def _local_value(key: str, name: str, value: Any, parameter: Tensor, group: TPGroup) -> Any:

@@ -233,6 +233,7 @@ def ranks(directory: str) -> dict[str, Any]:
     for name, callback in {
         "swa": callbacks.StochasticWeightAveraging(0.1),
         "ema": callbacks.EMAWeightAveraging(),
+        "elsewhere": EMAWeightAveraging(device="meta"),
     }.items():
         seen[name] = error_of(make_trainer(2, callbacks=[callback]).fit, Logged(), batches())
     return seen
@@ -352,3 +353,8 @@ def test_callbacks_that_copy_whole_models_are_refused(case: str, use: str, two: 
     for seen in two:
         assert "copies the model before it is divided" in seen[case]
         assert use in seen[case]
+
+
+def test_averages_elsewhere_are_refused(two: list[dict[str, Any]]) -> None:
+    for seen in two:
+        assert "EMAWeightAveraging(device='meta'): the averages of a divided model are gathered" in seen["elsewhere"]
