@@ -216,7 +216,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         },
     },
     "vibevoice_asr": {
-        "acoustic_tokenizer_encoder_config": {"num_filters": 4, "depths": [1, 1], "downsampling_ratios": [2]},
+        "acoustic_tokenizer_encoder_config": {
+            "num_filters": 4, "depths": [1, 1], "downsampling_ratios": [2], "vae_std": 0.0,  # of noise on its outputs
+        },
         "semantic_tokenizer_encoder_config": {"num_filters": 4, "depths": [1, 1], "downsampling_ratios": [2]},
     },
     "led": {"attention_window": 4, "max_encoder_position_embeddings": 96, "max_decoder_position_embeddings": 96},
