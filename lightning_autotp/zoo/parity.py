@@ -66,10 +66,11 @@ def run_one(name: str, group: str, process_group: dist.ProcessGroup, seed: int =
 
     Returns:
         ``precision`` (32 or 64), ``loss_error``, ``gradient_error``, ``worst`` (a parameter's name), ``wrong`` (what is
-        out of tolerance, or nothing) and ``unused`` (share of the parameters that the batch does not train).
+        out of tolerance, or nothing), ``compared`` (how many gradients are so large that a difference out of tolerance
+        is none of rounding) and ``unused`` (share of the parameters that the batch does not train).
     """
     found = _compare(name, group, process_group, seed, torch.float32)
-    unclear = torch.tensor(float(bool(found["wrong"]) or found["gradient_error"] == 0))
+    unclear = torch.tensor(float(bool(found["wrong"]) or not found["compared"]))
     dist.all_reduce(unclear, dist.ReduceOp.MAX, group=process_group)
     if not unclear.item():
         return found
@@ -99,6 +100,7 @@ def _compare(
     loss_error = abs(found.item() - wanted.item()) / max(abs(wanted.item()), 1e-12)
     gradients = {n: p.grad for n, p in model.named_parameters(remove_duplicate=False)}
     largest = max((float(g.abs().max()) for g in gradients.values() if g is not None), default=0.0)
+    visible = largest * _ROUNDING[precision] / GRADIENT_TOLERANCE
     errors = {n: _gradient_error(p, gradients, largest * _ROUNDING[precision]) for n, p in local.named_parameters()}
     worst = max(errors, key=lambda n: errors[n])
     wrong = ""
@@ -115,6 +117,7 @@ def _compare(
         "gradient_error": errors[worst],
         "worst": worst,
         "wrong": wrong,
+        "compared": sum(g is not None and float(g.abs().max()) > visible for g in gradients.values()),
         "unused": unused / total,
     }
 
