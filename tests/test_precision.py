@@ -8,7 +8,8 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
-from test_strategy import Task, fit
+from test_data_parallel import OneKeyHead
+from test_strategy import fit
 from trainer_ranks import run_trainer_ranks
 
 STEPS = 6
@@ -21,7 +22,7 @@ def trained(strategy: str, devices: int, precision: str) -> dict[str, Any]:
     options: dict[str, Any] = {"precision": precision}
     if precision == "16-mixed":
         options = {"plugins": [MixedPrecision(precision, "cpu", torch.amp.GradScaler("cpu", init_scale=64.0))]}
-    return fit(strategy, devices, Task("config"), max_steps=STEPS, gradient_clip_val=1.0, **options)
+    return fit(strategy, devices, OneKeyHead("config"), max_steps=STEPS, gradient_clip_val=1.0, **options)
 
 
 def two_ranks() -> dict[str, Any]:
