@@ -129,7 +129,7 @@ class OnceAnEpoch(WeightAveraging):
         return epoch_idx is not None
 
 
-def flags(devices: int) -> dict[str, Any]:
+def flags(devices: int, folder: Path) -> dict[str, Any]:
     """Steps that were made, by flag."""
     seen = {}
     for name, options in {
@@ -142,7 +142,7 @@ def flags(devices: int) -> dict[str, Any]:
     }.items():
         L.seed_everything(3, verbose=False)
         task = Logged()
-        trainer = make_trainer(devices, **options)
+        trainer = make_trainer(devices, default_root_dir=folder, **options)
         trainer.fit(task, batches(), batches(2))
         seen[name] = {"losses": task.seen["losses"], "weights": whole(task, devices)}
     trainer = make_trainer(devices, limit_test_batches=1, limit_predict_batches=1)
@@ -224,7 +224,7 @@ def configured(devices: int, folder: Path) -> dict[str, Any]:
 def ranks(directory: str) -> dict[str, Any]:
     folder = Path(directory)
     seen: dict[str, Any] = {"watched": watched(2, folder), **averaged(2, folder)}
-    seen |= {"flags": flags(2), "tuned": tuned(2, folder), "summaries": summaries(2)}
+    seen |= {"flags": flags(2, folder), "tuned": tuned(2, folder), "summaries": summaries(2)}
     seen["configured"] = configured(2, folder)
     task = Logged()
     once = make_trainer(2, callbacks=[OnceAnEpoch()])
@@ -296,8 +296,8 @@ def test_averages_are_those_of_one_process(two: list[dict[str, Any]], folder: Pa
     )
 
 
-def test_flags_of_the_trainer(two: list[dict[str, Any]]) -> None:
-    wanted = flags(1)
+def test_flags_of_the_trainer(two: list[dict[str, Any]], tmp_path: Path) -> None:
+    wanted = flags(1, tmp_path)
     for seen in two:
         found = seen["flags"]
         assert found.pop("tested")[0] == pytest.approx(wanted["tested"][0], rel=1e-5)
