@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from lightning_autotp.agreement import raise_together
-from lightning_autotp.checkpoint import model_group, tensor_meta, whole_tensor
+from lightning_autotp.checkpoint import gather_to_cpu, model_group, tensor_meta
 from lightning_autotp.held import reshard
 
 if TYPE_CHECKING:
@@ -64,10 +64,9 @@ def save_adapter(
     writes = write and group.rank == 0
     whole: dict[str, Tensor] = {}
     for name, value in _of_adapters(model, kwargs).items():
-        meta = tensor_meta(value)
-        gathered = whole_tensor(value, meta, group)
+        gathered = gather_to_cpu(value, tensor_meta(value), group, writes)
         if writes:
-            whole[name] = gathered.to("cpu", copy=meta is None)
+            whole[name] = gathered
     with raise_together(None if every_process else group.process_group, f"writing the adapter to {directory}"):
         if writes:
             model.save_pretrained(os.fspath(directory), state_dict=whole, **kwargs)

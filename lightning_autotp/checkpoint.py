@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_autotp.agreement import raise_together
-from lightning_autotp.held import data_group, fill, index, joined, like, reshard
+from lightning_autotp.held import fill, index, is_cut, joined, like, reshard
 from lightning_autotp.layers.group import TPGroup
 from lightning_autotp.layout import Shard, boxes, local_shape
 from lightning_autotp.meta import ParameterMeta
@@ -100,6 +100,14 @@ def whole_tensor(tensor: Tensor, meta: ParameterMeta | None, group: TPGroup) -> 
     return joined(tensor) if meta is None else gather_parameter(tensor, meta, group)
 
 
+def gather_to_cpu(value: Any, meta: ParameterMeta | None, group: TPGroup, keep: bool = True) -> Any:
+    """The whole of one value on the CPU, in memory of its own; ``None`` without ``keep``. Collective as the above."""
+    if isinstance(value, Tensor):
+        value = whole_tensor(value, meta, group)
+        return value.to("cpu", copy=meta is None) if keep else None
+    return copy.deepcopy(value) if keep else None
+
+
 def full_state_dict(model: nn.Module, *, keep: bool = True) -> dict[str, Any]:
     """The state dict the original model would have.
 
@@ -118,7 +126,7 @@ def full_state_dict(model: nn.Module, *, keep: bool = True) -> dict[str, Any]:
         RuntimeError: if no parallel model is found.
     """
     group = model_group(model)
-    state = _each_once(model, lambda value: _gather_to_cpu(value, tensor_meta(value), group, keep))
+    state = _each_once(model, lambda value: gather_to_cpu(value, tensor_meta(value), group, keep))
     return state if keep else {}
 
 
@@ -192,7 +200,7 @@ def full_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, *, 
     group = model_group(model)
 
     def whole(entry: _Entry) -> Any:
-        return _gather_to_cpu(entry.value, tensor_meta(entry.parameter) if entry.is_shaped else None, group, keep)
+        return gather_to_cpu(entry.value, tensor_meta(entry.parameter) if entry.is_shaped else None, group, keep)
 
     state = _optimizer_state(optimizer, model, whole)
     return state if keep else {**state, "state": {}}
@@ -293,14 +301,6 @@ def _each_once(model: nn.Module, make: Callable[[Any], Any]) -> dict[str, Any]:
     return state
 
 
-def _gather_to_cpu(value: Any, meta: ParameterMeta | None, group: TPGroup, keep: bool) -> Any:
-    """The whole of one value on the CPU, in memory of its own; ``None`` without ``keep``."""
-    if isinstance(value, Tensor):
-        value = whole_tensor(value, meta, group)
-        return value.to("cpu", copy=meta is None) if keep else None
-    return copy.deepcopy(value) if keep else None
-
-
 def _group_names(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
     """The names of each group's parameters; a parameter from outside the model is called by its place."""
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -371,7 +371,7 @@ def _is_shaped(key: str, name: str, value: Any, parameter: Tensor, shape: tuple[
         return False
     if tuple(value.shape) == shape:
         return True
-    if tensor_meta(parameter) is None and data_group(parameter) is None:
+    if tensor_meta(parameter) is None and not is_cut(parameter):
         return False
     raise ValueError(
         f"the optimizer's state {key!r} of {name} has shape {tuple(value.shape)}, the parameter {shape}:"

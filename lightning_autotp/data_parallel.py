@@ -48,8 +48,10 @@ def hook_gathered(model: nn.Module) -> None:
     summed: dict[str, list[str]] = {}
     for name in sums:
         if is_cut(model.get_parameter(name)):
-            manager = max((path for path in managers if f"{name}.".startswith(f"{path}." * (path != ""))), key=len)
-            summed.setdefault(manager, []).append(name)
+            path = name.rpartition(".")[0]
+            while path not in managers:  # the model itself, whose path is empty, is one
+                path = path.rpartition(".")[0]
+            summed.setdefault(path, []).append(name)
     for path, names in summed.items():
         managers[path].unshard()
         for name in names:

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
@@ -51,7 +50,7 @@ from lightning_autotp.stored import original_shape
 _log = logging.getLogger(__name__)
 
 Guard = Callable[[], AbstractContextManager[None]]
-"""Makes what surrounds a phase of the writing: an error in it reaches all that write together."""
+"""Makes what surrounds a phase of the writing."""
 
 ENTRY = "lightning_autotp"
 """Where in a checkpoint :func:`describe_models`' description is."""
@@ -143,7 +142,8 @@ def save_pretrained(
         if writes:
             tokenizer = tokenizer_of(tokenizer, source_of(model))
         plan = plan_export(original, tensors, max_shard_size=max_shard_size, save_original_format=save_original_format)
-    exported = write_model(original, plan, directory, whole, tokenizer, writes=writes, group=together)
+    guard = partial(raise_together, together, f"writing {directory}")
+    exported = write_model(original, plan, directory, whole, tokenizer, writes=writes, guard=guard)
     if writes and not exported.tokenizer:
         _log.info("%s has no tokenizer: pass tokenizer=... to save_pretrained to have it written too", directory)
 
@@ -156,10 +156,9 @@ def write_model(
     tokenizer: Any = None,
     *,
     writes: bool = True,
-    alone: bool = False,
-    group: dist.ProcessGroup | None = None,
+    guard: Guard = nullcontext,
 ) -> Exported:
-    """Write a planned directory. Collective over ``group`` if there are processes, unless one writes alone.
+    """Write a planned directory. Collective as far as ``whole`` and ``guard`` are: by default one process writes alone.
 
     Args:
         original: what :func:`~lightning_autotp.reversal.skeleton` gave, with its generation configuration.
@@ -169,25 +168,22 @@ def write_model(
             collective: all ranks call it for the same names in the same order.
         tokenizer: as for :func:`save_pretrained`, or a directory that may have none or not exist.
         writes: whether this rank writes.
-        alone: whether no other process takes part.
-        group: ranks that fail together; ``None`` is every process.
+        guard: makes what surrounds each phase, so that an error reaches all that take part.
 
     Raises:
-        OSError: on the rank that writes, if it cannot.
-        PeerError: on the other ranks then.
+        OSError: on the rank that writes, if it cannot; on the others, what ``guard`` makes of it.
     """
-    guarded: Guard = nullcontext if alone else partial(raise_together, group, f"writing {directory}")
     copied: tuple[str, ...] = ()
     with ExitStack() as stack:
-        with guarded():
+        with guard():
             if writes:
                 staging = stack.enter_context(_staging(Path(directory)))
                 writer = SafetensorsWriter(staging, plan.files, plan.tensors)
                 _write_configuration(original, staging)
                 copied = _write_tokenizer(tokenizer, staging)
         for step in plan.steps:
-            _write_step(step, whole, writer if writes else None, guarded)
-        with guarded():
+            _write_step(step, whole, writer if writes else None, guard)
+        with guard():
             if writes:
                 writer.finish()
                 _publish(staging, Path(directory), plan)
@@ -198,11 +194,11 @@ def _write_step(
     step: Step,
     whole: Callable[[str], Tensor | None],
     writer: SafetensorsWriter | None,
-    guarded: Guard,
+    guard: Guard,
 ) -> None:
     """Make a step's parameters whole and write what is made of them; they are gone afterwards."""
     wholes = {parameter.name: whole(parameter.name) for parameter in step.parameters}
-    with guarded():
+    with guard():
         if writer is not None:
             values = {name: value for name, value in wholes.items() if value is not None}
             for name, pieces in step.pieces(values):

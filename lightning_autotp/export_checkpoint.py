@@ -129,7 +129,6 @@ def export_checkpoint(
         directory,
         lambda name: state.whole(stored_as.get(name, name)),
         tokenizer,
-        alone=True,
     )
 
 

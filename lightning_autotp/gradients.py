@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_autotp.checkpoint import model_group, tensor_meta, whole_tensor
+from lightning_autotp.checkpoint import gather_to_cpu, model_group, tensor_meta
 from lightning_autotp.held import counted_blocks, data_group, index, is_cut, plain
 from lightning_autotp.layers.group import TPGroup
 from lightning_autotp.layout import Shard
@@ -53,14 +53,16 @@ def synchronize_gradients(model: nn.Module, group: TPGroup) -> list[RemovableHan
     """
     groups = _subgroups(model, group)
     sums: dict[str, Hook] = {}
+    handles: list[RemovableHandle] = []
     for name, parameter in model.named_parameters():
         shared = _shared_elements(parameter)
         if shared:
             parts = [(blocks, groups[ranks]) for ranks, blocks in sorted(shared.items())]
             sums[name] = functools.partial(_sum_blocks, parts)
+            if not is_cut(parameter):
+                handles.append(hook_gradient(parameter, sums[name]))
     model.autotp_gradient_sums = sums  # type: ignore[assignment]
-    parameters = {name: model.get_parameter(name) for name in sums}
-    return [hook_gradient(parameters[name], hook) for name, hook in sums.items() if not is_cut(parameters[name])]
+    return handles
 
 
 def average_gradients(model: nn.Module, group: dist.ProcessGroup) -> list[RemovableHandle]:
@@ -205,8 +207,7 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor]:
             continue
         if id(parameter) not in gathered:
             gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-            whole = whole_tensor(gradient, tensor_meta(parameter), group)
-            gathered[id(parameter)] = whole.to("cpu", copy=True)
+            gathered[id(parameter)] = gather_to_cpu(gradient, tensor_meta(parameter), group)
         gradients[name] = gathered[id(parameter)]
     return gradients
 
@@ -222,7 +223,7 @@ def _norms(parameters: Sequence[Tensor], group: TPGroup, norm_type: float) -> Te
     is_first_copy = spread is None or dist.get_rank(spread) == 0
     norms = torch.zeros(len(parameters), dtype=dtype, device=device)
     for place, parameter in enumerate(parameters):
-        if parameter.grad is None or not (is_first_copy or data_group(parameter) is not None):
+        if parameter.grad is None or not (is_first_copy or is_cut(parameter)):
             continue
         gradient = plain(parameter.grad)
         blocks = [gradient[index(block.local)] for block in counted_blocks(parameter, group)]

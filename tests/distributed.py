@@ -27,6 +27,9 @@ ENVIRONMENT = {
     "TRANSFORMERS_VERBOSITY": "error",
     "MALLOC_MMAP_THRESHOLD_": str(2**20),  # memory that is freed is given back, so peaks are of what is held
 }
+TESTS = Path(__file__).parent
+SCRIPT_ENVIRONMENT = {**ENVIRONMENT, "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}"}
+"""Of a script that imports the package and what tests share."""
 
 PRELOADED = [
     "lightning.pytorch",

@@ -8,13 +8,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from distributed import ENVIRONMENT
+from distributed import SCRIPT_ENVIRONMENT, TESTS
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -39,12 +38,7 @@ from lightning_autotp.deferred import deferred_init
 from lightning_autotp.meta import initialize_parameter_meta
 from lightning_autotp.recipe import Recipe
 
-TESTS = Path(__file__).parent
-ENV = {
-    **os.environ,
-    "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}",
-    **ENVIRONMENT,
-}
+ENV = {**os.environ, **SCRIPT_ENVIRONMENT}
 SIZES: dict[str, Any] = {
     "vocab_size": 101, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2,

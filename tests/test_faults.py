@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 import torch.distributed as dist
+from distributed import SCRIPT_ENVIRONMENT
 
 from lightning_autotp import peers
 from lightning_autotp.peers import Peer, PeerWatch
@@ -74,13 +75,11 @@ class Job:
         script.write_text(SCRIPT)
         for old in folder.glob("pid-*"):
             old.unlink()
-        here = Path(__file__).parent
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{here}{os.pathsep}{here.parent}"}
         self.folder = folder
         self.errors = open(folder / "stderr", "w+")  # noqa: SIM115
         self.process = subprocess.Popen(
             [sys.executable, str(script), str(folder), how, str(devices), str(steps)],
-            env=environment, stdout=self.errors, stderr=self.errors, start_new_session=True,
+            env={**os.environ, **SCRIPT_ENVIRONMENT}, stdout=self.errors, stderr=self.errors, start_new_session=True,
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # what runs in the background ignores it
         )  # fmt: skip
 

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from distributed import TESTS
 from loading import assert_local_part, localize
 from safetensors.torch import save_file
-from test_deferred import CONFIGS, ENV, TESTS, ties
+from test_deferred import CONFIGS, ENV, ties
 from torch import nn
 from transformers import AutoModelForCausalLM
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import lightning as L
 import pytest
+from distributed import SCRIPT_ENVIRONMENT
 from test_strategy import Task, loader, trainer
 
 SCRIPT = """
@@ -43,7 +44,6 @@ def started_by_srun(script: Path, tasks: int) -> list[dict[str, Any]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    here = Path(__file__).parent
     # As of a process that nothing else has launched.
     launched = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "TORCHELASTIC", "SLURM_", "NODE_RANK")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(launched)}
@@ -51,12 +51,11 @@ def started_by_srun(script: Path, tasks: int) -> list[dict[str, Any]]:
         "SLURM_JOB_ID": "4711", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": str(tasks), "SLURM_NNODES": "1",
         "SLURM_NTASKS_PER_NODE": str(tasks), "SLURM_NODEID": "0", "SLURM_NODELIST": "node0",
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{here}{os.pathsep}{here.parent}",
     }  # fmt: skip
     processes = [
         subprocess.Popen(
             [sys.executable, str(script)],
-            env={**clean, **job, "SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)},
+            env={**clean, **SCRIPT_ENVIRONMENT, **job, "SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -13,6 +13,7 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+from distributed import SCRIPT_ENVIRONMENT
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -498,8 +499,7 @@ if fitting.is_global_zero:
 def test_lightning_starts_the_ranks_of_a_script(folder: Path, reference: dict[str, Any], failing: str) -> None:
     script = folder / "script.py"
     script.write_text(SCRIPT)
-    here = Path(__file__).parent
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{here}{os.pathsep}{here.parent}"}
+    environment = {**os.environ, **SCRIPT_ENVIRONMENT}
     command = [sys.executable, str(script), str(folder / "source"), failing]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
     if failing == "yes":

@@ -100,8 +100,9 @@ def _compare(
     loss_error = abs(found.item() - wanted.item()) / max(abs(wanted.item()), 1e-12)
     gradients = {n: p.grad for n, p in model.named_parameters(remove_duplicate=False)}
     largest = max((float(g.abs().max()) for g in gradients.values() if g is not None), default=0.0)
-    visible = largest * _ROUNDING[precision] / GRADIENT_TOLERANCE
-    errors = {n: _gradient_error(p, gradients, largest * _ROUNDING[precision]) for n, p in local.named_parameters()}
+    rounding = largest * _ROUNDING[precision]
+    visible = rounding / GRADIENT_TOLERANCE
+    errors = {n: _gradient_error(p, gradients, rounding) for n, p in local.named_parameters()}
     worst = max(errors, key=lambda n: errors[n])
     wrong = ""
     if not loss_error <= LOSS_TOLERANCE * tighter:
