@@ -1,5 +1,6 @@
 # make train   fine-tune SmolLM2-135M-Instruct on two processes   (make train ARGS="--compare --max-steps 10")
 # make test    the test suite                                     (make test ARGS="-k llama")
+# make zoo     every architecture of transformers against one process   (make zoo ARGS="--only llama gpt2 --tp 4")
 # make lint    ruff and mypy
 # make setup   only the virtual environment: the others make it themselves
 # make clean   remove the environment and what the tools cached
@@ -10,7 +11,7 @@ JOBS ?= 2
 ARGS ?=
 BIN := $(VENV)/bin
 
-.PHONY: train test lint setup clean
+.PHONY: train test zoo lint setup clean
 
 setup: $(VENV)/.installed
 
@@ -33,6 +34,9 @@ train: $(VENV)/.weights
 test: $(VENV)/.installed
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TRANSFORMERS_VERBOSITY=error TOKENIZERS_PARALLELISM=false \
 		$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+
+zoo: $(VENV)/.installed
+	PYTHONPATH=tools OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m zoo $(ARGS)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -31,9 +31,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_autotp import pipeline
-from lightning_autotp.capture import language_model_inputs, meta_copy
-from lightning_autotp.layers.group import TPGroup
-from lightning_autotp.replace import apply_plan
+from lightning_autotp.applying.replace import apply_plan
+from lightning_autotp.capture.capture import language_model_inputs, meta_copy
+from lightning_autotp.ranks.group import TPGroup
 
 STAGES = ("capture", "solve", "find_sizes", "make_plan", "verify")
 

@@ -15,8 +15,8 @@ from task import TextData
 from transformers import AutoModelForCausalLM
 
 from lightning_autotp import full_state_dict, meta_model, parallelize
-from lightning_autotp.gradients import clip_gradients_norm
-from lightning_autotp.layers.group import TPGroup
+from lightning_autotp.ranks.group import TPGroup
+from lightning_autotp.training.gradients import clip_gradients_norm
 
 
 def main(

@@ -4,19 +4,19 @@ Importing it registers Lightning's ``strategy="autotp"``.
 """
 
 from lightning_autotp import metrics
-from lightning_autotp.agreement import PeerError
-from lightning_autotp.capture import CaptureError
-from lightning_autotp.checkpoint import full_state_dict, load_full_state_dict
-from lightning_autotp.export import save_pretrained
-from lightning_autotp.export_checkpoint import export_checkpoint
-from lightning_autotp.gradients import full_gradients, grad_norms
-from lightning_autotp.load import CheckpointError
+from lightning_autotp.building.checkpoint_reading import CheckpointError
+from lightning_autotp.building.pretrained import meta_model
+from lightning_autotp.capture.capture import CaptureError
+from lightning_autotp.checkpoints.export import save_pretrained
+from lightning_autotp.checkpoints.export_checkpoint import export_checkpoint
+from lightning_autotp.checkpoints.state import full_state_dict, load_full_state_dict
+from lightning_autotp.layouts.plan import Plan
+from lightning_autotp.lightning.strategy import AutoTPStrategy
 from lightning_autotp.pipeline import make_plan, parallelize
-from lightning_autotp.plan import Plan
-from lightning_autotp.pretrained import meta_model
-from lightning_autotp.solver import NothingToShard
-from lightning_autotp.strategy import AutoTPStrategy
-from lightning_autotp.verify import VerificationError
+from lightning_autotp.proving.compare import VerificationError
+from lightning_autotp.ranks.agreement import PeerError
+from lightning_autotp.solving.solver import NothingToShard
+from lightning_autotp.training.gradients import full_gradients, grad_norms
 
 __all__ = [
     "AutoTPStrategy",

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import sys
 import time
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jsonargparse import auto_cli
 from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lightning_autotp.capture import CaptureError
-from lightning_autotp.checkpoint_files import consolidate as consolidate_checkpoint
-from lightning_autotp.export_checkpoint import export_checkpoint
-from lightning_autotp.load import CheckpointError
+from lightning_autotp.building.checkpoint_reading import CheckpointError
+from lightning_autotp.capture.capture import CaptureError
+from lightning_autotp.checkpoints.export_checkpoint import export_checkpoint
+from lightning_autotp.checkpoints.files import consolidate as consolidate_checkpoint
 from lightning_autotp.pipeline import make_plan
-from lightning_autotp.solver import NothingToShard
-from lightning_autotp.verify import VerificationError
-from lightning_autotp.zoo.models import GROUPS, architectures
-from lightning_autotp.zoo.report import summary, to_json, to_markdown, totals_table
-from lightning_autotp.zoo.run import run
+from lightning_autotp.proving.compare import VerificationError
+from lightning_autotp.solving.solver import NothingToShard
 
 
 def plan(model: str, tp: int = 2, json: Path | None = None) -> None:
@@ -48,51 +44,13 @@ def plan(model: str, tp: int = 2, json: Path | None = None) -> None:
         json.write_text(result.to_json())
 
 
-def zoo(
-    group: Literal["causal", "seq2seq", "masked", "image", "all"] = "all",
-    tp: int = 2,
-    only: list[str] | None = None,
-    json: Path | None = None,
-    page: Path | None = None,
-    plan_only: bool = False,
-    limit: float = 120.0,
-) -> None:
-    """Try every architecture of transformers: a tiny model, parallelized, against one process.
-
-    Compares a training batch's loss and every full gradient. A run over whole groups writes ``docs/zoo.md``.
-
-    Args:
-        group: which of transformers' mappings.
-        tp: number of tensor-parallel ranks (processes on this machine).
-        only: these architectures (``model_type``) only; the page is written only where ``page`` says so.
-        json: file to write everything found to.
-        page: the page to write, instead of ``docs/zoo.md``.
-        plan_only: only plan, in one process, and run nothing; writes no page of its own accord either.
-        limit: seconds that one architecture may take.
-    """
-    console = Console()
-    groups = tuple(GROUPS) if group == "all" else (group,)
-    chosen = [(g, name) for g in groups for name in architectures(g) if only is None or name in only]
-    unknown = sorted(set(only or ()) - {name for _, name in chosen})
-    if unknown:
-        raise SystemExit(
-            f"lightning-autotp zoo: {', '.join(unknown)} is in none of the mappings ({', '.join(groups)}); "
-            "--only takes names such as llama or gpt2"
-        )
-    verdicts = []
-    for verdict in run(chosen, tp, limit, plan_only):
-        verdicts.append(verdict)
-        console.print(summary(verdict), markup=False, highlight=False, soft_wrap=True)
-    console.print(totals_table(verdicts))
-    command = f"lightning-autotp zoo --group {group} --tp {tp}"
-    command += f" --only {' '.join(only or ())}" * bool(only) + " --plan-only" * plan_only
-    if json is not None:
-        json.write_text(to_json(verdicts, command))
-    if page is None and only is None and not plan_only:
-        page = Path("docs/zoo.md")
-    if page is not None:
-        page.parent.mkdir(parents=True, exist_ok=True)
-        page.write_text(to_markdown(verdicts, command, {name: version(name) for name in ("torch", "transformers")}))
+def zoo() -> None:
+    """Say how to try every architecture of transformers, which the project's repository can and the package cannot."""
+    Console().print(
+        "The zoo tries every architecture of transformers against one process. It is a tool of the project's "
+        "repository:\nclone that and run `make zoo ARGS='--only llama gpt2 --tp 2'`; docs/zoo.md has what was found.",
+        highlight=False,
+    )
 
 
 def export(
@@ -160,27 +118,13 @@ def consolidate(checkpoint: Path, file: Path) -> None:
 def main() -> None:
     """Entry point."""
     commands: dict[str, Any] = {"plan": plan, "zoo": zoo, "export": export, "consolidate": consolidate}
-    auto_cli(commands, args=_spelled_out(sys.argv[1:]), prog="lightning-autotp")
+    auto_cli(commands, args=[_spelled_out(argument) for argument in sys.argv[1:]], prog="lightning-autotp")
 
 
-def _spelled_out(arguments: list[str]) -> list[str]:
-    """``--only NAME NAME``, ``--plan-only`` and dashes in names, in the parser's own spelling."""
-    spelled: list[str] = []
-    names: list[str] | None = None
-    for argument in arguments:
-        if argument.startswith("--"):
-            names = None
-        if argument == "--only":
-            names = []
-        elif names is not None:
-            names.append(argument)
-            spelled.append(f"--only+={argument}")
-        else:
-            name, equals, value = argument.partition("=")
-            if name.startswith("--"):
-                name = "--" + name[2:].replace("-", "_")
-            spelled.append("--plan_only=true" if argument == "--plan-only" else name + equals + value)
-    return spelled
+def _spelled_out(argument: str) -> str:
+    """An option's name with underscores, as the parser has it."""
+    name, equals, value = argument.partition("=")
+    return (name.replace("-", "_").replace("__", "--", 1) if name.startswith("--") else name) + equals + value
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ torchmetrics' own take vocabulary-sharded logits too, but gather ``[tokens, voca
 same values and send tensors of ``[tokens]`` only:
 
 * the loss of a token needs the largest logit, the sum of the exponentials and the target's logit, see
-  :mod:`~lightning_autotp.layers.cross_entropy`;
+  :mod:`~lightning_autotp.parallel.cross_entropy`;
 * a target is among the ``k`` best classes exactly if fewer than ``k`` classes come before it, and these are counted
   where they are: the target's logit goes to every rank, and every rank's count is summed.
 
@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torchmetrics import Metric
 
-from lightning_autotp.layers.collectives import keep_first_owned, reduce_values
-from lightning_autotp.layers.embedding import check_indices, local_positions
-from lightning_autotp.layers.logits import VocabParallelLogits
+from lightning_autotp.parallel.collectives import keep_first_owned, reduce_values
+from lightning_autotp.parallel.embedding import check_indices, local_positions
+from lightning_autotp.parallel.logits import VocabParallelLogits
 
 __all__ = ["CrossEntropy", "Perplexity", "TokenAccuracy"]
 

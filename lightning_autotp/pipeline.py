@@ -10,23 +10,23 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_autotp.adapters import refuse_merging
-from lightning_autotp.agreement import raise_together
-from lightning_autotp.annotate import annotate
-from lightning_autotp.capture import capture, capture_local, language_model_inputs
-from lightning_autotp.cost import Profile
-from lightning_autotp.data_parallel import generate_together, hook_gathered, shard_over_data
-from lightning_autotp.gradients import synchronize_gradients
-from lightning_autotp.graph import Graph, Operator
-from lightning_autotp.layers.group import TPGroup
-from lightning_autotp.load import load_parameters
-from lightning_autotp.localize import Unlocalizable, find_sizes
-from lightning_autotp.meta import parameter_meta
-from lightning_autotp.plan import Plan, SizePlan
-from lightning_autotp.points import bare_modules, open_modules
-from lightning_autotp.replace import apply_plan
-from lightning_autotp.solver import Solution, solve
-from lightning_autotp.verify import VerificationError, compare, cut_differently
+from lightning_autotp.applying.replace import apply_plan
+from lightning_autotp.capture.capture import capture, capture_local, language_model_inputs
+from lightning_autotp.layouts.plan import Plan, SizePlan
+from lightning_autotp.operators.graph import Graph, Operator
+from lightning_autotp.parameters.meta import parameter_meta
+from lightning_autotp.proving.compare import VerificationError, compare, cut_differently
+from lightning_autotp.proving.local_sizes import Unlocalizable, find_sizes
+from lightning_autotp.ranks.agreement import raise_together
+from lightning_autotp.ranks.group import TPGroup
+from lightning_autotp.solving.annotate import annotate
+from lightning_autotp.solving.call_points import bare_modules, open_modules
+from lightning_autotp.solving.cost import Profile
+from lightning_autotp.solving.solver import Solution, solve
+from lightning_autotp.training.adapters import refuse_merging
+from lightning_autotp.training.data_parallel import generate_together, hook_gathered, shard_over_data
+from lightning_autotp.training.gradients import synchronize_gradients
+from lightning_autotp.training.loading import load_parameters
 
 
 def make_plan(
@@ -97,7 +97,7 @@ def parallelize(
             the gradients over them. Collective over it, too.
 
     Returns:
-        The same module. ``model.autotp_plan`` is the :class:`~lightning_autotp.plan.Plan`.
+        The same module. ``model.autotp_plan`` is the :class:`~lightning_autotp.layouts.plan.Plan`.
 
     Raises:
         PeerError: on every rank, if any rank fails.

@@ -9,8 +9,9 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from lightning_autotp.layout import Invariant, Layout, Ownership, Shard
-from lightning_autotp.meta import initialize_parameter_meta
+from lightning_autotp.layouts.ownership import Ownership
+from lightning_autotp.layouts.types import Invariant, Layout, Shard
+from lightning_autotp.parameters.meta import initialize_parameter_meta
 
 T = TypeVar("T")
 

@@ -6,9 +6,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_autotp.layers.group import TPGroup
-from lightning_autotp.layout import Invariant, Layout, Ownership, Replicate, Run, Shard, merge_runs
-from lightning_autotp.meta import initialize_parameter_meta
+from lightning_autotp.layouts.ownership import Ownership, Run, merge_runs
+from lightning_autotp.layouts.types import Invariant, Layout, Replicate, Shard
+from lightning_autotp.parameters.meta import initialize_parameter_meta
+from lightning_autotp.ranks.group import TPGroup
 
 
 def sections(sizes: list[int], ranks: int) -> Ownership:

@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from lightning_autotp.layout import Invariant, Layout, Ownership, Partial, Replicate, Shard, merge_runs
-from lightning_autotp.plan import ConversionPlan, LayerPlan, ParameterPlan, Plan, SizePlan
-from lightning_autotp.solver import Conversion, Solution
+from lightning_autotp.layouts.ownership import Ownership, merge_runs
+from lightning_autotp.layouts.plan import ConversionPlan, LayerPlan, ParameterPlan, Plan, SizePlan
+from lightning_autotp.layouts.types import Invariant, Layout, Partial, Replicate, Shard
+from lightning_autotp.solving.solver import Conversion, Solution
 
 PLAN, SOLUTION = "plan", "solution"
 

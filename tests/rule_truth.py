@@ -26,13 +26,15 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lightning_autotp.cost import Profile
-from lightning_autotp.graph import Call, CallSite, Graph, Operator, Ref, TensorInfo
-from lightning_autotp.layers.embedding import vocab_parallel_lookup
-from lightning_autotp.layout import Invariant, Layout, Ownership, Partial, Replicate, Shard, boxes
-from lightning_autotp.rules import Relation, entry, relate
-from lightning_autotp.schemas import named_arguments
-from lightning_autotp.solver import _Solver
+from lightning_autotp.capture.schemas import named_arguments
+from lightning_autotp.layouts.ownership import Ownership
+from lightning_autotp.layouts.places import CallSite
+from lightning_autotp.layouts.types import Invariant, Layout, Partial, Replicate, Shard, boxes
+from lightning_autotp.operators import Relation, entry, relate
+from lightning_autotp.operators.graph import Call, Graph, Operator, Ref, TensorInfo
+from lightning_autotp.parallel.embedding import vocab_parallel_lookup
+from lightning_autotp.solving.cost import Profile
+from lightning_autotp.solving.solver import _Solver
 
 TOLERANCE = 1e-10
 INVARIANT, REPLICATE, PARTIAL = Invariant(), Replicate(), Partial()

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from distributed import run_ranks
 from torch import nn
 
-from lightning_autotp.agreement import PeerError, check_same_batch, check_same_weights, raise_together
+from lightning_autotp.ranks.agreement import PeerError, check_same_batch, check_same_weights, raise_together
 
 
 @dataclass

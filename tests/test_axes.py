@@ -5,8 +5,7 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_autotp.axes import (
-    Axes,
+from lightning_autotp.layouts.dims import (
     Axis,
     Concat,
     Dim,
@@ -18,6 +17,7 @@ from lightning_autotp.axes import (
     product,
     shardable,
 )
+from lightning_autotp.operators.axes import Axes
 
 
 def labels(dim: Dim, axis: int) -> list[int | None]:

@@ -23,8 +23,8 @@ from trainer_ranks import run_trainer_ranks
 from transformers import AutoModelForCausalLM
 
 from lightning_autotp import full_state_dict
-from lightning_autotp.averaging import EMAWeightAveraging, WeightAveraging
-from lightning_autotp.summary import ParallelSummary
+from lightning_autotp.lightning.averaging import EMAWeightAveraging, WeightAveraging
+from lightning_autotp.lightning.summary import ParallelSummary
 
 QUIET = {"accelerator": "cpu", "enable_progress_bar": False}
 

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_autotp import full_gradients, make_plan, parallelize
-from lightning_autotp.calls import CallChanges, CallMismatch, LocalForward, replace_leaf
-from lightning_autotp.graph import CallPoint, CallSite
-from lightning_autotp.layout import Invariant, Partial, Shard
-from lightning_autotp.repeats import twins
-from lightning_autotp.solver import Solution
+from lightning_autotp.applying.changed_calls import CallChanges, CallMismatch, LocalForward, replace_leaf
+from lightning_autotp.layouts.places import CallPoint, CallSite
+from lightning_autotp.layouts.types import Invariant, Partial, Shard
+from lightning_autotp.solving.repeated_modules import twins
+from lightning_autotp.solving.solver import Solution
 
 
 class Transposed(nn.Module):

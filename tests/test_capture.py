@@ -8,11 +8,17 @@ import torch
 from tiny import Decoder, decoder_batch, meta_model, tiny_model
 from torch import Tensor, nn
 
-from lightning_autotp import localize
-from lightning_autotp.capture import CaptureError, capture, capture_local, language_model_inputs, meta_copy
-from lightning_autotp.graph import OPAQUE
-from lightning_autotp.layout import Shard
+from lightning_autotp.capture.capture import (
+    CaptureError,
+    capture,
+    capture_local,
+    language_model_inputs,
+    meta_copy,
+)
+from lightning_autotp.layouts.types import Shard
+from lightning_autotp.operators.graph import OPAQUE
 from lightning_autotp.pipeline import make_plan
+from lightning_autotp.proving import local_sizes as localize
 
 
 def test_boundaries_surround_every_module() -> None:

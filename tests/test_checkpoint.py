@@ -13,16 +13,16 @@ from distributed import run_ranks
 from local_model import Original, cut, layouts, local_model
 from torch import Tensor, nn
 
-from lightning_autotp.checkpoint import (
+from lightning_autotp.checkpoints.files import save_file
+from lightning_autotp.checkpoints.state import (
     full_optimizer_state,
     full_state_dict,
     load_full_optimizer_state,
     load_full_state_dict,
-    model_group,
 )
-from lightning_autotp.checkpoint_files import save_file
-from lightning_autotp.layers.group import TPGroup
-from lightning_autotp.layout import Shard
+from lightning_autotp.layouts.types import Shard
+from lightning_autotp.parameters.gathering import model_group
+from lightning_autotp.ranks.group import TPGroup
 
 STEPS = 3
 

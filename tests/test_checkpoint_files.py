@@ -20,17 +20,10 @@ from torch import Tensor
 from trainer_ranks import run_trainer_ranks
 
 from lightning_autotp import AutoTPStrategy
-from lightning_autotp.averaging import EMAWeightAveraging
-from lightning_autotp.checkpoint_files import (
-    META,
-    Background,
-    consolidate,
-    open_checkpoint,
-    save_directory,
-    save_file,
-)
-from lightning_autotp.load import DamagedFileError, MissingFileError
-from lightning_autotp.stored import HeldTensor, StoredTensor
+from lightning_autotp.building.checkpoint_reading import DamagedFileError, MissingFileError
+from lightning_autotp.checkpoints.files import META, Background, consolidate, open_checkpoint, save_directory, save_file
+from lightning_autotp.checkpoints.stored import HeldTensor, StoredTensor
+from lightning_autotp.lightning.averaging import EMAWeightAveraging
 
 STEPS = 6
 

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from distributed import run_ranks
 from torch import Tensor, nn
 
-from lightning_autotp.layers import TPGroup, all_reduce, convert, copy_to_tensor_parallel
-from lightning_autotp.layout import Invariant, Layout, Ownership, Partial, Replicate, Shard, local_shape
+from lightning_autotp.layouts.ownership import Ownership
+from lightning_autotp.layouts.types import Invariant, Layout, Partial, Replicate, Shard, local_shape
+from lightning_autotp.parallel import TPGroup, all_reduce, convert, copy_to_tensor_parallel
 
 INVARIANT, REPLICATE, PARTIAL = Invariant(), Replicate(), Partial()
 

@@ -31,12 +31,12 @@ from transformers.core_model_loading import (
     WeightTransform,
 )
 
-from lightning_autotp import conversion
-from lightning_autotp.conversion import Blocks, same_values
-from lightning_autotp.deferred import deferred_init
-from lightning_autotp.load import load_parameters
-from lightning_autotp.pretrained import meta_model
-from lightning_autotp.recipe import Recipe
+from lightning_autotp.building import weight_conversion as conversion
+from lightning_autotp.building.deferred import deferred_init
+from lightning_autotp.building.pretrained import meta_model
+from lightning_autotp.building.recipe import Recipe
+from lightning_autotp.building.weight_conversion import Blocks, same_values
+from lightning_autotp.training.loading import load_parameters
 
 Box = tuple[tuple[int, int], ...]
 

@@ -13,8 +13,9 @@ from test_collectives import maps, part
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_autotp.layers import TPGroup, VocabParallelCrossEntropyLoss, vocab_parallel_cross_entropy
-from lightning_autotp.layout import Ownership, Shard
+from lightning_autotp.layouts.ownership import Ownership
+from lightning_autotp.layouts.types import Shard
+from lightning_autotp.parallel import TPGroup, VocabParallelCrossEntropyLoss, vocab_parallel_cross_entropy
 
 
 def check(

@@ -34,9 +34,9 @@ from transformers import (
     SmolLM3Config,
 )
 
-from lightning_autotp.deferred import deferred_init
-from lightning_autotp.meta import initialize_parameter_meta
-from lightning_autotp.recipe import Recipe
+from lightning_autotp.building.deferred import deferred_init
+from lightning_autotp.building.recipe import Recipe
+from lightning_autotp.parameters.meta import initialize_parameter_meta
 
 ENV = {**os.environ, **SCRIPT_ENVIRONMENT}
 SIZES: dict[str, Any] = {
@@ -334,8 +334,8 @@ import torch
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 from transformers import LlamaConfig, LlamaForCausalLM
-from lightning_autotp.deferred import deferred_init
-from lightning_autotp.pretrained import meta_model
+from lightning_autotp.building.deferred import deferred_init
+from lightning_autotp.building.pretrained import meta_model
 def state():
     classes = [nn.Parameter, nn.Module, nn.Linear, torch.Tensor, PreTrainedModel, LlamaForCausalLM]
     return [dict(vars(owner)) for owner in (*classes, torch, nn.init)]
@@ -368,7 +368,7 @@ def test_nothing_stays_patched() -> None:
 PEAK = """
 import torch
 from torch import nn
-from lightning_autotp.deferred import deferred_init
+from lightning_autotp.building.deferred import deferred_init
 from loading import peak_of
 class Model(nn.Module):
     def __init__(self):

@@ -22,7 +22,7 @@ import pytest
 import test_rules
 
 import lightning_autotp
-from lightning_autotp.rules import registry
+from lightning_autotp.operators import registry
 
 ROOT = Path(__file__).parent.parent
 DOCS = sorted((ROOT / "docs").glob("*.md"))

@@ -18,13 +18,13 @@ from torch.overrides import TorchFunctionMode
 from trainer_ranks import run_trainer_ranks
 
 from lightning_autotp import full_gradients, full_state_dict, make_plan, parallelize
-from lightning_autotp.capture import capture_local, language_model_inputs, meta_copy
-from lightning_autotp.layers.group import TPGroup
-from lightning_autotp.layout import Invariant
-from lightning_autotp.plan import DrawPlan, Plan
-from lightning_autotp.randomness import own_numbers
-from lightning_autotp.replace import apply_plan
-from lightning_autotp.verify import compare
+from lightning_autotp.applying.replace import apply_plan
+from lightning_autotp.capture.capture import capture_local, language_model_inputs, meta_copy
+from lightning_autotp.layouts.plan import DrawPlan, Plan
+from lightning_autotp.layouts.types import Invariant
+from lightning_autotp.proving.compare import compare
+from lightning_autotp.ranks.group import TPGroup
+from lightning_autotp.ranks.random_numbers import own_numbers
 
 STEPS = 3
 RECOMPUTED = [("eager", False), ("eager", True), ("sdpa", False)]

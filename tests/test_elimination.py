@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_autotp.elimination import Elimination, NoAssignment
+from lightning_autotp.solving.elimination import Elimination, NoAssignment
 
 Problem = list[tuple[tuple[int, ...], dict[tuple[int, ...], float]]]
 

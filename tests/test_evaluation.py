@@ -16,8 +16,8 @@ from torchmetrics import MetricCollection
 from trainer_ranks import run_trainer_ranks
 
 from lightning_autotp import AutoTPStrategy
-from lightning_autotp.layers import VocabParallelLogits
 from lightning_autotp.metrics import CrossEntropy, Perplexity, TokenAccuracy
+from lightning_autotp.parallel import VocabParallelLogits
 
 IGNORED = torch.rand(BLOCKS.shape, generator=torch.Generator().manual_seed(5)) < 0.4
 

@@ -31,12 +31,15 @@ from transformers import (
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.core_model_loading import GroupWeightRename, Transpose, WeightConverter
 
-from lightning_autotp import checkpoint, export, save_pretrained
-from lightning_autotp.agreement import PeerError
-from lightning_autotp.layers.group import TPGroup
-from lightning_autotp.layout import Invariant, Layout, Ownership, Shard
-from lightning_autotp.reversal import plan_export, skeleton
-from lightning_autotp.safetensors_writer import Described, SafetensorsWriter
+from lightning_autotp import save_pretrained
+from lightning_autotp.checkpoints import export
+from lightning_autotp.checkpoints import state as checkpoint
+from lightning_autotp.checkpoints.reversal import plan_export, skeleton
+from lightning_autotp.checkpoints.safetensors_writer import Described, SafetensorsWriter
+from lightning_autotp.layouts.ownership import Ownership
+from lightning_autotp.layouts.types import Invariant, Layout, Shard
+from lightning_autotp.ranks.agreement import PeerError
+from lightning_autotp.ranks.group import TPGroup
 
 MB = 2**20
 DTYPES = (

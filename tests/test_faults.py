@@ -20,8 +20,8 @@ import pytest
 import torch.distributed as dist
 from distributed import SCRIPT_ENVIRONMENT
 
-from lightning_autotp import peers
-from lightning_autotp.peers import Peer, PeerWatch
+from lightning_autotp.ranks import peers
+from lightning_autotp.ranks.peers import Peer, PeerWatch
 
 KILLS = 20
 STEPS = 160

@@ -19,10 +19,10 @@ from torch.utils.data import DataLoader
 from trainer_ranks import run_trainer_ranks
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from lightning_autotp.calls import CallChanges, CallMismatch, LocalForward, number, replace_leaf
-from lightning_autotp.graph import CallSite
-from lightning_autotp.layers import VocabParallelLogits
-from lightning_autotp.layout import Ownership, merge_runs, resized
+from lightning_autotp.applying.changed_calls import CallChanges, CallMismatch, LocalForward, number, replace_leaf
+from lightning_autotp.layouts.ownership import Ownership, merge_runs, resized
+from lightning_autotp.layouts.places import CallSite
+from lightning_autotp.parallel import VocabParallelLogits
 
 VOCAB, ROWS, NEW, BEAMS = 131, 2, 6, 3
 HEAD = 16

@@ -11,16 +11,16 @@ from distributed import run_ranks
 from local_model import Original, cut, layouts, local_model
 from torch import Tensor, nn
 
-from lightning_autotp.gradients import (
+from lightning_autotp.layouts.types import Shard
+from lightning_autotp.parameters.meta import parameter_meta
+from lightning_autotp.ranks.group import TPGroup
+from lightning_autotp.training.gradients import (
     average_gradients,
     clip_gradients_norm,
     full_gradients,
     gradient_norm,
     synchronize_gradients,
 )
-from lightning_autotp.layers.group import TPGroup
-from lightning_autotp.layout import Shard
-from lightning_autotp.meta import parameter_meta
 
 NORMS = [1.0, 2.0, 3.5, float("inf")]
 

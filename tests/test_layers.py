@@ -15,7 +15,9 @@ from test_collectives import maps, part
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_autotp.layers import (
+from lightning_autotp.layouts.ownership import Ownership
+from lightning_autotp.layouts.types import Shard
+from lightning_autotp.parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     TPGroup,
@@ -26,8 +28,7 @@ from lightning_autotp.layers import (
     scatter,
     vocab_parallel_lookup,
 )
-from lightning_autotp.layout import Ownership, Shard
-from lightning_autotp.meta import initialize_parameter_meta, parameter_meta
+from lightning_autotp.parameters.meta import initialize_parameter_meta, parameter_meta
 
 
 class ScaledEmbedding(nn.Embedding):
@@ -422,6 +423,6 @@ def test_what_cannot_be_made_parallel_is_said() -> None:
 
 @pytest.mark.parametrize("name", ["linear", "embedding", "logits"])
 def test_the_examples_in_the_docstrings_run(name: str) -> None:
-    result = doctest.testmod(importlib.import_module(f"lightning_autotp.layers.{name}"))
+    result = doctest.testmod(importlib.import_module(f"lightning_autotp.parallel.{name}"))
     assert result.attempted > 0
     assert result.failed == 0

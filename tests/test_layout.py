@@ -8,16 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_autotp.layout import (
-    Invariant,
-    Ownership,
-    Replicate,
-    Shard,
-    boxes,
-    local_shape,
-    merge_runs,
-    owned_boxes,
-)
+from lightning_autotp.layouts.ownership import Ownership, merge_runs
+from lightning_autotp.layouts.types import Invariant, Replicate, Shard, boxes, local_shape, owned_boxes
 
 RANKS = st.integers(1, 4)
 

@@ -17,22 +17,23 @@ from test_deferred import CONFIGS, ENV, ties
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from lightning_autotp import conversion, load
-from lightning_autotp.deferred import deferred_init
-from lightning_autotp.layout import Layout, Ownership, Shard, merge_runs
-from lightning_autotp.load import (
+from lightning_autotp.building import weight_conversion as conversion
+from lightning_autotp.building.checkpoint_reading import (
     CheckpointError,
     CheckpointSource,
     CheckpointTensor,
     DamagedFileError,
     MismatchError,
     MissingFileError,
-    check_checkpoint,
-    load_parameters,
     read_headers,
 )
-from lightning_autotp.meta import initialize_parameter_meta, parameter_meta
-from lightning_autotp.pretrained import meta_model
+from lightning_autotp.building.deferred import deferred_init
+from lightning_autotp.building.pretrained import meta_model
+from lightning_autotp.layouts.ownership import Ownership, merge_runs
+from lightning_autotp.layouts.types import Layout, Shard
+from lightning_autotp.parameters.meta import initialize_parameter_meta, parameter_meta
+from lightning_autotp.training import loading as load
+from lightning_autotp.training.loading import check_checkpoint, load_parameters
 
 
 class Tied(nn.Module):
@@ -235,8 +236,8 @@ def test_damaged_and_old_torch_save_files(tmp_path: Path) -> None:
 PEAK = """
 import os, sys, torch
 from transformers import AutoModelForCausalLM, LlamaConfig
-from lightning_autotp.load import load_parameters
-from lightning_autotp.pretrained import meta_model
+from lightning_autotp.training.loading import load_parameters
+from lightning_autotp.building.pretrained import meta_model
 from loading import localize, peak_of
 directory, tiny, rank, ranks, dtype = *sys.argv[1:3], int(sys.argv[3]), int(sys.argv[4]), getattr(torch, sys.argv[5])
 def work(directory):

@@ -16,10 +16,11 @@ from test_collectives import part
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_autotp import trace
-from lightning_autotp.layers import TPGroup, VocabParallelLogits
-from lightning_autotp.layers import logits as module
-from lightning_autotp.layout import Ownership, Shard
+from lightning_autotp.capture.capture import recording as trace
+from lightning_autotp.layouts.ownership import Ownership
+from lightning_autotp.layouts.types import Shard
+from lightning_autotp.parallel import TPGroup, VocabParallelLogits
+from lightning_autotp.parallel import logits as module
 
 VOCAB = 7
 Function = Callable[[Any], Any]

@@ -19,9 +19,10 @@ from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 from torchmetrics.text import Perplexity as TorchPerplexity
 
-from lightning_autotp.layers import TPGroup, VocabParallelLogits
-from lightning_autotp.layout import Ownership, Shard
+from lightning_autotp.layouts.ownership import Ownership
+from lightning_autotp.layouts.types import Shard
 from lightning_autotp.metrics import CrossEntropy, Perplexity, TokenAccuracy
+from lightning_autotp.parallel import TPGroup, VocabParallelLogits
 
 VOCAB = 67
 

@@ -27,12 +27,14 @@ from transformers import (
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 from lightning_autotp import parallelize
-from lightning_autotp.export import save_pretrained
-from lightning_autotp.layers.group import TPGroup
-from lightning_autotp.layout import Invariant, Layout, Ownership, Shard
-from lightning_autotp.load import CheckpointError, load_parameters
-from lightning_autotp.pretrained import meta_model
-from lightning_autotp.recipe import Recipe
+from lightning_autotp.building.checkpoint_reading import CheckpointError
+from lightning_autotp.building.pretrained import meta_model
+from lightning_autotp.building.recipe import Recipe
+from lightning_autotp.checkpoints.export import save_pretrained
+from lightning_autotp.layouts.ownership import Ownership
+from lightning_autotp.layouts.types import Invariant, Layout, Shard
+from lightning_autotp.ranks.group import TPGroup
+from lightning_autotp.training.loading import load_parameters
 
 SIZES: dict[str, Any] = {
     "vocab_size": 101, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -21,19 +21,19 @@ import torch.distributed as dist
 from distributed import run_ranks
 from mutations import PLAN, SOLUTION, Mutation, planted
 from torch import nn
+from zoo.parity import prepare
 
-from lightning_autotp.calls import CallMismatch
-from lightning_autotp.capture import capture_local, meta_copy
-from lightning_autotp.gradients import synchronize_gradients
-from lightning_autotp.layers.group import TPGroup
-from lightning_autotp.localize import integer_reads
-from lightning_autotp.meta import parameter_meta
+from lightning_autotp.applying.changed_calls import CallMismatch
+from lightning_autotp.applying.replace import PlanMismatch, apply_plan
+from lightning_autotp.capture.capture import capture_local, meta_copy
+from lightning_autotp.layouts.plan import Plan
+from lightning_autotp.parameters.meta import parameter_meta
 from lightning_autotp.pipeline import make_plan
-from lightning_autotp.plan import Plan
-from lightning_autotp.replace import PlanMismatch, apply_plan
-from lightning_autotp.solver import Solution
-from lightning_autotp.verify import compare, cut_differently
-from lightning_autotp.zoo.parity import prepare
+from lightning_autotp.proving.compare import compare, cut_differently
+from lightning_autotp.proving.local_sizes import integer_reads
+from lightning_autotp.ranks.group import TPGroup
+from lightning_autotp.solving.solver import Solution
+from lightning_autotp.training.gradients import synchronize_gradients
 
 RANKS = 2
 ARCHITECTURES = {

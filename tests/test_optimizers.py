@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import Adafactor
 
-from lightning_autotp import optimizers
-from lightning_autotp.layout import Invariant, Ownership, Shard
-from lightning_autotp.meta import ParameterMeta
-from lightning_autotp.optimizers import check_optimizer
+from lightning_autotp.layouts.ownership import Ownership
+from lightning_autotp.layouts.types import Invariant, Shard
+from lightning_autotp.parameters.meta import ParameterMeta
+from lightning_autotp.training import optimizers
+from lightning_autotp.training.optimizers import check_optimizer
 
 Make = Callable[[list[nn.Parameter]], Optimizer]
 

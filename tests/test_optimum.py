@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_autotp import solver
-from lightning_autotp.capture import capture
-from lightning_autotp.cost import Profile
-from lightning_autotp.layout import Shard
-from lightning_autotp.points import bare_modules, open_modules
+from lightning_autotp.capture.capture import capture
+from lightning_autotp.layouts.types import Shard
+from lightning_autotp.solving import solver
+from lightning_autotp.solving.call_points import bare_modules, open_modules
+from lightning_autotp.solving.cost import Profile
 
 HIDDEN, INNER, VOCABULARY = 8, 12, 10
 SLOW_LINKS = Profile(link_bandwidth=1e6)

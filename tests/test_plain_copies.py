@@ -14,8 +14,8 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_autotp import full_gradients, full_state_dict, parallelize
-from lightning_autotp.deferred import deferred_init
-from lightning_autotp.pretrained import meta_model
+from lightning_autotp.building.deferred import deferred_init
+from lightning_autotp.building.pretrained import meta_model
 
 WIDTH, LAYERS = 2048, 10
 

@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 from tiny import meta_model, tiny_config
 
+from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.pipeline import make_plan
-from lightning_autotp.plan import Plan
 
 
 @pytest.fixture(scope="module")

@@ -30,16 +30,16 @@ from transformers import (
 )
 from transformers.modeling_utils import PreTrainedModel as PatchedModel
 
-from lightning_autotp.load import (
+from lightning_autotp.building.checkpoint_reading import (
     CheckpointError,
     CheckpointSource,
     DamagedFileError,
     MismatchError,
     MissingFileError,
-    load_parameters,
 )
-from lightning_autotp.pretrained import meta_model
-from lightning_autotp.recipe import Recipe
+from lightning_autotp.building.pretrained import meta_model
+from lightning_autotp.building.recipe import Recipe
+from lightning_autotp.training.loading import load_parameters
 
 
 def save(family: str, directory: Path, **changes: Any) -> Path:

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_autotp import make_plan
-from lightning_autotp.axes import Axes, Axis, Concat, Dim, Product, leaves
-from lightning_autotp.rules import Relation, entry, relate
+from lightning_autotp.layouts.dims import Axis, Concat, Dim, Product, leaves
+from lightning_autotp.operators import Relation, entry, relate
+from lightning_autotp.operators.axes import Axes
 
 TOKENS, CHOSEN, EXPERTS, HIDDEN, INNER = 5, 2, 4, 6, 32
 

@@ -22,10 +22,10 @@ from rule_draws import CASES, prove
 from rule_truth import Tape, Untrue, forced
 from torch import Tensor, nn
 
-from lightning_autotp.capture import capture
-from lightning_autotp.graph import Graph, Ref
-from lightning_autotp.layout import Shard
-from lightning_autotp.rules import known_operators, relate, rule
+from lightning_autotp.capture.capture import capture
+from lightning_autotp.layouts.types import Shard
+from lightning_autotp.operators import known_operators, relate, rule
+from lightning_autotp.operators.graph import Graph, Ref
 
 # Registered, but without a case of its own here.
 ELSEWHERE = {

@@ -6,11 +6,11 @@ import pytest
 from tiny import FAMILIES, ROLES, Decoder, decoder_batch, meta_model, shuffled_names
 from torch import nn
 
-from lightning_autotp.capture import capture
-from lightning_autotp.layout import Invariant, Replicate, Shard
+from lightning_autotp.capture.capture import capture
+from lightning_autotp.layouts.plan import Plan
+from lightning_autotp.layouts.types import Invariant, Replicate, Shard
 from lightning_autotp.pipeline import make_plan
-from lightning_autotp.plan import Plan
-from lightning_autotp.solver import NothingToShard, Solution, solve
+from lightning_autotp.solving.solver import NothingToShard, Solution, solve
 
 COLUMN, ROW, VOCAB = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj"), ("embed_tokens",)
 

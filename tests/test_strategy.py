@@ -21,7 +21,7 @@ from torchmetrics import SumMetric
 from trainer_ranks import run_trainer_ranks
 
 import lightning_autotp
-import lightning_autotp.strategy
+import lightning_autotp.lightning.strategy
 from lightning_autotp import AutoTPStrategy, full_gradients, full_state_dict
 
 STEPS = 20
@@ -470,7 +470,7 @@ def test_auto_sizes() -> None:
 def test_importing_again_registers_again() -> None:
     assert StrategyRegistry["autotp"]["strategy"] is AutoTPStrategy
     try:
-        again = importlib.reload(lightning_autotp.strategy)
+        again = importlib.reload(lightning_autotp.lightning.strategy)
         assert StrategyRegistry["autotp"]["strategy"] is again.AutoTPStrategy
     finally:
         StrategyRegistry.register("autotp", AutoTPStrategy, override=True)

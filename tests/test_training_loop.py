@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from trainer_ranks import run_trainer_ranks
 
 from lightning_autotp import AutoTPStrategy, full_state_dict, grad_norms
-from lightning_autotp.meta import ParameterMeta
+from lightning_autotp.parameters.meta import ParameterMeta
 
 IDS = torch.randint(0, 67, (32, 9), generator=torch.Generator().manual_seed(2))
 VARIANTS = ("groups", "two optimizers", "frozen", "thawed", "unused", "accumulated", "clipped", "clipped values")

@@ -30,7 +30,7 @@ from trainer_ranks import run_trainer_ranks
 from transformers import AutoModelForCausalLM
 
 from lightning_autotp import AutoTPStrategy, full_state_dict, grad_norms
-from lightning_autotp.averaging import EMAWeightAveraging, WeightAveraging
+from lightning_autotp.lightning.averaging import EMAWeightAveraging, WeightAveraging
 from lightning_autotp.metrics import Perplexity, TokenAccuracy
 
 COPIES, PER_COPY = 2, 4

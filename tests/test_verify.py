@@ -9,15 +9,16 @@ import pytest
 from tiny import meta_model
 from torch import nn
 
-from lightning_autotp.capture import language_model_inputs, meta_copy
-from lightning_autotp.layers.group import TPGroup
-from lightning_autotp.layers.linear import RowParallelLinear
-from lightning_autotp.layout import Invariant, Ownership, Shard
+from lightning_autotp.applying.replace import PlanMismatch, apply_plan
+from lightning_autotp.capture.capture import language_model_inputs, meta_copy
+from lightning_autotp.layouts.ownership import Ownership
+from lightning_autotp.layouts.plan import Plan
+from lightning_autotp.layouts.types import Invariant, Shard
+from lightning_autotp.parallel.linear import RowParallelLinear
 from lightning_autotp.pipeline import make_plan, verify
-from lightning_autotp.plan import Plan
-from lightning_autotp.replace import PlanMismatch, apply_plan
-from lightning_autotp.solver import Solution
-from lightning_autotp.verify import VerificationError
+from lightning_autotp.proving.compare import VerificationError
+from lightning_autotp.ranks.group import TPGroup
+from lightning_autotp.solving.solver import Solution
 
 FAMILY_PLANS: dict[str, tuple[nn.Module, Plan, Solution]] = {}
 

@@ -1,95 +1,131 @@
-"""Who may know whom: a room imports only rooms before it, and analysis knows no processes."""
+"""Who may import whom: a folder imports folders before it, directly and through others; analysis needs no torch."""
 
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "lightning_autotp"
-PLAIN = [
-    "layout",
-    "axes",
-    "graph",
-    "cost",
-    "elimination",
-    "shardings",
-    "points",
-    "repeats",
-    "solver",
-    "plan",
-    "annotate",
-    "verify",
+ORDER = [
+    "layouts",
+    "ranks",
+    "parameters",
+    "building",
+    "operators",
+    "capture",
+    "solving",
+    "parallel",
+    "applying",
+    "proving",
+    "training",
+    "checkpoints",
+    "pipeline",
+    "lightning",
 ]
-MODULES = sorted(path for path in PACKAGE.rglob("*.py"))
+"""The folders, and the module that tells their story, each of which imports only from those before it."""
+
+ON_TOP = ["metrics", "cli", "__init__"]
+"""What lies beside them, for the user."""
 
 
-def imports(path: Path, *, only_now: bool = False) -> set[str]:
-    tree = ast.parse(path.read_text())
+def name_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+@cache
+def imports(module: str) -> frozenset[str]:
+    """What a module's file imports anywhere in it, in functions too."""
     names: set[str] = set()
-    for node in tree.body if only_now else ast.walk(tree):
+    for node in ast.walk(ast.parse(FILES[module].read_text())):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, f"{module} imports relatively"
             names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return names
+    return frozenset(names)
 
 
-@pytest.mark.parametrize("room", [*PLAIN, "rules"])
-def test_analysis_knows_no_torch(room: str) -> None:
-    paths = [PACKAGE / f"{room}.py"] if room != "rules" else sorted((PACKAGE / "rules").glob("*.py"))
-    assert paths
-    for path in paths:
-        foreign = {name for name in imports(path) if name.split(".")[0] in ("torch", "transformers", "lightning")}
-        if room == "verify":  # ParameterMeta is its one view of the model
-            assert not foreign
-        assert not foreign, f"{path.name} imports {foreign}"
+@cache
+def imported(module: str) -> frozenset[str]:
+    """The modules of the package that importing ``module`` runs, followed through to the end."""
+    done: set[str] = set()
+    pending = [module]
+    while pending:
+        for other in imports(pending.pop()) & FILES.keys():
+            if other not in done and other != "lightning_autotp":
+                done.add(other)
+                pending.append(other)
+                parent = other.rpartition(".")[0]  # a package runs before its modules
+                pending += [parent] if parent in FILES and parent != "lightning_autotp" else []
+    return frozenset(done)
 
 
-def test_lightning_only_in_the_strategy_and_for_its_callbacks() -> None:
-    users = {path.name for path in MODULES if any(name.split(".")[0] == "lightning" for name in imports(path))}
-    assert users == {"strategy.py", "summary.py", "averaging.py"}
+def folder(module: str) -> str:
+    return module.split(".")[1]
 
 
-@pytest.mark.parametrize(
-    ("room", "known"),
-    [("batches", {"agreement"}), ("optimizers", {"checkpoint", "held", "layout", "meta"})],
-)
-def test_data_and_optimizers_know_little(room: str, known: set[str]) -> None:
-    used = {name.split(".")[1] for name in imports(PACKAGE / f"{room}.py") if name.startswith("lightning_autotp.")}
-    assert used == known
+def test_every_folder_has_its_place() -> None:
+    folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert folders | {path.stem for path in PACKAGE.glob("*.py")} == {*ORDER, *ON_TOP}
+
+
+@pytest.mark.parametrize("name", ORDER)
+def test_a_folder_imports_only_folders_before_it(name: str) -> None:
+    allowed = set(ORDER[: ORDER.index(name) + 1])
+    modules = [module for module in FILES if module.startswith(f"lightning_autotp.{name}")]
+    assert modules
+    for module in modules:
+        wrong = {other for other in imported(module) if folder(other) not in allowed}
+        assert not wrong, f"{module} reaches {sorted(wrong)}"
 
 
 def test_no_circles() -> None:
-    def name(path: Path) -> str:
-        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
-        return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-    edges = {name(path): imports(path, only_now=True) for path in MODULES if path != PACKAGE / "__init__.py"}
-    edges = {module: {other for other in used if other in edges and other != module} for module, used in edges.items()}
     done: set[str] = set()
 
     def visit(module: str, trail: tuple[str, ...]) -> None:
         assert module not in trail, f"circle: {' -> '.join((*trail, module))}"
         if module not in done:
-            for other in edges[module]:
+            for other in sorted(imports(module) & FILES.keys() - {module, "lightning_autotp"}):
                 visit(other, (*trail, module))
             done.add(module)
 
-    for module in edges:
+    for module in FILES:
         visit(module, ())
-    assert len(done) > 20
+    assert len(done) > 60
 
 
-@pytest.mark.parametrize("room", ["reversal", "safetensors_writer"])
-def test_exports_are_planned_and_written_without_processes(room: str) -> None:
-    used = imports(PACKAGE / f"{room}.py")
-    assert not {"torch.distributed", "lightning_autotp.agreement", "lightning_autotp.checkpoint"} & used
-    if room == "safetensors_writer":
-        assert not {name for name in used if name.split(".")[0] in ("transformers", "lightning_autotp")}
+@pytest.mark.parametrize("name", ["layouts", "operators", "solving"])
+def test_analysis_needs_no_torch(name: str) -> None:
+    """Run, not read: an import hidden anywhere on the way would be found."""
+    modules = [module for module in FILES if folder(f"{module}.") == name]
+    script = (
+        "import importlib, pathlib, sys, types\n"
+        f"package = types.ModuleType('lightning_autotp'); package.__path__ = [{str(PACKAGE)!r}]\n"
+        "sys.modules['lightning_autotp'] = package\n"  # without running its __init__, which imports everything
+        f"[importlib.import_module(name) for name in {modules}]\n"
+        "print(sorted(set(sys.modules) & {'torch', 'transformers', 'lightning'}))"
+    )
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert found.stdout.strip() == "[]", found.stderr
 
 
-def test_rooms_are_small() -> None:
-    long = {path.name: length for path in MODULES if (length := len(path.read_text().splitlines())) > 500}
-    assert not long
+def test_lightning_is_known_in_one_folder() -> None:
+    users = {folder(module) for module in FILES if any(n.split(".")[0] == "lightning" for n in imports(module))}
+    assert users == {"lightning"}
+
+
+@pytest.mark.parametrize("name", ["checkpoints.reversal", "checkpoints.safetensors_writer"])
+def test_exports_are_planned_and_written_without_processes(name: str) -> None:
+    module = f"lightning_autotp.{name}"
+    reached = {*imported(module), module}
+    assert not {"lightning_autotp.ranks.agreement", "lightning_autotp.checkpoints.state"} & reached
+    assert not [other for other in reached if "torch.distributed" in imports(other)]

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_autotp.layers.whole_dim import after_index, after_reshape
+from lightning_autotp.parallel.whole_dim import after_index, after_reshape
 
 VOCAB = 7
 

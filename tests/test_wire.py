@@ -24,11 +24,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from lightning_autotp import parallelize
-from lightning_autotp.cost import CONVERSIONS
-from lightning_autotp.layout import Layout, Replicate, Shard
+from lightning_autotp.layouts.plan import Plan
+from lightning_autotp.layouts.types import Layout, Replicate, Shard
 from lightning_autotp.pipeline import make_plan
-from lightning_autotp.plan import Plan
-from lightning_autotp.solver import Solution
+from lightning_autotp.solving.cost import CONVERSIONS
+from lightning_autotp.solving.solver import Solution
 
 BATCH, LENGTH = 3, 17
 _COUNTED = {

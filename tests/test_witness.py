@@ -30,14 +30,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
-from lightning_autotp.layers import collectives, cross_entropy
-from lightning_autotp.layers.group import TPGroup
-from lightning_autotp.layout import Invariant, Layout, Partial, Replicate, Shard
-from lightning_autotp.meta import parameter_meta
+from lightning_autotp.applying.replace import apply_plan
+from lightning_autotp.layouts.plan import Plan
+from lightning_autotp.layouts.types import Invariant, Layout, Partial, Replicate, Shard
+from lightning_autotp.parallel import collectives, cross_entropy
+from lightning_autotp.parameters.meta import parameter_meta
 from lightning_autotp.pipeline import make_plan
-from lightning_autotp.plan import Plan
-from lightning_autotp.replace import apply_plan
-from lightning_autotp.solver import Solution
+from lightning_autotp.ranks.group import TPGroup
+from lightning_autotp.solving.solver import Solution
 
 GPT2 = {"n_embd": 64, "n_head": 4, "n_layer": 2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 FAMILIES: dict[str, dict[str, Any]] = {

@@ -1,0 +1,1 @@
+"""Executing a plan: the model becomes this rank's smaller model."""

@@ -1,0 +1,200 @@
+"""Changes at single calls inside a module's own code: a tensor's layout, a size written as a number, random numbers.
+
+The module's Python runs as it is; while it runs, a torch-function mode finds the planned calls by where they stand
+(file, line, function, how many-th) and changes their arguments or their results.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_autotp.capture.call_sites import call_key, call_leaves, calling_frame
+from lightning_autotp.layouts.places import CallSite
+from lightning_autotp.ranks.group import TPGroup
+from lightning_autotp.ranks.random_numbers import own_numbers
+
+Change = Callable[[Any], Any]
+
+
+@dataclass
+class CallChanges:
+    """What to change at one call: by leaf, in the order in which it is to happen.
+
+    Attributes:
+        arguments: changes before the call.
+        results: changes after it.
+        converts: whether one of them changes a tensor's layout, and not only a number.
+        draws_in: the group in which each rank draws its own random numbers at this call.
+    """
+
+    arguments: list[tuple[int, Change]] = field(default_factory=list)
+    results: list[tuple[int, Change]] = field(default_factory=list)
+    converts: bool = False
+    draws_in: TPGroup | None = None
+
+
+class CallMismatch(RuntimeError):
+    """A planned call has other arguments than in the trace."""
+
+
+class LocalForward:
+    """A module's forward with changes at some of its calls.
+
+    Calls that other modules make meanwhile are theirs: the module's children pause it while they run.
+
+    A planned call may be left out where the module takes a tensor from a cache instead of computing it again (the keys
+    of a cross-attention): if only numbers were to be changed there, and if the module makes no call that it did not
+    make in an earlier run with all planned ones, so that no other call can have come in its place.
+    """
+
+    def __init__(self, module: nn.Module, path: str, changes: Mapping[CallSite, CallChanges]) -> None:
+        self.module, self.forward, self.path, self.changes = module, module.forward, path, dict(changes)
+        self.lines = {(site.file, site.line, site.function) for site in changes}
+        self.running: list[_LocalCalls] = []
+        self.known: set[tuple[str, int, str]] | None = None  # calls of runs with all planned ones
+        for child in module.children():
+            child.register_forward_pre_hook(self._pause)
+            child.register_forward_hook(self._go_on, always_call=True)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's forward with the changes.
+
+        Raises:
+            CallMismatch: if a planned call is not made, or has other arguments.
+        """
+        mode = _LocalCalls(self)
+        self.running.append(mode)
+        try:
+            with mode:
+                result = self.forward(*args, **kwargs)
+        finally:
+            self.running.pop()
+        missed = [
+            site for site, changes in self.changes.items() if site not in mode.seen and self._is_expected(changes)
+        ]
+        if not missed:
+            self.known = (self.known or set()) | mode.made
+        elif self.known is None or mode.made - self.known or any(self._is_needed(site, mode) for site in missed):
+            raise CallMismatch(
+                f"{self.path or '(root)'} did not make the call {missed[0]} that it made when the model was traced, "
+                "and at which a tensor changes its layout, or each rank draws its own random numbers: it must be "
+                "called as in the trace (give example_inputs that are passed as your training step passes them)"
+            )
+        return result
+
+    def _is_expected(self, changes: CallChanges) -> bool:
+        """Whether a call is made in this mode: one that only draws random numbers may be left out in eval mode."""
+        return bool(changes.arguments or changes.results or self.module.training)
+
+    def _is_needed(self, site: CallSite, mode: _LocalCalls) -> bool:
+        """Whether the run is another computation without this call."""
+        return self.changes[site].converts or (site.file, site.line, site.function) in mode.made
+
+    def _pause(self, *_: Any) -> None:
+        for mode in self.running[-1:]:
+            mode.paused += 1
+
+    def _go_on(self, *_: Any) -> None:
+        for mode in self.running[-1:]:
+            mode.paused -= 1
+
+
+class _LocalCalls(TorchFunctionMode):
+    """One run of a module."""
+
+    def __init__(self, owner: LocalForward) -> None:
+        super().__init__()
+        self.owner, self.paused = owner, 0
+        self.counts: dict[tuple[str, int, str], int] = {}
+        self.seen: set[CallSite] = set()
+        self.made: set[tuple[str, int, str]] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.paused:
+            return func(*args, **kwargs)
+        key = call_key(calling_frame(func, sys._getframe(1)), func)
+        self.made.add(key)
+        if key not in self.owner.lines:
+            return func(*args, **kwargs)
+        occurrence = self.counts[key] = self.counts.get(key, -1) + 1
+        site = CallSite(*key, occurrence)
+        changes = self.owner.changes.get(site)
+        if changes is None:
+            return func(*args, **kwargs)
+        self.seen.add(site)
+        try:
+            for leaf, change in changes.arguments:
+                args, kwargs = replace_leaf((args, kwargs), leaf, change)
+            with _numbers(changes.draws_in, (args, kwargs)):
+                result = func(*args, **kwargs)
+            for leaf, change in changes.results:
+                result = replace_leaf(result, leaf, change)
+        except _NoLeaf as error:
+            who = self.owner.path or "(root)"
+            raise CallMismatch(
+                f"{who}: the call {site} has other arguments or results than when the model "
+                f"was traced ({error}): give example_inputs that are passed as your training step passes them"
+            ) from None
+        return result
+
+
+@contextmanager
+def _numbers(group: TPGroup | None, arguments: Any) -> Iterator[None]:
+    """The rank's own random numbers, or with no group the common ones."""
+    devices = [leaf.device for leaf in call_leaves(arguments) if isinstance(leaf, Tensor)]
+    if group is None or not devices:
+        yield
+        return
+    meta = torch.device("meta")
+    with own_numbers(group, meta if meta in devices else devices[0]):
+        yield
+
+
+class _NoLeaf(Exception):
+    pass
+
+
+def replace_leaf(value: Any, leaf: int, change: Change) -> Any:
+    """``value`` with one leaf changed, counted as :func:`call_leaves` lists them."""
+    position = -1
+
+    def visit(item: Any) -> Any:
+        nonlocal position
+        if isinstance(item, slice):
+            return slice(visit(item.start), visit(item.stop), visit(item.step))
+        if isinstance(item, tuple | list):
+            made = [visit(member) for member in item]
+            return type(item)(*made) if hasattr(item, "_fields") else type(item)(made)
+        if isinstance(item, dict):
+            return {key: visit(member) for key, member in item.items()}
+        position += 1
+        return change(item) if position == leaf else item
+
+    if isinstance(value, Tensor) and leaf == 0:
+        return change(value)
+    result = visit(value)
+    if position < leaf:
+        raise _NoLeaf(f"there are {position + 1} leaves, number {leaf} was planned")
+    return result
+
+
+def number(whole: int, local: int) -> Change:
+    """Puts this rank's size in the place of a number; of a number that grows with the batch, this rank's share."""
+
+    def change(found: Any) -> Any:
+        if type(found) is not int or found * local % whole:
+            raise _NoLeaf(f"{found!r} where a number was planned, {whole} or a multiple")
+        if local == whole:  # it follows another tensor's part, and must stay whole
+            return whole
+        return found * local // whole
+
+    return change

@@ -1,0 +1,228 @@
+"""Executes a plan: the model becomes this rank's smaller model. Decides nothing."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_autotp.applying.changed_calls import CallChanges, LocalForward, number
+from lightning_autotp.layouts.ownership import resized
+from lightning_autotp.layouts.places import CallSite
+from lightning_autotp.layouts.plan import ConversionPlan, LayerPlan, Plan, SizePlan
+from lightning_autotp.layouts.types import Invariant, Layout, Shard, local_shape
+from lightning_autotp.parallel.collectives import convert
+from lightning_autotp.parallel.embedding import VocabParallelEmbedding
+from lightning_autotp.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_autotp.parallel.local_parameters import localize_parameter
+from lightning_autotp.parallel.logits import VocabParallelLogits
+from lightning_autotp.parameters.meta import ParameterMeta, initialize_parameter_meta
+from lightning_autotp.ranks.group import TPGroup
+
+
+class PlanMismatch(RuntimeError):
+    """The plan was made for another model, or another number of ranks."""
+
+
+def apply_plan(model: nn.Module, plan: Plan, group: TPGroup) -> None:
+    """Make ``model`` the local model of rank ``group.rank``, in place. No communication.
+
+    Parameters on the meta device stay there with their local shape; real ones are sliced.
+
+    Raises:
+        PlanMismatch: if the plan does not fit the model or the group.
+    """
+    if plan.ranks != group.size:
+        raise PlanMismatch(f"the plan is for {plan.ranks} tensor-parallel ranks, the group has {group.size}")
+    metas = _checked_metas(model, plan)
+    layouts = {name: parameter.layout for parameter in plan.parameters for name in parameter.names}
+    local: dict[nn.Parameter, nn.Parameter] = {}
+    for layer in plan.layers:
+        _make_parallel(model, layer, layouts[f"{layer.module}.weight"], group, local)
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        layout = layouts[name]
+        meta = metas[name]
+        meta.layout, meta.rank, meta.ranks = layout, group.rank, group.size
+        if isinstance(layout, Shard) and tuple(parameter.shape) != meta.local_shape:
+            path, _, attribute = name.rpartition(".")
+            (dim, ownership), *_ = layout.dims
+            localize_parameter(model.get_submodule(path), attribute, dim, ownership, group, local)
+    for size in plan.sizes:
+        if size.call is None:
+            set_size(model, size, size.local[group.rank])
+    _change_calls(model, plan, group)
+    for conversion in plan.conversions:
+        if conversion.call is not None:
+            continue
+        hook = BoundaryConversion(conversion, group)
+        module = model.get_submodule(conversion.module)
+        if conversion.side == "in":
+            module.register_forward_pre_hook(hook.before, with_kwargs=True)
+        else:
+            module.register_forward_hook(hook.after)
+
+
+def _change_calls(model: nn.Module, plan: Plan, group: TPGroup) -> None:
+    """Conversions, sizes and random numbers at calls inside modules."""
+    changes: dict[str, dict[CallSite, CallChanges]] = {}
+
+    def at(module: str, call: CallSite) -> CallChanges:
+        return changes.setdefault(module, {}).setdefault(call, CallChanges())
+
+    for conversion in plan.conversions:
+        if conversion.call is not None:
+            here = at(conversion.module, conversion.call)
+            here.converts = True
+            places = here.arguments if conversion.side == "argument" else here.results
+            places.append((int(conversion.key), BoundaryConversion(conversion, group).convert))
+    for size in plan.sizes:
+        if size.call is not None:
+            local = number(size.whole, size.local[group.rank])
+            at(size.module, size.call).arguments.append((int(size.attribute), local))
+    for draw in plan.draws:
+        at(draw.module, draw.call).draws_in = group
+    for path, calls in changes.items():
+        module = model.get_submodule(path)
+        module.forward = LocalForward(module, path, calls)
+
+
+def _checked_metas(model: nn.Module, plan: Plan) -> dict[str, ParameterMeta]:
+    """The parameters' metas by name, after comparing the model with the plan."""
+    metas = initialize_parameter_meta(model)
+    shapes = {name: parameter.shape for parameter in plan.parameters for name in parameter.names}
+    strangers = sorted(metas.keys() ^ shapes.keys())
+    if strangers:
+        raise PlanMismatch(f"the plan was made for another model: they differ in {', '.join(strangers[:5])}")
+    for name, meta in metas.items():
+        if meta.shape != shapes[name]:
+            raise PlanMismatch(f"{name} has shape {list(meta.shape)}, the plan says {list(shapes[name])}")
+    return metas
+
+
+def _make_parallel(
+    model: nn.Module, layer: LayerPlan, layout: Layout, group: TPGroup, local: dict[nn.Parameter, nn.Parameter]
+) -> None:
+    """Turn a linear or embedding into its parallel version."""
+    module = model.get_submodule(layer.module)
+    if not isinstance(layout, Shard):
+        raise PlanMismatch(f"{layer.module} is planned as {layer.kind}-parallel, but its weight is not sharded")
+    ownership = layout.dims[0][1]
+    if layer.kind == "vocab" and isinstance(module, nn.Embedding):
+        VocabParallelEmbedding.convert(module, ownership, group, local=local)
+    elif layer.kind == "column" and isinstance(module, nn.Linear):
+        replicated, gather = layer.input_is_replicated, layer.gather_output
+        ColumnParallelLinear.convert(
+            module, ownership, group, local=local, input_is_replicated=replicated, gather_output=gather
+        )
+    elif layer.kind == "row" and isinstance(module, nn.Linear):
+        RowParallelLinear.convert(module, ownership, group, local=local, input_is_parallel=layer.input_is_parallel)
+    else:
+        raise PlanMismatch(f"{layer.module} is a {type(module).__name__}: it cannot become {layer.kind}-parallel")
+
+
+def set_size(model: nn.Module, size: SizePlan, value: int) -> None:
+    """Set a module's integer attribute, or the entry of its own copy of its config.
+
+    Raises:
+        PlanMismatch: if the attribute is missing or has another value than the plan was made for.
+    """
+    module = model.get_submodule(size.module)
+    head, _, name = size.attribute.rpartition(".")
+    if head:
+        own = copy.copy(getattr(module, head))
+        setattr(module, head, own)
+    owner = getattr(module, head) if head else module
+    if getattr(owner, name, None) != size.whole:
+        raise PlanMismatch(
+            f"{size.module}.{size.attribute} is {getattr(owner, name, None)}, the plan says {size.whole}"
+        )
+    setattr(owner, name, value)
+
+
+class BoundaryConversion:
+    """A hook that changes one tensor's layout where it enters or leaves a module. Collective."""
+
+    def __init__(self, plan: ConversionPlan, group: TPGroup) -> None:
+        self.plan, self.group = plan, group
+        self.steps = _steps(plan.key)
+
+    def convert(self, tensor: Any) -> Any:
+        """The tensor in its new layout, or shown as if whole."""
+        if not isinstance(tensor, Tensor):
+            raise PlanMismatch(
+                f"{self} expects a tensor at {self.plan.key or 'its output'}, found {type(tensor).__name__}"
+            )
+        if self.plan.view and isinstance(self.plan.target, Shard):
+            return VocabParallelLogits(tensor, self.plan.target, self.group)
+        if tensor.is_meta and tensor.shape == self._local_shape():
+            return tensor  # in a trace that looks for sizes: the comparison tells that nothing was converted here
+        return convert(tensor, *self._for_this_batch(tensor), self.group)
+
+    def _for_this_batch(self, tensor: Tensor) -> tuple[Layout, Layout]:
+        """The planned layouts, where the sharded dim (heads of every token, say) is as long as this batch makes it."""
+        source, target = self.plan.source, self.plan.target
+        shard = source if isinstance(source, Shard) else target
+        if not isinstance(shard, Shard) or tensor.dim() <= shard.dims[0][0]:
+            return source, target
+        dim, ownership = shard.dims[0]
+        planned = ownership.local_size(self.group.rank) if shard is source else ownership.size
+        if tensor.shape[dim] == planned or not planned:
+            return source, target
+        found = resized(ownership, tensor.shape[dim] * ownership.size // planned)
+        if found is None:
+            return source, target  # the conversion tells that the tensor does not fit
+        here = Shard(((dim, found),))
+        return (here, target) if shard is source else (source, here)
+
+    def _local_shape(self) -> tuple[int, ...] | None:
+        """Shape of this rank's part, where a tensor that is whole is to be cut in the trace."""
+        is_cut = isinstance(self.plan.source, Invariant) and isinstance(self.plan.target, Shard)
+        return local_shape(self.plan.shape, self.plan.target, self.group.rank) if is_cut else None
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Forward pre-hook with keyword arguments."""
+        return _replaced((args, kwargs), self.steps, self.convert, self)
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Forward hook."""
+        return _replaced(output, self.steps, self.convert, self)
+
+    def __repr__(self) -> str:
+        change = f"shown whole: {self.plan.target}" if self.plan.view else f"{self.plan.source} -> {self.plan.target}"
+        where = f" of {self.plan.call}" if self.plan.call else ""
+        return f"{self.plan.module or '(root)'}.{self.plan.side}{self.plan.key}{where}: {change}"
+
+
+def _steps(key: str) -> tuple[Any, ...]:
+    """The steps of a pytree path such as ``[1]['hidden_states']`` or ``.last_hidden_state[0]``."""
+    found = re.findall(r"\[(\d+)\]|\['([^']*)'\]|\.(\w+)", key)
+    return tuple(int(index) if index else name or attribute for index, name, attribute in found)
+
+
+def _replaced(value: Any, steps: tuple[Any, ...], change: Callable[[Any], Any], who: BoundaryConversion) -> Any:
+    """``value`` with the leaf at ``steps`` changed; containers on the way are rebuilt, everything else is kept."""
+    if not steps:
+        return change(value)
+    step, rest = steps[0], steps[1:]
+    try:
+        if isinstance(value, tuple) and isinstance(step, int):
+            items = list(value)
+            items[step] = _replaced(items[step], rest, change, who)
+            return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+        if is_dataclass(value) and not isinstance(value, type):
+            name = step if isinstance(step, str) else fields(value)[step].name
+            return replace(value, **{name: _replaced(getattr(value, name), rest, change, who)})
+        if isinstance(value, (dict, list)):  # in words that torch.compile can trace
+            shallow: Any = {**value} if type(value) is dict else copy.copy(value)
+            shallow[step] = _replaced(value[step], rest, change, who)
+            return shallow
+    except (IndexError, KeyError, AttributeError) as error:
+        raise PlanMismatch(
+            f"{who}: the module was called with other arguments than in the trace ({error!r}); "
+            "give example_inputs that are passed as your training step passes them"
+        ) from error
+    raise PlanMismatch(f"{who}: cannot find {step!r} in a {type(value).__name__}")

@@ -1,0 +1,1 @@
+"""Models without memory: recorded initialization, and tensors of checkpoint files that are read later."""

@@ -1,0 +1,237 @@
+"""Tensors in checkpoint files: what the headers say, and blocks of them, read without mapping more than a piece."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from lightning_autotp.building.recorder import _trim
+from lightning_autotp.building.weight_conversion import CHUNK_BYTES
+from lightning_autotp.layouts.ownership import Run
+
+_DTYPES = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "U16": torch.uint16, "I16": torch.int16,
+    "U32": torch.uint32, "I32": torch.int32, "U64": torch.uint64, "I64": torch.int64, "F16": torch.float16,
+    "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu, "C64": torch.complex64,
+}  # fmt: skip
+
+
+class CheckpointError(RuntimeError):
+    """The weights cannot be loaded."""
+
+
+class MissingFileError(CheckpointError):
+    """A checkpoint file is not there."""
+
+
+class DamagedFileError(CheckpointError):
+    """A checkpoint file cannot be read: truncated, not of its format, or holding more than tensors."""
+
+
+class MismatchError(CheckpointError):
+    """Tensors of the checkpoint do not have the shapes, or are not there, that the model needs."""
+
+
+@dataclass(frozen=True)
+class CheckpointTensor:
+    """One tensor in a checkpoint file; a :class:`~lightning_autotp.building.recipe.Source`.
+
+    Attributes:
+        file: path of the ``.safetensors`` or (zip format) ``torch.save`` file.
+        name: its name there.
+        shape: its shape.
+        stored: its dtype in the file.
+        dtype: the dtype it is wanted in.
+    """
+
+    file: str
+    name: str
+    shape: tuple[int, ...]
+    stored: torch.dtype
+    dtype: torch.dtype
+
+    def read(self, box: Sequence[Run] | None = None) -> Tensor:
+        """The tensor, or a block of it, cast to ``dtype``: contiguous, on the CPU, not mapped.
+
+        Raises:
+            CheckpointError: if the file cannot be read or no longer has the tensor.
+        """
+        where = tuple(slice(start, stop) for start, stop in box) if box is not None else ...
+        rows = prod(self.shape[1:]) * (box[0][1] - box[0][0] if box else self.shape[0] if self.shape else 1)
+        shelf = _shelf.get() or _Shelf()
+        with _explained(self.file), shelf.lend(self.file, rows * self.stored.itemsize) as tensors:
+            found = tensors.entry(self.name)
+            if found is None or found.shape != self.shape:
+                raise MismatchError(changed_tensor(self, found))
+            return tensors.get(self.name, where).to(self.dtype, copy=True, memory_format=torch.contiguous_format)
+
+
+@dataclass(frozen=True)
+class CheckpointSource:
+    """Where a model's weights are; kept at ``model.autotp_source``.
+
+    Attributes:
+        origin: the directory or Hub id the model was asked for by.
+        files: the resolved files.
+        tensors: every tensor in them by its name there.
+    """
+
+    origin: str
+    files: tuple[str, ...]
+    tensors: Mapping[str, CheckpointTensor]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CheckpointSource:
+        return self
+
+
+class _File:
+    """What safetensors and ``torch.save`` files have in common."""
+
+    def __init__(self, path: str, tensors: Any) -> None:
+        self._path = path
+        self._tensors = tensors
+        self.names: dict[str, None] = dict.fromkeys(tensors.keys())
+
+    def entry(self, name: str) -> CheckpointTensor | None:
+        """What the file says of a tensor, ``None`` if it has none of that name; nothing of the tensor is read."""
+        if isinstance(self._tensors, dict):
+            tensor = self._tensors.get(name)
+            if not isinstance(tensor, Tensor):
+                return None
+            return CheckpointTensor(self._path, name, tuple(tensor.shape), tensor.dtype, tensor.dtype)
+        if name not in self.names:
+            return None
+        found = self._tensors.get_slice(name)
+        dtype = _DTYPES.get(found.get_dtype())
+        if dtype is None:
+            raise DamagedFileError(
+                f"{self._path}: tensor {name!r} has the dtype {found.get_dtype()}, which cannot be loaded; "
+                "save the checkpoint in a floating-point or integer dtype"
+            )
+        return CheckpointTensor(self._path, name, tuple(found.get_shape()), dtype, dtype)
+
+    def get(self, name: str, where: Any) -> Tensor:
+        """A tensor or part of it, in mapped memory that lives while this file or the tensor does."""
+        source = self._tensors[name] if isinstance(self._tensors, dict) else self._tensors.get_slice(name)
+        part: Tensor = source[where]
+        return part
+
+
+@contextmanager
+def _open(path: str) -> Iterator[_File]:
+    """Open a checkpoint file, mapped."""
+    if path.endswith(".safetensors"):
+        with safe_open(path, framework="pt", device="cpu") as tensors:
+            yield _File(path, tensors)
+    else:
+        yield _File(path, torch.load(path, map_location="cpu", mmap=True, weights_only=True))
+
+
+@contextmanager
+def _explained(path: str) -> Iterator[None]:
+    """What goes wrong with a checkpoint file within becomes a :class:`CheckpointError` that names it."""
+    if not os.path.isfile(path):
+        raise MissingFileError(
+            f"checkpoint file {path} does not exist. An index (*.index.json) or an earlier download names it: download "
+            "the checkpoint again, or correct the path"
+        )
+    try:
+        yield
+    except pickle.UnpicklingError as error:
+        raise DamagedFileError(
+            f"{path} is not a file of tensors only, or is damaged; nothing else is unpickled. If you trust it, load it "
+            f"once with transformers and save it again with save_pretrained (safetensors). ({_first_line(error)})"
+        ) from error
+    except CheckpointError:
+        raise
+    except (SafetensorError, RuntimeError, OSError, EOFError, ValueError) as error:
+        advice = "download or copy the file again"
+        if "mmap can only be used" in str(error):
+            advice = "it has torch.save's old format: load it once and save it again with save_pretrained (safetensors)"
+        raise DamagedFileError(
+            f"{path} ({os.path.getsize(path)} bytes) cannot be read, it may be truncated: {advice}. "
+            f"({_first_line(error)})"
+        ) from error
+
+
+class _Shelf:
+    """Lends opened files; one that keeps them leaves the last one open for the next read."""
+
+    def __init__(self, keeps: bool = False) -> None:
+        self._keeps = keeps
+        self._path: str | None = None
+        self._mapped = 0
+        self._file: _File | None = None
+        self._open = ExitStack()
+
+    @contextmanager
+    def lend(self, path: str, nbytes: int) -> Iterator[_File]:
+        """The file, of which ``nbytes`` more bytes will be mapped."""
+        if self._file is None or self._path != path or self._mapped + nbytes > CHUNK_BYTES:
+            self.close()
+            self._file, self._path = self._open.enter_context(_open(path)), path
+        self._mapped += nbytes
+        try:
+            yield self._file
+        finally:
+            if not self._keeps:
+                self.close()
+
+    def close(self) -> None:
+        """Unmap what is mapped, and give freed pieces back before the next ones: parameters end up between them."""
+        self._path, self._file, self._mapped = None, None, 0
+        self._open.close()
+        _trim()
+
+
+_shelf: ContextVar[_Shelf | None] = ContextVar("shelf", default=None)
+
+
+@contextmanager
+def files_kept_open() -> Iterator[None]:
+    """Within it a file is opened once for many small reads, not for each of them."""
+    shelf = _Shelf(keeps=True)
+    token = _shelf.set(shelf)
+    try:
+        yield
+    finally:
+        _shelf.reset(token)
+        shelf.close()
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+
+
+def changed_tensor(tensor: CheckpointTensor, found: CheckpointTensor | None) -> str:
+    """What to say of a tensor that is no longer what it was when the model was built."""
+    there = "is not there" if found is None else f"has the shape {found.shape} and dtype {found.stored}"
+    return (
+        f"{tensor.file}: tensor {tensor.name!r} {there}; when the model was built it had the shape {tensor.shape} and "
+        f"dtype {tensor.stored}. The file was changed meanwhile: build the model again"
+    )
+
+
+def read_headers(files: Iterable[str]) -> dict[str, CheckpointTensor]:
+    """Every tensor of some checkpoint files by name, from their headers alone; a later file's wins.
+
+    Raises:
+        CheckpointError: if a file is missing or cannot be read.
+    """
+    tensors: dict[str, CheckpointTensor] = {}
+    for file in files:
+        with _explained(file), _open(file) as opened:
+            entries = [opened.entry(name) for name in opened.names]
+            tensors.update({entry.name: entry for entry in entries if entry is not None})
+    return tensors

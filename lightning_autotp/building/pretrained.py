@@ -1,0 +1,188 @@
+"""``from_pretrained`` without reading weights: the transformers side of building a model without its memory.
+
+Inside :func:`meta_model`, ``from_pretrained`` runs as it is: configuration, dtype, file resolution, construction, key
+renaming, conversions, ties, newly initialized parameters, its load report. Only one of its steps is replaced, the one
+that reads: transformers' own conversion code gets, instead of each tensor in the files, a deferred tensor that stands
+for it. What it does with those is recorded like everything else, so a parameter's recipe says which file's tensors feed
+it and how. Only transformers' loading code is imported here; no model is known by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.modeling_utils import PreTrainedModel
+
+from lightning_autotp.building.checkpoint_reading import (
+    CheckpointError,
+    CheckpointSource,
+    CheckpointTensor,
+    MismatchError,
+    read_headers,
+)
+from lightning_autotp.building.deferred import deferred_init
+from lightning_autotp.building.recorder import Recorder
+from lightning_autotp.building.weight_conversion import same_values
+
+_log = logging.getLogger(__name__)
+
+
+@contextmanager
+def meta_model() -> Iterator[None]:
+    """Within it, ordinary code builds a model whose parameters take no memory, with or without pretrained weights.
+
+    ``from_pretrained`` records which tensors of which files feed each parameter (``model.autotp_source`` has the
+    files), anything else is recorded by :func:`~lightning_autotp.building.deferred.deferred_init`. Class,
+    configuration, dtype, ties, buffers and the random generator's state are those that the same code gives outside.
+    torch and transformers are as before afterwards, also after an exception. Nestable.
+
+    Weights that are not read from files as tensors (``state_dict=``, GGUF) are loaded as usual and kept as they are
+    until the parameters are filled from them. A quantized checkpoint is read like any other if it is dequantized on the
+    way (``quantization_config=...(dequantize=True)``).
+
+    Raises:
+        CheckpointError: from ``from_pretrained``, if a file is missing or damaged or does not fit the configuration, or
+            if the weights would stay quantized.
+    """
+    with deferred_init() as recorder, _recording_loader(recorder):
+        yield
+
+
+@contextmanager
+def _recording_loader(recorder: Recorder) -> Iterator[None]:
+    """Replace the step of ``from_pretrained`` that reads."""
+    load = PreTrainedModel.__dict__["_load_pretrained_model"]
+
+    def record(
+        model: PreTrainedModel, state_dict: Any, checkpoint_files: list[str] | None, load_config: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
+        if state_dict is None and load_config.is_quantized:
+            _refuse_quantized(load_config)
+        if state_dict is not None or not checkpoint_files:
+            loaded: tuple[Any, Any] = load.__func__(model, state_dict, checkpoint_files, load_config, **kwargs)
+            return loaded
+        return _record_checkpoint(recorder, model, checkpoint_files, load_config), None
+
+    try:
+        PreTrainedModel._load_pretrained_model = staticmethod(record)  # type: ignore[method-assign, assignment]
+        yield
+    finally:
+        PreTrainedModel._load_pretrained_model = load  # type: ignore[method-assign]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Unread:
+    """Stands for a tensor in a file where transformers would slice it, then cast it (maybe in a thread of its own)."""
+
+    recorder: Recorder
+    tensor: CheckpointTensor
+
+    def __getitem__(self, where: Any) -> _Unread:
+        return self
+
+    def is_floating_point(self) -> bool:
+        """By which a quantizer tells what to cast."""
+        return self.tensor.dtype.is_floating_point
+
+    def to(self, device: Any = None, dtype: torch.dtype | None = None) -> Tensor:
+        """A deferred tensor of the wanted dtype; where it will lie is the strategy's business."""
+        return self.recorder.source(dataclasses.replace(self.tensor, dtype=dtype or self.tensor.dtype))
+
+
+def _record_checkpoint(recorder: Recorder, model: PreTrainedModel, files: list[str], load_config: Any) -> Any:
+    """What ``_load_pretrained_model`` does, on deferred tensors.
+
+    Returns:
+        transformers' ``LoadStateDictInfo``, from which it goes on to initialize, tie and report.
+    """
+    devices = sorted(set(map(str, (load_config.device_map or {}).values())))
+    if len(devices) > 1:
+        raise CheckpointError(
+            f"from_pretrained(device_map=...) spreads the model over {devices}, but here the strategy decides where "
+            "each part of a parameter goes: leave device_map out"
+        )
+    with recorder.paused():
+        tensors = read_headers(files)
+    info, _ = convert_and_load_state_dict_in_model(
+        model=model,
+        state_dict={name: _Unread(recorder, tensor) for name, tensor in tensors.items()},
+        load_config=dataclasses.replace(load_config, device_map={"": "meta"}),
+    )
+    origin = str(load_config.pretrained_model_name_or_path)
+    if info.conversion_errors:
+        raise MismatchError(
+            f"{origin}: {len(info.conversion_errors)} tensors could not be converted to what the model needs:\n"
+            + "\n".join(f"  {name}: {error.splitlines()[-1]}" for name, error in sorted(info.conversion_errors.items()))
+            + "\nThe configuration (config.json) may belong to other weights: use theirs"
+        )
+    if info.mismatched_keys and not load_config.ignore_mismatched_sizes:
+        raise MismatchError(_mismatch(origin, info, tensors))
+    with recorder.paused():
+        _settle_ties(recorder, model, info)
+    model.__dict__["autotp_source"] = CheckpointSource(origin, tuple(files), tensors)
+    return info
+
+
+def _refuse_quantized(load_config: Any) -> None:
+    """Quantized weights are no parameters that could be cut and trained; dequantized ones are.
+
+    Raises:
+        CheckpointError: if the weights would be quantized in the model.
+    """
+    quantizer = load_config.hf_quantizer
+    config = quantizer.quantization_config
+    if quantizer.pre_quantized and getattr(config, "dequantize", False):
+        return
+    method = getattr(config.quant_method, "value", config.quant_method)
+    origin = load_config.pretrained_model_name_or_path
+    if not quantizer.pre_quantized:
+        raise CheckpointError(
+            f"{origin}: quantization_config asks for weights that are quantized ({method}) while they are loaded; such "
+            "weights cannot be cut into parts and trained. Leave quantization_config out"
+        )
+    advice = "Load it once with transformers, call model.dequantize() and model.save_pretrained(...), and use that copy"
+    if hasattr(config, "dequantize"):
+        name = type(config).__name__
+        advice = f"Pass quantization_config={name}(dequantize=True) to from_pretrained: each rank dequantizes its part"
+    raise CheckpointError(
+        f"{origin}: the checkpoint is quantized ({method}); such weights cannot be cut into parts and trained. {advice}"
+    )
+
+
+def _mismatch(origin: str, info: Any, tensors: dict[str, CheckpointTensor]) -> str:
+    rows = []
+    for name, found, expected in sorted(info.mismatched_keys):
+        file = f" in {tensors[name].file}" if name in tensors else ""
+        rows.append(f"  size mismatch for {name}: {tuple(found)}{file}, but the model's is {tuple(expected)}")
+    return (
+        f"{origin}: {len(rows)} tensors of the checkpoint do not have the shapes of the model's parameters:\n"
+        + "\n".join(rows)
+        + "\nThe configuration (config.json, or arguments that change it) belongs to other weights: use theirs, or "
+        "pass ignore_mismatched_sizes=True to from_pretrained to initialize these parameters anew"
+    )
+
+
+def _settle_ties(recorder: Recorder, model: PreTrainedModel, info: Any) -> None:
+    """Decide on ties whose two tensors are both in the checkpoint, as ``tie_weights`` would if it saw their values."""
+    absent = info.missing_and_mismatched()
+    for target, source in list(model.all_tied_weights_keys.items()):
+        if target in absent or source in absent:
+            continue
+        one, other = (recorder.recipe_of(model.get_parameter_or_buffer(name)) for name in (source, target))
+        if same_values(one, other):
+            info.missing_keys.add(target)  # tie_weights() then ties it to the other one
+        else:
+            model.all_tied_weights_keys.pop(target)
+            _log.warning(
+                "%s and %s are tied by the model's configuration, but the checkpoint has different values for them: "
+                "they are NOT tied. Set tie_word_embeddings=False in the configuration to silence this warning",
+                source,
+                target,
+            )

@@ -1,0 +1,234 @@
+"""How to make one tensor later: the recorded operations its value depends on, as plain immutable data.
+
+A recipe is written by :mod:`~lightning_autotp.building.deferred` (or is just a tensor that is already there, or one in
+a file) and used by :mod:`~lightning_autotp.training.loading`. Tensors are identified by their storage: an operation is
+kept with the geometry of its arguments within their storages, so views and in-place operations need nothing of their
+own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+
+class Source(Protocol):
+    """A tensor that lies somewhere else, for instance in a file."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype it is read in."""
+        ...
+
+    def read(self, box: Sequence[tuple[int, int]] | None = None) -> Tensor:
+        """The tensor, or the half-open range per dim that ``box`` gives: contiguous, on the CPU, the caller's own."""
+        ...
+
+
+@dataclass(frozen=True)
+class View:
+    """A tensor as a window into a storage; ``storage`` is its number in the recording, ``None`` for no contents."""
+
+    storage: int | None
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    conj: bool = False
+    neg: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes a storage needs to hold the window."""
+        if 0 in self.size:
+            return 0
+        last = self.offset + sum((size - 1) * stride for size, stride in zip(self.size, self.stride, strict=True))
+        return (last + 1) * self.dtype.itemsize
+
+    def on(self, storage: torch.UntypedStorage) -> Tensor:
+        """The window into a given storage."""
+        tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
+        tensor.set_(storage, self.offset, self.size, self.stride)
+        tensor = tensor.conj() if self.conj else tensor
+        return torch._neg_view(tensor) if self.neg else tensor
+
+    def covers(self, nbytes: int) -> bool:
+        """Whether the window is all of a storage of ``nbytes`` bytes, each element once."""
+        expected = 1
+        for stride, size in sorted(pair for pair in zip(self.stride, self.size, strict=True) if pair[1] != 1):
+            if stride != expected:
+                return False
+            expected *= size
+        return self.offset == 0 and expected * self.dtype.itemsize >= nbytes
+
+
+@dataclass(frozen=True)
+class Step:
+    """One recorded operation; the tensors in ``args`` and ``kwargs`` are :class:`View` objects.
+
+    Attributes:
+        func: the ATen operator.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        outputs: for each result, its window if the operator made its storage, else ``None``.
+        reads: storages whose contents matter.
+        writes: storages it changes or makes.
+        overwrites: those of ``writes`` whose earlier contents no longer matter afterwards.
+        default_dtype: torch's default dtype at the time.
+        random: the generator's device and its state just before, for an operator that draws random numbers.
+    """
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: tuple[View | None, ...]
+    reads: frozenset[int]
+    writes: frozenset[int]
+    overwrites: frozenset[int]
+    default_dtype: torch.dtype
+    random: tuple[torch.device, Tensor] | None
+
+    @property
+    def name(self) -> str:
+        """The operator's name without its overload."""
+        return str(self.func.overloadpacket.__name__)
+
+    def run(self, tensor: Callable[[View], Tensor]) -> list[Any]:
+        """Run on real tensors, in the surroundings it was recorded in; global state is put back."""
+        args, kwargs = tree_map_only(View, tensor, (self.args, self.kwargs))
+        default_dtype = torch.get_default_dtype()
+        restore: Tensor | None = None
+        try:
+            torch.set_default_dtype(self.default_dtype)
+            if self.random is not None:
+                device, state = self.random
+                if kwargs.get("generator") is not None:
+                    kwargs["generator"] = torch.Generator(device)
+                    kwargs["generator"].set_state(state)
+                else:
+                    restore = rng_state(device)
+                    set_rng_state(device, state)
+            return tree_leaves(self.func(*args, **kwargs))
+        finally:
+            torch.set_default_dtype(default_dtype)
+            if self.random is not None and restore is not None:
+                set_rng_state(self.random[0], restore)
+
+
+def rng_state(device: torch.device) -> Tensor:
+    """State of a device's default generator."""
+    return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+
+
+def set_rng_state(device: torch.device, state: Tensor) -> None:
+    """Set the state of a device's default generator."""
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, device)
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """What a storage holds before the first step writes it: a tensor's memory, a :class:`Source`, or anything.
+
+    Attributes:
+        nbytes: its size.
+        device: where it is.
+        value: the tensor or source, ``None`` for uninitialized memory.
+        version: the tensor's version when it was noted, -1 where it cannot change.
+    """
+
+    nbytes: int
+    device: torch.device
+    value: Tensor | Source | None = None
+    version: int = -1
+
+    def storage(self) -> torch.UntypedStorage:
+        """Its memory.
+
+        Raises:
+            RuntimeError: if the tensor was changed since.
+        """
+        if self.value is None:
+            return torch.UntypedStorage(self.nbytes, device=self.device)
+        if not isinstance(self.value, Tensor):
+            return self.value.read().untyped_storage()
+        if self.version >= 0 and self.value._version != self.version:
+            raise RuntimeError(
+                f"a tensor of shape {tuple(self.value.shape)} that a parameter is to be initialized from was changed "
+                "in place after the model was built; change it before the model is built, or give the model a copy"
+            )
+        return self.value.untyped_storage()
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to make one tensor. Calling it gives the whole tensor, bit for bit what ordinary execution gives.
+
+    Immutable: deep copies share it. The result may be the memory of a tensor that others hold: copy before changing it.
+
+    Attributes:
+        target: the tensor.
+        steps: the operations its value depends on, in their order.
+        leaves: every storage that occurs, before the first step.
+    """
+
+    target: View
+    steps: tuple[Step, ...]
+    leaves: dict[int, Leaf]
+
+    @classmethod
+    def given(cls, tensor: Tensor) -> Recipe:
+        """The recipe of a tensor that is already there (shared, not copied)."""
+        storage = tensor.untyped_storage()
+        view = View(0, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+        return cls(view, (), {0: Leaf(storage.nbytes(), tensor.device, tensor.detach())})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Recipe:
+        return self
+
+    def __call__(self) -> Tensor:
+        """Make the tensor. Torch's generators are left as they are."""
+        last = {number: at for at, step in enumerate(self.steps) for number in step.reads | step.writes}
+        changed = {number for step in self.steps for number in step.writes}
+        storages: dict[int, torch.UntypedStorage] = {}
+
+        def tensor(view: View) -> Tensor:
+            if view.storage is None:
+                return view.on(torch.UntypedStorage(view.nbytes))
+            if view.storage not in storages:
+                leaf = self.leaves[view.storage]
+                shared = isinstance(leaf.value, Tensor) and view.storage in changed
+                storages[view.storage] = leaf.storage().clone() if shared else leaf.storage()
+            return view.on(storages[view.storage])
+
+        with torch.no_grad():
+            for at, step in enumerate(self.steps):
+                for view, result in zip(step.outputs, step.run(tensor), strict=True):
+                    if view is not None and view.storage is not None:
+                        storages[view.storage] = _as_recorded(view, result)
+                for number in step.reads | step.writes:
+                    if last[number] == at and number != self.target.storage:
+                        storages.pop(number, None)
+            return tensor(self.target)
+
+
+def _as_recorded(view: View, result: Tensor) -> torch.UntypedStorage:
+    """The storage of ``result``, laid out as recorded: a meta kernel may have expected other strides than there are."""
+    lies_so = result.stride() == view.stride and result.storage_offset() == view.offset
+    if lies_so and (result.is_conj(), result.is_neg()) == (view.conj, view.neg):
+        return result.untyped_storage()
+    storage = torch.UntypedStorage(view.nbytes, device=result.device)
+    view.on(storage).copy_(result)
+    return storage

@@ -1,0 +1,68 @@
+"""Where a call of a torch function stands in the code, seen from inside a torch-function handler."""
+
+from __future__ import annotations
+
+import linecache
+import os
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+
+def calling_frame(func: Any, frame: FrameType) -> FrameType:
+    """The frame that called ``func``, seen from a torch-function handler.
+
+    Passed over are other handlers on the way, the functions of torch that hand over to them, and the frames of
+    ``func`` itself where it is written in Python.
+    """
+    while frame.f_back is not None and (
+        frame.f_code.co_name == "__torch_function__"
+        or frame.f_code.co_filename in _HANDING_OVER
+        or frame.f_code is getattr(func, "__code__", None)
+    ):
+        frame = frame.f_back
+    return frame
+
+
+_HANDING_OVER = frozenset(
+    module.__file__ for module in (torch.overrides, torch._tensor, torch._jit_internal, torch._ops)
+)
+
+
+def call_key(frame: FrameType, func: Any) -> tuple[str, int, str]:
+    """File, line and function of a call, as a :class:`~lightning_autotp.layouts.places.CallSite` has them."""
+    file = str(frame.f_globals.get("__name__", frame.f_code.co_filename))
+    return file, frame.f_lineno, str(getattr(func, "__name__", func))
+
+
+def call_leaves(value: Any) -> list[Any]:
+    """The leaves of a call's arguments or result; slices are looked into."""
+    if isinstance(value, slice):
+        return [value.start, value.stop, value.step]
+    if isinstance(value, tuple | list):
+        return [leaf for item in value for leaf in call_leaves(item)]
+    if isinstance(value, dict):
+        return [leaf for item in value.values() for leaf in call_leaves(item)]
+    return [value]
+
+
+def source_line(frame: FrameType) -> str:
+    """File, line and code of the innermost line of user code."""
+    found: FrameType | None = frame
+    while found is not None and not is_user_code(found.f_code.co_filename):
+        found = found.f_back
+    shown = found or frame
+    file, line = shown.f_code.co_filename, shown.f_lineno
+    return f"{file.rsplit('/', 1)[-1]}:{line}: {linecache.getline(file, line).strip()}"
+
+
+def is_user_code(file: str) -> bool:
+    """Whether a file belongs neither to torch nor to this package, wherever these are installed."""
+    return not file.startswith((*_OWN_DIRECTORIES, "<"))
+
+
+_OWN_DIRECTORIES = tuple(
+    os.path.join(directory, "") for directory in (os.path.dirname(torch.__file__), str(Path(__file__).parent.parent))
+)

@@ -1,0 +1,273 @@
+"""From a model to its :class:`~lightning_autotp.operators.graph.Graph`: one trace on the meta device, in training mode.
+
+The model's Python runs once on fake tensors, and :mod:`~lightning_autotp.capture.tracer` records its operators. The
+trace works on a copy (a forward may leave tensors in caches and attributes); every tensor that crosses a module
+boundary is marked, so that the flat graph still knows the module tree.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import transformers.utils
+from torch import Tensor, nn
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from lightning_autotp.capture.call_sites import is_user_code
+from lightning_autotp.capture.opaque import LARGEST, OpaqueForward
+from lightning_autotp.capture.static_values import NoValue
+from lightning_autotp.capture.tracer import Tracer
+from lightning_autotp.operators.graph import Graph
+
+_BATCH_PRIMES = (3, 5, 7, 11, 13)
+_SEQUENCE_PRIMES = (61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109, 113, 127, 131, 137, 139)
+
+
+class CaptureError(RuntimeError):
+    """The model could not be traced; the message names the module and the line."""
+
+
+def capture_local(model: nn.Module, example_inputs: Any, opaque: frozenset[str] = frozenset()) -> Graph:
+    """Like :func:`capture`, but where the model's forward raises, the graph of what ran until then.
+
+    For a model that may have been localized wrongly: the comparison then tells where it goes wrong. Modules that were
+    ``opaque`` to the first trace are so to this one.
+    """
+    return _capture(model, example_inputs, opaque, until_failure=True)
+
+
+def capture(model: nn.Module, example_inputs: Any = None, opaque: frozenset[str] = frozenset()) -> Graph:
+    """Trace one training forward of ``model`` on the meta device.
+
+    Args:
+        model: any module; it is neither changed nor run. Its parameters may be on any device, also on meta.
+        example_inputs: one batch: a tensor, a tuple of positional arguments, or a mapping of keyword arguments. May be
+            left out for a language model that takes ``input_ids`` and ``labels``.
+        opaque: modules that are not looked into; more are found where a module's code depends on values.
+
+    Returns:
+        The graph, with module boundaries marked and operators that compute nothing left out.
+
+    Raises:
+        CaptureError: if tracing fails, naming the module and the source line.
+    """
+    inputs = language_model_inputs(model) if example_inputs is None else example_inputs
+    while True:
+        try:
+            return _capture(model, inputs, opaque)
+        except _ValueNeeded as needed:
+            path = needed.module  # or, where that is opaque already and cannot even be run, what is around it
+            while path and _modules_like(model, path) <= opaque:
+                path = path.rpartition(".")[0]
+            if not path:
+                raise needed.error from needed.error.__cause__
+            opaque |= _modules_like(model, path)
+
+
+class _ValueNeeded(Exception):
+    """A module's code asked for a value that a trace does not have."""
+
+    def __init__(self, module: str, error: CaptureError) -> None:
+        super().__init__(module)
+        self.module, self.error = module, error
+
+
+def _modules_like(model: nn.Module, path: str) -> frozenset[str]:
+    """The modules of the same class, if each is small enough to be run once; never the model itself."""
+    module = model.get_submodule(path)
+    small = sum(parameter.nbytes for parameter in module.parameters()) <= LARGEST
+    runs = not isinstance(module, nn.ModuleList | nn.ModuleDict)
+    alike = (name for name, other in model.named_modules() if type(other) is type(module))
+    return frozenset(alike) if path and small and runs else frozenset()
+
+
+def _capture(
+    model: nn.Module, example_inputs: Any, opaque: frozenset[str] = frozenset(), *, until_failure: bool = False
+) -> Graph:
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    real: dict[int, Tensor] = {}
+
+    def stand_in(value: Tensor) -> Tensor:
+        """A fake tensor in the place of an input, a buffer or a parameter."""
+        meta = value.detach().to("meta")
+        if isinstance(value, nn.Parameter):
+            return fake.from_tensor(nn.Parameter(meta, requires_grad=value.requires_grad))
+        made = fake.from_tensor(meta)
+        real[id(made)] = value.detach().cpu() if not value.is_meta else torch.zeros(value.shape, dtype=value.dtype)
+        return made
+
+    args, kwargs = pytree.tree_map_only(Tensor, stand_in, _as_call(example_inputs))
+    traced = meta_copy(model, stand_in).train()
+    tracer = Tracer(traced, real)
+    tracer.graph.opaque = opaque
+    for path in opaque:
+        module = traced.get_submodule(path)
+        module.forward = OpaqueForward(module, tracer)
+    _run(traced, args, kwargs, tracer, fake, until_failure)
+    tracer.graph.static_on_demand()
+    return tracer.graph
+
+
+def _run(traced: nn.Module, args: Any, kwargs: Any, tracer: Tracer, fake: FakeTensorMode, until_failure: bool) -> None:
+    """Run the model under the tracer."""
+    with contextlib.ExitStack() as context:
+        context.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        for mode in (_quiet_fake_tensors(), _marked_boundaries(traced, tracer), enable_python_dispatcher()):
+            context.enter_context(mode)
+        for layer in (fake, tracer, tracer.calls):
+            context.enter_context(layer)
+        try:
+            result = traced(*args, **kwargs)
+        except Exception as error:
+            if until_failure:
+                tracer.graph.failure = f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0]}"
+                return
+            where = " -> ".join(tracer.modules[1:]) or "(root)"
+            failure = CaptureError(
+                f"{type(traced).__name__} cannot be captured: {type(error).__name__}: "
+                f"{(str(error).strip() or '(no message)').splitlines()[0]}\n"
+                f"  in module {where}\n  at {_user_line(error)}\n"
+                "The model is traced once on the meta device: remove what needs a tensor's value (`.item()`, "
+                "`if tensor:`) from this line, or give example_inputs that the model accepts."
+            )
+            failure.__cause__ = error
+            if isinstance(error, DataDependentOutputException | DynamicOutputShapeException | NoValue):
+                raise _ValueNeeded(tracer.modules[-1], failure) from error
+            raise failure from error
+        leaves = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        with tracer.pause():
+            returned = [leaf for leaf in leaves if leaf.is_floating_point()]
+        tracer.outputs(returned)
+
+
+def language_model_inputs(model: nn.Module) -> dict[str, Any]:
+    """A batch for a model that takes ``input_ids`` and ``labels``, of sizes that collide with none of the model's.
+
+    Raises:
+        CaptureError: if the model's ``forward`` takes no such inputs.
+    """
+    names = inspect.signature(model.forward).parameters
+    if "input_ids" not in names:
+        raise CaptureError(
+            f"{type(model).__name__}.forward takes {', '.join(names) or 'nothing'}: give example_inputs (one batch as "
+            "your training step passes it), or set the LightningModule's example_input_array."
+        )
+    taken = {size for parameter in model.parameters() for size in parameter.shape}
+    config = getattr(model, "config", None)
+    if config is not None:
+        taken |= {value for value in vars(config).values() if isinstance(value, int)}
+    batch = next((size for size in _BATCH_PRIMES if size not in taken), _BATCH_PRIMES[-1])
+    sequence = next((size for size in _SEQUENCE_PRIMES if size not in taken), _SEQUENCE_PRIMES[-1])
+    ids = torch.zeros(batch, sequence, dtype=torch.long, device="meta")
+    inputs: dict[str, Any] = {"input_ids": ids}
+    if "labels" in names:
+        inputs["labels"] = torch.zeros_like(ids)
+    if "use_cache" in names:
+        inputs["use_cache"] = False
+    return inputs
+
+
+def _on_meta(value: Tensor) -> Tensor:
+    meta = value.detach().to("meta")
+    return nn.Parameter(meta, requires_grad=value.requires_grad) if isinstance(value, nn.Parameter) else meta
+
+
+def meta_copy(model: nn.Module, stand_in: Callable[[Tensor], Tensor] = _on_meta) -> nn.Module:
+    """A deep copy of ``model`` with every tensor on the meta device; the original's tensors are not copied.
+
+    ``stand_in`` makes the tensor, or parameter, that takes the place of one of the model's.
+    """
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for holder in (module._parameters, module._buffers, module.__dict__):
+            for value in holder.values():
+                if not isinstance(value, Tensor) or id(value) in memo:
+                    continue
+                memo[id(value)] = stand_in(value)
+                if isinstance(value, nn.Parameter):
+                    memo[id(value)].__dict__.update(value.__dict__)
+    return copy.deepcopy(model, memo)
+
+
+def _as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    if isinstance(inputs, tuple | list):
+        return tuple(inputs), {}
+    return (inputs,), {}
+
+
+@contextlib.contextmanager
+def _quiet_fake_tensors() -> Iterator[None]:
+    """A failure becomes a CaptureError or a partial graph: its traceback need not be logged as well."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+@contextlib.contextmanager
+def _marked_boundaries(model: nn.Module, tracer: Tracer) -> Iterator[None]:
+    """Mark every floating-point tensor that enters or leaves a module, and keep the tracer's stack of running ones."""
+
+    def mark(path: str, side: str, values: Any) -> Any:
+        def one(key: Any, leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or not leaf.is_meta:
+                return leaf
+            return tracer.boundary(path, side, pytree.keystr(key), leaf)
+
+        return pytree.tree_map_with_path(one, values)
+
+    def before(path: str) -> Callable[..., Any]:
+        def hook(_: nn.Module, args: Any, kwargs: Any) -> Any:
+            tracer.enter(path)
+            return mark(path, "in", (args, kwargs))
+
+        return hook
+
+    def after(path: str) -> Callable[..., Any]:
+        def hook(_: nn.Module, __: Any, output: Any) -> Any:
+            tracer.leave()
+            return mark(path, "out", output)
+
+        return hook
+
+    handles = []
+    try:
+        for path, module in model.named_modules():
+            # The mark of an input comes before the module's own conversions, the mark of an output after them.
+            handles.append(module.register_forward_pre_hook(before(path), with_kwargs=True, prepend=True))
+            handles.append(module.register_forward_hook(after(path)))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _user_line(error: BaseException) -> str:
+    """The innermost line outside torch, transformers' helpers and this package that led to ``error``."""
+    traceback = error.__traceback__
+    lines = []
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        if is_user_code(code.co_filename) and not code.co_filename.startswith(_HELPERS):
+            file = code.co_filename.rpartition("/site-packages/")[2]
+            lines.append(f"{file}:{traceback.tb_lineno} in {code.co_name}")
+        traceback = traceback.tb_next
+    return lines[-1] if lines else "an unknown line"
+
+
+_HELPERS = os.path.join(os.path.dirname(transformers.utils.__file__), "")

@@ -1,0 +1,78 @@
+"""Modules whose Python depends on values that a trace does not have (how many tokens an expert got).
+
+Such a module is one operator to the analysis: nothing in it is sharded, and the model trains all the same.
+The shapes of what it returns are found by running a copy of it once, on the CPU, with random numbers.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils import _pytree as pytree
+
+from lightning_autotp.capture.static_values import NoValue
+from lightning_autotp.capture.tracer import Tracer
+from lightning_autotp.operators.graph import OPAQUE
+
+LARGEST = 2**31
+"""Bytes of parameters up to which a module is run for its shapes."""
+
+
+class OpaqueForward:
+    """Takes the place of a module's forward in a trace."""
+
+    def __init__(self, module: nn.Module, tracer: Tracer) -> None:
+        self.module, self.tracer = module, tracer
+        self.forward = module.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Note one operator, from the tensors given and all the module's parameters to what the module returns."""
+        with self.tracer.pause():
+            with unset_fake_temporarily(), torch.no_grad(), torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                try:
+                    result = self._run(args, kwargs)
+                except Exception as error:
+                    raise NoValue(f"{type(error).__name__}: {error}") from error
+            result = pytree.tree_map_only(
+                Tensor, lambda real: torch.empty(real.shape, dtype=real.dtype, device="meta"), result
+            )
+        inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        self.tracer.note(OPAQUE, [*inputs, *self.module.parameters()], result)
+        return result
+
+    def _run(self, args: Any, kwargs: Any) -> Any:
+        real: dict[int, Any] = {}
+        for module in self.module.modules():
+            inner = module.__dict__.get("forward")
+            if isinstance(inner, OpaqueForward):  # it holds the whole trace
+                real[id(inner)] = None
+            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is not None:
+                    value = self.tracer.real.get(id(tensor), _random(tensor))
+                    is_parameter = name in module._parameters
+                    real[id(tensor)] = nn.Parameter(value, requires_grad=False) if is_parameter else value
+        twin = copy.deepcopy(self.module, real)
+        for module in twin.modules():
+            if module.__dict__.get("forward", self) is None:
+                del module.forward
+            module._forward_hooks.clear()
+            module._forward_pre_hooks.clear()
+        args, kwargs = pytree.tree_map_only(Tensor, self._value, (args, kwargs))
+        return twin.forward(*args, **kwargs)
+
+    def _value(self, tensor: Tensor) -> Tensor:
+        try:
+            return self.tracer.value(tensor)
+        except NoValue:
+            return _random(tensor)
+
+
+def _random(tensor: Tensor) -> Tensor:
+    if tensor.is_floating_point():
+        return torch.randn(tensor.shape, dtype=tensor.dtype, device="cpu") * 0.02
+    return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")

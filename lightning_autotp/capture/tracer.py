@@ -1,0 +1,471 @@
+"""Records what a model's Python runs: every operator as the code calls it, before autograd takes it apart.
+
+Operators are seen at PyTorch's pre-dispatch key, where ``linear`` is still ``linear``; fake tensors carry the shapes.
+An operator that writes in place is recorded under its functional name, and whoever reads another view of what it wrote
+reads the written values: the graph has no aliases.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    unset_fake_temporarily,
+)
+from torch._subclasses.schema_check_mode import SchemaCheckMode
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_autotp.capture import vmap as transforms
+from lightning_autotp.capture.call_sites import call_key, call_leaves, calling_frame, source_line
+from lightning_autotp.capture.recording import RECORD
+from lightning_autotp.capture.schemas import functional, grouped_product, inverse, named_arguments
+from lightning_autotp.capture.static_values import Concrete, NoValue
+from lightning_autotp.layouts.places import Boundary, CallSite
+from lightning_autotp.operators.graph import Call, Graph, Operator, Ref, TensorInfo
+from lightning_autotp.ranks.random_numbers import are_own_numbers_noted
+
+# Operators that compute nothing: metadata checks, memory layout, and conversions to the dtype a tensor already has.
+_CHECKS = {"aten._assert_tensor_metadata.default", "aten._assert_scalar.default", "aten._assert_async.msg"}
+_IDENTITIES = {
+    "aten.alias.default",
+    "aten.contiguous.default",
+    "aten.lift_fresh_copy.default",
+    "aten.lift_fresh.default",
+}
+_CASTS = {"aten.to.dtype", "aten.to.dtype_layout", "aten.to.device", "aten.type_as.default", "aten._to_copy.default"}
+# Operators whose result takes elements of their first input: only how many depends on values.
+_TAKES = {"aten.index.Tensor", "aten.masked_select.default"}
+_FACTORIES = {
+    getattr(torch, name) for name in ("arange", "zeros", "ones", "empty", "full", "rand", "randn", "eye", "linspace")
+}
+# Functions that make a tensor of numbers that Python holds.
+_CONSTANTS = {torch.tensor, torch.as_tensor, torch.asarray}
+
+
+@dataclass
+class _Tracked:
+    """A tensor object: its value in the graph, and which part of its storage it is."""
+
+    value: Ref
+    storage: _Storage | None = None
+    path: tuple[Operator, ...] = ()
+    version: int = 0
+
+
+@dataclass
+class _Storage:
+    """Memory that several tensor objects look at: its first one, and writes through others that it has not seen yet."""
+
+    root: Ref
+    version: int = 0
+    pending: list[tuple[tuple[Operator, ...], Ref]] = field(default_factory=list)
+
+
+class Tracer(SchemaCheckMode):
+    """A dispatch mode that appends every operator to :attr:`graph`.
+
+    PyTorch lets only its own classes see operators at the pre-dispatch key; SchemaCheckMode is the plainest of them and
+    is a base for its type alone.
+
+    Args:
+        model: the copy that will run; parameters are known by its names.
+        real: values of its inputs and buffers, by the id of the tensor that stands for them.
+    """
+
+    def __init__(self, model: nn.Module, real: Mapping[int, Tensor]) -> None:
+        TorchDispatchMode.__init__(self, _dispatch_key=torch._C.DispatchKey.PreDispatch)
+        self.graph = Graph()
+        self.modules: list[str] = [""]
+        self.calls = Calls(self)
+        self.paused = False
+        self.concrete = Concrete(self.graph)
+        self.real = real
+        self._tensors: dict[int, _Tracked] = {}
+        self._places: dict[Any, Tensor] = {}
+        self._alive: list[Tensor] = []  # an id must not be used again while it is in the tables
+        self._layers = {
+            path: "linear" if isinstance(module, nn.Linear) else "embedding"
+            for path, module in model.named_modules()
+            if isinstance(module, nn.Linear | nn.Embedding)
+        }
+        for name, parameter in model.named_parameters():  # a tied parameter under its first name
+            tracked = self._track(parameter, static=False)
+            self.graph.parameters[tracked.value.tensor] = name
+
+    # -- what is recorded --------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operator and note it."""
+        kwargs = kwargs or {}
+        if self.paused:
+            return func(*args, **kwargs)
+        if transforms.are_active():
+            return self._transformed(func, args, kwargs)
+        name = str(func)
+        args, kwargs = self._on_one_device(args, kwargs)
+        arguments = named_arguments(func, args, kwargs)
+        reads = tuple((key, self._read(value)) for key, value in arguments)
+        try:
+            result = grouped_product(*args, **kwargs) if name == "aten._grouped_mm.default" else func(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            result = self._by_value(func, reads, error)
+        if name in _CHECKS or not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(result)):
+            return result
+        inputs = [leaf for _, value in arguments for leaf in _tensors(value)]
+        if self._is_identity(name, result, inputs):
+            if id(result) not in self._tensors:
+                self._alias(result, inputs[0])
+            return result
+        written = [
+            value
+            for argument, (_, value) in zip(func._schema.arguments, arguments, strict=True)
+            if argument.is_write and isinstance(value, Tensor)
+        ]
+        if written:
+            self._write(func, reads, written, result)
+        else:
+            self._note(name, reads, result, inputs)
+        return result
+
+    def boundary(self, module: str, side: str, key: str, tensor: Tensor) -> Tensor:
+        """Note that ``tensor`` enters or leaves a module; what goes on from there is the tensor returned."""
+        with self.pause():
+            marked = tensor.view(tensor.shape)
+        # Logits that only look whole are known by what this rank holds of them.
+        inside, outside = getattr(tensor, "local", tensor), getattr(marked, "local", marked)
+        source = self._read(inside)
+        value = self._new(outside, self.graph.tensors[source.tensor].is_static)
+        crossing = Boundary(module, side, key)
+        layer = self._layers.get(module, "")
+        operator = Operator("boundary", (("input", (source,)),), (value.tensor,), module, "", layer, crossing)
+        self.graph.operators.append(operator)
+        self._keep(outside, _Tracked(value, *self._place(inside)))
+        return marked
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Let operators run without being recorded."""
+        before, self.paused = self.paused, True
+        try:
+            yield
+        finally:
+            self.paused = before
+
+    def enter(self, module: str) -> None:
+        """A module's forward begins."""
+        self.modules.append(module)
+        self.calls.counts.append({})
+
+    def leave(self) -> None:
+        """The innermost module's forward ends."""
+        self.modules.pop()
+        self.calls.counts.pop()
+
+    def value(self, tensor: Tensor) -> Tensor:
+        """The value of a tensor, on the CPU.
+
+        Raises:
+            NoValue: if it does not follow from the batch alone.
+        """
+        return self.concrete.value(self._read(tensor).tensor)
+
+    def note(self, name: str, inputs: Sequence[Tensor], result: Any) -> None:
+        """Add an operator of this name to the graph."""
+        self._note(name, (("input", tuple(self._read(tensor) for tensor in inputs)),), result, [])
+
+    def outputs(self, tensors: Sequence[Tensor]) -> None:
+        """Say which tensors the model returns."""
+        self.graph.outputs = [self._read(getattr(tensor, "local", tensor)).tensor for tensor in tensors]
+
+    def _transformed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator under a function transform, and note it on the tensors inside."""
+        transforms.check(func)
+        arguments = named_arguments(func, *transforms.unwrapped((args, kwargs)))
+        reads = tuple((key, self._read(value)) for key, value in arguments)
+        result = func(*args, **kwargs)
+        if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(result)):
+            inputs = [leaf for _, value in arguments for leaf in _tensors(value)]
+            self._note(f"{transforms.SPACE}.{func}", reads, transforms.unwrapped(result), inputs)
+        return result
+
+    def _by_value(self, func: Any, reads: tuple[tuple[str, Any], ...], error: RuntimeError) -> Any:
+        """What an operator gives whose result hangs on values, where they follow from the batch alone."""
+
+        def value(leaf: Any) -> Any:
+            if isinstance(leaf, tuple):
+                return [value(item) for item in leaf]
+            if not isinstance(leaf, Ref):
+                return leaf
+            info = self.graph.tensors[leaf.tensor]
+            if info.is_differentiable and str(func) in _TAKES:  # only its shape matters
+                return torch.empty(info.shape, dtype=getattr(torch, info.dtype))
+            return self.concrete.value(leaf.tensor)
+
+        with self.pause():
+            with unset_fake_temporarily(), torch.no_grad():
+                try:
+                    values = {name: value(leaf) for name, leaf in reads}
+                except NoValue:
+                    raise error from None
+                positional = [values.pop(a.name) for a in func._schema.arguments if not a.kwarg_only]
+                result = func(*positional, **values)
+            return pytree.tree_map_only(
+                Tensor, lambda real: torch.empty(real.shape, dtype=real.dtype, device="meta"), result
+            )
+
+    def _note(self, name: str, reads: Any, result: Any, inputs: list[Tensor]) -> Operator:
+        outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        operator = self._append(name, reads, outputs)
+        for number, (output, tensor) in enumerate(zip(outputs, operator.outputs, strict=True)):
+            tracked = _Tracked(Ref(tensor))
+            base = next((other for other in inputs if _storage_key(other) == _storage_key(output)), None)
+            if base is not None:
+                storage, path, version = self._place(base)
+                tracked = _Tracked(Ref(tensor), storage, (*path, _output(operator, number)), version)
+            self._keep(output, tracked)
+        return operator
+
+    def _append(self, name: str, reads: Any, outputs: list[Tensor]) -> Operator:
+        module = self.modules[-1]
+        if name == RECORD:
+            named = dict(reads)
+            name, reads = f"record:{named['name']}", (("input", named["inputs"]), ("detail", named["detail"]))
+        call, source = self.calls.current
+        layer = self._layers.get(module, "")
+        if name != f"aten.{layer}.default":  # a subclass may compute in other ways than the layer does
+            layer = ""
+        draft = Operator(name, reads, (), module, source, layer, call=call, own_numbers=are_own_numbers_noted())
+        static = all(self.graph.tensors[tensor].is_static for tensor in draft.inputs)
+        values = tuple(self._new(output, static).tensor for output in outputs)
+        operator = replace(draft, outputs=values)
+        self.graph.operators.append(operator)
+        return operator
+
+    def _new(self, tensor: Tensor, static: bool) -> Ref:
+        self.graph.tensors.append(
+            TensorInfo(
+                shape=tuple(int(size) for size in tensor.shape),
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                itemsize=tensor.element_size(),
+                is_static=static,
+                is_differentiable=not static and (tensor.is_floating_point() or tensor.is_complex()),
+            )
+        )
+        return Ref(len(self.graph.tensors) - 1)
+
+    def _is_identity(self, name: str, result: Any, inputs: list[Tensor]) -> bool:
+        return name in _IDENTITIES or (name in _CASTS and inputs[0].dtype == result.dtype)
+
+    def _on_one_device(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Tensors made on the CPU by the model's code meet those of the trace on meta."""
+        leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if all(leaf.is_meta for leaf in leaves) or not any(leaf.is_meta for leaf in leaves):
+            return args, kwargs
+        return pytree.tree_map_only(Tensor, self._on_meta, (args, kwargs))
+
+    def _on_meta(self, tensor: Tensor) -> Tensor:
+        if tensor.is_meta:
+            return tensor
+        with self.pause():
+            moved = tensor.to("meta")
+        self._alias(moved, tensor)
+        return moved
+
+    # -- values and aliases ------------------------------------------------------------------------------------------
+
+    def _read(self, value: Any) -> Any:
+        """An argument as the graph knows it: tensors as references to their present values."""
+        if isinstance(value, Tensor):
+            return self._present(self._tracked(value))
+        return tuple(self._read(item) for item in value) if isinstance(value, tuple) else value
+
+    def _tracked(self, tensor: Tensor) -> _Tracked:
+        found = self._tensors.get(id(tensor))
+        if found is not None:
+            return found
+        twin = self._places.get(_place_key(tensor))
+        if twin is not None:  # autograd gave the same tensor another object
+            self._alias(tensor, twin)
+            return self._tensors[id(tensor)]
+        return self._track(tensor, static=True)
+
+    def _track(self, tensor: Tensor, static: bool) -> _Tracked:
+        tracked = self._keep(tensor, _Tracked(self._new(tensor, static)))
+        real = self.real.get(id(tensor), getattr(tensor, "constant", None))
+        if static and real is None and not isinstance(tensor, FakeTensor) and not tensor.is_meta:
+            with self.pause(), unset_fake_temporarily():  # made by code that the trace does not see
+                real = tensor.detach().clone()
+        if static and real is not None:
+            self.concrete.known[tracked.value.tensor] = real
+        return tracked
+
+    def _keep(self, tensor: Tensor, tracked: _Tracked) -> _Tracked:
+        self._tensors[id(tensor)] = tracked
+        self._places[_place_key(tensor)] = tensor
+        self._alive.append(tensor)
+        return tracked
+
+    def _alias(self, tensor: Tensor, of: Tensor) -> None:
+        """A second object for the same value."""
+        self._keep(tensor, _Tracked(self._present(self._tracked(of)), *self._place(of)))
+
+    def _place(self, tensor: Tensor) -> tuple[_Storage, tuple[Operator, ...], int]:
+        """Which part of which storage a tensor is."""
+        tracked = self._tracked(tensor)
+        if tracked.storage is None:
+            tracked.storage = _Storage(tracked.value)
+        return tracked.storage, tracked.path, tracked.version
+
+    def _present(self, tracked: _Tracked) -> Ref:
+        """The value of a tensor object now, after what was written through other objects that share its memory."""
+        storage = tracked.storage
+        if storage is None or tracked.version == storage.version:
+            return tracked.value
+        if storage.pending and storage.pending[-1][0] == tracked.path:
+            value = storage.pending[-1][1]
+        else:
+            for path, written in storage.pending:
+                storage.root = self._scatter(storage.root, path, written)
+            storage.pending.clear()
+            value = storage.root
+            for view in tracked.path:
+                value = self._again(view, value)
+        tracked.value, tracked.version = value, storage.version
+        return value
+
+    def _write(self, func: Any, reads: Any, written: list[Tensor], result: Any) -> None:
+        """An operator that writes in place: its functional twin's result is what the written tensor is from now on."""
+        name = str(func)
+        base, _, overload = name.rpartition(".")
+        operator = self._append(f"{functional(base)}.{overload}", reads, written)
+        for tensor, value in zip(written, operator.outputs, strict=True):
+            storage, path, _ = self._place(tensor)
+            storage.version += 1
+            if path:
+                storage.pending.append((path, Ref(value)))
+            else:
+                storage.root, storage.pending = Ref(value), []
+            tracked = self._tracked(tensor)
+            tracked.value, tracked.version = Ref(value), storage.version
+        for leaf in pytree.tree_leaves(result):
+            if isinstance(leaf, Tensor) and id(leaf) not in self._tensors:
+                self._alias(leaf, written[0])
+
+    def _scatter(self, root: Ref, path: tuple[Operator, ...], value: Ref) -> Ref:
+        """The root with ``value`` written at the end of a path of views."""
+        view, *rest = path
+        if rest:
+            value = self._scatter(self._again(view, root), tuple(rest), value)
+        name, arguments = inverse(view, self.graph.tensors[root.tensor].shape)
+        return self._synthetic(name, (("self", root), ("src", value), *arguments), view, root)
+
+    def _again(self, view: Operator, source: Ref) -> Ref:
+        """The same view of another value."""
+        arguments = tuple((key, source if isinstance(value, Ref) else value) for key, value in view.arguments)
+        return self._synthetic(view.name, arguments, view, Ref(view.outputs[0]))
+
+    def _synthetic(self, name: str, arguments: Any, view: Operator, like: Ref) -> Ref:
+        sources = [value.tensor for _, value in arguments if isinstance(value, Ref)]
+        static = all(self.graph.tensors[tensor].is_static for tensor in sources)
+        differentiable = any(self.graph.tensors[tensor].is_differentiable for tensor in sources)
+        info = self.graph.tensors[like.tensor]
+        self.graph.tensors.append(
+            TensorInfo(info.shape, info.dtype, info.itemsize, is_static=static, is_differentiable=differentiable)
+        )
+        value = Ref(len(self.graph.tensors) - 1)
+        self.graph.operators.append(Operator(name, arguments, (value.tensor,), view.module, view.source))
+        return value
+
+
+transforms.follow_custom_functions(Tracer)
+
+
+class Calls(TorchFunctionMode):
+    """Knows which Python call is running, so that an operator can be found again in the running model.
+
+    Attributes:
+        current: index of the call under way (-1: none) and the user's source line.
+    """
+
+    def __init__(self, tracer: Tracer) -> None:
+        super().__init__()
+        self.tracer = tracer
+        self.current: tuple[int, str] = (-1, "")
+        self.counts: list[dict[Any, int]] = [{}]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.tracer.paused:
+            return func(*args, **kwargs)
+        if func in _FACTORIES and kwargs.get("device") is None:
+            kwargs = {**kwargs, "device": torch.device("meta")}
+        caller = calling_frame(func, sys._getframe(1))
+        key = call_key(caller, func)
+        occurrence = self.counts[-1][key] = self.counts[-1].get(key, -1) + 1
+        site = CallSite(*key, occurrence)
+        calls = self.tracer.graph.calls
+        number = len(calls)
+        leaves = tuple(self._leaf(leaf) for leaf in call_leaves((args, kwargs)))
+        calls.append(Call(self.tracer.modules[-1], site, leaves, ()))
+        before, self.current = self.current, (number, source_line(caller))
+        recorded = len(self.tracer.graph.operators)
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            self.current = before
+        if func in _CONSTANTS:
+            self._constant(func, args, kwargs, result)
+        if len(self.tracer.graph.operators) == recorded:  # it looked at a shape
+            del calls[number:]
+            return result
+        results = tuple(self._leaf(leaf) for leaf in call_leaves(result))
+        calls[number] = replace(calls[number], results=results)
+        return result
+
+    def _constant(self, func: Any, args: Any, kwargs: Any, result: Tensor) -> None:
+        """Note the value of a tensor made of Python's numbers: on meta it has none."""
+        with contextlib.suppress(NoValue), self.tracer.pause(), unset_fake_temporarily():
+            args, kwargs = pytree.tree_map_only(Tensor, self.tracer.value, (args, kwargs))
+            real = func(*args, **{**kwargs, "device": torch.device("cpu")})
+            self.tracer.concrete.known.setdefault(self.tracer._read(result).tensor, real.detach())
+
+    def _leaf(self, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            tracked = self.tracer._tensors.get(id(leaf))
+            return None if tracked is None else self.tracer._present(tracked)
+        return leaf if type(leaf) is int else None
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in call_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _storage_key(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _place_key(tensor: Tensor) -> Any:
+    """Equal for two objects that are the same tensor."""
+    return _storage_key(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _output(operator: Operator, number: int) -> Operator:
+    """A view with several outputs (a split), as the one that gives this output."""
+    return Operator(
+        operator.name,
+        (*operator.arguments, *((("output", number),) if len(operator.outputs) > 1 else ())),
+        (operator.outputs[number],),
+        operator.module,
+        operator.source,
+    )

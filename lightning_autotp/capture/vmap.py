@@ -1,0 +1,69 @@
+"""Operators under ``torch.vmap``: recorded on the tensors that those of the function only wrap.
+
+A model's code may map a function over dims (transformers builds some attention masks so). The operators in it work on
+wrappers with a dim less than the tensors they stand for. The graph gets the tensors inside, under names that no rule
+knows: what goes through such an operator stays whole, and whether it follows from the batch alone is still known.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch._C._functorch import (
+    TransformType,
+    get_interpreter_stack,
+    get_unwrapped,
+    is_functorch_wrapped_tensor,
+)
+from torch._functorch.autograd_function import custom_function_call
+from torch._functorch.pyfunctorch import dispatch_functorch
+from torch.utils import _pytree as pytree
+
+from lightning_autotp.capture.static_values import NoValue
+
+SPACE = "transformed"
+"""In an operator's name, before the name of the one that ran: ``transformed.aten.add.Tensor``."""
+
+
+def are_active() -> bool:
+    """Whether a function transform runs.
+
+    Raises:
+        NoValue: if it is one that computes derivatives: what its backward reads is not in a trace.
+    """
+    transforms = get_interpreter_stack()
+    if transforms and any(transform.key() != TransformType.Vmap for transform in transforms):
+        raise NoValue("torch.func's derivatives cannot be traced")
+    return bool(transforms)
+
+
+def unwrapped(values: Any) -> Any:
+    """Arguments or results, with the tensors that wrappers stand for."""
+
+    def one(tensor: Tensor) -> Tensor:
+        while is_functorch_wrapped_tensor(tensor):
+            tensor = get_unwrapped(tensor)
+        return tensor
+
+    return pytree.tree_map_only(Tensor, one, values)
+
+
+def check(func: Any) -> None:
+    """Refuse what cannot be followed.
+
+    Raises:
+        NoValue: if the operator writes in place: through a wrapper, nobody sees what else looks at the memory.
+    """
+    if any(argument.is_write for argument in func._schema.arguments):
+        raise NoValue(f"{func} writes in place under torch.vmap")
+
+
+def follow_custom_functions(mode: Any) -> None:
+    """Let a class of modes see into autograd functions that run under a transform: by default they are refused."""
+
+    def run(tracer: Any, function: Any, *operands: Any) -> Any:
+        with tracer:
+            return dispatch_functorch(custom_function_call, (function, *operands), {})
+
+    custom_function_call.py_impl(mode)(run)

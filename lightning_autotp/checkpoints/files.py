@@ -1,0 +1,285 @@
+"""Checkpoints on disk: one file, or a directory with a file per rank; at once or in the background.
+
+A *file* is ``torch.save`` of everything, with whole tensors. A *directory* has ``meta.pt`` (everything but the tensors)
+beside the files of :mod:`~lightning_autotp.checkpoints.stored`; tensors are named as in the file, joined by dots, and
+tied ones are there once.
+
+Either is written beside its place and then renamed into it, so a process killed at any moment leaves the checkpoint
+that was there before: in its place, or for the instant between two renames beside it, where
+:func:`open_checkpoint` finds it.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_autotp.building.checkpoint_reading import DamagedFileError, MissingFileError
+from lightning_autotp.checkpoints.stored import (
+    READING_ERRORS,
+    HeldTensor,
+    StoredTensor,
+    check_archive,
+    stored_tensors,
+    write_tensors,
+)
+from lightning_autotp.ranks.agreement import raise_together
+
+META = "meta.pt"
+"""What of a checkpoint directory is not tensors (the name is Lightning's)."""
+
+
+def save_file(checkpoint: dict[str, Any], path: Path) -> None:
+    """Write one file. Not collective: one rank calls it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = _beside(path, "part")
+    _remove(partial)
+    try:
+        _write(checkpoint, partial)
+        _publish(partial, path)
+    finally:
+        _remove(partial)
+
+
+def save_directory(checkpoint: dict[str, Any], path: Path, process_group: dist.ProcessGroup) -> None:
+    """Write a directory, each rank its own tensors. Collective over ``process_group``.
+
+    Args:
+        checkpoint: as Lightning makes it; ``"state_dict"`` and ``"optimizer_states"`` have held tensors.
+        path: the directory, on a file system that all ranks share.
+        process_group: all ranks that hold something; its first rank writes what is not tensors.
+
+    Raises:
+        OSError: on the rank that could not write; another kind of error on the others.
+    """
+    tensors, rest = _split(checkpoint)
+    partial = _beside(path, "part")
+    is_first = dist.get_rank(process_group) == 0
+    with raise_together(process_group, f"making the checkpoint directory {path}"):
+        if is_first:
+            _remove(partial)
+            partial.mkdir(parents=True)
+    write_tensors(tensors, partial, process_group)
+    with raise_together(process_group, f"writing the checkpoint {path}"):
+        if is_first:
+            _write(rest, partial / META)
+            _publish(partial, path)
+
+
+def open_checkpoint(path: Path, weights_only: bool | None = None, *, check: bool = False) -> dict[str, Any]:
+    """A checkpoint of either kind; tensors are mapped, or stored ones of which nothing is read yet. Not collective.
+
+    Args:
+        path: the file or directory.
+        weights_only: as for ``torch.load``.
+        check: whether to compare the checksums in a file with its contents, for which all of it is read. (A directory's
+            are compared when a tensor is read.)
+
+    Raises:
+        CheckpointError: if it is not there, was never finished, is damaged, or is something else.
+    """
+    found = path if path.exists() else _beside(path, "previous")
+    if not found.exists():
+        raise MissingFileError(f"the checkpoint {path} does not exist")
+    if found.is_dir():
+        if not (found / META).is_file():
+            raise MissingFileError(
+                f"{found} is no checkpoint, or not all of it: it has no {META}. Resume from a directory that"
+                " Trainer.save_checkpoint or ModelCheckpoint made, copied whole"
+            )
+        rest = _read(found / META, weights_only, True)
+        if not isinstance(rest, dict) or "stored" not in rest:
+            raise DamagedFileError(
+                f"the checkpoint directory {found} was written by another strategy: consolidate it into one file with"
+                " that one's tools first (python -m lightning.pytorch.utilities.consolidate_checkpoint)"
+            )
+        return _join(rest, stored_tensors(found))
+    checkpoint = _read(found, weights_only, check)
+    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+        raise DamagedFileError(
+            f"{found} is not a Lightning checkpoint: it has no 'state_dict'. A bare state dict is loaded with"
+            " load_full_state_dict(model, state)"
+        )
+    return checkpoint
+
+
+def consolidate(path: Path, target: Path) -> None:
+    """Make one file of a checkpoint directory: what ``load_from_checkpoint`` takes. Not collective.
+
+    All of the checkpoint is in memory meanwhile.
+
+    Raises:
+        CheckpointError: if it cannot be read.
+    """
+    checkpoint = open_checkpoint(path, weights_only=False)
+    whole: dict[int, Any] = {}
+
+    def read(value: Any) -> Any:
+        if not isinstance(value, StoredTensor):
+            return value
+        if id(value) not in whole:
+            whole[id(value)] = value.read()
+        return whole[id(value)]
+
+    for name, values in checkpoint.items():
+        if isinstance(values, dict):
+            checkpoint[name] = {key: read(value) for key, value in values.items()}
+    for state in checkpoint.get("optimizer_states", ()):
+        for values in state["state"].values():
+            values |= {key: read(value) for key, value in values.items()}
+    save_file(checkpoint, target)
+
+
+class Background:
+    """Does jobs one after the other in one thread; a job's error is raised at the next :meth:`wait`."""
+
+    def __init__(self) -> None:
+        self._thread: ThreadPoolExecutor | None = None
+        self._jobs: list[Future[None]] = []
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Do a job after those before it; not if one of them failed."""
+        before = list(self._jobs)
+
+        def run() -> None:
+            if all(done.exception() is None for done in before):
+                job()
+
+        self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._jobs.append(self._thread.submit(run))
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a job is not done."""
+        return any(not job.done() for job in self._jobs)
+
+    def wait(self) -> None:
+        """Wait for all jobs.
+
+        Raises:
+            Exception: the first error of a job.
+        """
+        jobs, self._jobs = self._jobs, []
+        errors = [error for job in jobs if (error := job.exception()) is not None]
+        if errors:
+            raise errors[0]
+
+    def close(self) -> None:
+        """Wait for all jobs and end the thread."""
+        try:
+            self.wait()
+        finally:
+            if self._thread is not None:
+                self._thread.shutdown()
+                self._thread = None
+
+
+def detached(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint that training no longer changes; its tensors must be copies already."""
+    states: dict[str, Any] = {key: checkpoint[key] for key in ("state_dict", "optimizer_states") if key in checkpoint}
+    rest = {key: value for key, value in checkpoint.items() if key not in states}
+    return {**copy.deepcopy(rest), **states}
+
+
+def _split(checkpoint: dict[str, Any]) -> tuple[dict[str, HeldTensor], dict[str, Any]]:
+    """The held tensors of a checkpoint's states by their names on disk, and the rest, which says where they belong."""
+    tensors: dict[str, HeldTensor] = {}
+    stored: dict[int, str] = {}
+
+    def take(values: dict[str, Any], prefix: str) -> tuple[dict[str, Any], dict[str, str]]:
+        """The values that are not tensors, and the names on disk of those that are."""
+        others, names = {}, {}
+        for key, value in values.items():
+            if isinstance(value, HeldTensor):
+                names[key] = stored.setdefault(id(value), f"{prefix}.{key}")
+                tensors[names[key]] = value
+            else:
+                others[key] = value
+        return others, names
+
+    rest = dict(checkpoint)
+    where: dict[str, Any] = {}
+    for name, values in checkpoint.items():
+        if isinstance(values, dict) and any(isinstance(value, HeldTensor) for value in values.values()):
+            rest[name], where[name] = take(values, name)
+    if "optimizer_states" in rest:
+        rest["optimizer_states"], where["optimizer_states"] = [], []
+        for number, state in enumerate(checkpoint["optimizer_states"]):
+            names = {
+                key: name
+                for group in state["param_groups"]
+                for key, name in zip(group["params"], group["param_names"], strict=True)
+            }
+            taken = {
+                key: take(values, f"optimizer_states.{number}.{names[key]}") for key, values in state["state"].items()
+            }
+            rest["optimizer_states"].append({**state, "state": {key: others for key, (others, _) in taken.items()}})
+            where["optimizer_states"].append({key: named for key, (_, named) in taken.items()})
+    return tensors, {**rest, "stored": where}
+
+
+def _join(rest: dict[str, Any], tensors: dict[str, StoredTensor]) -> dict[str, Any]:
+    """The inverse of :func:`_split`: a checkpoint with stored tensors."""
+    where = rest.pop("stored")
+    optimizers = where.pop("optimizer_states", ())
+    for name, places in where.items():
+        rest[name] |= {key: tensors[stored] for key, stored in places.items()}
+    for state, places in zip(rest.get("optimizer_states", ()), optimizers, strict=True):
+        for number, names in places.items():
+            state["state"][number] |= {key: tensors[name] for key, name in names.items()}
+    return rest
+
+
+def _beside(path: Path, what: str) -> Path:
+    return path.with_name(f".{path.name}.{what}")
+
+
+def _write(value: Any, path: Path) -> None:
+    with open(path, "wb") as file:
+        torch.save(value, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _publish(partial: Path, path: Path) -> None:
+    """Put what is finished in its place."""
+    if partial.is_file() and not path.is_dir():
+        os.replace(partial, path)
+        return
+    previous = _beside(path, "previous")
+    if path.exists():
+        _remove(previous)
+        os.rename(path, previous)
+    os.rename(partial, path)
+    _remove(previous)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _read(path: Path, weights_only: bool | None, check: bool) -> Any:
+    try:
+        if check:
+            check_archive(path, path.name)
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+    except pickle.UnpicklingError:
+        raise  # it says what to do
+    except READING_ERRORS as error:
+        text = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        raise DamagedFileError(
+            f"the checkpoint file {path} ({path.stat().st_size} bytes) cannot be read, it may be damaged or be"
+            f" something else: copy it again, or resume from an earlier one. ({text})"
+        ) from error

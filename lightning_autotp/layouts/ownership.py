@@ -1,0 +1,138 @@
+"""Ownership maps: for every index of a dim, the rank or ranks that hold it. Plain data, no torch."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import pairwise
+
+Run = tuple[int, int]
+
+
+"""Half-open range of indices ``(start, stop)``."""
+
+
+def merge_runs(runs: Iterable[Run]) -> tuple[Run, ...]:
+    """Sort runs, drop empty ones and join those that touch."""
+    merged: list[Run] = []
+    for start, stop in sorted(runs):
+        if start >= stop:
+            continue
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
+        else:
+            merged.append((start, stop))
+    return tuple(merged)
+
+
+@dataclass(frozen=True)
+class Ownership:
+    """Which indices of one dim each rank holds.
+
+    A rank's local tensor has the indices it holds in ascending order.
+
+    Attributes:
+        size: the dim's length in the whole tensor.
+        held: for every rank, the runs of indices it holds (ascending, disjoint).
+    """
+
+    size: int
+    held: tuple[tuple[Run, ...], ...]
+
+    def __post_init__(self) -> None:
+        covered = merge_runs(run for runs in self.held for run in runs)
+        if covered != (((0, self.size),) if self.size else ()):
+            raise ValueError(
+                f"ownership map covers {covered} of a dim of length {self.size}: every index needs an owner"
+            )
+
+    @classmethod
+    def whole(cls, size: int, ranks: int) -> Ownership:
+        """Every rank holds every index."""
+        return cls(size, (merge_runs([(0, size)]),) * ranks)
+
+    @classmethod
+    def dealt(cls, units: int, ranks: int) -> Ownership:
+        """Units dealt out in order, as evenly as they go: 3 units on 2 ranks are 2 and 1."""
+        bounds = [rank * (units // ranks) + min(rank, units % ranks) for rank in range(ranks + 1)]
+        return cls(units, tuple(merge_runs([(a, b)]) for a, b in pairwise(bounds)))
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return len(self.held)
+
+    def local_size(self, rank: int) -> int:
+        """Length of the dim in ``rank``'s local tensor."""
+        return sum(stop - start for start, stop in self.held[rank])
+
+    def indices(self, rank: int) -> list[int]:
+        """The global indices of ``rank``'s local tensor, in its order."""
+        return [index for start, stop in self.held[rank] for index in range(start, stop)]
+
+    @cached_property
+    def digest(self) -> str:
+        """A short name of the map: equal maps have equal ones, in every process."""
+        return f"{zlib.crc32(repr((self.size, self.held)).encode()):08x}"
+
+    @cached_property
+    def owners(self) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
+        """The map itself: ``(start, stop, ranks that hold these indices)``, ascending, without gaps."""
+        events = sorted(
+            (bound, kind, rank)
+            for rank, runs in enumerate(self.held)
+            for run in runs
+            for bound, kind in ((run[0], True), (run[1], False))
+        )
+        rows: list[tuple[int, int, tuple[int, ...]]] = []
+        here: set[int] = set()
+        start = 0
+        for bound, begins, rank in events:
+            if bound > start:
+                ranks = tuple(sorted(here))
+                if rows and rows[-1][2] == ranks:
+                    rows[-1] = (rows[-1][0], bound, ranks)
+                else:
+                    rows.append((start, bound, ranks))
+                start = bound
+            if begins:
+                here.add(rank)
+            else:
+                here.discard(rank)
+        return tuple(rows)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank holds everything."""
+        return all(self.local_size(rank) == self.size for rank in range(self.ranks))
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether some index has more than one owner."""
+        return sum(self.local_size(rank) for rank in range(self.ranks)) > self.size
+
+    def __str__(self) -> str:
+        sizes = [self.local_size(rank) for rank in range(self.ranks)]
+        return f"{self.size} -> {sizes[0] if len(set(sizes)) == 1 else sizes}"
+
+
+@lru_cache(maxsize=1024)
+def resized(ownership: Ownership, size: int) -> Ownership | None:
+    """The same map for a dim of another length, where it repeats itself: heads of every token, say, and more tokens.
+
+    Returns:
+        ``None`` where the map does not repeat itself, or not so that the length is a multiple.
+    """
+
+    def repeated(period: int, times: int) -> tuple[tuple[Run, ...], ...]:
+        first = [[(start, min(stop, period)) for start, stop in runs if start < period] for runs in ownership.held]
+        shifts = range(0, period * times, period)
+        return tuple(merge_runs((start + by, stop + by) for by in shifts for start, stop in runs) for runs in first)
+
+    for period in range(1, ownership.size // 2 + 1):
+        fits = ownership.size % period == 0 and size % period == 0
+        if fits and repeated(period, ownership.size // period) == ownership.held:
+            return Ownership(size, repeated(period, size // period))
+    return None

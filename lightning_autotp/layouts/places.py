@@ -1,0 +1,64 @@
+"""Places in a model where a tensor's layout may change: module boundaries, and calls inside a module. Plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """A place where a tensor enters or leaves a module: there a layout may change.
+
+    Attributes:
+        module: the module's path; empty for the root.
+        side: ``"in"`` or ``"out"``.
+        key: which of the module's inputs or outputs it is (a pytree path such as ``[0][0]`` or
+            ``[1]['hidden_states']``).
+    """
+
+    module: str
+    side: str
+    key: str
+
+    def __str__(self) -> str:
+        return f"{self.module or '(root)'}.{self.side}{self.key}"
+
+
+@dataclass(frozen=True)
+class CallSite:
+    """Where a module's code calls a torch function: the same in every run and every process.
+
+    Attributes:
+        file: name of the Python module that the code belongs to.
+        line: its line number.
+        function: the function's name.
+        occurrence: how many such calls from this line came before it in the same run of the module.
+    """
+
+    file: str
+    line: int
+    function: str
+    occurrence: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} {self.function}" + (f" #{self.occurrence + 1}" if self.occurrence else "")
+
+
+@dataclass(frozen=True)
+class CallPoint:
+    """An argument or a result of a call inside a module: where boundaries are too few, a layout may change there.
+
+    Attributes:
+        module: the path of the module whose ``forward`` makes the call.
+        call: the call.
+        side: ``"argument"`` or ``"result"``.
+        leaf: which leaf of the arguments, or of the result, it is.
+    """
+
+    module: str
+    call: CallSite
+    side: str
+    leaf: int
+
+    def __str__(self) -> str:
+        return f"{self.module or '(root)'}: {self.side} {self.leaf} of {self.call}"

@@ -1,0 +1,313 @@
+"""The plan: everything about a parallel model that every rank must know, as frozen plain data.
+
+Analysis (capture, rules, solver) ends in a plan; execution (replace, verify, load, checkpoints) begins with one. It
+needs no torch and no process group, travels as JSON, and prints as a table.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from lightning_autotp.layouts.ownership import Ownership
+from lightning_autotp.layouts.places import CallSite
+from lightning_autotp.layouts.types import Invariant, Layout, Partial, Replicate, Shard, local_shape
+
+_TYPES: dict[str, Layout] = {"I": Invariant(), "R": Replicate(), "P": Partial()}
+
+
+@dataclass(frozen=True)
+class ParameterPlan:
+    """One parameter of the original model.
+
+    Attributes:
+        names: all its names; tied parameters have several.
+        shape: whole shape.
+        itemsize: bytes of an element.
+        layout: how it lies over the ranks.
+        reason: why it is left whole, where that is worth saying.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    itemsize: int
+    layout: Layout
+    reason: str = ""
+
+    def bytes(self, rank: int) -> int:
+        """Bytes that a rank holds of it."""
+        return math.prod(local_shape(self.shape, self.layout, rank)) * self.itemsize
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """A layer that is replaced by its parallel version.
+
+    Attributes:
+        module: its path.
+        kind: ``"column"``, ``"row"`` or ``"vocab"``.
+        input_is_replicated: column: its input was converted further out already.
+        gather_output: column: its output is gathered.
+        input_is_parallel: row: its input is sharded already.
+    """
+
+    module: str
+    kind: str
+    input_is_replicated: bool = False
+    gather_output: bool = False
+    input_is_parallel: bool = True
+
+
+@dataclass(frozen=True)
+class ConversionPlan:
+    """A layout changes where a tensor enters or leaves a module, or at a call in the module's own code.
+
+    Attributes:
+        module: its path.
+        side: ``"in"`` or ``"out"``; at a call ``"argument"`` or ``"result"``.
+        key: which input or output, as a pytree path; at a call the number of the leaf.
+        source: layout before.
+        target: layout after.
+        shape: the tensor's whole shape in the trace.
+        view: whether the tensor stays sharded, but is shown to the code outside as if it were whole (logits).
+        call: which call.
+    """
+
+    module: str
+    side: str
+    key: str
+    source: Layout
+    target: Layout
+    shape: tuple[int, ...]
+    view: bool = False
+    call: CallSite | None = None
+
+
+@dataclass(frozen=True)
+class SizePlan:
+    """A size that a module keeps in Python and that must be local.
+
+    Attributes:
+        module: path of the module that reads it.
+        attribute: its integer attribute, or ``config.NAME`` for the module's own copy of its config; at a call the
+            number of the leaf of its arguments.
+        whole: the value in the original model.
+        local: each rank's value.
+        call: the call that the number is an argument of, where it is no attribute.
+    """
+
+    module: str
+    attribute: str
+    whole: int
+    local: tuple[int, ...]
+    call: CallSite | None = None
+
+    def __str__(self) -> str:
+        where = self.attribute if self.call is None else f"argument {self.attribute} of {self.call}"
+        return f"{self.module or '(root)'}: {where}: {self.whole} -> {list(self.local)}"
+
+
+@dataclass(frozen=True)
+class DrawPlan:
+    """A call that draws random numbers for a sharded tensor: each rank draws its own.
+
+    Attributes:
+        module: path of the module whose code makes it.
+        call: which call.
+    """
+
+    module: str
+    call: CallSite
+
+
+@dataclass(frozen=True)
+class Communication:
+    """Collectives of one training step, by kind: calls and bytes of the whole tensors, forward and backward."""
+
+    kind: str
+    calls: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a model is split over the ranks of a tensor-parallel group.
+
+    Attributes:
+        model: the model's class name.
+        ranks: number of ranks.
+        parameters: every parameter.
+        layers: layers with a parallel version.
+        conversions: layout changes at other modules' boundaries.
+        sizes: sizes in Python that become local.
+        draws: calls at which each rank draws its own random numbers.
+        communication: what one step of the traced batch communicates.
+    """
+
+    model: str
+    ranks: int
+    parameters: tuple[ParameterPlan, ...]
+    layers: tuple[LayerPlan, ...] = ()
+    conversions: tuple[ConversionPlan, ...] = ()
+    sizes: tuple[SizePlan, ...] = ()
+    draws: tuple[DrawPlan, ...] = ()
+    communication: tuple[Communication, ...] = ()
+
+    def to_json(self) -> str:
+        """The plan as JSON text."""
+        return json.dumps(_encode(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Read what :meth:`to_json` wrote.
+
+        Raises:
+            ValueError: if the text is not a plan.
+        """
+        try:
+            data = json.loads(text)
+            return cls(
+                model=data["model"],
+                ranks=data["ranks"],
+                parameters=tuple(_decode(ParameterPlan, item) for item in data["parameters"]),
+                layers=tuple(_decode(LayerPlan, item) for item in data["layers"]),
+                conversions=tuple(_decode(ConversionPlan, item) for item in data["conversions"]),
+                sizes=tuple(_decode(SizePlan, item) for item in data["sizes"]),
+                draws=tuple(_decode(DrawPlan, item) for item in data["draws"]),
+                communication=tuple(_decode(Communication, item) for item in data["communication"]),
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"this is not a plan written by Plan.to_json: {error!r}") from error
+
+    @property
+    def digest(self) -> str:
+        """A short hash; equal plans have equal ones."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:12]
+
+    def bytes(self, rank: int) -> int:
+        """Parameter bytes that a rank holds."""
+        return sum(parameter.bytes(rank) for parameter in self.parameters)
+
+    @property
+    def whole_bytes(self) -> int:
+        """Parameter bytes of the whole model."""
+        return sum(math.prod(parameter.shape) * parameter.itemsize for parameter in self.parameters)
+
+    @property
+    def sharded_fraction(self) -> float:
+        """Share of the parameter elements that are sharded."""
+        total = sum(math.prod(parameter.shape) for parameter in self.parameters)
+        sharded = sum(math.prod(p.shape) for p in self.parameters if isinstance(p.layout, Shard))
+        return sharded / max(total, 1)
+
+    def table(self, rank: int = 0) -> Group:
+        """The plan for rich to print: what is sharded, one rank's shapes and bytes, and what stayed whole."""
+        table = Table(
+            title=f"{self.model} on {self.ranks} tensor-parallel ranks (rank {rank} shown)", title_justify="left"
+        )
+        for column in ("module", "kind", "sharded", "whole", "local"):
+            table.add_column(column, overflow="fold")
+        table.add_column("local bytes", justify="right")
+        kinds = {layer.module: layer.kind for layer in self.layers}
+        for pattern, parameters in _repeated(self.parameters, kinds):
+            first = parameters[0]
+            size = sum(parameter.bytes(rank) for parameter in parameters)
+            kind = kinds.get(first.names[0].rpartition(".")[0], "")
+            local = local_shape(first.shape, first.layout, rank)
+            table.add_row(pattern, kind, _describe(first.layout), _shape(first.shape), _shape(local), f"{size:,}")
+        lines = [
+            f"rank {r}: {self.bytes(r):,} of {self.whole_bytes:,} parameter bytes" for r in range(self.ranks)
+        ] + [
+            f"a step of the traced batch: {c.calls} x {c.kind}, {c.bytes:,} bytes" for c in self.communication
+        ] + [
+            str(size) for size in self.sizes
+        ]  # fmt: skip
+        for parameter in self.parameters:
+            if parameter.reason:
+                lines.append(f"whole on every rank: {parameter.names[0]}: {parameter.reason}")
+        return Group(table, Text("\n".join(lines)))
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape)) or "scalar"
+
+
+def _describe(layout: Layout) -> str:
+    if not isinstance(layout, Shard):
+        return "replicated, gradients summed" if isinstance(layout, Replicate) else ""
+    parts = []
+    for dim, ownership in layout.dims:
+        sizes = [ownership.local_size(rank) for rank in range(ownership.ranks)]
+        sections = max(len(runs) for runs in ownership.held)
+        notes = [f"{sections} sections"] if sections > 1 else []
+        notes += ["shared"] if ownership.is_shared else []
+        notes += [f"uneven {sizes}"] if len(set(sizes)) > 1 else []
+        parts.append(f"dim {dim}" + (f" ({', '.join(notes)})" if notes else ""))
+    return ", ".join(parts)
+
+
+def _repeated(parameters: tuple[ParameterPlan, ...], kinds: dict[str, str]) -> list[tuple[str, list[ParameterPlan]]]:
+    """Parameters of repeated layers in one row: same name but for numbers, same shapes, layouts and kind."""
+    rows: dict[Any, list[ParameterPlan]] = {}
+    for parameter in parameters:
+        name = parameter.names[0]
+        pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
+        key = (pattern, parameter.shape, parameter.layout, kinds.get(name.rpartition(".")[0], ""))
+        rows.setdefault(key, []).append(parameter)
+    named = []
+    for (pattern, *_), members in rows.items():
+        name = members[0].names[0] if len(members) == 1 else f"{pattern} ({len(members)}x)"
+        tied = members[0].names[1:]
+        named.append((name + (f" = {', '.join(tied)}" if tied and len(members) == 1 else ""), members))
+    return named
+
+
+def _encode(value: Any) -> Any:
+    """Dataclasses as dicts, layouts as :func:`encode_layout` writes them."""
+    if isinstance(value, Invariant | Replicate | Partial | Shard):
+        return encode_layout(value)
+    if isinstance(value, tuple):
+        return [_encode(item) for item in value]
+    if is_dataclass(value):
+        return {field.name: _encode(getattr(value, field.name)) for field in fields(value)}
+    return value
+
+
+def _decode(kind: Any, item: dict[str, Any]) -> Any:
+    values = {}
+    for field in fields(kind):
+        value = item[field.name]
+        if field.name in ("layout", "source", "target"):
+            value = decode_layout(value)
+        elif field.name == "call" and value is not None:
+            value = CallSite(**value)
+        elif isinstance(value, list):
+            value = tuple(value)
+        values[field.name] = value
+    return kind(**values)
+
+
+def encode_layout(layout: Layout) -> Any:
+    """A layout as JSON data."""
+    if isinstance(layout, Shard):
+        return {"shard": [[dim, owned.size, owned.held] for dim, owned in layout.dims]}
+    return str(layout)
+
+
+def decode_layout(data: Any) -> Layout:
+    """The layout that :func:`encode_layout` wrote."""
+    if isinstance(data, str):
+        return _TYPES[data]
+    return Shard(
+        tuple(
+            (dim, Ownership(size, tuple(tuple((start, stop) for start, stop in runs) for runs in held)))
+            for dim, size, held in data["shard"]
+        )
+    )

@@ -1,0 +1,123 @@
+"""How a tensor lies over the ranks of a tensor-parallel group. Plain data: no torch, no process group.
+
+The types are the field's own (JAX's, and Meta's ``spmd_types``); a type fixes its gradient's type:
+
+===============  ==============================================  =====================================
+type             forward                                         its gradient
+===============  ==============================================  =====================================
+``Invariant``    same on every rank, same work                   Invariant (each rank has all of it)
+``Replicate``    same on every rank, used differently            Partial (the ranks' gradients add up)
+``Shard``        each rank holds its part                        Shard, the same one
+``Partial``      the ranks' values add up to the tensor          Replicate
+===============  ==============================================  =====================================
+
+A shard is an **ownership map**: for every index of a dim, the rank or ranks that hold it. Sections of a fused
+projection, units that may not be cut, uneven shares and units that several ranks share are all such maps. An element
+that several ranks hold behaves like ``Replicate`` among them: their gradients for it add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_autotp.layouts.ownership import Ownership, Run
+
+
+@dataclass(frozen=True)
+class Invariant:
+    """Same on every rank, same work; every rank computes the whole gradient."""
+
+    def __str__(self) -> str:
+        return "I"
+
+
+@dataclass(frozen=True)
+class Replicate:
+    """Same on every rank, used differently; the ranks' gradients add up to the gradient."""
+
+    def __str__(self) -> str:
+        return "R"
+
+
+@dataclass(frozen=True)
+class Partial:
+    """The ranks' values add up to the tensor (a pending sum)."""
+
+    def __str__(self) -> str:
+        return "P"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Each rank holds a box of the tensor: per sharded dim, the indices an ownership map gives it.
+
+    Attributes:
+        dims: ``(dim, ownership)`` for every dim that not all ranks hold whole, ascending by dim.
+    """
+
+    dims: tuple[tuple[int, Ownership], ...]
+
+    def __post_init__(self) -> None:
+        if not self.dims or list(self.dims) != sorted(self.dims, key=lambda item: item[0]):
+            raise ValueError("a Shard names its dims in ascending order, at least one")
+
+    def ownership(self, dim: int) -> Ownership | None:
+        """The map of ``dim``, or ``None`` where every rank holds it whole."""
+        return dict(self.dims).get(dim)
+
+    def __str__(self) -> str:
+        return "S(" + ", ".join(f"{dim}: {ownership}" for dim, ownership in self.dims) + ")"
+
+
+Layout = Invariant | Replicate | Partial | Shard
+
+
+def local_shape(shape: Sequence[int], layout: Layout, rank: int) -> tuple[int, ...]:
+    """Shape of ``rank``'s local tensor."""
+    sizes = list(shape)
+    if isinstance(layout, Shard):
+        for dim, ownership in layout.dims:
+            sizes[dim] = ownership.local_size(rank)
+    return tuple(sizes)
+
+
+def boxes(shape: Sequence[int], layout: Layout, rank: int) -> tuple[tuple[tuple[Run, ...], tuple[Run, ...]], ...]:
+    """The contiguous blocks of ``rank``'s local tensor: ``(local slices, global slices)``, one run per dim each."""
+    blocks: list[tuple[tuple[Run, ...], tuple[Run, ...]]] = [((), ())]
+    for dim, size in enumerate(shape):
+        ownership = layout.ownership(dim) if isinstance(layout, Shard) else None
+        runs = ownership.held[rank] if ownership is not None else ((0, size),)
+        pairs: list[tuple[Run, Run]] = []
+        offset = 0
+        for start, stop in runs:
+            pairs.append(((offset, offset + stop - start), (start, stop)))
+            offset += stop - start
+        blocks = [((*here, local), (*there, run)) for here, there in blocks for local, run in pairs]
+    return tuple(blocks)
+
+
+def owned_boxes(
+    shape: Sequence[int], shard: Shard, rank: int
+) -> tuple[tuple[tuple[Run, ...], tuple[Run, ...], tuple[int, ...]], ...]:
+    """``rank``'s local tensor cut wherever its owners change: ``(local slices, global slices, ranks that hold it)``.
+
+    Every owner of a box has the same box, in the same order among those of its owners.
+    """
+    blocks: list[tuple[tuple[Run, ...], tuple[Run, ...], frozenset[int]]] = [
+        ((), (), frozenset(range(shard.dims[0][1].ranks)))
+    ]
+    for dim, size in enumerate(shape):
+        ownership = shard.ownership(dim) or Ownership.whole(size, shard.dims[0][1].ranks)
+        pieces: list[tuple[Run, Run, frozenset[int]]] = []
+        offset = 0
+        for start, stop, ranks in ownership.owners:
+            if rank in ranks:
+                pieces.append(((offset, offset + stop - start), (start, stop), frozenset(ranks)))
+                offset += stop - start
+        blocks = [
+            ((*here, local), (*there, run), owners & ranks)
+            for here, there, owners in blocks
+            for local, run, ranks in pieces
+        ]
+    return tuple((here, there, tuple(sorted(owners))) for here, there, owners in blocks)

@@ -1,0 +1,442 @@
+"""The Lightning strategy: hooks only. What they do lives in functions that know nothing of Lightning.
+
+Order of a run: the Trainer checks the sizes when it is made; processes start; all ranks take rank 0's random state;
+``configure_model()`` builds a model without memory; ``setup`` makes it this rank's local model; optimizers are made on
+local parameters. From then on every rank of a tensor-parallel group runs the same steps on the same batches, with the
+same random numbers (dropout on Invariant tensors must agree), and the data-parallel groups average their gradients.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import uuid
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.utilities.data import _auto_add_worker_init_fn
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
+from lightning.pytorch import Trainer
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins import MixedPrecision, TorchCheckpointIO
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+from torchmetrics import Metric
+from transformers import PreTrainedModel
+
+from lightning_autotp.building.pretrained import meta_model
+from lightning_autotp.checkpoints.export import ENTRY, describe_models, save_pretrained
+from lightning_autotp.checkpoints.files import Background, detached, open_checkpoint, save_directory, save_file
+from lightning_autotp.checkpoints.state import (
+    full_optimizer_state,
+    full_state_dict,
+    held_optimizer_state,
+    held_state,
+    load_full_optimizer_state,
+    load_full_state_dict,
+)
+from lightning_autotp.lightning.averaging import refuse_whole_copies
+from lightning_autotp.lightning.discovery import fill_remaining, find_models, outermost, parallel_sizes
+from lightning_autotp.lightning.summary import summarize_as_before, summarize_whole_model
+from lightning_autotp.parameters.local_blocks import metas_kept
+from lightning_autotp.pipeline import fill_local, make_local
+from lightning_autotp.ranks.agreement import check_same_batch, check_same_weights, raise_together
+from lightning_autotp.ranks.group import TPGroup
+from lightning_autotp.ranks.peers import Peer, PeerWatch
+from lightning_autotp.training.adapters import find_adapted, save_adapter
+from lightning_autotp.training.batches import broadcast_loader, check_sampler
+from lightning_autotp.training.data_parallel import gather_if_uneven, in_parts_again
+from lightning_autotp.training.gradients import average_gradients, clip_gradients_norm, clip_gradients_value
+from lightning_autotp.training.optimizers import check_optimizer
+from lightning_autotp.training.precision import AgreedGradScaler
+
+
+class AutoTPStrategy(ModelParallelStrategy):
+    """Tensor parallelism for any model, planned from its own graph.
+
+    Ranks ``0 .. tensor_parallel_size - 1`` share one copy of the model, the next ones another copy, and so on.
+
+    Args:
+        tensor_parallel_size: ranks that share one copy; ``"auto"``: all devices divided by ``data_parallel_size``.
+        data_parallel_size: copies that train on different data and average their gradients; ``"auto"``: one.
+        example_inputs: one batch as the model's ``forward`` takes it: a tensor, a tuple of positional arguments, a
+            mapping of keyword arguments, or a function without arguments that returns one of these. Not needed for a
+            model that takes ``input_ids``; otherwise the LightningModule's ``example_input_array`` serves too.
+        checked_batches: how many batches of each stage and epoch are compared over the ranks of a tensor-parallel
+            group.
+        broadcast_batches: let only the first rank of a tensor-parallel group read its dataloaders (and run their
+            workers); the others receive every batch from it, whatever can be pickled. Their datasets are not touched.
+        save_distributed_checkpoint: write checkpoints as directories, each rank its own part, instead of one file of
+            whole tensors that go through rank 0. Both are in the original model's names and shapes, and both load at
+            any sizes.
+        save_async: write checkpoints in the background, from a copy in host memory, while training goes on.
+        process_group_backend: by default the one for the device: nccl or gloo.
+        timeout: of collectives.
+
+    Raises:
+        ValueError: when the Trainer is made, if the sizes do not multiply to the number of devices.
+    """
+
+    def __init__(
+        self,
+        tensor_parallel_size: int | Literal["auto"] = "auto",
+        data_parallel_size: int | Literal["auto"] = "auto",
+        example_inputs: Any = None,
+        checked_batches: int = 2,
+        broadcast_batches: bool = False,
+        save_distributed_checkpoint: bool = False,
+        save_async: bool = False,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+    ) -> None:
+        super().__init__(
+            data_parallel_size, tensor_parallel_size, save_distributed_checkpoint, process_group_backend, timeout
+        )
+        self._example_inputs = example_inputs
+        self._checked_batches = checked_batches
+        self._broadcast_batches = broadcast_batches
+        self._seen_batches: dict[Any, int] = {}
+        self._checked_groups: list[int] = []
+        self._averaging: list[RemovableHandle] = []
+        self._save_async = save_async
+        self._saving = Background()
+        self._saving_group: dist.ProcessGroup | None = None
+        self._peers: PeerWatch | None = None
+
+    # --- before there are processes ---
+
+    def _configure_launcher(self) -> None:
+        devices = self.num_nodes * self.num_processes
+        self._tensor_parallel_size, self._data_parallel_size = parallel_sizes(
+            devices, self._tensor_parallel_size, self._data_parallel_size
+        )
+        super()._configure_launcher()
+
+    # --- groups ---
+
+    @property
+    def tensor_parallel_group(self) -> dist.ProcessGroup:
+        """The ranks that share this rank's copy of the model."""
+        return self.device_mesh["tensor_parallel"].get_group()
+
+    @property
+    def data_parallel_group(self) -> dist.ProcessGroup:
+        """The ranks that hold the same part of the other copies."""
+        return self.device_mesh["data_parallel"].get_group()
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """Lightning hands us the optimizers' states like any others."""
+        return True
+
+    # --- set-up ---
+
+    def setup_environment(self) -> None:
+        """Start the process groups, watch the peers, and continue everywhere with rank 0's random state."""
+        assert self.lightning_module is not None
+        refuse_whole_copies(self.lightning_module.trainer.callbacks)  # type: ignore[attr-defined]
+        super().setup_environment()
+        self._watch_peers()
+        self._share_random_state()
+
+    @contextmanager
+    def model_sharded_context(self) -> Generator[None, None, None]:
+        """Around ``configure_model()``: models are built without memory, and an error on one rank reaches all."""
+        with raise_together(None, "building the model in configure_model()"), meta_model():
+            yield
+
+    def setup(self, trainer: Trainer) -> None:
+        """Make the models local, put them on the device, then make the optimizers."""
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        module = self.lightning_module
+        with raise_together(None, "looking for the model to parallelize"):
+            models = find_models(module, self._example_inputs)
+        for model, inputs in models:
+            check_same_weights(model, None)
+            make_local(model, self.tensor_parallel_group, inputs)
+        # Before the parameters take memory: what is on meta becomes of the precision's dtype, and then real.
+        with metas_kept(module):
+            self.model = self.precision_plugin.convert_module(module)
+        copies = self.device_mesh["data_parallel"] if self._data_parallel_size != 1 else None
+        for model, _ in models:
+            fill_local(model, self.root_device, copies)
+        with raise_together(None, "initializing the LightningModule's own parameters"):
+            fill_remaining(module)
+        self._share_random_state()
+        with metas_kept(module):
+            self.model_to_device()
+        for metric in module.modules():
+            # Ranks of one tensor-parallel group have the same values: counted once.
+            if isinstance(metric, Metric) and metric.process_group is None:
+                metric.process_group = self.data_parallel_group
+        for handle in self._averaging:
+            handle.remove()
+        self._averaging = average_gradients(module, self.data_parallel_group)
+        if self._data_parallel_size == 1:
+            # One copy of the model sees all the data, in the order one process would: Lightning's distributed sampler
+            # would only shuffle it, even where the user's does not.
+            trainer._accelerator_connector.use_distributed_sampler = False
+        self._seen_batches.clear()
+        summarize_whole_model(trainer.callbacks)  # type: ignore[attr-defined]
+        self.barrier()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if trainer.state.fn == TrainerFn.FITTING:
+            _optimizers_to_device(self.optimizers, self.root_device)
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Make the optimizers, and refuse those that cannot work on parts of tensors."""
+        super().setup_optimizers(trainer)
+        self._checked_groups.clear()
+        self._check_optimizers()
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Make a step; parameter groups added since the last one, such as thawed layers, are checked first."""
+        self._check_optimizers()
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    def _check_optimizers(self) -> None:
+        groups = [len(optimizer.param_groups) for optimizer in self.optimizers]
+        if groups != self._checked_groups:
+            with raise_together(None, "checking the optimizers"), isolate_rng():
+                for optimizer in self.optimizers:
+                    check_optimizer(optimizer)
+            self._checked_groups = groups
+
+    def setup_precision_plugin(self) -> None:
+        """Let gradients be clipped by the whole model's norm, and loss scaling be agreed on."""
+        super().setup_precision_plugin()
+        plugin = self.precision_plugin
+        plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
+        plugin.clip_grad_by_value = self._clip_by_value  # type: ignore[method-assign]
+        if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
+            plugin.scaler = AgreedGradScaler(plugin.scaler)
+
+    def _watch_peers(self) -> None:
+        if self._peers is not None:
+            self._peers.close()
+        if self.world_size == 1:
+            return
+        peers: list[Any] = [None] * self.world_size
+        dist.all_gather_object(peers, Peer.this_process(self.global_rank))
+        store = dist.distributed_c10d._get_default_store()
+        self._peers = PeerWatch(peers, self.global_rank, store, run=self.broadcast(uuid.uuid4().hex))
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Tell the other ranks, which may be waiting for this one."""
+        if self._peers is not None:
+            self._peers.report(exception)
+
+    def teardown(self) -> None:
+        """Finish what is being saved, and leave the precision plugin and the callbacks as they were."""
+        for patched in ("clip_grad_by_norm", "clip_grad_by_value"):
+            vars(self.precision_plugin).pop(patched, None)
+        if self.lightning_module is not None:
+            summarize_as_before(self.lightning_module.trainer.callbacks)  # type: ignore[attr-defined]
+        try:
+            self._saving.close()
+        finally:
+            if self._peers is not None:
+                self._peers.close()
+            super().teardown()
+
+    def _clip_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        parameters = self.precision_plugin.main_params(optimizer)
+        clip_gradients_norm(parameters, TPGroup.of(self.tensor_parallel_group), clip_val)
+
+    def _clip_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        clip_gradients_value(self.precision_plugin.main_params(optimizer), clip_val)
+
+    def _share_random_state(self) -> None:
+        """Rank 0's random state for every rank: in one process it would have been the only one."""
+        _set_rng_states(self.broadcast(_collect_rng_states(include_cuda=False)))
+        if self.root_device.type == "cuda":
+            torch.cuda.set_rng_state(self.broadcast(torch.cuda.get_rng_state(self.root_device)), self.root_device)
+
+    # --- data ---
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Seed the loader's workers by data-parallel rank, so that one group's ranks augment alike; or read once."""
+        place = self.distributed_sampler_kwargs
+        check_sampler(dataloader, place["num_replicas"], place["rank"])
+        _auto_add_worker_init_fn(dataloader, place["rank"])
+        if self._broadcast_batches and self.tensor_parallel_group.size() > 1:
+            return broadcast_loader(dataloader, self.tensor_parallel_group, self.root_device)
+        return dataloader
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Move a batch; the first few of each stage are compared over the tensor-parallel group."""
+        batch = super().batch_to_device(batch, device, dataloader_idx)
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        place = trainer.state.stage, dataloader_idx, trainer.current_epoch
+        seen = self._seen_batches.get(place, 0)
+        if seen < self._checked_batches:
+            self._seen_batches[place] = seen + 1
+            where = f"batch {seen} of the {place[0]} data (dataloader {dataloader_idx}, epoch {place[2]})"
+            check_same_batch(batch, self.tensor_parallel_group, where)
+        return batch
+
+    def on_predict_start(self) -> None:
+        """Rows to predict are not padded: the copies of the model may have different numbers of batches."""
+        assert self.lightning_module is not None
+        if self._data_parallel_size != 1:
+            batches = self.lightning_module.trainer.predict_loop.max_batches
+            gather_if_uneven(self.lightning_module, batches, self.data_parallel_group)
+
+    def on_predict_end(self) -> None:
+        """From now on the copies are called equally often again."""
+        assert self.lightning_module is not None
+        if self._data_parallel_size != 1:
+            in_parts_again(self.lightning_module)
+
+    # --- logging and decisions ---
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce over the data-parallel ranks: those of one tensor-parallel group have the same value."""
+        return super().reduce(tensor, group if group is not None else self.data_parallel_group, reduce_op)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Decide together over all ranks."""
+        votes = torch.tensor(int(decision), device=self.root_device)
+        dist.all_reduce(votes)
+        return int(votes) == self.world_size if all else int(votes) > 0
+
+    # --- checkpoints: in the original model's coordinates ---
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The state dict: whole on global rank 0 and empty elsewhere, or held tensors for a distributed checkpoint."""
+        assert self.lightning_module is not None
+        if (error := sys.exc_info()[1]) is not None:
+            # A callback saves because of an error: if it is this rank's alone, the others wait elsewhere.
+            self.on_exception(error)
+        return self.state_of(self.lightning_module)
+
+    def state_of(self, module: nn.Module) -> dict[str, Any]:
+        """As :meth:`lightning_module_state_dict`, of any module with the parallel model's parameters. Collective."""
+        if self._save_distributed_checkpoint:
+            return held_state(module, copy=self._save_async)
+        return full_state_dict(module, keep=self.is_global_zero)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer's state, likewise."""
+        assert self.lightning_module is not None
+        plain = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        if self._save_distributed_checkpoint:
+            return held_optimizer_state(plain, self.lightning_module, copy=self._save_async)
+        return full_optimizer_state(plain, self.lightning_module, keep=self.is_global_zero)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write a checkpoint, whole or not at all; an error on one rank reaches all. Collective.
+
+        With ``save_async`` the error of a save is raised at the next one, or at the end of the run.
+        """
+        path = self.broadcast(filepath)
+        self._finish_saving()
+        assert self.lightning_module is not None
+        checkpoint[ENTRY] = describe_models(self.lightning_module)
+        if "://" in str(path) or type(self.checkpoint_io) is not TorchCheckpointIO or storage_options is not None:
+            with raise_together(None, f"writing the checkpoint {path}"):
+                if self._save_distributed_checkpoint:
+                    raise ValueError(
+                        f"a distributed checkpoint is written to a directory that all ranks see, not to {path} or by a"
+                        " CheckpointIO plugin: use save_distributed_checkpoint=False"
+                    )
+                Strategy.save_checkpoint(self, checkpoint, path, storage_options)
+            return
+        if self._save_async and self.lightning_module.trainer.training:
+            checkpoint = detached(checkpoint)
+            self._saving.submit(lambda: self._write_checkpoint(checkpoint, Path(path)))
+        else:
+            with raise_together(None, f"writing the checkpoint {path}"):
+                self._write_checkpoint(checkpoint, Path(path))
+
+    def _write_checkpoint(self, checkpoint: dict[str, Any], path: Path) -> None:
+        if self._save_distributed_checkpoint:
+            assert self._saving_group is not None
+            save_directory(checkpoint, path, self._saving_group)
+        elif self.is_global_zero:
+            save_file(checkpoint, path)
+
+    def _finish_saving(self) -> None:
+        """Wait for the save in the background; its error on one rank reaches all."""
+        if self._saving_group is None:
+            # The background's own, and for the CPU: what is saved is there.
+            self._saving_group = dist.new_group(backend="gloo")
+        with raise_together(None, "writing a checkpoint in the background"):
+            self._saving.wait()
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint, but not before the one that is being written in the background is finished."""
+        if self._saving.is_busy:
+            self._saving.submit(lambda: Strategy.remove_checkpoint(self, filepath))
+        else:
+            super().remove_checkpoint(filepath)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """A checkpoint of either kind: what is not this rank's part of a tensor is never read."""
+        path = self.broadcast(checkpoint_path)
+        self._finish_saving()
+        with raise_together(None, f"reading the checkpoint {path}"):
+            if "://" in str(path) or type(self.checkpoint_io) is not TorchCheckpointIO:
+                return Strategy.load_checkpoint(self, path, weights_only)
+            return open_checkpoint(Path(path), weights_only, check=self.is_global_zero)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Each rank takes its part of every tensor."""
+        assert self.lightning_module is not None
+        with raise_together(None, "loading the checkpoint's weights"):
+            load_full_state_dict(self.lightning_module, checkpoint["state_dict"], strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Each rank takes its part of every state."""
+        assert self.lightning_module is not None
+        with raise_together(None, "loading the checkpoint's optimizer states"):
+            for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+                load_full_optimizer_state(optimizer, state, self.lightning_module)
+        _optimizers_to_device(self.optimizers, self.root_device)
+
+    def save_pretrained(self, directory: str | os.PathLike[str], model: nn.Module | None = None, **kwargs: Any) -> None:
+        """Write the LightningModule's Hugging Face model so that plain ``from_pretrained`` loads it. Collective.
+
+        Of a model with PEFT adapters, only these are written, in PEFT's format.
+
+        Args:
+            directory: where to.
+            model: which of the LightningModule's models; only needed if it has several.
+            **kwargs: for :func:`~lightning_autotp.training.adapters.save_adapter`, or for
+                :func:`lightning_autotp.save_pretrained`, such as ``max_shard_size`` and ``dtype``.
+
+        Raises:
+            ValueError: if it is not clear which model to write.
+        """
+        assert self.lightning_module is not None
+        write = self.distributed_sampler_kwargs["rank"] == 0
+        if (adapted := find_adapted(model or self.lightning_module)) is not None:
+            return save_adapter(adapted, directory, write=write, every_process=True, **kwargs)
+        models = [model] if model is not None else list(outermost(self.lightning_module, PreTrainedModel))
+        if len(models) != 1:
+            raise ValueError(
+                f"{type(self.lightning_module).__name__} has {len(models)} Hugging Face models: name one, as in"
+                " trainer.strategy.save_pretrained(directory, model=module.model)"
+            )
+        save_pretrained(models[0], directory, write=write, every_process=True, **kwargs)
+
+
+StrategyRegistry.register(
+    "autotp", AutoTPStrategy, description="Tensor parallelism for any model, planned from its own graph", override=True
+)

@@ -1,0 +1,114 @@
+"""Convolutions, pooling and resampling: channels may be cut, positions stay whole."""
+
+from __future__ import annotations
+
+from lightning_autotp.layouts.dims import product
+from lightning_autotp.operators.registry import Dims, Site, rule
+
+_RESAMPLED = "this operator mixes positions"
+
+
+def _positions(site: Site, dims: Dims) -> Dims:
+    """Positions stay whole, before and after."""
+    fresh = tuple(site.new(size) for size in site.shape[len(site.shape) - len(dims) :])
+    site.keep_whole(*dims, *fresh, because=_RESAMPLED)
+    return fresh
+
+
+@rule("aten.conv1d.default", "aten.conv2d.default", "aten.conv3d.default", sizes=["groups"])
+@rule("aten.conv1d.padding", "aten.conv2d.padding", "aten.conv3d.padding", sizes=["groups"])
+@rule("aten.convolution.default", sizes=["groups"])
+@rule("aten.conv_transpose1d.default", "aten.conv_transpose2d.input", "aten.conv_transpose3d.input", sizes=["groups"])
+def convolution(site: Site) -> Dims | list[Dims]:
+    """``input [..., (g i), place]``, ``weight [(g o), i, kernel]``, ``bias [(g o)]`` -> ``[..., (g o), place]``.
+
+    A transposed one has the weight ``[(g i), o, kernel]``. Groups ``g`` pass, so a depthwise convolution's channels do;
+    the channels ``i`` of a group are contracted and the bias comes after their sum. Positions pass a kernel of size 1.
+    """
+    x, weight, bias, groups = site.dims("input"), site.dims("weight"), site.tensor("bias"), site["groups"]
+    is_transposed = "transpose" in site.operator.name or dict(site.operator.arguments).get("transposed", False)
+    *batch, channels = x[: len(x) - len(weight) + 2]
+    grouped = site.axes.split(channels, groups)
+    filters = site.axes.split(weight[0], groups)
+    if grouped is None or filters is None:
+        return site.give_up("the groups of this convolution divide a dim across its parts")
+    site.tie(grouped[0], filters[0])
+    read, given = (filters[1], weight[1]) if is_transposed else (weight[1], filters[1])
+    site.contract(site.tie(grouped[1], read), read)
+    out = product([filters[0], given]) if is_transposed else weight[0]
+    if bias is None:
+        site.linear_in("input")
+    else:
+        site.tie(out, bias[0])
+        if read.size > 1:
+            site.relation.added_last.add(site["bias"].tensor)
+    positions, kernel = x[len(x) - len(weight) + 2 :], weight[2:]
+    site.keep_whole(*kernel)
+    is_pointwise = (
+        all(dim.size == 1 for dim in kernel) and tuple(dim.size for dim in positions) == site.shape[-len(kernel) :]
+    )
+    if not is_pointwise or any(step != 1 for step in site["stride"]):
+        positions = _positions(site, positions)
+    return (*batch, out, *positions)
+
+
+_LINEAR = (
+    *(f"aten.adaptive_avg_pool{n}d.default" for n in (1, 2, 3)),
+    *(f"aten.avg_pool{n}d.default" for n in (1, 2, 3)),
+    *(f"aten.upsample_{kind}.vec" for kind in ("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d")),
+    *(f"aten.{kind}.vec" for kind in ("upsample_bicubic2d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa")),
+)
+
+
+@rule(*_LINEAR, *(f"aten.max_pool{n}d.default" for n in (1, 2, 3)))
+@rule(*(f"aten.adaptive_max_pool{n}d.default" for n in (1, 2, 3)), "aten.max_pool2d_with_indices.default")
+def resample(site: Site) -> list[Dims]:
+    """``[..., positions]`` -> ``[..., other positions]``, every channel by itself."""
+    name, _ = site.operator.arguments[0]
+    dims, rank = site.dims(name), next(n for n in (1, 2, 3) if f"{n}d" in site.operator.name)
+    if site.operator.name in _LINEAR:
+        site.linear_in(name)
+    return [(*dims[:-rank], *_positions(site, dims[-rank:]))] * len(site.shapes)
+
+
+@rule("aten.im2col.default")
+def im2col(site: Site) -> Dims:
+    """``[..., c, h, w]`` -> ``[..., (c k), blocks]``: each channel's elements under a kernel."""
+    *batch, channels, height, width = site.dims("self")
+    inside, blocks = site.new(site.shape[-2] // channels.size), site.new(site.shape[-1])
+    site.keep_whole(height, width, inside, blocks, because=_RESAMPLED)
+    site.linear_in("self")
+    return (*batch, product([channels, inside]), blocks)
+
+
+@rule("aten.col2im.default")
+def col2im(site: Site) -> Dims | list[Dims]:
+    """``[..., (c k), blocks]`` -> ``[..., c, h, w]``: the sum of what the kernels give each position."""
+    *batch, columns, blocks = site.dims("self")
+    parts = site.axes.split(columns, site.shape[-3])
+    if parts is None:
+        return site.give_up("col2im divides a dim across its parts")
+    fresh = site.new(site.shape[-2]), site.new(site.shape[-1])
+    site.keep_whole(parts[1], blocks, *fresh, because=_RESAMPLED)
+    site.linear_in("self")
+    return (*batch, parts[0], *fresh)
+
+
+@rule("aten.unfold.default")
+def unfold(site: Site) -> Dims:
+    """Windows along a dim, as a last dim; windows side by side divide the dim, others need all of it."""
+    dims = list(site.dims("self"))
+    index, size = site.index("dimension", len(dims)), site["size"]
+    site.linear_in("self")
+    if not dims:
+        return (site.new(size),)
+    parts = None
+    if size == site["step"] and dims[index].size % size == 0 and dims[index].size:
+        parts = site.axes.split(dims[index], dims[index].size // size)
+    if parts is None:
+        site.keep_whole(dims[index], because="windows along the dim")
+        parts = site.new(site.shape[index]), site.new(size)
+        site.keep_whole(parts[0])
+    site.keep_whole(parts[1])
+    dims[index] = parts[0]
+    return (*dims, parts[1])

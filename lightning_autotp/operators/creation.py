@@ -1,0 +1,78 @@
+"""Constants and random numbers that take a shape from a tensor, and dropout.
+
+What draws for single elements may do so on shards, where each rank draws its own numbers. A Partial is summed before.
+"""
+
+from __future__ import annotations
+
+from lightning_autotp.operators.registry import Dims, Site, rule
+
+
+@rule("aten.zeros_like.default", "aten.zero.default")
+def zeros_like(site: Site) -> Dims:
+    """Cut like the tensor whose shape it has; zeros add up to zeros."""
+    site.linear_in("self")
+    return site.dims("self")
+
+
+@rule("aten.ones_like.default", "aten.full_like.default", "aten.empty_like.default", "aten.fill.Scalar")
+def full_like(site: Site) -> Dims:
+    """Cut like the tensor whose shape it has."""
+    return site.dims("self")
+
+
+@rule(*(f"aten.{name}.default" for name in ("new_zeros", "new_ones", "new_full", "new_empty")), sizes=["size"])
+def new_full(site: Site) -> Dims:
+    """Sizes of its own: cut as it is used. One that has the tensor's shape takes it from there, and is cut like it."""
+    dims = site.dims("self")
+    if tuple(dim.size for dim in dims) == site.shape:
+        return dims
+    return tuple(site.new(size) for size in site.shape)
+
+
+@rule(
+    *(f"aten.{name}.default" for name in ("rand_like", "randn_like", "exponential", "uniform", "bernoulli")),
+    "aten.bernoulli.p",
+)
+def random(site: Site) -> Dims:
+    """A number for every element of the tensor that lends its shape (or its probabilities)."""
+    site.draws()
+    return site.dims("self")
+
+
+@rule("aten.multinomial.default")
+def multinomial(site: Site) -> list[Dims]:
+    """One draw among all categories, so all stays whole."""
+    return site.give_up("aten.multinomial.default draws one index among all")
+
+
+@rule("aten.dropout.default", "aten.alpha_dropout.default")
+def dropout(site: Site) -> Dims:
+    """A mask with a number for every element; without effect it is the identity."""
+    return _dropped(site)
+
+
+def _dropped(site: Site) -> Dims:
+    name, _ = site.operator.arguments[0]  # the in-place form calls it by another name
+    if site["p"] and site["train"]:
+        site.draws()
+    else:
+        site.linear_in(name)
+    return site.dims(name)
+
+
+@rule("aten.feature_dropout.default", "aten.feature_alpha_dropout.default")
+def feature_dropout(site: Site) -> Dims:
+    """One number per sample and channel: ``[n, c, ...]``; what comes after the channels has it in common."""
+    dims = _dropped(site)
+    if site.relation.draws:
+        site.keep_whole(*dims[2:], because="dropout draws one number for the whole of a channel")
+    return dims
+
+
+@rule("aten.native_dropout.default")
+def native_dropout(site: Site) -> list[Dims]:
+    """``(result, mask)``, both of the input's shape."""
+    if site["p"] and site["train"] is not False:
+        site.draws()
+    return [site.dims("input"), site.dims("input")]

@@ -1,0 +1,182 @@
+"""A captured model as plain data: tensors and the operators between them, in the order they run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_autotp.layouts.places import Boundary, CallPoint, CallSite
+
+OPAQUE = "opaque module"
+"""Name of the one operator that a module is whose code cannot be traced."""
+
+
+@dataclass(frozen=True)
+class Ref:
+    """An operator's argument that is a tensor: its index in :attr:`Graph.tensors`."""
+
+    tensor: int
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a torch function in a model's code; it may run several operators.
+
+    Attributes:
+        module: path of the module whose ``forward`` made it.
+        site: where it stands.
+        arguments: the leaves of its arguments: tensors as :class:`Ref`, integers as they are, anything else ``None``.
+        results: the leaves of what it returned, alike.
+    """
+
+    module: str
+    site: CallSite
+    arguments: tuple[Ref | int | None, ...]
+    results: tuple[Ref | int | None, ...]
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What is known of one tensor.
+
+    Attributes:
+        shape: its whole shape.
+        dtype: its dtype without the ``torch.`` prefix.
+        itemsize: bytes of one element.
+        is_static: whether no parameter went into it, so that it is the same on every rank and needs no gradient.
+        is_differentiable: whether a gradient flows through it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    itemsize: int
+    is_static: bool
+    is_differentiable: bool
+
+    @property
+    def bytes(self) -> int:
+        """Size of the whole tensor."""
+        count = self.itemsize
+        for size in self.shape:
+            count *= size
+        return count
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One ATen (or recorded) operator.
+
+    Attributes:
+        name: such as ``aten.linear.default``; ``boundary`` for a module boundary, ``record:NAME`` for a recorded
+            primitive.
+        arguments: by the schema's names, defaults included; tensors are :class:`Ref`, lists stay lists (as tuples).
+        outputs: the tensors it makes.
+        module: path of the module whose ``forward`` called it.
+        source: file, line and code of the call.
+        layer: ``"linear"`` or ``"embedding"`` where the calling module is such a layer, whose parallel version can
+            communicate inside; else empty.
+        boundary: for an operator called ``boundary``, which computes nothing: where it is.
+        call: index in :attr:`Graph.calls` of the call that ran it; -1 if none did.
+        own_numbers: in a local trace: whether the random numbers it may draw are the rank's own.
+    """
+
+    name: str
+    arguments: tuple[tuple[str, Any], ...]
+    outputs: tuple[int, ...]
+    module: str
+    source: str
+    layer: str = ""
+    boundary: Boundary | CallPoint | None = None
+    call: int = -1
+    own_numbers: bool = False
+
+    def argument(self, name: str) -> Any:
+        """The argument's value."""
+        return dict(self.arguments)[name]
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        """Every tensor it reads, in the order of its arguments."""
+        return tuple(ref.tensor for _, value in self.arguments for ref in refs(value))
+
+
+def refs(value: Any) -> Iterator[Ref]:
+    """The tensors in an argument."""
+    if isinstance(value, Ref):
+        yield value
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from refs(item)
+
+
+def renamed(value: Any, names: Mapping[int, Any]) -> Any:
+    """An argument with other names for some of its tensors."""
+    if isinstance(value, Ref):
+        return names.get(value.tensor, value)
+    return tuple(renamed(item, names) for item in value) if isinstance(value, tuple) else value
+
+
+@dataclass
+class Graph:
+    """The operators of one training step's forward.
+
+    Attributes:
+        tensors: every tensor.
+        operators: in execution order, but for static ones: each stands before the first that needs it, and one that
+            nothing needs is left out.
+        parameters: name of the parameter (its first name, where tied) by tensor.
+        outputs: the floating-point tensors the model returns.
+        calls: the calls in the model's code that ran the operators.
+        opaque: modules whose code depends on values that a trace does not have: one operator each.
+        failure: what the model's code raised, where it did not come to its end.
+    """
+
+    tensors: list[TensorInfo] = field(default_factory=list)
+    operators: list[Operator] = field(default_factory=list)
+    parameters: dict[int, str] = field(default_factory=dict)
+    outputs: list[int] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    opaque: frozenset[str] = frozenset()
+    failure: str = ""
+
+    def loose(self) -> list[int]:
+        """Tensors that no operator makes and that are no parameters (inputs, buffers, constants), as they are used."""
+        made = {tensor for operator in self.operators for tensor in operator.outputs}
+        used = (tensor for operator in self.operators for tensor in operator.inputs)
+        return [tensor for tensor in dict.fromkeys(used) if tensor not in made and tensor not in self.parameters]
+
+    def static_on_demand(self) -> None:
+        """Bring the static operators into an order that depends on the others alone.
+
+        Code may compute masks and tables in any order (it may loop over a set): a second trace must not differ by that.
+        """
+        producers = self.producers()
+        placed: dict[int, Operator] = {}
+
+        def place(operator: Operator) -> None:
+            pending = [operator]
+            while pending:
+                last = pending[-1]
+                missing = [
+                    producer
+                    for tensor in last.inputs
+                    if (producer := producers.get(tensor)) is not None and id(producer) not in placed
+                ]
+                if missing:
+                    pending.append(missing[0])
+                else:
+                    placed.setdefault(id(last), last)
+                    pending.pop()
+
+        for operator in self.operators:
+            if not all(self.tensors[tensor].is_static for tensor in operator.outputs):
+                place(operator)
+        for tensor in self.outputs:
+            if tensor in producers:
+                place(producers[tensor])
+        self.operators = list(placed.values())
+
+    def producers(self) -> dict[int, Operator]:
+        """The operator that makes each tensor."""
+        return {tensor: operator for operator in self.operators for tensor in operator.outputs}

@@ -1,0 +1,106 @@
+"""Reading by index: look-ups, gathers, selections by tensors of indices.
+
+The indexed dim stays whole, since an index may point anywhere in it; the index's own dims and all others pass.
+"""
+
+from __future__ import annotations
+
+from lightning_autotp.layouts.dims import Dim
+from lightning_autotp.operators.registry import Dims, Site, rule
+
+_INDEXED = "an index may point anywhere in the dim"
+
+
+@rule("aten.embedding.default")
+def embedding(site: Site) -> Dims:
+    """``weight [v, h]``, ``indices [...]`` -> ``[..., h]``: a rank looks up its rows, zeros for others: a sum."""
+    weight = site.dims("weight")
+    if site.operator.layer != "embedding":
+        site.keep_whole(weight[0], because="only an embedding layer can look up a part of the rows")
+    elif site["scale_grad_by_freq"] or site["sparse"]:
+        site.keep_whole(weight[0], because="an embedding with scale_grad_by_freq or sparse gradients needs all rows")
+    else:
+        site.contract(weight[0])
+    return (*site.dims("indices"), weight[1])
+
+
+def indexed(site: Site, dims: Dims) -> tuple[Dims, Dims] | None:
+    """What ``self[indices]`` is made of: the index's (broadcast) dims and those of its result.
+
+    The dims that are indexed stay whole. ``None`` if there is a mask: what it selects depends on its values.
+    """
+    several: list[Dims] = []
+    places: list[int] = []
+    at = 0
+    for entry in site.indices("indices"):
+        if entry is None:
+            at += 1
+            continue
+        index, is_mask = entry
+        if is_mask:
+            return None
+        several.append(index)
+        places.append(at)
+        site.keep_whole(dims[at], because=_INDEXED)
+        at += 1
+    found = site.broadcast(several)
+    rest = [(position, dim) for position, dim in enumerate(dims) if position not in places]
+    # Indices side by side give their dims where they stand, others give them in front.
+    first = places[0] if places == list(range(places[0], places[0] + len(places))) else 0
+    before = tuple(dim for position, dim in rest if position < first)
+    return found, (*before, *found, *(dim for position, dim in rest if position >= first))
+
+
+@rule("aten.index.Tensor", "aten._unsafe_index.Tensor")
+def index_tensor(site: Site) -> Dims | list[Dims]:
+    """``self[indices]`` with tensors of indices; linear in ``self``."""
+    result = indexed(site, site.dims("self"))
+    if result is None:
+        return site.give_up("how many elements a mask selects depends on its values")
+    site.linear_in("self")
+    return result[1]
+
+
+@rule("aten.index_select.default")
+def index_select(site: Site) -> Dims:
+    """Some indices of a dim."""
+    dims, index = site.dims("self"), site.dims("index")
+    at = site.index("dim", len(dims))
+    site.keep_whole(*dims[at : at + 1], because=_INDEXED)
+    site.linear_in("self")
+    chosen: Dim = index[0] if index else site.new(1)
+    return (*dims[:at], chosen, *dims[at + 1 :]) if dims else ()
+
+
+@rule("aten.gather.default", "aten.take_along_dim.default")
+def gather(site: Site) -> Dims | list[Dims]:
+    """Along one dim, by an index of the output's shape; other dims are indexed alike where the index is as long."""
+    name = "index" if site.operator.name == "aten.gather.default" else "indices"
+    dims, index = site.dims("self"), site.dims(name)
+    if site["dim"] is None or len(dims) != len(index):
+        return site.give_up("this index is into the flattened tensor")
+    along(site, dims, index, site.index("dim", len(dims)))
+    site.linear_in("self")
+    if name == "indices":  # broadcast
+        at = site.index("dim", len(dims))
+        return tuple(b if p == at or a.size == 1 else a for p, (a, b) in enumerate(zip(dims, index, strict=True)))
+    return index
+
+
+def along(site: Site, dims: Dims, index: Dims, at: int) -> None:
+    """Dims of a tensor and of an index into its dim ``at``: what is shorter in the index stays whole."""
+    for position, (ours, theirs) in enumerate(zip(dims, index, strict=True)):
+        if position == at:
+            site.keep_whole(ours, because=_INDEXED)
+        elif ours.size == theirs.size:
+            site.tie(ours, theirs)
+        else:
+            site.keep_whole(ours, theirs, because="an index that is shorter than the dim")
+
+
+@rule("aten.one_hot.default")
+def one_hot(site: Site) -> Dims:
+    """A new dim over the classes, which stays whole."""
+    classes = site.new(site.shape[-1])
+    site.keep_whole(classes)
+    return (*site.dims("self"), classes)

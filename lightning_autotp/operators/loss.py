@@ -1,0 +1,41 @@
+"""Losses."""
+
+from __future__ import annotations
+
+from lightning_autotp.operators.registry import Dims, Site, rule
+
+
+@rule("aten.cross_entropy_loss.default")
+def cross_entropy(site: Site) -> Dims:
+    """``self [n, c, ...]``, ``target [n, ...]``: over sharded classes it sums by itself.
+
+    Targets that are probabilities (``[n, c, ...]``) need all classes.
+    """
+    dims, target = site.dims("self"), site.dims("target")
+    classes = 1 if len(dims) > 1 else 0
+    if len(target) == len(dims):
+        site.keep_whole(dims[classes], because="a loss whose targets are probabilities needs all classes")
+    else:
+        site.contract(dims[classes])
+        site.relation.reduces = True
+    tokens = [dim for index, dim in enumerate(dims) if index != classes]
+    out = tuple(site.new(size) for size in site.shape)
+    site.keep_whole(*tokens, *target, *(site.tensor("weight") or ()), *out, because="the loss is over all tokens")
+    return out
+
+
+@rule("aten.nll_loss_nd.default", "aten.nll_loss.default", "aten.nll_loss2d.default")
+def picked_loss(site: Site) -> list[Dims]:
+    """The classes' log-probabilities are picked by index, over all tokens."""
+    return site.give_up("the loss needs all classes and tokens")
+
+
+_ELEMENTWISE = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits")
+
+
+@rule(*(f"aten.{name}.default" for name in _ELEMENTWISE))
+def elementwise_loss(site: Site) -> Dims | list[Dims]:
+    """Element by element if not reduced (``reduction`` 0), else over all of them."""
+    if site["reduction"]:
+        return site.give_up("the loss is over all elements")
+    return site.broadcast(list(site.relation.inputs.values()))

@@ -1,0 +1,411 @@
+"""Differentiable collectives, each a forward and a backward side by side, named by the types they convert between.
+
+A tensor's type over the ranks fixes its gradient's type (see :mod:`~lightning_autotp.layouts.types`), and so a
+conversion's backward follows from its forward:
+
+====================================  =====  ========================  ==========================
+function                              types  forward                   backward
+====================================  =====  ========================  ==========================
+:func:`copy_to_tensor_parallel` (f)   I → R  identity                  all-reduce
+:func:`all_reduce` (g)                P → I  all-reduce                identity
+:func:`all_reduce_replicate`          P → R  all-reduce                all-reduce
+:func:`all_gather`                    S → I  all-gather                slice
+:func:`all_gather_replicate`          S → R  all-gather                reduce-scatter
+:func:`scatter`                       I → S  slice                     all-gather
+:func:`slice_replicate`               R → S  slice                     zero-padding
+:func:`reduce_scatter`                P → S  reduce-scatter            all-gather
+:func:`keep_once`                     I → P  zeros but on one rank     identity
+:func:`keep_once_replicate`           R → P  zeros but on one rank     zeros but on one rank
+====================================  =====  ========================  ==========================
+
+A shard's one sharded dim may be uneven, have several runs a rank, or be shared: where several ranks hold an index they
+hold the same value, and their gradients *add up* to the gradient. Going out of such a shard the first owner's value is
+taken and so the first owner alone gets the gradient; going into it every owner gets the value and the backward sums
+what the owners return.
+
+All of these are collective (every rank of the group must call them in the same order) except ``slice_replicate`` and
+those that keep once, in forward or backward as the table says. On meta tensors each records itself as one node of the
+trace (its name is the conversion, ``"partial_to_invariant"`` and so on) and communicates nothing.
+
+The idea of pairs is Megatron-LM's (``tensor_parallel/mappings.py``); what goes over the wire are PyTorch's functional
+collectives, which ``torch.compile`` can trace.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from lightning_autotp.capture import recording as trace
+from lightning_autotp.layouts.ownership import Ownership
+from lightning_autotp.layouts.types import Invariant, Layout, Partial, Replicate, Shard
+from lightning_autotp.ranks.group import TPGroup
+
+_ops = torch.ops._c10d_functional
+_uncached_owners = Ownership.__dict__["owners"].func
+
+
+# --- over the wire. Nothing travels for a tensor without elements, nor for one on meta, which has no values. ---
+
+
+def reduce_values(x: Tensor, group: TPGroup, op: str = "sum") -> Tensor:
+    """All-reduce outside autograd: ``op`` (``"sum"`` or ``"max"``) over the ranks' ``x``, on every rank. Collective."""
+    if x.is_meta or x.numel() == 0:
+        return torch.empty_like(x)
+    return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), op, group.name))
+
+
+def _gather_parts(x: Tensor, group: TPGroup) -> Tensor:
+    """Every rank's ``x``, all of one shape: ``[...] -> [ranks, ...]``."""
+    if x.is_meta or x.numel() == 0:
+        return x.new_empty((group.size, *x.shape))
+    flat = _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous().view(-1), group.size, group.name))
+    return flat.view(group.size, *x.shape)
+
+
+def _reduce_scatter_parts(parts: Tensor, group: TPGroup) -> Tensor:
+    """This rank's part, summed over the ranks: ``[ranks, ...] -> [...]``."""
+    if parts.is_meta or parts.numel() == 0:
+        return parts.new_empty(parts.shape[1:])
+    part = _ops.wait_tensor(_ops.reduce_scatter_tensor(parts.contiguous().view(-1), "sum", group.size, group.name))
+    return part.view(parts.shape[1:])
+
+
+# --- index arithmetic on one dim ---
+
+
+def owner_rows(ownership: Ownership) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
+    """``ownership.owners``, in compiled code too."""
+    # Until Python 3.12 a cached property takes a lock, which Dynamo cannot trace.
+    if torch.compiler.is_compiling():
+        return cast(tuple[tuple[int, int, tuple[int, ...]], ...], _uncached_owners(ownership))
+    return ownership.owners
+
+
+def take_owned(x: Tensor, dim: int, ownership: Ownership, rank: int) -> Tensor:
+    """``rank``'s part of a whole tensor, as a copy: ``[..., size, ...] -> [..., local size, ...]``. Not collective."""
+    runs = ownership.held[rank] or ((0, 0),)
+    return torch.cat([x.narrow(dim, start, stop - start) for start, stop in runs], dim)
+
+
+def keep_first_owned(local: Tensor, dim: int, ownership: Ownership, rank: int) -> Tensor:
+    """``local`` with zeros at the indices that a lower rank holds too, so that every index counts once in a sum."""
+    pieces: list[Tensor] = []
+    offset = 0
+    shared = False
+    for start, stop, ranks in owner_rows(ownership):
+        if rank in ranks:
+            piece = local.narrow(dim, offset, stop - start)
+            pieces.append(piece if ranks[0] == rank else torch.zeros_like(piece))
+            offset += stop - start
+            shared = shared or ranks[0] != rank
+    return torch.cat(pieces, dim) if shared else local
+
+
+def _pad(x: Tensor, dim: int, size: int) -> Tensor:
+    if x.shape[dim] == size:
+        return x
+    shape = list(x.shape)
+    shape[dim] = size - x.shape[dim]
+    return torch.cat([x, x.new_zeros(shape)], dim)
+
+
+def _place(local: Tensor, dim: int, ownership: Ownership, rank: int) -> Tensor:
+    """The whole tensor with ``local`` where this rank holds it and zeros elsewhere."""
+    pieces: list[Tensor] = []
+    offset = 0
+    for start, stop, ranks in owner_rows(ownership):
+        if rank in ranks:
+            pieces.append(local.narrow(dim, offset, stop - start))
+            offset += stop - start
+        else:
+            shape = list(local.shape)
+            shape[dim] = stop - start
+            pieces.append(local.new_zeros(shape))
+    return torch.cat(pieces, dim)
+
+
+def _gather(local: Tensor, group: TPGroup, dim: int, ownership: Ownership, *, add_owners: bool) -> Tensor:
+    """The whole tensor from the ranks' parts; a shared index has its first owner's value, or the sum of its owners'."""
+    largest = max(ownership.local_size(rank) for rank in range(ownership.ranks))
+    parts = _gather_parts(_pad(local, dim, largest), group)
+    offsets = [0] * ownership.ranks
+    pieces: list[Tensor] = []
+    for start, stop, ranks in owner_rows(ownership):
+        piece = parts[ranks[0]].narrow(dim, offsets[ranks[0]], stop - start)
+        if add_owners:
+            for rank in ranks[1:]:
+                piece = piece + parts[rank].narrow(dim, offsets[rank], stop - start)
+        for rank in ranks:
+            offsets[rank] += stop - start
+        pieces.append(piece)
+    return torch.cat(pieces, dim)
+
+
+def _reduce_scatter(x: Tensor, group: TPGroup, dim: int, ownership: Ownership) -> Tensor:
+    """This rank's part of the sum of the ranks' whole tensors; every owner of a shared index gets its sum."""
+    largest = max(ownership.local_size(rank) for rank in range(ownership.ranks))
+    parts = [_pad(take_owned(x, dim, ownership, rank), dim, largest) for rank in range(ownership.ranks)]
+    return (
+        _reduce_scatter_parts(torch.stack(parts), group).narrow(dim, 0, ownership.local_size(group.rank)).contiguous()
+    )
+
+
+# --- forward and backward ---
+
+
+class _InvariantToReplicate(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: TPGroup) -> Tensor:
+        ctx.group = group
+        return trace.record("invariant_to_replicate", [x], x.shape) if x.is_meta else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return reduce_values(grad, ctx.group), None
+
+
+class _PartialToInvariant(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: TPGroup) -> Tensor:
+        return trace.record("partial_to_invariant", [x], x.shape) if x.is_meta else reduce_values(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _PartialToReplicate(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: TPGroup) -> Tensor:
+        ctx.group = group
+        return trace.record("partial_to_replicate", [x], x.shape) if x.is_meta else reduce_values(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return reduce_values(grad, ctx.group), None
+
+
+class _ShardToInvariant(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: TPGroup, dim: int, ownership: Ownership) -> Tensor:
+        ctx.where = dim, ownership, group.rank
+        if x.is_meta:
+            return trace.record("shard_to_invariant", [x], _resized(x, dim, ownership.size), ownership.digest)
+        return _gather(x, group, dim, ownership, add_owners=False)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return keep_first_owned(take_owned(grad, *ctx.where), *ctx.where), None, None, None
+
+
+class _ShardToReplicate(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: TPGroup, dim: int, ownership: Ownership) -> Tensor:
+        ctx.group, ctx.where = group, (dim, ownership)
+        if x.is_meta:
+            return trace.record("shard_to_replicate", [x], _resized(x, dim, ownership.size), ownership.digest)
+        return _gather(x, group, dim, ownership, add_owners=False)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        dim, ownership = ctx.where
+        local = _reduce_scatter(grad, ctx.group, dim, ownership)
+        return keep_first_owned(local, dim, ownership, ctx.group.rank), None, None, None
+
+
+class _InvariantToShard(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: TPGroup, dim: int, ownership: Ownership) -> Tensor:
+        ctx.group, ctx.where = group, (dim, ownership)
+        if x.is_meta:
+            return trace.record(
+                "invariant_to_shard", [x], _resized(x, dim, ownership.local_size(group.rank)), ownership.digest
+            )
+        return take_owned(x, dim, ownership, group.rank)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _gather(grad, ctx.group, *ctx.where, add_owners=True), None, None, None
+
+
+class _ReplicateToShard(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: TPGroup, dim: int, ownership: Ownership) -> Tensor:
+        ctx.where = dim, ownership, group.rank
+        if x.is_meta:
+            return trace.record(
+                "replicate_to_shard", [x], _resized(x, dim, ownership.local_size(group.rank)), ownership.digest
+            )
+        return take_owned(x, dim, ownership, group.rank)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _place(grad, *ctx.where), None, None, None
+
+
+class _PartialToShard(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: TPGroup, dim: int, ownership: Ownership) -> Tensor:
+        ctx.group, ctx.where = group, (dim, ownership)
+        if x.is_meta:
+            return trace.record(
+                "partial_to_shard", [x], _resized(x, dim, ownership.local_size(group.rank)), ownership.digest
+            )
+        return _reduce_scatter(x, group, dim, ownership)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _gather(grad, ctx.group, *ctx.where, add_owners=True), None, None, None
+
+
+class _InvariantToPartial(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: TPGroup) -> Tensor:
+        if x.is_meta:
+            return trace.record("invariant_to_partial", [x], x.shape)
+        return x.clone() if group.rank == 0 else torch.zeros_like(x)  # no view: code may add to it in place
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _ReplicateToPartial(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: TPGroup) -> Tensor:
+        ctx.group = group
+        if x.is_meta:
+            return trace.record("replicate_to_partial", [x], x.shape)
+        return x.clone() if group.rank == 0 else torch.zeros_like(x)  # no view: code may add to it in place
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad if ctx.group.rank == 0 else torch.zeros_like(grad), None
+
+
+# --- what layers call ---
+
+
+def copy_to_tensor_parallel(x: Tensor, group: TPGroup) -> Tensor:
+    """I → R, Megatron's *f*: the tensor itself (no copy) for ranks that will use it differently.
+
+    Use it once for all the consumers of a tensor: the backward's one all-reduce then sums what they return together.
+    """
+    return _InvariantToReplicate.apply(x, group)
+
+
+def all_reduce(x: Tensor, group: TPGroup) -> Tensor:
+    """P → I, Megatron's *g*: the sum over the ranks, the same on every rank."""
+    return _PartialToInvariant.apply(x, group)
+
+
+def all_reduce_replicate(x: Tensor, group: TPGroup) -> Tensor:
+    """P → R: the sum over the ranks, which they will use differently; the gradient is summed as well."""
+    return _PartialToReplicate.apply(x, group)
+
+
+def all_gather(x: Tensor, group: TPGroup, shard: Shard) -> Tensor:
+    """S → I: ``[..., local size, ...] -> [..., size, ...]``; the backward takes this rank's slice."""
+    dim, ownership = _only_dim(shard, x, group)
+    _check_size(x, dim, ownership.local_size(group.rank), shard)
+    return _ShardToInvariant.apply(x, group, dim, ownership)
+
+
+def all_gather_replicate(x: Tensor, group: TPGroup, shard: Shard) -> Tensor:
+    """S → R: ``[..., local size, ...] -> [..., size, ...]``; the backward is a reduce-scatter."""
+    dim, ownership = _only_dim(shard, x, group)
+    _check_size(x, dim, ownership.local_size(group.rank), shard)
+    return _ShardToReplicate.apply(x, group, dim, ownership)
+
+
+def scatter(x: Tensor, group: TPGroup, shard: Shard) -> Tensor:
+    """I → S: ``[..., size, ...] -> [..., local size, ...]``, without communication; the backward is an all-gather."""
+    dim, ownership = _only_dim(shard, x, group)
+    _check_size(x, dim, ownership.size, shard)
+    return _InvariantToShard.apply(x, group, dim, ownership)
+
+
+def slice_replicate(x: Tensor, group: TPGroup, shard: Shard) -> Tensor:
+    """R → S: ``[..., size, ...] -> [..., local size, ...]``; backward: Partial, zeros around the slice."""
+    dim, ownership = _only_dim(shard, x, group)
+    _check_size(x, dim, ownership.size, shard)
+    return _ReplicateToShard.apply(x, group, dim, ownership)
+
+
+def reduce_scatter(x: Tensor, group: TPGroup, shard: Shard) -> Tensor:
+    """P → S: this rank's part of the sum, ``[..., size, ...] -> [..., local size, ...]``; backward: all-gather."""
+    dim, ownership = _only_dim(shard, x, group)
+    _check_size(x, dim, ownership.size, shard)
+    return _PartialToShard.apply(x, group, dim, ownership)
+
+
+def keep_once(x: Tensor, group: TPGroup) -> Tensor:
+    """I → P: an addend that counts once in a sum over the ranks (a bias): the tensor on rank 0, zeros elsewhere."""
+    return _InvariantToPartial.apply(x, group)
+
+
+def keep_once_replicate(x: Tensor, group: TPGroup) -> Tensor:
+    """R → P: as :func:`keep_once`; only rank 0's use counts for the gradient, too."""
+    return _ReplicateToPartial.apply(x, group)
+
+
+def convert(x: Tensor, source: Layout, target: Layout, group: TPGroup) -> Tensor:
+    """``x`` in another layout; ``x`` itself when the layouts are equal. Collective as the table of this module says.
+
+    Raises:
+        ValueError: for a pair of layouts between which there is no single conversion.
+    """
+    if source == target:
+        return x
+    if isinstance(source, Invariant) and isinstance(target, Replicate):
+        return copy_to_tensor_parallel(x, group)
+    if isinstance(source, Invariant) and isinstance(target, Shard):
+        return scatter(x, group, target)
+    if isinstance(source, Replicate) and isinstance(target, Shard):
+        return slice_replicate(x, group, target)
+    if isinstance(source, Invariant) and isinstance(target, Partial):
+        return keep_once(x, group)
+    if isinstance(source, Replicate) and isinstance(target, Partial):
+        return keep_once_replicate(x, group)
+    if isinstance(source, Partial) and isinstance(target, Invariant):
+        return all_reduce(x, group)
+    if isinstance(source, Partial) and isinstance(target, Replicate):
+        return all_reduce_replicate(x, group)
+    if isinstance(source, Partial) and isinstance(target, Shard):
+        return reduce_scatter(x, group, target)
+    if isinstance(source, Shard) and isinstance(target, Invariant):
+        return all_gather(x, group, source)
+    if isinstance(source, Shard) and isinstance(target, Replicate):
+        return all_gather_replicate(x, group, source)
+    raise ValueError(
+        f"no conversion from {source} to {target}: there are I->R, I->S, I->P, R->S, R->P, P->I, P->R, P->S, "
+        "S->I and S->R; convert in two steps, for instance by gathering to I first"
+    )
+
+
+def _resized(x: Tensor, dim: int, size: int) -> list[int]:
+    shape = list(x.shape)
+    shape[dim] = size
+    return shape
+
+
+def _only_dim(shard: Shard, x: Tensor, group: TPGroup) -> tuple[int, Ownership]:
+    if len(shard.dims) != 1:
+        raise ValueError(f"{shard} has {len(shard.dims)} sharded dims, collectives move one: convert one dim at a time")
+    dim, ownership = shard.dims[0]
+    if ownership.ranks != group.size:
+        raise ValueError(f"{shard} is for {ownership.ranks} ranks but the tensor-parallel group has {group.size}")
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(f"{shard} shards dim {dim} of a tensor of shape {tuple(x.shape)}")
+    return dim % x.dim(), ownership
+
+
+def _check_size(x: Tensor, dim: int, expected: int, shard: Shard) -> None:
+    if x.shape[dim] != expected:
+        raise ValueError(
+            f"a tensor of shape {tuple(x.shape)} does not fit {shard}: dim {dim} should have {expected} elements here"
+        )

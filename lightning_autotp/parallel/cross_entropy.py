@@ -1,0 +1,258 @@
+"""Cross entropy on logits whose classes (the vocabulary) are cut over the ranks, without ever gathering them.
+
+For a token with logits ``x_c``, target ``y``, class weights ``w`` and label smoothing ``e`` over ``C`` classes,
+``F.cross_entropy`` is, with ``m = max_c x_c`` and ``lse = log sum_c exp(x_c - m)``::
+
+    loss = (1 - e) w_y (lse - (x_y - m)) + e/C (lse sum_c w_c - sum_c w_c (x_c - m))
+    dloss/dx_c = ((1 - e) w_y + e/C sum_k w_k) softmax_c - (1 - e) w_y [c = y] - e/C w_c
+
+and ``"mean"`` divides the sum over the tokens by the sum of their ``w_y``. Of these only ``m`` and the three sums over
+classes (``sum exp``, ``x_y``, ``sum w x``) need the other ranks: two all-reduces of one and two (three when smoothing)
+numbers a token. The gradient of this rank's logits needs nothing more, so the backward does not communicate. Everything
+is computed in fp32 (or the logits' own precision if higher), and what is kept for the backward are the logits
+themselves, not their softmax.
+
+The loss is of type Invariant: every rank has the same one. (Megatron-LM's has label smoothing that differs between the
+ranks; here every number that mixes classes is reduced first.)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from lightning_autotp.capture import recording as trace
+from lightning_autotp.layouts.ownership import Ownership, merge_runs
+from lightning_autotp.parallel.collectives import owner_rows, reduce_values, take_owned
+from lightning_autotp.parallel.embedding import check_indices, local_positions
+from lightning_autotp.ranks.group import TPGroup
+
+
+class _TokenLoss(Function):
+    """Per-token loss ``[N, C/tp, ...], [N, ...] -> [N, ...]`` in ``target_weight``'s dtype, zero where ignored.
+
+    ``target`` is a class everywhere, ``target_weight`` its weight (zero where ignored), ``class_weight`` this rank's
+    classes' weights and ``total_weight`` the sum of all classes'. Every class has one owner.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        target: Tensor,
+        ignored: Tensor,
+        target_weight: Tensor,
+        class_weight: Tensor | None,
+        total_weight: Tensor | float,
+        dim: int,
+        ownership: Ownership,
+        group: TPGroup,
+        label_smoothing: float,
+    ) -> Tensor:
+        x = logits.to(target_weight.dtype)
+        positions, mine = local_positions(target, ownership, group.rank)
+        # A rank without classes still takes part in the reductions.
+        largest = x.amax(dim) if x.shape[dim] else torch.full_like(target_weight, float("-inf"))
+        largest = reduce_values(largest, group, "max")
+        x = x - largest.unsqueeze(dim)
+        if x.shape[dim]:
+            target_logit = x.gather(dim, positions.unsqueeze(dim)).squeeze(dim).masked_fill(~mine, 0)
+        else:
+            target_logit = torch.zeros_like(target_weight)
+        sums = [x.exp().sum(dim), target_logit]
+        if label_smoothing:
+            sums.append((x if class_weight is None else x * class_weight).sum(dim))
+        sums = list(reduce_values(torch.stack(sums), group).unbind(0))
+        log_sum = sums[0].log()
+        loss = (1 - label_smoothing) * target_weight * (log_sum - sums[1])
+        if label_smoothing:
+            loss = loss + label_smoothing / ownership.size * (log_sum * total_weight - sums[2])
+
+        ctx.save_for_backward(logits, largest + log_sum, positions, mine, ignored, target_weight, class_weight)
+        ctx.total_weight, ctx.dim, ctx.classes, ctx.label_smoothing = total_weight, dim, ownership.size, label_smoothing
+        return loss.masked_fill(ignored, 0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        logits, log_sum, positions, mine, ignored, target_weight, class_weight = ctx.saved_tensors
+        dim = ctx.dim
+        grad = grad.masked_fill(ignored, 0)
+        on_target = (1 - ctx.label_smoothing) * target_weight * grad
+        on_all = ctx.label_smoothing / ctx.classes * grad
+        softmax = (logits.to(target_weight.dtype) - log_sum.unsqueeze(dim)).exp()
+        result = softmax * (on_target + on_all * ctx.total_weight).unsqueeze(dim)
+        if ctx.label_smoothing:
+            result = result - on_all.unsqueeze(dim) * (1 if class_weight is None else class_weight)
+        if result.shape[dim]:
+            result = result.scatter_add(
+                dim, positions.unsqueeze(dim), on_target.masked_fill(~mine, 0).neg().unsqueeze(dim)
+            )
+        return result.to(logits.dtype), *[None] * 9
+
+
+def vocab_parallel_cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    ownership: Ownership,
+    group: TPGroup,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """``F.cross_entropy`` on this rank's classes. The forward is collective, the backward is not.
+
+    Args:
+        logits: ``[tokens, vocab/tp]``, ``[tokens, vocab/tp, d1, ...]`` or ``[vocab/tp]``, of type Shard.
+        target: class indices of the whole vocabulary, ``[tokens]``, ``[tokens, d1, ...]`` or ``[]``, Invariant.
+        ownership: which classes each rank has.
+        group: the tensor-parallel group.
+        weight: ``[vocab]``, a weight for every class of the whole vocabulary; no gradient flows to it.
+        ignore_index: targets with this value count for nothing.
+        reduction: ``"mean"``, ``"sum"`` or ``"none"``.
+        label_smoothing: how much of the target is spread over all classes, in [0, 1].
+
+    Returns:
+        The loss, Invariant, of the logits' dtype (fp32 under autocast), as ``F.cross_entropy``'s. The mean over no
+        tokens is nan, as there.
+
+    Raises:
+        IndexError: for a target that is no class, on every rank (on an accelerator: an assertion on the device).
+        ValueError: for shapes or options that do not fit.
+    """
+    dim = 0 if logits.dim() == 1 else 1
+    _check(logits, target, ownership, group, weight, reduction, label_smoothing, dim)
+    if logits.is_meta:
+        inputs = [logits, target] if weight is None else [logits, target, weight]
+        shape = target.shape if reduction == "none" else ()
+        return trace.record("vocab_parallel_cross_entropy", inputs, shape, ownership.digest)
+
+    ignored = target == ignore_index
+    check_indices(
+        target,
+        ignored | ((target >= 0) & (target < ownership.size)),
+        f"targets must be classes of the whole vocabulary, in [0, {ownership.size}), or ignore_index={ignore_index}",
+    )
+    logits, ownership = _one_owner_each(logits, dim, ownership, group.rank)
+    target = target.long().masked_fill(ignored, 0)
+    precision = torch.promote_types(logits.dtype, torch.float32)
+    class_weight: Tensor | None = None
+    total_weight: Tensor | float = float(ownership.size)
+    if weight is None:
+        target_weight = (~ignored).to(precision)
+    else:
+        weight = weight.to(precision)
+        target_weight = weight[target].masked_fill(ignored, 0)
+        class_weight = take_owned(weight, 0, ownership, group.rank).view(-1, *[1] * (logits.dim() - dim - 1))
+        total_weight = weight.sum()
+    loss = _TokenLoss.apply(
+        logits, target, ignored, target_weight, class_weight, total_weight, dim, ownership, group, label_smoothing
+    )
+    if reduction != "none":
+        loss = loss.sum()
+    if reduction == "mean":
+        loss = loss / target_weight.sum()
+    return loss if torch.is_autocast_enabled(logits.device.type) else loss.to(logits.dtype)
+
+
+class VocabParallelCrossEntropyLoss(nn.CrossEntropyLoss):
+    """``nn.CrossEntropyLoss`` on logits ``[tokens, vocab/tp, ...]``. The forward is collective.
+
+    Args:
+        ownership: which classes each rank has.
+        group: the tensor-parallel group.
+        weight: see :func:`vocab_parallel_cross_entropy`.
+        ignore_index: see there.
+        reduction: see there.
+        label_smoothing: see there.
+    """
+
+    def __init__(
+        self,
+        ownership: Ownership,
+        group: TPGroup,
+        weight: Tensor | None = None,
+        *,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> None:
+        super().__init__(weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
+        self.ownership, self.group = ownership, group
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        """``[tokens, vocab/tp, ...], [tokens, ...] -> []``, or ``[tokens, ...]`` without reduction. Collective."""
+        return vocab_parallel_cross_entropy(
+            input,
+            target,
+            self.ownership,
+            self.group,
+            self.weight,
+            self.ignore_index,
+            self.reduction,
+            self.label_smoothing,
+        )
+
+    def extra_repr(self) -> str:
+        """What ``repr`` shows: whole and local number of classes, and the options."""
+        return (
+            f"{self.ownership.size} -> {self.ownership.local_size(self.group.rank)}, ignore_index={self.ignore_index}, "
+            f"reduction={self.reduction!r}, label_smoothing={self.label_smoothing}"
+        )
+
+
+def _one_owner_each(logits: Tensor, dim: int, ownership: Ownership, rank: int) -> tuple[Tensor, Ownership]:
+    """The classes that this rank is the first owner of, so that a shared class counts once."""
+    rows = owner_rows(ownership)
+    if all(len(ranks) == 1 for _, _, ranks in rows):
+        return logits, ownership
+    pieces = [logits.narrow(dim, 0, 0)]
+    offset = 0
+    for start, stop, ranks in rows:
+        if rank == ranks[0]:
+            pieces.append(logits.narrow(dim, offset, stop - start))
+        if rank in ranks:
+            offset += stop - start
+    held = tuple(
+        merge_runs([(start, stop) for start, stop, ranks in rows if ranks[0] == owner])
+        for owner in range(ownership.ranks)
+    )
+    return torch.cat(pieces, dim), Ownership(ownership.size, held)
+
+
+def _check(
+    logits: Tensor,
+    target: Tensor,
+    ownership: Ownership,
+    group: TPGroup,
+    weight: Tensor | None,
+    reduction: str,
+    label_smoothing: float,
+    dim: int,
+) -> None:
+    local = ownership.local_size(group.rank)
+    if logits.dim() == 0 or logits.shape[dim] != local:
+        raise ValueError(
+            f"logits of shape {tuple(logits.shape)} should have this rank's {local} of {ownership.size} classes "
+            f"in dim {dim}"
+        )
+    if target.is_floating_point():
+        raise ValueError("targets that are probabilities need whole logits: gather them and call F.cross_entropy")
+    expected = (*logits.shape[:dim], *logits.shape[dim + 1 :])
+    if tuple(target.shape) != expected:
+        raise ValueError(
+            f"target has shape {tuple(target.shape)}, but logits of shape {tuple(logits.shape)} need {expected}"
+        )
+    if weight is not None and weight.shape != (ownership.size,):
+        raise ValueError(
+            f"weight has shape {tuple(weight.shape)}: it needs one weight for each of {ownership.size} classes"
+        )
+    if weight is not None and weight.requires_grad:
+        raise ValueError("class weights are constants here, but these require a gradient: detach them")
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction is 'mean', 'sum' or 'none', not {reduction!r}")
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"label_smoothing must be in [0, 1], not {label_smoothing}")

@@ -1,0 +1,366 @@
+"""Linear layers whose weight is cut over the ranks, column-wise (outputs) or row-wise (inputs).
+
+Over ``tp`` ranks, with a weight ``W [out, in]`` as ``nn.Linear`` keeps it, of which rank ``r`` has ``W_r``:
+
+======================  ===================================  ======================================
+..                      column: ``W_r [out/tp, in]``         row: ``W_r [out, in/tp]``
+======================  ===================================  ======================================
+forward                 ``y_r = x W_r^T (+ b_r)``            ``y = sum_r x_r W_r^T (+ b)``
+input gradient          ``dx = sum_r dy_r W_r``              ``dx_r = dy W_r``
+weight gradient         ``dW_r = dy_r^T x``                  ``dW_r = dy^T x_r``
+bias gradient           ``db_r = sum over tokens of dy_r``   ``db = sum over tokens of dy``
+what is communicated    ``dx`` (all-reduce, backward: *f*)   ``y`` (all-reduce, forward: *g*)
+======================  ===================================  ======================================
+
+So a column layer followed by a row layer, with anything elementwise between them, costs one all-reduce forward and one
+backward (Megatron-LM, https://arxiv.org/abs/1909.08053). ``/tp`` is short for "what this rank owns": the shares come
+from an :class:`~lightning_autotp.layouts.ownership.Ownership` and may be uneven, or consist of several sections.
+
+The parameters are plain local ``nn.Parameter``s, left empty by the constructors, which communicate nothing. The layers
+are ``nn.Linear``s (libraries look for that) whose ``in_features`` and ``out_features`` are the whole model's.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_autotp.layouts.ownership import Ownership
+from lightning_autotp.layouts.types import Shard
+from lightning_autotp.parallel.collectives import (
+    all_gather,
+    all_gather_replicate,
+    all_reduce,
+    copy_to_tensor_parallel,
+    reduce_scatter,
+    scatter,
+    take_owned,
+)
+from lightning_autotp.parallel.local_parameters import become, localize_parameter
+from lightning_autotp.ranks.group import TPGroup
+
+SEQUENCE_DIM = 1
+_Column = TypeVar("_Column", bound="ColumnParallelLinear")
+_Row = TypeVar("_Row", bound="RowParallelLinear")
+
+
+class ColumnParallelLinear(nn.Linear):
+    """A linear layer of which every rank computes some output features.
+
+    ================  ======================================================  ===========================
+    tensor            shape on a rank                                         type
+    ================  ======================================================  ===========================
+    input             ``[batch, ..., in]``                                    Invariant
+    .                 ``[batch, ..., in]`` (``input_is_replicated``)          Replicate
+    .                 ``[batch, seq/tp, in]`` (``sequence_parallel``)         Shard(1)
+    weight            ``[out/tp, in]``                                        Shard(0)
+    bias              ``[out/tp]``                                            Shard(0)
+    output            ``[batch, ..., out/tp]``                                Shard(-1)
+    .                 ``[batch, ..., out]`` (``gather_output``)               Invariant
+    ================  ======================================================  ===========================
+
+    Forward and backward are collective, as the flags say: the input gradient is all-reduced (reduce-scattered when
+    ``sequence_parallel``), unless ``input_is_replicated``: then that is the caller's, who does it once for all the
+    layers with this input.
+
+    Args:
+        in_features: input features.
+        out_features: output features of the whole layer.
+        ownership: which output features each rank has.
+        group: the tensor-parallel group.
+        bias: whether there is a bias.
+        gather_output: make the output whole on every rank.
+        input_is_replicated: the input has gone through ``copy_to_tensor_parallel`` already.
+        sequence_parallel: the input is cut over its dim 1, evenly; it is gathered first.
+        device: where to make the (empty) parameters.
+        dtype: their dtype.
+
+    Example:
+        >>> group = TPGroup(name="", rank=0, size=2)  # without a process group: layers on meta only
+        >>> ownership = Ownership.dealt(112, group.size)
+        >>> layer = ColumnParallelLinear(64, 112, ownership, group, bias=False, device="meta")
+        >>> layer
+        ColumnParallelLinear(in_features=64, out_features=112 -> 56, bias=False, gather_output=False)
+        >>> layer(torch.empty(2, 5, 64, device="meta")).shape
+        torch.Size([2, 5, 56])
+    """
+
+    ownership: Ownership
+    group: TPGroup
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        ownership: Ownership,
+        group: TPGroup,
+        bias: bool = True,
+        *,
+        gather_output: bool = False,
+        input_is_replicated: bool = False,
+        sequence_parallel: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        # Not nn.Linear.__init__, which would make and initialize the whole weight.
+        nn.Module.__init__(self)
+        _check_map(ownership, out_features, "out_features", group)
+        self.in_features, self.out_features = in_features, out_features
+        local = ownership.local_size(group.rank)
+        self.weight = nn.Parameter(torch.empty(local, in_features, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(local, device=device, dtype=dtype)) if bias else None  # type: ignore[assignment]
+        self._configure(ownership, group, gather_output, input_is_replicated, sequence_parallel)
+
+    @classmethod
+    def convert(
+        cls: type[_Column],
+        linear: nn.Linear,
+        ownership: Ownership,
+        group: TPGroup,
+        *,
+        gather_output: bool = False,
+        input_is_replicated: bool = False,
+        sequence_parallel: bool = False,
+        local: dict[nn.Parameter, nn.Parameter] | None = None,
+    ) -> _Column:
+        """Make an existing layer (on meta or with values) column-parallel, in place. Not collective.
+
+        Args:
+            linear: the layer; its hooks stay, and a subclass keeps its forward if that calls ``super().forward``.
+            ownership: which output features each rank has.
+            group: the tensor-parallel group.
+            gather_output: see the class.
+            input_is_replicated: see the class.
+            sequence_parallel: see the class.
+            local: see :func:`~lightning_autotp.parallel.local_parameters.localize_parameter`.
+
+        Returns:
+            ``linear`` itself.
+
+        Raises:
+            TypeError: if ``linear`` is not a convertible ``nn.Linear``.
+            ValueError: if the ownership map does not fit it.
+        """
+        layer = become(linear, cls, nn.Linear)
+        for name in ("weight",) if linear.bias is None else ("weight", "bias"):
+            localize_parameter(layer, name, 0, ownership, group, local)
+        layer._configure(ownership, group, gather_output, input_is_replicated, sequence_parallel)
+        return layer
+
+    def _configure(
+        self,
+        ownership: Ownership,
+        group: TPGroup,
+        gather_output: bool,
+        input_is_replicated: bool,
+        sequence_parallel: bool,
+    ) -> None:
+        if input_is_replicated and sequence_parallel:
+            raise ValueError(
+                "input_is_replicated and sequence_parallel exclude each other: the input is one or the other"
+            )
+        self.ownership, self.group = ownership, group
+        self.gather_output = gather_output
+        self.input_is_replicated = input_is_replicated
+        self.sequence_parallel = sequence_parallel
+
+    def reset_parameters(self) -> None:
+        """Fill in this rank's part of what ``nn.Linear`` would draw with the same seed, by drawing all of it."""
+        whole = nn.Linear(
+            self.in_features, self.out_features, self.bias is not None, self.weight.device, self.weight.dtype
+        )
+        with torch.no_grad():
+            self.weight.copy_(take_owned(whole.weight, 0, self.ownership, self.group.rank))
+            if self.bias is not None:
+                self.bias.copy_(take_owned(whole.bias, 0, self.ownership, self.group.rank))
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``[batch, ..., in] -> [batch, ..., out/tp]``; see the class for the flags. Collective."""
+        if self.sequence_parallel:
+            input = all_gather_replicate(input, self.group, _sequence_shard(input, self.group, gathered=False))
+        elif not self.input_is_replicated:
+            input = copy_to_tensor_parallel(input, self.group)
+        output = F.linear(input, self.weight, self.bias)
+        if self.gather_output:
+            output = all_gather(output, self.group, Shard(((output.dim() - 1, self.ownership),)))
+        return output
+
+    def extra_repr(self) -> str:
+        """What ``repr`` shows: whole and local sizes, and the flags."""
+        text = (
+            f"in_features={self.in_features}, out_features={_sizes(self.ownership, self.group)}, "
+            f"bias={self.bias is not None}, gather_output={self.gather_output}"
+        )
+        if self.input_is_replicated:
+            text += ", input_is_replicated=True"
+        return text + (", sequence_parallel=True" if self.sequence_parallel else "")
+
+
+class RowParallelLinear(nn.Linear):
+    """A linear layer of which every rank has some input features; the ranks' products add up.
+
+    ================  ======================================================  ===========================
+    tensor            shape on a rank                                         type
+    ================  ======================================================  ===========================
+    input             ``[batch, ..., in/tp]``                                 Shard(-1)
+    .                 ``[batch, ..., in]`` (not ``input_is_parallel``)        Invariant
+    weight            ``[out, in/tp]``                                        Shard(1)
+    bias              ``[out]``                                               Invariant
+    output            ``[batch, ..., out]``                                   Invariant
+    .                 ``[batch, seq/tp, out]`` (``sequence_parallel``)        Shard(1)
+    .                 ``[batch, ..., out]`` (not ``reduce_output``)           Partial
+    ================  ======================================================  ===========================
+
+    The forward is collective unless ``reduce_output=False``; the backward is when ``sequence_parallel`` (all-gather) or
+    when the input is not parallel. The bias is added once, after the reduction, so it is the same on every rank.
+
+    Args:
+        in_features: input features of the whole layer.
+        out_features: output features.
+        ownership: which input features each rank has; a feature must have one owner, else it would count twice.
+        group: the tensor-parallel group.
+        bias: whether there is a bias.
+        input_is_parallel: the input is this rank's features already; otherwise the layer takes them from a whole input.
+        sequence_parallel: cut the output over its dim 1, evenly (reduce-scatter instead of all-reduce).
+        reduce_output: ``False`` leaves the sum to the caller (and allows no bias).
+        device: where to make the (empty) parameters.
+        dtype: their dtype.
+
+    Example:
+        >>> group = TPGroup(name="", rank=1, size=2)  # without a process group: layers on meta only
+        >>> layer = RowParallelLinear(7, 64, Ownership.dealt(7, group.size), group, device="meta")
+        >>> layer
+        RowParallelLinear(in_features=7 -> 3, out_features=64, bias=True, input_is_parallel=True)
+        >>> layer(torch.empty(2, 5, 3, device="meta")).shape
+        torch.Size([2, 5, 64])
+    """
+
+    ownership: Ownership
+    group: TPGroup
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        ownership: Ownership,
+        group: TPGroup,
+        bias: bool = True,
+        *,
+        input_is_parallel: bool = True,
+        sequence_parallel: bool = False,
+        reduce_output: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        nn.Module.__init__(self)
+        _check_map(ownership, in_features, "in_features", group)
+        self.in_features, self.out_features = in_features, out_features
+        self.weight = nn.Parameter(
+            torch.empty(out_features, ownership.local_size(group.rank), device=device, dtype=dtype)
+        )
+        self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None  # type: ignore[assignment]
+        self._configure(ownership, group, input_is_parallel, sequence_parallel, reduce_output)
+
+    @classmethod
+    def convert(
+        cls: type[_Row],
+        linear: nn.Linear,
+        ownership: Ownership,
+        group: TPGroup,
+        *,
+        input_is_parallel: bool = True,
+        sequence_parallel: bool = False,
+        reduce_output: bool = True,
+        local: dict[nn.Parameter, nn.Parameter] | None = None,
+    ) -> _Row:
+        """Make an existing layer (on meta or with values) row-parallel, in place; the bias stays. Not collective.
+
+        Arguments, result and errors are :meth:`ColumnParallelLinear.convert`'s, with this class's flags.
+        """
+        layer = become(linear, cls, nn.Linear)
+        localize_parameter(layer, "weight", 1, ownership, group, local)
+        layer._configure(ownership, group, input_is_parallel, sequence_parallel, reduce_output)
+        return layer
+
+    def _configure(
+        self,
+        ownership: Ownership,
+        group: TPGroup,
+        input_is_parallel: bool,
+        sequence_parallel: bool,
+        reduce_output: bool,
+    ) -> None:
+        if ownership.is_shared:
+            raise ValueError(
+                f"a row-parallel layer needs one owner for every input feature, but the map {ownership} shares some: "
+                "their products would be added more than once"
+            )
+        if not reduce_output and (sequence_parallel or self.bias is not None):
+            raise ValueError("reduce_output=False leaves a pending sum: it allows neither sequence_parallel nor a bias")
+        self.ownership, self.group = ownership, group
+        self.input_is_parallel = input_is_parallel
+        self.sequence_parallel = sequence_parallel
+        self.reduce_output = reduce_output
+
+    def reset_parameters(self) -> None:
+        """Fill in this rank's part of what ``nn.Linear`` would draw with the same seed, by drawing all of it."""
+        whole = nn.Linear(
+            self.in_features, self.out_features, self.bias is not None, self.weight.device, self.weight.dtype
+        )
+        with torch.no_grad():
+            self.weight.copy_(take_owned(whole.weight, 1, self.ownership, self.group.rank))
+            if self.bias is not None:
+                self.bias.copy_(whole.bias)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``[batch, ..., in/tp] -> [batch, ..., out]``; see the class for the flags. Collective."""
+        if not self.input_is_parallel:
+            input = scatter(input, self.group, Shard(((input.dim() - 1, self.ownership),)))
+        output = F.linear(input, self.weight)
+        bias: Tensor | None = self.bias
+        if self.sequence_parallel:
+            output = reduce_scatter(output, self.group, _sequence_shard(output, self.group, gathered=True))
+            # Each rank adds the bias to its own tokens, so its gradient is a sum over the ranks.
+            bias = copy_to_tensor_parallel(bias, self.group) if bias is not None else None
+        elif self.reduce_output:
+            output = all_reduce(output, self.group)
+        return output if bias is None else output + bias
+
+    def extra_repr(self) -> str:
+        """What ``repr`` shows: whole and local sizes, and the flags."""
+        text = (
+            f"in_features={_sizes(self.ownership, self.group)}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, input_is_parallel={self.input_is_parallel}"
+        )
+        if self.sequence_parallel:
+            text += ", sequence_parallel=True"
+        return text + ("" if self.reduce_output else ", reduce_output=False")
+
+
+def _sizes(ownership: Ownership, group: TPGroup) -> str:
+    return f"{ownership.size} -> {ownership.local_size(group.rank)}"
+
+
+def _check_map(ownership: Ownership, size: int, what: str, group: TPGroup) -> None:
+    if ownership.size != size or ownership.ranks != group.size:
+        raise ValueError(
+            f"the ownership map ({ownership} over {ownership.ranks} ranks) does not fit {what}={size} "
+            f"in a group of {group.size}: make it with that size and number of ranks"
+        )
+
+
+def _sequence_shard(x: Tensor, group: TPGroup, *, gathered: bool) -> Shard:
+    """The layout of a sequence-parallel activation, from its whole (``gathered``) or its local tensor."""
+    if x.dim() < 3:
+        raise ValueError(f"sequence_parallel needs an activation [batch, seq, features], got shape {tuple(x.shape)}")
+    length = x.shape[SEQUENCE_DIM] if gathered else x.shape[SEQUENCE_DIM] * group.size
+    if length % group.size:
+        # A rank sees only its own tokens, so it could not tell how long an unevenly cut sequence is.
+        raise ValueError(
+            f"sequence_parallel cuts the sequence evenly: its length {length} is no multiple of {group.size}; "
+            "pad the batches to one (pad_to_multiple_of in the collator), or turn sequence_parallel off"
+        )
+    return Shard(((SEQUENCE_DIM, Ownership.dealt(length, group.size)),))

@@ -1,0 +1,464 @@
+"""Logits that are cut over the vocabulary but look whole, so that user code and losses work unchanged.
+
+:class:`VocabParallelLogits` is a tensor that shows the whole shape and holds this rank's part. Python-level functions
+on it (``__torch_function__``) fall in five groups, each an explicit table below:
+
+* what the wrapper itself knows: shape, dtype, ...;
+* casts, pointwise functions and views run on the local part and stay sharded; the sizes that a view is given for the
+  vocabulary are localized by index arithmetic, and a view that would split or merge the vocabulary is none of these;
+* a *copy* of the logits at one position (``logits[:, -1].clone()``) that is made without gradients is gathered, without
+  a word: the next token will be sampled from it, by many functions that need it whole;
+* ``F.cross_entropy`` with class indices becomes
+  :func:`~lightning_autotp.parallel.cross_entropy.vocab_parallel_cross_entropy`;
+* **everything else first gathers** the logits into an ordinary tensor (and says so, once per function), because a
+  function that nobody looked at must not be silently wrong. In-place changes, which would change only the gathered
+  copy, are refused.
+
+Why not a ``DTensor`` with a ``TorchFunctionMode`` around the user's step: a mode is global state that an exception, a
+thread or a generator can leak, a DTensor dispatches every operator below autograd, and it knows only even
+shards. This is one subclass, alive where the logits are, for any ownership map.
+
+A plain operand that requires a gradient (a learned temperature) is Invariant and meets a shard, so it goes through *f*
+first. Code that bypasses ``__torch_function__`` (a custom ``autograd.Function``) is still right: the wrapper is a node
+of the autograd graph whose backward takes this rank's slice, and operators on it below Python gather.
+
+All functions that gather, and the loss, are collective.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn import functional as F
+from torch.overrides import resolve_name
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lightning_autotp.layouts.ownership import Ownership
+from lightning_autotp.layouts.types import Shard
+from lightning_autotp.parallel.collectives import all_gather, copy_to_tensor_parallel, keep_first_owned, take_owned
+from lightning_autotp.parallel.cross_entropy import vocab_parallel_cross_entropy
+from lightning_autotp.parallel.whole_dim import after_index, after_reshape
+from lightning_autotp.ranks.group import TPGroup
+
+
+class VocabParallelLogits(Tensor):
+    """A tensor of the whole logits' shape that holds this rank's part of them.
+
+    Args:
+        local: this rank's part, ``[..., vocab/tp]``.
+        shard: the layout, with one sharded dim (as a rule the last).
+        group: the tensor-parallel group.
+
+    Attributes:
+        local: the plain local tensor.
+        shard: the layout.
+        group: the tensor-parallel group.
+        one_position: whether these are the logits at a single position, taken without gradients.
+
+    Raises:
+        ValueError: if ``local`` does not fit the layout.
+
+    Example:
+        >>> group = TPGroup(name="", rank=0, size=2)  # without a process group: on meta only
+        >>> shard = Shard(((2, Ownership.dealt(131, group.size)),))
+        >>> logits = VocabParallelLogits(torch.empty(2, 5, 66, device="meta"), shard, group)
+        >>> logits[..., :-1, :].float().reshape(-1, 131)
+        VocabParallelLogits(shape=(8, 131), local=(8, 66), S(1: 131 -> [66, 65]), rank 0 of 2, torch.float32, meta)
+    """
+
+    local: Tensor
+    shard: Shard
+    group: TPGroup
+    one_position: bool
+
+    @staticmethod
+    def __new__(cls, local: Tensor, shard: Shard, group: TPGroup) -> VocabParallelLogits:
+        """Wrap ``local``, as a node of its autograd graph."""
+        if len(shard.dims) != 1:
+            raise ValueError(f"logits are sharded over one dim, not as {shard}")
+        dim, ownership = shard.dims[0]
+        if ownership.ranks != group.size or not 0 <= dim < local.dim():
+            raise ValueError(
+                f"{shard} does not fit a local tensor {tuple(local.shape)} in a group of {group.size} ranks"
+            )
+        if local.shape[dim] != ownership.local_size(group.rank):
+            raise ValueError(
+                f"rank {group.rank} has {ownership.local_size(group.rank)} of the vocabulary as {shard}, "
+                f"but its logits are {tuple(local.shape)}"
+            )
+        if local.requires_grad and torch.is_grad_enabled() and not local.is_meta:
+            return _Wrap.apply(local, dim, ownership, group)
+        return _make(local, dim, ownership, group)
+
+    def __init__(self, local: Tensor, shard: Shard, group: TPGroup) -> None:
+        super().__init__()
+
+    @property
+    def vocab_dim(self) -> int:
+        """The sharded dim."""
+        return self.shard.dims[0][0]
+
+    @property
+    def ownership(self) -> Ownership:
+        """Which part of the vocabulary each rank has."""
+        return self.shard.dims[0][1]
+
+    def full(self) -> Tensor:
+        """The whole logits as a plain tensor, Invariant and differentiable. Collective (an all-gather)."""
+        return all_gather(self.local, self.group, self.shard)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return (
+            f"{type(self).__name__}(shape={tuple(self.shape)}, local={tuple(self.local.shape)}, {self.shard}, "
+            f"rank {self.group.rank} of {self.group.size}, {self.dtype}, {self.device})"
+        )
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        handler = _HANDLERS.get(func)
+        if handler is None and func in _recorders():
+            handler = _record
+        # A handler answers NotImplemented where its function does not stay sharded.
+        result = NotImplemented if handler is None else handler(func, args, kwargs)
+        if result is NotImplemented:
+            _refuse_mutation(func, args, kwargs)
+            _say_gathered(func, args, kwargs)
+            args, kwargs = tree_map(lambda x: x.full() if isinstance(x, VocabParallelLogits) else x, (args, kwargs))
+            return func(*args, **kwargs)
+        return result
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        # Only what bypasses __torch_function__ arrives here, below autograd, which has recorded it on the wrapper.
+        kwargs = dict(kwargs or {})
+        if func._schema.is_mutable:  # type: ignore[attr-defined]
+            raise _in_place_error(str(func), next(x for x in tree_leaves((args, kwargs)) if isinstance(x, cls)))
+        _say_gathered(func, args, kwargs)
+        args, kwargs = tree_map(lambda x: x.full() if isinstance(x, cls) else x, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+class _Wrap(Function):
+    """Local → wrapper (S → I in types, but nothing is gathered until somebody asks): backward takes the slice."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, dim: int, ownership: Ownership, group: TPGroup) -> VocabParallelLogits:
+        ctx.where = dim, ownership, group.rank
+        return _make(local, dim, ownership, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        # A backward written in Python on the wrapper's values may return sharded ones; a slice of those would gather.
+        if isinstance(grad, VocabParallelLogits):
+            same = (grad.vocab_dim, grad.ownership) == ctx.where[:2]
+            local = grad.local if same else take_owned(grad.full(), *ctx.where)
+        else:
+            local = take_owned(grad, *ctx.where)
+        return keep_first_owned(local, *ctx.where), None, None, None
+
+
+def _make(local: Tensor, dim: int, ownership: Ownership, group: TPGroup) -> VocabParallelLogits:
+    shape = [ownership.size if at == dim else size for at, size in enumerate(local.shape)]
+    wrapper = Tensor._make_wrapper_subclass(VocabParallelLogits, shape, dtype=local.dtype, device=local.device)
+    wrapper.local, wrapper.shard, wrapper.group = local, Shard(((dim, ownership),)), group
+    wrapper.one_position = False
+    return wrapper
+
+
+# --- functions that stay sharded. Each handler answers NotImplemented to have the logits gathered. ---
+
+
+def _rewrap(like: VocabParallelLogits, local: Tensor, dim: int) -> VocabParallelLogits:
+    made = VocabParallelLogits(local, Shard(((dim, like.ownership),)), like.group)
+    made.one_position = like.one_position
+    return made
+
+
+def _cast(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Same shape, other arguments say only how (a dtype, a device, a tensor to take them from)."""
+    logits = args[0]
+    if not isinstance(logits, VocabParallelLogits):
+        return NotImplemented
+    args, kwargs = tree_map(lambda x: x.local if isinstance(x, VocabParallelLogits) else x, (args, kwargs))
+    local = func(*args, **kwargs)
+    if local is logits.local:
+        return logits
+    if local.device != logits.device:  # the group may be unable to gather there
+        return NotImplemented
+    made = _rewrap(logits, local, logits.vocab_dim)
+    is_copy = func in _COPIES or kwargs.get("copy") or local.dtype != logits.dtype  # the same on every rank
+    return made.full() if logits.one_position and is_copy else made
+
+
+def _pointwise(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """f(x)_c = f(x_c): operands are logits with the same map, scalars, and tensors that are broadcast over it."""
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    logits = next(x for x in tensors if isinstance(x, VocabParallelLogits))
+    from_right = logits.dim() - logits.vocab_dim
+    for x in tensors:
+        if isinstance(x, VocabParallelLogits):
+            fits = (x.dim() - x.vocab_dim, x.ownership, x.group) == (from_right, logits.ownership, logits.group)
+        else:
+            fits = x.dim() < from_right or x.shape[-from_right] == 1
+        if not fits:
+            return NotImplemented
+    if kwargs.get("inplace") or kwargs.get("out") is not None:
+        return NotImplemented
+
+    def local_operand(x: Any) -> Any:
+        if isinstance(x, VocabParallelLogits):
+            return x.local
+        if isinstance(x, Tensor) and x.requires_grad:
+            return copy_to_tensor_parallel(x, logits.group)
+        return x
+
+    args, kwargs = tree_map(local_operand, (args, kwargs))
+    local = func(*args, **kwargs)
+    return _rewrap(logits, local, local.dim() - from_right)
+
+
+def _reshape(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """``view`` and ``reshape`` to sizes among which the vocabulary is whole."""
+    logits, *sizes = args
+    if len(sizes) == 1 and isinstance(sizes[0], Sequence):
+        sizes = list(sizes[0])
+    if kwargs or not sizes or not all(isinstance(size, int) for size in sizes):
+        return NotImplemented
+    dim = after_reshape(logits.shape, logits.vocab_dim, sizes)
+    if dim is None:
+        return NotImplemented
+    local_size = logits.local.shape[logits.vocab_dim]
+    if local_size == 0:
+        # Among no elements no size can be inferred.
+        sizes = [size if size != -1 else -logits.numel() // math.prod(sizes) for size in sizes]
+    if local_size == 0 or sizes[dim] != -1:
+        sizes[dim] = local_size
+    return _rewrap(logits, func(logits.local, sizes), dim)
+
+
+def _flatten(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    bound = dict(zip(("self", "start_dim", "end_dim"), args, strict=False)) | kwargs
+    logits = bound.pop("self", None)
+    if not isinstance(logits, VocabParallelLogits) or not logits.dim() or set(bound) - {"start_dim", "end_dim"}:
+        return NotImplemented
+    start, end = bound.get("start_dim", 0) % logits.dim(), bound.get("end_dim", -1) % logits.dim()
+    shape = list(logits.shape)
+    sizes = [*shape[:start], math.prod(shape[start : end + 1]), *shape[end + 1 :]]
+    dim = after_reshape(shape, logits.vocab_dim, sizes)
+    return NotImplemented if dim is None else _rewrap(logits, logits.local.flatten(start, end), dim)
+
+
+def _permute(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    logits, *dims = args
+    if len(dims) == 1 and isinstance(dims[0], Sequence):
+        dims = list(dims[0])
+    if kwargs or len(dims) != logits.dim():
+        return NotImplemented
+    order = [dim % logits.dim() for dim in dims]
+    return _rewrap(logits, func(logits.local, dims), order.index(logits.vocab_dim))
+
+
+def _transpose(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    if kwargs or len(args) != 3:
+        return NotImplemented
+    logits = args[0]
+    first, second = (dim % logits.dim() for dim in args[1:])
+    moved = {first: second, second: first}.get(logits.vocab_dim, logits.vocab_dim)
+    return _rewrap(logits, func(logits.local, *args[1:]), moved)
+
+
+def _unsqueeze(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    if kwargs or len(args) != 2:
+        return NotImplemented
+    logits, dim = args
+    local = func(logits.local, dim)
+    dim %= local.dim()
+    return _rewrap(logits, local, logits.vocab_dim + (dim <= logits.vocab_dim))
+
+
+def _squeeze(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    if kwargs or len(args) > 2:
+        return NotImplemented
+    logits = args[0]
+    asked = range(logits.dim()) if len(args) == 1 else args[1] if isinstance(args[1], Sequence) else [args[1]]
+    dims = sorted({dim % logits.dim() for dim in asked if logits.shape[dim] == 1})
+    if logits.vocab_dim in dims:
+        return NotImplemented
+    # Named dims, because a rank's part of the vocabulary may have one element where the whole has more.
+    return _rewrap(
+        logits, logits.local.squeeze(tuple(dims)), logits.vocab_dim - sum(dim < logits.vocab_dim for dim in dims)
+    )
+
+
+def _register_hook(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """On the local tensor, through which every gradient goes; the hook sees sharded gradients."""
+    logits, hook = args
+
+    def on_local(grad: Tensor) -> Tensor | None:
+        found = hook(_rewrap(logits, grad, logits.vocab_dim))
+        if found is None or isinstance(found, VocabParallelLogits):
+            return None if found is None else found.local
+        return take_owned(found, logits.vocab_dim, logits.ownership, logits.group.rank)
+
+    return logits.local.register_hook(on_local)
+
+
+def _getitem(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Indexing that leaves the vocabulary whole: ``[..., :-1, :]``, ``[:, -k:]``, ``[mask]``, ``[batch, position]``."""
+    logits, index = args
+    if not isinstance(logits, VocabParallelLogits):
+        return NotImplemented
+    found = after_index(logits.shape, logits.vocab_dim, index if isinstance(index, tuple) else (index,))
+    if found is None or any(isinstance(item, VocabParallelLogits) for item in found.index):
+        return NotImplemented
+    local = func(logits.local, found.index)
+    part = _rewrap(logits, local, local.dim() - found.from_right)
+    is_last_dim = logits.vocab_dim == logits.dim() - 1
+    if is_last_dim and len(found.index) > 1 and type(found.index[-2]) is int and not torch.is_grad_enabled():
+        part.one_position = True
+    return part
+
+
+def _cross_entropy(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    call = _CROSS_ENTROPY.bind(*args, **kwargs)
+    call.apply_defaults()
+    logits, target, weight = (call.arguments[name] for name in ("input", "target", "weight"))
+    stays = (
+        isinstance(logits, VocabParallelLogits)
+        and logits.vocab_dim == min(1, logits.dim() - 1)
+        and not isinstance(target, VocabParallelLogits)
+        and not target.is_floating_point()
+        and (weight is None or not weight.requires_grad)
+        and call.arguments["size_average"] is None
+        and call.arguments["reduce"] is None
+    )
+    if not stays:
+        return NotImplemented
+    options = {name: call.arguments[name] for name in ("ignore_index", "reduction", "label_smoothing")}
+    return vocab_parallel_cross_entropy(logits.local, target, logits.ownership, logits.group, weight, **options)
+
+
+def _is_contiguous(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    return func(args[0].local, *args[1:], **kwargs)
+
+
+def _record(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """A note in a trace (see :mod:`~lightning_autotp.capture.recording`) is about the local tensor."""
+    name, inputs, shape, *detail = args
+    logits = inputs[0]
+    plain = [x.local if isinstance(x, VocabParallelLogits) else x for x in inputs]
+    if isinstance(logits, VocabParallelLogits) and tuple(shape) == tuple(logits.shape):
+        return _rewrap(logits, func(name, plain, list(logits.local.shape), *detail), logits.vocab_dim)
+    return func(name, plain, shape, *detail)
+
+
+_CROSS_ENTROPY = inspect.signature(F.cross_entropy)
+_COPIES = (Tensor.clone, torch.clone)
+
+
+def _recorders() -> tuple[Any, ...]:
+    operator = torch.ops.lightning_autotp.record
+    return operator, operator.default
+
+
+def _everywhere(*names: str) -> list[Callable[..., Any]]:
+    """The functions of these names in ``torch.Tensor``, ``torch`` and ``torch.nn.functional``."""
+    return [getattr(home, name) for name in names for home in (Tensor, torch, F) if callable(getattr(home, name, None))]
+
+
+def _getters(*names: str) -> list[Callable[..., Any]]:
+    return [getattr(Tensor, name).__get__ for name in names]
+
+
+_METADATA = frozenset(
+    _everywhere("size", "dim", "ndimension", "numel", "nelement", "element_size", "get_device")
+    + _everywhere("is_floating_point", "is_complex", "__len__", "__hash__", "__format__")
+    + _getters(
+        "shape", "ndim", "dtype", "device", "layout", "itemsize", "nbytes", "requires_grad", "grad_fn", "is_leaf"
+    )
+    + _everywhere("is_conj", "is_neg", "is_inference", "_is_view")
+    + _getters("grad", "_base", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested")
+)
+
+_HANDLERS: dict[Callable[..., Any], Callable[[Callable[..., Any], Sequence[Any], dict[str, Any]], Any]] = {
+    **dict.fromkeys(_everywhere("float", "half", "bfloat16", "double", "to", "type_as", "cuda"), _cast),
+    **dict.fromkeys(_everywhere("contiguous", "clone", "detach"), _cast),
+    **dict.fromkeys(_everywhere("add", "sub", "mul", "div", "true_divide", "pow", "neg", "abs", "square"), _pointwise),
+    **dict.fromkeys(_everywhere("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__"), _pointwise),
+    **dict.fromkeys(_everywhere("__truediv__", "__rtruediv__", "__div__", "__rdiv__"), _pointwise),
+    **dict.fromkeys(_everywhere("__pow__", "__rpow__", "__neg__", "__abs__", "rsub"), _pointwise),
+    **dict.fromkeys(_everywhere("exp", "log", "sqrt", "tanh", "sigmoid", "relu", "silu", "gelu"), _pointwise),
+    **dict.fromkeys(_everywhere("clamp", "clip", "nan_to_num", "masked_fill"), _pointwise),
+    **dict.fromkeys(_everywhere("view", "reshape"), _reshape),
+    **dict.fromkeys(_everywhere("flatten"), _flatten),
+    **dict.fromkeys(_everywhere("permute"), _permute),
+    **dict.fromkeys(_everywhere("transpose", "swapaxes"), _transpose),
+    **dict.fromkeys(_everywhere("unsqueeze"), _unsqueeze),
+    **dict.fromkeys(_everywhere("squeeze"), _squeeze),
+    Tensor.__getitem__: _getitem,
+    Tensor.is_contiguous: _is_contiguous,
+    Tensor.register_hook: _register_hook,
+    F.cross_entropy: _cross_entropy,
+}
+
+
+# --- everything else ---
+
+_IN_PLACE = re.compile(
+    r"__(set|delete|setitem|i(add|sub|mul|div|truediv|floordiv|mod|pow|matmul|and|or|xor|lshift|rshift))__"
+    r"|.*[^_]_|retain_grad|register_post_accumulate_grad_hook"
+)
+_said: set[str] = set()
+
+
+def _refuse_mutation(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    name = getattr(func, "__name__", "")
+    changed = [kwargs.get("out")]
+    if _IN_PLACE.fullmatch(name) or kwargs.get("inplace"):
+        changed.append(args[0] if args else None)
+    for x in tree_leaves(changed):
+        if isinstance(x, VocabParallelLogits):
+            raise _in_place_error(resolve_name(func) or name, x)
+
+
+def _in_place_error(name: str, logits: VocabParallelLogits) -> RuntimeError:
+    return RuntimeError(
+        f"{name} would change vocabulary-sharded logits in place ({logits!r}): use the form that returns a new tensor "
+        "(logits = logits * 2), or go on with the gathered tensor logits.full()"
+    )
+
+
+def _say_gathered(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    name = resolve_name(func) or getattr(func, "__name__", str(func))
+    logits = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, VocabParallelLogits))
+    if name not in _said and logits.group.rank == 0 and not logits.one_position:
+        _said.add(name)
+        warnings.warn(
+            f"{name} has no vocabulary-sharded form: it gathers logits of shape {tuple(logits.shape)} on every rank "
+            "(said once for this function; logits.full() gathers without a word)",
+            stacklevel=4,
+        )

@@ -1,0 +1,144 @@
+"""What this process holds of a tensor: its tensor-parallel part, which FSDP2 may have cut again over the data axis.
+
+A parameter that FSDP2 manages is a ``DTensor`` over the data axis alone; what it is a ``DTensor`` *of* is this rank's
+tensor-parallel part, cut in dim 0. Gradients and optimizer states are alike. Everything that asks which elements of the
+original tensor are here, or how often an element counts, asks this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from lightning_autotp.layouts.ownership import Run
+from lightning_autotp.parameters.meta import ParameterMeta, Slices
+from lightning_autotp.ranks.group import TPGroup
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """The elements that are in this process, as an ordinary tensor without history. Not collective."""
+    local = tensor.detach()
+    return local.to_local() if isinstance(local, DTensor) else local
+
+
+def joined(tensor: Tensor) -> Tensor:
+    """This rank's tensor-parallel part, whole over the data axis. Collective over the data axis for a ``DTensor``."""
+    local = tensor.detach()
+    return local.full_tensor() if isinstance(local, DTensor) else local
+
+
+def is_cut(tensor: Tensor) -> bool:
+    """Whether FSDP2 has cut a tensor over the data axis."""
+    return isinstance(tensor, DTensor)
+
+
+def data_group(tensor: Tensor) -> dist.ProcessGroup | None:
+    """The data-parallel group over which a tensor is cut, or ``None``."""
+    return tensor.device_mesh.get_group() if isinstance(tensor, DTensor) else None
+
+
+def held_blocks(tensor: Tensor, ranks: int) -> tuple[Slices, ...]:
+    """The blocks of the original tensor that are in this process, and where they lie in :func:`plain` of it.
+
+    Args:
+        tensor: a parameter (with its ``meta``), or any tensor, of which every rank then has all.
+        ranks: the tensor-parallel group's size.
+
+    Returns:
+        Blocks, each with the tensor-parallel ranks that hold it.
+    """
+    meta = getattr(tensor, "meta", None)
+    if isinstance(meta, ParameterMeta):
+        blocks = meta.mapping
+    else:
+        whole = tuple((0, size) for size in tensor.shape)
+        blocks = (Slices(whole, "", whole, tuple(range(ranks))),)
+    if not isinstance(tensor, DTensor):
+        return blocks
+    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(_rows(block, offsets[0], offsets[0] + sizes[0]) for block in blocks if _meets(block, offsets, sizes))
+
+
+def counted_blocks(tensor: Tensor, group: TPGroup) -> tuple[Slices, ...]:
+    """Those of :func:`held_blocks` that this rank speaks for: every element of the original has one such rank.
+
+    (One in each tensor-parallel group: a tensor that FSDP2 does not manage is in every copy of the model.)
+    """
+    return tuple(block for block in held_blocks(tensor, group.size) if block.ranks[0] == group.rank)
+
+
+def fill(tensor: Tensor, whole: Tensor, group: TPGroup) -> None:
+    """Copy into a parameter (or what is shaped like it, with its ``meta``) this process's part of the whole tensor."""
+    local = plain(tensor)
+    for block in held_blocks(tensor, group.size):
+        local[index(block.local)] = whole[index(block.original)]
+
+
+def index(runs: tuple[Run, ...]) -> tuple[slice, ...]:
+    """A block as an index expression."""
+    return tuple(slice(start, stop) for start, stop in runs)
+
+
+def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
+    """The modules whose parameters FSDP2 manages together."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def reshard(model: nn.Module) -> None:
+    """Let FSDP2 put its parameters back in place: after a forward without backward some are still gathered."""
+    for module in fsdp_modules(model):
+        module.reshard()
+
+
+@contextmanager
+def metas_kept(model: nn.Module) -> Iterator[None]:
+    """Within it parameters may be replaced by others of their names, as ``model.to(...)`` does with FSDP2's."""
+    reshard(model)
+    metas = {name: meta for name, parameter in model.named_parameters() if (meta := getattr(parameter, "meta", None))}
+    yield
+    for name, parameter in model.named_parameters():
+        if name in metas:
+            parameter.meta = metas[name]  # type: ignore[attr-defined]
+
+
+def like(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """An empty tensor that lies over the ranks as a parameter does, in its own dtype."""
+    made = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    if isinstance(meta := getattr(parameter, "meta", None), ParameterMeta):
+        made.meta = meta  # type: ignore[attr-defined]
+    return made
+
+
+def with_values(tensor: Tensor, values: Tensor) -> Tensor:
+    """A tensor that lies over the data axis as ``tensor`` (which may be on meta) does, and has ``values`` here.
+
+    Args:
+        tensor: whose layout it gets.
+        values: the elements that are to be in this process, shaped like :func:`plain` of ``tensor``.
+    """
+    if not isinstance(tensor, DTensor):
+        return values
+    mesh, placements = tensor.device_mesh, tensor.placements
+    return DTensor.from_local(values, mesh, placements, shape=tensor.shape, stride=tensor.stride())
+
+
+def _meets(block: Slices, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
+    return max(block.local[0][0], offsets[0]) < min(block.local[0][1], offsets[0] + sizes[0])
+
+
+def _rows(block: Slices, first: int, last: int) -> Slices:
+    (start, stop), at = block.local[0], block.original[0][0]
+    low, high = max(start, first), min(stop, last)
+    return Slices(
+        ((low - first, high - first), *block.local[1:]),
+        block.source,
+        ((at + low - start, at + high - start), *block.original[1:]),
+        block.ranks,
+    )

@@ -1,0 +1,386 @@
+"""The proof: a second capture, of the local model, must be the localized first one, operator by operator.
+
+For every operator of the original graph the local one must have the same operator on the same tensors, with the same
+scalar arguments, and every tensor must have the shape that its layout gives this rank; every conversion of the plan
+must stand at its boundary, and nothing else may stand in between. A call that draws random numbers for a sharded
+tensor, and no other, must draw the rank's own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+from lightning_autotp.layouts.places import Boundary, CallPoint
+from lightning_autotp.layouts.types import Invariant, Layout, Partial, Replicate, Shard, local_shape
+from lightning_autotp.operators import entry
+from lightning_autotp.operators.graph import Graph, Operator, Ref, renamed
+from lightning_autotp.parameters.meta import ParameterMeta
+from lightning_autotp.solving.solver import Conversion, Solution
+
+# How the primitives record themselves, by the types they convert between.
+_RECORDED = {
+    ("I", "R"): "invariant_to_replicate",
+    ("P", "I"): "partial_to_invariant",
+    ("P", "R"): "partial_to_replicate",
+    ("S", "I"): "shard_to_invariant",
+    ("S", "R"): "shard_to_replicate",
+    ("I", "S"): "invariant_to_shard",
+    ("R", "S"): "replicate_to_shard",
+    ("P", "S"): "partial_to_shard",
+    ("I", "P"): "invariant_to_partial",
+    ("R", "P"): "replicate_to_partial",
+}
+
+
+_RESHAPING = {
+    "aten.view.default",
+    "aten.reshape.default",
+    "aten.unsqueeze.default",
+    "aten.expand.default",
+    "aten.flatten.using_ints",
+}
+
+
+class VerificationError(RuntimeError):
+    """The local model does not compute what the original one does."""
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """The first difference between the local trace and what it must be.
+
+    Attributes:
+        position: how many operators of the original agreed before it.
+        operator: the original's operator there (or the local trace's, past the original's end), if it is one.
+        message: what was expected and what was found.
+    """
+
+    position: int
+    operator: Operator | None
+    message: str
+
+    @property
+    def module(self) -> str:
+        """Path of the module in which it is."""
+        return self.operator.module if self.operator is not None else ""
+
+    def __str__(self) -> str:
+        if self.operator is None:
+            return self.message
+        return f"{self.message}\n  in module {self.module or '(root)'}\n  at {self.operator.source}"
+
+
+@dataclass(frozen=True)
+class _Expected:
+    """One operator the local trace must have next."""
+
+    name: str
+    arguments: tuple[tuple[str, Any], ...]
+    outputs: tuple[tuple[Any, tuple[int, ...]], ...]
+    origin: Operator
+    free: frozenset[str] = frozenset()
+    own_numbers: bool = False
+
+
+def compare(local: Graph, solution: Solution, rank: int) -> Mismatch | None:
+    """The first difference between ``rank``'s local graph and what the solution says it must be, or ``None``."""
+    tensors: dict[Any, int] = {}
+    names = {name: tensor for tensor, name in local.parameters.items()}
+    for tensor, name in solution.graph.parameters.items():
+        if name not in names:
+            return Mismatch(0, None, f"the local model does not use the parameter {name}")
+        tensors[tensor] = names[name]
+        shape = local_shape(solution.graph.tensors[tensor].shape, _layout(solution, tensor), rank)
+        has = local.tensors[names[name]].shape
+        if has != shape:
+            return Mismatch(0, None, f"parameter {name} must have the local shape {list(shape)}, it has {list(has)}")
+    tensors |= dict(zip(solution.graph.loose(), local.loose(), strict=False))
+    wanted = list(_localized(solution, rank))
+    position = place = 0
+    while position < len(wanted):
+        expected = wanted[position]
+        if not expected.name:  # a place at which nothing happens: the tensor goes on as it is
+            (((_, (source,)),), ((target, _),)) = expected.arguments, expected.outputs
+            tensors[target] = tensors[source.tensor]
+            position += 1
+            continue
+        found = local.operators[place] if place < len(local.operators) else None
+        difference = (
+            f"the local trace ends here ({local.failure})"
+            if found is None
+            else _difference(expected, found, local, tensors)
+        )
+        if difference:
+            end = _identity_chain(wanted, position, local, tensors)
+            if end is None:
+                return Mismatch(position, expected.origin, difference)
+            position = end
+            continue
+        position += 1
+        place += 1
+    if place < len(local.operators):
+        extra = local.operators[place]
+        return Mismatch(position, extra, f"the local trace has one more operator, {extra.name}")
+    if [tensors.get(tensor) for tensor in solution.graph.outputs] != local.outputs:
+        return Mismatch(position, None, "the local model returns other tensors")
+    return None
+
+
+def cut_differently(metas: Mapping[str, ParameterMeta], solution: Solution) -> Mismatch | None:
+    """The first parameter that is not cut as the solution says (two cuts of one size look alike in a trace)."""
+    for tensor, name in solution.graph.parameters.items():
+        meta, layout = metas[name], _layout(solution, tensor)
+        if meta.layout != layout:
+            return Mismatch(
+                0, None, f"parameter {name} must lie over the ranks as {layout!r}, it lies as {meta.layout!r}"
+            )
+    return None
+
+
+def _localized(solution: Solution, rank: int) -> Iterator[_Expected]:
+    """The operators of the original graph as this rank must run them, with the primitives in their places."""
+    conversions = {change.boundary: change for change in solution.conversions}
+    for crossing, members in groupby(enumerate(solution.graph.operators), key=lambda item: _crossing(item[1])):
+        if crossing is not None:
+            yield from _boundaries([operator for _, operator in members], conversions, solution, rank)
+            continue
+        for number, operator in members:
+            shapes = _local_outputs(operator, solution, rank)
+            if number in solution.reduced:
+                yield from _reduced(operator, shapes)
+            elif operator.name == "aten.cross_entropy_loss.default" and _is_sharded(solution, operator):
+                inputs = tuple(operator.argument(name) for name in ("self", "target", "weight"))
+                inputs = tuple(value for value in inputs if value is not None)
+                maps = ("detail", _maps(_layout(solution, operator.inputs[0])))
+                yield _Expected("record:vocab_parallel_cross_entropy", (("input", inputs), maps), shapes, operator)
+            else:
+                names = yield from _operands(number, operator, solution, rank)
+                expected = _plain(operator, shapes, solution, rank)
+                arguments = tuple((key, renamed(value, names)) for key, value in expected.arguments)
+                yield replace(expected, arguments=arguments, own_numbers=operator.call in solution.drawing)
+
+
+def _operands(
+    number: int, operator: Operator, solution: Solution, rank: int
+) -> Generator[_Expected, None, dict[int, tuple[str, int]]]:
+    """The changes of the operator's static operands; returns the changed tensors by the static ones."""
+    names: dict[int, tuple[str, int]] = {}
+    for tensor in operator.inputs:
+        change = solution.slices.get((number, tensor))
+        if change is not None and tensor not in names:
+            names[tensor] = ("changed", tensor)
+            shape = local_shape(solution.graph.tensors[tensor].shape, change.target, rank)
+            yield _conversion(change, Ref(tensor), (names[tensor], shape), operator)
+    return names
+
+
+def _conversion(change: Conversion, source: Any, output: tuple[Any, tuple[int, ...]], operator: Operator) -> _Expected:
+    name = f"record:{_RECORDED[_letter(change.source), _letter(change.target)]}"
+    return _Expected(name, (("input", (source,)), ("detail", _maps(change.source, change.target))), (output,), operator)
+
+
+def _maps(*layouts: Layout) -> str:
+    """How the sharded dim is cut, as a primitive records it: two cuts of one size have equal shapes."""
+    return "".join(owned.digest for layout in layouts if isinstance(layout, Shard) for _, owned in layout.dims)
+
+
+def _crossing(operator: Operator) -> tuple[str, str] | None:
+    """Equal for the boundaries that are crossed together: one module's inputs, or its outputs."""
+    return None if operator.boundary is None else (operator.boundary.module, operator.boundary.side)
+
+
+def _local_outputs(operator: Operator, solution: Solution, rank: int) -> tuple[tuple[Any, tuple[int, ...]], ...]:
+    return tuple((tensor, _local_shape(solution, tensor, rank)) for tensor in operator.outputs)
+
+
+def _local_shape(solution: Solution, tensor: int, rank: int) -> tuple[int, ...]:
+    return local_shape(solution.graph.tensors[tensor].shape, _layout(solution, tensor), rank)
+
+
+def _boundaries(
+    crossed: list[Operator], conversions: Mapping[Any, Conversion], solution: Solution, rank: int
+) -> Iterator[_Expected]:
+    """Tensors entering a module are marked, then converted; those leaving it are converted, then marked."""
+    marks, changes = [], []
+    if isinstance(crossed[0].boundary, CallPoint):
+        for operator in crossed:  # a point without a conversion is nothing at all
+            change = conversions.get(operator.boundary)
+            before, target = Ref(operator.inputs[0]), operator.outputs[0]
+            if change is None:
+                yield _Expected("", (("input", (before,)),), ((target, ()),), operator)
+            else:
+                yield _conversion(change, before, (target, _local_shape(solution, target, rank)), operator)
+        return
+    for operator in crossed:
+        boundary, source, target = operator.boundary, operator.inputs[0], operator.outputs[0]
+        conversion = conversions.get(boundary)
+        entering, after = _local_shape(solution, source, rank), _local_shape(solution, target, rank)
+        if not isinstance(boundary, Boundary) or conversion is None:
+            marks.append(_Expected("boundary", (("input", (Ref(source),)),), ((target, after),), operator))
+            continue
+        between = ("converted", target)
+        if boundary.side == "in":
+            marks.append(_Expected("boundary", (("input", (Ref(source),)),), ((between, entering),), operator))
+            changes.append(_conversion(conversion, between, (target, after), operator))
+        else:
+            changes.append(_conversion(conversion, Ref(source), (between, after), operator))
+            marks.append(_Expected("boundary", (("input", (between,)),), ((target, after),), operator))
+    yield from [*marks, *changes] if crossed[0].boundary and crossed[0].boundary.side == "in" else [*changes, *marks]
+
+
+def _reduced(operator: Operator, shapes: Any) -> Iterator[_Expected]:
+    """A layer that sums its Partial result itself, and adds its bias after that."""
+    (target, shape) = shapes[0]
+    partial, total = ("partial", target), ("total", target)
+    reduction = f"record:{_RECORDED['P', 'I']}"
+    if operator.name == "aten.embedding.default":
+        inputs = (operator.argument("weight"), operator.argument("indices"))
+        yield _Expected("record:vocab_parallel_lookup", (("input", inputs),), ((partial, shape),), operator)
+        yield _Expected(reduction, (("input", (partial,)),), ((target, shape),), operator)
+        return
+    bias = operator.argument("bias")
+    arguments = tuple((name, None if name == "bias" else value) for name, value in operator.arguments)
+    yield _Expected(operator.name, arguments, ((partial, shape),), operator)
+    yield _Expected(reduction, (("input", (partial,)),), (((total if bias else target), shape),), operator)
+    if bias:
+        yield _Expected(
+            "aten.add.Tensor", (("self", total), ("other", bias), ("alpha", 1)), ((target, shape),), operator
+        )
+
+
+def _plain(operator: Operator, shapes: Any, solution: Solution, rank: int) -> _Expected:
+    """The same operator; positions along a sharded dim are local, arguments that only spell shapes are free."""
+    known = entry(operator.name)
+    sharded = any(isinstance(_layout(solution, tensor), Shard) for tensor in (*operator.inputs, *operator.outputs))
+    if known is None:  # what is sharded all the same is a static tensor that its code makes local
+        return _Expected(operator.name, operator.arguments, shapes, operator, frozenset(["size"] if sharded else []))
+    local: dict[str, Any] = {}
+    shares: dict[str, int] = {}
+    for name, tensor_name, dim_name in known.positions(operator):
+        ref = operator.argument(tensor_name)
+        layout = _layout(solution, ref.tensor)
+        shape = solution.graph.tensors[ref.tensor].shape
+        dim = operator.argument(dim_name) % len(shape)
+        owned = layout.ownership(dim) if isinstance(layout, Shard) else None
+        value = operator.argument(name)
+        if owned is not None and value is not None:
+            offset = min(value + shape[dim] if value < 0 else value, shape[dim])
+            local[name] = sum(max(0, min(stop, offset) - start) for start, stop in owned.held[rank])
+    for name, tensor_name, dim in known.shares:
+        ref = operator.argument(tensor_name)
+        layout = _layout(solution, ref.tensor)
+        owned = layout.ownership(dim) if isinstance(layout, Shard) else None
+        if owned is not None:
+            shares[name] = operator.argument(name) * owned.local_size(rank) // owned.size
+    arguments = tuple(
+        (name, shares[name])
+        if name in shares
+        else (name, _Offset(local[name], dict(operator.arguments)[name]) if name in local else value)
+        for name, value in operator.arguments
+    )
+    return _Expected(operator.name, arguments, shapes, operator, frozenset(known.sizes if sharded else ()))
+
+
+@dataclass(frozen=True)
+class _Offset:
+    """A position along a sharded dim: the local one, or one past the end where the original is that, too."""
+
+    local: int
+    original: int
+
+    def matches(self, found: Any, size: int) -> bool:
+        if found is None or not isinstance(found, int):
+            return found == self.original
+        return min(found + size if found < 0 else found, size) == self.local
+
+
+def _difference(expected: _Expected, found: Operator, local: Graph, tensors: dict[Any, int]) -> str:
+    """What is wrong with the operator found; empty if nothing is, and its outputs are then known."""
+    if found.name != expected.name:
+        return f"expected {expected.name}, found {found.name}"
+    if found.boundary != (expected.origin.boundary if expected.name == "boundary" else None):
+        return f"expected the boundary {expected.origin.boundary}, found {found.boundary}"
+    if found.own_numbers != expected.own_numbers:
+        who = ("the group's common", "its own")
+        return f"{expected.name}: the rank must draw {who[expected.own_numbers]} random numbers, it draws the others"
+    theirs = dict(found.arguments)
+    for name, value in expected.arguments:
+        if name in expected.free:
+            continue
+        if isinstance(value, _Offset):
+            size = local.tensors[found.inputs[0]].shape[theirs["dim"]]
+            if not value.matches(theirs[name], size):
+                return f"{expected.name}: {name} must be {value.local}, it is {theirs[name]}"
+            continue
+        wanted = _translated(value, tensors)
+        if name not in theirs or not _same(theirs[name], wanted):
+            return f"{expected.name}: {name} must be {_text(wanted)}, it is {_text(theirs.get(name))}"
+    if len(found.outputs) != len(expected.outputs):
+        return f"{expected.name} must have {len(expected.outputs)} outputs, it has {len(found.outputs)}"
+    for (key, shape), tensor in zip(expected.outputs, found.outputs, strict=True):
+        if local.tensors[tensor].shape != shape:
+            return (
+                f"{expected.name} must give the local shape {list(shape)}, it gives {list(local.tensors[tensor].shape)}"
+            )
+        tensors[key] = tensor
+    return ""
+
+
+def _translated(value: Any, tensors: dict[Any, int]) -> Any:
+    """An expected argument with the local trace's tensors."""
+    if isinstance(value, Ref):
+        return Ref(tensors[value.tensor])
+    if isinstance(value, tuple) and len(value) == 2 and value in tensors:
+        return Ref(tensors[value])
+    if isinstance(value, tuple):
+        return tuple(_translated(item, tensors) for item in value)
+    return value
+
+
+def _same(found: Any, wanted: Any) -> bool:
+    return bool(found == wanted) and (isinstance(found, bool) == isinstance(wanted, bool))
+
+
+def _text(value: Any) -> str:
+    return "another tensor" if isinstance(value, Ref) else str(value)
+
+
+def _identity_chain(wanted: list[_Expected], start: int, local: Graph, tensors: dict[Any, int]) -> int | None:
+    """Where a chain of reshaping operators ends that does nothing locally, and so may be left out there.
+
+    Code that repeats key/value heads returns early where each is used once: unsqueeze, expand to no more elements, and
+    reshape back to the shape before are the identity. ``None`` if there is no such chain.
+    """
+    first = wanted[start]
+    source = first.origin.inputs[0] if first.origin.inputs else None
+    if source not in tensors or first.name not in _RESHAPING:
+        return None
+    shape = local.tensors[tensors[source]].shape
+    previous: Any = source
+    for end in range(start, len(wanted)):
+        link = wanted[end]
+        if link.name not in _RESHAPING or link.origin.inputs != (previous,):
+            return None
+        ((previous, now),) = link.outputs
+        if math.prod(now) != math.prod(shape):
+            return None
+        if now == shape:
+            tensors[previous] = tensors[source]
+            return end + 1
+    return None
+
+
+def _layout(solution: Solution, tensor: int) -> Layout:
+    return solution.layouts.get(tensor, Invariant())
+
+
+def _is_sharded(solution: Solution, operator: Operator) -> bool:
+    return isinstance(_layout(solution, operator.inputs[0]), Shard)
+
+
+def _letter(layout: Layout) -> str:
+    return {Invariant: "I", Replicate: "R", Partial: "P", Shard: "S"}[type(layout)]

@@ -1,0 +1,324 @@
+"""Sizes written in Python: which integer attributes of which modules must become local.
+
+A graph shows ``view(2, 61, -1, 64)`` whether the 61 came from a tensor's shape or from a constant, so only tracing the
+local model tells which sizes adapt by themselves. Where the local trace first departs from what it must be, the few
+integers of that module (or of its config) that equal a sharded dim's length are tried, then the numbers in the call
+itself; a change is kept if the trace then agrees further. Only a trace that agrees to its end is accepted, and that is
+the proof.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+
+from torch import nn
+
+from lightning_autotp.applying.replace import apply_plan
+from lightning_autotp.capture.capture import capture, capture_local, meta_copy
+from lightning_autotp.layouts.places import Boundary, CallSite
+from lightning_autotp.layouts.plan import Plan, SizePlan
+from lightning_autotp.layouts.types import Shard, local_shape
+from lightning_autotp.operators.graph import Operator
+from lightning_autotp.proving.compare import Mismatch, compare
+from lightning_autotp.ranks.group import TPGroup
+from lightning_autotp.solving.solver import Solution
+
+_PATIENCE = 64
+"""Traces that come no further on their rank than one before, after which the search for sizes ends."""
+
+
+class Unlocalizable(Exception):
+    """No choice of sizes makes the local trace agree.
+
+    Attributes:
+        mismatch: where it departs.
+    """
+
+    def __init__(self, mismatch: Mismatch) -> None:
+        super().__init__(str(mismatch))
+        self.mismatch = mismatch
+
+
+def find_sizes(
+    model: nn.Module,
+    example_inputs: object,
+    solution: Solution,
+    plan_with: Callable[[Solution, tuple[SizePlan, ...]], Plan],
+) -> tuple[Plan, Solution]:
+    """The plan with every size that must be local, proven on one rank of every kind, and the solution it carries out.
+
+    Args:
+        model: the original model (it is copied).
+        example_inputs: the batch that the solution's graph was captured with.
+        solution: the layouts.
+        plan_with: makes the plan for a solution and sizes.
+
+    Raises:
+        Unlocalizable: if no choice of sizes gives the right trace.
+    """
+    search = _Search(model, example_inputs, solution, plan_with)
+    sizes = search.find((), _representatives(solution))
+    return plan_with(search.solution, sizes), search.solution
+
+
+def adapted(solution: Solution, mismatch: Mismatch) -> Solution | None:
+    """The solution with a static tensor that is made local right away, where that is what its code does.
+
+    A tensor whose values do not depend on the place along a dim (zeros; something expanded) may be made with the sizes
+    of a sharded tensor: it is this rank's part already, and need not be sliced. ``None`` if that is not the case.
+    """
+    here = mismatch.operator
+    if here is None or here.name not in _UNIFORM or _adapted(solution, here) is None:
+        return None
+    for operator in solution.graph.operators:
+        if operator.name == here.name and operator.source == here.source:
+            solution = _adapted(solution, operator) or solution
+    return solution
+
+
+def _adapted(solution: Solution, operator: Operator) -> Solution | None:
+    """As :func:`adapted`, for one operator."""
+    (tensor,) = operator.outputs
+    slices = {place: change for place, change in solution.slices.items() if place[1] == tensor}
+    targets = {change.target for change in slices.values()}
+    readers = sum(tensor in other.inputs for other in solution.graph.operators)
+    if len(targets) != 1 or len(slices) != readers:
+        return None
+    (target,) = targets
+    if not isinstance(target, Shard) or not all(_is_uniform(solution, operator, dim) for dim, _ in target.dims):
+        return None
+    return replace(
+        solution,
+        layouts=solution.layouts | {tensor: target},
+        slices={place: change for place, change in solution.slices.items() if place not in slices},
+    )
+
+
+_UNIFORM = {
+    f"aten.{name}.default" for name in ("zeros", "ones", "full", "new_zeros", "new_ones", "new_full", "empty", "expand")
+}
+
+
+def _is_uniform(solution: Solution, operator: Operator, dim: int) -> bool:
+    """Whether the operator's result is the same at every place along the dim."""
+    if operator.name != "aten.expand.default":
+        return True
+    source = solution.graph.tensors[operator.inputs[0]].shape
+    place = dim - (len(solution.graph.tensors[operator.outputs[0]].shape) - len(source))
+    return place < 0 or source[place] == 1
+
+
+def _representatives(solution: Solution) -> list[int]:
+    """One rank for every distinct set of local shapes."""
+    kinds: dict[tuple[tuple[int, ...], ...], int] = {}
+    for rank in range(solution.ranks):
+        shapes = tuple(
+            local_shape(solution.graph.tensors[tensor].shape, layout, rank)
+            for tensor, layout in solution.layouts.items()
+        )
+        kinds.setdefault(shapes, rank)
+    return list(kinds.values())
+
+
+class _Search:
+    def __init__(
+        self,
+        model: nn.Module,
+        example_inputs: object,
+        solution: Solution,
+        plan_with: Callable[[Solution, tuple[SizePlan, ...]], Plan],
+    ) -> None:
+        self.model, self.example_inputs, self.solution, self.plan_with = model, example_inputs, solution, plan_with
+        self.reads: dict[str, dict[str, int]] | None = None
+        self.traces: dict[tuple[tuple[SizePlan, ...], int], Mismatch | None] = {}
+        self.deepest: dict[int, float] = {}
+        self.idle = 0
+        by_module: dict[str, list[Operator]] = {}
+        for operator in solution.graph.operators:
+            by_module.setdefault(operator.module, []).append(operator)
+        self.lengths = {module: self._lengths(operators) for module, operators in by_module.items()}
+
+    def find(self, sizes: tuple[SizePlan, ...], ranks: list[int]) -> tuple[SizePlan, ...]:
+        """Depth-first search from ``sizes`` for sizes with which every rank's trace agrees to its end.
+
+        A change that helps one rank may be the wrong one of two that look alike there (a length that falls from 2 to 1
+        on it, but not on another): then the search goes back.
+        """
+        rank, *rest = ranks
+        mismatch = self._trace(sizes, rank)
+        while mismatch is not None and (better := adapted(self.solution, mismatch)) is not None:
+            self._solve_by(better)
+            mismatch = self._trace(sizes, rank)
+        if mismatch is None:
+            return self.find(sizes, rest) if rest else sizes
+        solution = self.solution
+        deepest = Unlocalizable(mismatch)
+        for change in self._candidates(mismatch, sizes):
+            if self.idle > _PATIENCE:
+                break
+            tried = (*sizes, *change)
+            after = self._trace(tried, rank)
+            if after is None or after.position > mismatch.position:
+                try:
+                    return self.find(tried, ranks)
+                except Unlocalizable as error:
+                    self._solve_by(solution)
+                    deepest = error if error.mismatch.position > deepest.mismatch.position else deepest
+        raise deepest
+
+    def _solve_by(self, solution: Solution) -> None:
+        if solution is not self.solution:
+            self.solution, self.traces = solution, {}
+
+    def _trace(self, sizes: tuple[SizePlan, ...], rank: int) -> Mismatch | None:
+        if (sizes, rank) not in self.traces:
+            local = meta_copy(self.model)
+            apply_plan(local, self.plan_with(self.solution, sizes), TPGroup("", rank, self.solution.ranks))
+            after = compare(capture_local(local, self.example_inputs, self.solution.graph.opaque), self.solution, rank)
+            self.traces[sizes, rank] = after
+            reached = math.inf if after is None else after.position
+            self.idle += 1
+            if reached > self.deepest.get(rank, -1):
+                self.deepest[rank], self.idle = reached, 0
+        return self.traces[sizes, rank]
+
+    def _lengths(self, operators: Iterable[Operator]) -> dict[tuple[int, tuple[int, ...]], None]:
+        """Lengths of the sharded dims that operators handle, whole and on every rank, in order of appearance."""
+        found: dict[tuple[int, tuple[int, ...]], None] = {}
+        for operator in operators:
+            for tensor in (*operator.outputs, *operator.inputs):
+                layout = self.solution.layouts.get(tensor)
+                for _, owned in layout.dims if isinstance(layout, Shard) else ():
+                    found.setdefault((owned.size, tuple(owned.local_size(r) for r in range(self.solution.ranks))))
+        return found
+
+    def _candidates(self, mismatch: Mismatch, sizes: tuple[SizePlan, ...]) -> Iterator[tuple[SizePlan, ...]]:
+        """Integers of a module there that equal a sharded length in it, made local in every module like it."""
+        taken = {(size.module, size.attribute) for size in sizes if size.call is None}
+        first = self._lengths([mismatch.operator] if mismatch.operator is not None else [])
+        for path in _running(mismatch):
+            for whole, local in first | self.lengths.get(path, {}):
+                for attribute in self._integers(path, whole):
+                    change = tuple(
+                        SizePlan(twin, attribute, whole, local)
+                        for twin in self._twins(path)
+                        if (whole, local) in self.lengths.get(twin, {})
+                        and attribute in self._integers(twin, whole)
+                        and (twin, attribute) not in taken
+                    )
+                    if change:
+                        yield change
+        yield from self._literals(mismatch, sizes)
+
+    def _literals(self, mismatch: Mismatch, sizes: tuple[SizePlan, ...]) -> Iterator[tuple[SizePlan, ...]]:
+        """Numbers in the arguments of the call itself, made local in every module like it."""
+        graph = self.solution.graph
+        if mismatch.operator is None or mismatch.operator.call < 0:
+            return
+        call = graph.calls[mismatch.operator.call]
+        # A number that must be local, or one that follows another tensor's part and must stay whole.
+        lengths = self._lengths([mismatch.operator])
+        for tensor in mismatch.operator.outputs:
+            for size in graph.tensors[tensor].shape:
+                lengths.setdefault((size, (size,) * self.solution.ranks))
+        taken = {(size.module, size.attribute, size.call) for size in sizes}
+        for leaf, value in enumerate(call.arguments):
+            for whole, local in lengths:
+                if value != whole:
+                    continue
+                change = tuple(
+                    SizePlan(twin, str(leaf), whole, local, call.site)
+                    for twin in self._twins(call.module)
+                    if self._has_length(twin, call.site, whole, local) and (twin, str(leaf), call.site) not in taken
+                )
+                if change:
+                    yield change
+
+    def _has_length(self, module: str, site: CallSite, whole: int, local: tuple[int, ...]) -> bool:
+        """Whether a call handles a dim of this length, cut like this or (where it is whole) not at all."""
+        graph = self.solution.graph
+        operators = [
+            operator
+            for operator in graph.operators
+            if operator.call >= 0 and operator.module == module and graph.calls[operator.call].site == site
+        ]
+        if set(local) == {whole}:
+            return any(whole in graph.tensors[tensor].shape for operator in operators for tensor in operator.outputs)
+        return (whole, local) in self._lengths(operators)
+
+    def _twins(self, path: str) -> list[str]:
+        kind = type(self.model.get_submodule(path))
+        return [name for name, module in self.model.named_modules() if type(module) is kind]
+
+    def _integers(self, path: str, value: int) -> list[str]:
+        """Integers with this value that the module reads in its forward: its own, and those of its config."""
+        if self.reads is None:
+            self.reads = integer_reads(self.model, self.example_inputs, self.solution.graph.opaque)
+        return [attribute for attribute, found in self.reads.get(path, {}).items() if found == value]
+
+
+def _running(mismatch: Mismatch) -> list[str]:
+    """The modules whose code may be at fault: where a module should have been entered, also the one that calls it."""
+    here = mismatch.operator
+    calls = here is not None and isinstance(here.boundary, Boundary) and here.boundary.side == "in" and mismatch.module
+    return [mismatch.module, mismatch.module.rpartition(".")[0]] if calls else [mismatch.module]
+
+
+def integer_reads(
+    model: nn.Module, example_inputs: object, opaque: frozenset[str] = frozenset()
+) -> dict[str, dict[str, int]]:
+    """By module: the integer attributes that the forward reads of it, and (as ``config.NAME``) of its config.
+
+    One trace of a copy whose modules and configs note what is read of them.
+    """
+    watched = meta_copy(model)
+    reads: dict[str, dict[str, int]] = {}
+    running: list[str] = []
+
+    def watch_module(path: str, module: nn.Module) -> None:
+        module.register_forward_pre_hook(lambda *_: running.append(path), prepend=True)
+        module.register_forward_hook(lambda *_: _leave(running))
+        _watch(module, lambda name, value: _note(reads, path, name, value))
+
+    def watch_config(config: object) -> None:
+        names = getattr(config, "attribute_map", {})
+
+        def note(name: str, value: int) -> None:
+            readers = [path for path in running[-1:] if vars(modules[path]).get("config") is config]
+            _note(reads, readers, f"config.{names.get(name, name)}", value)
+
+        _watch(config, note)
+
+    modules = dict(watched.named_modules())
+    for path, module in modules.items():
+        config = vars(module).get("config")
+        if config is not None and not hasattr(type(config), "_is_watched"):
+            watch_config(config)
+        watch_module(path, module)
+    capture(watched, example_inputs, opaque)
+    return reads
+
+
+def _leave(running: list[str]) -> None:
+    running.pop()
+
+
+def _note(reads: dict[str, dict[str, int]], paths: str | list[str], name: str, value: int) -> None:
+    for path in [paths] if isinstance(paths, str) else paths:
+        reads.setdefault(path, {}).setdefault(name, value)
+
+
+def _watch(target: object, note: Callable[[str, int], object]) -> None:
+    """Report every integer attribute read of ``target`` (the object itself, not its class)."""
+    kind = type(target)
+
+    def read(self: object, name: str) -> object:
+        value = kind.__getattribute__(self, name)
+        if type(value) is int and name in kind.__getattribute__(self, "__dict__"):
+            note(name, value)
+        return value
+
+    known_as = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}  # its code may look itself up by name
+    target.__class__ = type(kind.__name__, (kind,), {"__getattribute__": read, "_is_watched": True, **known_as})

@@ -1,0 +1,75 @@
+"""Which random numbers a rank draws: the group's common ones, or its own.
+
+All ranks of a tensor-parallel group share one stream of random numbers: what they hold whole they drop alike. A call
+that draws for a sharded tensor must draw other numbers on every rank, and as many as the rank's part needs, without
+the common stream falling apart. So it runs on a generator seeded for this call and this rank, and afterwards
+the common stream goes on as if it had given one seed per rank (Megatron keeps a second stream in a tracker object for
+this, which checkpoints of activations must save and restore as well).
+
+The seeds come from the CPU's generator on every device: the one that ``torch.utils.checkpoint`` always restores, so
+that a recomputation draws the same mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+
+from lightning_autotp.ranks.group import TPGroup
+
+_SEEDS = 2**63 - 1
+_noted: ContextVar[bool] = ContextVar("own numbers are drawn in the trace under way", default=False)
+
+
+@contextmanager
+def own_numbers(group: TPGroup, device: torch.device) -> Iterator[None]:
+    """What draws on ``device`` inside draws this rank's own numbers, independent of the other ranks' ones.
+
+    Not a collective, but every rank of the group must come here with its generators in the same state, and leaves with
+    them in the same state. Where nothing is drawn (dropout in eval mode) that is the state before. On the meta device,
+    that is in a trace, it is only noted.
+
+    Args:
+        group: the ranks that draw independently of each other.
+        device: where the numbers are drawn.
+    """
+    if device.type == "meta":
+        token = _noted.set(True)
+        try:
+            yield
+        finally:
+            _noted.reset(token)
+        return
+    before = torch.get_rng_state()
+    seed = int(torch.randint(_SEEDS, (group.size,), device="cpu")[group.rank])
+    generator = _generator(device)
+    with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=_accelerator(device)):
+        generator.manual_seed(seed)
+        fresh = generator.get_state()
+        yield
+        is_drawn = not torch.equal(generator.get_state(), fresh)
+    if not is_drawn:
+        torch.set_rng_state(before)
+
+
+def are_own_numbers_noted() -> bool:
+    """Whether a trace is inside :func:`own_numbers`."""
+    return _noted.get()
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    """The device's default generator."""
+    if device.type == "cpu":
+        return torch.default_generator
+    module = torch.get_device_module(device)
+    index = module.current_device() if device.index is None else device.index
+    generator: torch.Generator = module.default_generators[index]
+    return generator
+
+
+def _accelerator(device: torch.device) -> str:
+    """The kind of device whose generators are kept besides the CPU's; any will do where there are none to keep."""
+    return "cuda" if device.type == "cpu" else device.type

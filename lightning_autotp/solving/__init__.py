@@ -1,0 +1,1 @@
+"""From a graph to a plan: candidates, prices, the solver."""

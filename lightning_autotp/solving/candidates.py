@@ -1,0 +1,105 @@
+"""Candidate shardings: which axes may be dealt out to the ranks, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from lightning_autotp.layouts.dims import Axis, Concat, Dim, Product, leaves, ownership
+from lightning_autotp.layouts.ownership import Ownership, Run
+from lightning_autotp.operators import Relation
+from lightning_autotp.operators.axes import Axes
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """A candidate: some axes and what each rank holds of them.
+
+    Attributes:
+        axes: ids of the axes, the outer one first.
+        held: per rank, the runs of each axis.
+    """
+
+    axes: tuple[int, ...]
+    held: tuple[tuple[tuple[int, tuple[Run, ...]], ...], ...]
+
+    def ownership(self, dim: Dim) -> Ownership:
+        """The map of a resolved dim."""
+        held = tuple(tuple(runs for _, runs in rank) for rank in self.held)
+        return _ownership(_structure(dim, self.axes), held)
+
+
+def _structure(dim: Dim, axes: tuple[int, ...]) -> Dim:
+    """The dim with every axis named by its place in ``axes`` (or -1): the same for the same dim of another layer."""
+    if isinstance(dim, Axis):
+        return Axis(axes.index(dim.id) if dim.id in axes else -1, dim.size)
+    parts = tuple(_structure(part, axes) for part in (dim.factors if isinstance(dim, Product) else dim.sections))
+    return Product(parts) if isinstance(dim, Product) else Concat(parts)
+
+
+@lru_cache(maxsize=4096)
+def _ownership(dim: Dim, held: tuple[tuple[tuple[Run, ...], ...], ...]) -> Ownership:
+    return ownership(dim, [dict(enumerate(runs)) for runs in held])
+
+
+def candidates(parameters: Iterable[tuple[Dim, ...]], ranks: int) -> list[Sharding]:
+    """Every axis of the parameters, dealt out; with fewer units than ranks, together with another factor's."""
+    found: dict[tuple[int, ...], Sharding] = {}
+    for dims in parameters:
+        for factors in (factors for dim in dims for factors in _products(dim)):
+            for position, factor in enumerate(factors):
+                if not isinstance(factor, Axis):
+                    continue
+                if factor.size >= ranks:
+                    found.setdefault((factor.id,), _dealt(factor, ranks))
+                    continue
+                for other in factors[:position] + factors[position + 1 :]:
+                    if isinstance(other, Axis) and other.size >= -(-ranks // factor.size):
+                        found.setdefault((factor.id, other.id), _dealt_within(factor, other, ranks))
+    return list(found.values())
+
+
+def squares(relations: Iterable[Relation], axes: Axes, parameters: Collection[int]) -> frozenset[int]:
+    """Results of products with a matrix both of whose dims are the same axis (hidden to hidden), which cannot be cut.
+
+    Where its result is gathered at once, what comes after need not be of that axis.
+    """
+    return frozenset(
+        relation.operator.outputs[0]
+        for relation in relations
+        if relation.contracted
+        for tensor in relation.operator.inputs
+        if tensor in parameters and len(dims := relation.inputs[tensor]) == 2
+        if {a.id for a in leaves(axes.resolve(dims[0]))} & {a.id for a in leaves(axes.resolve(dims[1]))}
+    )
+
+
+def _dealt(axis: Axis, ranks: int) -> Sharding:
+    dealt = Ownership.dealt(axis.size, ranks)
+    return Sharding((axis.id,), tuple(((axis.id, runs),) for runs in dealt.held))
+
+
+def _dealt_within(outer: Axis, inner: Axis, ranks: int) -> Sharding:
+    """Ranks outnumber the outer units: each unit has several ranks, which divide the inner ones among them."""
+    held = []
+    teams = Ownership.dealt(ranks, outer.size)
+    for unit in range(outer.size):
+        members = teams.local_size(unit)
+        shares = Ownership.dealt(inner.size, members)
+        held += [((outer.id, ((unit, unit + 1),)), (inner.id, shares.held[member])) for member in range(members)]
+    return Sharding((outer.id, inner.id), tuple(held))
+
+
+def _products(dim: Dim) -> Iterator[tuple[Dim, ...]]:
+    """Every product in a resolved dim as its factors; an axis alone is a product of one."""
+    if isinstance(dim, Axis):
+        yield (dim,)
+    elif isinstance(dim, Product):
+        yield dim.factors
+        for factor in dim.factors:
+            if isinstance(factor, Concat):
+                yield from _products(factor)
+    else:
+        for section in dim.sections:
+            yield from _products(section)

@@ -1,0 +1,1 @@
+"""Weights, gradients, data and optimizers of a parallel model, without Lightning."""

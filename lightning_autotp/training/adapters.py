@@ -1,0 +1,115 @@
+"""PEFT's adapters on a parallel model: saving them in PEFT's own format, and what cannot be done with shards.
+
+To everything else an adapter is just more layers of the model: they are traced, planned, cut and loaded like others.
+Only what PEFT does with weights outside a forward has to know that a rank has parts of them. PEFT itself decides which
+tensors belong to an adapter and what they are called in its files; this module gives it whole tensors in the place of
+this rank's. PEFT is imported only by who uses it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from lightning_autotp.parameters.gathering import gather_to_cpu, model_group, tensor_meta
+from lightning_autotp.parameters.local_blocks import reshard
+from lightning_autotp.ranks.agreement import raise_together
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+
+def find_adapted(module: nn.Module) -> PeftModel | None:
+    """The first PEFT model that ``module`` is or holds, ``None`` without one (or without PEFT)."""
+    peft = sys.modules.get("peft")  # if nobody imported it, nobody made a model with it
+    if peft is None:
+        return None
+    return next((child for child in module.modules() if isinstance(child, peft.PeftModel)), None)
+
+
+def save_adapter(
+    model: PeftModel,
+    directory: str | os.PathLike[str],
+    *,
+    write: bool = True,
+    every_process: bool = False,
+    **kwargs: Any,
+) -> None:
+    """Write the adapters of a parallel model so that ``PeftModel.from_pretrained(base, directory)`` loads them.
+
+    Collective over the model's tensor-parallel group, whose rank 0 writes. Only the adapters' tensors are gathered, and
+    those that PEFT saves with them (``modules_to_save``, resized embeddings).
+
+    Args:
+        model: the ``peft.PeftModel`` around (or inside) the parallel model.
+        directory: where to; it is made. Adapters of other names than ``"default"`` get directories of their own in it.
+        write: whether rank 0 of this group writes at all (with several data-parallel groups only one should).
+        every_process: whether every process calls this and not only the model's group: an error then reaches all.
+        **kwargs: for ``peft.PeftModel.save_pretrained``, such as ``selected_adapters``.
+
+    Raises:
+        TypeError: if the model is not a ``PeftModel``.
+        PeerError: if rank 0 could not write, on the other ranks.
+    """
+    if find_adapted(model) is not model:
+        raise TypeError(
+            f"save_adapter writes the adapters of a PeftModel, not of a {type(model).__name__}: pass what"
+            " get_peft_model() returned"
+        )
+    group = model_group(model)
+    reshard(model)
+    writes = write and group.rank == 0
+    whole: dict[str, Tensor] = {}
+    for name, value in _of_adapters(model, kwargs).items():
+        gathered = gather_to_cpu(value, tensor_meta(value), group, writes)
+        if writes:
+            whole[name] = gathered
+    with raise_together(None if every_process else group.process_group, f"writing the adapter to {directory}"):
+        if writes:
+            model.save_pretrained(os.fspath(directory), state_dict=whole, **kwargs)
+
+
+def _of_adapters(model: PeftModel, options: dict[str, Any]) -> dict[str, Tensor]:
+    """This rank's part of every tensor that PEFT would save, by the names they have in the model."""
+    from peft import get_peft_model_state_dict
+
+    state = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+    saved = [
+        value
+        for adapter in options.get("selected_adapters") or list(model.peft_config)
+        for value in get_peft_model_state_dict(
+            model,
+            state_dict=dict(state),
+            adapter_name=adapter,
+            save_embedding_layers=options.get("save_embedding_layers", "auto"),
+        ).values()
+    ]
+    ours = {id(value) for value in state.values()}
+    wanted = {id(value) for value in saved}
+    # A method that saves what it computes from its tensors gets them all.
+    return {name: value for name, value in state.items() if id(value) in wanted or not wanted <= ours}
+
+
+def refuse_merging(model: nn.Module) -> None:
+    """Make an error of merging adapters into a local model: what one rank would add is a part, perhaps of a sum.
+
+    Args:
+        model: a parallel model; nothing happens if it has no adapters.
+    """
+    tuners = sys.modules.get("peft.tuners.tuners_utils")
+    if tuners is None:
+        return
+    for module in model.modules():
+        if isinstance(module, tuners.BaseTunerLayer):
+            module.merge = _refuse
+
+
+def _refuse(*_: Any, **__: Any) -> None:
+    raise RuntimeError(
+        "adapters cannot be merged on the ranks of a tensor-parallel model, where each has a part of them: save the"
+        " adapter (trainer.strategy.save_pretrained(directory)), load it in one process with"
+        " PeftModel.from_pretrained(base, directory), and call merge_and_unload() there"
+    )

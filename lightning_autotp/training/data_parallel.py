@@ -1,0 +1,134 @@
+"""Tensor parallelism times data parallelism: FSDP2 cuts a parallel model's parameters again, over the data axis.
+
+It is PyTorch's own engine (``torch.distributed.fsdp.fully_shard``), applied to each repeated block and then to the
+model. To FSDP2 a rank's tensor-parallel part is an ordinary parameter: its rows are dealt out to the copies, gathered
+before the block runs, and its gradients come back averaged over the copies. The cut is made while the parameters are
+on meta, so that no rank ever has its whole tensor-parallel part in memory.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from lightning_autotp.parameters.local_blocks import fsdp_modules, is_cut, metas_kept, reshard
+from lightning_autotp.training.gradients import Hook, hook_gradient
+
+
+def shard_over_data(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Cut the parameters of a local model over the data axis, in place; those on meta stay there.
+
+    Scalars cannot be cut: they stay on every rank, and their gradients are not averaged here.
+
+    Args:
+        model: a model whose parameters are its tensor-parallel part, with their metas.
+        mesh: the data-parallel ranks, which hold the same tensor-parallel part.
+    """
+    scalars = {parameter for parameter in model.parameters() if parameter.dim() == 0}
+    with metas_kept(model):
+        for block in [*repeated_blocks(model), model]:
+            fully_shard(block, mesh=mesh, ignored_params=scalars)
+
+
+def hook_gathered(model: nn.Module) -> None:
+    """Let the tensor-parallel gradient sums act on what FSDP2 gathers, before it averages over the copies.
+
+    Collective over the data axis: every group of parameters with such sums is gathered once, one after the other. The
+    gathered parameters are the same objects from then on.
+    """
+    managers = {path: module for path, module in model.named_modules() if isinstance(module, FSDPModule)}
+    sums: dict[str, Hook] = model.autotp_gradient_sums  # type: ignore[assignment]
+    summed: dict[str, list[str]] = {}
+    for name in sums:
+        if is_cut(model.get_parameter(name)):
+            path = name.rpartition(".")[0]
+            while path not in managers:  # the model itself, whose path is empty, is one
+                path = path.rpartition(".")[0]
+            summed.setdefault(path, []).append(name)
+    for path, names in summed.items():
+        managers[path].unshard()
+        for name in names:
+            hook_gradient(model.get_parameter(name), sums[name])
+        managers[path].reshard()
+
+
+def generate_together(model: nn.Module) -> None:
+    """Let ``model.generate()`` take as many steps in every copy as in the one whose texts are the longest.
+
+    Every copy must call it equally often: FSDP2 lets them wait for each other at every block. Not collective.
+    """
+    # Its encoder may be called before the model itself, and would take itself for the outermost module.
+    fully_shard.state(model)._lazy_init()  # type: ignore[attr-defined]
+    if hasattr(model, "generate"):
+        model._is_fsdp_managed_module = True  # type: ignore[assignment]  # transformers asks for it
+        model.generate = functools.partial(_generate, model)  # type: ignore[assignment]
+
+
+def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """With the parameters that belong to no block: an encoder is called past the model."""
+    in_parts = model._is_fsdp_managed_module
+    if in_parts:
+        model.unshard()
+    try:
+        return type(model).generate(model, *args, **kwargs)
+    finally:
+        if in_parts:
+            model.reshard()
+
+
+def gather_if_uneven(module: nn.Module, batches: Sequence[float], group: dist.ProcessGroup) -> None:
+    """Where the copies have different numbers of batches, or unknown ones, gather the whole model for all of them.
+
+    Collective over ``group``, and none of the forward passes that follow is, until :func:`in_parts_again`. Then every
+    rank holds its whole tensor-parallel part. (Training data is shared out evenly; rows to predict are not padded.)
+
+    Args:
+        module: a module with models in it that FSDP2 has cut.
+        batches: how many this rank has, of each dataloader.
+        group: the data-parallel group.
+    """
+    counts: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(counts, list(batches), group=group)
+    if any(count != counts[0] for count in counts) or float("inf") in counts[0]:
+        for part in fsdp_modules(module):
+            part.unshard()
+        _hold(module, True)
+
+
+def in_parts_again(module: nn.Module) -> None:
+    """Undo what :func:`gather_if_uneven` may have done."""
+    _hold(module, False)
+    reshard(module)
+
+
+def _hold(module: nn.Module, gathered: bool) -> None:
+    for part in fsdp_modules(module):
+        if hasattr(part, "autotp_group"):  # a model, whose own parameters stay gathered until its backward pass
+            part._is_fsdp_managed_module = not gathered  # type: ignore[attr-defined]
+        else:
+            part.set_reshard_after_forward(not gathered, recurse=False)
+
+
+def repeated_blocks(model: nn.Module) -> Iterator[nn.Module]:
+    """The composite members of the outermost lists of modules: a decoder's layers, an encoder's blocks.
+
+    One that shares a parameter with something outside of it is left out, for FSDP2 would untie them.
+    """
+    uses = Counter(parameter for module in model.modules() for parameter in module.parameters(recurse=False))
+    for child in model.children():
+        members = list(child.children()) if isinstance(child, nn.ModuleList | nn.Sequential) else []
+        blocks = [member for member in members if next(member.children(), None) is not None]
+        if len(blocks) < 2:
+            yield from repeated_blocks(child)
+            continue
+        for block in blocks:
+            inside = Counter(parameter for module in block.modules() for parameter in module.parameters(recurse=False))
+            if inside and all(uses[parameter] == count for parameter, count in inside.items()):
+                yield block

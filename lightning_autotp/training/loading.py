@@ -1,0 +1,113 @@
+"""Filling this rank's parameters, one at a time, reading no more than this rank's part of them.
+
+Every parameter of a model built without memory has a :class:`~lightning_autotp.building.recipe.Recipe`: recorded
+initialization, tensors that are already there, or tensors in checkpoint files, perhaps converted on the way (cast,
+stacked, concatenated, cut, transposed). :func:`load_parameters` takes the blocks of ``ParameterMeta.mapping`` from it.
+A block of a file's tensor is read as that block, in small pieces; conversions are done per block where
+:mod:`~lightning_autotp.building.weight_conversion` can, else one tensor at a time is made whole, and cut. So host
+memory stays under this rank's parameters plus the largest tensor.
+
+Pages of a mapped file count as this process's memory until it is unmapped: it is, as soon as ``CHUNK_BYTES`` of it may
+have been touched.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from lightning_autotp.building.checkpoint_reading import (
+    CheckpointError,
+    CheckpointSource,
+    MismatchError,
+    changed_tensor,
+    files_kept_open,
+    read_headers,
+)
+from lightning_autotp.building.recipe import Recipe
+from lightning_autotp.building.weight_conversion import Blocks
+from lightning_autotp.parameters.local_blocks import held_blocks, metas_kept, plain, with_values
+from lightning_autotp.parameters.meta import ParameterMeta, parameter_meta
+
+
+def check_checkpoint(model: nn.Module) -> None:
+    """Check, reading only headers, that the files a model was built from are whole and what they were.
+
+    Raises:
+        CheckpointError: otherwise; a :class:`MismatchError` names every tensor that changed.
+    """
+    for module in model.modules():
+        source = module.__dict__.get("autotp_source")
+        if not isinstance(source, CheckpointSource):
+            continue
+        now = read_headers(source.files)
+        wrong = [
+            changed_tensor(tensor, now.get(name)) for name, tensor in source.tensors.items() if now.get(name) != tensor
+        ]
+        if wrong:
+            raise MismatchError("\n".join(wrong))
+
+
+def load_parameters(model: nn.Module, device: torch.device | str | None = None) -> None:
+    """Fill this rank's parameters, one at a time. Not collective.
+
+    Each parameter that ``ParameterMeta.need_initialize`` marks is replaced by a real one of its local shape (tied ones
+    by one), which keeps its attributes. Call it after
+    :func:`~lightning_autotp.parameters.meta.initialize_parameter_meta`.
+
+    Args:
+        model: a model whose parameters have their ``ParameterMeta``: layout, rank, and how to make the whole tensor.
+        device: where the model goes; by default parameters on meta go to the CPU and all else stays where it is.
+
+    Raises:
+        CheckpointError: if files are missing, damaged or changed (checked before anything is read), or a parameter has
+            nothing to be filled from.
+    """
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    metas = {parameter: parameter_meta(parameter) for parameter in names}
+    wanted = {parameter: meta for parameter, meta in metas.items() if meta.need_initialize}
+    empty = [names[parameter] for parameter, meta in wanted.items() if meta.init_fn is None]
+    if empty:
+        raise CheckpointError(
+            f"nothing is known to fill {len(empty)} parameters from, which were made on the meta device elsewhere: "
+            f"{', '.join(empty[:10])}{', ...' * (len(empty) > 10)}. Build the model in configure_model()"
+        )
+    wrong = [
+        f"{names[parameter]}: {tuple(parameter.shape)} instead of {meta.local_shape}"
+        for parameter, meta in wanted.items()
+        if tuple(parameter.shape) != meta.local_shape
+    ]
+    if wrong:
+        raise CheckpointError("local parameters do not have the shapes that their layouts give:\n" + "\n".join(wrong))
+    check_checkpoint(model)
+    filled: dict[nn.Parameter, nn.Parameter] = {}
+    with files_kept_open():
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is None or parameter not in wanted:
+                    continue
+                if parameter not in filled:
+                    filled[parameter] = _fill(parameter, wanted[parameter], torch.device(device or "cpu"))
+                module._parameters[name] = filled[parameter]
+    if device is not None:
+        with metas_kept(model):
+            model.to(device)
+
+
+def _fill(parameter: nn.Parameter, meta: ParameterMeta, device: torch.device) -> nn.Parameter:
+    """A real parameter for a meta one, with the values that belong into this process."""
+    values = torch.empty(plain(parameter).shape, dtype=parameter.dtype, device=device)
+    recipe = meta.init_fn if isinstance(meta.init_fn, Recipe) else Recipe.given(meta.init_fn())  # type: ignore[misc]
+    if recipe.target.size != meta.shape:
+        raise CheckpointError(f"{meta.name} is initialized as {recipe.target.size} but has the shape {meta.shape}")
+    blocks = held_blocks(parameter, meta.ranks)
+    with torch.no_grad():
+        for number, piece, part in Blocks(recipe).pieces([block.original for block in blocks]):
+            where = zip(piece, blocks[number].original, blocks[number].local, strict=True)
+            here = tuple(slice(at + low - start, at + high - start) for (low, high), (start, _), (at, _) in where)
+            values[here].copy_(part)
+    filled = nn.Parameter(with_values(parameter, values), requires_grad=parameter.requires_grad)
+    filled.__dict__.update(parameter.__dict__)
+    meta.init_fn = None
+    meta.need_initialize = False
+    return filled

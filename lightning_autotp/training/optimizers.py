@@ -1,0 +1,347 @@
+"""Whether an optimizer's update of an element needs more of the tensor than a rank has.
+
+A rank's optimizer sees parts of tensors. That is enough for SGD, Adam and whatever else computes each element from its
+own history. It is silently wrong for an update that looks at a whole matrix: an orthogonalization (Muon), sums over
+rows and columns (Adafactor), a norm of the tensor (LARS, LAMB). No list of classes tells which is which: third parties
+write new ones, and one class may do the one or the other by its options, or by parameter group.
+
+So the optimizer is asked. Copies of it, with the options of a group, make some steps on a small random tensor whole,
+and on the pieces of that tensor, cut along the dims in which the group's parameters are cut. Where the pieces move as
+the whole does, the update is right for shards; otherwise it is refused.
+
+A copy (:class:`_Copier`) shares nothing with the original that a step could change: real parameters are replaced by
+the piece wherever the optimizer keeps them, and an optimizer that cannot be taken apart so is not run at all.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+import functools
+import inspect
+import itertools
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from lightning_autotp.layouts.types import Shard
+from lightning_autotp.parameters.gathering import tensor_meta
+from lightning_autotp.parameters.local_blocks import data_group, plain
+from lightning_autotp.parameters.meta import ParameterMeta
+
+STEPS = 32
+"""Enough for preconditioners that are recomputed every tenth step, or first used after 25."""
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
+"""Greatest difference between two updates that are the same, relative to the greatest update."""
+ATTEMPTS = (
+    (torch.float64, False, False),
+    (torch.float64, False, True),
+    (torch.float32, False, False),
+    (torch.float32, True, True),
+)
+"""Ways to try: a dtype, whether without the options of implementation, and whether without the parameter's state."""
+IMPLEMENTATIONS = ("foreach", "fused", "capturable")
+"""Options of ``torch.optim`` that choose how, not what, is computed, and do not work everywhere."""
+SMALL = 4096
+"""Elements up to which a tensor that an optimizer keeps is copied."""
+
+Kind = tuple[int, tuple[int, ...]]
+"""How a parameter is cut: its number of dims, and the sharded ones."""
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that would treat this rank's part of a tensor as a whole one.
+
+    Neither the optimizer nor its parameters are touched; the random state is the caller's to keep. An optimizer that
+    communicates in its step is collective here too.
+
+    Args:
+        optimizer: with this rank's local parameters. Groups without a sharded parameter may do as they like.
+
+    Raises:
+        ValueError: if in some group the update of an element depends on others that a rank may not have.
+
+    Warns:
+        UserWarning: if the optimizer cannot be run on a trial tensor, so that nothing is known about it.
+    """
+    name = type(optimizer).__name__
+    unknown: str | None = None
+    for number, group in enumerate(optimizer.param_groups):
+        for (_, dims), parameter in _sharded(group["params"]).items():
+            try:
+                difference = _difference(optimizer, parameter, parameter.dim(), dims)
+            except _Unknown as error:
+                unknown = unknown or str(error)
+                continue
+            if difference is not None:
+                raise ValueError(
+                    f"{name} computes its update from whole tensors, of which a rank has only a part: with the options"
+                    f" of parameter group {number}, which has {_name(parameter)}"
+                    f" (cut along dim {', '.join(map(str, dims))}),"
+                    " the pieces of a random tensor are updated differently from the whole, by"
+                    f" {difference:.1g} times the greatest update. Use an elementwise optimizer such as SGD, Adam or"
+                    " AdamW for this group; parameters that stay whole on every rank (see the plan) may have any"
+                )
+    if unknown is not None:
+        warnings.warn(
+            f"{name} could not be checked: {unknown}. It is right on sharded parameters only if it computes each"
+            " element's update from that element's own gradients",
+            stacklevel=2,
+        )
+
+
+class _Unknown(Exception):
+    """The optimizer cannot be tried; says why."""
+
+
+def _sharded(parameters: Iterable[Tensor]) -> dict[Kind, Tensor]:
+    """One parameter for each way in which some are cut: over the tensor-parallel ranks, by FSDP2, or both."""
+    found: dict[Kind, Tensor] = {}
+    for parameter in parameters:
+        meta = tensor_meta(parameter)
+        dims = {dim for dim, _ in meta.layout.dims} if meta is not None and isinstance(meta.layout, Shard) else set()
+        if data_group(parameter) is not None:
+            dims.add(0)
+        if dims:
+            found.setdefault((parameter.dim(), tuple(sorted(dims))), parameter)
+    return found
+
+
+def _name(parameter: Tensor) -> str:
+    meta = getattr(parameter, "meta", None)
+    return meta.name if isinstance(meta, ParameterMeta) else "a parameter"
+
+
+def _difference(optimizer: Optimizer, parameter: Tensor, ndim: int, dims: tuple[int, ...]) -> float | None:
+    """How much the updates of a tensor and of its pieces differ, ``None`` if they do not.
+
+    Raises:
+        _Unknown: if no way was found to make steps.
+    """
+    first: Exception | None = None
+    for (dtype, portable, new), with_closure in itertools.product(ATTEMPTS, (False, True)):
+        if with_closure < _needs_closure(optimizer):
+            continue
+        make = functools.partial(_Copier, optimizer, parameter, portable=portable, new=new)
+        try:
+            with ExitStack() as context:
+                context.enter_context(warnings.catch_warnings())
+                warnings.simplefilter("ignore")
+                if "torch._dynamo" in sys.modules:  # else nothing is compiled, and importing it takes long
+                    context.enter_context(torch.compiler.set_stance("force_eager"))
+                difference = max(
+                    _compare(
+                        make,
+                        start.to(parameter.device, dtype),
+                        gradients.to(parameter.device, dtype),
+                        dims,
+                        with_closure,
+                    )
+                    for start, gradients in _trials(ndim)
+                )
+        except Exception as error:  # of code of any kind
+            first = first or error
+            continue
+        return difference if not difference <= TOLERANCE[dtype] else None
+    raise _Unknown(
+        str(first) if isinstance(first, _Unknown) else f"on a random tensor, {type(first).__name__}: {first}"
+    )
+
+
+def _compare(
+    make: Callable[[nn.Parameter], _Copier], start: Tensor, gradients: Tensor, dims: tuple[int, ...], with_closure: bool
+) -> float:
+    """The greatest difference between the updates of a tensor and of its pieces, relative to the greatest update."""
+
+    def update(index: tuple[slice, ...]) -> Tensor:
+        piece = nn.Parameter(start[index].clone(memory_format=torch.contiguous_format))
+        in_every_step = (slice(None), *index)
+        _make_steps(make(piece).optimizer, piece, gradients[in_every_step], with_closure)
+        return piece.detach() - start[index]
+
+    whole = update((slice(None),) * start.ndim)
+    greatest = whole.abs().max().item()
+    if not 0 < greatest < float("inf"):
+        raise _Unknown("on a random tensor it makes no update that could be compared")
+    return max((update(index) - whole[index]).abs().max().item() for index in _pieces(start.shape, dims)) / greatest
+
+
+def _trials(ndim: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """A tensor and its gradients ``[steps, ...]``, of very different sizes by row and by column.
+
+    Once the gradients point anywhere and differ by step too; once they point more or less the same way: an optimizer
+    that finds its own learning rate by sums over all gradients shows it only then.
+    """
+    generator = torch.Generator().manual_seed(7)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    shape = {1: (48,), 2: (32, 48)}.get(ndim, (3,) * (ndim - 2) + (16, 24))
+    scale = torch.ones(shape, dtype=torch.float64)
+    for dim, size in enumerate(shape):
+        scale *= normal(size).exp().view([-1 if dim == other else 1 for other in range(ndim)])
+    yield normal(*shape) * scale, normal(STEPS, *shape) * scale * 10 ** normal(STEPS, *[1] * ndim)
+    yield normal(*shape) * scale, (normal(*shape) + normal(STEPS, *shape) / 2) * scale
+
+
+def _pieces(shape: tuple[int, ...], dims: tuple[int, ...]) -> list[tuple[slice, ...]]:
+    """The pieces of a tensor that is cut unevenly in two along each of some dims."""
+    ranges = [
+        (slice(0, size // 3), slice(size // 3, size)) if dim in dims else (slice(0, size),)
+        for dim, size in enumerate(shape)
+    ]
+    return list(itertools.product(*ranges))
+
+
+def _needs_closure(optimizer: Optimizer) -> bool:
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is closure.empty
+
+
+def _make_steps(optimizer: Any, piece: nn.Parameter, gradients: Tensor, with_closure: bool) -> None:
+    train = getattr(optimizer, "train", None)  # schedule-free optimizers have two modes
+    if callable(train):
+        train()
+    step: Callable[..., Any] = type(optimizer).step
+    if hasattr(step, "hooked"):  # without the hooks that users register for all optimizers
+        step = step.__wrapped__  # type: ignore[attr-defined]
+    for gradient in gradients:
+
+        def closure(gradient: Tensor = gradient) -> Tensor:
+            piece.grad = gradient.clone(memory_format=torch.contiguous_format)
+            return (piece.detach() * gradient).sum()
+
+        if with_closure:
+            step(optimizer, closure)
+        else:
+            closure()
+            step(optimizer)
+
+
+class _Copier:
+    """Copies an optimizer, for one parameter that a piece of a trial tensor stands for.
+
+    Args:
+        original: the optimizer; also one that wraps others.
+        parameter: of its parameters, the one to keep.
+        piece: what stands for it.
+        portable: whether to leave out the options of implementation.
+        new: whether to leave out the parameter's state, which has its shape after some steps. (It is not empty before
+            the first one if the constructor makes it.)
+
+    Attributes:
+        optimizer: the copy. Its groups are those that have the parameter, with nothing else in them.
+    """
+
+    def __init__(self, original: Any, parameter: Tensor, piece: nn.Parameter, portable: bool, new: bool) -> None:
+        self._parameter, self._piece, self._portable, self._new = parameter, piece, portable, new
+        self._copies: dict[int, Any] = {id(parameter): piece}
+        self.optimizer = self._copy_optimizer(original)
+
+    def _copy_optimizer(self, original: Any) -> Any:
+        made = object.__new__(type(original))
+        self._copies[id(original)] = made
+        groups = original.param_groups
+        for group in groups:
+            for other in group["params"]:
+                if other is not self._parameter:
+                    self._copies[id(other)] = nn.Parameter(self._piece.new_zeros(()))
+        kept = [group for group in groups if any(other is self._parameter for other in group["params"])]
+        copied: list[dict[str, Any]] = []
+        self._copies.setdefault(id(groups), copied)
+        for group in kept:
+            if id(group) not in self._copies:
+                self._copies[id(group)] = self._copy_group(group)
+            copied.append(self._copies[id(group)])
+        state: dict[Any, Any] = collections.defaultdict(dict)
+        self._copies.setdefault(id(original.state), state)
+        for owner, value in original.state.items():
+            if not isinstance(owner, Tensor) or (owner is self._parameter and not self._new):
+                state[self._copy(owner)] = self._copy(value)
+        # Not the hooks of users, nor a step that a scheduler put there, which calls the original's.
+        own = {
+            name: self._copy(value)
+            for name, value in vars(original).items()
+            if name != "step" and not name.startswith("_optimizer_")
+        }
+        if isinstance(made, Optimizer):
+            Optimizer.__setstate__(made, own)
+        else:
+            vars(made).update(own)
+        return made
+
+    def _copy_group(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        self._copies[id(group["params"])] = [self._piece]
+        made = {name: self._copy(value) for name, value in group.items() if name != "param_names"}
+        if "param_names" in group:
+            places = [place for place, other in enumerate(group["params"]) if other is self._parameter]
+            made["param_names"] = [group["param_names"][place] for place in places]
+        # A warm-up starts with nothing.
+        rate = made.get("lr")
+        if rate is not None and not float(rate):
+            made["lr"] = rate + (float(made.get("initial_lr", 0)) or 1e-3)
+        if self._portable:
+            made.update({name: False for name in IMPLEMENTATIONS if name in made})
+        return made
+
+    def _copy(self, value: Any) -> Any:
+        if id(value) in self._copies:
+            return self._copies[id(value)]
+        if value is None or isinstance(value, bool | int | float | complex | str | bytes | type | types.FunctionType):
+            return value
+        made = self._copy_new(value)
+        self._copies[id(value)] = made
+        return made
+
+    def _copy_new(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._copy_tensor(value)
+        if isinstance(value, nn.Module):
+            raise _Unknown(f"it holds a module, {type(value).__name__}")
+        if isinstance(value, dict):
+            made = copy.copy(value)
+            self._copies[id(value)] = made
+            made.clear()
+            made.update({self._copy(key): self._copy(item) for key, item in value.items()})
+            return made
+        if isinstance(value, list):
+            self._copies[id(value)] = items = []
+            items += [self._copy(item) for item in value]
+            return items
+        if isinstance(value, tuple | set | frozenset):
+            items = [self._copy(item) for item in value]
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        if isinstance(value, types.MethodType):
+            return types.MethodType(value.__func__, self._copy(value.__self__))
+        if isinstance(value, torch.Generator):
+            return torch.Generator(value.device).set_state(value.get_state())
+        if hasattr(value, "param_groups") and hasattr(value, "state"):
+            return self._copy_optimizer(value)
+        if isinstance(value, torch.dtype | torch.device | dist.ProcessGroup | DeviceMesh):
+            return value
+        if not hasattr(value, "__dict__"):
+            return copy.deepcopy(value, self._copies)
+        made = copy.copy(value)
+        self._copies[id(value)] = made
+        vars(made).update({name: self._copy(item) for name, item in vars(value).items()})
+        return made
+
+    def _copy_tensor(self, value: Tensor) -> Tensor:
+        if value.shape == self._parameter.shape:
+            # State from the constructor, such as Adagrad's sum: it is the same number everywhere.
+            local = plain(value).reshape(-1)
+            number = local[:1].sum().to(self._piece.dtype if value.is_floating_point() else value.dtype)
+            return number.expand(self._piece.shape).clone()
+        if value.numel() > SMALL:
+            raise _Unknown(f"it holds a tensor of {value.numel()} elements")
+        return value.detach().clone()

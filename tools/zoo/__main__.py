@@ -1,0 +1,86 @@
+"""The command: ``make zoo ARGS="..."``, or ``python -m zoo ...`` with ``tools`` on the path."""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Literal
+
+from jsonargparse import auto_cli
+from rich.console import Console
+
+from zoo.models import GROUPS, architectures
+from zoo.report import summary, to_json, to_markdown, totals_table
+from zoo.run import run
+
+
+def zoo(
+    group: Literal["causal", "seq2seq", "masked", "image", "all"] = "all",
+    tp: int = 2,
+    only: list[str] | None = None,
+    json: Path | None = None,
+    page: Path | None = None,
+    plan_only: bool = False,
+    limit: float = 120.0,
+) -> None:
+    """Try every architecture of transformers: a tiny model, parallelized, against one process.
+
+    Compares a training batch's loss and every full gradient. A run over whole groups writes ``docs/zoo.md``.
+
+    Args:
+        group: which of transformers' mappings.
+        tp: number of tensor-parallel ranks (processes on this machine).
+        only: these architectures (``model_type``) only; the page is written only where ``page`` says so.
+        json: file to write everything found to.
+        page: the page to write, instead of ``docs/zoo.md``.
+        plan_only: only plan, in one process, and run nothing; writes no page of its own accord either.
+        limit: seconds that one architecture may take.
+    """
+    console = Console()
+    groups = tuple(GROUPS) if group == "all" else (group,)
+    chosen = [(g, name) for g in groups for name in architectures(g) if only is None or name in only]
+    unknown = sorted(set(only or ()) - {name for _, name in chosen})
+    if unknown:
+        raise SystemExit(
+            f"make zoo: {', '.join(unknown)} is in none of the mappings ({', '.join(groups)}); "
+            "--only takes names such as llama or gpt2"
+        )
+    verdicts = []
+    for verdict in run(chosen, tp, limit, plan_only):
+        verdicts.append(verdict)
+        console.print(summary(verdict), markup=False, highlight=False, soft_wrap=True)
+    console.print(totals_table(verdicts))
+    options = f"--group {group} --tp {tp}" + f" --only {' '.join(only or ())}" * bool(only) + " --plan-only" * plan_only
+    command = f'make zoo ARGS="{options}"'
+    if json is not None:
+        json.write_text(to_json(verdicts, command))
+    if page is None and only is None and not plan_only:
+        page = Path("docs/zoo.md")
+    if page is not None:
+        page.parent.mkdir(parents=True, exist_ok=True)
+        page.write_text(to_markdown(verdicts, command, {name: version(name) for name in ("torch", "transformers")}))
+
+
+def spelled_out(arguments: list[str]) -> list[str]:
+    """``--only NAME NAME``, ``--plan-only`` and dashes in names, in the parser's own spelling."""
+    spelled: list[str] = []
+    names: list[str] | None = None
+    for argument in arguments:
+        if argument.startswith("--"):
+            names = None
+        if argument == "--only":
+            names = []
+        elif names is not None:
+            names.append(argument)
+            spelled.append(f"--only+={argument}")
+        else:
+            name, equals, value = argument.partition("=")
+            if name.startswith("--"):
+                name = "--" + name[2:].replace("-", "_")
+            spelled.append("--plan_only=true" if argument == "--plan-only" else name + equals + value)
+    return spelled
+
+
+if __name__ == "__main__":
+    auto_cli(zoo, args=spelled_out(sys.argv[1:]), prog="make zoo")

@@ -1,0 +1,151 @@
+"""One architecture on one rank: the local model's loss and gradients against the untouched model's."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lightning_autotp.parameters.meta import parameter_meta
+from lightning_autotp.pipeline import make_plan, parallelize
+from zoo.configs import LEAST_ALL_REDUCES, LEFT_OUT
+from zoo.inputs import training_batch
+from zoo.models import build, layer_count, stir
+from zoo.verdict import GRADIENT_TOLERANCE, LOSS_TOLERANCE, Verdict, read_plan
+
+# A gradient that is zero in exact arithmetic (a key bias under a softmax) consists of rounding alone: differences below
+# this share of the model's largest gradient are rounding.
+_ROUNDING = {torch.float32: 1e-7, torch.float64: 1e-14}
+
+
+_EXAMPLE = 1
+"""Seed of the batch that is planned with: another one than is trained on, for a plan must hold for every batch."""
+
+
+def prepare(name: str, group: str, seed: int = 0) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """The architecture's tiny model, the same on every call, and a batch."""
+    torch.manual_seed(0)
+    model = build(name, group)
+    stir(model)
+    model.train()
+    return model, training_batch(name, group, model.config, seed)
+
+
+def plan_one(name: str, group: str, ranks: int) -> Verdict:
+    """Plan one architecture in this process, without running it."""
+    is_text = group != "image"
+    least = {"causal": LEAST_ALL_REDUCES.get(name, 2.0), "masked": 2.0, "seq2seq": 2.5}.get(group, 0.0)
+    verdict = Verdict(name, group, ranks, least=least)
+    if (group, name) in LEFT_OUT:
+        verdict.outcome, verdict.reason = "left out", LEFT_OUT[group, name]
+        return verdict
+    try:
+        model, batch = prepare(name, group, _EXAMPLE)
+        started = time.perf_counter()
+        plan, solution = make_plan(model, ranks, example_inputs=batch)
+        verdict.seconds = time.perf_counter() - started
+        read_plan(verdict, plan, solution, layer_count(model.config) if is_text else None)
+        verdict.outcome = "planned"
+    except Exception as error:  # whatever goes wrong with one architecture is its verdict
+        verdict.reason = f"{type(error).__name__}: {error}"
+    return verdict
+
+
+def run_one(name: str, group: str, process_group: dist.ProcessGroup, seed: int = 0) -> dict[str, Any]:
+    """Compare this rank's loss and gradients with one process's. Collective over ``process_group``.
+
+    In fp32; where any rank finds differences there, or nothing above rounding to compare, in fp64 to tolerances ten
+    thousand times tighter. Rounding goes away with it and a mistake does not: batch normalization over three small
+    pictures, say, multiplies fp32's rounding by thousands.
+
+    Returns:
+        ``precision`` (32 or 64), ``loss_error``, ``gradient_error``, ``worst`` (a parameter's name), ``wrong`` (what is
+        out of tolerance, or nothing), ``compared`` (how many gradients are so large that a difference out of tolerance
+        is none of rounding) and ``unused`` (share of the parameters that the batch does not train).
+    """
+    found = _compare(name, group, process_group, seed, torch.float32)
+    unclear = torch.tensor(float(bool(found["wrong"]) or not found["compared"]))
+    dist.all_reduce(unclear, dist.ReduceOp.MAX, group=process_group)
+    if not unclear.item():
+        return found
+    finer = _compare(name, group, process_group, seed, torch.float64)
+    # A model may compute in fp32 whatever its weights are: then fp64 is no finer, and fp32's tolerances hold for both.
+    is_equal = finer["loss_error"] <= LOSS_TOLERANCE and finer["gradient_error"] <= GRADIENT_TOLERANCE
+    return found if finer["wrong"] and is_equal and not found["wrong"] else finer
+
+
+def _compare(
+    name: str, group: str, process_group: dist.ProcessGroup, seed: int, precision: torch.dtype
+) -> dict[str, Any]:
+    """The comparison in one precision."""
+    tighter = 1.0 if precision == torch.float32 else 1e-4
+    model, batch = prepare(name, group)
+    nn.Module.to(model, precision)
+    example = _converted(training_batch(name, group, model.config, _EXAMPLE), precision)
+    batch = _converted(batch, precision)
+    local = copy.deepcopy(model)
+    torch.manual_seed(seed)
+    wanted = model(**batch).loss
+    wanted.backward()
+    parallelize(local, process_group, example_inputs=example)
+    torch.manual_seed(seed)
+    found = local(**batch).loss
+    found.backward()
+    loss_error = abs(found.item() - wanted.item()) / max(abs(wanted.item()), 1e-12)
+    gradients = {n: p.grad for n, p in model.named_parameters(remove_duplicate=False)}
+    largest = max((float(g.abs().max()) for g in gradients.values() if g is not None), default=0.0)
+    rounding = largest * _ROUNDING[precision]
+    visible = rounding / GRADIENT_TOLERANCE
+    errors = {n: _gradient_error(p, gradients, rounding) for n, p in local.named_parameters()}
+    worst = max(errors, key=lambda n: errors[n])
+    wrong = ""
+    if not loss_error <= LOSS_TOLERANCE * tighter:
+        wrong = f"the loss is {found.item():.12g} instead of {wanted.item():.12g}"
+    elif not errors[worst] <= GRADIENT_TOLERANCE * tighter:
+        bad = sum(not error <= GRADIENT_TOLERANCE * tighter for error in errors.values())
+        wrong = f"{bad} of {len(errors)} gradients differ, {worst}'s by {errors[worst]:.1e} of its largest element"
+    total = sum(p.numel() for p in model.parameters())
+    unused = sum(p.numel() for p in model.parameters() if p.grad is None or not p.grad.any())
+    return {
+        "precision": 32 if precision == torch.float32 else 64,
+        "loss_error": loss_error,
+        "gradient_error": errors[worst],
+        "worst": worst,
+        "wrong": wrong,
+        "compared": sum(g is not None and float(g.abs().max()) > visible for g in gradients.values()),
+        "unused": unused / total,
+    }
+
+
+def _converted(batch: dict[str, Any], precision: torch.dtype) -> dict[str, Any]:
+    """The batch with its floating-point tensors in the precision."""
+
+    def one(value: Any) -> Any:
+        return value.to(precision) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    return {key: tuple(map(one, value)) if isinstance(value, tuple) else one(value) for key, value in batch.items()}
+
+
+def _gradient_error(parameter: nn.Parameter, wanted: dict[str, Tensor | None], rounding: float) -> float:
+    """The largest difference in this rank's part, relative to the whole gradient's largest element."""
+    meta = parameter_meta(parameter)
+    whole = wanted[meta.name]
+    if whole is None:
+        return 0.0 if parameter.grad is None else float(parameter.grad.abs().max() > 0)
+    local = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    difference = 0.0
+    for block in meta.mapping:
+        here = local[tuple(slice(*run) for run in block.local)]
+        there = whole[tuple(slice(*run) for run in block.original)]
+        if here.numel():
+            gap = float((here - there).abs().max())
+            if not math.isfinite(gap):
+                return math.inf
+            difference = max(difference, gap)
+    return 0.0 if difference <= rounding else difference / max(float(whole.abs().max()), 1e-30)

@@ -1,0 +1,150 @@
+"""The verdicts as a table on the terminal, as ``docs/zoo.md`` and as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+
+from rich.table import Table
+
+from zoo.verdict import Verdict
+
+GOAL = 0.9
+"""Share of the parameters that is to be sharded."""
+
+GROUP_TITLES = {
+    "causal": "Causal language models",
+    "seq2seq": "Sequence-to-sequence models",
+    "masked": "Masked language models",
+    "image": "Image classifiers",
+}
+_COLUMNS = ("architecture", "parity", "sharded", "FLOPs", "all-reduces", "what stays whole, and why")
+_MOST_REASONS = 2
+_LONGEST_REASON = 220
+
+
+def totals(verdicts: Sequence[Verdict]) -> dict[str, int]:
+    """Counts over some verdicts."""
+    tried = [verdict for verdict in verdicts if verdict.outcome != "left out"]
+    return {
+        "architectures": len(verdicts),
+        "train on one process": len(tried),
+        "planned": sum(verdict.outcome not in ("error",) for verdict in tried),
+        "parity": sum(verdict.is_parity for verdict in tried),
+        "parity and 90 % sharded": sum(verdict.is_parity and verdict.sharded >= GOAL for verdict in tried),
+        "wrong": sum(verdict.outcome == "wrong" for verdict in tried),
+        "errors": sum(verdict.outcome == "error" for verdict in tried),
+    }
+
+
+def summary(verdict: Verdict) -> str:
+    """One line, as soon as an architecture is done."""
+    why = [_shortened(verdict.reason)] if verdict.reason else []
+    why += [f"{left.share:.1%} whole: {left.example}: {_shortened(left.reason)}" for left in verdict.left[:1]]
+    if not verdict.parameters:
+        return f"{verdict.name:26} {verdict.outcome:8} {'; '.join(why)}".rstrip()
+    numbers = (
+        f"{verdict.sharded:6.1%} sharded, {verdict.flops:4.0%} of the FLOPs, {verdict.all_reduces:.1f} all-reduces per"
+        f" layer, planned in {verdict.seconds:4.1f} s"
+    )
+    errors = f", loss {verdict.loss_error:.0e}, gradient {verdict.gradient_error:.0e}" if verdict.is_parity else ""
+    errors += " in fp64" * (verdict.is_parity and verdict.precision == 64)
+    return f"{verdict.name:26} {verdict.outcome:8} {numbers}{errors}; {'; '.join(why)}".rstrip("; ")
+
+
+def totals_table(verdicts: Sequence[Verdict]) -> Table:
+    """The counts of every group, for rich to print."""
+    groups = list(dict.fromkeys(verdict.group for verdict in verdicts))
+    table = Table("", *(GROUP_TITLES[group] for group in groups))
+    counted = [totals([verdict for verdict in verdicts if verdict.group == group]) for group in groups]
+    for name in totals([]):
+        table.add_row(name, *(str(count[name]) for count in counted))
+    return table
+
+
+def to_json(verdicts: Sequence[Verdict], command: str) -> str:
+    """Everything found, as JSON text."""
+    groups = list(dict.fromkeys(verdict.group for verdict in verdicts))
+    data = {
+        "command": command,
+        "totals": {group: totals([v for v in verdicts if v.group == group]) for group in groups},
+        "verdicts": [asdict(verdict) for verdict in verdicts],
+    }
+    return json.dumps(data, indent=1)
+
+
+def to_markdown(verdicts: Sequence[Verdict], command: str, versions: Mapping[str, str]) -> str:
+    """The page ``docs/zoo.md``: totals first, then a table per group. The same verdicts always give the same page."""
+    groups = list(dict.fromkeys(verdict.group for verdict in verdicts))
+    made_with = ", ".join(f"{name} {version}" for name, version in versions.items())
+    lines = [
+        "# The zoo",
+        "",
+        f"Made by `{command}` with {made_with}; do not edit.",
+        "",
+        "Every architecture that transformers can train, built small (hidden size 64, layers of every kind it has,"
+        " nothing random in it), planned, split over the ranks and given one training batch. There is no line about any"
+        " of them in the package: only sizes and inputs are listed, for this page.",
+        "",
+        "*Parity* means that the loss and every element of every gradient, put together from the ranks, are those"
+        " of the same model on one process. In fp32 the loss may differ by 1e-5 of its value and a gradient by 1e-4"
+        " of the largest element of its tensor; differences below 1e-7 of the model's largest gradient are rounding"
+        " (the gradient of a key bias under a softmax is zero but for it). Where fp32 cannot tell, because rounding"
+        " itself is larger (batch normalization over a few small pictures) or nothing is above it, both are computed"
+        " in fp64 and may differ by 1e-9 and 1e-8: `yes (fp64)`. *Wrong* would be a model that trains, but not the"
+        " same; *error* one that is refused or cannot be planned, with the message.",
+        "",
+        "| | " + " | ".join(GROUP_TITLES[group] for group in groups) + " |",
+        "| --- |" + " ---: |" * len(groups),
+    ]
+    counted = [totals([verdict for verdict in verdicts if verdict.group == group]) for group in groups]
+    lines += [f"| {name} | " + " | ".join(str(count[name]) for count in counted) + " |" for name in totals([])]
+    lines += [
+        "",
+        "- *sharded*: how much of the parameters (embeddings included) each rank holds only a part of. In brackets, how"
+        " much of them this batch does not train.",
+        "- *FLOPs*: how much of the matrix products in the layers the ranks divide among them. The rest every rank"
+        " computes whole.",
+        "- *all-reduces*: how often, per layer and forward, the ranks add up results, *of* the fewest known for such a"
+        " layer: one for each part that ends in a row-parallel product, one for parts side by side. After `+`, gathers"
+        " and scatters.",
+        "- *what stays whole, and why*: the share of the parameters, one of them, and the operator and source line that"
+        " need all of it.",
+    ]
+    for group in groups:
+        lines += ["", f"## {GROUP_TITLES[group]}", "", "| " + " | ".join(_COLUMNS) + " |"]
+        lines.append("| --- | --- | ---: | ---: | ---: | --- |")
+        for verdict in verdicts:
+            if verdict.group == group:
+                lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in _row(verdict)) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _row(verdict: Verdict) -> tuple[str, ...]:
+    if verdict.outcome == "left out":
+        return verdict.name, "left out", "", "", "", verdict.reason
+    if not verdict.parameters:
+        return verdict.name, verdict.outcome, "", "", "", _shortened(verdict.reason)
+    unused = f" ({verdict.unused:.0%})" if verdict.unused >= 0.005 else ""
+    others = f" + {verdict.other_collectives:.1f}" if verdict.other_collectives else ""
+    reasons = [_shortened(verdict.reason)] if verdict.reason else []
+    for left in verdict.left[:_MOST_REASONS]:
+        reasons.append(f"{left.share:.1%} `{left.example}`: {_shortened(left.reason)}")
+    if len(verdict.left) > _MOST_REASONS:
+        rest = sum(left.share for left in verdict.left[_MOST_REASONS:])
+        reasons.append(f"{rest:.1%} for other reasons")
+    return (
+        verdict.name,
+        {"parity": "yes", "planned": "not run"}.get(verdict.outcome, verdict.outcome)
+        + " (fp64)" * (verdict.precision == 64),
+        f"{verdict.sharded:.1%}{unused}",
+        f"{verdict.flops:.0%}",
+        f"{verdict.all_reduces:.1f}" + (f" of {verdict.least:g}" if verdict.least else "") + others,
+        "; ".join(reasons),
+    )
+
+
+def _shortened(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]}..."

@@ -1,0 +1,156 @@
+"""What the zoo says about one architecture, and the part of it that follows from a plan alone."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+
+from lightning_autotp.layouts.plan import Plan
+from lightning_autotp.layouts.types import Invariant, Layout, Partial, Replicate, Shard
+from lightning_autotp.operators.graph import OPAQUE
+from lightning_autotp.solving.cost import CONVERSIONS, product_flops
+from lightning_autotp.solving.solver import Solution
+
+LOSS_TOLERANCE = 1e-5
+GRADIENT_TOLERANCE = 1e-4
+_LETTERS: dict[type[Layout], str] = {Invariant: "I", Replicate: "R", Partial: "P", Shard: "S"}
+# A path with a number in it lies in one of a stack of layers.
+_NUMBER = re.compile(r"(^|(?<=\.))(\d+)(?=\.|$)")
+_IN_A_LAYER = re.compile(r"(^|\.)\d+(\.|$)")
+
+
+@dataclass
+class Left:
+    """Parameters that stay whole for one reason.
+
+    Attributes:
+        share: their share of the model's parameter elements.
+        example: one of them.
+        reason: the operator and source line, or what else kept them whole.
+    """
+
+    share: float
+    example: str
+    reason: str
+
+
+@dataclass
+class Verdict:
+    """What was found about one architecture.
+
+    Attributes:
+        name: its ``model_type``.
+        group: the mapping it was taken from.
+        ranks: number of tensor-parallel ranks.
+        outcome: ``"parity"``, ``"wrong"``, ``"error"``, ``"planned"`` (not run) or ``"left out"``.
+        reason: of an error, of a wrong result, or why it was left out.
+        parameters: number of parameter elements.
+        sharded: share of them that is sharded.
+        unused: share of them that the batch does not train (another modality's tower).
+        flops: share of the matrix-product FLOPs in the layers whose operands are sharded.
+        all_reduces: all-reduces per layer in forward.
+        least: the fewest known for such a layer; 0 where none is (convolutional stages).
+        other_collectives: gathers and scatters per layer in forward.
+        precision: bits of the numbers that were compared: 32, or 64 where 32 could not tell.
+        loss_error: relative difference of the losses.
+        gradient_error: largest difference of a gradient, relative to the largest element of its tensor.
+        worst: the parameter with that gradient.
+        left: what stays whole, largest share first.
+        seconds: planning time.
+    """
+
+    name: str
+    group: str
+    ranks: int
+    outcome: str = "error"
+    reason: str = ""
+    parameters: int = 0
+    sharded: float = 0.0
+    unused: float = 0.0
+    flops: float = 0.0
+    all_reduces: float = 0.0
+    least: float = 0.0
+    other_collectives: float = 0.0
+    precision: int = 32
+    loss_error: float = 0.0
+    gradient_error: float = 0.0
+    worst: str = ""
+    left: list[Left] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def is_parity(self) -> bool:
+        """Whether loss and every gradient equal one process's."""
+        return self.outcome == "parity"
+
+
+def read_plan(verdict: Verdict, plan: Plan, solution: Solution, layers: int | None = None) -> None:
+    """Fill in what a plan and its solution tell; without ``layers``, every numbered module with a product is one."""
+    verdict.parameters = sum(math.prod(parameter.shape) for parameter in plan.parameters)
+    verdict.sharded = plan.sharded_fraction
+    verdict.flops = sharded_flops(solution)
+    reduced, others = collectives(solution)
+    number = layers or len(_numbered(solution)) or 1
+    verdict.all_reduces, verdict.other_collectives = reduced / number, others / number
+    verdict.left = left_whole(plan)
+
+
+def left_whole(plan: Plan) -> list[Left]:
+    """What stays whole and why, largest share first."""
+    total = sum(math.prod(parameter.shape) for parameter in plan.parameters)
+    sizes: dict[str, int] = {}
+    examples: dict[str, str] = {}
+    for parameter in plan.parameters:
+        if parameter.reason:
+            sizes[parameter.reason] = sizes.get(parameter.reason, 0) + math.prod(parameter.shape)
+            examples.setdefault(parameter.reason, parameter.names[0])
+    ranked = sorted(sizes, key=lambda reason: (-sizes[reason], reason))
+    return [Left(sizes[reason] / max(total, 1), examples[reason], reason) for reason in ranked]
+
+
+def sharded_flops(solution: Solution) -> float:
+    """Share of the matrix-product FLOPs in the layers that the ranks divide among them.
+
+    Where the model has no numbered layers, all its products count. A module that the plan does not look into counts as
+    one product of each of its matrices with every position of its result, done whole.
+    """
+    tensors, parameters = solution.graph.tensors, solution.graph.parameters
+    done: dict[bool, list[float]] = {True: [0.0, 0.0], False: [0.0, 0.0]}
+    for operator in solution.graph.operators:
+        if not operator.outputs:
+            continue
+        if operator.name == OPAQUE:
+            matrices = [tensors[tensor].shape for tensor in operator.inputs if tensor in parameters]
+            elements = sum(math.prod(shape) for shape in matrices if len(shape) > 1)
+            done[True][0] += 2.0 * elements * math.prod(tensors[operator.outputs[0]].shape[:-1])
+        shapes = [tensors[tensor].shape for tensor in operator.inputs]
+        flops = product_flops(operator.name, shapes, tensors[operator.outputs[0]].shape)
+        if flops:
+            touched = (*operator.inputs, *operator.outputs)
+            divided = any(isinstance(solution.layouts.get(tensor), Shard) for tensor in touched)
+            count = done[_IN_A_LAYER.search(operator.module) is not None]
+            count[0] += flops
+            count[1] += flops * divided
+    total, sharded = done[True] if done[True][0] else done[False]
+    return sharded / total if total else 0.0
+
+
+def _numbered(solution: Solution) -> set[str]:
+    """Paths up to their last number, of the modules that hold a matrix product or convolution."""
+    paths = (o.module for o in solution.graph.operators if o.layer or "conv" in o.name)
+    return {path[: found[-1].end(2)] for path in paths if (found := list(_NUMBER.finditer(path)))}
+
+
+def collectives(solution: Solution) -> tuple[int, int]:
+    """All-reduces, and other collectives, that the layers' forward holds."""
+    kinds: list[str] = []
+    for conversion in solution.conversions:
+        if _IN_A_LAYER.search(conversion.boundary.module):
+            pair = (_LETTERS[type(conversion.source)], _LETTERS[type(conversion.target)])
+            kinds += CONVERSIONS[pair][0]
+    for number in solution.reduced:
+        if _IN_A_LAYER.search(solution.graph.operators[number].module):
+            kinds.append("all_reduce")
+    reduced = sum(kind == "all_reduce" for kind in kinds)
+    return reduced, len(kinds) - reduced
