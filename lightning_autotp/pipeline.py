@@ -14,6 +14,7 @@ from lightning_autotp.applying.replace import apply_plan
 from lightning_autotp.capture.capture import capture, capture_local, language_model_inputs
 from lightning_autotp.layouts.plan import Plan, SizePlan
 from lightning_autotp.operators.graph import Graph, Operator
+from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
 from lightning_autotp.parameters.meta import parameter_meta
 from lightning_autotp.proving.compare import VerificationError, compare, cut_differently
 from lightning_autotp.proving.local_sizes import Unlocalizable, find_sizes
@@ -49,13 +50,13 @@ def make_plan(
     """
     inputs = language_model_inputs(model) if example_inputs is None else example_inputs
     graph = capture(model, inputs)
-    graph = open_modules(graph, bare_modules(graph))
+    graph = open_modules(graph, bare_modules(graph, IMPLEMENTATIONS))
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
     parameters = [(tuple(aliases), tuple(p.shape), p.element_size()) for p, aliases in names.items()]
     blocked: dict[int, str] = {}
-    solution = solve(graph, tensor_parallel_size, profile)
+    solution = solve(graph, tensor_parallel_size, IMPLEMENTATIONS, profile)
 
     def plan_with(solution: Solution, sizes: tuple[SizePlan, ...]) -> Plan:
         return annotate(solution, type(model).__name__, parameters, sizes)
@@ -72,7 +73,7 @@ def make_plan(
                 raise VerificationError(str(error)) from error
             reason = f"a size in the Python code could not be made local: {error.mismatch.message}"
             blocked |= dict.fromkeys(operators - blocked.keys(), reason)
-            solution = solve(graph, tensor_parallel_size, profile, blocked)
+            solution = solve(graph, tensor_parallel_size, IMPLEMENTATIONS, profile, blocked)
 
 
 def parallelize(

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from lightning_autotp.layouts.ownership import Ownership, merge_runs
-from lightning_autotp.layouts.plan import ConversionPlan, LayerPlan, ParameterPlan, Plan, SizePlan
+from lightning_autotp.layouts.plan import ConversionPlan, ImplementationPlan, ParameterPlan, Plan, SizePlan
 from lightning_autotp.layouts.types import Invariant, Layout, Partial, Replicate, Shard
 from lightning_autotp.solving.solver import Conversion, Solution
 
@@ -172,26 +172,29 @@ def _without(runs: tuple[tuple[int, int], ...], index: int) -> tuple[tuple[int, 
 
 
 def _of_layers(plan: Plan, solution: Solution) -> Iterator[Mutation]:
-    def changed(layer: LayerPlan, *to: LayerPlan) -> Plan:
-        return replace(plan, layers=tuple(new for old in plan.layers for new in (to if old is layer else (old,))))
+    layers = [use for use in plan.implementations if use.call is None]
+
+    def changed(layer: ImplementationPlan, *to: ImplementationPlan) -> Plan:
+        uses = tuple(new for old in plan.implementations for new in (to if old is layer else (old,)))
+        return replace(plan, implementations=uses)
 
     for kind in ("row", "vocab"):
-        for layer in [x for x in plan.layers if x.kind == kind][:1]:
+        for layer in [x for x in layers if x.name == kind][:1]:
             yield Mutation("layer's all-reduce dropped", PLAN, layer.module, plan, solution, unreduced=layer.module)
-    for layer in [x for x in plan.layers if x.kind == "column" and not x.input_is_replicated][:1]:
-        without = changed(layer, replace(layer, input_is_replicated=True))
+    for layer in [x for x in layers if x.name == "column" and x.input is not None][:1]:
+        without = changed(layer, replace(layer, input=None))
         kind = "all-reduce of a layer's input gradient dropped"
         yield Mutation(kind, PLAN, layer.module, without, solution)
         rest = [c for c in solution.conversions if (c.boundary.module, c.boundary.side) != (layer.module, "in")]
         yield Mutation(kind, SOLUTION, layer.module, without, replace(solution, conversions=rest))
-    for layer in [x for x in plan.layers if x.kind == "column" and x.input_is_replicated][:1]:
-        twice = changed(layer, replace(layer, input_is_replicated=False))
+    for layer in [x for x in layers if x.name == "column" and x.input is None][:1]:
+        twice = changed(layer, replace(layer, input=("I", "R")))
         yield Mutation("all-reduce of an input gradient done twice", PLAN, layer.module, twice, solution)
-    for layer in [x for x in plan.layers if x.gather_output][:1]:
-        ungathered = changed(layer, replace(layer, gather_output=False))
+    for layer in [x for x in layers if x.name == "column" and x.output is not None][:1]:
+        ungathered = changed(layer, replace(layer, output=None))
         yield Mutation("layer's gather dropped", PLAN, layer.module, ungathered, solution)
     for kind in ("row", "vocab", "column"):
-        for layer in [x for x in plan.layers if x.kind == kind][-1:]:
+        for layer in [x for x in layers if x.name == kind][-1:]:
             yield Mutation(f"{kind} layer left ordinary", PLAN, layer.module, changed(layer), solution)
 
 

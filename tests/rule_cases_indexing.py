@@ -14,7 +14,7 @@ def embedding(draw: Draw, name: str) -> Any:
     rows, features = draw.one(2, 3, 5, 7), draw.one(*SIZES)
     ids = draw.tape.constant(torch.randint(0, rows, draw.shape(), generator=draw.tape.generator))
     options = draw.one((), (1,), (-1, False, False))
-    return draw.tape.call(name, draw.operand(rows, features), ids, *options, layer=draw.one("", "embedding"))
+    return draw.tape.call(name, draw.operand(rows, features), ids, *options, layer=draw.one("", "Embedding"))
 
 
 def indices(draw: Draw, size: int, *shape: int) -> Tensor:

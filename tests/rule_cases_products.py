@@ -14,7 +14,7 @@ def linear(draw: Draw, name: str) -> Any:
     *batch, k, n = draw.shape(2, 4)
     x, weight = draw.operand(*batch, k), draw.operand(n, k)
     bias = draw.one(None, draw.tape.parameter(n))
-    return draw.tape.call(name, x, weight, bias, layer=draw.one("", "linear"))
+    return draw.tape.call(name, x, weight, bias, layer=draw.one("", "Linear"))
 
 
 @case("aten.matmul.default", "aten.bmm.default")

@@ -33,6 +33,7 @@ from lightning_autotp.layouts.types import Invariant, Layout, Partial, Replicate
 from lightning_autotp.operators import Relation, entry, relate
 from lightning_autotp.operators.graph import Call, Graph, Operator, Ref, TensorInfo
 from lightning_autotp.parallel.embedding import vocab_parallel_lookup
+from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
 from lightning_autotp.solving.cost import Profile
 from lightning_autotp.solving.solver import _Solver
 
@@ -137,7 +138,7 @@ class Tape:
 
     def combinations(self, name: str, ranks: int) -> Iterator[Combination]:
         """Every combination of types that the solver may choose for the operators called ``name``."""
-        solver = _Solver(self.graph, ranks, Profile(), {})
+        solver = _Solver(self.graph, ranks, IMPLEMENTATIONS, Profile(), {})
         for relation in solver.relations:
             if relation.operator.name == name:
                 for kinds, _ in solver._combinations(relation):

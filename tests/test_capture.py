@@ -27,7 +27,7 @@ def test_boundaries_surround_every_module() -> None:
     assert {"norm.in[0][0]", "norm.out", "q.in[0][0]", "q.out", "table.out", "(root).out"} <= crossed
     linears = [operator for operator in graph.operators if operator.name == "aten.linear.default"]
     assert [operator.module for operator in linears] == ["q", "k", "v", "o", "gate", "up", "down", "classes"]
-    assert all(operator.layer == "linear" and "tiny.py" in operator.source for operator in linears)
+    assert all(operator.layer == "Linear" and "tiny.py" in operator.source for operator in linears)
 
 
 def test_model_is_not_touched() -> None:

@@ -171,7 +171,7 @@ def table(found: dict[str, list[tuple[Mutation, str]]]) -> str:
 def is_explained(name: str, mutation: Mutation) -> str:
     """Why a mistake changes nothing that a training step could show; nothing where there is no such reason."""
     _, _, plan, *_ = planned(name)
-    lookups = {f"{layer.module}.weight" for layer in plan.layers if layer.kind == "vocab"}
+    lookups = {f"{use.module}.weight" for use in plan.implementations if use.name == "vocab"}
     untied = {p.names[0] for p in plan.parameters if len(p.names) == 1}
     if mutation.stage == SOLUTION and mutation.where in lookups & untied:
         return "the ranks' look-ups add up however the rows are dealt out"

@@ -99,7 +99,7 @@ def tune(
     if devices > 1 and save is None and ckpt_path is None:
         fitting.strategy.save_pretrained(folder / f"{case} of {devices}")
         plan = task.model.get_base_model().autotp_plan
-        seen["kinds"] = {layer.module: layer.kind for layer in plan.layers}
+        seen["kinds"] = {use.module: use.name for use in plan.implementations}
         seen["merging"] = error_of(task.model.merge_adapter)
     return seen
 

@@ -40,7 +40,7 @@ WHOLE = {
 }
 # Over a sharded dim these give a Partial.
 CONTRACTING = {
-    *(f"aten.{name}.default" for name in ("sum", "linear", "matmul", "bmm", "embedding", "einsum", "_grouped_mm")),
+    *(f"aten.{name}.default" for name in ("sum", "linear", "matmul", "bmm", "Embedding", "einsum", "_grouped_mm")),
     *("aten.addmm.default", "aten.baddbmm.default"),
     *("aten.sum.dim_IntList", "transformers.grouped_mm_fallback.default", "aten.convolution.default"),
     *(f"aten.conv{n}d.{overload}" for n in (1, 2, 3) for overload in ("default", "padding")),
@@ -198,10 +198,10 @@ def test_unusual_arguments(name: str, arguments: Callable[[Tape], tuple[Any, ...
 def test_an_embedding_with_such_gradients_keeps_its_rows(option: str) -> None:
     tape = Tape()
     ids = tape.constant(torch.tensor([0, 3, 1]))
-    tape.call("aten.embedding.default", tape.parameter(4, 6), ids, layer="embedding")
+    tape.call("aten.embedding.default", tape.parameter(4, 6), ids, layer="Embedding")
     assert tape.prove("aten.embedding.default", 2)["contracted"] == 1
     tape = Tape()
-    tape.call("aten.embedding.default", tape.parameter(4, 6), tape.constant(ids), layer="embedding", **{option: True})
+    tape.call("aten.embedding.default", tape.parameter(4, 6), tape.constant(ids), layer="Embedding", **{option: True})
     assert all(combination.kind != "contracted" for combination in tape.combinations("aten.embedding.default", 2))
 
 

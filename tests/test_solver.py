@@ -9,6 +9,7 @@ from torch import nn
 from lightning_autotp.capture.capture import capture
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.layouts.types import Invariant, Replicate, Shard
+from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
 from lightning_autotp.pipeline import make_plan
 from lightning_autotp.solving.solver import NothingToShard, Solution, solve
 
@@ -16,7 +17,7 @@ COLUMN, ROW, VOCAB = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o
 
 
 def kinds(plan: Plan) -> dict[str, str]:
-    return {layer.module: layer.kind for layer in plan.layers}
+    return {use.module: use.name for use in plan.implementations if use.call is None}
 
 
 def sizes(plan: Plan, name: str) -> list[int]:
@@ -44,13 +45,17 @@ def test_megatron_pattern_on_llama(ranks: int) -> None:
     for module, kind in kinds(plan).items():
         name = module.rpartition(".")[2]
         assert kind == ("column" if name in (*COLUMN, "lm_head") else "row" if name in ROW else "vocab"), module
-    assert len(plan.layers) == 7 * layers + 2
-    assert not any(layer.gather_output for layer in plan.layers)
-    assert all(layer.input_is_parallel for layer in plan.layers)
+    assert len(plan.implementations) == 7 * layers + 2 + 1  # and the loss
+    assert {use.output for use in plan.implementations} == {None, ("P", "I")}  # nothing is gathered
+    assert {use.input for use in plan.implementations if use.name == "row"} == {None}
     # Forward: attention, MLP and embedding. Backward: attention's and MLP's input, and the head's. And the loss.
     changes = Counter((str(c.source), str(c.target)) for c in solution.conversions)
     assert changes == {("I", "R"): 2 * layers + 1}
-    reduced = [solution.graph.operators[number].module.rpartition(".")[2] for number in sorted(solution.reduced)]
+    reduced = [
+        solution.graph.operators[number].module.rpartition(".")[2]
+        for number in sorted(solution.uses)
+        if solution.uses[number].output
+    ]
     assert reduced == ["embed_tokens", *["o_proj", "down_proj"] * layers]
     assert [(c.boundary.module, str(c.source)) for c in solution.global_views] == [
         ("lm_head", str(solution.global_views[0].target))
@@ -62,8 +67,8 @@ def test_megatron_pattern_on_llama(ranks: int) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_names_do_not_matter(seed: int) -> None:
     names = shuffled_names(seed)
-    plain = pattern(solve(capture(Decoder(), decoder_batch()), 2))
-    shuffled = pattern(solve(capture(Decoder(names), decoder_batch()), 2))
+    plain = pattern(solve(capture(Decoder(), decoder_batch()), 2, IMPLEMENTATIONS))
+    shuffled = pattern(solve(capture(Decoder(names), decoder_batch()), 2, IMPLEMENTATIONS))
     for role in ROLES:
         assert shuffled[f"{names[role]}.weight"] == plain[f"{role}.weight"]
     assert plain["o.weight"].startswith("S(1")
@@ -135,7 +140,7 @@ def test_norm_over_sharded_heads_sums_its_gradient() -> None:
 
 def test_same_answer_every_time() -> None:
     graph = capture(meta_model("gemma2"))
-    assert solve(graph, 4).layouts == solve(graph, 4).layouts
+    assert solve(graph, 4, IMPLEMENTATIONS).layouts == solve(graph, 4, IMPLEMENTATIONS).layouts
 
 
 def test_too_many_ranks_is_an_error() -> None:

@@ -96,7 +96,8 @@ def test_missing_all_reduce() -> None:
 
 def test_collective_done_twice() -> None:
     def repeat(plan: Plan) -> Plan:
-        return replace(plan, layers=tuple(replace(x, input_is_replicated=False) for x in plan.layers))
+        twice = (replace(use, input=("I", "R")) if use.name == "column" else use for use in plan.implementations)
+        return replace(plan, implementations=tuple(twice))
 
     with pytest.raises(VerificationError):
         check("llama", repeat)

@@ -25,9 +25,9 @@ from transformers import AutoModelForCausalLM
 
 from lightning_autotp import parallelize
 from lightning_autotp.layouts.plan import Plan
+from lightning_autotp.layouts.transitions import TRANSITIONS
 from lightning_autotp.layouts.types import Layout, Replicate, Shard
 from lightning_autotp.pipeline import make_plan
-from lightning_autotp.solving.cost import CONVERSIONS
 from lightning_autotp.solving.solver import Solution
 
 BATCH, LENGTH = 3, 17
@@ -136,9 +136,8 @@ def on_the_wire(plan: Plan, solution: Solution, rank: int) -> dict[str, tuple[in
     """
     planned = {c.kind: (c.calls, c.bytes) for c in plan.communication if c.kind != "gradient sum"}
     for change in solution.conversions:
-        letters = tuple(str(layout)[0] for layout in (change.source, change.target))
         shard = change.source if isinstance(change.source, Shard) else change.target
-        for kind in {"all_gather", "reduce_scatter"} & {k for part in CONVERSIONS[letters] for k in part}:
+        for kind in {"all_gather", "reduce_scatter"} & set(TRANSITIONS[change.pair].collectives):
             assert isinstance(shard, Shard)
             ((_, owned),) = shard.dims
             size = math.prod(change.shape) * 4
@@ -197,4 +196,4 @@ def test_the_cases_show_every_kind() -> None:
     shards = [p.layout for plan in plans.values() for p in plan.parameters if isinstance(p.layout, Shard)]
     assert any(owned.is_shared for shard in shards for _, owned in shard.dims)
     assert any(change.view for change in plans[2, "llama"].conversions)
-    assert any(layer.gather_output for layer in plans[2, "gathered column"].layers)
+    assert any(use.output == ("S", "I") for use in plans[2, "gathered column"].implementations)

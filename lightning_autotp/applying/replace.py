@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from lightning_autotp.applying.changed_calls import CallChanges, LocalForward, number
+from lightning_autotp.capture.tracer import torch_layer
 from lightning_autotp.layouts.ownership import resized
 from lightning_autotp.layouts.places import CallSite
-from lightning_autotp.layouts.plan import ConversionPlan, LayerPlan, Plan, SizePlan
+from lightning_autotp.layouts.plan import ConversionPlan, ImplementationPlan, Plan, SizePlan
 from lightning_autotp.layouts.types import Invariant, Layout, Shard, local_shape
 from lightning_autotp.parallel.collectives import convert
-from lightning_autotp.parallel.embedding import VocabParallelEmbedding
-from lightning_autotp.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
 from lightning_autotp.parallel.local_parameters import localize_parameter
 from lightning_autotp.parallel.logits import VocabParallelLogits
 from lightning_autotp.parameters.meta import ParameterMeta, initialize_parameter_meta
@@ -41,8 +41,9 @@ def apply_plan(model: nn.Module, plan: Plan, group: TPGroup) -> None:
     metas = _checked_metas(model, plan)
     layouts = {name: parameter.layout for parameter in plan.parameters for name in parameter.names}
     local: dict[nn.Parameter, nn.Parameter] = {}
-    for layer in plan.layers:
-        _make_parallel(model, layer, layouts[f"{layer.module}.weight"], group, local)
+    for use in plan.implementations:
+        if use.call is None:
+            _make_parallel(model, use, layouts, group, local)
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         layout = layouts[name]
         meta = metas[name]
@@ -104,24 +105,26 @@ def _checked_metas(model: nn.Module, plan: Plan) -> dict[str, ParameterMeta]:
 
 
 def _make_parallel(
-    model: nn.Module, layer: LayerPlan, layout: Layout, group: TPGroup, local: dict[nn.Parameter, nn.Parameter]
+    model: nn.Module,
+    use: ImplementationPlan,
+    layouts: Mapping[str, Layout],
+    group: TPGroup,
+    local: dict[nn.Parameter, nn.Parameter],
 ) -> None:
-    """Turn a linear or embedding into its parallel version."""
-    module = model.get_submodule(layer.module)
-    if not isinstance(layout, Shard):
-        raise PlanMismatch(f"{layer.module} is planned as {layer.kind}-parallel, but its weight is not sharded")
-    ownership = layout.dims[0][1]
-    if layer.kind == "vocab" and isinstance(module, nn.Embedding):
-        VocabParallelEmbedding.convert(module, ownership, group, local=local)
-    elif layer.kind == "column" and isinstance(module, nn.Linear):
-        replicated, gather = layer.input_is_replicated, layer.gather_output
-        ColumnParallelLinear.convert(
-            module, ownership, group, local=local, input_is_replicated=replicated, gather_output=gather
+    """Turn a layer into its parallel implementation."""
+    module = model.get_submodule(use.module)
+    try:
+        entry = IMPLEMENTATIONS[use.name]
+    except KeyError as error:
+        raise PlanMismatch(f"{use.module}: {error.args[0]}") from None
+    layout = layouts.get(f"{use.module}.{entry.operand}")
+    if not entry.fits(layout) or entry.build is None:
+        raise PlanMismatch(
+            f"{use.module} is planned as {use.name}-parallel, but its {entry.operand} lies over the ranks as {layout}"
         )
-    elif layer.kind == "row" and isinstance(module, nn.Linear):
-        RowParallelLinear.convert(module, ownership, group, local=local, input_is_parallel=layer.input_is_parallel)
-    else:
-        raise PlanMismatch(f"{layer.module} is a {type(module).__name__}: it cannot become {layer.kind}-parallel")
+    if torch_layer(module) != entry.layer:
+        raise PlanMismatch(f"{use.module} is a {type(module).__name__}: it cannot become {use.name}-parallel")
+    entry.build(module, use, layout, group, local)
 
 
 def set_size(model: nn.Module, size: SizePlan, value: int) -> None:

@@ -94,11 +94,7 @@ class Tracer(SchemaCheckMode):
         self._tensors: dict[int, _Tracked] = {}
         self._places: dict[Any, Tensor] = {}
         self._alive: list[Tensor] = []  # an id must not be used again while it is in the tables
-        self._layers = {
-            path: "linear" if isinstance(module, nn.Linear) else "embedding"
-            for path, module in model.named_modules()
-            if isinstance(module, nn.Linear | nn.Embedding)
-        }
+        self._layers = {path: torch_layer(module) for path, module in model.named_modules()}
         for name, parameter in model.named_parameters():  # a tied parameter under its first name
             tracked = self._track(parameter, static=False)
             self.graph.parameters[tracked.value.tensor] = name
@@ -243,8 +239,6 @@ class Tracer(SchemaCheckMode):
             name, reads = f"record:{named['name']}", (("input", named["inputs"]), ("detail", named["detail"]))
         call, source = self.calls.current
         layer = self._layers.get(module, "")
-        if name != f"aten.{layer}.default":  # a subclass may compute in other ways than the layer does
-            layer = ""
         draft = Operator(name, reads, (), module, source, layer, call=call, own_numbers=are_own_numbers_noted())
         static = all(self.graph.tensors[tensor].is_static for tensor in draft.inputs)
         values = tuple(self._new(output, static).tensor for output in outputs)
@@ -445,6 +439,13 @@ class Calls(TorchFunctionMode):
             tracked = self.tracer._tensors.get(id(leaf))
             return None if tracked is None else self.tracer._present(tracked)
         return leaf if type(leaf) is int else None
+
+
+def torch_layer(module: nn.Module) -> str:
+    """Which layer of ``torch.nn`` a module is, or is a subclass of; empty for other modules, and those of modules."""
+    kinds = [kind for kind in type(module).__mro__ if kind.__module__.startswith("torch.nn.modules.")]
+    names = [kind.__name__ for kind in kinds if kind is not nn.Module and not kind.__name__.startswith("_")]
+    return names[-1] if names and next(module.children(), None) is None else ""
 
 
 def _tensors(value: Any) -> list[Tensor]:

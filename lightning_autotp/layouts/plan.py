@@ -18,6 +18,7 @@ from rich.text import Text
 
 from lightning_autotp.layouts.ownership import Ownership
 from lightning_autotp.layouts.places import CallSite
+from lightning_autotp.layouts.transitions import Pair
 from lightning_autotp.layouts.types import Invariant, Layout, Partial, Replicate, Shard, local_shape
 
 _TYPES: dict[str, Layout] = {"I": Invariant(), "R": Replicate(), "P": Partial()}
@@ -47,22 +48,22 @@ class ParameterPlan:
 
 
 @dataclass(frozen=True)
-class LayerPlan:
-    """A layer that is replaced by its parallel version.
+class ImplementationPlan:
+    """An operator that a parallel implementation runs.
 
     Attributes:
-        module: its path.
-        kind: ``"column"``, ``"row"`` or ``"vocab"``.
-        input_is_replicated: column: its input was converted further out already.
-        gather_output: column: its output is gathered.
-        input_is_parallel: row: its input is sharded already.
+        module: path of the module that becomes a parallel layer; or whose code makes the call.
+        name: the implementation's name, such as ``"column"``, ``"row"`` or ``"vocab"``.
+        input: the change of type that it makes on its input by itself, such as ``("I", "R")``.
+        output: the one that it makes on its result.
+        call: which call, where it is no whole layer.
     """
 
     module: str
-    kind: str
-    input_is_replicated: bool = False
-    gather_output: bool = False
-    input_is_parallel: bool = True
+    name: str
+    input: Pair | None = None
+    output: Pair | None = None
+    call: CallSite | None = None
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ class Plan:
         model: the model's class name.
         ranks: number of ranks.
         parameters: every parameter.
-        layers: layers with a parallel version.
+        implementations: operators that a parallel implementation runs.
         conversions: layout changes at other modules' boundaries.
         sizes: sizes in Python that become local.
         draws: calls at which each rank draws its own random numbers.
@@ -154,7 +155,7 @@ class Plan:
     model: str
     ranks: int
     parameters: tuple[ParameterPlan, ...]
-    layers: tuple[LayerPlan, ...] = ()
+    implementations: tuple[ImplementationPlan, ...] = ()
     conversions: tuple[ConversionPlan, ...] = ()
     sizes: tuple[SizePlan, ...] = ()
     draws: tuple[DrawPlan, ...] = ()
@@ -177,7 +178,7 @@ class Plan:
                 model=data["model"],
                 ranks=data["ranks"],
                 parameters=tuple(_decode(ParameterPlan, item) for item in data["parameters"]),
-                layers=tuple(_decode(LayerPlan, item) for item in data["layers"]),
+                implementations=tuple(_decode(ImplementationPlan, item) for item in data["implementations"]),
                 conversions=tuple(_decode(ConversionPlan, item) for item in data["conversions"]),
                 sizes=tuple(_decode(SizePlan, item) for item in data["sizes"]),
                 draws=tuple(_decode(DrawPlan, item) for item in data["draws"]),
@@ -215,7 +216,7 @@ class Plan:
         for column in ("module", "kind", "sharded", "whole", "local"):
             table.add_column(column, overflow="fold")
         table.add_column("local bytes", justify="right")
-        kinds = {layer.module: layer.kind for layer in self.layers}
+        kinds = {use.module: use.name for use in self.implementations if use.call is None}
         for pattern, parameters in _repeated(self.parameters, kinds):
             first = parameters[0]
             size = sum(parameter.bytes(rank) for parameter in parameters)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from lightning_autotp.layouts.ownership import Ownership, Run
 
@@ -28,24 +29,30 @@ from lightning_autotp.layouts.ownership import Ownership, Run
 class Invariant:
     """Same on every rank, same work; every rank computes the whole gradient."""
 
+    letter: ClassVar[str] = "I"
+
     def __str__(self) -> str:
-        return "I"
+        return self.letter
 
 
 @dataclass(frozen=True)
 class Replicate:
     """Same on every rank, used differently; the ranks' gradients add up to the gradient."""
 
+    letter: ClassVar[str] = "R"
+
     def __str__(self) -> str:
-        return "R"
+        return self.letter
 
 
 @dataclass(frozen=True)
 class Partial:
     """The ranks' values add up to the tensor (a pending sum)."""
 
+    letter: ClassVar[str] = "P"
+
     def __str__(self) -> str:
-        return "P"
+        return self.letter
 
 
 @dataclass(frozen=True)
@@ -56,6 +63,7 @@ class Shard:
         dims: ``(dim, ownership)`` for every dim that not all ranks hold whole, ascending by dim.
     """
 
+    letter: ClassVar[str] = "S"
     dims: tuple[tuple[int, Ownership], ...]
 
     def __post_init__(self) -> None:

@@ -74,8 +74,7 @@ class Operator:
         outputs: the tensors it makes.
         module: path of the module whose ``forward`` called it.
         source: file, line and code of the call.
-        layer: ``"linear"`` or ``"embedding"`` where the calling module is such a layer, whose parallel version can
-            communicate inside; else empty.
+        layer: which layer of ``torch.nn`` the calling module is (``"Linear"``), also as a subclass; else empty.
         boundary: for an operator called ``boundary``, which computes nothing: where it is.
         call: index in :attr:`Graph.calls` of the call that ran it; -1 if none did.
         own_numbers: in a local trace: whether the random numbers it may draw are the rank's own.

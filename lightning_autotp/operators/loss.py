@@ -7,7 +7,7 @@ from lightning_autotp.operators.registry import Dims, Site, rule
 
 @rule("aten.cross_entropy_loss.default")
 def cross_entropy(site: Site) -> Dims:
-    """``self [n, c, ...]``, ``target [n, ...]``: over sharded classes it sums by itself.
+    """``self [n, c, ...]``, ``target [n, ...]``: sharded classes take a loss made for them.
 
     Targets that are probabilities (``[n, c, ...]``) need all classes.
     """
@@ -17,7 +17,7 @@ def cross_entropy(site: Site) -> Dims:
         site.keep_whole(dims[classes], because="a loss whose targets are probabilities needs all classes")
     else:
         site.contract(dims[classes])
-        site.relation.reduces = True
+        site.relation.needs_implementation = True
     tokens = [dim for index, dim in enumerate(dims) if index != classes]
     out = tuple(site.new(size) for size in site.shape)
     site.keep_whole(*tokens, *target, *(site.tensor("weight") or ()), *out, because="the loss is over all tokens")

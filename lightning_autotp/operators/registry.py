@@ -37,7 +37,8 @@ class Relation:
         contracted: dims that are summed over.
         linear: inputs that may be Partial together, the output being Partial then.
         added_last: inputs added once after the sum over a contracted dim (a bias): Invariant if that dim is sharded.
-        reduces: whether the operator itself sums its Partial result (a vocabulary-parallel loss).
+        needs_implementation: whether only a parallel implementation can run it with a contracted dim sharded: the plain
+            operator's results on the ranks do not add up.
         draws: whether it draws random numbers for its elements: on shards each rank draws its own.
         reason: why dims are kept whole, for the report.
     """
@@ -49,7 +50,7 @@ class Relation:
     contracted: list[Dim] = field(default_factory=list)
     linear: set[int] = field(default_factory=set)
     added_last: set[int] = field(default_factory=set)
-    reduces: bool = False
+    needs_implementation: bool = False
     draws: bool = False
     reason: str = ""
 

@@ -33,14 +33,16 @@ collectives, which ``torch.compile`` can trace.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from lightning_autotp.capture import recording as trace
+from lightning_autotp.capture import recording
 from lightning_autotp.layouts.ownership import Ownership
+from lightning_autotp.layouts.transitions import TRANSITIONS, Pair, transition
 from lightning_autotp.layouts.types import Invariant, Layout, Partial, Replicate, Shard
 from lightning_autotp.ranks.group import TPGroup
 
@@ -154,140 +156,112 @@ def _reduce_scatter(x: Tensor, group: TPGroup, dim: int, ownership: Ownership) -
     )
 
 
-# --- forward and backward ---
+# --- what each transition computes, forward and backward side by side ---
 
 
-class _InvariantToReplicate(Function):
+class Way(NamedTuple):
+    """How one transition runs: ``(tensor, group, dim, ownership) -> tensor`` in each direction.
+
+    ``dim`` and ``ownership`` are those of the shard, where one side is one.
+    """
+
+    forward: Callable[[Tensor, TPGroup, int, Any], Tensor]
+    backward: Callable[[Tensor, TPGroup, int, Any], Tensor]
+
+
+def _same(x: Tensor, group: TPGroup, dim: int, ownership: Any) -> Tensor:
+    return x.view_as(x)
+
+
+def _sum(x: Tensor, group: TPGroup, dim: int, ownership: Any) -> Tensor:
+    return reduce_values(x, group)
+
+
+def _gather_first(x: Tensor, group: TPGroup, dim: int, ownership: Ownership) -> Tensor:
+    return _gather(x, group, dim, ownership, add_owners=False)
+
+
+def _gather_sum(x: Tensor, group: TPGroup, dim: int, ownership: Ownership) -> Tensor:
+    return _gather(x, group, dim, ownership, add_owners=True)
+
+
+def _take(x: Tensor, group: TPGroup, dim: int, ownership: Ownership) -> Tensor:
+    return take_owned(x, dim, ownership, group.rank)
+
+
+def _take_first(x: Tensor, group: TPGroup, dim: int, ownership: Ownership) -> Tensor:
+    return keep_first_owned(_take(x, group, dim, ownership), dim, ownership, group.rank)
+
+
+def _place_part(x: Tensor, group: TPGroup, dim: int, ownership: Ownership) -> Tensor:
+    return _place(x, dim, ownership, group.rank)
+
+
+def _sum_part(x: Tensor, group: TPGroup, dim: int, ownership: Ownership) -> Tensor:
+    return _reduce_scatter(x, group, dim, ownership)
+
+
+def _sum_part_first(x: Tensor, group: TPGroup, dim: int, ownership: Ownership) -> Tensor:
+    return keep_first_owned(_reduce_scatter(x, group, dim, ownership), dim, ownership, group.rank)
+
+
+def _keep_once(x: Tensor, group: TPGroup, dim: int, ownership: Any) -> Tensor:
+    return x.clone() if group.rank == 0 else torch.zeros_like(x)  # no view: code may add to it in place
+
+
+WAYS: dict[Pair, Way] = {
+    ("I", "R"): Way(_same, _sum),
+    ("P", "I"): Way(_sum, _same),
+    ("P", "R"): Way(_sum, _sum),
+    ("S", "I"): Way(_gather_first, _take_first),
+    ("S", "R"): Way(_gather_first, _sum_part_first),
+    ("I", "S"): Way(_take, _gather_sum),
+    ("R", "S"): Way(_take, _place_part),
+    ("I", "P"): Way(_keep_once, _same),
+    ("R", "P"): Way(_keep_once, _keep_once),
+    ("P", "S"): Way(_sum_part, _gather_sum),
+}
+"""For every row of :data:`~lightning_autotp.layouts.transitions.TRANSITIONS`, the two functions that do it."""
+
+
+class _Transition(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: TPGroup) -> Tensor:
-        ctx.group = group
-        return trace.record("invariant_to_replicate", [x], x.shape) if x.is_meta else x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return reduce_values(grad, ctx.group), None
-
-
-class _PartialToInvariant(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: TPGroup) -> Tensor:
-        return trace.record("partial_to_invariant", [x], x.shape) if x.is_meta else reduce_values(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-class _PartialToReplicate(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: TPGroup) -> Tensor:
-        ctx.group = group
-        return trace.record("partial_to_replicate", [x], x.shape) if x.is_meta else reduce_values(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return reduce_values(grad, ctx.group), None
-
-
-class _ShardToInvariant(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: TPGroup, dim: int, ownership: Ownership) -> Tensor:
-        ctx.where = dim, ownership, group.rank
-        if x.is_meta:
-            return trace.record("shard_to_invariant", [x], _resized(x, dim, ownership.size), ownership.digest)
-        return _gather(x, group, dim, ownership, add_owners=False)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return keep_first_owned(take_owned(grad, *ctx.where), *ctx.where), None, None, None
-
-
-class _ShardToReplicate(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: TPGroup, dim: int, ownership: Ownership) -> Tensor:
-        ctx.group, ctx.where = group, (dim, ownership)
-        if x.is_meta:
-            return trace.record("shard_to_replicate", [x], _resized(x, dim, ownership.size), ownership.digest)
-        return _gather(x, group, dim, ownership, add_owners=False)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        dim, ownership = ctx.where
-        local = _reduce_scatter(grad, ctx.group, dim, ownership)
-        return keep_first_owned(local, dim, ownership, ctx.group.rank), None, None, None
-
-
-class _InvariantToShard(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: TPGroup, dim: int, ownership: Ownership) -> Tensor:
-        ctx.group, ctx.where = group, (dim, ownership)
-        if x.is_meta:
-            return trace.record(
-                "invariant_to_shard", [x], _resized(x, dim, ownership.local_size(group.rank)), ownership.digest
-            )
-        return take_owned(x, dim, ownership, group.rank)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _gather(grad, ctx.group, *ctx.where, add_owners=True), None, None, None
-
-
-class _ReplicateToShard(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: TPGroup, dim: int, ownership: Ownership) -> Tensor:
-        ctx.where = dim, ownership, group.rank
-        if x.is_meta:
-            return trace.record(
-                "replicate_to_shard", [x], _resized(x, dim, ownership.local_size(group.rank)), ownership.digest
-            )
-        return take_owned(x, dim, ownership, group.rank)
+    def forward(ctx: Any, x: Tensor, pair: Pair, group: TPGroup, dim: int, ownership: Ownership | None) -> Tensor:
+        ctx.pair, ctx.group, ctx.dim, ctx.ownership = pair, group, dim, ownership
+        if not x.is_meta:
+            return WAYS[pair].forward(x, group, dim, ownership)
+        shape = list(x.shape)
+        if ownership is not None:
+            shape[dim] = ownership.size if pair[0] == "S" else ownership.local_size(group.rank)
+        return recording.record(TRANSITIONS[pair].name, [x], shape, ownership.digest if ownership is not None else "")
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _place(grad, *ctx.where), None, None, None
-
-
-class _PartialToShard(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: TPGroup, dim: int, ownership: Ownership) -> Tensor:
-        ctx.group, ctx.where = group, (dim, ownership)
-        if x.is_meta:
-            return trace.record(
-                "partial_to_shard", [x], _resized(x, dim, ownership.local_size(group.rank)), ownership.digest
-            )
-        return _reduce_scatter(x, group, dim, ownership)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _gather(grad, ctx.group, *ctx.where, add_owners=True), None, None, None
-
-
-class _InvariantToPartial(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: TPGroup) -> Tensor:
-        if x.is_meta:
-            return trace.record("invariant_to_partial", [x], x.shape)
-        return x.clone() if group.rank == 0 else torch.zeros_like(x)  # no view: code may add to it in place
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-class _ReplicateToPartial(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: TPGroup) -> Tensor:
-        ctx.group = group
-        if x.is_meta:
-            return trace.record("replicate_to_partial", [x], x.shape)
-        return x.clone() if group.rank == 0 else torch.zeros_like(x)  # no view: code may add to it in place
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad if ctx.group.rank == 0 else torch.zeros_like(grad), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return WAYS[ctx.pair].backward(grad, ctx.group, ctx.dim, ctx.ownership), None, None, None, None
 
 
 # --- what layers call ---
+
+
+def convert(x: Tensor, source: Layout, target: Layout, group: TPGroup) -> Tensor:
+    """``x`` in another layout; ``x`` itself when the layouts are equal. Collective as the table of this module says.
+
+    Raises:
+        ValueError: for a pair of layouts between which there is no single conversion, or a tensor that does not fit.
+    """
+    if source == target:
+        return x
+    pair = transition(source, target).pair
+    shard = source if isinstance(source, Shard) else target
+    if not isinstance(shard, Shard):
+        return _Transition.apply(x, pair, group, 0, None)
+    dim, ownership = _only_dim(shard, x, group)
+    expected = ownership.local_size(group.rank) if shard is source else ownership.size
+    if x.shape[dim] != expected:
+        raise ValueError(
+            f"a tensor of shape {tuple(x.shape)} does not fit {shard}: dim {dim} should have {expected} elements here"
+        )
+    return _Transition.apply(x, pair, group, dim, ownership)
 
 
 def copy_to_tensor_parallel(x: Tensor, group: TPGroup) -> Tensor:
@@ -295,102 +269,52 @@ def copy_to_tensor_parallel(x: Tensor, group: TPGroup) -> Tensor:
 
     Use it once for all the consumers of a tensor: the backward's one all-reduce then sums what they return together.
     """
-    return _InvariantToReplicate.apply(x, group)
+    return convert(x, Invariant(), Replicate(), group)
 
 
 def all_reduce(x: Tensor, group: TPGroup) -> Tensor:
     """P → I, Megatron's *g*: the sum over the ranks, the same on every rank."""
-    return _PartialToInvariant.apply(x, group)
+    return convert(x, Partial(), Invariant(), group)
 
 
 def all_reduce_replicate(x: Tensor, group: TPGroup) -> Tensor:
     """P → R: the sum over the ranks, which they will use differently; the gradient is summed as well."""
-    return _PartialToReplicate.apply(x, group)
+    return convert(x, Partial(), Replicate(), group)
 
 
 def all_gather(x: Tensor, group: TPGroup, shard: Shard) -> Tensor:
     """S → I: ``[..., local size, ...] -> [..., size, ...]``; the backward takes this rank's slice."""
-    dim, ownership = _only_dim(shard, x, group)
-    _check_size(x, dim, ownership.local_size(group.rank), shard)
-    return _ShardToInvariant.apply(x, group, dim, ownership)
+    return convert(x, shard, Invariant(), group)
 
 
 def all_gather_replicate(x: Tensor, group: TPGroup, shard: Shard) -> Tensor:
     """S → R: ``[..., local size, ...] -> [..., size, ...]``; the backward is a reduce-scatter."""
-    dim, ownership = _only_dim(shard, x, group)
-    _check_size(x, dim, ownership.local_size(group.rank), shard)
-    return _ShardToReplicate.apply(x, group, dim, ownership)
+    return convert(x, shard, Replicate(), group)
 
 
 def scatter(x: Tensor, group: TPGroup, shard: Shard) -> Tensor:
-    """I → S: ``[..., size, ...] -> [..., local size, ...]``, without communication; the backward is an all-gather."""
-    dim, ownership = _only_dim(shard, x, group)
-    _check_size(x, dim, ownership.size, shard)
-    return _InvariantToShard.apply(x, group, dim, ownership)
+    """I → S: ``[..., size, ...] -> [..., local size, ...]``; the backward gathers."""
+    return convert(x, Invariant(), shard, group)
 
 
 def slice_replicate(x: Tensor, group: TPGroup, shard: Shard) -> Tensor:
     """R → S: ``[..., size, ...] -> [..., local size, ...]``; backward: Partial, zeros around the slice."""
-    dim, ownership = _only_dim(shard, x, group)
-    _check_size(x, dim, ownership.size, shard)
-    return _ReplicateToShard.apply(x, group, dim, ownership)
+    return convert(x, Replicate(), shard, group)
 
 
 def reduce_scatter(x: Tensor, group: TPGroup, shard: Shard) -> Tensor:
     """P → S: this rank's part of the sum, ``[..., size, ...] -> [..., local size, ...]``; backward: all-gather."""
-    dim, ownership = _only_dim(shard, x, group)
-    _check_size(x, dim, ownership.size, shard)
-    return _PartialToShard.apply(x, group, dim, ownership)
+    return convert(x, Partial(), shard, group)
 
 
 def keep_once(x: Tensor, group: TPGroup) -> Tensor:
     """I → P: an addend that counts once in a sum over the ranks (a bias): the tensor on rank 0, zeros elsewhere."""
-    return _InvariantToPartial.apply(x, group)
+    return convert(x, Invariant(), Partial(), group)
 
 
 def keep_once_replicate(x: Tensor, group: TPGroup) -> Tensor:
     """R → P: as :func:`keep_once`; only rank 0's use counts for the gradient, too."""
-    return _ReplicateToPartial.apply(x, group)
-
-
-def convert(x: Tensor, source: Layout, target: Layout, group: TPGroup) -> Tensor:
-    """``x`` in another layout; ``x`` itself when the layouts are equal. Collective as the table of this module says.
-
-    Raises:
-        ValueError: for a pair of layouts between which there is no single conversion.
-    """
-    if source == target:
-        return x
-    if isinstance(source, Invariant) and isinstance(target, Replicate):
-        return copy_to_tensor_parallel(x, group)
-    if isinstance(source, Invariant) and isinstance(target, Shard):
-        return scatter(x, group, target)
-    if isinstance(source, Replicate) and isinstance(target, Shard):
-        return slice_replicate(x, group, target)
-    if isinstance(source, Invariant) and isinstance(target, Partial):
-        return keep_once(x, group)
-    if isinstance(source, Replicate) and isinstance(target, Partial):
-        return keep_once_replicate(x, group)
-    if isinstance(source, Partial) and isinstance(target, Invariant):
-        return all_reduce(x, group)
-    if isinstance(source, Partial) and isinstance(target, Replicate):
-        return all_reduce_replicate(x, group)
-    if isinstance(source, Partial) and isinstance(target, Shard):
-        return reduce_scatter(x, group, target)
-    if isinstance(source, Shard) and isinstance(target, Invariant):
-        return all_gather(x, group, source)
-    if isinstance(source, Shard) and isinstance(target, Replicate):
-        return all_gather_replicate(x, group, source)
-    raise ValueError(
-        f"no conversion from {source} to {target}: there are I->R, I->S, I->P, R->S, R->P, P->I, P->R, P->S, "
-        "S->I and S->R; convert in two steps, for instance by gathering to I first"
-    )
-
-
-def _resized(x: Tensor, dim: int, size: int) -> list[int]:
-    shape = list(x.shape)
-    shape[dim] = size
-    return shape
+    return convert(x, Replicate(), Partial(), group)
 
 
 def _only_dim(shard: Shard, x: Tensor, group: TPGroup) -> tuple[int, Ownership]:
@@ -402,10 +326,3 @@ def _only_dim(shard: Shard, x: Tensor, group: TPGroup) -> tuple[int, Ownership]:
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"{shard} shards dim {dim} of a tensor of shape {tuple(x.shape)}")
     return dim % x.dim(), ownership
-
-
-def _check_size(x: Tensor, dim: int, expected: int, shard: Shard) -> None:
-    if x.shape[dim] != expected:
-        raise ValueError(
-            f"a tensor of shape {tuple(x.shape)} does not fit {shard}: dim {dim} should have {expected} elements here"
-        )

@@ -18,17 +18,20 @@ ranks; here every number that mixes classes is reduced first.)
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from lightning_autotp.capture import recording as trace
+from lightning_autotp.capture import recording
 from lightning_autotp.layouts.ownership import Ownership, merge_runs
 from lightning_autotp.parallel.collectives import owner_rows, reduce_values, take_owned
 from lightning_autotp.parallel.embedding import check_indices, local_positions
 from lightning_autotp.ranks.group import TPGroup
+from lightning_autotp.solving.implementations import Implementation
 
 
 class _TokenLoss(Function):
@@ -128,7 +131,7 @@ def vocab_parallel_cross_entropy(
     if logits.is_meta:
         inputs = [logits, target] if weight is None else [logits, target, weight]
         shape = target.shape if reduction == "none" else ()
-        return trace.record("vocab_parallel_cross_entropy", inputs, shape, ownership.digest)
+        return recording.record(VOCAB_CROSS_ENTROPY.primitive, inputs, shape, ownership.digest)
 
     ignored = target == ignore_index
     check_indices(
@@ -256,3 +259,21 @@ def _check(
         raise ValueError(f"reduction is 'mean', 'sum' or 'none', not {reduction!r}")
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"label_smoothing must be in [0, 1], not {label_smoothing}")
+
+
+def _communicates(shapes: Mapping[str, Sequence[int]]) -> tuple[tuple[str, int], ...]:
+    """The largest logit of every token; then two sums, in fp32."""
+    tokens = math.prod(shapes["target"])
+    return ("all_reduce", 4 * tokens), ("all_reduce", 8 * tokens)
+
+
+VOCAB_CROSS_ENTROPY = Implementation(
+    name="vocab cross-entropy",
+    operator="aten.cross_entropy_loss.default",
+    operand="self",
+    dims=(0, 1),
+    primitive="vocab_parallel_cross_entropy",
+    reads=("self", "target", "weight"),
+    shown="self",
+    communicates=_communicates,
+)

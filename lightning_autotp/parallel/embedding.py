@@ -17,11 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_autotp.capture import recording as trace
+from lightning_autotp.capture import recording
 from lightning_autotp.layouts.ownership import Ownership
+from lightning_autotp.layouts.plan import ImplementationPlan
+from lightning_autotp.layouts.types import Shard
 from lightning_autotp.parallel.collectives import all_reduce, owner_rows, take_owned
 from lightning_autotp.parallel.local_parameters import become, localize_parameter
 from lightning_autotp.ranks.group import TPGroup
+from lightning_autotp.solving.implementations import Implementation
 
 _Embedding = TypeVar("_Embedding", bound="VocabParallelEmbedding")
 
@@ -81,7 +84,7 @@ def vocab_parallel_lookup(
         IndexError: for an id out of the vocabulary (on an accelerator: an assertion on the device).
     """
     if weight.is_meta:
-        return trace.record("vocab_parallel_lookup", [weight, ids], (*ids.shape, weight.shape[1]))
+        return recording.record(VOCAB.primitive, [weight, ids], (*ids.shape, weight.shape[1]), ownership.digest)
     check_indices(
         ids,
         (ids >= 0) & (ids < ownership.size),
@@ -220,3 +223,27 @@ class VocabParallelEmbedding(nn.Embedding):
         if self.padding_idx is not None:
             text += f", padding_idx={self.padding_idx}"
         return text + ("" if self.reduce_output else ", reduce_output=False")
+
+
+def _build(
+    module: nn.Embedding,
+    use: ImplementationPlan,
+    layout: Shard,
+    group: TPGroup,
+    local: dict[nn.Parameter, nn.Parameter],
+) -> None:
+    (_, ownership), *_ = layout.dims
+    VocabParallelEmbedding.convert(module, ownership, group, local=local)
+
+
+VOCAB = Implementation(
+    name="vocab",
+    operator="aten.embedding.default",
+    layer="Embedding",
+    operand="weight",
+    dims=(0,),
+    outputs=(("P", "I"),),
+    primitive="vocab_parallel_lookup",
+    reads=("weight", "indices"),
+    build=_build,
+)

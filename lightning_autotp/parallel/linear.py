@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_autotp.layouts.ownership import Ownership
+from lightning_autotp.layouts.plan import ImplementationPlan
 from lightning_autotp.layouts.types import Shard
 from lightning_autotp.parallel.collectives import (
     all_gather,
@@ -41,6 +42,7 @@ from lightning_autotp.parallel.collectives import (
 )
 from lightning_autotp.parallel.local_parameters import become, localize_parameter
 from lightning_autotp.ranks.group import TPGroup
+from lightning_autotp.solving.implementations import Implementation
 
 SEQUENCE_DIM = 1
 _Column = TypeVar("_Column", bound="ColumnParallelLinear")
@@ -364,3 +366,56 @@ def _sequence_shard(x: Tensor, group: TPGroup, *, gathered: bool) -> Shard:
             "pad the batches to one (pad_to_multiple_of in the collator), or turn sequence_parallel off"
         )
     return Shard(((SEQUENCE_DIM, Ownership.dealt(length, group.size)),))
+
+
+def _build_column(
+    module: nn.Linear,
+    use: ImplementationPlan,
+    layout: Shard,
+    group: TPGroup,
+    local: dict[nn.Parameter, nn.Parameter],
+) -> None:
+    (_, ownership), *_ = layout.dims
+    ColumnParallelLinear.convert(
+        module,
+        ownership,
+        group,
+        local=local,
+        input_is_replicated=use.input is None,
+        gather_output=use.output is not None,
+    )
+
+
+def _build_row(
+    module: nn.Linear,
+    use: ImplementationPlan,
+    layout: Shard,
+    group: TPGroup,
+    local: dict[nn.Parameter, nn.Parameter],
+) -> None:
+    (_, ownership), *_ = layout.dims
+    RowParallelLinear.convert(module, ownership, group, local=local, input_is_parallel=use.input is None)
+
+
+COLUMN = Implementation(
+    name="column",
+    operator="aten.linear.default",
+    layer="Linear",
+    operand="weight",
+    dims=(0,),
+    inputs=(("I", "R"),),
+    outputs=(("S", "I"),),
+    build=_build_column,
+)
+
+ROW = Implementation(
+    name="row",
+    operator="aten.linear.default",
+    layer="Linear",
+    operand="weight",
+    dims=(1,),
+    inputs=(("I", "S"),),
+    outputs=(("P", "I"),),
+    added_last="bias",
+    build=_build_row,
+)

@@ -15,26 +15,13 @@ from itertools import groupby
 from typing import Any
 
 from lightning_autotp.layouts.places import Boundary, CallPoint
-from lightning_autotp.layouts.types import Invariant, Layout, Partial, Replicate, Shard, local_shape
+from lightning_autotp.layouts.transitions import TRANSITIONS
+from lightning_autotp.layouts.types import Invariant, Layout, Shard, local_shape
 from lightning_autotp.operators import entry
 from lightning_autotp.operators.graph import Graph, Operator, Ref, renamed
 from lightning_autotp.parameters.meta import ParameterMeta
+from lightning_autotp.solving.implementations import Use
 from lightning_autotp.solving.solver import Conversion, Solution
-
-# How the primitives record themselves, by the types they convert between.
-_RECORDED = {
-    ("I", "R"): "invariant_to_replicate",
-    ("P", "I"): "partial_to_invariant",
-    ("P", "R"): "partial_to_replicate",
-    ("S", "I"): "shard_to_invariant",
-    ("S", "R"): "shard_to_replicate",
-    ("I", "S"): "invariant_to_shard",
-    ("R", "S"): "replicate_to_shard",
-    ("P", "S"): "partial_to_shard",
-    ("I", "P"): "invariant_to_partial",
-    ("R", "P"): "replicate_to_partial",
-}
-
 
 _RESHAPING = {
     "aten.view.default",
@@ -150,13 +137,9 @@ def _localized(solution: Solution, rank: int) -> Iterator[_Expected]:
             continue
         for number, operator in members:
             shapes = _local_outputs(operator, solution, rank)
-            if number in solution.reduced:
-                yield from _reduced(operator, shapes)
-            elif operator.name == "aten.cross_entropy_loss.default" and _is_sharded(solution, operator):
-                inputs = tuple(operator.argument(name) for name in ("self", "target", "weight"))
-                inputs = tuple(value for value in inputs if value is not None)
-                maps = ("detail", _maps(_layout(solution, operator.inputs[0])))
-                yield _Expected("record:vocab_parallel_cross_entropy", (("input", inputs), maps), shapes, operator)
+            use = solution.uses.get(number)
+            if use is not None and use.implementation.sums:
+                yield from _implemented(use, operator, shapes, solution)
             else:
                 names = yield from _operands(number, operator, solution, rank)
                 expected = _plain(operator, shapes, solution, rank)
@@ -179,7 +162,7 @@ def _operands(
 
 
 def _conversion(change: Conversion, source: Any, output: tuple[Any, tuple[int, ...]], operator: Operator) -> _Expected:
-    name = f"record:{_RECORDED[_letter(change.source), _letter(change.target)]}"
+    name = f"record:{TRANSITIONS[change.pair].name}"
     return _Expected(name, (("input", (source,)), ("detail", _maps(change.source, change.target))), (output,), operator)
 
 
@@ -232,23 +215,26 @@ def _boundaries(
     yield from [*marks, *changes] if crossed[0].boundary and crossed[0].boundary.side == "in" else [*changes, *marks]
 
 
-def _reduced(operator: Operator, shapes: Any) -> Iterator[_Expected]:
-    """A layer that sums its Partial result itself, and adds its bias after that."""
+def _implemented(use: Use, operator: Operator, shapes: Any, solution: Solution) -> Iterator[_Expected]:
+    """A parallel implementation: the operator or its primitive, what it does with the ranks' sum, its bias."""
+    entry = use.implementation
     (target, shape) = shapes[0]
-    partial, total = ("partial", target), ("total", target)
-    reduction = f"record:{_RECORDED['P', 'I']}"
-    if operator.name == "aten.embedding.default":
-        inputs = (operator.argument("weight"), operator.argument("indices"))
-        yield _Expected("record:vocab_parallel_lookup", (("input", inputs),), ((partial, shape),), operator)
-        yield _Expected(reduction, (("input", (partial,)),), ((target, shape),), operator)
-        return
-    bias = operator.argument("bias")
-    arguments = tuple((name, None if name == "bias" else value) for name, value in operator.arguments)
-    yield _Expected(operator.name, arguments, ((partial, shape),), operator)
-    yield _Expected(reduction, (("input", (partial,)),), (((total if bias else target), shape),), operator)
-    if bias:
+    added = dict(operator.arguments).get(entry.added_last) if entry.added_last else None
+    total = ("total", target) if added else target
+    result = ("partial", target) if use.output else total
+    if entry.primitive:
+        reads = tuple(value for name in entry.reads if (value := operator.argument(name)) is not None)
+        maps = _maps(_layout(solution, operator.argument(entry.operand).tensor))
+        arguments: tuple[tuple[str, Any], ...] = (("input", reads), ("detail", maps))
+        yield _Expected(f"record:{entry.primitive}", arguments, ((result, shape),), operator)
+    else:
+        arguments = tuple((key, None if key == entry.added_last else value) for key, value in operator.arguments)
+        yield _Expected(operator.name, arguments, ((result, shape),), operator)
+    if use.output:
+        yield _Expected(f"record:{TRANSITIONS[use.output].name}", (("input", (result,)),), ((total, shape),), operator)
+    if added:
         yield _Expected(
-            "aten.add.Tensor", (("self", total), ("other", bias), ("alpha", 1)), ((target, shape),), operator
+            "aten.add.Tensor", (("self", total), ("other", added), ("alpha", 1)), ((target, shape),), operator
         )
 
 
@@ -376,11 +362,3 @@ def _identity_chain(wanted: list[_Expected], start: int, local: Graph, tensors: 
 
 def _layout(solution: Solution, tensor: int) -> Layout:
     return solution.layouts.get(tensor, Invariant())
-
-
-def _is_sharded(solution: Solution, operator: Operator) -> bool:
-    return isinstance(_layout(solution, operator.inputs[0]), Shard)
-
-
-def _letter(layout: Layout) -> str:
-    return {Invariant: "I", Replicate: "R", Partial: "P", Shard: "S"}[type(layout)]

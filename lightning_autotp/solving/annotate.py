@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from lightning_autotp.layouts.places import Boundary, CallPoint
 from lightning_autotp.layouts.plan import (
     Communication,
     ConversionPlan,
     DrawPlan,
-    LayerPlan,
+    ImplementationPlan,
     ParameterPlan,
     Plan,
     SizePlan,
 )
-from lightning_autotp.layouts.types import Invariant, Layout, Partial, Replicate, Shard
-from lightning_autotp.operators.graph import Ref
-from lightning_autotp.solving.cost import CONVERSIONS
+from lightning_autotp.layouts.transitions import TRANSITIONS
+from lightning_autotp.layouts.types import Invariant, Replicate, Shard
+from lightning_autotp.operators.graph import Operator
 from lightning_autotp.solving.solver import Conversion, Solution
 
-_OWN_INPUT = "[0][0]"
-_OWN_OUTPUT = ""
+_OWN_INPUT = "in", "[0][0]"
+_OWN_OUTPUT = "out", ""
 
 
 def annotate(
@@ -39,8 +39,8 @@ def annotate(
         sizes: sizes in Python that must be local.
     """
     layouts = {name: solution.layouts.get(tensor, Invariant()) for tensor, name in solution.graph.parameters.items()}
-    layers = _layers(solution)
-    kinds = {layer.module: layer.kind for layer in layers}
+    implementations = _implementations(solution)
+    own = {(use.module, *side) for use in implementations for side in _own_changes(use)}
     return Plan(
         model=model,
         ranks=solution.ranks,
@@ -48,11 +48,11 @@ def annotate(
             ParameterPlan(names, shape, itemsize, layouts.get(names[0], Invariant()), solution.whole.get(names[0], ""))
             for names, shape, itemsize in parameters
         ),
-        layers=layers,
+        implementations=implementations,
         conversions=tuple(
             dict.fromkeys(  # a module that is called several times converts alike
                 [
-                    *(_planned(change) for change in solution.conversions if not _is_layers_own(change, kinds)),
+                    *(_planned(change) for change in solution.conversions if _place(change) not in own),
                     *(_planned(change) for change in solution.slices.values()),
                     *(_planned(change, view=True) for change in solution.global_views),
                 ]
@@ -78,76 +78,62 @@ def _planned(change: Conversion, view: bool = False) -> ConversionPlan:
     return ConversionPlan(place.module, place.side, key, change.source, change.target, change.shape, view, call)
 
 
-def _layers(solution: Solution) -> tuple[LayerPlan, ...]:
-    """Linears and embeddings whose weight is sharded along the dim that their parallel version knows."""
-    at = {
-        (c.boundary.module, c.boundary.side, c.boundary.key): c
-        for c in solution.conversions
-        if isinstance(c.boundary, Boundary)
-    }
-    layers: dict[str, LayerPlan] = {}
-    for operator in solution.graph.operators:
-        if operator.name not in ("aten.linear.default", "aten.embedding.default") or not operator.layer:
+def _implementations(solution: Solution) -> tuple[ImplementationPlan, ...]:
+    """The operators that parallel implementations run, with the changes of type that happen inside of these."""
+    at = {_place(change): change for change in solution.conversions}
+    found: dict[ImplementationPlan, None] = {}
+    for position, use in sorted(solution.uses.items()):
+        entry, operator = use.implementation, solution.graph.operators[position]
+        if not entry.layer:
+            site = solution.graph.calls[operator.call].site if operator.call >= 0 else None
+            found[ImplementationPlan(operator.module, entry.name, output=use.output, call=site)] = None
             continue
-        weight = operator.argument("weight")
-        layout = solution.layouts.get(weight.tensor) if isinstance(weight, Ref) else None
-        if not isinstance(layout, Shard) or weight.tensor not in solution.graph.parameters:
-            continue
-        module, dims = operator.module, [dim for dim, _ in layout.dims]
-        before, after = at.get((module, "in", _OWN_INPUT)), at.get((module, "out", _OWN_OUTPUT))
-        if operator.layer == "embedding" and dims == [0]:
-            layers[module] = LayerPlan(module, "vocab")
-        elif operator.layer == "linear" and dims == [0]:
-            converts = before is not None and _pair(before) == ("I", "R")
-            gathers = after is not None and _pair(after) == ("S", "I")
-            layers[module] = LayerPlan(module, "column", input_is_replicated=not converts, gather_output=gathers)
-        elif operator.layer == "linear" and dims == [1]:
-            slices = before is not None and _pair(before) == ("I", "S")
-            layers[module] = LayerPlan(module, "row", input_is_parallel=not slices)
-    return tuple(layers.values())
+        before, after = at.get((operator.module, *_OWN_INPUT)), at.get((operator.module, *_OWN_OUTPUT))
+        taken = before.pair if before is not None and before.pair in entry.inputs else None
+        given = after.pair if after is not None and after.pair in entry.outputs else None
+        found[ImplementationPlan(operator.module, entry.name, taken, use.output or given)] = None
+    return tuple(found)
 
 
-def _is_layers_own(conversion: Conversion, kinds: dict[str, str]) -> bool:
-    """Whether the conversion happens inside a parallel layer (so that no hook is needed for it)."""
-    boundary, pair = conversion.boundary, _pair(conversion)
-    if isinstance(boundary, CallPoint):
-        return False
-    kind = kinds.get(boundary.module)
-    if boundary.side == "in" and boundary.key == _OWN_INPUT:
-        return (kind, pair) in (("column", ("I", "R")), ("row", ("I", "S")))
-    return boundary.side == "out" and boundary.key == _OWN_OUTPUT and (kind, pair) == ("column", ("S", "I"))
+def _own_changes(use: ImplementationPlan) -> Iterator[tuple[str, str]]:
+    """The sides of a layer at which it makes the change of type itself, so that no hook is needed for it."""
+    if use.call is None and use.input is not None:
+        yield _OWN_INPUT
+    if use.call is None and use.output is not None and use.output[0] != "P":
+        yield _OWN_OUTPUT
 
 
-def _pair(conversion: Conversion) -> tuple[str, str]:
-    return _letter(conversion.source), _letter(conversion.target)
-
-
-def _letter(layout: Layout) -> str:
-    return {Invariant: "I", Replicate: "R", Partial: "P", Shard: "S"}[type(layout)]
+def _place(change: Conversion) -> tuple[str, str, str] | None:
+    boundary = change.boundary
+    return (boundary.module, boundary.side, boundary.key) if isinstance(boundary, Boundary) else None
 
 
 def _communication(solution: Solution) -> tuple[Communication, ...]:
     """Collectives of one step of the traced batch."""
     moved: dict[str, list[int]] = {}
-    tensors = solution.graph.tensors
-    itemsizes = {
-        op.boundary: tensors[op.outputs[0]].itemsize for op in reversed(solution.graph.operators) if op.boundary
-    }
-    for conversion in solution.conversions:
-        forward, backward = CONVERSIONS[_pair(conversion)]
-        for kind in (*forward, *backward):
-            moved.setdefault(kind, []).append(math.prod(conversion.shape) * itemsizes[conversion.boundary])
-    for number in solution.reduced:
-        moved.setdefault("all_reduce", []).append(tensors[solution.graph.operators[number].outputs[0]].bytes)
-    for operator in solution.graph.operators:
-        if operator.name == "aten.cross_entropy_loss.default":
-            logits, target = operator.argument("self").tensor, operator.argument("target").tensor
-            if isinstance(solution.layouts.get(logits), Shard):  # the largest logit; then two sums, in fp32
-                tokens = math.prod(tensors[target].shape)
-                moved.setdefault("all_reduce", []).extend((4 * tokens, 8 * tokens))
-    for tensor in solution.graph.parameters:
+    for kind, size, _ in collectives(solution):
+        moved.setdefault(kind, []).append(size)
+    return tuple(Communication(kind, len(sizes), sum(sizes)) for kind, sizes in sorted(moved.items()))
+
+
+def collectives(solution: Solution) -> Iterator[tuple[str, int, Operator | None]]:
+    """Every collective of one step of the traced batch: its kind, its whole bytes, and the operator it belongs to.
+
+    The sum of a parameter's gradient, which is no operator's, is a ``"gradient sum"``.
+    """
+    graph, tensors = solution.graph, solution.graph.tensors
+    crossings = {operator.boundary: operator for operator in reversed(graph.operators) if operator.boundary}
+    for change in solution.conversions:
+        operator = crossings[change.boundary]
+        size = math.prod(change.shape) * tensors[operator.outputs[0]].itemsize
+        for kind in TRANSITIONS[change.pair].collectives:
+            yield kind, size, operator
+    for position, use in solution.uses.items():
+        operator = graph.operators[position]
+        for kind, size in use.implementation.sent(operator, graph, use.output):
+            yield kind, size, operator
+    for tensor in graph.parameters:
         layout = solution.layouts.get(tensor, Invariant())
         shared = isinstance(layout, Shard) and any(owned.is_shared for _, owned in layout.dims)
         if isinstance(layout, Replicate) or shared:
-            moved.setdefault("gradient sum", []).append(tensors[tensor].bytes)
-    return tuple(Communication(kind, len(sizes), sum(sizes)) for kind, sizes in sorted(moved.items()))
+            yield "gradient sum", tensors[tensor].bytes, None

@@ -13,14 +13,15 @@ from dataclasses import replace
 
 from lightning_autotp.layouts.places import CallPoint
 from lightning_autotp.operators.graph import Graph, Operator, Ref, renamed
+from lightning_autotp.solving.implementations import Implementations
 
 
-def bare_modules(graph: Graph) -> frozenset[str]:
-    """Modules that use a matrix in other ways than PyTorch's linears and embeddings do."""
+def bare_modules(graph: Graph, implementations: Implementations) -> frozenset[str]:
+    """Modules that use a matrix in other ways than those layers do that have a parallel implementation."""
     return frozenset(
         operator.module
         for operator in graph.operators
-        if operator.boundary is None and not operator.layer
+        if operator.boundary is None and not implementations.is_layer(operator)
         for tensor in operator.inputs
         if tensor in graph.parameters and len(graph.tensors[tensor].shape) > 1
     )
@@ -113,7 +114,7 @@ def _point(operator: Operator, source: int, target: int, point: CallPoint) -> Op
     )
 
 
-def static_operands(graph: Graph) -> dict[tuple[int, int], CallPoint]:
+def static_operands(graph: Graph, implementations: Implementations) -> dict[tuple[int, int], CallPoint]:
     """Static operands that can be changed at their call: one operator's only, and one argument's."""
     operators: dict[int, int] = {}
     for operator in graph.operators:
@@ -121,8 +122,8 @@ def static_operands(graph: Graph) -> dict[tuple[int, int], CallPoint]:
             operators[operator.call] = operators.get(operator.call, 0) + 1
     found: dict[tuple[int, int], CallPoint] = {}
     for position, operator in enumerate(graph.operators):
-        if operator.call < 0 or operators[operator.call] > 1 or operator.layer:  # a parallel layer makes other calls
-            continue
+        if operator.call < 0 or operators[operator.call] > 1 or implementations.is_layer(operator):
+            continue  # a parallel layer makes other calls
         call = graph.calls[operator.call]
         for leaf, value in enumerate(call.arguments):
             if isinstance(value, Ref) and graph.tensors[value.tensor].is_static and call.arguments.count(value) == 1:

@@ -69,21 +69,6 @@ class Profile:
         return self.matrix_price * self.collective("all_reduce", int(hidden), ranks) * share * size / matrix
 
 
-# What converting a tensor from one type to another costs: collectives in forward and in backward.
-CONVERSIONS: dict[tuple[str, str], tuple[tuple[str, ...], tuple[str, ...]]] = {
-    ("I", "R"): ((), ("all_reduce",)),
-    ("P", "I"): (("all_reduce",), ()),
-    ("P", "R"): (("all_reduce",), ("all_reduce",)),
-    ("S", "I"): (("all_gather",), ()),
-    ("S", "R"): (("all_gather",), ("reduce_scatter",)),
-    ("I", "S"): ((), ("all_gather",)),
-    ("R", "S"): ((), ()),
-    ("I", "P"): ((), ()),
-    ("R", "P"): ((), ()),
-    ("P", "S"): (("reduce_scatter",), ("all_gather",)),
-}
-
-
 def typical_matrix(parameters: Sequence[tuple[tuple[int, ...], int]]) -> float:
     """Median bytes of a model's matrices, from every parameter's shape and bytes.
 

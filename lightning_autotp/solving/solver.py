@@ -15,14 +15,16 @@ from dataclasses import dataclass, field
 
 from lightning_autotp.layouts.dims import Dim, leaves, shardable
 from lightning_autotp.layouts.places import Boundary, CallPoint
+from lightning_autotp.layouts.transitions import TRANSITIONS, Pair
 from lightning_autotp.layouts.types import Invariant, Layout, Partial, Replicate, Shard
 from lightning_autotp.operators import Dims, Relation, relate
 from lightning_autotp.operators.axes import Axes
 from lightning_autotp.operators.graph import OPAQUE, Graph, Operator
 from lightning_autotp.solving.call_points import private_draws, static_operands
 from lightning_autotp.solving.candidates import candidates, squares
-from lightning_autotp.solving.cost import CONVERSIONS, Profile, product_flops, typical_matrix
+from lightning_autotp.solving.cost import Profile, product_flops, typical_matrix
 from lightning_autotp.solving.elimination import Elimination, NoAssignment, TooManyCombinations
+from lightning_autotp.solving.implementations import Implementation, Implementations, Use, operand_of
 from lightning_autotp.solving.repeated_modules import twins
 
 I, R, P = "I", "R", "P"  # noqa: E741 (the field's own names for the types)
@@ -44,6 +46,11 @@ class Conversion:
     target: Layout
     shape: tuple[int, ...]
 
+    @property
+    def pair(self) -> Pair:
+        """Its key in the table of transitions."""
+        return self.source.letter, self.target.letter
+
 
 @dataclass
 class Solution:
@@ -55,7 +62,7 @@ class Solution:
         layouts: of every tensor that depends on a parameter.
         conversions: where layouts change.
         slices: by operator (its position) and static tensor: how that operand becomes what the operator needs there.
-        reduced: operators whose layer sums their Partial result (row-parallel linears, vocabulary-parallel look-ups).
+        uses: operators (their positions) that a parallel implementation runs.
         drawing: calls, by number, that draw random numbers for a sharded tensor: each rank its own.
         global_views: boundaries where a sharded tensor leaves the modules and must look whole to the user's code
             (logits).
@@ -68,7 +75,7 @@ class Solution:
     layouts: dict[int, Layout]
     conversions: list[Conversion] = field(default_factory=list)
     slices: dict[tuple[int, int], Conversion] = field(default_factory=dict)
-    reduced: set[int] = field(default_factory=set)
+    uses: dict[int, Use] = field(default_factory=dict)
     drawing: set[int] = field(default_factory=set)
     global_views: list[Conversion] = field(default_factory=list)
     whole: dict[str, str] = field(default_factory=dict)
@@ -76,20 +83,25 @@ class Solution:
 
 
 def solve(
-    graph: Graph, ranks: int, profile: Profile | None = None, blocked: Mapping[int, str] | None = None
+    graph: Graph,
+    ranks: int,
+    implementations: Implementations,
+    profile: Profile | None = None,
+    blocked: Mapping[int, str] | None = None,
 ) -> Solution:
     """Find the layouts of least cost.
 
     Args:
         graph: the captured model.
         ranks: size of the tensor-parallel group.
+        implementations: what operators may run as, besides themselves.
         profile: the hardware; a default one is used otherwise.
         blocked: positions of operators at which nothing may be sharded, and why.
 
     Raises:
         NothingToShard: if no parameter can be divided.
     """
-    solver = _Solver(graph, ranks, profile or Profile(), blocked or {})
+    solver = _Solver(graph, ranks, implementations, profile or Profile(), blocked or {})
     while True:
         try:
             solution = solver.solve()
@@ -103,8 +115,15 @@ def solve(
 
 
 class _Solver:
-    def __init__(self, graph: Graph, ranks: int, profile: Profile, blocked: Mapping[int, str]) -> None:
-        self.graph, self.ranks, self.profile = graph, ranks, profile
+    def __init__(
+        self,
+        graph: Graph,
+        ranks: int,
+        implementations: Implementations,
+        profile: Profile,
+        blocked: Mapping[int, str],
+    ) -> None:
+        self.graph, self.ranks, self.implementations, self.profile = graph, ranks, implementations, profile
         self.fixed: set[Boundary | CallPoint] = set()
         relations, self.axes = relate(graph)
         untied = squares(relations, self.axes, graph.parameters)
@@ -131,7 +150,8 @@ class _Solver:
         for operator in graph.operators:
             if operator.boundary is not None:
                 self.calls[operator.boundary] = self.calls.get(operator.boundary, 0) + 1
-        self.leaves = static_operands(graph)
+        self.leaves = static_operands(graph, implementations)
+        self.layers = {operator.module for operator in graph.operators if implementations.is_layer(operator)}
         self._layouts: dict[tuple[Dims, int], Layout] = {}
         tensors = graph.tensors
         crossing = [tensors[op.outputs[0]].bytes for op in graph.operators if op.boundary is not None]
@@ -249,19 +269,17 @@ class _Solver:
             yield kinds | dict.fromkeys(outputs, P), self._compute(relation, None)
         numbers = dict.fromkeys(n for tensor in (*inputs, *outputs) for n in self.touching[tensor])
         for number in numbers:
-            combination = self._sharded(relation, inputs, outputs, number)
-            if combination is not None:
-                yield combination
+            yield from self._sharded(relation, inputs, outputs, number)
         if relation.operator.boundary is not None:
             yield from self._conversions(relation.operator, inputs[0], outputs[0])
 
     def _sharded(
         self, relation: Relation, inputs: list[int], outputs: list[int], number: int
-    ) -> tuple[dict[int, str | int], float] | None:
+    ) -> Iterator[tuple[dict[int, str | int], float]]:
         """The operator on shards of one candidate, if its rule allows that."""
         axes = set(self.shardings[number].axes)
         if _touches(relation.whole, axes):
-            return None
+            return
         contracted = _touches(relation.contracted, axes)
         kinds: dict[int, str | int] = {}
         for tensor, dims in (*relation.inputs.items(), *relation.outputs.items()):
@@ -270,32 +288,43 @@ class _Solver:
                     kinds[tensor] = R
             elif tensor not in self.dims:  # static: every rank takes its part
                 if not (self._convertible(relation, tensor) and shardable(dims, frozenset(axes))):
-                    return None
+                    return
             elif number not in self.touching[tensor]:
-                return None
+                return
             else:
                 kinds[tensor] = number
         if relation.draws and any(self._is_shared(tensor, number) for tensor in outputs):
-            return None  # what several ranks hold must be the same on all of them
+            return  # what several ranks hold must be the same on all of them
         cost = self._compute(relation, number)
-        if contracted:
-            summed = [dim for dim in relation.contracted if _touches([dim], axes)]
-            if any(self.shardings[number].ownership(dim).is_shared for dim in summed):
-                return None  # what several ranks hold would count several times
-            if any(kinds[tensor] == number for tensor in outputs):
-                return None
-            inside = relation.reduces or relation.operator.layer != ""
-            if relation.reduces and not self._view_boundary(relation.operator.inputs[0]):
-                return None
-            added = relation.added_last
-            if not inside and not all(tensor in self.dims or self._convertible(relation, tensor) for tensor in added):
-                return None
-            result = I if inside else P
-            kinds |= dict.fromkeys([*outputs, *(added & set(inputs))], result)
-            if inside:
-                size = sum(self.graph.tensors[tensor].bytes for tensor in outputs)
-                cost += self.profile.collective("all_reduce", size, self.ranks)
-        return kinds, cost
+        if not contracted:
+            yield kinds, cost
+            return
+        summed = [dim for dim in relation.contracted if _touches([dim], axes)]
+        if any(self.shardings[number].ownership(dim).is_shared for dim in summed):
+            return  # what several ranks hold would count several times
+        if any(kinds[tensor] == number for tensor in outputs):
+            return
+        added = relation.added_last
+        summing = [entry for entry in self._implementations(relation.operator, kinds) if entry.sums]
+        for entry in summing:
+            for after in entry.results():
+                sent = entry.sent(relation.operator, self.graph, after)
+                extra = sum(self.profile.collective(kind, size, self.ranks) for kind, size in sent)
+                yield kinds | dict.fromkeys([*outputs, *(added & set(inputs))], after[1] if after else I), cost + extra
+        plain = not summing and not relation.needs_implementation
+        if plain and all(tensor in self.dims or self._convertible(relation, tensor) for tensor in added):
+            yield kinds | dict.fromkeys([*outputs, *(added & set(inputs))], P), cost
+
+    def _implementations(self, operator: Operator, kinds: Mapping[int, str | int]) -> Iterator[Implementation]:
+        """The parallel implementations that may run the operator where its inputs are of these types."""
+        for entry in self.implementations.of(operator):
+            tensor = operand_of(operator, entry.operand)
+            if tensor is None or tensor not in kinds or not entry.fits(self._layout(tensor, kinds[tensor])):
+                continue
+            if entry.layer and tensor not in self.graph.parameters:
+                continue  # computed from others, so that the layer has nothing to cut
+            if not entry.shown or self._view_boundary(tensor) is not None:
+                yield entry
 
     def _convertible(self, relation: Relation, tensor: int) -> bool:
         """Whether a static operand can be sliced, or made Partial, at the operator's call."""
@@ -325,9 +354,9 @@ class _Solver:
         if operator.boundary is None or operator.boundary in self.fixed:
             return
         info = self.graph.tensors[source]
-        for (before, after), (forward, backward) in CONVERSIONS.items():
-            cost = sum(self.profile.collective(kind, info.bytes, self.ranks) for kind in (*forward, *backward))
-            if not operator.layer:  # a gather launches kernels of its own, unless a layer does it
+        for (before, after), change in TRANSITIONS.items():
+            cost = sum(self.profile.collective(kind, info.bytes, self.ranks) for kind in change.collectives)
+            if operator.module not in self.layers:  # a gather launches kernels of its own, unless a layer does it
                 cost += self.profile.latency if before == "S" else _ELSEWHERE
             befores = self.touching[source] if before == "S" else (before,)
             afters = self.touching[target] if after == "S" else (after,)
@@ -376,18 +405,31 @@ class _Solver:
                 if layouts[source] != layouts[target]:
                     shape = self.graph.tensors[source].shape
                     solution.conversions.append(Conversion(operator.boundary, layouts[source], layouts[target], shape))
-            elif operator.layer and _sums(operator, layouts):
-                solution.reduced.add(self.position[id(operator)])
+            elif (use := self._use(relation, kinds)) is not None:
+                solution.uses[self.position[id(operator)]] = use
+                shown = operand_of(operator, use.implementation.shown)
+                if shown is not None:
+                    self._add_view(solution, shown, seen)
             if relation.draws and any(isinstance(layouts[tensor], Shard) for tensor in operator.outputs):
                 solution.drawing.add(operator.call)
             self._add_slices(solution, relation, kinds)
-            if relation.reduces:
-                self._add_view(solution, operator.inputs[0], seen)
         for tensor in self.graph.outputs:
             if tensor in layouts:
                 self._add_view(solution, tensor, seen)
         solution.whole = self._reasons(layouts)
         return solution
+
+    def _use(self, relation: Relation, kinds: Mapping[int, str | int]) -> Use | None:
+        """What runs the operator, where that is not the operator itself."""
+        operator = relation.operator
+        result = kinds[operator.outputs[0]] if operator.outputs else I
+        for entry in self._implementations(operator, kinds):
+            if not entry.sums:
+                return Use(entry)
+            for after in entry.results():
+                if result == (after[1] if after else I):
+                    return Use(entry, after)
+        return None
 
     def _add_slices(self, solution: Solution, relation: Relation, kinds: Mapping[int, str | int]) -> None:
         """What the operator's static operands become where the others are sharded, or Partial."""
@@ -470,12 +512,6 @@ def _converted_differently(solution: Solution) -> set[Boundary | CallPoint]:
     return {place for place, pairs in seen.items() if len(pairs) > 1}
 
 
-def _sums(operator: Operator, layouts: Mapping[int, Layout]) -> bool:
-    """Whether a layer works on shards and hands on their sum."""
-    sharded = any(isinstance(layouts.get(tensor), Shard) for tensor in operator.inputs)
-    return sharded and all(isinstance(layouts[tensor], Invariant) for tensor in operator.outputs)
-
-
 def _touches(dims: Dims | list[Dim], axes: set[int]) -> bool:
     return any(axis.id in axes for dim in dims for axis in leaves(dim))
 
@@ -490,7 +526,7 @@ def _resolved(relation: Relation, axes: Axes) -> Relation:
         contracted=[axes.resolve(dim) for dim in relation.contracted],
         linear=relation.linear,
         added_last=relation.added_last,
-        reduces=relation.reduces,
+        needs_implementation=relation.needs_implementation,
         draws=relation.draws,
         reason=relation.reason,
     )

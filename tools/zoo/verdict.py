@@ -7,14 +7,14 @@ import re
 from dataclasses import dataclass, field
 
 from lightning_autotp.layouts.plan import Plan
-from lightning_autotp.layouts.types import Invariant, Layout, Partial, Replicate, Shard
+from lightning_autotp.layouts.transitions import TRANSITIONS
+from lightning_autotp.layouts.types import Shard
 from lightning_autotp.operators.graph import OPAQUE
-from lightning_autotp.solving.cost import CONVERSIONS, product_flops
+from lightning_autotp.solving.cost import product_flops
 from lightning_autotp.solving.solver import Solution
 
 LOSS_TOLERANCE = 1e-5
 GRADIENT_TOLERANCE = 1e-4
-_LETTERS: dict[type[Layout], str] = {Invariant: "I", Replicate: "R", Partial: "P", Shard: "S"}
 # A path with a number in it lies in one of a stack of layers.
 _NUMBER = re.compile(r"(^|(?<=\.))(\d+)(?=\.|$)")
 _IN_A_LAYER = re.compile(r"(^|\.)\d+(\.|$)")
@@ -90,7 +90,7 @@ def read_plan(verdict: Verdict, plan: Plan, solution: Solution, layers: int | No
     verdict.parameters = sum(math.prod(parameter.shape) for parameter in plan.parameters)
     verdict.sharded = plan.sharded_fraction
     verdict.flops = sharded_flops(solution)
-    reduced, others = collectives(solution)
+    reduced, others = forward_collectives(solution)
     number = layers or len(_numbered(solution)) or 1
     verdict.all_reduces, verdict.other_collectives = reduced / number, others / number
     verdict.left = left_whole(plan)
@@ -138,19 +138,18 @@ def sharded_flops(solution: Solution) -> float:
 
 def _numbered(solution: Solution) -> set[str]:
     """Paths up to their last number, of the modules that hold a matrix product or convolution."""
-    paths = (o.module for o in solution.graph.operators if o.layer or "conv" in o.name)
+    paths = (o.module for o in solution.graph.operators if o.layer in ("Linear", "Embedding") or "conv" in o.name)
     return {path[: found[-1].end(2)] for path in paths if (found := list(_NUMBER.finditer(path)))}
 
 
-def collectives(solution: Solution) -> tuple[int, int]:
+def forward_collectives(solution: Solution) -> tuple[int, int]:
     """All-reduces, and other collectives, that the layers' forward holds."""
     kinds: list[str] = []
-    for conversion in solution.conversions:
-        if _IN_A_LAYER.search(conversion.boundary.module):
-            pair = (_LETTERS[type(conversion.source)], _LETTERS[type(conversion.target)])
-            kinds += CONVERSIONS[pair][0]
-    for number in solution.reduced:
-        if _IN_A_LAYER.search(solution.graph.operators[number].module):
-            kinds.append("all_reduce")
+    for change in solution.conversions:
+        if _IN_A_LAYER.search(change.boundary.module):
+            kinds.append(TRANSITIONS[change.pair].forward)
+    for number, use in solution.uses.items():
+        if use.output is not None and _IN_A_LAYER.search(solution.graph.operators[number].module):
+            kinds.append(TRANSITIONS[use.output].forward)
     reduced = sum(kind == "all_reduce" for kind in kinds)
-    return reduced, len(kinds) - reduced
+    return reduced, sum(map(bool, kinds)) - reduced

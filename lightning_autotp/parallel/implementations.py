@@ -1,0 +1,11 @@
+"""What this program can do in parallel: every parallel implementation, each declared beside what it runs."""
+
+from __future__ import annotations
+
+from lightning_autotp.parallel.cross_entropy import VOCAB_CROSS_ENTROPY
+from lightning_autotp.parallel.embedding import VOCAB
+from lightning_autotp.parallel.linear import COLUMN, ROW
+from lightning_autotp.solving.implementations import Implementations
+
+IMPLEMENTATIONS = Implementations(COLUMN, ROW, VOCAB, VOCAB_CROSS_ENTROPY)
+"""The list that the pipeline gives to the solver."""

@@ -1,0 +1,147 @@
+"""What an operator may run as, besides itself, where its operands are sharded.
+
+An :class:`Implementation` is one declaration, made beside the module or function that runs
+(:mod:`~lightning_autotp.parallel.implementations` has the list). The solver picks among them like among layouts, the
+plan names the one picked, replacement builds it, and the proof looks for it in the trace. No other place knows one by
+name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_autotp.layouts.transitions import TRANSITIONS, Pair
+from lightning_autotp.layouts.types import Layout, Shard
+from lightning_autotp.operators.graph import Graph, Operator, Ref
+
+Shape = tuple[int, ...]
+Communicates = Callable[[Mapping[str, Shape]], tuple[tuple[str, int], ...]]
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """A parallel implementation of one operator.
+
+    Attributes:
+        name: what plans and tables call it, such as ``"column"``.
+        operator: the operator it stands for.
+        layer: the class in ``torch.nn`` whose forward must run the operator; empty for a call anywhere.
+        operand: the argument whose cut picks this implementation.
+        dims: in one of which that argument must be cut, and in no other.
+        inputs: changes of type that it makes on the module's first input by itself.
+        outputs: changes of type that it makes on its result by itself: of a result that lies like its operands
+            (``S -> I``), or of the ranks' products (``P -> I``), of which one must happen.
+        added_last: an argument that it adds after such a sum (a bias); it has the type of the result.
+        primitive: the primitive that it is in a trace of the local model, where it is not the operator itself.
+        reads: the arguments that the primitive reads.
+        shown: an argument that reaches it through the user's code as a tensor that looks whole (logits).
+        communicates: what it sends besides: ``(collective, bytes)`` of one training step, from its tensor
+            arguments' whole shapes.
+        build: makes a module this implementation: ``(module, plan of the layer, layout of the operand, group,
+            parameters that are local already)``; ``None`` where nothing has to be replaced.
+    """
+
+    name: str
+    operator: str
+    operand: str
+    dims: tuple[int, ...]
+    layer: str = ""
+    inputs: tuple[Pair, ...] = ()
+    outputs: tuple[Pair, ...] = ()
+    added_last: str = ""
+    primitive: str = ""
+    reads: tuple[str, ...] = ()
+    shown: str = ""
+    communicates: Communicates | None = None
+    build: Callable[..., None] | None = None
+
+    @property
+    def sums(self) -> bool:
+        """Whether it makes something else of the ranks' sum than a Partial result."""
+        return bool(self.primitive) or any(source == "P" for source, _ in self.outputs)
+
+    def fits(self, layout: Layout | None) -> bool:
+        """Whether the operand may lie so."""
+        return isinstance(layout, Shard) and len(layout.dims) == 1 and layout.dims[0][0] in self.dims
+
+    def results(self) -> tuple[Pair | None, ...]:
+        """The changes of type that may end the sum of its products; ``None`` where the result is Invariant at once."""
+        after = tuple(pair for pair in self.outputs if pair[0] == "P")
+        return after or (None,)
+
+    def sent(self, operator: Operator, graph: Graph, after: Pair | None) -> Iterator[tuple[str, int]]:
+        """``(collective, whole bytes)`` of one training step inside of it, with this change on its result."""
+        if after is not None:
+            result = graph.tensors[operator.outputs[0]].bytes
+            yield from ((kind, result) for kind in TRANSITIONS[after].collectives)
+        if self.communicates is not None:
+            shapes = {
+                name: graph.tensors[value.tensor].shape for name, value in operator.arguments if isinstance(value, Ref)
+            }
+            yield from self.communicates(shapes)
+
+
+class Implementations:
+    """The parallel implementations that a solver may use.
+
+    Args:
+        *entries: the implementations; each name may occur once.
+
+    Raises:
+        ValueError: if two have the same name.
+    """
+
+    def __init__(self, *entries: Implementation) -> None:
+        self._by_name: dict[str, Implementation] = {}
+        self._by_operator: dict[tuple[str, str], list[Implementation]] = {}
+        for entry in entries:
+            if entry.name in self._by_name:
+                raise ValueError(
+                    f"there are two parallel implementations called {entry.name!r}, of"
+                    f" {self._by_name[entry.name].operator} and of {entry.operator}: give one another name"
+                )
+            self._by_name[entry.name] = entry
+            self._by_operator.setdefault((entry.operator, entry.layer), []).append(entry)
+
+    def __iter__(self) -> Iterator[Implementation]:
+        return iter(self._by_name.values())
+
+    def __getitem__(self, name: str) -> Implementation:
+        """The implementation of this name.
+
+        Raises:
+            KeyError: if there is none, naming those that there are.
+        """
+        if name not in self._by_name:
+            raise KeyError(f"no parallel implementation is called {name!r}: there are {', '.join(self._by_name)}")
+        return self._by_name[name]
+
+    def of(self, operator: Operator) -> list[Implementation]:
+        """Those that may run an operator: its layer's, or those for a call anywhere."""
+        in_layer = self._by_operator.get((operator.name, operator.layer), []) if operator.layer else []
+        return [*in_layer, *self._by_operator.get((operator.name, ""), [])]
+
+    def is_layer(self, operator: Operator) -> bool:
+        """Whether the operator is one that a layer runs which can be replaced as a whole."""
+        return any(entry.layer for entry in self.of(operator))
+
+
+@dataclass(frozen=True)
+class Use:
+    """One operator run by an implementation.
+
+    Attributes:
+        implementation: which.
+        output: the change of type that it makes on its result by itself.
+    """
+
+    implementation: Implementation
+    output: Pair | None = None
+
+
+def operand_of(operator: Operator, name: str) -> int | None:
+    """The tensor that an operator's argument is; ``None`` where it is none."""
+    value: Any = dict(operator.arguments).get(name)
+    return value.tensor if isinstance(value, Ref) else None
