@@ -8,8 +8,6 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from test_logits import on_meta
 from test_strategy import trainer
 from test_wire import Wire
@@ -20,7 +18,6 @@ from trainer_ranks import run_trainer_ranks
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from lightning_autotp.applying.changed_calls import CallChanges, CallMismatch, LocalForward, number, replace_leaf
-from lightning_autotp.layouts.ownership import Ownership, merge_runs, resized
 from lightning_autotp.layouts.places import CallSite
 from lightning_autotp.parallel import VocabParallelLogits
 
@@ -306,22 +303,6 @@ def test_a_number_that_grows_with_the_batch() -> None:
     module.forward.changes = {site: CallChanges([(2, number(3, 2))]) for site in module.forward.changes}  # type: ignore
     with pytest.raises(CallMismatch, match="4 where a number was planned, 3 or a multiple"):
         module(torch.zeros(6))
-
-
-@settings(deadline=None, derandomize=True)
-@given(st.integers(1, 7), st.integers(2, 6), st.integers(1, 6), st.integers(1, 3), st.booleans())
-def test_heads_of_more_or_fewer_tokens(units: int, planned: int, now: int, ranks: int, shared: bool) -> None:
-    one = Ownership.dealt(units, ranks).held
-    if shared:  # everybody has the first unit
-        one = tuple(merge_runs([(0, 1), *runs]) for runs in one)
-
-    def tokens(count: int) -> Ownership:
-        held = [[(t * units + a, t * units + b) for t in range(count) for a, b in runs] for runs in one]
-        return Ownership(count * units, tuple(merge_runs(runs) for runs in held))
-
-    assert resized(tokens(planned), now * units) == tokens(now)
-    if len({*one}) > 1 and units > 1:
-        assert resized(Ownership(units, one), units + 1) is None
 
 
 def test_a_copy_of_one_position_is_whole() -> None:

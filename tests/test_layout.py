@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_autotp.layouts.dims import FIXED, Axis, Concat, Cut, Dim, Product, UnknownSize
 from lightning_autotp.layouts.ownership import Ownership, merge_runs
 from lightning_autotp.layouts.types import Invariant, Replicate, Shard, boxes, local_shape, owned_boxes
 
@@ -111,3 +112,63 @@ def test_every_index_needs_an_owner() -> None:
         Ownership(4, (((0, 3),), ((2, 5),)))
     with pytest.raises(ValueError, match="ascending order, at least one"):
         Shard(())
+
+
+TOKENS = FIXED - 1
+
+
+@given(st.integers(1, 7), st.integers(0, 6), st.integers(0, 6), st.integers(1, 3), st.booleans())
+def test_a_cut_by_axis_tells_the_map_at_any_length(
+    units: int, before: int, planned: int, ranks: int, shared: bool
+) -> None:
+    """Heads of every token, two numbers each, after some fixed elements: for more or fewer tokens than planned."""
+    heads = Ownership.dealt(units, ranks).held
+    if shared:  # everybody has the first unit
+        heads = tuple(merge_runs([(0, 1), *runs]) for runs in heads)
+
+    def dim(tokens: int) -> Dim:
+        return Concat((Axis(FIXED, before), Product((Axis(TOKENS, tokens), Axis(0, units), Axis(FIXED, 2)))))
+
+    def wanted(tokens: int) -> Ownership:
+        """Element by element, without any arithmetic of runs."""
+        held = []
+        for runs in heads:
+            own = [head for start, stop in runs for head in range(start, stop)]
+            places = [
+                before + (token * units + head) * 2 + half for token in range(tokens) for head in own for half in (0, 1)
+            ]
+            held.append(merge_runs([(0, before), *((place, place + 1) for place in places)]))
+        return Ownership(before + tokens * units * 2, tuple(held))
+
+    cut = Cut(dim(planned), tuple((runs,) for runs in heads))
+    assert cut.ownership() == wanted(planned)
+    for now in range(6):
+        sizes = [wanted(now).local_size(rank) for rank in range(ranks)]
+        assert cut.of_size(wanted(now).size) == wanted(now) == cut.of_local_sizes(sizes)
+        for rank in range(ranks):
+            if cut.is_told_by_one:
+                assert cut.of_local_size(rank, sizes[rank]) == wanted(now)
+    assert cut.is_told_by_one == all(heads)
+    with pytest.raises(UnknownSize, match=r"planned"):
+        cut.of_size(before + 2 * units + 1)
+
+
+@given(st.integers(0, 40), st.integers(1, 4))
+def test_a_dealt_axis_of_tokens_is_dealt_evenly_at_any_length(now: int, ranks: int) -> None:
+    cut = Cut(
+        Product((Axis(0, 12), Axis(FIXED, 3))),
+        tuple((runs,) for runs in Ownership.dealt(12, ranks).held),
+        frozenset([0]),
+    )
+    wanted = [3 * Ownership.dealt(now, ranks).local_size(rank) for rank in range(ranks)]
+    found = cut.of_size(3 * now)
+    assert [found.local_size(rank) for rank in range(ranks)] == wanted
+    assert cut.of_local_sizes(wanted) == found
+    with pytest.raises(UnknownSize, match="one rank"):
+        cut.of_local_size(0, wanted[0])
+
+
+def test_two_sizes_that_a_batch_gives_cannot_be_told_apart() -> None:
+    dim = Product((Axis(TOKENS, 3), Axis(0, 2), Axis(TOKENS - 1, 5)))
+    with pytest.raises(UnknownSize, match="2 of its axes"):
+        Cut(dim, (((0, 1),),) * 2).of_size(60)

@@ -40,7 +40,7 @@ WHOLE = {
 }
 # Over a sharded dim these give a Partial.
 CONTRACTING = {
-    *(f"aten.{name}.default" for name in ("sum", "linear", "matmul", "bmm", "Embedding", "einsum", "_grouped_mm")),
+    *(f"aten.{name}.default" for name in ("sum", "linear", "matmul", "bmm", "embedding", "einsum", "_grouped_mm")),
     *("aten.addmm.default", "aten.baddbmm.default"),
     *("aten.sum.dim_IntList", "transformers.grouped_mm_fallback.default", "aten.convolution.default"),
     *(f"aten.conv{n}d.{overload}" for n in (1, 2, 3) for overload in ("default", "padding")),

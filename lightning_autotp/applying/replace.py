@@ -10,13 +10,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_autotp.applying.changed_calls import CallChanges, LocalForward, number
+from lightning_autotp.applying.changed_calls import CallChanges, CallMismatch, LocalForward, number
 from lightning_autotp.capture.tracer import torch_layer
-from lightning_autotp.layouts.ownership import resized
+from lightning_autotp.layouts.dims import UnknownSize
 from lightning_autotp.layouts.places import CallSite
 from lightning_autotp.layouts.plan import ConversionPlan, ImplementationPlan, Plan, SizePlan
 from lightning_autotp.layouts.types import Invariant, Layout, Shard, local_shape
-from lightning_autotp.parallel.collectives import convert
+from lightning_autotp.parallel.collectives import convert, gather_lengths
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
 from lightning_autotp.parallel.local_parameters import localize_parameter
 from lightning_autotp.parallel.logits import VocabParallelLogits
@@ -171,14 +171,25 @@ class BoundaryConversion:
         shard = source if isinstance(source, Shard) else target
         if not isinstance(shard, Shard) or tensor.dim() <= shard.dims[0][0]:
             return source, target
-        dim, ownership = shard.dims[0]
-        planned = ownership.local_size(self.group.rank) if shard is source else ownership.size
-        if tensor.shape[dim] == planned or not planned:
+        (dim, ownership), rank = shard.dims[0], self.group.rank
+        found = tensor.shape[dim]
+        planned = ownership.local_size(rank) if shard is source else ownership.size
+        if len(shard.cuts) != 1 or (found == planned and (tensor.is_meta or shard.cuts[0].is_told_by_one)):
             return source, target
-        found = resized(ownership, tensor.shape[dim] * ownership.size // planned)
-        if found is None:
-            return source, target  # the conversion tells that the tensor does not fit
-        here = Shard(((dim, found),))
+        try:
+            cut = shard.cuts[0]
+            if shard is target:
+                now = cut.of_size(found)
+            elif cut.is_told_by_one or tensor.is_meta:
+                now = cut.of_local_size(rank, found)
+            else:
+                now = cut.of_local_sizes(gather_lengths(found, self.group, tensor.device))
+        except UnknownSize as error:
+            raise CallMismatch(
+                f"{self}: dim {dim} of a tensor of shape {list(tensor.shape)}: {error}; give example_inputs that are "
+                "passed as your training step passes them"
+            ) from None
+        here = Shard(((dim, now),))
         return (here, target) if shard is source else (source, here)
 
     def _local_shape(self) -> tuple[int, ...] | None:

@@ -1,10 +1,14 @@
-"""Dims as axes, products of axes and concatenations of them. Plain data: :mod:`operators.axes` finds them out."""
+"""Dims as axes, products of axes and concatenations of them, and how the ranks deal out an axis. Plain data.
+
+:mod:`~lightning_autotp.operators.axes` finds out what the dims of a model are made of.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from lightning_autotp.layouts.ownership import Ownership, Run, merge_runs
 
@@ -129,3 +133,120 @@ def held_runs(dim: Dim, held: Mapping[int, Sequence[Run]]) -> tuple[Run, ...]:
 def ownership(dim: Dim, held: Sequence[Mapping[int, Sequence[Run]]]) -> Ownership:
     """The ownership map of a (resolved) dim, given what each rank holds of the sharded axes."""
     return Ownership(dim.size, tuple(held_runs(dim, rank) for rank in held))
+
+
+class UnknownSize(ValueError):
+    """The length of a dim does not tell how it is cut."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a dim is cut, said by axis: an ownership map follows for whatever length a batch gives the dim.
+
+    Attributes:
+        dim: the dim, made of axes: those with a number from 0 on are dealt out; the others every rank has whole.
+            Among these, :data:`FIXED` is the number of all whose size the model says, and those with lower numbers
+            have the size that a batch gives them: its rows, its tokens.
+        held: for every rank, the runs that it has of each dealt axis, in the order of their numbers.
+        grows: the numbers of dealt axes whose size a batch gives; they are dealt out evenly, in order.
+        axes: the numbers of the dealt axes in the model's graph.
+    """
+
+    dim: Dim
+    held: tuple[tuple[tuple[Run, ...], ...], ...]
+    grows: frozenset[int] = frozenset()
+    axes: tuple[int, ...] = ()
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return len(self.held)
+
+    def ownership(self) -> Ownership:
+        """The map, at the length that the dim had in the trace."""
+        return ownership(self.dim, [dict(enumerate(runs)) for runs in self.held])
+
+    def of_size(self, size: int) -> Ownership:
+        """The map where the whole dim is so long.
+
+        Raises:
+            UnknownSize: if the length does not tell it.
+        """
+        return _grown(self, self._solve(size, lambda units: _resized(self.dim, self._variable(), units).size))
+
+    def of_local_size(self, rank: int, size: int) -> Ownership:
+        """The map where ``rank``'s part of the dim is so long.
+
+        Raises:
+            UnknownSize: if the length does not tell it.
+        """
+        if not self.is_told_by_one:
+            raise UnknownSize("one rank's length does not tell how much the others have")
+        return _grown(self, self._solve(size, lambda units: _grown(self, units).local_size(rank)))
+
+    def of_local_sizes(self, sizes: Sequence[int]) -> Ownership:
+        """The map where the ranks' parts of the dim are so long.
+
+        Raises:
+            UnknownSize: if the lengths do not tell it.
+        """
+        if self.grows:  # dealt out, each unit to one rank: the lengths add up
+            return self.of_size(sum(sizes))
+        rank = max(range(self.ranks), key=self._step)
+        return _grown(self, self._solve(sizes[rank], lambda units: _grown(self, units).local_size(rank)))
+
+    @property
+    def is_told_by_one(self) -> bool:
+        """Whether every rank can tell the map from the length of its own part.
+
+        Not where the tokens themselves are dealt out, nor where a rank has nothing of every token.
+        """
+        if self._variable() is None:
+            return True
+        return not self.grows and all(self._step(rank) for rank in range(self.ranks))
+
+    def _step(self, rank: int) -> int:
+        """How much a rank's part grows with every unit of the axis whose size a batch gives."""
+        return _grown(self, 1).local_size(rank) - _grown(self, 0).local_size(rank)
+
+    def _variable(self) -> Axis | None:
+        """The one axis whose size a batch gives."""
+        found = {axis.id: axis for axis in leaves(self.dim) if axis.id < FIXED or axis.id in self.grows}
+        if len(found) > 1:
+            raise UnknownSize(f"the batch gives the sizes of {len(found)} of its axes")
+        return next(iter(found.values()), None)
+
+    def _solve(self, size: int, length: Callable[[int], int]) -> int:
+        """How many units the batch gives that axis, so that the length is ``size``: it is linear in them."""
+        axis = self._variable()
+        least, step = length(0), length(1) - length(0)
+        if step == 0 and size == least:
+            return axis.size if axis is not None else 0
+        if step == 0 or (size - least) % step or size < least:
+            several = f"{least} and a multiple of {step}" if step else str(least)
+            raise UnknownSize(f"a length of {size} where {several} was planned")
+        return (size - least) // step
+
+
+@lru_cache(maxsize=1024)
+def _grown(cut: Cut, units: int) -> Ownership:
+    """The map where the batch gives so many units to the axis whose size it gives."""
+    axis = cut._variable()
+    held = [dict(enumerate(runs)) for runs in cut.held]
+    if axis is not None and axis.id in cut.grows:
+        dealt = Ownership.dealt(units, cut.ranks).held
+        held = [{**runs, axis.id: dealt[rank]} for rank, runs in enumerate(held)]
+    return ownership(_resized(cut.dim, axis, units), held)
+
+
+FIXED = -1
+"""The number, in a cut, of an axis that every rank has whole and whose size the model says."""
+
+
+def _resized(dim: Dim, axis: Axis | None, units: int) -> Dim:
+    """The dim with another size of one axis."""
+    if isinstance(dim, Axis):
+        return Axis(dim.id, units) if axis is not None and dim.id == axis.id else dim
+    if isinstance(dim, Product):
+        return Product(tuple(_resized(factor, axis, units) for factor in dim.factors))
+    return Concat(tuple(_resized(section, axis, units) for section in dim.sections))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import pairwise
 
 Run = tuple[int, int]
@@ -116,23 +116,3 @@ class Ownership:
     def __str__(self) -> str:
         sizes = [self.local_size(rank) for rank in range(self.ranks)]
         return f"{self.size} -> {sizes[0] if len(set(sizes)) == 1 else sizes}"
-
-
-@lru_cache(maxsize=1024)
-def resized(ownership: Ownership, size: int) -> Ownership | None:
-    """The same map for a dim of another length, where it repeats itself: heads of every token, say, and more tokens.
-
-    Returns:
-        ``None`` where the map does not repeat itself, or not so that the length is a multiple.
-    """
-
-    def repeated(period: int, times: int) -> tuple[tuple[Run, ...], ...]:
-        first = [[(start, min(stop, period)) for start, stop in runs if start < period] for runs in ownership.held]
-        shifts = range(0, period * times, period)
-        return tuple(merge_runs((start + by, stop + by) for by in shifts for start, stop in runs) for runs in first)
-
-    for period in range(1, ownership.size // 2 + 1):
-        fits = ownership.size % period == 0 and size % period == 0
-        if fits and repeated(period, ownership.size // period) == ownership.held:
-            return Ownership(size, repeated(period, size // period))
-    return None

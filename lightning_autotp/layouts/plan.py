@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -16,7 +17,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from lightning_autotp.layouts.ownership import Ownership
+from lightning_autotp.layouts.dims import Axis, Concat, Cut, Dim, Product
+from lightning_autotp.layouts.ownership import Ownership, Run
 from lightning_autotp.layouts.places import CallSite
 from lightning_autotp.layouts.transitions import Pair
 from lightning_autotp.layouts.types import Invariant, Layout, Partial, Replicate, Shard, local_shape
@@ -296,19 +298,52 @@ def _decode(kind: Any, item: dict[str, Any]) -> Any:
 
 
 def encode_layout(layout: Layout) -> Any:
-    """A layout as JSON data."""
-    if isinstance(layout, Shard):
-        return {"shard": [[dim, owned.size, owned.held] for dim, owned in layout.dims]}
-    return str(layout)
+    """A layout as JSON data: a shard by the axes that are dealt out, or by its maps where no axes are known."""
+    if not isinstance(layout, Shard):
+        return str(layout)
+    if layout.cuts:
+        cuts = zip(layout.dims, layout.cuts, strict=True)
+        return {"shard": [{"dim": dim, **_encode_cut(cut)} for (dim, _), cut in cuts]}
+    return {"shard": [{"dim": dim, "size": owned.size, "held": owned.held} for dim, owned in layout.dims]}
+
+
+def _encode_cut(cut: Cut) -> dict[str, Any]:
+    return {"of": _encode_dim(cut.dim), "held": cut.held, "grows": sorted(cut.grows), "axes": cut.axes}
+
+
+def _encode_dim(dim: Dim) -> Any:
+    """An axis as its number and size, a product or concatenation as its parts."""
+    if isinstance(dim, Axis):
+        return [dim.id, dim.size]
+    if isinstance(dim, Product):
+        return {"product": [_encode_dim(factor) for factor in dim.factors]}
+    return {"sections": [_encode_dim(section) for section in dim.sections]}
 
 
 def decode_layout(data: Any) -> Layout:
     """The layout that :func:`encode_layout` wrote."""
     if isinstance(data, str):
         return _TYPES[data]
+    if all("of" in entry for entry in data["shard"]):
+        return Shard.of({entry["dim"]: _decode_cut(entry) for entry in data["shard"]})
     return Shard(
-        tuple(
-            (dim, Ownership(size, tuple(tuple((start, stop) for start, stop in runs) for runs in held)))
-            for dim, size, held in data["shard"]
-        )
+        tuple((entry["dim"], Ownership(entry["size"], tuple(map(_runs, entry["held"])))) for entry in data["shard"])
     )
+
+
+def _decode_cut(entry: Mapping[str, Any]) -> Cut:
+    held = tuple(tuple(map(_runs, rank)) for rank in entry["held"])
+    return Cut(_decode_dim(entry["of"]), held, frozenset(entry["grows"]), tuple(entry["axes"]))
+
+
+def _decode_dim(data: Any) -> Dim:
+    if isinstance(data, list):
+        number, size = data
+        return Axis(number, size)
+    if "product" in data:
+        return Product(tuple(map(_decode_dim, data["product"])))
+    return Concat(tuple(map(_decode_dim, data["sections"])))
+
+
+def _runs(data: Any) -> tuple[Run, ...]:
+    return tuple((start, stop) for start, stop in data)

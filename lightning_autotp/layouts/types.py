@@ -18,10 +18,11 @@ that several ranks hold behaves like ``Replicate`` among them: their gradients f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import ClassVar
 
+from lightning_autotp.layouts.dims import Cut
 from lightning_autotp.layouts.ownership import Ownership, Run
 
 
@@ -61,14 +62,23 @@ class Shard:
 
     Attributes:
         dims: ``(dim, ownership)`` for every dim that not all ranks hold whole, ascending by dim.
+        cuts: the same said by axis, one for each of these dims, where it is known: then the maps for other lengths of
+            the dims follow. Layouts with the same maps are equal whatever they were cut along.
     """
 
     letter: ClassVar[str] = "S"
     dims: tuple[tuple[int, Ownership], ...]
+    cuts: tuple[Cut, ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.dims or list(self.dims) != sorted(self.dims, key=lambda item: item[0]):
             raise ValueError("a Shard names its dims in ascending order, at least one")
+
+    @classmethod
+    def of(cls, cuts: Mapping[int, Cut]) -> Shard:
+        """The layout of a tensor some of whose dims are cut so."""
+        ordered = sorted(cuts.items())
+        return cls(tuple((dim, cut.ownership()) for dim, cut in ordered), tuple(cut for _, cut in ordered))
 
     def ownership(self, dim: int) -> Ownership | None:
         """The map of ``dim``, or ``None`` where every rank holds it whole."""

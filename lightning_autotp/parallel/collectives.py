@@ -76,6 +76,11 @@ def _reduce_scatter_parts(parts: Tensor, group: TPGroup) -> Tensor:
     return part.view(parts.shape[1:])
 
 
+def gather_lengths(length: int, group: TPGroup, device: torch.device) -> list[int]:
+    """Every rank's length, in order of rank. Collective, of one number a rank."""
+    return [int(each) for each in _gather_parts(torch.tensor([length], device=device), group).flatten().tolist()]
+
+
 # --- index arithmetic on one dim ---
 
 

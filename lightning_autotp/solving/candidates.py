@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
 
-from lightning_autotp.layouts.dims import Axis, Concat, Dim, Product, leaves, ownership
+from lightning_autotp.layouts.dims import FIXED, Axis, Concat, Cut, Dim, Product, leaves, ownership
 from lightning_autotp.layouts.ownership import Ownership, Run
 from lightning_autotp.operators import Relation
 from lightning_autotp.operators.axes import Axes
@@ -26,16 +28,45 @@ class Sharding:
 
     def ownership(self, dim: Dim) -> Ownership:
         """The map of a resolved dim."""
-        held = tuple(tuple(runs for _, runs in rank) for rank in self.held)
-        return _ownership(_structure(dim, self.axes), held)
+        return _ownership(_structure(dim, self.axes, frozenset(), {}), self._held)
+
+    def cut(self, dim: Dim, growing: frozenset[int]) -> Cut:
+        """The same said by axis.
+
+        Args:
+            dim: a resolved dim.
+            growing: ids of the axes whose sizes a batch gives.
+        """
+        grows = frozenset(number for number, axis in enumerate(self.axes) if axis in growing)
+        return Cut(_structure(dim, self.axes, growing, {}), self._held, grows, self.axes)
+
+    @property
+    def _held(self) -> tuple[tuple[tuple[Run, ...], ...], ...]:
+        return tuple(tuple(runs for _, runs in rank) for rank in self.held)
 
 
-def _structure(dim: Dim, axes: tuple[int, ...]) -> Dim:
-    """The dim with every axis named by its place in ``axes`` (or -1): the same for the same dim of another layer."""
+def _structure(dim: Dim, axes: tuple[int, ...], growing: frozenset[int], numbers: dict[tuple[int, ...], int]) -> Dim:
+    """The dim with its axes numbered as in a :class:`Cut`: the same for the same dim of another layer."""
     if isinstance(dim, Axis):
-        return Axis(axes.index(dim.id) if dim.id in axes else -1, dim.size)
-    parts = tuple(_structure(part, axes) for part in (dim.factors if isinstance(dim, Product) else dim.sections))
-    return Product(parts) if isinstance(dim, Product) else Concat(parts)
+        if dim.id in axes:
+            return Axis(axes.index(dim.id), dim.size)
+        return Axis(_number((dim.id,), numbers) if dim.id in growing else FIXED, dim.size)
+    if isinstance(dim, Concat):
+        return Concat(tuple(_structure(section, axes, growing, numbers) for section in dim.sections))
+    factors: list[Dim] = []
+    for is_given, run in groupby(dim.factors, key=lambda f: isinstance(f, Axis) and f.id in growing - {*axes}):
+        several = list(run)
+        if is_given:  # rows and tokens in one: what counts is how many there are of both
+            ids = tuple(axis.id for axis in several if isinstance(axis, Axis))
+            factors.append(Axis(_number(ids, numbers), math.prod(axis.size for axis in several)))
+        else:
+            factors += [_structure(factor, axes, growing, numbers) for factor in several]
+    return factors[0] if len(factors) == 1 else Product(tuple(factors))
+
+
+def _number(axes: tuple[int, ...], numbers: dict[tuple[int, ...], int]) -> int:
+    """The number, below :data:`FIXED`, of axes whose sizes a batch gives."""
+    return numbers.setdefault(axes, FIXED - 1 - len(numbers))
 
 
 @lru_cache(maxsize=4096)
