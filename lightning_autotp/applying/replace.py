@@ -22,10 +22,7 @@ from lightning_autotp.parallel.local_parameters import localize_parameter
 from lightning_autotp.parallel.logits import VocabParallelLogits
 from lightning_autotp.parameters.meta import ParameterMeta, initialize_parameter_meta
 from lightning_autotp.ranks.group import TPGroup
-
-
-class PlanMismatch(RuntimeError):
-    """The plan was made for another model, or another number of ranks."""
+from lightning_autotp.solving.planned import PlanMismatch
 
 
 def apply_plan(model: nn.Module, plan: Plan, group: TPGroup) -> None:

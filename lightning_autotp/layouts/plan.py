@@ -131,6 +131,19 @@ class DrawPlan:
 
 
 @dataclass(frozen=True)
+class MadeLocalPlan:
+    """A call that makes a tensor without parameters (zeros, say) with the sizes of a sharded one: local right away.
+
+    Attributes:
+        module: path of the module whose code makes it.
+        call: which call.
+    """
+
+    module: str
+    call: CallSite
+
+
+@dataclass(frozen=True)
 class Communication:
     """Collectives of one training step, by kind: calls and bytes of the whole tensors, forward and backward."""
 
@@ -151,6 +164,9 @@ class Plan:
         conversions: layout changes at other modules' boundaries.
         sizes: sizes in Python that become local.
         draws: calls at which each rank draws its own random numbers.
+        made_local: calls whose tensors without parameters come out local by themselves.
+        opaque: modules that were not looked into.
+        modules: a short hash of what each module's own code runs (:meth:`Graph.digests`), to tell another model by.
         communication: what one step of the traced batch communicates.
     """
 
@@ -161,6 +177,9 @@ class Plan:
     conversions: tuple[ConversionPlan, ...] = ()
     sizes: tuple[SizePlan, ...] = ()
     draws: tuple[DrawPlan, ...] = ()
+    made_local: tuple[MadeLocalPlan, ...] = ()
+    opaque: tuple[str, ...] = ()
+    modules: tuple[tuple[str, str], ...] = ()
     communication: tuple[Communication, ...] = ()
 
     def to_json(self) -> str:
@@ -184,6 +203,9 @@ class Plan:
                 conversions=tuple(_decode(ConversionPlan, item) for item in data["conversions"]),
                 sizes=tuple(_decode(SizePlan, item) for item in data["sizes"]),
                 draws=tuple(_decode(DrawPlan, item) for item in data["draws"]),
+                made_local=tuple(_decode(MadeLocalPlan, item) for item in data["made_local"]),
+                opaque=tuple(data["opaque"]),
+                modules=tuple((module, digest) for module, digest in data["modules"]),
                 communication=tuple(_decode(Communication, item) for item in data["communication"]),
             )
         except (KeyError, TypeError, AttributeError) as error:

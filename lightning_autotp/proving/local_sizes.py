@@ -70,15 +70,15 @@ def adapted(solution: Solution, mismatch: Mismatch) -> Solution | None:
     of a sharded tensor: it is this rank's part already, and need not be sliced. ``None`` if that is not the case.
     """
     here = mismatch.operator
-    if here is None or here.name not in _UNIFORM or _adapted(solution, here) is None:
+    if here is None or here.name not in _UNIFORM or made_local(solution, here) is None:
         return None
     for operator in solution.graph.operators:
         if operator.name == here.name and operator.source == here.source:
-            solution = _adapted(solution, operator) or solution
+            solution = made_local(solution, operator) or solution
     return solution
 
 
-def _adapted(solution: Solution, operator: Operator) -> Solution | None:
+def made_local(solution: Solution, operator: Operator) -> Solution | None:
     """As :func:`adapted`, for one operator."""
     (tensor,) = operator.outputs
     slices = {place: change for place, change in solution.slices.items() if place[1] == tensor}
@@ -87,12 +87,17 @@ def _adapted(solution: Solution, operator: Operator) -> Solution | None:
     if len(targets) != 1 or len(slices) != readers:
         return None
     (target,) = targets
-    if not isinstance(target, Shard) or not all(_is_uniform(solution, operator, dim) for dim, _ in target.dims):
+    if (
+        operator.call < 0
+        or not isinstance(target, Shard)
+        or not all(_is_uniform(solution, operator, dim) for dim, _ in target.dims)
+    ):
         return None
     return replace(
         solution,
         layouts=solution.layouts | {tensor: target},
         slices={place: change for place, change in solution.slices.items() if place not in slices},
+        made_local=solution.made_local | {operator.call},
     )
 
 

@@ -11,6 +11,7 @@ from lightning_autotp.layouts.plan import (
     ConversionPlan,
     DrawPlan,
     ImplementationPlan,
+    MadeLocalPlan,
     ParameterPlan,
     Plan,
     SizePlan,
@@ -60,6 +61,9 @@ def annotate(
         ),
         sizes=sizes,
         draws=tuple(dict.fromkeys(_draw(solution, number) for number in sorted(solution.drawing))),
+        made_local=tuple(dict.fromkeys(_made_local(solution, number) for number in sorted(solution.made_local))),
+        opaque=tuple(sorted(solution.graph.opaque)),
+        modules=solution.graph.digests(),
         communication=_communication(solution),
     )
 
@@ -67,6 +71,11 @@ def annotate(
 def _draw(solution: Solution, number: int) -> DrawPlan:
     call = solution.graph.calls[number]
     return DrawPlan(call.module, call.site)
+
+
+def _made_local(solution: Solution, number: int) -> MadeLocalPlan:
+    call = solution.graph.calls[number]
+    return MadeLocalPlan(call.module, call.site)
 
 
 def _planned(change: Conversion, view: bool = False) -> ConversionPlan:

@@ -28,7 +28,7 @@ class Sharding:
 
     def ownership(self, dim: Dim) -> Ownership:
         """The map of a resolved dim."""
-        return _ownership(_structure(dim, self.axes, frozenset(), {}), self._held)
+        return _ownership(_structure(dim, self.axes, frozenset(), {}), self.dealt)
 
     def cut(self, dim: Dim, growing: frozenset[int]) -> Cut:
         """The same said by axis.
@@ -38,10 +38,11 @@ class Sharding:
             growing: ids of the axes whose sizes a batch gives.
         """
         grows = frozenset(number for number, axis in enumerate(self.axes) if axis in growing)
-        return Cut(_structure(dim, self.axes, growing, {}), self._held, grows, self.axes)
+        return Cut(_structure(dim, self.axes, growing, {}), self.dealt, grows, self.axes)
 
     @property
-    def _held(self) -> tuple[tuple[tuple[Run, ...], ...], ...]:
+    def dealt(self) -> tuple[tuple[tuple[Run, ...], ...], ...]:
+        """Per rank, the runs of each axis, in the order of :attr:`axes`."""
         return tuple(tuple(runs for _, runs in rank) for rank in self.held)
 
 

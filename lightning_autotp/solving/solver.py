@@ -12,9 +12,11 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from lightning_autotp.layouts.dims import Dim, leaves, shardable
 from lightning_autotp.layouts.places import Boundary, CallPoint
+from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.layouts.transitions import TRANSITIONS, Pair
 from lightning_autotp.layouts.types import Invariant, Layout, Partial, Replicate, Shard
 from lightning_autotp.operators import Dims, Relation, relate
@@ -25,6 +27,7 @@ from lightning_autotp.solving.candidates import candidates, squares
 from lightning_autotp.solving.cost import Profile, product_flops, typical_matrix
 from lightning_autotp.solving.elimination import Elimination, NoAssignment, TooManyCombinations
 from lightning_autotp.solving.implementations import Implementation, Implementations, Use, operand_of
+from lightning_autotp.solving.planned import PlanMismatch, Planned
 from lightning_autotp.solving.repeated_modules import twins
 
 I, R, P = "I", "R", "P"  # noqa: E741 (the field's own names for the types)
@@ -64,6 +67,7 @@ class Solution:
         slices: by operator (its position) and static tensor: how that operand becomes what the operator needs there.
         uses: operators (their positions) that a parallel implementation runs.
         drawing: calls, by number, that draw random numbers for a sharded tensor: each rank its own.
+        made_local: calls, by number, whose static tensors the model's own code makes with local sizes.
         global_views: boundaries where a sharded tensor leaves the modules and must look whole to the user's code
             (logits).
         whole: why parameters are left whole, by name.
@@ -77,6 +81,7 @@ class Solution:
     slices: dict[tuple[int, int], Conversion] = field(default_factory=dict)
     uses: dict[int, Use] = field(default_factory=dict)
     drawing: set[int] = field(default_factory=set)
+    made_local: set[int] = field(default_factory=set)
     global_views: list[Conversion] = field(default_factory=list)
     whole: dict[str, str] = field(default_factory=dict)
     cost: float = 0.0
@@ -88,6 +93,7 @@ def solve(
     implementations: Implementations,
     profile: Profile | None = None,
     blocked: Mapping[int, str] | None = None,
+    plan: Plan | None = None,
 ) -> Solution:
     """Find the layouts of least cost.
 
@@ -97,11 +103,15 @@ def solve(
         implementations: what operators may run as, besides themselves.
         profile: the hardware; a default one is used otherwise.
         blocked: positions of operators at which nothing may be sharded, and why.
+        plan: a plan to be followed: then the layouts are those that it means.
 
     Raises:
         NothingToShard: if no parameter can be divided.
+        PlanMismatch: if the operators' rules do not allow what the plan says.
     """
     solver = _Solver(graph, ranks, implementations, profile or Profile(), blocked or {})
+    if plan is not None:
+        solver.follow(plan)
     while True:
         try:
             solution = solver.solve()
@@ -153,6 +163,7 @@ class _Solver:
         self.leaves = static_operands(graph, implementations)
         self.layers = {operator.module for operator in graph.operators if implementations.is_layer(operator)}
         self._layouts: dict[tuple[Dims, int], Layout] = {}
+        self.planned: Planned | None = None
         tensors = graph.tensors
         crossing = [tensors[op.outputs[0]].bytes for op in graph.operators if op.boundary is not None]
         # What stays whole in any case does not say what is large.
@@ -160,6 +171,9 @@ class _Solver:
         divisible = [tensors[tensor] for tensor in graph.parameters if tensor not in opaque]
         self.matrix = typical_matrix([(tensor.shape, tensor.bytes) for tensor in divisible])
         self.hidden = statistics.median(crossing or [1])
+        everywhere = {axis.id for dims in self.dims.values() for dim in dims for axis in leaves(dim)}
+        of_parameters = [dim for tensor in graph.parameters for dim in self.dims.get(tensor, ())]
+        self.growing = frozenset(everywhere - {axis.id for dim in of_parameters for axis in leaves(dim)})
         self.shardings = candidates([self.dims[tensor] for tensor in graph.parameters if tensor in self.dims], ranks)
         self.cutting: dict[int, list[int]] = {}
         for number, sharding in enumerate(self.shardings):
@@ -191,6 +205,12 @@ class _Solver:
         kept = set(left[: len(left) // 2])
         self.touching = {tensor: tuple(n for n in numbers if n in kept) for tensor, numbers in self.touching.items()}
 
+    def follow(self, plan: Plan) -> None:
+        """Allow only what a plan says."""
+        self.planned = Planned(plan, self.graph, self.shardings, self.touching, self._layout, self.implementations)
+        used = self.planned.numbers
+        self.touching = {tensor: tuple(n for n in numbers if n in used) for tensor, numbers in self.touching.items()}
+
     # -- tables ------------------------------------------------------------------------------------------------------
 
     def solve(self) -> Solution:
@@ -201,7 +221,10 @@ class _Solver:
         codes = {tensor: {kind: code for code, kind in enumerate(domain)} for tensor, domain in domains.items()}
         for tensor in self.graph.parameters:
             if tensor in self.dims:
-                problem.add((tensor,), {(codes[tensor][kind],): cost for kind, cost in self._parameter(tensor)})
+                costs = dict(self._parameter(tensor))
+                if self.planned is not None:
+                    costs = {self.planned.parameters[tensor]: 0.0}
+                problem.add((tensor,), {(codes[tensor][kind],): cost for kind, cost in costs.items()})
         for tensor in set(self.graph.outputs) & self.dims.keys():
             allowed: list[str | int] = [I, *(self.touching[tensor] if self._view_boundary(tensor) else ())]
             problem.add((self.first.get(tensor, tensor),), {(codes[tensor][kind],): 0.0 for kind in allowed})
@@ -220,6 +243,8 @@ class _Solver:
         except NoAssignment as error:
             producer = self.producer.get(error.variable)
             where = producer.operator.source if producer else "a parameter"
+            if self.planned is not None:
+                raise PlanMismatch(self._not_as_planned(error.variable)) from error
             raise RuntimeError(
                 f"no layout satisfies every operator around {where}; please report this model"
             ) from error
@@ -257,6 +282,50 @@ class _Solver:
         return isinstance(layout, Shard) and sum(self._shares(layout)) > 1 + 1e-6
 
     def _combinations(self, relation: Relation) -> Iterator[tuple[dict[int, str | int], float]]:
+        """Every combination of types the operator may run at, with its cost; those of the plan that is followed."""
+        for kinds, cost in self._allowed(relation):
+            if self.planned is None or self._is_planned(relation, kinds):
+                yield kinds, cost
+
+    def _is_planned(self, relation: Relation, kinds: Mapping[int, str | int]) -> bool:
+        assert self.planned is not None
+        operator = relation.operator
+        if operator.boundary is not None:
+            found = (kinds[operator.inputs[0]], kinds[operator.outputs[0]])
+            return found == self.planned.changes.get(operator.boundary, (found[0], found[0]))
+        targets = self._static_targets(relation, kinds)
+        for tensor in relation.inputs:
+            place = self.leaves.get((self.position[id(operator)], tensor))
+            if (
+                place is not None
+                and not self._is_made_local(tensor)
+                and not self.planned.allows(place, targets.get(tensor))
+            ):
+                return False
+        return True
+
+    def _is_made_local(self, tensor: int) -> bool:
+        """Whether the model's own code makes a static tensor with local sizes, by the plan that is followed."""
+        assert self.planned is not None
+        maker = self._static_makers.get(tensor)
+        if maker is None or maker.call < 0:
+            return False
+        call = self.graph.calls[maker.call]
+        return (call.module, call.site) in self.planned.made_local
+
+    @cached_property
+    def _static_makers(self) -> dict[int, Operator]:
+        tensors = self.graph.tensors
+        return {tensor: op for op in self.graph.operators for tensor in op.outputs if tensors[tensor].is_static}
+
+    def _not_as_planned(self, tensor: int) -> str:
+        """Where the operators' rules contradict the plan that is followed."""
+        nearby = [relation.operator for relation in self.relations if tensor in (*relation.inputs, *relation.outputs)]
+        places = [f"{op.name} in {op.module or 'the model'} ({op.source})" for op in nearby if op.boundary is None]
+        where = " and ".join(dict.fromkeys(places)) or str(nearby[0].boundary if nearby else "a parameter")
+        return f"the plan gives layouts that do not go together: no types of its operands let {where} run as planned"
+
+    def _allowed(self, relation: Relation) -> Iterator[tuple[dict[int, str | int], float]]:
         """Every combination of types the operator may run at, with its cost."""
         inputs = [tensor for tensor in relation.inputs if tensor in self.dims]
         outputs = list(relation.outputs)
@@ -376,9 +445,12 @@ class _Solver:
 
     def _shard(self, dims: Dims, number: int) -> Layout:
         sharding = self.shardings[number]
-        maps = [(index, sharding.ownership(dim)) for index, dim in enumerate(dims)]
-        cut = tuple((index, owned) for index, owned in maps if not owned.is_whole)
-        return Shard(cut) if cut else Replicate()
+        cuts = {
+            index: sharding.cut(dim, self.growing)
+            for index, dim in enumerate(dims)
+            if not sharding.ownership(dim).is_whole
+        }
+        return Shard.of(cuts) if cuts else Replicate()
 
     def _view_boundary(self, tensor: int) -> Operator | None:
         """Where a sharded tensor that user code will see leaves the module that made it (``None``: nowhere)."""
@@ -432,26 +504,29 @@ class _Solver:
         return None
 
     def _add_slices(self, solution: Solution, relation: Relation, kinds: Mapping[int, str | int]) -> None:
-        """What the operator's static operands become where the others are sharded, or Partial."""
+        """What the operator's static operands become at its call."""
+        position = self.position[id(relation.operator)]
+        for tensor, target in self._static_targets(relation, kinds).items():
+            shape = self.graph.tensors[tensor].shape
+            solution.slices[position, tensor] = Conversion(self.leaves[position, tensor], Invariant(), target, shape)
+
+    def _static_targets(self, relation: Relation, kinds: Mapping[int, str | int]) -> dict[int, Layout]:
+        """The layouts that static operands must take where the others are sharded, or Partial; not those that stay."""
         static = [tensor for tensor in relation.inputs if tensor not in self.dims]
         if not static:
-            return
+            return {}
         here = [kinds[tensor] for tensor in (*relation.inputs, *relation.outputs) if tensor in self.dims]
         number = next((kind for kind in here if isinstance(kind, int)), None)
+        is_sum = kinds[relation.operator.outputs[0]] == P
+        targets: dict[int, Layout] = {}
         for tensor in static:
-            target: Layout = Invariant()
             if number is not None:
-                maps = [self.shardings[number].ownership(dim) for dim in relation.inputs[tensor]]
-                cut = tuple((index, owned) for index, owned in enumerate(maps) if not owned.is_whole)
-                target = Shard(cut) if cut else target
-            is_sum = kinds[relation.operator.outputs[0]] == P
+                layout = self._shard(relation.inputs[tensor], number)
+                if isinstance(layout, Shard):
+                    targets[tensor] = layout
             if is_sum and tensor in (relation.added_last if number is not None else relation.linear):
-                target = Partial()
-            if not isinstance(target, Invariant):
-                position = self.position[id(relation.operator)]
-                shape = self.graph.tensors[tensor].shape
-                change = Conversion(self.leaves[position, tensor], Invariant(), target, shape)
-                solution.slices[position, tensor] = change
+                targets[tensor] = Partial()
+        return targets
 
     def _add_view(self, solution: Solution, tensor: int, seen: set[Boundary | CallPoint]) -> None:
         operator = self._view_boundary(tensor)

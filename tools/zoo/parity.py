@@ -17,7 +17,7 @@ from lightning_autotp.pipeline import make_plan, parallelize
 from zoo.configs import LEAST_ALL_REDUCES, LEFT_OUT
 from zoo.inputs import training_batch
 from zoo.models import build, layer_count, stir
-from zoo.verdict import GRADIENT_TOLERANCE, LOSS_TOLERANCE, Verdict, read_plan
+from zoo.verdict import GRADIENT_TOLERANCE, LOSS_TOLERANCE, Verdict, describe_plan
 
 # A gradient that is zero in exact arithmetic (a key bias under a softmax) consists of rounding alone: differences below
 # this share of the model's largest gradient are rounding.
@@ -50,7 +50,7 @@ def plan_one(name: str, group: str, ranks: int) -> Verdict:
         started = time.perf_counter()
         plan, solution = make_plan(model, ranks, example_inputs=batch)
         verdict.seconds = time.perf_counter() - started
-        read_plan(verdict, plan, solution, layer_count(model.config) if is_text else None)
+        describe_plan(verdict, plan, solution, layer_count(model.config) if is_text else None)
         verdict.outcome = "planned"
     except Exception as error:  # whatever goes wrong with one architecture is its verdict
         verdict.reason = f"{type(error).__name__}: {error}"

@@ -85,7 +85,7 @@ class Verdict:
         return self.outcome == "parity"
 
 
-def read_plan(verdict: Verdict, plan: Plan, solution: Solution, layers: int | None = None) -> None:
+def describe_plan(verdict: Verdict, plan: Plan, solution: Solution, layers: int | None = None) -> None:
     """Fill in what a plan and its solution tell; without ``layers``, every numbered module with a product is one."""
     verdict.parameters = sum(math.prod(parameter.shape) for parameter in plan.parameters)
     verdict.sharded = plan.sharded_fraction

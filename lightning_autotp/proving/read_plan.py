@@ -1,0 +1,79 @@
+"""A plan read back on a model's graph: every tensor's layout, or the first thing that does not fit.
+
+The plan says how parameters are cut, where layouts change and what runs in parallel; the operators' rules say whether
+that goes together, and what follows for all other tensors. So a plan that was edited by hand, kept from an earlier start, or
+made on another machine is proved like one that was just made.
+"""
+
+from __future__ import annotations
+
+from lightning_autotp.layouts.plan import ConversionPlan, Plan
+from lightning_autotp.operators.graph import Graph
+from lightning_autotp.proving.local_sizes import made_local
+from lightning_autotp.solving.annotate import annotate
+from lightning_autotp.solving.implementations import Implementations
+from lightning_autotp.solving.planned import PlanMismatch
+from lightning_autotp.solving.solver import Solution, solve
+
+
+def read_plan(plan: Plan, graph: Graph, implementations: Implementations) -> Solution:
+    """The layouts that a plan means.
+
+    Args:
+        plan: the plan.
+        graph: what the plan's model runs, with its calls opened as for the solver.
+        implementations: those that the plan may name.
+
+    Raises:
+        PlanMismatch: if the plan is not of this model, or says what the operators' rules do not allow; it names the
+            first difference.
+    """
+    difference = _other_model(plan, graph)
+    if difference:
+        raise PlanMismatch(f"the plan was made for another model: {difference}")
+    solution = solve(graph, plan.ranks, implementations, plan=plan)
+    made = {(call.module, call.call) for call in plan.made_local}
+    for operator in graph.operators:
+        if operator.call >= 0 and (graph.calls[operator.call].module, graph.calls[operator.call].site) in made:
+            solution = made_local(solution, operator) or solution
+    again = annotate(solution, plan.model, [(p.names, p.shape, p.itemsize) for p in plan.parameters], plan.sizes)
+    for what, theirs, ours in (
+        ("changes a layout", map(_change, plan.conversions), map(_change, again.conversions)),
+        ("runs a parallel implementation", map(str, plan.implementations), map(str, again.implementations)),
+        ("draws a rank's own random numbers", map(str, plan.draws), map(str, again.draws)),
+    ):
+        difference = _first_difference(list(theirs), list(ours))
+        if difference:
+            raise PlanMismatch(f"where the plan {what}, {difference}")
+    return solution
+
+
+def _other_model(plan: Plan, graph: Graph) -> str:
+    """What is different about the model; empty if nothing is."""
+    if not plan.modules:
+        return ""
+    theirs, ours = dict(plan.modules), dict(graph.digests())
+    for module in sorted(theirs.keys() | ours.keys()):
+        who = module or "the model itself"
+        if module not in ours:
+            return f"{who} does not run here"
+        if module not in theirs:
+            return f"{who} runs here, which the plan does not know"
+        if theirs[module] != ours[module]:
+            return f"the code of {who} runs other operators than when the plan was made"
+    return ""
+
+
+def _change(change: ConversionPlan) -> str:
+    call = f" of the call {change.call}" if change.call else ""
+    letters = "shown whole" if change.view else f"{change.source.letter} -> {change.target.letter}"
+    return f"{change.module or '(root)'}.{change.side}{change.key}{call}: {letters}"
+
+
+def _first_difference(theirs: list[str], ours: list[str]) -> str:
+    """The first entry that only one side has."""
+    extra = [entry for entry in theirs if entry not in ours]
+    missing = [entry for entry in ours if entry not in theirs]
+    if extra:
+        return f"its entry {extra[0]} is nothing that its layouts need"
+    return f"it lacks {missing[0]}, which its layouts need" if missing else ""

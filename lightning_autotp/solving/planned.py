@@ -1,0 +1,124 @@
+"""A plan as the solver reads it: which kinds it gives parameters, and where it changes layouts.
+
+A plan names parameters' layouts, the changes at boundaries and calls, and which implementations run. The layouts of all
+other tensors follow from the operators' rules: the solver finds them, with no more freedom than the plan leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from lightning_autotp.layouts.places import Boundary, CallPoint
+from lightning_autotp.layouts.plan import ConversionPlan, Plan
+from lightning_autotp.layouts.types import Layout, Shard
+from lightning_autotp.operators.graph import Graph
+from lightning_autotp.solving.candidates import Sharding
+from lightning_autotp.solving.implementations import Implementations
+
+Kind = str | int
+Change = tuple[Kind, Kind]
+"""The kinds before and after."""
+
+
+class PlanMismatch(RuntimeError):
+    """The plan was made for another model, or another number of ranks."""
+
+
+class Planned:
+    """What a plan allows.
+
+    Args:
+        plan: the plan.
+        graph: the model's graph, with its calls opened.
+        shardings: the solver's candidates, by number.
+        touching: numbers of the candidates that cut a tensor.
+        layout_of: the layout that a tensor has under a kind.
+        implementations: those that the plan may name.
+
+    Raises:
+        PlanMismatch: if a layout of the plan is none that the model's dims can have.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        graph: Graph,
+        shardings: Sequence[Sharding],
+        touching: Mapping[int, tuple[int, ...]],
+        layout_of: Callable[[int, Kind], Layout],
+        implementations: Implementations,
+    ) -> None:
+        self._plan, self._touching, self._layout_of = plan, touching, layout_of
+        self._numbers = {(sharding.axes, sharding.dealt): number for number, sharding in enumerate(shardings)}
+        layouts = {name: parameter.layout for parameter in plan.parameters for name in parameter.names}
+        self.parameters = {
+            tensor: self._kind(tensor, layouts[name], f"the parameter {name}")
+            for tensor, name in graph.parameters.items()
+            if tensor in touching
+        }
+        self.changes: dict[Boundary | CallPoint, Change] = {}
+        self.slices: dict[CallPoint, Layout] = {}
+        self.made_local = {(made.module, made.call) for made in plan.made_local}
+        crossed = {operator.boundary: operator for operator in graph.operators if operator.boundary is not None}
+        for change in plan.conversions:
+            place = _place(change)
+            operator = crossed.get(place)
+            if change.view:
+                continue
+            if operator is not None:
+                self.changes[place] = (
+                    self._kind(operator.inputs[0], change.source, str(place)),
+                    self._kind(operator.outputs[0], change.target, str(place)),
+                )
+            elif isinstance(place, CallPoint):
+                self.slices[place] = change.target
+            else:
+                raise PlanMismatch(f"the plan changes a layout at {place}, where the model passes no tensor")
+        aliases = {name: parameter.names[0] for parameter in plan.parameters for name in parameter.names}
+        tensors = {aliases[name]: tensor for tensor, name in graph.parameters.items()}
+        for use in plan.implementations:
+            if use.call is not None:
+                continue
+            operand = tensors.get(aliases.get(f"{use.module}.{implementations[use.name].operand}", ""))
+            inside = {"in": use.input, "out": use.output if use.output and use.output[0] != "P" else None}
+            for side, pair in inside.items():
+                place = Boundary(use.module, side, "[0][0]" if side == "in" else "")
+                if pair is not None and operand is not None and place in crossed:
+                    before, after = (self.parameters[operand] if letter == "S" else letter for letter in pair)
+                    self.changes[place] = (before, after)
+
+    @property
+    def numbers(self) -> frozenset[int]:
+        """The candidates that the plan uses."""
+        kinds = (*self.parameters.values(), *(kind for change in self.changes.values() for kind in change))
+        return frozenset(kind for kind in kinds if isinstance(kind, int))
+
+    def allows(self, place: CallPoint, target: Layout | None) -> bool:
+        """Whether the plan makes a static operand this at its call; ``None``: leaves it as it is."""
+        planned = self.slices.get(place)
+        if isinstance(planned, Shard) and isinstance(target, Shard) and planned.cuts and target.cuts:
+            return _by_axis(planned) == _by_axis(target)  # the batch may be longer than the plan's
+        return planned == target
+
+    def _kind(self, tensor: int, layout: Layout, what: str) -> Kind:
+        """The kind that a layout is of a tensor."""
+        if not isinstance(layout, Shard):
+            return layout.letter
+        if layout.cuts:
+            number = self._numbers.get((layout.cuts[0].axes, layout.cuts[0].held))
+            if number is not None and number in self._touching.get(tensor, ()):
+                return number
+        for number in self._touching.get(tensor, ()):
+            if self._layout_of(tensor, number) == layout:
+                return number
+        raise PlanMismatch(f"{what} is planned as {layout}, but the model's code allows no such cut of it")
+
+
+def _by_axis(shard: Shard) -> list[tuple[int, object, object]]:
+    return [(dim, cut.axes, cut.held) for (dim, _), cut in zip(shard.dims, shard.cuts, strict=True)]
+
+
+def _place(change: ConversionPlan) -> Boundary | CallPoint:
+    if change.call is None:
+        return Boundary(change.module, change.side, change.key)
+    return CallPoint(change.module, change.call, change.side, int(change.key))
