@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from lightning_autotp.capture import recording as trace
 from lightning_autotp.layouts.ownership import Ownership
 from lightning_autotp.parallel.collectives import all_reduce, owner_rows, take_owned
-from lightning_autotp.parallel.local_parameters import become, localize_parameter
+from lightning_autotp.parallel.local_parameters import LocalParameters, become, localize_parameter
 from lightning_autotp.ranks.group import TPGroup
 
 _Embedding = TypeVar("_Embedding", bound="VocabParallelEmbedding")
@@ -167,7 +167,7 @@ class VocabParallelEmbedding(nn.Embedding):
         group: TPGroup,
         *,
         reduce_output: bool = True,
-        local: dict[nn.Parameter, nn.Parameter] | None = None,
+        local: LocalParameters | None = None,
     ) -> _Embedding:
         """Make an existing embedding (on meta or with values) vocabulary-parallel, in place. Not collective.
 

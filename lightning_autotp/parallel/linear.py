@@ -39,7 +39,7 @@ from lightning_autotp.parallel.collectives import (
     scatter,
     take_owned,
 )
-from lightning_autotp.parallel.local_parameters import become, localize_parameter
+from lightning_autotp.parallel.local_parameters import LocalParameters, become, localize_parameter
 from lightning_autotp.ranks.group import TPGroup
 
 SEQUENCE_DIM = 1
@@ -124,7 +124,7 @@ class ColumnParallelLinear(nn.Linear):
         gather_output: bool = False,
         input_is_replicated: bool = False,
         sequence_parallel: bool = False,
-        local: dict[nn.Parameter, nn.Parameter] | None = None,
+        local: LocalParameters | None = None,
     ) -> _Column:
         """Make an existing layer (on meta or with values) column-parallel, in place. Not collective.
 
@@ -274,7 +274,7 @@ class RowParallelLinear(nn.Linear):
         input_is_parallel: bool = True,
         sequence_parallel: bool = False,
         reduce_output: bool = True,
-        local: dict[nn.Parameter, nn.Parameter] | None = None,
+        local: LocalParameters | None = None,
     ) -> _Row:
         """Make an existing layer (on meta or with values) row-parallel, in place; the bias stays. Not collective.
 
