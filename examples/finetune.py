@@ -40,9 +40,9 @@ class PlanTable(Callback):
     @rank_zero_only
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         for module in pl_module.modules():
-            plan = getattr(module, "autotp_plan", None)
-            if plan is not None:
-                console.print(plan.table())
+            state = getattr(module, "autotp", None)
+            if state is not None:
+                console.print(state.plan.table())
                 return
 
 

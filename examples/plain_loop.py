@@ -15,7 +15,6 @@ from task import TextData
 from transformers import AutoModelForCausalLM
 
 from lightning_autotp import full_state_dict, meta_model, parallelize
-from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.training.gradients import clip_gradients_norm
 
 
@@ -56,7 +55,7 @@ def main(
     for step, batch in zip(range(max_steps), data.train_dataloader(), strict=False):
         loss = local(**{name: values.to(device) for name, values in batch.items()}).loss
         loss.backward()
-        norm = clip_gradients_norm(local.parameters(), TPGroup.of(world), 1.0)
+        norm = clip_gradients_norm(local, 1.0)
         optimizer.step()
         optimizer.zero_grad()
         if dist.get_rank() == 0:

@@ -15,7 +15,7 @@ from lightning_autotp.capture.capture import capture, capture_local, language_mo
 from lightning_autotp.layouts.plan import Plan, SizePlan
 from lightning_autotp.operators.graph import Graph, Operator
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
-from lightning_autotp.parameters.meta import parameter_meta
+from lightning_autotp.parameters.state import parallel_state
 from lightning_autotp.proving.compare import VerificationError, compare, cut_differently
 from lightning_autotp.proving.local_sizes import Unlocalizable, find_sizes
 from lightning_autotp.ranks.agreement import raise_together
@@ -98,7 +98,7 @@ def parallelize(
             the gradients over them. Collective over it, too.
 
     Returns:
-        The same module. ``model.autotp_plan`` is the :class:`~lightning_autotp.layouts.plan.Plan`.
+        The same module. ``model.autotp`` is its :class:`~lightning_autotp.parameters.state.ParallelState`: plan, metas.
 
     Raises:
         PeerError: on every rank, if any rank fails.
@@ -125,7 +125,6 @@ def make_local(model: nn.Module, process_group: dist.ProcessGroup, example_input
     with raise_together(process_group, "building the local model"):
         apply_plan(model, plan, group)
         verify(model, solution, group.rank, inputs)
-    model.autotp_plan, model.autotp_group = plan, group  # type: ignore[assignment]
 
 
 def fill_local(model: nn.Module, device: torch.device | str | None = None, data_mesh: DeviceMesh | None = None) -> None:
@@ -133,14 +132,13 @@ def fill_local(model: nn.Module, device: torch.device | str | None = None, data_
 
     Collective over both axes. Between the halves the parameters may be brought to another dtype.
     """
-    group: TPGroup = model.autotp_group  # type: ignore[assignment]
-    process_group = group.process_group
+    process_group = parallel_state(model).group.process_group
     if data_mesh is not None:
         shard_over_data(model, data_mesh)
         device = device or data_mesh.device_type
     with raise_together(process_group, "loading the weights"):
         load_parameters(model, device=device)
-    synchronize_gradients(model, group)
+    synchronize_gradients(model)
     if data_mesh is not None:
         hook_gathered(model)
         generate_together(model)
@@ -155,9 +153,9 @@ def verify(model: nn.Module, solution: Solution, rank: int, example_inputs: Any)
     Raises:
         VerificationError: naming the first parameter, or operator, module and source line that differ.
     """
-    difference = cut_differently(
-        {name: parameter_meta(p) for name, p in model.named_parameters()}, solution
-    ) or compare(capture_local(model, example_inputs, solution.graph.opaque), solution, rank)
+    difference = cut_differently(parallel_state(model).metas, solution) or compare(
+        capture_local(model, example_inputs, solution.graph.opaque), solution, rank
+    )
     if difference is not None:
         raise VerificationError(f"the local model of rank {rank} is not the same computation: {difference}")
 

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+from local_model import state_of
 from torch import nn
 
 from lightning_autotp.layouts.ownership import Ownership
 from lightning_autotp.layouts.types import Invariant, Layout, Shard
-from lightning_autotp.parameters.meta import initialize_parameter_meta
+from lightning_autotp.parameters.state import parallel_state
+from lightning_autotp.ranks.group import TPGroup
 
 T = TypeVar("T")
 
@@ -37,19 +39,17 @@ def dealt(shape: tuple[int, ...], ranks: int) -> Layout:
 
 def localize(model: nn.Module, rank: int, ranks: int, layout: Callable[[tuple[int, ...], int], Layout] = dealt) -> None:
     """Give a meta model the local shapes of ``rank``, as replacing its layers would."""
-    initialize_parameter_meta(model)
+    group = TPGroup("", rank, ranks)
+    state = state_of(model, group, lambda _, parameter: layout(tuple(parameter.shape), ranks))
     local: dict[nn.Parameter, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            if parameter not in local:
-                meta = parameter.meta
-                meta.layout, meta.rank, meta.ranks = layout(meta.shape, ranks), rank, ranks
-                empty = torch.empty(meta.local_shape, dtype=parameter.dtype, device="meta")
-                local[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-                local[parameter].__dict__.update(parameter.__dict__)
-            module._parameters[name] = local[parameter]
+    for place in state.places(model):
+        parameter = place.parameter
+        if parameter not in local:
+            empty = torch.empty(place.meta.local_shape, dtype=parameter.dtype, device="meta")
+            local[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+            local[parameter].__dict__.update(parameter.__dict__)
+        place.module._parameters[place.attribute] = local[parameter]
+    model.autotp = state  # type: ignore[assignment]
 
 
 def assert_local_part(model: nn.Module, whole: nn.Module) -> None:
@@ -58,7 +58,7 @@ def assert_local_part(model: nn.Module, whole: nn.Module) -> None:
     local = dict(model.named_parameters(remove_duplicate=False))
     assert local.keys() == values.keys()
     for name, parameter in local.items():
-        value, meta = values[name], parameter.meta
+        value, meta = values[name], parallel_state(model).metas[name]
         assert (parameter.dtype, parameter.requires_grad) == (value.dtype, value.requires_grad), name
         assert not parameter.is_meta, name
         assert not meta.need_initialize, name

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from lightning_autotp.layouts.ownership import Ownership, Run, merge_runs
+from lightning_autotp.layouts.plan import ParameterPlan, Plan
 from lightning_autotp.layouts.types import Invariant, Layout, Replicate, Shard
-from lightning_autotp.parameters.meta import initialize_parameter_meta
+from lightning_autotp.parameters.state import ParallelState
 from lightning_autotp.ranks.group import TPGroup
 
 
@@ -98,18 +101,28 @@ def layouts(ranks: int) -> dict[str, Layout]:
     }
 
 
+def state_of(model: nn.Module, group: TPGroup, layout: Callable[[str, nn.Parameter], Layout]) -> ParallelState:
+    """The state of a whole model that is to be cut by hand as ``layout`` says, by the parameters' (first) names."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    plans = [
+        ParameterPlan(tuple(aliases), tuple(parameter.shape), parameter.element_size(), layout(aliases[0], parameter))
+        for parameter, aliases in names.items()
+    ]
+    return ParallelState.of(model, Plan(type(model).__name__, group.size, tuple(plans)), group)
+
+
 def cut(model: nn.Module, group: TPGroup, layouts: dict[str, Layout]) -> nn.Module:
     """Make ``model`` this rank's local model, in place (by indexing, not by the functions under test)."""
-    metas = initialize_parameter_meta(model)
+    state = state_of(model, group, lambda name, _: layouts[name])
     for name, parameter in model.named_parameters():
-        meta = metas[name]
-        meta.layout, meta.rank, meta.ranks, meta.need_initialize = layouts[name], group.rank, group.size, False
-        local = parameter.data
-        if isinstance(meta.layout, Shard):
-            for dim, ownership in meta.layout.dims:
+        layout, local = state.metas[name].layout, parameter.data
+        if isinstance(layout, Shard):
+            for dim, ownership in layout.dims:
                 local = local.index_select(dim, torch.tensor(ownership.indices(group.rank), dtype=torch.long))
         parameter.data = local.clone()
-    model.autotp_group = group  # type: ignore[assignment]
+    model.autotp = state  # type: ignore[assignment]
     return model
 
 

@@ -93,7 +93,7 @@ def parity(rank: int, ranks: int) -> list[str]:
         assert parameter.grad is not None
         scale = parameter.grad.abs().max()
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=0, atol=1e-5 * float(scale), msg=name)
-    return [p.names[0] for p in local.autotp_plan.parameters if isinstance(p.layout, Shard)]  # type: ignore[union-attr]
+    return [p.names[0] for p in local.autotp.plan.parameters if isinstance(p.layout, Shard)]  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

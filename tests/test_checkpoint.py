@@ -21,7 +21,7 @@ from lightning_autotp.checkpoints.state import (
     load_full_state_dict,
 )
 from lightning_autotp.layouts.types import Shard
-from lightning_autotp.parameters.gathering import model_group
+from lightning_autotp.parameters.state import ParameterTable, model_group, parallel_models
 from lightning_autotp.ranks.group import TPGroup
 
 STEPS = 3
@@ -54,10 +54,11 @@ def optimizer_of(model: nn.Module) -> torch.optim.AdamW:
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, steps: int) -> None:
     """Elementwise training: each element of the original model gets its own gradient, wherever it is held."""
+    table = ParameterTable(model) if parallel_models(model) else None
     for step in range(first, first + steps):
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                meta = getattr(parameter, "meta", None)
+                meta = None if table is None else table.meta(parameter)
                 shape = tuple(parameter.shape) if meta is None else meta.shape
                 seed = sum(map(ord, name)) + 1000 * step
                 whole = torch.randn(shape, generator=torch.Generator().manual_seed(seed))

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from distributed import SCRIPT_ENVIRONMENT, TESTS
+from local_model import state_of
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -36,7 +37,8 @@ from transformers import (
 
 from lightning_autotp.building.deferred import deferred_init
 from lightning_autotp.building.recipe import Recipe
-from lightning_autotp.parameters.meta import initialize_parameter_meta
+from lightning_autotp.layouts.types import Invariant
+from lightning_autotp.ranks.group import TPGroup
 
 ENV = {**os.environ, **SCRIPT_ENVIRONMENT}
 SIZES: dict[str, Any] = {
@@ -83,10 +85,10 @@ def build_both(build: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
         assert type(parameter) is nn.Parameter, name
         assert parameter.is_meta, name
         assert parameter.requires_grad == values[name].requires_grad, name
-        made = parameter.meta.init_fn()
+        made = parameter.autotp_recipe()
         assert (made.dtype, made.shape) == (values[name].dtype, values[name].shape), name
         assert torch.equal(made, values[name]), name
-        assert torch.equal(parameter.meta.init_fn(), values[name]), f"{name} differs the second time"
+        assert torch.equal(parameter.autotp_recipe(), values[name]), f"{name} differs the second time"
     assert torch.equal(torch.get_rng_state(), state), "making a tensor moved the generator"
     buffers = dict(expected.named_buffers())
     for name, buffer in model.named_buffers():
@@ -219,7 +221,7 @@ def test_default_dtype_is_that_of_the_time() -> None:
             parameter = nn.Parameter(torch.randn(5) / torch.arange(1, 6))
     finally:
         torch.set_default_dtype(torch.float32)
-    made = parameter.meta.init_fn()
+    made = parameter.autotp_recipe()
     torch.manual_seed(0)
     assert torch.equal(made, torch.randn(5, dtype=torch.bfloat16) / torch.arange(1, 6))
     assert torch.get_default_dtype() == torch.float32
@@ -230,7 +232,7 @@ def test_default_dtype_is_that_of_the_time() -> None:
 def test_from_config(family: str, dtype: torch.dtype) -> None:
     config = CONFIGS[family]
     _, model = build_both(lambda: AutoModelForCausalLM.from_config(config, dtype=dtype))
-    recipes = [parameter.meta.init_fn for parameter in model.parameters()]
+    recipes = [parameter.autotp_recipe for parameter in model.parameters()]
     # What was overwritten later is not computed: a normal_ and at most the zeros of the padding row.
     drawn = [sum(step.random is not None for step in recipe.steps) for recipe in recipes]
     assert max(drawn) == 1
@@ -259,8 +261,9 @@ def test_meta_model_is_ordinary() -> None:
     ids = torch.zeros(2, 7, dtype=torch.long, device="meta")
     exported = torch.export.export(duplicate, (), {"input_ids": ids, "labels": ids, "use_cache": False}, strict=False)
     assert any("embedding" in str(node.target) for node in exported.graph.nodes)
-    metas = initialize_parameter_meta(model)
+    metas = state_of(model, TPGroup("", 0, 1), lambda *_: Invariant()).metas
     assert all(isinstance(meta.init_fn, Recipe) and meta.need_initialize for meta in metas.values())
+    assert not any(hasattr(parameter, "autotp_recipe") for parameter in model.parameters())
     assert metas["model.norm.weight"].names == ("model.norm.weight",)
     assert copy.deepcopy(metas["model.norm.weight"]).init_fn is metas["model.norm.weight"].init_fn
 
@@ -273,8 +276,8 @@ def test_nested_contexts_are_one() -> None:
         with deferred_init():
             first = nn.Parameter(torch.randn(3))
         second = nn.Parameter(torch.randn(3))
-    assert torch.equal(first.meta.init_fn(), expected[0])
-    assert torch.equal(second.meta.init_fn(), expected[1])
+    assert torch.equal(first.autotp_recipe(), expected[0])
+    assert torch.equal(second.autotp_recipe(), expected[1])
 
 
 def test_other_threads_are_left_alone() -> None:
@@ -302,10 +305,10 @@ def test_values_given_from_outside_must_not_change_later() -> None:
     with deferred_init():
         parameter = nn.Parameter(torch.zeros(4))
         parameter.data.copy_(given)
-    assert torch.equal(parameter.meta.init_fn(), torch.ones(4))
+    assert torch.equal(parameter.autotp_recipe(), torch.ones(4))
     given.add_(1)
     with pytest.raises(RuntimeError, match="changed in place after the model was built"):
-        parameter.meta.init_fn()
+        parameter.autotp_recipe()
 
 
 def test_what_is_meant_to_be_on_meta_has_no_recipe() -> None:
@@ -320,7 +323,7 @@ def test_what_is_meant_to_be_on_meta_has_no_recipe() -> None:
     assert torch.equal(torch.get_rng_state(), state)
     for parameter in (layer.weight, like, inner.weight):
         assert parameter.is_meta
-        assert not hasattr(parameter, "meta")
+        assert not hasattr(parameter, "autotp_recipe")
 
 
 def test_values_from_an_empty_meta_tensor_are_an_error() -> None:
@@ -385,7 +388,7 @@ def build(kind):
         return kind()
 def make():
     for parameter in model.parameters():
-        parameter.meta.init_fn()
+        parameter.autotp_recipe()
 with deferred_init():
     nn.Linear(8, 8)
 model, many = peak_of(lambda: build(Many))

@@ -153,7 +153,7 @@ def gumbel() -> dict[str, Any]:
     x = torch.randn(3, 6)
     local = parallelize(Gumbel(), dist.group.WORLD, example_inputs=x)  # type: ignore[arg-type]
     torch.manual_seed(1)
-    return {"plan": local.autotp_plan, "value": local(x), "random": torch.get_rng_state()}
+    return {"plan": local.autotp.plan, "value": local(x), "random": torch.get_rng_state()}
 
 
 def linear() -> dict[str, Any]:

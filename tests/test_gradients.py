@@ -11,8 +11,8 @@ from distributed import run_ranks
 from local_model import Original, cut, layouts, local_model
 from torch import Tensor, nn
 
-from lightning_autotp.layouts.types import Shard
-from lightning_autotp.parameters.meta import parameter_meta
+from lightning_autotp.layouts.types import Layout, Shard
+from lightning_autotp.parameters.state import parallel_state
 from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.training.gradients import (
     average_gradients,
@@ -31,8 +31,7 @@ def factors(name: str, shape: tuple[int, ...], rank: int, step: int) -> Tensor:
     return torch.randint(-8, 9, shape, generator=torch.Generator().manual_seed(seed)).float()
 
 
-def local(whole: Tensor, parameter: nn.Parameter, rank: int) -> Tensor:
-    layout = parameter_meta(parameter).layout
+def local(whole: Tensor, layout: Layout, rank: int) -> Tensor:
     for dim, ownership in layout.dims if isinstance(layout, Shard) else ():
         whole = whole.index_select(dim, torch.tensor(ownership.indices(rank), dtype=torch.long))
     return whole
@@ -43,12 +42,12 @@ def loss_of(model: nn.Module, rank: int, step: int, parts: bool) -> Tensor:
     total = torch.zeros(())
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            shape = parameter_meta(parameter).shape
+            meta = parallel_state(model).metas[name]
             varies = parts and name != "same"
-            whole = factors(name, shape, rank if varies else 0, step)
-            total = total + (parameter * local(whole, parameter, rank)).float().sum()
+            whole = factors(name, meta.shape, rank if varies else 0, step)
+            total = total + (parameter * local(whole, meta.layout, rank)).float().sum()
             if name == "even":
-                total = total + (model.head.weight * local(whole, parameter, rank)).sum()  # type: ignore[operator]
+                total = total + (model.head.weight * local(whole, meta.layout, rank)).sum()  # type: ignore[operator]
     return total
 
 
@@ -77,28 +76,28 @@ def expected_gradients(ranks: int, steps: int) -> dict[str, Tensor]:
 
 
 def on_every_rank(rank: int, world_size: int) -> dict[str, Any]:
-    model, group = local_model()
-    handles = synchronize_gradients(model, group)
+    model, _ = local_model()
+    handles = synchronize_gradients(model)
     seen: dict[str, Any] = {}
     loss_of(model, rank, 0, parts=True).backward()
     seen["first"] = full_gradients(model)
     loss_of(model, rank, 1, parts=True).backward()
     seen["accumulated"] = full_gradients(model)
     seen["local"] = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    seen["norms"] = [gradient_norm(model.parameters(), group, norm) for norm in NORMS]
+    seen["norms"] = [gradient_norm(model, norm) for norm in NORMS]
 
     before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    seen["clip norm"] = clip_gradients_norm(model.parameters(), group, 7.5)
+    seen["clip norm"] = clip_gradients_norm(model, 7.5)
     seen["clipped"] = full_gradients(model)
-    seen["clipped norm"] = gradient_norm(model.parameters(), group)
+    seen["clipped norm"] = gradient_norm(model)
     for parameter, gradient in zip([p for p in model.parameters() if p.grad is not None], before, strict=True):
         parameter.grad = gradient
-    clip_gradients_norm(model.parameters(), group, 1e9)
+    clip_gradients_norm(model, 1e9)
     seen["not clipped"] = full_gradients(model)
     model.uneven.grad = model.uneven.grad * float("nan") if rank == 0 else model.uneven.grad
-    seen["nan"] = [gradient_norm(model.parameters(), group, norm) for norm in NORMS]
+    seen["nan"] = [gradient_norm(model, norm) for norm in NORMS]
     try:
-        clip_gradients_norm(model.parameters(), group, 1.0, error_if_nonfinite=True)
+        clip_gradients_norm(model, 1.0, error_if_nonfinite=True)
     except RuntimeError as error:
         seen["nan error"] = str(error)
 
@@ -149,10 +148,8 @@ def test_accumulation_sums_each_backward_once(ranks: list[dict[str, Any]]) -> No
 def test_every_owner_has_the_whole_gradient_of_what_it_holds(ranks: list[dict[str, Any]]) -> None:
     wanted = expected_gradients(len(ranks), 2)
     for rank, seen in enumerate(ranks):
-        model = Original()
-        cut(model, TPGroup("", rank, len(ranks)), layouts(len(ranks)))
         for name, gradient in seen["local"].items():
-            assert torch.equal(gradient, local(wanted[name], model.get_parameter(name), rank)), name
+            assert torch.equal(gradient, local(wanted[name], layouts(len(ranks))[name], rank)), name
 
 
 def test_the_sums_are_needed(ranks: list[dict[str, Any]]) -> None:
@@ -216,7 +213,7 @@ def test_a_gradient_that_only_one_rank_has_is_no_hang(ranks: list[dict[str, Any]
 @pytest.mark.parametrize("norm_type", [0.0, -1.0, float("nan")])
 def test_a_norm_must_be_positive(norm_type: float) -> None:
     with pytest.raises(ValueError, match="positive one or infinity"):
-        gradient_norm([nn.Parameter(torch.ones(2))], TPGroup("", 0, 1), norm_type)
+        gradient_norm(cut(Original(), TPGroup("", 0, 2), layouts(2)), norm_type)
 
 
 def two_by_two(rank: int) -> dict[str, Tensor]:
@@ -225,7 +222,7 @@ def two_by_two(rank: int) -> dict[str, Tensor]:
     columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     group = TPGroup.of(pairs[rank // 2])
     model = cut(Original(), group, layouts(2))
-    synchronize_gradients(model, group)
+    synchronize_gradients(model)
     assert len(average_gradients(model, columns[rank % 2])) == len(list(model.parameters()))
     assert average_gradients(model, dist.new_group([rank], use_local_synchronization=True)) == []
     for step in range(2):
@@ -238,7 +235,7 @@ def three_in_a_pair_of_threes(rank: int, world_size: int) -> dict[str, Tensor]:
     trios = [dist.new_group([0, 1, 2]), dist.new_group([3, 4, 5])]
     group = TPGroup.of(trios[rank // 3])
     model = cut(Original(), group, layouts(3))
-    synchronize_gradients(model, group)
+    synchronize_gradients(model)
     loss_of(model, rank % 3, rank // 3, parts=True).backward()
     return full_gradients(model)
 

@@ -28,7 +28,7 @@ from lightning_autotp.parallel import (
     scatter,
     vocab_parallel_lookup,
 )
-from lightning_autotp.parameters.meta import initialize_parameter_meta, parameter_meta
+from lightning_autotp.parallel.local_parameters import LocalParameters
 
 
 class ScaledEmbedding(nn.Embedding):
@@ -348,7 +348,7 @@ def test_parallel_layers_read_well() -> None:
     assert isinstance(embedding, ScaledEmbedding)
 
 
-def test_converting_keeps_the_object_its_metas_and_its_ties() -> None:
+def test_converting_keeps_the_object_its_ties_and_the_users_attributes() -> None:
     for device in ("cpu", "meta"):
         model = nn.Module()
         model.embedding = nn.Embedding(7, 6)
@@ -357,7 +357,7 @@ def test_converting_keeps_the_object_its_metas_and_its_ties() -> None:
         model.embedding.weight.requires_grad_(False)
         model.to(device)
         model.head.weight = model.embedding.weight
-        meta = initialize_parameter_meta(model)["embedding.weight"]
+        model.embedding.weight.own = "attribute"
         before, local = dict(model.named_modules()), {}
         assert VocabParallelEmbedding.convert(model.embedding, SEVEN, GROUP, local=local) is before["embedding"]
         assert ColumnParallelLinear.convert(model.head, SEVEN, GROUP, local=local) is before["head"]
@@ -365,17 +365,15 @@ def test_converting_keeps_the_object_its_metas_and_its_ties() -> None:
         assert model.head.weight.shape == (4, 6)
         assert model.head.weight.device.type == device
         assert not model.head.weight.requires_grad
-        assert parameter_meta(model.head.weight) is meta
-        assert meta.local_shape == (4, 6)
-        assert (meta.layout, meta.rank, meta.ranks) == (Shard(((0, SEVEN),)), 0, 2)
+        assert model.head.weight.own == "attribute"
+        assert [made for made, _ in local.values()] == [model.head.weight]
 
 
 def test_tied_parameters_cannot_have_two_layouts() -> None:
     model = nn.Module()
     model.first, model.second = nn.Linear(7, 7, bias=False), nn.Linear(7, 7, bias=False)
     model.second.weight = model.first.weight
-    initialize_parameter_meta(model)
-    local: dict[nn.Parameter, nn.Parameter] = {}
+    local: LocalParameters = {}
     ColumnParallelLinear.convert(model.first, SEVEN, GROUP, local=local)
     with pytest.raises(ValueError, match="tied parameters need one layout"):
         RowParallelLinear.convert(model.second, SEVEN, GROUP, local=local)

@@ -17,6 +17,7 @@ from test_deferred import CONFIGS, ENV, ties
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from lightning_autotp.building import checkpoint_reading
 from lightning_autotp.building import weight_conversion as conversion
 from lightning_autotp.building.checkpoint_reading import (
     CheckpointError,
@@ -31,8 +32,7 @@ from lightning_autotp.building.deferred import deferred_init
 from lightning_autotp.building.pretrained import meta_model
 from lightning_autotp.layouts.ownership import Ownership, merge_runs
 from lightning_autotp.layouts.types import Layout, Shard
-from lightning_autotp.parameters.meta import initialize_parameter_meta, parameter_meta
-from lightning_autotp.training import loading as load
+from lightning_autotp.parameters.state import parallel_state
 from lightning_autotp.training.loading import check_checkpoint, load_parameters
 
 
@@ -72,8 +72,10 @@ def test_recorded_initialization(ranks: int, monkeypatch: pytest.MonkeyPatch) ->
         assert ties(model) == ties(expected)
         assert model.head.weight is model.embedding.weight
         assert model.scalar.own == "attribute"
-        assert parameter_meta(model.head.weight).init_fn is None
-        assert parameter_meta(model.head.weight).names == ("embedding.weight", "head.weight")
+        meta = parallel_state(model).metas["head.weight"]
+        assert meta.init_fn is None
+        assert meta.names == ("embedding.weight", "head.weight")
+        assert meta is parallel_state(model).metas["embedding.weight"]
         state = torch.get_rng_state()
         load_parameters(model)  # nothing is left to do
         assert torch.equal(torch.get_rng_state(), state)
@@ -89,15 +91,15 @@ def test_sections(tmp_path: Path) -> None:
             model.weight = nn.Parameter(recorder.source(read_headers([str(tmp_path / "one.safetensors")])["weight"]))
         localize(model, rank, 3, sections)
         load_parameters(model)
-        ownership = parameter_meta(model.weight).layout.dims[0][1]
+        ownership = parallel_state(model).metas["weight"].layout.dims[0][1]
         assert len(ownership.held[rank]) > 1
         assert torch.equal(model.weight, value[ownership.indices(rank)])
 
 
 def test_any_callable_may_initialize() -> None:
     model = nn.Linear(4, 6, bias=False, device="meta")
-    initialize_parameter_meta(model)["weight"].init_fn = lambda: torch.arange(24.0).reshape(6, 4)
     localize(model, 1, 2)
+    parallel_state(model).metas["weight"].init_fn = lambda: torch.arange(24.0).reshape(6, 4)
     load_parameters(model)
     assert torch.equal(model.weight, torch.arange(24.0).reshape(6, 4)[3:, 2:])
 
@@ -108,14 +110,13 @@ def test_where_it_goes() -> None:
     localize(model, 0, 2)
     load_parameters(model, device=torch.device("cpu"))
     assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {"cpu"}
-    model.inner[0].weight = nn.Parameter(model.inner[0].weight.detach())
-    with pytest.raises(RuntimeError, match="no ParameterMeta"):
-        load_parameters(model)
+    with pytest.raises(RuntimeError, match="Linear has no parallel model in it"):
+        load_parameters(nn.Linear(2, 2))
 
 
 def test_nothing_to_fill_from() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
-    initialize_parameter_meta(model)
+    localize(model, 0, 1)
     with pytest.raises(CheckpointError, match=r"fill 2 parameters from.*1\.weight, 1\.bias\. Build the model in conf"):
         load_parameters(model)
 
@@ -124,17 +125,16 @@ def test_wrong_shapes_are_all_named() -> None:
     with meta_model():
         model = Tied()
     localize(model, 0, 2)
-    for name in ("0.weight", "0.bias"):
-        module = model.inner.get_submodule(name.split(".")[0])
-        parameter = getattr(module, name.split(".")[1])
-        parameter.meta.rank = 1
+    for name in ("inner.0.weight", "inner.0.bias"):
+        parallel_state(model).metas[name].rank = 1
     with pytest.raises(
         CheckpointError, match=r"inner\.0\.weight: \(5, 3\) instead of \(4, 3\)\ninner\.0\.bias: \(5,\)"
     ):
         load_parameters(model)
     with meta_model():
         model = nn.Linear(4, 4)
-    initialize_parameter_meta(model)["weight"].init_fn = lambda: torch.zeros(3, 4)
+    localize(model, 0, 1)
+    parallel_state(model).metas["weight"].init_fn = lambda: torch.zeros(3, 4)
     with pytest.raises(CheckpointError, match=r"weight is initialized as \(3, 4\) but has the shape \(4, 4\)"):
         load_parameters(model)
 
@@ -156,7 +156,7 @@ def built_from(directory: Path) -> nn.Module:
 def test_check_reads_only_headers(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = built_from(saved)
     monkeypatch.setattr(CheckpointTensor, "read", None)
-    monkeypatch.setattr(load._File, "get", None)
+    monkeypatch.setattr(checkpoint_reading._File, "get", None)
     check_checkpoint(model)
     assert all(parameter.is_meta for parameter in model.parameters())
 
@@ -189,7 +189,8 @@ def test_file_truncated_meanwhile(saved: Path) -> None:
 
 def test_file_changed_meanwhile(saved: Path) -> None:
     model = built_from(saved)
-    source = model.autotp_source
+    assert not hasattr(model, "autotp_source")
+    source = parallel_state(model).sources[""]
     assert isinstance(source, CheckpointSource)
     norm = source.tensors["model.norm.weight"]
     others = {name for name, tensor in source.tensors.items() if tensor.file == norm.file} - {"model.norm.weight"}
@@ -248,8 +249,7 @@ def work(directory):
     return model
 work(tiny)
 model, peak = peak_of(lambda: work(directory))
-metas = [parameter.meta for parameter in model.parameters()]
-largest = max(torch.Size(meta.shape).numel() * meta.dtype.itemsize for meta in metas)
+largest = max(torch.Size(meta.shape).numel() * meta.dtype.itemsize for meta in model.autotp.metas.values())
 print(peak, sum(parameter.nbytes for parameter in model.parameters()), largest)
 """
 MAKE = """

@@ -181,7 +181,7 @@ def export(rank: int, world_size: int, root: str) -> dict[str, float]:
     losses = {}
     for name in [*MIXTURES, *DEQUANTIZED, UNTIED]:
         model = load_part(Path(root) / name, rank, world_size, grid)
-        model.autotp_group = TPGroup.of(dist.group.WORLD)
+        model.autotp.group = TPGroup.of(dist.group.WORLD)
         save_pretrained(model, Path(root) / "ours" / name, max_shard_size="80KB")
     for name in PARALLELIZED:
         with meta_model():
@@ -299,7 +299,7 @@ from pathlib import Path
 large, tiny, layout, rank, ranks = *map(Path, sys.argv[1:3]), globals()[sys.argv[3]], int(sys.argv[4]), int(sys.argv[5])
 load_part(tiny, rank, ranks, layout)
 model, peak = peak_of(lambda: load_part(large, rank, ranks, layout))
-largest = max(torch.Size(p.meta.shape).numel() * p.meta.dtype.itemsize for p in model.parameters())
+largest = max(torch.Size(meta.shape).numel() * meta.dtype.itemsize for meta in model.autotp.metas.values())
 print(peak, sum(parameter.nbytes for parameter in model.parameters()), largest)
 """
 

@@ -27,7 +27,7 @@ from lightning_autotp.applying.changed_calls import CallMismatch
 from lightning_autotp.applying.replace import PlanMismatch, apply_plan
 from lightning_autotp.capture.capture import capture_local, meta_copy
 from lightning_autotp.layouts.plan import Plan
-from lightning_autotp.parameters.meta import parameter_meta
+from lightning_autotp.parameters.state import parallel_state
 from lightning_autotp.pipeline import make_plan
 from lightning_autotp.proving.compare import compare, cut_differently
 from lightning_autotp.proving.local_sizes import integer_reads
@@ -74,7 +74,7 @@ def verified(name: str, plan: Plan, solution: Solution, mutation: Mutation | Non
                 mutation.after(local)
         except (PlanMismatch, CallMismatch, ValueError):
             return BUILDING
-        if cut_differently({n: parameter_meta(p) for n, p in local.named_parameters()}, solution) is not None:
+        if cut_differently(parallel_state(local).metas, solution) is not None:
             return CUTS
         if compare(capture_local(local, batch), solution, rank) is not None:
             return TRACE
@@ -105,8 +105,7 @@ def errors(rank: int, world_size: int, escaped: dict[str, list[tuple[Plan, str]]
             apply_plan(local, plan, group)
             if unreduced:
                 local.get_submodule(unreduced).reduce_output = False
-            local.autotp_group = group
-            synchronize_gradients(local, group)
+            synchronize_gradients(local)
             torch.manual_seed(0)
             try:
                 ours = local(**batch).loss
@@ -124,8 +123,8 @@ def _gradients_off(local: nn.Module, model: nn.Module) -> float:
     wanted = {n: p.grad for n, p in model.named_parameters(remove_duplicate=False) if p.grad is not None}
     largest = max(float(gradient.abs().max()) for gradient in wanted.values())
     off = 0.0
-    for parameter in local.parameters():
-        meta = parameter_meta(parameter)
+    for name, parameter in local.named_parameters():
+        meta = parallel_state(local).metas[name]
         whole = wanted.get(meta.name)
         if whole is None or parameter.grad is None:
             continue

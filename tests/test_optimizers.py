@@ -14,8 +14,11 @@ from torch.optim import Optimizer
 from transformers import Adafactor
 
 from lightning_autotp.layouts.ownership import Ownership
+from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.layouts.types import Invariant, Shard
 from lightning_autotp.parameters.meta import ParameterMeta
+from lightning_autotp.parameters.state import ParallelState
+from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.training import optimizers
 from lightning_autotp.training.optimizers import check_optimizer
 
@@ -27,8 +30,17 @@ def parameter(*shape: int, dims: tuple[int, ...] = (0,), name: str = "weight") -
     whole = [size * 2 if dim in dims else size for dim, size in enumerate(shape)]
     layout = Shard(tuple((dim, Ownership.dealt(whole[dim], 2)) for dim in dims)) if dims else Invariant()
     made = nn.Parameter(torch.randn(shape))
-    made.meta = ParameterMeta((name,), tuple(whole), torch.float32, layout, 0, 2)  # type: ignore[attr-defined]
+    made.cut = ParameterMeta((name,), tuple(whole), torch.float32, layout, 0, 2)  # type: ignore[attr-defined]
     return made
+
+
+def model_of(optimizer: Optimizer) -> nn.Module:
+    """A module around the model that has the optimizer's cut parameters."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if hasattr(p, "cut")]
+    around = nn.ModuleDict({"model": nn.ParameterList(parameters)})
+    metas = {str(place): p.cut for place, p in enumerate(parameters)}
+    around["model"].autotp = ParallelState(Plan("List", 2, ()), TPGroup("", 0, 2), metas)  # type: ignore[assignment]
+    return around
 
 
 class Simple(Optimizer):
@@ -194,7 +206,7 @@ def verdict(optimizer: Optimizer) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         try:
-            check_optimizer(optimizer)
+            check_optimizer(optimizer, model_of(optimizer))
         except ValueError as error:
             return str(error)
         return "right"
@@ -285,8 +297,9 @@ def test_it_can_be_asked_in_the_middle_of_training() -> None:
     ],
 )
 def test_what_cannot_be_tried_is_said_once(make: Make, reason: str) -> None:
+    optimizer = make([parameter(6, 8), parameter(6)])
     with pytest.warns(UserWarning, match="could not be checked") as caught:
-        check_optimizer(make([parameter(6, 8), parameter(6)]))
+        check_optimizer(optimizer, model_of(optimizer))
     assert len(caught) == 1
     assert reason in str(caught[0].message)
 
@@ -311,8 +324,9 @@ def test_generators_that_an_optimizer_keeps_are_left_alone() -> None:
 
 def test_what_fsdp_cuts_is_cut_too(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = parameter(6, 4, dims=(), name="router")
-    check_optimizer(Lamb([whole]))
+    lamb, lion = Lamb([whole]), Lion([whole])
+    check_optimizer(lamb, model_of(lamb))
     monkeypatch.setattr(optimizers, "data_group", lambda _: object())
     with pytest.raises(ValueError, match=r"router \(cut along dim 0\)"):
-        check_optimizer(Lamb([whole]))
-    check_optimizer(Lion([whole]))
+        check_optimizer(lamb, model_of(lamb))
+    check_optimizer(lion, model_of(lion))

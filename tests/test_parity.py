@@ -48,7 +48,7 @@ class Task(L.LightningModule):
 
     def on_after_backward(self) -> None:
         if not self.gradients:
-            whole = hasattr(self.model, "autotp_plan")
+            whole = hasattr(self.model, "autotp")
             named = full_gradients(self.model) if whole else {n: p.grad for n, p in self.model.named_parameters()}
             self.gradients = {name: gradient.clone() for name, gradient in named.items()}
 
@@ -64,9 +64,9 @@ def train(family: str, strategy: str, devices: int) -> dict[str, Any]:
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(task, DataLoader(batches, batch_size=None))
-    whole = hasattr(task.model, "autotp_plan")
+    whole = hasattr(task.model, "autotp")
     state = full_state_dict(task.model) if whole else task.model.state_dict()
-    plan = task.model.autotp_plan if whole else None
+    plan = task.model.autotp.plan if whole else None
     return {"losses": task.losses, "gradients": task.gradients, "state": state, "plan": plan}
 
 

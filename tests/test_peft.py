@@ -73,7 +73,7 @@ class Tuning(Task):
         return adapted(self.case, self.folder)
 
     def on_after_backward(self) -> None:
-        parallel = any(hasattr(module, "autotp_group") for module in self.modules())
+        parallel = any(hasattr(module, "autotp") for module in self.modules())
         grads = {n: p.grad.clone() for n, p in self.named_parameters() if p.grad is not None}
         self.seen["gradients"].append(full_gradients(self) if parallel else grads)
 
@@ -98,7 +98,7 @@ def tune(
     seen["trainable"] = [name for name, parameter in task.named_parameters() if parameter.requires_grad]
     if devices > 1 and save is None and ckpt_path is None:
         fitting.strategy.save_pretrained(folder / f"{case} of {devices}")
-        plan = task.model.get_base_model().autotp_plan
+        plan = task.model.get_base_model().autotp.plan
         seen["kinds"] = {use.module: use.name for use in plan.implementations}
         seen["merging"] = error_of(task.model.merge_adapter)
     return seen
@@ -235,7 +235,7 @@ def test_deferred_adapters_have_the_values_of_one_process(case: str, folder: Pat
         assert name == same
         assert parameter.is_meta
         assert parameter.requires_grad == expected.requires_grad
-        assert torch.equal(parameter.meta.init_fn(), expected)
+        assert torch.equal(parameter.autotp_recipe(), expected)
 
 
 def test_what_cannot_be_done_says_what_to_do_instead(two: list[dict[str, Any]]) -> None:

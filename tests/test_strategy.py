@@ -83,7 +83,7 @@ class Task(L.LightningModule):
 
     def on_after_backward(self) -> None:
         if len(self.seen["gradients"]) < 2:
-            parallel = any(hasattr(module, "autotp_group") for module in self.modules())
+            parallel = any(hasattr(module, "autotp") for module in self.modules())
             alone = self.named_parameters(remove_duplicate=False)
             found = full_gradients(self) if parallel else {name: value.grad.clone() for name, value in alone}
             self.seen["gradients"].append(found)
@@ -126,7 +126,7 @@ def fit(
     fitting.fit(task, loader(shuffle) if data is None else data, ckpt_path=ckpt_path)
     if save is not None:
         fitting.save_checkpoint(save)
-    parallel = any(hasattr(module, "autotp_group") for module in task.modules())
+    parallel = any(hasattr(module, "autotp") for module in task.modules())
     task.seen["weights"] = full_state_dict(task) if parallel else {k: v.clone() for k, v in task.state_dict().items()}
     return task.seen
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from trainer_ranks import run_trainer_ranks
 
 from lightning_autotp import AutoTPStrategy, full_state_dict, grad_norms
-from lightning_autotp.parameters.meta import ParameterMeta
+from lightning_autotp.parameters.state import parallel_models
 
 IDS = torch.randint(0, 67, (32, 9), generator=torch.Generator().manual_seed(2))
 VARIANTS = ("groups", "two optimizers", "frozen", "thawed", "unused", "accumulated", "clipped", "clipped values")
@@ -76,7 +76,7 @@ class Loop(L.LightningModule):
         return None
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        parallel = any(hasattr(module, "autotp_group") for module in self.modules())
+        parallel = any(hasattr(module, "autotp") for module in self.modules())
         norms = grad_norms(self) if parallel else grad_norm(self, 2)
         self.log_dict(norms)
         self.seen["norms"].append({name: float(norm) for name, norm in norms.items()})
@@ -145,7 +145,7 @@ class LogsNorms(Task):
     """A transformer that writes down the norms of its gradients."""
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        parallel = any(hasattr(module, "autotp_group") for module in self.modules())
+        parallel = any(hasattr(module, "autotp") for module in self.modules())
         norms = grad_norms(self) if parallel else grad_norm(self, 2)
         self.seen.setdefault("norms", []).append({name: float(norm) for name, norm in norms.items()})
 
@@ -161,10 +161,8 @@ def transformer(strategy: Any, devices: int, clipping: str) -> dict[str, Any]:
     task = LogsNorms("init", 0.5, "SGD")
     trainer(strategy, devices, max_steps=4, **CLIPPING[clipping]).fit(task, loader())
     found = finished(task, devices)
-    metas = [parameter.meta for parameter in task.parameters() if hasattr(parameter, "meta")]
-    found["shared"] = sum(
-        len(block.ranks) < meta.ranks for meta in metas if isinstance(meta, ParameterMeta) for block in meta.grad_sync
-    )
+    metas = {meta.name: meta for _, state in parallel_models(task) for meta in state.metas.values()}.values()
+    found["shared"] = sum(len(block.ranks) < meta.ranks for meta in metas for block in meta.grad_sync)
     return found
 
 

@@ -14,8 +14,8 @@ PACKAGE = Path(__file__).parent.parent / "lightning_autotp"
 ORDER = [
     "layouts",
     "ranks",
-    "parameters",
     "building",
+    "parameters",
     "operators",
     "capture",
     "solving",

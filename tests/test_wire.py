@@ -118,7 +118,7 @@ def one_step(rank: int, world_size: int) -> dict[str, tuple[Plan, Counter[str], 
         with wire:
             output = local(**batch)
             (output if isinstance(output, Tensor) else output.loss).backward()
-        found[case] = (local.autotp_plan, wire.calls, wire.bytes)
+        found[case] = (local.autotp.plan, wire.calls, wire.bytes)
     return found
 
 

@@ -34,7 +34,7 @@ from lightning_autotp.applying.replace import apply_plan
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.layouts.types import Invariant, Layout, Partial, Replicate, Shard
 from lightning_autotp.parallel import collectives, cross_entropy
-from lightning_autotp.parameters.meta import parameter_meta
+from lightning_autotp.parameters.state import parallel_state
 from lightning_autotp.pipeline import make_plan
 from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.solving.solver import Solution
@@ -138,7 +138,7 @@ def check(family: str, plan: Plan, rank: int, mutation: Mutation | None = None) 
         apply_plan(model, plan, group)
         if mutation is not None:
             mutation.after(model)
-        layouts = {name: parameter_meta(p).layout for name, p in model.named_parameters()}
+        layouts = {name: meta.layout for name, meta in parallel_state(model).metas.items()}
         with spmd.set_current_mesh(mesh), typecheck(strict_mode="strict"):
             for name, parameter in model.named_parameters():
                 spmd.assert_type(parameter, {axis: _LETTERS[type(layouts[name])]})

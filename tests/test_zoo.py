@@ -119,10 +119,10 @@ def test_batches_differ_by_their_seed_and_agree_in_their_shapes() -> None:
 def test_a_gradient_is_compared_with_its_part_of_the_whole(changed: float, found: float) -> None:
     layout = Shard(((0, Ownership(3, (((0, 1),), ((1, 3),)))),))
     parameter = torch.nn.Parameter(torch.zeros(2))
-    parameter.meta = ParameterMeta(("weight",), (3,), torch.float32, layout, rank=1, ranks=2)
+    meta = ParameterMeta(("weight",), (3,), torch.float32, layout, rank=1, ranks=2)
     whole = torch.tensor([-2.0, 0.25, 0.5])
     parameter.grad = whole[1:] + torch.tensor([0.0, changed])
-    assert _gradient_error(parameter, {"weight": whole}, rounding=1e-7) == found
+    assert _gradient_error(parameter, meta, {"weight": whole}, rounding=1e-7) == found
 
 
 def test_an_architecture_that_fails_does_not_stop_the_next() -> None:

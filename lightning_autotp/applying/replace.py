@@ -18,15 +18,15 @@ from lightning_autotp.layouts.plan import ConversionPlan, ImplementationPlan, Pl
 from lightning_autotp.layouts.types import Invariant, Layout, Shard, local_shape
 from lightning_autotp.parallel.collectives import convert, gather_lengths
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
-from lightning_autotp.parallel.local_parameters import localize_parameter
+from lightning_autotp.parallel.local_parameters import LocalParameters, localize_parameter
 from lightning_autotp.parallel.logits import VocabParallelLogits
-from lightning_autotp.parameters.meta import ParameterMeta, initialize_parameter_meta
+from lightning_autotp.parameters.state import ParallelState
 from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.solving.planned import PlanMismatch
 
 
 def apply_plan(model: nn.Module, plan: Plan, group: TPGroup) -> None:
-    """Make ``model`` the local model of rank ``group.rank``, in place. No communication.
+    """Make ``model`` the local model of rank ``group.rank``, in place: it carries its state. No communication.
 
     Parameters on the meta device stay there with their local shape; real ones are sliced.
 
@@ -35,19 +35,18 @@ def apply_plan(model: nn.Module, plan: Plan, group: TPGroup) -> None:
     """
     if plan.ranks != group.size:
         raise PlanMismatch(f"the plan is for {plan.ranks} tensor-parallel ranks, the group has {group.size}")
-    metas = _checked_metas(model, plan)
-    layouts = {name: parameter.layout for parameter in plan.parameters for name in parameter.names}
-    local: dict[nn.Parameter, nn.Parameter] = {}
+    _check_parameters(model, plan)
+    state = ParallelState.of(model, plan, group)
+    layouts = {name: meta.layout for name, meta in state.metas.items()}
+    local: LocalParameters = {}
     for use in plan.implementations:
         if use.call is None:
             _make_parallel(model, use, layouts, group, local)
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
-        layout = layouts[name]
-        meta = metas[name]
-        meta.layout, meta.rank, meta.ranks = layout, group.rank, group.size
-        if isinstance(layout, Shard) and tuple(parameter.shape) != meta.local_shape:
+        meta = state.metas[name]
+        if isinstance(meta.layout, Shard) and tuple(parameter.shape) != meta.local_shape:
             path, _, attribute = name.rpartition(".")
-            (dim, ownership), *_ = layout.dims
+            (dim, ownership), *_ = meta.layout.dims
             localize_parameter(model.get_submodule(path), attribute, dim, ownership, group, local)
     for size in plan.sizes:
         if size.call is None:
@@ -62,6 +61,7 @@ def apply_plan(model: nn.Module, plan: Plan, group: TPGroup) -> None:
             module.register_forward_pre_hook(hook.before, with_kwargs=True)
         else:
             module.register_forward_hook(hook.after)
+    model.autotp = state  # type: ignore[assignment]
 
 
 def _change_calls(model: nn.Module, plan: Plan, group: TPGroup) -> None:
@@ -88,17 +88,16 @@ def _change_calls(model: nn.Module, plan: Plan, group: TPGroup) -> None:
         module.forward = LocalForward(module, path, calls)
 
 
-def _checked_metas(model: nn.Module, plan: Plan) -> dict[str, ParameterMeta]:
-    """The parameters' metas by name, after comparing the model with the plan."""
-    metas = initialize_parameter_meta(model)
+def _check_parameters(model: nn.Module, plan: Plan) -> None:
+    """Compare the model's parameters with the plan's."""
+    found = {name: tuple(parameter.shape) for name, parameter in model.named_parameters(remove_duplicate=False)}
     shapes = {name: parameter.shape for parameter in plan.parameters for name in parameter.names}
-    strangers = sorted(metas.keys() ^ shapes.keys())
+    strangers = sorted(found.keys() ^ shapes.keys())
     if strangers:
         raise PlanMismatch(f"the plan was made for another model: they differ in {', '.join(strangers[:5])}")
-    for name, meta in metas.items():
-        if meta.shape != shapes[name]:
-            raise PlanMismatch(f"{name} has shape {list(meta.shape)}, the plan says {list(shapes[name])}")
-    return metas
+    for name, shape in found.items():
+        if shape != shapes[name]:
+            raise PlanMismatch(f"{name} has shape {list(shape)}, the plan says {list(shapes[name])}")
 
 
 def _make_parallel(
@@ -106,7 +105,7 @@ def _make_parallel(
     use: ImplementationPlan,
     layouts: Mapping[str, Layout],
     group: TPGroup,
-    local: dict[nn.Parameter, nn.Parameter],
+    local: LocalParameters,
 ) -> None:
     """Turn a layer into its parallel implementation."""
     module = model.get_submodule(use.module)

@@ -4,6 +4,11 @@ A recipe is written by :mod:`~lightning_autotp.building.deferred` (or is just a 
 a file) and used by :mod:`~lightning_autotp.training.loading`. Tensors are identified by their storage: an operation is
 kept with the geometry of its arguments within their storages, so views and in-place operations need nothing of their
 own.
+
+Until there is a parallel model to hold it, a parameter's recipe is an attribute of the parameter (``autotp_recipe``).
+Nothing else stays with a parameter then: the user's code ties it, moves it between modules and these between models,
+and a table on the side would need weak references, with which torch refuses to swap tensors. Where the object is not
+kept, as in a deep copy, the recipe is lost, and loading says so.
 """
 
 from __future__ import annotations
@@ -13,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 
@@ -222,6 +227,16 @@ class Recipe:
                     if last[number] == at and number != self.target.storage:
                         storages.pop(number, None)
             return tensor(self.target)
+
+
+def leave_recipe(parameter: Tensor, recipe: Recipe) -> None:
+    """Leave a parameter's recipe on it, for :func:`take_recipe`."""
+    parameter.autotp_recipe = recipe  # type: ignore[attr-defined]
+
+
+def take_recipe(parameter: nn.Parameter) -> Recipe | None:
+    """The recipe that was left on a parameter, which no longer has it then; ``None`` if there is none."""
+    return vars(parameter).pop("autotp_recipe", None)
 
 
 def _as_recorded(view: View, result: Tensor) -> torch.UntypedStorage:

@@ -22,8 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_autotp.building.recipe import Leaf, Recipe, Source, Step, View, rng_state
-from lightning_autotp.parameters.meta import ParameterMeta
+from lightning_autotp.building.recipe import Leaf, Recipe, Source, Step, View, leave_recipe, rng_state
 
 # The attributes themselves: within the context torch.Tensor's own tell where a deferred tensor would be.
 is_meta: Callable[[Tensor], bool] = vars(torch._C.TensorBase)["is_meta"].__get__
@@ -366,9 +365,7 @@ class Recorder(TorchDispatchMode):
         self._results.clear()  # swapping refuses a tensor with weak references
         for parameter in parameters:
             if self.is_deferred(parameter):
-                recipe = self.recipe_of(parameter)
-                shape, dtype = tuple(parameter.shape), parameter.dtype
-                parameter.meta = ParameterMeta((), shape, dtype, init_fn=recipe)  # type: ignore[attr-defined]
+                leave_recipe(parameter, self.recipe_of(parameter))
         for result in results.values():
             if not isinstance(result, nn.Parameter) and self.is_deferred(result):
                 torch.utils.swap_tensors(result, self.recipe_of(result)())

@@ -39,12 +39,11 @@ from transformers.utils import (
 )
 from transformers.utils.hub import CHAT_TEMPLATE_DIR, CHAT_TEMPLATE_FILE, LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE
 
-from lightning_autotp.building.checkpoint_reading import CheckpointSource
 from lightning_autotp.checkpoints.reversal import ExportPlan, Step, describe_conversions, plan_export, skeleton
 from lightning_autotp.checkpoints.safetensors_writer import Described, SafetensorsWriter
 from lightning_autotp.checkpoints.stored import original_shape
-from lightning_autotp.parameters.gathering import model_group, tensor_meta, whole_tensor
-from lightning_autotp.parameters.local_blocks import reshard
+from lightning_autotp.parameters.gathering import whole_tensor
+from lightning_autotp.parameters.state import ParameterTable, is_parallel, parallel_state
 from lightning_autotp.ranks.agreement import raise_together
 
 _log = logging.getLogger(__name__)
@@ -120,18 +119,18 @@ def save_pretrained(
             f"save_pretrained writes a Hugging Face model, not a {type(model).__name__}: pass the PreTrainedModel"
             " itself, or save full_state_dict(model) instead"
         )
-    group = model_group(model)
+    table = ParameterTable(model)
+    group = table.group
     together = None if every_process else group.process_group
     writes = write and group.rank == 0
-    reshard(model)
     state = model.state_dict(keep_vars=True)
 
     def whole(name: str) -> Tensor | None:
-        gathered = whole_tensor(state[name], tensor_meta(state[name]), group)
+        gathered = whole_tensor(state[name], table.meta(state[name]), group)
         return gathered.cpu() if writes else None
 
     with raise_together(together, f"planning the export to {directory}"):
-        tensors = _described(state, dtype)
+        tensors = _described(state, table, dtype)
         original = skeleton(type(model), model.config, tensors)
         if model.can_generate():
             original.generation_config = model.generation_config
@@ -232,11 +231,13 @@ def describe_models(module: nn.Module) -> dict[str, Any]:
 
 def source_of(model: PreTrainedModel) -> str | None:
     """The directory or Hub id that a model was loaded from, ``None`` if it was not."""
-    source = model.__dict__.get("autotp_source")
-    return source.origin if isinstance(source, CheckpointSource) else model.config._name_or_path or None
+    source = parallel_state(model).sources.get("") if is_parallel(model) else None
+    return model.config._name_or_path or None if source is None else source.origin
 
 
-def _described(state: Mapping[str, Any], dtype: torch.dtype | None) -> dict[str, tuple[Described, Hashable]]:
+def _described(
+    state: Mapping[str, Any], table: ParameterTable, dtype: torch.dtype | None
+) -> dict[str, tuple[Described, Hashable]]:
     """What the whole tensors of a state dict are, and which: tied ones are one object."""
     other = [name for name, value in state.items() if not isinstance(value, Tensor)]
     if other:
@@ -246,7 +247,8 @@ def _described(state: Mapping[str, Any], dtype: torch.dtype | None) -> dict[str,
         )
     tensors: dict[str, tuple[Described, Hashable]] = {}
     for name, value in state.items():
-        tensors[name] = Described(original_shape(value), written_dtype(value.dtype, dtype)), id(value)
+        shape = original_shape(value, table.meta(value))
+        tensors[name] = Described(shape, written_dtype(value.dtype, dtype)), id(value)
     return tensors
 
 

@@ -2,7 +2,8 @@
 
 Whatever leaves the ranks has the names and shapes that one process would have given it, so a checkpoint written at one
 tensor-parallel size loads at any other, or without this package at all. Which part of a tensor a rank holds is read
-from its :class:`~lightning_autotp.parameters.meta.ParameterMeta`; a tensor without one is the same on every rank.
+from the :class:`~lightning_autotp.parameters.meta.ParameterMeta` of its parameter; a tensor without one is the same on
+every rank.
 
 There are two ways out. *Full* states are whole tensors: they travel as bytes, one at a time, and besides the result a
 rank holds its own part and one other rank's. *Held* states are what each rank has, for it to write by itself. Both come
@@ -18,8 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_autotp.checkpoints.stored import HeldTensor, StoredTensor, original_shape
-from lightning_autotp.parameters.gathering import gather_to_cpu, model_group, tensor_meta
-from lightning_autotp.parameters.local_blocks import fill, is_cut, like, reshard
+from lightning_autotp.parameters.gathering import gather_to_cpu
+from lightning_autotp.parameters.local_blocks import fill, is_cut
+from lightning_autotp.parameters.meta import ParameterMeta
+from lightning_autotp.parameters.state import ParameterTable
 from lightning_autotp.ranks.agreement import raise_together
 from lightning_autotp.ranks.group import TPGroup
 
@@ -56,8 +59,8 @@ def full_state_dict(model: nn.Module, *, keep: bool = True) -> dict[str, Any]:
     Raises:
         RuntimeError: if no parallel model is found.
     """
-    group = model_group(model)
-    state = _each_once(model, lambda value: gather_to_cpu(value, tensor_meta(value), group, keep))
+    table = ParameterTable(model)
+    state = _each_once(model, lambda value: gather_to_cpu(value, table.meta(value), table.group, keep))
     return state if keep else {}
 
 
@@ -77,8 +80,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], strict: boo
         RuntimeError: naming every tensor of a wrong shape and, under ``strict``, every missing and unexpected name.
             Nothing is loaded then.
     """
-    group = model_group(model)
-    reshard(model)
+    table = ParameterTable(model)
     own = model.state_dict(keep_vars=True)
     missing = [name for name in own if name not in state]
     unexpected = [name for name in state if name not in own]
@@ -87,7 +89,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], strict: boo
         problems += [f"missing: {name}" for name in missing] + [f"unexpected: {name}" for name in unexpected]
     for name in own.keys() & state.keys():
         if isinstance(own[name], Tensor):
-            expected = original_shape(own[name])
+            expected = original_shape(own[name], table.meta(own[name]))
             found = tuple(state[name].shape) if isinstance(state[name], Whole) else type(state[name]).__name__
             if found != expected:
                 problems.append(f"wrong shape: {name} is {found}, the model has {expected}")
@@ -102,7 +104,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], strict: boo
             if name not in state or id(value) in loaded:
                 continue
             if isinstance(value, Tensor):
-                _take(value, state[name], group)
+                _take(value, table.meta(value), state[name], table.group)
                 loaded.add(id(value))
             else:
                 model.get_submodule(name.rpartition(".")[0]).set_extra_state(state[name])
@@ -128,12 +130,12 @@ def full_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, *, 
             or blockwise-quantized moment): it has no meaning in the original coordinates. On ranks whose own tensors
             look alright: PeerError.
     """
-    group = model_group(model)
+    table = ParameterTable(model)
 
     def whole(entry: _Entry) -> Any:
-        return gather_to_cpu(entry.value, tensor_meta(entry.parameter) if entry.is_shaped else None, group, keep)
+        return gather_to_cpu(entry.value, entry.meta, table.group, keep)
 
-    state = _optimizer_state(optimizer, model, whole)
+    state = _optimizer_state(optimizer, model, table, whole)
     return state if keep else {**state, "state": {}}
 
 
@@ -147,10 +149,12 @@ def held_state(model: nn.Module, *, copy: bool = False) -> dict[str, Any]:
     Returns:
         Held tensors under every name in ``model.state_dict()``, one object for tied ones; other values as they are.
     """
-    group = model_group(model)
+    table = ParameterTable(model)
 
     def hold(value: Any) -> Any:
-        return HeldTensor.spoken_for(value, value, group, copy=copy) if isinstance(value, Tensor) else value
+        if not isinstance(value, Tensor):
+            return value
+        return HeldTensor.spoken_for(value, table.meta(value), table.group, copy=copy)
 
     return _each_once(model, hold)
 
@@ -166,15 +170,14 @@ def held_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, *, 
     Returns:
         As :func:`full_optimizer_state`, with held tensors.
     """
-    group = model_group(model)
+    table = ParameterTable(model)
 
     def hold(entry: _Entry) -> Any:
         if not isinstance(entry.value, Tensor):
             return entry.value
-        shared_out_as = entry.parameter if entry.is_shaped else entry.value
-        return HeldTensor.spoken_for(entry.value, shared_out_as, group, copy=copy)
+        return HeldTensor.spoken_for(entry.value, entry.meta, table.group, copy=copy)
 
-    return _optimizer_state(optimizer, model, hold)
+    return _optimizer_state(optimizer, model, table, hold)
 
 
 def load_full_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], model: nn.Module) -> None:
@@ -190,7 +193,7 @@ def load_full_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[s
     Raises:
         ValueError: if the groups do not match, or a state tensor does not have its parameter's original shape.
     """
-    reshard(model)
+    table = ParameterTable(model)
     saved_groups = state["param_groups"]
     ours = _group_names(optimizer, model)
     theirs = [group.get("param_names") or own for group, own in zip(saved_groups, ours, strict=False)]
@@ -203,7 +206,6 @@ def load_full_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[s
             f" (only saved: {sorted(_flat(theirs) - _flat(ours))}, only here: {sorted(_flat(ours) - _flat(theirs))}):"
             " configure_optimizers() must build the same groups as when the checkpoint was written"
         )
-    group = model_group(model)
     groups, local_state = [], {}
     for saved, saved_names, own_names, own in zip(saved_groups, theirs, ours, optimizer.param_groups, strict=True):
         numbers = dict(zip(saved_names, saved["params"], strict=True))
@@ -215,14 +217,13 @@ def load_full_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[s
             values = state["state"].get(numbers[name])
             if values is not None:
                 local_state[numbers[name]] = {
-                    key: _local_value(key, name, value, parameter, group) for key, value in values.items()
+                    key: _local_value(key, name, value, parameter, table) for key, value in values.items()
                 }
     optimizer.load_state_dict({"state": local_state, "param_groups": groups})
 
 
 def _each_once(model: nn.Module, make: Callable[[Any], Any]) -> dict[str, Any]:
     """What ``make`` gives for each value of the state dict; for tied ones it is called once."""
-    reshard(model)
     made: dict[int, Any] = {}
     state: dict[str, Any] = {}
     for name, value in model.state_dict(keep_vars=True).items():
@@ -246,63 +247,63 @@ def _flat(groups: list[list[str]]) -> set[str]:
 
 
 class _Entry(NamedTuple):
-    """One value of an optimizer's state; ``is_shaped``: it has one element per element of the parameter."""
+    """One value of an optimizer's state; ``meta``: of the parameter as which it lies over the ranks, if it does."""
 
     number: int
     key: str
-    parameter: Tensor
     value: Any
-    is_shaped: bool
+    meta: ParameterMeta | None
 
 
 def _optimizer_state(
-    optimizer: torch.optim.Optimizer, model: nn.Module, make: Callable[[_Entry], Any]
+    optimizer: torch.optim.Optimizer, model: nn.Module, table: ParameterTable, make: Callable[[_Entry], Any]
 ) -> dict[str, Any]:
     """What ``make`` gives for each value of an optimizer's state, and its groups with their names. Collective."""
-    reshard(model)
     local = optimizer.state_dict()
     entries: list[_Entry] = []
     groups = []
     # Shapes may fit on one rank by chance and not on another: agree before the first tensor travels.
-    with raise_together(model_group(model).process_group, "collecting the optimizer's state"):
+    with raise_together(table.group.process_group, "collecting the optimizer's state"):
         for own, described, names in zip(
             optimizer.param_groups, local["param_groups"], _group_names(optimizer, model), strict=True
         ):
             groups.append({**described, "param_names": names})
             for parameter, number, name in zip(own["params"], described["params"], names, strict=True):
+                meta, shape = table.meta(parameter), tuple(parameter.shape)
                 for key, value in local["state"].get(number, {}).items():
-                    is_shaped = _is_shaped(key, name, value, parameter, tuple(parameter.shape))
-                    entries.append(_Entry(number, key, parameter, value, is_shaped))
+                    is_shaped = _is_shaped(key, name, value, shape, meta, is_cut(parameter))
+                    entries.append(_Entry(number, key, value, meta if is_shaped else None))
     state: dict[int, dict[str, Any]] = {}
     for entry in entries:
         state.setdefault(entry.number, {})[entry.key] = make(entry)
     return {"state": state, "param_groups": groups}
 
 
-def _local_value(key: str, name: str, value: Any, parameter: Tensor, group: TPGroup) -> Any:
+def _local_value(key: str, name: str, value: Any, parameter: Tensor, table: ParameterTable) -> Any:
     if not isinstance(value, Whole):
         return value
-    if not _is_shaped(key, name, value, parameter, original_shape(parameter)):
+    meta = table.meta(parameter)
+    if not _is_shaped(key, name, value, original_shape(parameter, meta), meta, is_cut(parameter)):
         return value.read() if isinstance(value, StoredTensor) else value.clone()
-    local = like(parameter, value.dtype)
-    _take(local, value, group)
+    local = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
+    _take(local, meta, value, table.group)
     return local
 
 
-def _take(tensor: Tensor, whole: Tensor | StoredTensor, group: TPGroup) -> None:
+def _take(tensor: Tensor, meta: ParameterMeta | None, whole: Tensor | StoredTensor, group: TPGroup) -> None:
     if isinstance(whole, StoredTensor):
-        whole.read_into(tensor, group)
+        whole.read_into(tensor, meta, group)
     else:
-        fill(tensor, whole, group)
+        fill(tensor, meta, whole, group)
 
 
-def _is_shaped(key: str, name: str, value: Any, parameter: Tensor, shape: tuple[int, ...]) -> bool:
-    """Whether a value of the optimizer's state is shared out as its parameter is."""
+def _is_shaped(key: str, name: str, value: Any, shape: tuple[int, ...], meta: ParameterMeta | None, cut: bool) -> bool:
+    """Whether a value of the optimizer's state is shared out as its parameter is, which has this shape."""
     if not isinstance(value, Whole) or len(value.shape) == 0:
         return False
     if tuple(value.shape) == shape:
         return True
-    if tensor_meta(parameter) is None and not is_cut(parameter):
+    if not (cut or (meta is not None and meta.is_parallel)):
         return False
     raise ValueError(
         f"the optimizer's state {key!r} of {name} has shape {tuple(value.shape)}, the parameter {shape}:"

@@ -58,24 +58,24 @@ class HeldTensor:
         self._boxes = boxes  # original -> local
 
     @classmethod
-    def spoken_for(cls, value: Tensor, parameter: Tensor, group: TPGroup, *, copy: bool) -> HeldTensor:
-        """What this rank writes of ``value``, which lies over the ranks as ``parameter`` does.
+    def spoken_for(cls, value: Tensor, meta: ParameterMeta | None, group: TPGroup, *, copy: bool) -> HeldTensor:
+        """What this rank writes of ``value``, which lies over the ranks as the parameter does that ``meta`` is of.
 
         Args:
             value: the parameter, its gradient or a moment.
-            parameter: the parameter.
+            meta: the parameter's; ``None`` if every rank has all of it.
             group: the tensor-parallel group.
             copy: whether to take a copy on the CPU now, for a save that goes on while training does.
         """
         local = plain(value)
-        boxes = {block.original: block.local for block in counted_blocks(parameter, group)}
-        return cls(original_shape(parameter), local.to("cpu", copy=True) if copy else local, boxes)
+        boxes = {block.original: block.local for block in counted_blocks(value, meta, group)}
+        return cls(original_shape(value, meta), local.to("cpu", copy=True) if copy else local, boxes)
 
     @classmethod
-    def to_fill(cls, value: Tensor, group: TPGroup) -> HeldTensor:
-        """What this rank reads of ``value``, a parameter or one :func:`like` it."""
-        boxes = {block.original: block.local for block in held_blocks(value, group.size)}
-        return cls(original_shape(value), plain(value), boxes)
+    def to_fill(cls, value: Tensor, meta: ParameterMeta | None, group: TPGroup) -> HeldTensor:
+        """What this rank reads of ``value``, likewise."""
+        boxes = {block.original: block.local for block in held_blocks(value, meta, group.size)}
+        return cls(original_shape(value, meta), plain(value), boxes)
 
     @property
     def chunks(self) -> list[ChunkStorageMetadata]:
@@ -128,9 +128,9 @@ class StoredTensor:
         self._read(HeldTensor(self.shape, whole, {box: box}))
         return whole
 
-    def read_into(self, tensor: Tensor, group: TPGroup) -> None:
+    def read_into(self, tensor: Tensor, meta: ParameterMeta | None, group: TPGroup) -> None:
         """Fill a parameter, or what lies over the ranks as one does, with this process's part. Not collective."""
-        self._read(HeldTensor.to_fill(tensor, group))
+        self._read(HeldTensor.to_fill(tensor, meta, group))
 
     def _read(self, held: HeldTensor) -> None:
         if prod(self.shape) == 0:
@@ -223,10 +223,9 @@ class _Writing(dcp.DefaultSavePlanner):
         return value.at(index.offset) if isinstance(value, HeldTensor) else value
 
 
-def original_shape(tensor: Tensor) -> tuple[int, ...]:
+def original_shape(tensor: Tensor, meta: ParameterMeta | None) -> tuple[int, ...]:
     """A parameter's shape in the original model; any other tensor's own."""
-    meta = getattr(tensor, "meta", None)
-    return meta.shape if isinstance(meta, ParameterMeta) else tuple(tensor.shape)
+    return tuple(tensor.shape) if meta is None else meta.shape
 
 
 def write_tensors(

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_autotp.checkpoints.state import load_full_state_dict
-from lightning_autotp.parameters.gathering import model_group
 from lightning_autotp.parameters.local_blocks import plain, reshard
+from lightning_autotp.parameters.state import parallel_models
 from lightning_autotp.ranks.agreement import raise_together
 
 
@@ -60,12 +60,11 @@ class _LocalAverages(callbacks.WeightAveraging):
                 f"{type(self).__name__}(device={str(device)!r}): the averages of a divided model are gathered over its"
                 f" process group, which works on {pl_module.device.type}: leave device= out"
             )
-        model = _HeldAverages(_twin(pl_module, {}), device=device, use_buffers=self._use_buffers, **self._kwargs)
-        for copied, parameter in zip(model.module.parameters(), pl_module.parameters(), strict=True):
-            if hasattr(parameter, "meta"):
-                copied.meta = parameter.meta  # type: ignore[attr-defined]
-        model.module.autotp_group = model_group(pl_module)  # type: ignore[assignment]
-        self._average_model = model
+        made: dict[int, Any] = {}
+        twin = _twin(pl_module, made)
+        for model, state in parallel_models(pl_module):
+            made[id(model)].autotp = state.of_copy(made)
+        self._average_model = _HeldAverages(twin, device=device, use_buffers=self._use_buffers, **self._kwargs)
 
     def _swap_models(self, pl_module: LightningModule) -> None:
         reshard(pl_module)  # what an evaluation has left gathered would be taken for this rank's part

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
+
+from lightning_autotp.building.recipe import take_recipe
+from lightning_autotp.parameters.state import is_parallel
 
 
 def parallel_sizes(devices: int, tensor: int | str, data: int | str) -> tuple[int, int]:
@@ -52,7 +55,7 @@ def find_models(module: nn.Module, example_inputs: Any = None) -> list[tuple[nn.
             )
         models = [getattr(child, "_orig_mod", child) for child in children.values()]
         inputs = inputs if inputs is not None else getattr(module, "example_input_array", None)
-    return [(model, inputs) for model in models if not hasattr(model, "autotp_group")]
+    return [(model, inputs) for model in models if not is_parallel(model)]
 
 
 def outermost(module: nn.Module, kind: type[nn.Module]) -> Iterator[nn.Module]:
@@ -76,7 +79,7 @@ def fill_remaining(module: nn.Module) -> None:
             if parameter is None or not parameter.is_meta:
                 continue
             if parameter not in filled:
-                make: Callable[[], Tensor] | None = getattr(getattr(parameter, "meta", None), "init_fn", None)
+                make = take_recipe(parameter)
                 if make is None:
                     raise RuntimeError(
                         f"parameter {path + '.' if path else ''}{name} is on the meta device and has no values: build"

@@ -49,10 +49,8 @@ from lightning_autotp.checkpoints.state import (
 from lightning_autotp.lightning.averaging import refuse_whole_copies
 from lightning_autotp.lightning.discovery import fill_remaining, find_models, outermost, parallel_sizes
 from lightning_autotp.lightning.summary import summarize_as_before, summarize_whole_model
-from lightning_autotp.parameters.local_blocks import metas_kept
 from lightning_autotp.pipeline import fill_local, make_local
 from lightning_autotp.ranks.agreement import check_same_batch, check_same_weights, raise_together
-from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.ranks.peers import Peer, PeerWatch
 from lightning_autotp.training.adapters import find_adapted, save_adapter
 from lightning_autotp.training.batches import broadcast_loader, check_sampler
@@ -168,16 +166,14 @@ class AutoTPStrategy(ModelParallelStrategy):
             check_same_weights(model, None)
             make_local(model, self.tensor_parallel_group, inputs)
         # Before the parameters take memory: what is on meta becomes of the precision's dtype, and then real.
-        with metas_kept(module):
-            self.model = self.precision_plugin.convert_module(module)
+        self.model = self.precision_plugin.convert_module(module)
         copies = self.device_mesh["data_parallel"] if self._data_parallel_size != 1 else None
         for model, _ in models:
             fill_local(model, self.root_device, copies)
         with raise_together(None, "initializing the LightningModule's own parameters"):
             fill_remaining(module)
         self._share_random_state()
-        with metas_kept(module):
-            self.model_to_device()
+        self.model_to_device()
         for metric in module.modules():
             # Ranks of one tensor-parallel group have the same values: counted once.
             if isinstance(metric, Metric) and metric.process_group is None:
@@ -213,8 +209,9 @@ class AutoTPStrategy(ModelParallelStrategy):
         groups = [len(optimizer.param_groups) for optimizer in self.optimizers]
         if groups != self._checked_groups:
             with raise_together(None, "checking the optimizers"), isolate_rng():
+                assert self.lightning_module is not None
                 for optimizer in self.optimizers:
-                    check_optimizer(optimizer)
+                    check_optimizer(optimizer, self.lightning_module)
             self._checked_groups = groups
 
     def setup_precision_plugin(self) -> None:
@@ -255,8 +252,8 @@ class AutoTPStrategy(ModelParallelStrategy):
             super().teardown()
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        parameters = self.precision_plugin.main_params(optimizer)
-        clip_gradients_norm(parameters, TPGroup.of(self.tensor_parallel_group), clip_val)
+        assert self.lightning_module is not None
+        clip_gradients_norm(self.lightning_module, clip_val, parameters=self.precision_plugin.main_params(optimizer))
 
     def _clip_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
         clip_gradients_value(self.precision_plugin.main_params(optimizer), clip_val)

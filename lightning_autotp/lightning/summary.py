@@ -14,6 +14,7 @@ from torch import nn
 
 from lightning_autotp.checkpoints.stored import original_shape
 from lightning_autotp.parameters.local_blocks import plain
+from lightning_autotp.parameters.state import ParameterTable
 
 
 class ParallelSummary(ModelSummary):
@@ -26,7 +27,8 @@ class ParallelSummary(ModelSummary):
     @property
     def param_nums(self) -> list[int]:
         """Parameters of every listed module in the original model."""
-        return [_original(layer._module) for layer in self._layer_summary.values()]
+        table = ParameterTable(self._model)
+        return [_original(layer._module, table) for layer in self._layer_summary.values()]
 
     @property
     def local_param_nums(self) -> list[int]:
@@ -39,12 +41,12 @@ class ParallelSummary(ModelSummary):
     @property
     def total_parameters(self) -> int:
         """Parameters of the original model."""
-        return _original(self._model)
+        return _original(self._model, ParameterTable(self._model))
 
     @property
     def trainable_parameters(self) -> int:
         """Those of them that are trained."""
-        return _original(self._model, trainable=True)
+        return _original(self._model, ParameterTable(self._model), trainable=True)
 
     def _get_summary_data(self) -> list[tuple[str, list[str]]]:
         columns = super()._get_summary_data()
@@ -73,5 +75,7 @@ def _summary(depth: int, trainer: Trainer, module: LightningModule) -> ParallelS
     return ParallelSummary(module, max_depth=depth)
 
 
-def _original(module: nn.Module, trainable: bool = False) -> int:
-    return sum(math.prod(original_shape(p)) for p in module.parameters() if p.requires_grad or not trainable)
+def _original(module: nn.Module, table: ParameterTable, trainable: bool = False) -> int:
+    return sum(
+        math.prod(original_shape(p, table.meta(p))) for p in module.parameters() if p.requires_grad or not trainable
+    )

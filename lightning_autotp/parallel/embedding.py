@@ -22,7 +22,7 @@ from lightning_autotp.layouts.ownership import Ownership
 from lightning_autotp.layouts.plan import ImplementationPlan
 from lightning_autotp.layouts.types import Shard
 from lightning_autotp.parallel.collectives import all_reduce, owner_rows, take_owned
-from lightning_autotp.parallel.local_parameters import become, localize_parameter
+from lightning_autotp.parallel.local_parameters import LocalParameters, become, localize_parameter
 from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.solving.implementations import Implementation
 
@@ -170,7 +170,7 @@ class VocabParallelEmbedding(nn.Embedding):
         group: TPGroup,
         *,
         reduce_output: bool = True,
-        local: dict[nn.Parameter, nn.Parameter] | None = None,
+        local: LocalParameters | None = None,
     ) -> _Embedding:
         """Make an existing embedding (on meta or with values) vocabulary-parallel, in place. Not collective.
 
@@ -230,7 +230,7 @@ def _build(
     use: ImplementationPlan,
     layout: Shard,
     group: TPGroup,
-    local: dict[nn.Parameter, nn.Parameter],
+    local: LocalParameters,
 ) -> None:
     (_, ownership), *_ = layout.dims
     VocabParallelEmbedding.convert(module, ownership, group, local=local)

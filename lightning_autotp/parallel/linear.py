@@ -40,7 +40,7 @@ from lightning_autotp.parallel.collectives import (
     scatter,
     take_owned,
 )
-from lightning_autotp.parallel.local_parameters import become, localize_parameter
+from lightning_autotp.parallel.local_parameters import LocalParameters, become, localize_parameter
 from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.solving.implementations import Implementation
 
@@ -126,7 +126,7 @@ class ColumnParallelLinear(nn.Linear):
         gather_output: bool = False,
         input_is_replicated: bool = False,
         sequence_parallel: bool = False,
-        local: dict[nn.Parameter, nn.Parameter] | None = None,
+        local: LocalParameters | None = None,
     ) -> _Column:
         """Make an existing layer (on meta or with values) column-parallel, in place. Not collective.
 
@@ -276,7 +276,7 @@ class RowParallelLinear(nn.Linear):
         input_is_parallel: bool = True,
         sequence_parallel: bool = False,
         reduce_output: bool = True,
-        local: dict[nn.Parameter, nn.Parameter] | None = None,
+        local: LocalParameters | None = None,
     ) -> _Row:
         """Make an existing layer (on meta or with values) row-parallel, in place; the bias stays. Not collective.
 
@@ -373,7 +373,7 @@ def _build_column(
     use: ImplementationPlan,
     layout: Shard,
     group: TPGroup,
-    local: dict[nn.Parameter, nn.Parameter],
+    local: LocalParameters,
 ) -> None:
     (_, ownership), *_ = layout.dims
     ColumnParallelLinear.convert(
@@ -391,7 +391,7 @@ def _build_row(
     use: ImplementationPlan,
     layout: Shard,
     group: TPGroup,
-    local: dict[nn.Parameter, nn.Parameter],
+    local: LocalParameters,
 ) -> None:
     (_, ownership), *_ = layout.dims
     RowParallelLinear.convert(module, ownership, group, local=local, input_is_parallel=use.input is None)

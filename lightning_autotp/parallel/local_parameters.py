@@ -19,6 +19,9 @@ from lightning_autotp.ranks.group import TPGroup
 
 _Parallel = TypeVar("_Parallel", bound=nn.Module)
 
+LocalParameters = dict[nn.Parameter, tuple[nn.Parameter, Shard]]
+"""Local parameters and how they were cut, by the original ones, which it keeps alive."""
+
 
 def localize_parameter(
     module: nn.Module,
@@ -26,12 +29,11 @@ def localize_parameter(
     dim: int,
     ownership: Ownership,
     group: TPGroup,
-    local: dict[nn.Parameter, nn.Parameter] | None = None,
+    local: LocalParameters | None = None,
 ) -> None:
     """Replace ``module``'s parameter by this rank's part of it, on the same device. Not collective.
 
-    The new parameter keeps the old one's attributes; its ``ParameterMeta`` (if there is one) is updated in place, as
-    tied parameters share it.
+    The new parameter keeps what attributes the user has put on the old one.
 
     Args:
         module: the module that holds the parameter.
@@ -39,8 +41,8 @@ def localize_parameter(
         dim: the sharded dim.
         ownership: who holds what of it.
         group: the tensor-parallel group.
-        local: the local parameters made so far by the original ones; share one over the modules of a model, so that
-            tied parameters become one local parameter. It keeps the original parameters alive.
+        local: the local parameters made so far; share one over the modules of a model, so that tied parameters become
+            one local parameter.
 
     Raises:
         ValueError: if the module has no such plain parameter, if its size is not the map's, or if a tied parameter was
@@ -62,16 +64,12 @@ def localize_parameter(
     if old not in made:
         new = nn.Parameter(take_owned(old.detach(), dim, ownership, group.rank), requires_grad=old.requires_grad)
         vars(new).update(vars(old))
-        made[old] = new
-        meta = getattr(new, "meta", None)
-        if meta is not None:
-            meta.layout, meta.rank, meta.ranks = layout, group.rank, group.size
-    new = made[old]
-    meta = getattr(new, "meta", None)
-    if new.shape[dim] != ownership.local_size(group.rank) or (meta is not None and meta.layout != layout):
+        made[old] = new, layout
+    new, cut = made[old]
+    if cut != layout:
         raise ValueError(
             f"{type(module).__name__}.{name} is tied to a parameter that was already sharded differently "
-            f"(now {tuple(new.shape)}, wanted {layout}): tied parameters need one layout"
+            f"({cut}, wanted {layout}): tied parameters need one layout"
         )
     setattr(module, name, new)
 

@@ -1,1 +1,1 @@
-"""What a parameter of a parallel model knows of the original one, and making it whole again."""
+"""What a parallel model knows of its parameters and the original ones, and making them whole again."""

@@ -1,4 +1,4 @@
-"""A parameter's group and meta, and the whole of what the ranks share out. Collective where it says so."""
+"""The whole of what the ranks share out. Collective."""
 
 from __future__ import annotations
 
@@ -7,34 +7,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_autotp.layouts.types import Shard, boxes, local_shape
 from lightning_autotp.parameters.local_blocks import index, joined
 from lightning_autotp.parameters.meta import ParameterMeta
 from lightning_autotp.ranks.group import TPGroup
-
-
-def model_group(model: nn.Module) -> TPGroup:
-    """The tensor-parallel group of a parallel model, or of a module that has one somewhere inside.
-
-    Raises:
-        RuntimeError: if there is none.
-    """
-    for module in model.modules():
-        group = getattr(module, "autotp_group", None)
-        if isinstance(group, TPGroup):
-            return group
-    raise RuntimeError(
-        f"{type(model).__name__} has no parallel model in it: pass it (or the module that holds the parallel model)"
-        " after lightning_autotp.parallelize"
-    )
-
-
-def tensor_meta(tensor: Any) -> ParameterMeta | None:
-    """The meta of a tensor that the ranks share out, or ``None`` if every rank has all of it."""
-    meta = getattr(tensor, "meta", None)
-    return meta if isinstance(meta, ParameterMeta) and meta.is_parallel else None
 
 
 def gather_parameter(tensor: Tensor, meta: ParameterMeta, group: TPGroup) -> Tensor:
@@ -69,13 +47,14 @@ def gather_parameter(tensor: Tensor, meta: ParameterMeta, group: TPGroup) -> Ten
 
 
 def whole_tensor(tensor: Tensor, meta: ParameterMeta | None, group: TPGroup) -> Tensor:
-    """As :func:`gather_parameter`; a tensor that every rank has (``meta`` is ``None``) comes back as it is."""
-    return joined(tensor) if meta is None else gather_parameter(tensor, meta, group)
+    """As :func:`gather_parameter`; a tensor of which every rank has all comes back as it is."""
+    return gather_parameter(tensor, meta, group) if meta is not None and meta.is_parallel else joined(tensor)
 
 
 def gather_to_cpu(value: Any, meta: ParameterMeta | None, group: TPGroup, keep: bool = True) -> Any:
     """The whole of one value on the CPU, in memory of its own; ``None`` without ``keep``. Collective as the above."""
     if isinstance(value, Tensor):
+        is_new = meta is not None and meta.is_parallel
         value = whole_tensor(value, meta, group)
-        return value.to("cpu", copy=meta is None) if keep else None
+        return value.to("cpu", copy=not is_new) if keep else None
     return copy.deepcopy(value) if keep else None

@@ -2,15 +2,12 @@
 
 A parameter that FSDP2 manages is a ``DTensor`` over the data axis alone; what it is a ``DTensor`` *of* is this rank's
 tensor-parallel part, cut in dim 0. Gradients and optimizer states are alike. Everything that asks which elements of the
-original tensor are here, or how often an element counts, asks this module.
+original tensor are here, or how often an element counts, asks this module, with the meta of the parameter in question
+(``None`` for a tensor of which every rank has all).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -44,18 +41,18 @@ def data_group(tensor: Tensor) -> dist.ProcessGroup | None:
     return tensor.device_mesh.get_group() if isinstance(tensor, DTensor) else None
 
 
-def held_blocks(tensor: Tensor, ranks: int) -> tuple[Slices, ...]:
+def held_blocks(tensor: Tensor, meta: ParameterMeta | None, ranks: int) -> tuple[Slices, ...]:
     """The blocks of the original tensor that are in this process, and where they lie in :func:`plain` of it.
 
     Args:
-        tensor: a parameter (with its ``meta``), or any tensor, of which every rank then has all.
+        tensor: a parameter, or what lies over the ranks as one does.
+        meta: the parameter's.
         ranks: the tensor-parallel group's size.
 
     Returns:
         Blocks, each with the tensor-parallel ranks that hold it.
     """
-    meta = getattr(tensor, "meta", None)
-    if isinstance(meta, ParameterMeta):
+    if meta is not None:
         blocks = meta.mapping
     else:
         whole = tuple((0, size) for size in tensor.shape)
@@ -66,18 +63,18 @@ def held_blocks(tensor: Tensor, ranks: int) -> tuple[Slices, ...]:
     return tuple(_rows(block, offsets[0], offsets[0] + sizes[0]) for block in blocks if _meets(block, offsets, sizes))
 
 
-def counted_blocks(tensor: Tensor, group: TPGroup) -> tuple[Slices, ...]:
+def counted_blocks(tensor: Tensor, meta: ParameterMeta | None, group: TPGroup) -> tuple[Slices, ...]:
     """Those of :func:`held_blocks` that this rank speaks for: every element of the original has one such rank.
 
     (One in each tensor-parallel group: a tensor that FSDP2 does not manage is in every copy of the model.)
     """
-    return tuple(block for block in held_blocks(tensor, group.size) if block.ranks[0] == group.rank)
+    return tuple(block for block in held_blocks(tensor, meta, group.size) if block.ranks[0] == group.rank)
 
 
-def fill(tensor: Tensor, whole: Tensor, group: TPGroup) -> None:
-    """Copy into a parameter (or what is shaped like it, with its ``meta``) this process's part of the whole tensor."""
+def fill(tensor: Tensor, meta: ParameterMeta | None, whole: Tensor, group: TPGroup) -> None:
+    """Copy into a parameter, or what lies over the ranks as one does, this process's part of the whole tensor."""
     local = plain(tensor)
-    for block in held_blocks(tensor, group.size):
+    for block in held_blocks(tensor, meta, group.size):
         local[index(block.local)] = whole[index(block.original)]
 
 
@@ -95,25 +92,6 @@ def reshard(model: nn.Module) -> None:
     """Let FSDP2 put its parameters back in place: after a forward without backward some are still gathered."""
     for module in fsdp_modules(model):
         module.reshard()
-
-
-@contextmanager
-def metas_kept(model: nn.Module) -> Iterator[None]:
-    """Within it parameters may be replaced by others of their names, as ``model.to(...)`` does with FSDP2's."""
-    reshard(model)
-    metas = {name: meta for name, parameter in model.named_parameters() if (meta := getattr(parameter, "meta", None))}
-    yield
-    for name, parameter in model.named_parameters():
-        if name in metas:
-            parameter.meta = metas[name]  # type: ignore[attr-defined]
-
-
-def like(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """An empty tensor that lies over the ranks as a parameter does, in its own dtype."""
-    made = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-    if isinstance(meta := getattr(parameter, "meta", None), ParameterMeta):
-        made.meta = meta  # type: ignore[attr-defined]
-    return made
 
 
 def with_values(tensor: Tensor, values: Tensor) -> Tensor:

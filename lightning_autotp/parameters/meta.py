@@ -1,4 +1,4 @@
-"""``ParameterMeta``: what every parameter of a parallel model knows about itself in the original model's terms."""
+"""``ParameterMeta``: what a parameter of a parallel model is in the original model's terms."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_autotp.layouts.ownership import Run
 from lightning_autotp.layouts.types import Invariant, Layout, Shard, local_shape, owned_boxes
@@ -93,43 +93,3 @@ class ParameterMeta:
         if isinstance(self.layout, Invariant):  # every rank computes all of the gradient
             return ()
         return tuple(block for block in self.mapping if len(block.ranks) > 1)
-
-
-def parameter_meta(parameter: nn.Parameter) -> ParameterMeta:
-    """The parameter's :class:`ParameterMeta`.
-
-    Raises:
-        RuntimeError: if the parameter's model was never given to ``initialize_parameter_meta``.
-    """
-    meta = getattr(parameter, "meta", None)
-    if not isinstance(meta, ParameterMeta):
-        raise RuntimeError(
-            "this parameter has no ParameterMeta: pass its model through lightning_autotp.parallelize first"
-        )
-    return meta
-
-
-def initialize_parameter_meta(model: nn.Module) -> dict[str, ParameterMeta]:
-    """Give every parameter its meta; tied parameters, found by identity, share one.
-
-    Metas that exist (from a deferred construction) keep their ``init_fn``.
-
-    Returns:
-        The metas by every name of their parameter.
-    """
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    metas: dict[str, ParameterMeta] = {}
-    for parameter, aliases in names.items():
-        before = getattr(parameter, "meta", None)
-        meta = ParameterMeta(
-            names=tuple(aliases),
-            shape=tuple(parameter.shape),
-            dtype=parameter.dtype,
-            init_fn=before.init_fn if before is not None else None,
-            need_initialize=parameter.is_meta,
-        )
-        parameter.meta = meta  # type: ignore[attr-defined]
-        metas |= dict.fromkeys(aliases, meta)
-    return metas

@@ -1,8 +1,8 @@
 """A plan read back on a model's graph: every tensor's layout, or the first thing that does not fit.
 
 The plan says how parameters are cut, where layouts change and what runs in parallel; the operators' rules say whether
-that goes together, and what follows for all other tensors. So a plan that was edited by hand, kept from an earlier start, or
-made on another machine is proved like one that was just made.
+that goes together, and what follows for all other tensors. So a plan that was edited by hand, kept from an earlier
+start, or made on another machine is proved like one that was just made.
 """
 
 from __future__ import annotations

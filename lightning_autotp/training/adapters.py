@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from lightning_autotp.parameters.gathering import gather_to_cpu, model_group, tensor_meta
-from lightning_autotp.parameters.local_blocks import reshard
+from lightning_autotp.parameters.gathering import gather_to_cpu
+from lightning_autotp.parameters.state import ParameterTable
 from lightning_autotp.ranks.agreement import raise_together
 
 if TYPE_CHECKING:
@@ -59,12 +59,12 @@ def save_adapter(
             f"save_adapter writes the adapters of a PeftModel, not of a {type(model).__name__}: pass what"
             " get_peft_model() returned"
         )
-    group = model_group(model)
-    reshard(model)
+    table = ParameterTable(model)
+    group = table.group
     writes = write and group.rank == 0
     whole: dict[str, Tensor] = {}
     for name, value in _of_adapters(model, kwargs).items():
-        gathered = gather_to_cpu(value, tensor_meta(value), group, writes)
+        gathered = gather_to_cpu(value, table.meta(value), group, writes)
         if writes:
             whole[name] = gathered
     with raise_together(None if every_process else group.process_group, f"writing the adapter to {directory}"):

@@ -18,8 +18,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from lightning_autotp.parameters.local_blocks import fsdp_modules, is_cut, metas_kept, reshard
-from lightning_autotp.training.gradients import Hook, hook_gradient
+from lightning_autotp.parameters.local_blocks import fsdp_modules, is_cut, reshard
+from lightning_autotp.parameters.state import is_parallel, parallel_state
+from lightning_autotp.training.gradients import hook_gradient
 
 
 def shard_over_data(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -28,13 +29,12 @@ def shard_over_data(model: nn.Module, mesh: DeviceMesh) -> None:
     Scalars cannot be cut: they stay on every rank, and their gradients are not averaged here.
 
     Args:
-        model: a model whose parameters are its tensor-parallel part, with their metas.
+        model: a model whose parameters are its tensor-parallel part.
         mesh: the data-parallel ranks, which hold the same tensor-parallel part.
     """
     scalars = {parameter for parameter in model.parameters() if parameter.dim() == 0}
-    with metas_kept(model):
-        for block in [*repeated_blocks(model), model]:
-            fully_shard(block, mesh=mesh, ignored_params=scalars)
+    for block in [*repeated_blocks(model), model]:
+        fully_shard(block, mesh=mesh, ignored_params=scalars)
 
 
 def hook_gathered(model: nn.Module) -> None:
@@ -44,9 +44,9 @@ def hook_gathered(model: nn.Module) -> None:
     gathered parameters are the same objects from then on.
     """
     managers = {path: module for path, module in model.named_modules() if isinstance(module, FSDPModule)}
-    sums: dict[str, Hook] = model.autotp_gradient_sums  # type: ignore[assignment]
+    state = parallel_state(model)
     summed: dict[str, list[str]] = {}
-    for name in sums:
+    for name in state.gradient_sums:
         if is_cut(model.get_parameter(name)):
             path = name.rpartition(".")[0]
             while path not in managers:  # the model itself, whose path is empty, is one
@@ -55,7 +55,7 @@ def hook_gathered(model: nn.Module) -> None:
     for path, names in summed.items():
         managers[path].unshard()
         for name in names:
-            hook_gradient(model.get_parameter(name), sums[name])
+            hook_gradient(model.get_parameter(name), state.gradient_sums[name])
         managers[path].reshard()
 
 
@@ -110,7 +110,7 @@ def in_parts_again(module: nn.Module) -> None:
 
 def _hold(module: nn.Module, gathered: bool) -> None:
     for part in fsdp_modules(module):
-        if hasattr(part, "autotp_group"):  # a model, whose own parameters stay gathered until its backward pass
+        if is_parallel(part):  # a model, whose own parameters stay gathered until its backward pass
             part._is_fsdp_managed_module = not gathered  # type: ignore[attr-defined]
         else:
             part.set_reshard_after_forward(not gathered, recurse=False)

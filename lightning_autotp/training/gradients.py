@@ -4,12 +4,16 @@ A parameter's layout says what its local gradients mean. An element that several
 ``Replicate`` parameter, a unit that ranks share) has on each of them only a part of its gradient: the parts are
 summed by a hook during the backward pass. After that every rank's gradient is the true one for the elements it holds,
 and only quantities *over* a parameter, such as a norm, must count each element of the original model once.
+
+A hook is on a parameter object. Where another one takes its place, or the model is copied, the modules see to it that
+the new one has the hook, before they run.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -19,29 +23,51 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_autotp.layouts.types import Shard
-from lightning_autotp.parameters.gathering import gather_to_cpu, model_group, tensor_meta
+from lightning_autotp.parameters.gathering import gather_to_cpu
 from lightning_autotp.parameters.local_blocks import counted_blocks, data_group, index, is_cut, plain
 from lightning_autotp.parameters.meta import ParameterMeta
+from lightning_autotp.parameters.state import Hook, ParameterTable, Place, parallel_state
 from lightning_autotp.ranks.group import TPGroup
 
 Blocks = tuple[tuple[slice, ...], ...]
 """Index expressions of blocks of a local tensor."""
 
 
-Hook = Callable[[Tensor], Tensor]
-"""Takes what a backward pass contributes to a gradient, and returns what is to be added instead."""
+@dataclass(frozen=True)
+class GradientSum:
+    """Adds up blocks of a parameter's gradient, each over the ranks that share it; a tensor hook, and plain data.
+
+    Attributes:
+        parts: blocks, and the group that sums them, in the order in which all ranks do it.
+    """
+
+    parts: tuple[tuple[Blocks, TPGroup], ...]
+
+    def __call__(self, gradient: Tensor) -> Tensor:
+        """What the ranks' gradients add up to. Collective."""
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        for blocks, group in self.parts:
+            views = [total[block] for block in blocks]
+            if len(views) == 1 and views[0].is_contiguous():
+                dist.all_reduce(views[0], group=group.process_group)
+                continue
+            buffer = torch.cat([view.reshape(-1) for view in views])
+            dist.all_reduce(buffer, group=group.process_group)
+            for view, part in zip(views, buffer.split([view.numel() for view in views]), strict=True):
+                view.copy_(part.view_as(view))
+        return total
 
 
-def synchronize_gradients(model: nn.Module, group: TPGroup) -> list[RemovableHandle]:
+def synchronize_gradients(model: nn.Module) -> list[RemovableHandle]:
     """Sum, in every backward pass, the gradients of elements that several ranks hold over exactly those ranks.
 
-    Collective over ``group``, and so is every backward pass afterwards. Where some ranks, not all, share a unit, a
-    process group is made for them: then every process of the job must make this call at the same time, whichever
-    tensor-parallel group it is in. Call it once on a model whose parameters have their metas.
+    Collective over the model's group, and so is every backward pass afterwards. Where some ranks, not all, share a
+    unit, a process group is made for them: then every process of the job must make this call at the same time,
+    whichever tensor-parallel group it is in. Call it once on a model that carries its state.
 
     The sum is a tensor hook: it acts on what each backward pass contributes, so accumulation over several passes stays
     right, and a tied parameter, whose uses autograd adds up before the hook, is summed once. A frozen parameter gets
-    its hook too, for when it is thawed. ``model.autotp_gradient_sums`` keeps the hooks by the parameters' names: where
+    its hook too, for when it is thawed. ``model.autotp.gradient_sums`` keeps the hooks by the parameters' names: where
     FSDP2 has cut a parameter, :func:`~lightning_autotp.training.data_parallel.hook_gathered` hooks what it gathers.
 
     Every rank runs the same model, hence the hooks in the same order; within a parameter the sets of ranks come in
@@ -51,18 +77,18 @@ def synchronize_gradients(model: nn.Module, group: TPGroup) -> list[RemovableHan
     Returns:
         The hooks' handles.
     """
-    groups = _subgroups(model, group)
-    sums: dict[str, Hook] = {}
-    handles: list[RemovableHandle] = []
-    for name, parameter in model.named_parameters():
-        shared = _shared_elements(parameter)
+    state = parallel_state(model)
+    places = state.places(model)
+    groups = _subgroups([place.meta for place in places], state.group)
+    for meta in {place.meta.name: place.meta for place in places}.values():
+        shared = _shared_elements(meta)
         if shared:
-            parts = [(blocks, groups[ranks]) for ranks, blocks in sorted(shared.items())]
-            sums[name] = functools.partial(_sum_blocks, parts)
-            if not is_cut(parameter):
-                handles.append(hook_gradient(parameter, sums[name]))
-    model.autotp_gradient_sums = sums  # type: ignore[assignment]
-    return handles
+            parts = tuple((blocks, groups[ranks]) for ranks, blocks in sorted(shared.items()))
+            state.gradient_sums[meta.name] = GradientSum(parts)
+    summed = [place for place in places if place.meta.name in state.gradient_sums and not is_cut(place.parameter)]
+    hooked = {place.parameter: state.gradient_sums[place.meta.name] for place in summed}  # tied ones once
+    handles = [hook_gradient(parameter, hook) for parameter, hook in hooked.items()]
+    return handles + _keep_hooked(model, summed, state.gradient_sums)
 
 
 def average_gradients(model: nn.Module, group: dist.ProcessGroup) -> list[RemovableHandle]:
@@ -90,24 +116,26 @@ def average_gradients(model: nn.Module, group: dist.ProcessGroup) -> list[Remova
     return [hook_gradient(parameter, average) for parameter in model.parameters() if not is_cut(parameter)]
 
 
-def gradient_norm(parameters: Tensor | Iterable[Tensor], group: TPGroup, norm_type: float = 2.0) -> Tensor:
+def gradient_norm(module: nn.Module, norm_type: float = 2.0, *, parameters: Iterable[Tensor] | None = None) -> Tensor:
     """The norm of the original model's gradient: every element counted once, whatever number of ranks hold it.
 
-    Collective over ``group``, and over the data axis where FSDP2 has cut the parameters.
+    Collective over the model's tensor-parallel group, and over the data axis where FSDP2 has cut the parameters.
 
     Args:
-        parameters: local parameters; those without a gradient are left out.
-        group: the tensor-parallel group.
+        module: a parallel model after a backward pass, or a module that holds one.
         norm_type: any positive number, or infinity.
+        parameters: only these, such as an optimizer's; by default all of the module's. Those without a gradient are
+            left out.
 
     Returns:
         A scalar, float32 or wider, the same on every rank.
 
     Raises:
         ValueError: if ``norm_type`` is not positive.
+        RuntimeError: if no parallel model is found.
     """
-    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    return torch.linalg.vector_norm(_norms(parameters, group, norm_type), norm_type)
+    chosen = list(module.parameters() if parameters is None else parameters)
+    return torch.linalg.vector_norm(_norms(chosen, ParameterTable(module), norm_type), norm_type)
 
 
 def grad_norms(module: nn.Module, norm_type: float | int | str = 2.0, group_separator: str = "/") -> dict[str, Tensor]:
@@ -130,8 +158,9 @@ def grad_norms(module: nn.Module, norm_type: float | int | str = 2.0, group_sepa
         RuntimeError: if no parallel model is found.
     """
     norm_type = float(norm_type)
+    table = ParameterTable(module)
     names, parameters = zip(*module.named_parameters(), strict=True)
-    norms = _norms(parameters, model_group(module), norm_type)
+    norms = _norms(parameters, table, norm_type)
     found = {
         f"grad_{norm_type}_norm{group_separator}{name}": norm
         for name, parameter, norm in zip(names, parameters, norms, strict=True)
@@ -143,29 +172,38 @@ def grad_norms(module: nn.Module, norm_type: float | int | str = 2.0, group_sepa
 
 
 def clip_gradients_norm(
-    parameters: Tensor | Iterable[Tensor],
-    group: TPGroup,
+    module: nn.Module,
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
+    *,
+    parameters: Iterable[Tensor] | None = None,
 ) -> Tensor:
     """Scale the gradients so that the norm of the original model's gradient is at most ``max_norm``.
 
-    Collective over ``group``. Same as ``torch.nn.utils.clip_grad_norm_`` in one process.
+    Collective as :func:`gradient_norm` is. Same as ``torch.nn.utils.clip_grad_norm_`` in one process.
+
+    Args:
+        module: a parallel model after a backward pass, or a module that holds one.
+        max_norm: the greatest norm.
+        norm_type: any positive number, or infinity.
+        error_if_nonfinite: whether a norm that is not finite is an error.
+        parameters: only these, such as an optimizer's; by default all of the module's.
 
     Returns:
         The norm before clipping, a scalar.
 
     Raises:
         ValueError: if ``norm_type`` is not positive.
-        RuntimeError: under ``error_if_nonfinite``, on every rank, if the norm is not finite.
+        RuntimeError: if no parallel model is found; under ``error_if_nonfinite``, on every rank, if the norm is not
+            finite.
     """
-    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    norm = gradient_norm(parameters, group, norm_type)
+    chosen = list(module.parameters() if parameters is None else parameters)
+    norm = gradient_norm(module, norm_type, parameters=chosen)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(f"the gradients' norm of order {norm_type} is {norm.item()}: they cannot be clipped")
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for parameter in parameters:
+    for parameter in chosen:
         if parameter.grad is not None:
             plain(parameter.grad).mul_(scale.to(parameter.grad.device))
     return norm
@@ -195,7 +233,8 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor]:
     Raises:
         RuntimeError: if no parallel model is found.
     """
-    group = model_group(model)
+    table = ParameterTable(model)
+    group = table.group
     parameters = dict(model.named_parameters(remove_duplicate=False))
     present: list[list[str]] = [[] for _ in range(group.size)]
     dist.all_gather_object(present, [n for n, p in parameters.items() if p.grad is not None], group=group.process_group)
@@ -207,12 +246,12 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor]:
             continue
         if id(parameter) not in gathered:
             gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-            gathered[id(parameter)] = gather_to_cpu(gradient, tensor_meta(parameter), group)
+            gathered[id(parameter)] = gather_to_cpu(gradient, table.meta(parameter), group)
         gradients[name] = gathered[id(parameter)]
     return gradients
 
 
-def _norms(parameters: Sequence[Tensor], group: TPGroup, norm_type: float) -> Tensor:
+def _norms(parameters: Sequence[Tensor], table: ParameterTable, norm_type: float) -> Tensor:
     """The norms of the original model's gradients, ``[parameters]``, zero for those without one. Collective."""
     if not norm_type > 0:
         raise ValueError(f"norm_type is {norm_type}; a gradient norm needs a positive one or infinity")
@@ -226,12 +265,13 @@ def _norms(parameters: Sequence[Tensor], group: TPGroup, norm_type: float) -> Te
         if parameter.grad is None or not (is_first_copy or is_cut(parameter)):
             continue
         gradient = plain(parameter.grad)
-        blocks = [gradient[index(block.local)] for block in counted_blocks(parameter, group)]
+        counted = counted_blocks(parameter, table.meta(parameter), table.group)
+        blocks = [gradient[index(block.local)] for block in counted]
         parts = [torch.linalg.vector_norm(block, norm_type, dtype=dtype) for block in blocks if block.numel()]
         if parts:
             norms[place] = torch.linalg.vector_norm(torch.stack(parts), norm_type)
     # The ranks' norms are gathered, not reduced: every rank computes the same bits, and a NaN stays one.
-    for process_group in (group.process_group, spread):
+    for process_group in (table.group.process_group, spread):
         if process_group is not None:
             everyone = [torch.empty_like(norms) for _ in range(dist.get_world_size(process_group))]
             dist.all_gather(everyone, norms, group=process_group)
@@ -250,27 +290,65 @@ def hook_gradient(parameter: Tensor, hook: Hook) -> RemovableHandle:
         parameter.requires_grad_(trainable)
 
 
-def _shared_elements(parameter: Tensor) -> dict[tuple[int, ...], Blocks]:
+class _Hooked:
+    """Forward pre-hook of a module: its parameters have their hooks, also those that are not the ones of before.
+
+    Args:
+        hooks: of its parameters, and of those right below it, which its own code may use, by their names in it.
+    """
+
+    def __init__(self, hooks: dict[str, Hook]) -> None:
+        self.hooks = hooks
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        for name, hook in self.hooks.items():
+            child, _, attribute = name.rpartition(".")
+            owner = module._modules.get(child) if child else module
+            parameter = None if owner is None else owner._parameters.get(attribute)
+            if not isinstance(parameter, nn.Parameter):
+                continue
+            before = parameter._backward_hooks
+            if before is not None:
+                # torch.utils.swap_tensors leaves this dict on the parameter, but not what calls the hooks in it.
+                parameter._backward_hooks = before
+            if before is None or hook not in before.values():
+                hook_gradient(parameter, hook)
+
+
+def _keep_hooked(model: nn.Module, summed: list[Place], hooks: dict[str, Hook]) -> list[RemovableHandle]:
+    """Let the modules that use these parameters see to it that they have their hooks."""
+    watched: dict[nn.Module, dict[str, Hook]] = {}
+    above = {child: (module, name) for module in model.modules() for name, child in module.named_children()}
+    for place in summed:
+        hook = hooks[place.meta.name]
+        watched.setdefault(place.module, {})[place.attribute] = hook
+        if place.module is not model:
+            parent, name = above[place.module]
+            watched.setdefault(parent, {})[f"{name}.{place.attribute}"] = hook
+    return [module.register_forward_pre_hook(_Hooked(hooks)) for module, hooks in watched.items()]
+
+
+def _shared_elements(meta: ParameterMeta) -> dict[tuple[int, ...], Blocks]:
     """For every set of several ranks, the blocks of this rank's tensor that exactly these ranks hold and must sum."""
-    meta = getattr(parameter, "meta", None)
     shared: dict[tuple[int, ...], Blocks] = {}
-    for block in meta.grad_sync if isinstance(meta, ParameterMeta) else ():
+    for block in meta.grad_sync:
         shared[block.ranks] = (*shared.get(block.ranks, ()), index(block.local))
     return shared
 
 
-def _subgroups(model: nn.Module, group: TPGroup) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """A process group for every set of several ranks that share some element, whether or not this rank is among them.
+def _subgroups(metas: Iterable[ParameterMeta], group: TPGroup) -> dict[tuple[int, ...], TPGroup]:
+    """A group for every set of several ranks that share some element, whether or not this rank is among them.
 
     All processes make all groups in the same order, as ``torch.distributed.new_group`` demands. (Its local
     synchronization, where only a group's members take part, names a group by the number of groups a process has:
     members of different numbers of groups wait for each other under different names.)
     """
-    metas = [meta for parameter in model.parameters() if (meta := tensor_meta(parameter)) is not None]
     sets = {ranks for meta in metas for ranks in _sets(meta)}
     parts = sorted(ranks for ranks in sets if len(ranks) < group.size)
     members = dist.get_process_group_ranks(group.process_group)
-    groups = {tuple(range(group.size)): group.process_group}
+    groups = {tuple(range(group.size)): group}
     if not parts:
         return groups
     wanted = [tuple(sorted(members[rank] for rank in ranks)) for ranks in parts]
@@ -282,26 +360,14 @@ def _subgroups(model: nn.Module, group: TPGroup) -> dict[tuple[int, ...], dist.P
         }
     else:
         made = {ranks: dist.new_group(list(ranks)) for ranks in wanted}
-    return groups | {ranks: made[world] for ranks, world in zip(parts, wanted, strict=True)}
+    own = [(ranks, made[world]) for ranks, world in zip(parts, wanted, strict=True) if group.rank in ranks]
+    return groups | {ranks: TPGroup.of(process_group) for ranks, process_group in own}
 
 
 def _sets(meta: ParameterMeta) -> set[tuple[int, ...]]:
     """Every set of several ranks that share some element of a sharded parameter."""
-    dims = meta.layout.dims if isinstance(meta.layout, Shard) else ()
-    owners = [[frozenset(ranks) for _, _, ranks in ownership.owners] for _, ownership in dims]
+    if not isinstance(meta.layout, Shard):
+        return set()
+    owners = [[frozenset(ranks) for _, _, ranks in ownership.owners] for _, ownership in meta.layout.dims]
     sets = {frozenset.intersection(*combination) for combination in product(*owners)}
     return {tuple(sorted(ranks)) for ranks in sets if len(ranks) > 1}
-
-
-def _sum_blocks(sums: list[tuple[Blocks, dist.ProcessGroup]], gradient: Tensor) -> Tensor:
-    total = gradient.clone(memory_format=torch.contiguous_format)
-    for blocks, process_group in sums:
-        views = [total[block] for block in blocks]
-        if len(views) == 1 and views[0].is_contiguous():
-            dist.all_reduce(views[0], group=process_group)
-            continue
-        buffer = torch.cat([view.reshape(-1) for view in views])
-        dist.all_reduce(buffer, group=process_group)
-        for view, part in zip(views, buffer.split([view.numel() for view in views]), strict=True):
-            view.copy_(part.view_as(view))
-    return total

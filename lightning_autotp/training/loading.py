@@ -18,7 +18,6 @@ from torch import nn
 
 from lightning_autotp.building.checkpoint_reading import (
     CheckpointError,
-    CheckpointSource,
     MismatchError,
     changed_tensor,
     files_kept_open,
@@ -26,20 +25,18 @@ from lightning_autotp.building.checkpoint_reading import (
 )
 from lightning_autotp.building.recipe import Recipe
 from lightning_autotp.building.weight_conversion import Blocks
-from lightning_autotp.parameters.local_blocks import held_blocks, metas_kept, plain, with_values
-from lightning_autotp.parameters.meta import ParameterMeta, parameter_meta
+from lightning_autotp.parameters.local_blocks import held_blocks, plain, with_values
+from lightning_autotp.parameters.meta import ParameterMeta
+from lightning_autotp.parameters.state import Place, model_group, parallel_models
 
 
 def check_checkpoint(model: nn.Module) -> None:
-    """Check, reading only headers, that the files a model was built from are whole and what they were.
+    """Check, reading only headers, that the files a parallel model was built from are whole and what they were.
 
     Raises:
         CheckpointError: otherwise; a :class:`MismatchError` names every tensor that changed.
     """
-    for module in model.modules():
-        source = module.__dict__.get("autotp_source")
-        if not isinstance(source, CheckpointSource):
-            continue
+    for source in (source for _, state in parallel_models(model) for source in state.sources.values()):
         now = read_headers(source.files)
         wrong = [
             changed_tensor(tensor, now.get(name)) for name, tensor in source.tensors.items() if now.get(name) != tensor
@@ -52,46 +49,46 @@ def load_parameters(model: nn.Module, device: torch.device | str | None = None) 
     """Fill this rank's parameters, one at a time. Not collective.
 
     Each parameter that ``ParameterMeta.need_initialize`` marks is replaced by a real one of its local shape (tied ones
-    by one), which keeps its attributes. Call it after
-    :func:`~lightning_autotp.parameters.meta.initialize_parameter_meta`.
+    by one), which keeps what attributes the user has put on it.
 
     Args:
-        model: a model whose parameters have their ``ParameterMeta``: layout, rank, and how to make the whole tensor.
+        model: a parallel model, or a module that holds one: its metas say how to make the whole tensors.
         device: where the model goes; by default parameters on meta go to the CPU and all else stays where it is.
 
     Raises:
         CheckpointError: if files are missing, damaged or changed (checked before anything is read), or a parameter has
             nothing to be filled from.
+        RuntimeError: if no parallel model is found, or there are parameters in it of which nothing is known.
     """
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    metas = {parameter: parameter_meta(parameter) for parameter in names}
-    wanted = {parameter: meta for parameter, meta in metas.items() if meta.need_initialize}
-    empty = [names[parameter] for parameter, meta in wanted.items() if meta.init_fn is None]
+    model_group(model)
+    waiting: dict[nn.Parameter, list[Place]] = {}
+    for part, state in parallel_models(model):
+        for place in state.places(part):
+            if place.meta.need_initialize:
+                waiting.setdefault(place.parameter, []).append(place)
+    first = [places[0] for places in waiting.values()]
+    empty = [place.name for place in first if place.meta.init_fn is None]
     if empty:
         raise CheckpointError(
-            f"nothing is known to fill {len(empty)} parameters from, which were made on the meta device elsewhere: "
-            f"{', '.join(empty[:10])}{', ...' * (len(empty) > 10)}. Build the model in configure_model()"
+            f"nothing is known to fill {len(empty)} parameters from, which were made on the meta device elsewhere, or"
+            f" belong to another parallel model, too: {', '.join(empty[:10])}{', ...' * (len(empty) > 10)}. Build the"
+            " model in configure_model()"
         )
     wrong = [
-        f"{names[parameter]}: {tuple(parameter.shape)} instead of {meta.local_shape}"
-        for parameter, meta in wanted.items()
-        if tuple(parameter.shape) != meta.local_shape
+        f"{place.name}: {tuple(place.parameter.shape)} instead of {place.meta.local_shape}"
+        for place in first
+        if tuple(place.parameter.shape) != place.meta.local_shape
     ]
     if wrong:
         raise CheckpointError("local parameters do not have the shapes that their layouts give:\n" + "\n".join(wrong))
     check_checkpoint(model)
-    filled: dict[nn.Parameter, nn.Parameter] = {}
     with files_kept_open():
-        for module in model.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is None or parameter not in wanted:
-                    continue
-                if parameter not in filled:
-                    filled[parameter] = _fill(parameter, wanted[parameter], torch.device(device or "cpu"))
-                module._parameters[name] = filled[parameter]
+        for parameter, places in waiting.items():
+            filled = _fill(parameter, places[0].meta, torch.device(device or "cpu"))
+            for place in places:
+                place.module._parameters[place.attribute] = filled
     if device is not None:
-        with metas_kept(model):
-            model.to(device)
+        model.to(device)
 
 
 def _fill(parameter: nn.Parameter, meta: ParameterMeta, device: torch.device) -> nn.Parameter:
@@ -100,7 +97,7 @@ def _fill(parameter: nn.Parameter, meta: ParameterMeta, device: torch.device) ->
     recipe = meta.init_fn if isinstance(meta.init_fn, Recipe) else Recipe.given(meta.init_fn())  # type: ignore[misc]
     if recipe.target.size != meta.shape:
         raise CheckpointError(f"{meta.name} is initialized as {recipe.target.size} but has the shape {meta.shape}")
-    blocks = held_blocks(parameter, meta.ranks)
+    blocks = held_blocks(parameter, meta, meta.ranks)
     with torch.no_grad():
         for number, piece, part in Blocks(recipe).pieces([block.original for block in blocks]):
             where = zip(piece, blocks[number].original, blocks[number].local, strict=True)

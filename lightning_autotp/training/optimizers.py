@@ -34,9 +34,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lightning_autotp.layouts.types import Shard
-from lightning_autotp.parameters.gathering import tensor_meta
 from lightning_autotp.parameters.local_blocks import data_group, plain
-from lightning_autotp.parameters.meta import ParameterMeta
+from lightning_autotp.parameters.state import ParameterTable
 
 STEPS = 32
 """Enough for preconditioners that are recomputed every tenth step, or first used after 25."""
@@ -58,7 +57,7 @@ Kind = tuple[int, tuple[int, ...]]
 """How a parameter is cut: its number of dims, and the sharded ones."""
 
 
-def check_optimizer(optimizer: Optimizer) -> None:
+def check_optimizer(optimizer: Optimizer, module: nn.Module) -> None:
     """Refuse an optimizer that would treat this rank's part of a tensor as a whole one.
 
     Neither the optimizer nor its parameters are touched; the random state is the caller's to keep. An optimizer that
@@ -66,17 +65,20 @@ def check_optimizer(optimizer: Optimizer) -> None:
 
     Args:
         optimizer: with this rank's local parameters. Groups without a sharded parameter may do as they like.
+        module: the parallel model that has the parameters, or a module that holds one.
 
     Raises:
         ValueError: if in some group the update of an element depends on others that a rank may not have.
+        RuntimeError: if no parallel model is found.
 
     Warns:
         UserWarning: if the optimizer cannot be run on a trial tensor, so that nothing is known about it.
     """
+    table = ParameterTable(module)
     name = type(optimizer).__name__
     unknown: str | None = None
     for number, group in enumerate(optimizer.param_groups):
-        for (_, dims), parameter in _sharded(group["params"]).items():
+        for (_, dims), parameter in _sharded(group["params"], table).items():
             try:
                 difference = _difference(optimizer, parameter, parameter.dim(), dims)
             except _Unknown as error:
@@ -85,7 +87,7 @@ def check_optimizer(optimizer: Optimizer) -> None:
             if difference is not None:
                 raise ValueError(
                     f"{name} computes its update from whole tensors, of which a rank has only a part: with the options"
-                    f" of parameter group {number}, which has {_name(parameter)}"
+                    f" of parameter group {number}, which has {_name(parameter, table)}"
                     f" (cut along dim {', '.join(map(str, dims))}),"
                     " the pieces of a random tensor are updated differently from the whole, by"
                     f" {difference:.1g} times the greatest update. Use an elementwise optimizer such as SGD, Adam or"
@@ -103,11 +105,11 @@ class _Unknown(Exception):
     """The optimizer cannot be tried; says why."""
 
 
-def _sharded(parameters: Iterable[Tensor]) -> dict[Kind, Tensor]:
+def _sharded(parameters: Iterable[Tensor], table: ParameterTable) -> dict[Kind, Tensor]:
     """One parameter for each way in which some are cut: over the tensor-parallel ranks, by FSDP2, or both."""
     found: dict[Kind, Tensor] = {}
     for parameter in parameters:
-        meta = tensor_meta(parameter)
+        meta = table.meta(parameter)
         dims = {dim for dim, _ in meta.layout.dims} if meta is not None and isinstance(meta.layout, Shard) else set()
         if data_group(parameter) is not None:
             dims.add(0)
@@ -116,9 +118,9 @@ def _sharded(parameters: Iterable[Tensor]) -> dict[Kind, Tensor]:
     return found
 
 
-def _name(parameter: Tensor) -> str:
-    meta = getattr(parameter, "meta", None)
-    return meta.name if isinstance(meta, ParameterMeta) else "a parameter"
+def _name(parameter: Tensor, table: ParameterTable) -> str:
+    meta = table.meta(parameter)
+    return "a parameter" if meta is None else meta.name
 
 
 def _difference(optimizer: Optimizer, parameter: Tensor, ndim: int, dims: tuple[int, ...]) -> float | None:

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lightning_autotp.parameters.meta import parameter_meta
+from lightning_autotp.parameters.meta import ParameterMeta
+from lightning_autotp.parameters.state import parallel_state
 from lightning_autotp.pipeline import make_plan, parallelize
 from zoo.configs import LEAST_ALL_REDUCES, LEFT_OUT
 from zoo.inputs import training_batch
@@ -102,7 +103,8 @@ def _compare(
     largest = max((float(g.abs().max()) for g in gradients.values() if g is not None), default=0.0)
     rounding = largest * _ROUNDING[precision]
     visible = rounding / GRADIENT_TOLERANCE
-    errors = {n: _gradient_error(p, gradients, rounding) for n, p in local.named_parameters()}
+    metas = parallel_state(local).metas
+    errors = {n: _gradient_error(p, metas[n], gradients, rounding) for n, p in local.named_parameters()}
     worst = max(errors, key=lambda n: errors[n])
     wrong = ""
     if not loss_error <= LOSS_TOLERANCE * tighter:
@@ -132,9 +134,10 @@ def _converted(batch: dict[str, Any], precision: torch.dtype) -> dict[str, Any]:
     return {key: tuple(map(one, value)) if isinstance(value, tuple) else one(value) for key, value in batch.items()}
 
 
-def _gradient_error(parameter: nn.Parameter, wanted: dict[str, Tensor | None], rounding: float) -> float:
+def _gradient_error(
+    parameter: nn.Parameter, meta: ParameterMeta, wanted: dict[str, Tensor | None], rounding: float
+) -> float:
     """The largest difference in this rank's part, relative to the whole gradient's largest element."""
-    meta = parameter_meta(parameter)
     whole = wanted[meta.name]
     if whole is None:
         return 0.0 if parameter.grad is None else float(parameter.grad.abs().max() > 0)

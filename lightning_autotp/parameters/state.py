@@ -1,0 +1,256 @@
+"""``model.autotp``: everything that a parallel model knows of itself, in one object, with metas by parameter name.
+
+A parameter *object* says nothing: libraries put others in its place (FSDP2, ``module.to(...)``, adapters, copies). What
+a parameter is follows from its name in the model, and a name is that of the module it is in, wherever this module has
+been moved to since, and of the parameter in it. Who has a parameter object, or a list of them, asks a
+:class:`ParameterTable`, which is made anew from the names when it is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+
+from lightning_autotp.building.checkpoint_reading import CheckpointSource
+from lightning_autotp.building.recipe import take_recipe
+from lightning_autotp.layouts.plan import Plan
+from lightning_autotp.parameters.local_blocks import reshard
+from lightning_autotp.parameters.meta import ParameterMeta
+from lightning_autotp.ranks.group import TPGroup
+
+Hook = Callable[[Tensor], Tensor]
+"""Takes what a backward pass contributes to a gradient, and returns what is to be added instead."""
+
+
+class Place(NamedTuple):
+    """Where a parameter is now.
+
+    Attributes:
+        name: its name when the model was divided, by which the state knows it.
+        module: the module that has it.
+        attribute: its name there.
+        meta: what it is.
+    """
+
+    name: str
+    module: nn.Module
+    attribute: str
+    meta: ParameterMeta
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The parameter itself."""
+        parameter = self.module._parameters[self.attribute]
+        assert parameter is not None
+        return parameter
+
+
+@dataclass(repr=False)
+class ParallelState:
+    """What a parallel model is; it carries this object as ``model.autotp``.
+
+    A deep copy of the model has a state of its own, of the same plan and group.
+
+    Attributes:
+        plan: how the model is divided.
+        group: the ranks that share it.
+        metas: what each parameter is, by every name it had when the model was divided; tied names share one meta.
+        sources: the checkpoint files that the weights are from, by the path of the module that was built from them.
+        gradient_sums: what sums a parameter's gradient over the ranks, by its name, for those that need it.
+    """
+
+    plan: Plan
+    group: TPGroup
+    metas: dict[str, ParameterMeta]
+    sources: dict[str, CheckpointSource] = field(default_factory=dict)
+    gradient_sums: dict[str, Hook] = field(default_factory=dict)
+    # Weak: a part of the model that is thrown away is gone.
+    _paths: WeakKeyDictionary[nn.Module, str] = field(default_factory=WeakKeyDictionary)
+
+    @classmethod
+    def of(cls, model: nn.Module, plan: Plan, group: TPGroup) -> ParallelState:
+        """The state of a model that is about to be divided by a plan for it: parameters have their original shapes.
+
+        The recipes of the parameters and the sources of the weights, which building left on them, go over to it.
+
+        Raises:
+            RuntimeError: if there is a parallel model in it already.
+            ValueError: if the plan has two layouts for one parameter.
+        """
+        if parallel_models(model):
+            raise RuntimeError(f"{type(model).__name__} is, or holds, a model that was parallelized already")
+        layouts = {name: parameter.layout for parameter in plan.parameters for name in parameter.names}
+        names: dict[nn.Parameter, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            names.setdefault(parameter, []).append(name)
+        state = cls(plan, group, {})
+        for parameter, aliases in names.items():
+            if len({layouts[name] for name in aliases}) > 1:
+                raise ValueError(f"{', '.join(aliases)} are tied, and the plan has several layouts for them")
+            meta = ParameterMeta(
+                names=tuple(aliases),
+                shape=tuple(parameter.shape),
+                dtype=parameter.dtype,
+                layout=layouts[aliases[0]],
+                rank=group.rank,
+                ranks=group.size,
+                init_fn=take_recipe(parameter),
+                need_initialize=parameter.is_meta,
+            )
+            state.metas |= dict.fromkeys(aliases, meta)
+        for path, module in model.named_modules():
+            state._paths[module] = path
+            source = vars(module).pop("autotp_source", None)
+            if isinstance(source, CheckpointSource):
+                state.sources[path] = source
+        return state
+
+    def places(self, model: nn.Module) -> list[Place]:
+        """Where the parameters of the model that carries this state are now, under all their names.
+
+        A module that was moved, say into an adapter's wrapper, is the same module; one that took another's place is
+        known by its path.
+
+        Raises:
+            RuntimeError: naming the parameters of which nothing is known, because they came later.
+        """
+        modules = dict(_own_modules(model))
+        occupied = {self._paths[module] for module in modules.values() if module in self._paths}
+        places: list[Place] = []
+        strangers: list[str] = []
+        for path, module in modules.items():
+            before = self._paths.get(module, None if path in occupied else path)
+            for attribute in (
+                attribute for attribute, parameter in module._parameters.items() if parameter is not None
+            ):
+                name = None if before is None else _joined(before, attribute)
+                if name is None or name not in self.metas:
+                    strangers.append(_joined(path, attribute))
+                else:
+                    places.append(Place(name, module, attribute, self.metas[name]))
+        if strangers:
+            raise RuntimeError(
+                f"{', '.join(strangers[:5])}{', ...' * (len(strangers) > 5)} came into the parallel"
+                f" {type(model).__name__} after it was divided: nothing is known of how they lie over the ranks. Add"
+                " adapters, heads and parametrizations before (in configure_model()), or put what every rank is to"
+                " have whole outside of this model"
+            )
+        return places
+
+    def of_copy(self, twins: Mapping[int, Any]) -> ParallelState:
+        """The state of a copy of the model.
+
+        Args:
+            twins: the copies of its modules, by the ids of these.
+        """
+        metas = {id(meta): replace(meta) for meta in self.metas.values()}
+        made = ParallelState(self.plan, self.group, {name: metas[id(meta)] for name, meta in self.metas.items()})
+        made.sources, made.gradient_sums = dict(self.sources), dict(self.gradient_sums)
+        for module, path in self._paths.items():
+            if id(module) in twins:
+                made._paths[twins[id(module)]] = path
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelState:
+        return self.of_copy(memo)  # the modules were copied before: they come first in the model that carries this
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_paths": dict(self._paths)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _paths=WeakKeyDictionary(state["_paths"]))
+
+    def __repr__(self) -> str:
+        return f"ParallelState({self.plan.model}, rank {self.group.rank} of {self.group.size})"
+
+
+class ParameterTable:
+    """What the parameters in a module are that holds parallel models: their metas, by the parameters as they are now.
+
+    Args:
+        module: a parallel model, or a module with one or several inside. Where FSDP2 has left parameters gathered, they
+            are put back in place first.
+
+    Attributes:
+        group: the tensor-parallel group.
+
+    Raises:
+        RuntimeError: if no parallel model is found, or there are parameters in one of which nothing is known or that do
+            not have the shape of this rank's part.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.group = model_group(module)
+        reshard(module)
+        # With the parameters: an id is one object's only as long as it lives.
+        self._found: dict[int, tuple[nn.Parameter, ParameterMeta]] = {}
+        misfits: list[str] = []
+        for model, state in parallel_models(module):
+            for place in state.places(model):
+                parameter, meta = place.parameter, place.meta
+                self._found[id(parameter)] = parameter, meta
+                if tuple(parameter.shape) != meta.local_shape:
+                    misfits.append(f"{place.name} is {tuple(parameter.shape)}, this rank's part {meta.local_shape}")
+        if misfits:
+            raise RuntimeError(
+                f"{len(misfits)} parameters no longer have the shape of this rank's part of them, something else was"
+                " put in their places:\n  " + "\n  ".join(misfits[:20])
+            )
+
+    def meta(self, tensor: Any) -> ParameterMeta | None:
+        """The meta of a parameter of the parallel models; ``None`` for what is outside of them: every rank has it."""
+        found = self._found.get(id(tensor))
+        return None if found is None else found[1]
+
+
+def is_parallel(module: object) -> bool:
+    """Whether a module is a parallel model; one inside or around a parallel model is not."""
+    return isinstance(vars(module).get("autotp"), ParallelState)
+
+
+def parallel_state(model: nn.Module) -> ParallelState:
+    """The state of a parallel model, ``model.autotp``."""
+    state = model.autotp
+    assert isinstance(state, ParallelState)
+    return state
+
+
+def parallel_models(module: nn.Module) -> list[tuple[nn.Module, ParallelState]]:
+    """The parallel models that a module is or holds, with their states."""
+    return [(child, parallel_state(child)) for child in module.modules() if is_parallel(child)]
+
+
+def model_group(module: nn.Module) -> TPGroup:
+    """The tensor-parallel group of a parallel model, or of a module that has one somewhere inside.
+
+    Raises:
+        RuntimeError: if there is none.
+    """
+    for _, state in parallel_models(module):
+        return state.group
+    raise RuntimeError(
+        f"{type(module).__name__} has no parallel model in it: pass it (or the module that holds the parallel model)"
+        " after lightning_autotp.parallelize"
+    )
+
+
+def _own_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """A parallel model's modules by their paths, each once, without those of other parallel models in it."""
+    done: set[nn.Module] = set()
+    pending = [("", model)]
+    while pending:
+        path, module = pending.pop()
+        if module in done or (module is not model and is_parallel(module)):
+            continue
+        done.add(module)
+        yield path, module
+        children = [(_joined(path, name), child) for name, child in module._modules.items() if child is not None]
+        pending += reversed(children)
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
