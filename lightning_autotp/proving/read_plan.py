@@ -16,13 +16,16 @@ from lightning_autotp.solving.planned import PlanMismatch
 from lightning_autotp.solving.solver import Solution, solve
 
 
-def read_plan(plan: Plan, graph: Graph, implementations: Implementations) -> Solution:
+def read_plan(
+    plan: Plan, graph: Graph, implementations: Implementations, *, deal_tokens: bool = False
+) -> Solution:
     """The layouts that a plan means.
 
     Args:
         plan: the plan.
         graph: what the plan's model runs, with its calls opened as for the solver.
         implementations: those that the plan may name.
+        deal_tokens: whether the plan may deal out axes of activations that no parameter has.
 
     Raises:
         PlanMismatch: if the plan is not of this model, or says what the operators' rules do not allow; it names the
@@ -31,7 +34,7 @@ def read_plan(plan: Plan, graph: Graph, implementations: Implementations) -> Sol
     difference = _other_model(plan, graph)
     if difference:
         raise PlanMismatch(f"the plan was made for another model: {difference}")
-    solution = solve(graph, plan.ranks, implementations, plan=plan)
+    solution = solve(graph, plan.ranks, implementations, plan=plan, deal_tokens=deal_tokens)
     made = {(call.module, call.call) for call in plan.made_local}
     for operator in graph.operators:
         if operator.call >= 0 and (graph.calls[operator.call].module, graph.calls[operator.call].site) in made:

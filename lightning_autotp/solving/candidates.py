@@ -75,13 +75,19 @@ def _ownership(dim: Dim, held: tuple[tuple[tuple[Run, ...], ...], ...]) -> Owner
     return ownership(dim, [dict(enumerate(runs)) for runs in held])
 
 
-def candidates(parameters: Iterable[tuple[Dim, ...]], ranks: int) -> list[Sharding]:
-    """Every axis of the parameters, dealt out; with fewer units than ranks, together with another factor's."""
+def candidates(tensors: Iterable[tuple[Dim, ...]], ranks: int, among: Collection[int] | None = None) -> list[Sharding]:
+    """Every axis of some tensors, dealt out; with fewer units than ranks, together with another factor's.
+
+    Args:
+        tensors: their resolved dims.
+        ranks: among so many.
+        among: ids of the axes that may be dealt out; all by default.
+    """
     found: dict[tuple[int, ...], Sharding] = {}
-    for dims in parameters:
+    for dims in tensors:
         for factors in (factors for dim in dims for factors in _products(dim)):
             for position, factor in enumerate(factors):
-                if not isinstance(factor, Axis):
+                if not isinstance(factor, Axis) or (among is not None and factor.id not in among):
                     continue
                 if factor.size >= ranks:
                     found.setdefault((factor.id,), _dealt(factor, ranks))

@@ -94,6 +94,7 @@ def solve(
     profile: Profile | None = None,
     blocked: Mapping[int, str] | None = None,
     plan: Plan | None = None,
+    deal_tokens: bool = False,
 ) -> Solution:
     """Find the layouts of least cost.
 
@@ -104,12 +105,13 @@ def solve(
         profile: the hardware; a default one is used otherwise.
         blocked: positions of operators at which nothing may be sharded, and why.
         plan: a plan to be followed: then the layouts are those that it means.
+        deal_tokens: whether axes of activations that no parameter has (rows, tokens) may be dealt out, too.
 
     Raises:
         NothingToShard: if no parameter can be divided.
         PlanMismatch: if the operators' rules do not allow what the plan says.
     """
-    solver = _Solver(graph, ranks, implementations, profile or Profile(), blocked or {})
+    solver = _Solver(graph, ranks, implementations, profile or Profile(), blocked or {}, deal_tokens)
     if plan is not None:
         solver.follow(plan)
     while True:
@@ -132,6 +134,7 @@ class _Solver:
         implementations: Implementations,
         profile: Profile,
         blocked: Mapping[int, str],
+        deal_tokens: bool,
     ) -> None:
         self.graph, self.ranks, self.implementations, self.profile = graph, ranks, implementations, profile
         self.fixed: set[Boundary | CallPoint] = set()
@@ -175,6 +178,8 @@ class _Solver:
         of_parameters = [dim for tensor in graph.parameters for dim in self.dims.get(tensor, ())]
         self.growing = frozenset(everywhere - {axis.id for dim in of_parameters for axis in leaves(dim)})
         self.shardings = candidates([self.dims[tensor] for tensor in graph.parameters if tensor in self.dims], ranks)
+        if deal_tokens:
+            self.shardings += candidates(self.dims.values(), ranks, self.growing)
         self.cutting: dict[int, list[int]] = {}
         for number, sharding in enumerate(self.shardings):
             for axis in sharding.axes:

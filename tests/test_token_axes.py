@@ -1,0 +1,160 @@
+"""Axes of activations as candidates: the tokens of a residual stream, and the experts of stacked parameters."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from distributed import run_ranks
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_autotp.applying.replace import apply_plan
+from lightning_autotp.capture.capture import capture, capture_local, meta_copy
+from lightning_autotp.layouts.plan import Plan
+from lightning_autotp.layouts.types import Replicate, Shard
+from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
+from lightning_autotp.proving.compare import compare
+from lightning_autotp.proving.read_plan import read_plan
+from lightning_autotp.ranks.group import TPGroup
+from lightning_autotp.solving.annotate import annotate
+from lightning_autotp.solving.call_points import bare_modules, open_modules
+from lightning_autotp.solving.cost import Profile
+from lightning_autotp.solving.solver import Solution, solve
+from lightning_autotp.training.gradients import full_gradients, synchronize_gradients
+
+SLOW_MEMORY = Profile(latency=0.0, memory_bandwidth=1e9, matrix_price=1e4)
+"""Hardware on which whatever every rank does for all tokens is dear, and so is a matrix held whole."""
+
+
+class Blocks(nn.Module):
+    """Norms and products of bare matrices around a residual stream ``[tokens, hidden]``."""
+
+    def __init__(self, hidden: int = 8, inner: int = 12, layers: int = 2) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+
+        def matrix(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.randn(*shape, generator=generator) / 3)
+
+        self.up = nn.ParameterList(matrix(hidden, inner) for _ in range(layers))
+        self.down = nn.ParameterList(matrix(inner, hidden) for _ in range(layers))
+        self.norm = nn.ParameterList(matrix(hidden) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for up, down, norm in zip(self.up, self.down, self.norm, strict=True):
+            h = F.rms_norm(x, (x.shape[-1],), norm)
+            x = x + torch.matmul(F.silu(torch.matmul(h, up)), down)
+        return x.square().sum()
+
+
+class Experts(nn.Module):
+    """Every expert for every token, weighted: the expert axis is a dim of two stacked parameters."""
+
+    def __init__(self, experts: int = 5) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.router = nn.Parameter(torch.randn(6, experts, generator=generator))
+        self.up = nn.Parameter(torch.randn(experts, 6, 3, generator=generator))
+        self.down = nn.Parameter(torch.randn(experts, 3, 6, generator=generator))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = torch.matmul(x, self.router).softmax(-1)
+        h = torch.einsum("th,ehi->tei", x, self.up).relu()
+        return torch.einsum("tei,eih,te->th", h, self.down, weights).square().sum()
+
+
+def solved(model: nn.Module, batch: Tensor, ranks: int) -> Solution:
+    graph = capture(model, batch)
+    graph = open_modules(graph, bare_modules(graph, IMPLEMENTATIONS))
+    return solve(graph, ranks, IMPLEMENTATIONS, SLOW_MEMORY, deal_tokens=True)
+
+
+def planned(model: nn.Module, solution: Solution) -> Plan:
+    parameters = [((name,), tuple(p.shape), p.element_size()) for name, p in model.named_parameters()]
+    return annotate(solution, type(model).__name__, parameters)
+
+
+def changes(solution: Solution) -> list[str]:
+    return ["".join(change.pair) for change in solution.conversions]
+
+
+def test_the_tokens_of_a_residual_stream_are_dealt_out() -> None:
+    model = Blocks()
+    solution = solved(model, torch.zeros(7, 8), 2)
+    pairs = changes(solution)
+    assert {"PS", "SR"} <= set(pairs), pairs  # reduce-scattered after the second product, gathered before the first
+    layouts = {solution.graph.parameters[t]: solution.layouts[t] for t in solution.graph.parameters}
+    assert all(isinstance(layouts[f"norm.{n}"], Replicate) for n in (0, 1))  # each rank's tokens give a part of the sum
+    assert all(isinstance(layouts[f"{name}.{n}"], Shard) for name in ("up", "down") for n in (0, 1))
+
+
+def one_step(rank: int, ranks: int, kind: str, tokens: list[int]) -> list[tuple[float, dict[str, Tensor]]]:
+    torch.set_default_dtype(torch.float64)
+    model: nn.Module = {"blocks": Blocks, "experts": Experts}[kind]()
+    width = 8 if kind == "blocks" else 6
+    solution = solved(meta_copy(model), torch.zeros(7, width, device="meta"), ranks)
+    plan = Plan.from_json(planned(model, solution).to_json())
+    group = TPGroup.of(dist.group.WORLD)  # type: ignore[arg-type]
+    expected = read_plan(plan, solution.graph, IMPLEMENTATIONS, deal_tokens=True)
+    local = meta_copy(model)
+    apply_plan(local, plan, group)
+    assert compare(capture_local(local, torch.zeros(7, width, device="meta")), expected, rank) is None
+    apply_plan(model, plan, group)
+    synchronize_gradients(model)
+    found = []
+    for count in tokens:
+        model.zero_grad()
+        loss = model(torch.randn(count, width, generator=torch.Generator().manual_seed(count)))
+        loss.backward()
+        found.append((loss.item(), full_gradients(model)))
+    return found
+
+
+def whole_step(kind: str, count: int) -> tuple[float, dict[str, Tensor]]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        model: nn.Module = {"blocks": Blocks, "experts": Experts}[kind]()
+        width = 8 if kind == "blocks" else 6
+        loss = model(torch.randn(count, width, generator=torch.Generator().manual_seed(count)))
+        loss.backward()
+        return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    finally:
+        torch.set_default_dtype(before)
+
+
+def check(kind: str, ranks: int, tokens: list[int]) -> None:
+    for results in run_ranks(one_step, ranks, kind, tokens):
+        for count, (loss, gradients) in zip(tokens, results, strict=True):
+            wanted, theirs = whole_step(kind, count)
+            assert abs(loss - wanted) <= 1e-9 * abs(wanted)
+            assert gradients.keys() == theirs.keys()
+            for name, gradient in gradients.items():
+                torch.testing.assert_close(gradient, theirs[name], rtol=1e-9, atol=1e-9)
+
+
+def test_dealt_tokens_train_like_one_process_at_any_length() -> None:
+    """Fewer and more tokens than planned for, none of them a multiple of the ranks."""
+    check("blocks", 3, [7, 4, 11, 2])
+
+
+def test_whole_experts_train_like_one_process() -> None:
+    check("experts", 2, [7, 3])
+
+
+def test_whole_experts_are_dealt_out_where_that_is_cheaper() -> None:
+    solution = solved(Experts(), torch.zeros(7, 6), 2)
+    assert changes(solution)
+    layouts = {name: solution.layouts[tensor] for tensor, name in solution.graph.parameters.items()}
+    for name in ("up", "down"):
+        layout = layouts[name]
+        assert isinstance(layout, Shard)
+
+
+def test_without_it_tokens_stay_whole() -> None:
+    graph = capture(Blocks(), torch.zeros(7, 8))
+    graph = open_modules(graph, bare_modules(graph, IMPLEMENTATIONS))
+    pairs = changes(solve(graph, 2, IMPLEMENTATIONS, replace(SLOW_MEMORY)))
+    assert "PS" not in pairs
