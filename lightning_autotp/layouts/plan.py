@@ -168,6 +168,7 @@ class Plan:
         opaque: modules that were not looked into.
         modules: a short hash of what each module's own code runs (:meth:`Graph.digests`), to tell another model by.
         communication: what one step of the traced batch communicates.
+        priced_for: the size of the step that it is the cheapest for, and who said so.
     """
 
     model: str
@@ -181,6 +182,7 @@ class Plan:
     opaque: tuple[str, ...] = ()
     modules: tuple[tuple[str, str], ...] = ()
     communication: tuple[Communication, ...] = ()
+    priced_for: str = ""
 
     def to_json(self) -> str:
         """The plan as JSON text."""
@@ -207,6 +209,7 @@ class Plan:
                 opaque=tuple(data["opaque"]),
                 modules=tuple((module, digest) for module, digest in data["modules"]),
                 communication=tuple(_decode(Communication, item) for item in data["communication"]),
+                priced_for=data["priced_for"],
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"this is not a plan written by Plan.to_json: {error!r}") from error
@@ -254,6 +257,8 @@ class Plan:
         ] + [
             str(size) for size in self.sizes
         ]  # fmt: skip
+        if self.priced_for:
+            lines.append(f"priced for a step of {self.priced_for}")
         for parameter in self.parameters:
             if parameter.reason:
                 lines.append(f"whole on every rank: {parameter.names[0]}: {parameter.reason}")

@@ -261,7 +261,7 @@ def _check(
         raise ValueError(f"label_smoothing must be in [0, 1], not {label_smoothing}")
 
 
-def _communicates(shapes: Mapping[str, Sequence[int]]) -> tuple[tuple[str, int], ...]:
+def _communicates(shapes: Mapping[str, Sequence[float]]) -> tuple[tuple[str, float], ...]:
     """The largest logit of every token; then two sums, in fp32."""
     tokens = math.prod(shapes["target"])
     return ("all_reduce", 4 * tokens), ("all_reduce", 8 * tokens)

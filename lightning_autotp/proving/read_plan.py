@@ -16,9 +16,7 @@ from lightning_autotp.solving.planned import PlanMismatch
 from lightning_autotp.solving.solver import Solution, solve
 
 
-def read_plan(
-    plan: Plan, graph: Graph, implementations: Implementations, *, deal_tokens: bool = False
-) -> Solution:
+def read_plan(plan: Plan, graph: Graph, implementations: Implementations, *, deal_tokens: bool = False) -> Solution:
     """The layouts that a plan means.
 
     Args:

@@ -18,7 +18,7 @@ from lightning_autotp.layouts.plan import (
 )
 from lightning_autotp.layouts.transitions import TRANSITIONS
 from lightning_autotp.layouts.types import Invariant, Replicate, Shard
-from lightning_autotp.operators.graph import Operator
+from lightning_autotp.operators.graph import Operator, Ref
 from lightning_autotp.solving.solver import Conversion, Solution
 
 _OWN_INPUT = "in", "[0][0]"
@@ -65,6 +65,7 @@ def annotate(
         opaque=tuple(sorted(solution.graph.opaque)),
         modules=solution.graph.digests(),
         communication=_communication(solution),
+        priced_for=f"{solution.step} ({solution.step_source})",
     )
 
 
@@ -139,8 +140,9 @@ def collectives(solution: Solution) -> Iterator[tuple[str, int, Operator | None]
             yield kind, size, operator
     for position, use in solution.uses.items():
         operator = graph.operators[position]
-        for kind, size in use.implementation.sent(operator, graph, use.output):
-            yield kind, size, operator
+        shapes = {name: tensors[value.tensor].shape for name, value in operator.arguments if isinstance(value, Ref)}
+        for kind, sent in use.implementation.sent(use.output, tensors[operator.outputs[0]].bytes, shapes):
+            yield kind, int(sent), operator
     for tensor in graph.parameters:
         layout = solution.layouts.get(tensor, Invariant())
         shared = isinstance(layout, Shard) and any(owned.is_shared for _, owned in layout.dims)

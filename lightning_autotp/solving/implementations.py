@@ -14,10 +14,10 @@ from typing import Any
 
 from lightning_autotp.layouts.transitions import TRANSITIONS, Pair
 from lightning_autotp.layouts.types import Layout, Shard
-from lightning_autotp.operators.graph import Graph, Operator, Ref
+from lightning_autotp.operators.graph import Operator, Ref
 
-Shape = tuple[int, ...]
-Communicates = Callable[[Mapping[str, Shape]], tuple[tuple[str, int], ...]]
+Shape = tuple[float, ...]
+Communicates = Callable[[Mapping[str, Shape]], tuple[tuple[str, float], ...]]
 
 
 @dataclass(frozen=True)
@@ -71,15 +71,17 @@ class Implementation:
         after = tuple(pair for pair in self.outputs if pair[0] == "P")
         return after or (None,)
 
-    def sent(self, operator: Operator, graph: Graph, after: Pair | None) -> Iterator[tuple[str, int]]:
-        """``(collective, whole bytes)`` of one training step inside of it, with this change on its result."""
+    def sent(self, after: Pair | None, result: float, shapes: Mapping[str, Shape]) -> Iterator[tuple[str, float]]:
+        """``(collective, whole bytes)`` of one training step inside of it.
+
+        Args:
+            after: the change of type on its result.
+            result: bytes of the whole result.
+            shapes: whole shapes of its tensor arguments, by name.
+        """
         if after is not None:
-            result = graph.tensors[operator.outputs[0]].bytes
             yield from ((kind, result) for kind in TRANSITIONS[after].collectives)
         if self.communicates is not None:
-            shapes = {
-                name: graph.tensors[value.tensor].shape for name, value in operator.arguments if isinstance(value, Ref)
-            }
             yield from self.communicates(shapes)
 
 

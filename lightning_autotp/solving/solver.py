@@ -17,22 +17,25 @@ from functools import cached_property
 from lightning_autotp.layouts.dims import Dim, leaves, shardable
 from lightning_autotp.layouts.places import Boundary, CallPoint
 from lightning_autotp.layouts.plan import Plan
+from lightning_autotp.layouts.step_size import StepSize, TokensPerStep
 from lightning_autotp.layouts.transitions import TRANSITIONS, Pair
 from lightning_autotp.layouts.types import Invariant, Layout, Partial, Replicate, Shard
 from lightning_autotp.operators import Dims, Relation, relate
 from lightning_autotp.operators.axes import Axes
-from lightning_autotp.operators.graph import OPAQUE, Graph, Operator
+from lightning_autotp.operators.graph import OPAQUE, Graph, Operator, Ref
 from lightning_autotp.solving.call_points import private_draws, static_operands
 from lightning_autotp.solving.candidates import candidates, squares
 from lightning_autotp.solving.cost import Profile, product_flops, typical_matrix
 from lightning_autotp.solving.elimination import Elimination, NoAssignment, TooManyCombinations
 from lightning_autotp.solving.implementations import Implementation, Implementations, Use, operand_of
 from lightning_autotp.solving.planned import PlanMismatch, Planned
+from lightning_autotp.solving.pricing import ScaledSizes
 from lightning_autotp.solving.repeated_modules import twins
 
 I, R, P = "I", "R", "P"  # noqa: E741 (the field's own names for the types)
 _TYPES: dict[str, Layout] = {I: Invariant(), R: Replicate(), P: Partial()}
-# Among placements of equal cost, one inside a parallel layer is preferred to one at another module.
+# Among placements of equal cost, one inside a parallel layer is preferred to one at another module, and that to one at
+# a call.
 _ELSEWHERE = 1e-9
 
 
@@ -72,6 +75,9 @@ class Solution:
             (logits).
         whole: why parameters are left whole, by name.
         cost: seconds by the profile.
+        step: the size of the step that they are priced for.
+        step_source: who said so.
+        kinds: the layouts as the solver knows them: types, and numbers of candidates.
     """
 
     graph: Graph
@@ -85,6 +91,9 @@ class Solution:
     global_views: list[Conversion] = field(default_factory=list)
     whole: dict[str, str] = field(default_factory=dict)
     cost: float = 0.0
+    step: StepSize = field(default_factory=StepSize)
+    step_source: str = ""
+    kinds: dict[int, str | int] = field(default_factory=dict)
 
 
 def solve(
@@ -93,6 +102,8 @@ def solve(
     implementations: Implementations,
     profile: Profile | None = None,
     blocked: Mapping[int, str] | None = None,
+    tokens: TokensPerStep | None = None,
+    pinned: Mapping[str, int | None] | None = None,
     plan: Plan | None = None,
     deal_tokens: bool = False,
 ) -> Solution:
@@ -104,19 +115,22 @@ def solve(
         implementations: what operators may run as, besides themselves.
         profile: the hardware; a default one is used otherwise.
         blocked: positions of operators at which nothing may be sharded, and why.
+        tokens: the step to price for.
+        pinned: parameters, by name, that are to be cut along this dim, or, with ``None``, to be left whole.
         plan: a plan to be followed: then the layouts are those that it means.
         deal_tokens: whether axes of activations that no parameter has (rows, tokens) may be dealt out, too.
 
     Raises:
         NothingToShard: if no parameter can be divided.
+        ValueError: if a parameter cannot be as it is pinned.
         PlanMismatch: if the operators' rules do not allow what the plan says.
     """
-    solver = _Solver(graph, ranks, implementations, profile or Profile(), blocked or {}, deal_tokens)
+    solver = _Solver(graph, ranks, implementations, profile or Profile(), blocked or {}, tokens, deal_tokens)
     if plan is not None:
         solver.follow(plan)
     while True:
         try:
-            solution = solver.solve()
+            solution = solver.solve(pinned or {})
         except TooManyCombinations:
             solver.keep_the_largest_half()
             continue
@@ -124,6 +138,19 @@ def solve(
         if not varying:
             return solution
         solver.fixed |= varying
+
+
+def price(
+    solution: Solution,
+    tokens: TokensPerStep,
+    implementations: Implementations,
+    profile: Profile | None = None,
+    blocked: Mapping[int, str] | None = None,
+) -> float:
+    """What the layouts of a solution cost at a step of another size, in seconds."""
+    return _Solver(solution.graph, solution.ranks, implementations, profile or Profile(), blocked or {}, tokens).price(
+        solution.kinds
+    )
 
 
 class _Solver:
@@ -134,7 +161,8 @@ class _Solver:
         implementations: Implementations,
         profile: Profile,
         blocked: Mapping[int, str],
-        deal_tokens: bool,
+        tokens: TokensPerStep | None = None,
+        deal_tokens: bool = False,
     ) -> None:
         self.graph, self.ranks, self.implementations, self.profile = graph, ranks, implementations, profile
         self.fixed: set[Boundary | CallPoint] = set()
@@ -167,16 +195,23 @@ class _Solver:
         self.layers = {operator.module for operator in graph.operators if implementations.is_layer(operator)}
         self._layouts: dict[tuple[Dims, int], Layout] = {}
         self.planned: Planned | None = None
+        self._works: dict[int, tuple[float, float]] = {}
         tensors = graph.tensors
-        crossing = [tensors[op.outputs[0]].bytes for op in graph.operators if op.boundary is not None]
+        self.tokens = tokens or TokensPerStep()
+        self.sizes = ScaledSizes(graph, self.relations, self.tokens)
+        self.bytes = {tensor: self.sizes.bytes(tensor, dims) for tensor, dims in self.dims.items()}
+        crossing = [
+            self.bytes.get(op.outputs[0], tensors[op.outputs[0]].bytes)
+            for op in graph.operators
+            if op.boundary is not None
+        ]
         # What stays whole in any case does not say what is large.
         opaque = {tensor for operator in graph.operators if operator.name == OPAQUE for tensor in operator.inputs}
         divisible = [tensors[tensor] for tensor in graph.parameters if tensor not in opaque]
         self.matrix = typical_matrix([(tensor.shape, tensor.bytes) for tensor in divisible])
         self.hidden = statistics.median(crossing or [1])
-        everywhere = {axis.id for dims in self.dims.values() for dim in dims for axis in leaves(dim)}
         of_parameters = [dim for tensor in graph.parameters for dim in self.dims.get(tensor, ())]
-        self.growing = frozenset(everywhere - {axis.id for dim in of_parameters for axis in leaves(dim)})
+        self.growing = self.sizes.growing - {axis.id for dim in of_parameters for axis in leaves(dim)}
         self.shardings = candidates([self.dims[tensor] for tensor in graph.parameters if tensor in self.dims], ranks)
         if deal_tokens:
             self.shardings += candidates(self.dims.values(), ranks, self.growing)
@@ -218,9 +253,41 @@ class _Solver:
 
     # -- tables ------------------------------------------------------------------------------------------------------
 
-    def solve(self) -> Solution:
+    def solve(self, pinned: Mapping[str, int | None]) -> Solution:
         if not any(self.touching[tensor] for tensor in self.graph.parameters if tensor in self.touching):
             raise NothingToShard(self._nothing())
+        problem, domains = self._problem()
+        for tensor, name in self.graph.parameters.items():
+            if name in pinned:
+                allowed = [n for n, kind in enumerate(domains[tensor]) if self._cut(tensor, kind) == pinned[name]]
+                problem.add((tensor,), {(code,): 0.0 for code in allowed})
+        try:
+            values, cost = problem.solve()
+        except NoAssignment as error:
+            if self.planned is not None:
+                raise PlanMismatch(self._not_as_planned(error.variable)) from error
+            if pinned:
+                raise ValueError(f"no layout of the model cuts its parameters so: {dict(pinned)}") from error
+            producer = self.producer.get(error.variable)
+            where = producer.operator.source if producer else "a parameter"
+            raise RuntimeError(
+                f"no layout satisfies every operator around {where}; please report this model"
+            ) from error
+        kinds = {tensor: domains[tensor][code] for tensor, code in values.items()}
+        return self._solution(kinds | {twin: kinds[tensor] for twin, tensor in self.first.items()}, cost)
+
+    def price(self, kinds: Mapping[int, str | int]) -> float:
+        """What these layouts cost."""
+        problem, domains = self._problem()
+        return problem.cost({tensor: domain.index(kinds[tensor]) for tensor, domain in domains.items()})
+
+    def _cut(self, tensor: int, kind: str | int) -> int | None:
+        """The dim along which a parameter of this kind is cut."""
+        layout = self._layout(tensor, kind)
+        return layout.dims[0][0] if isinstance(layout, Shard) else None
+
+    def _problem(self) -> tuple[Elimination, dict[int, tuple[str | int, ...]]]:
+        """Every table, and the kinds that the numbers in it stand for."""
         problem = Elimination()
         domains: dict[int, tuple[str | int, ...]] = {t: (I, R, P, *self.touching[t]) for t in self.dims}
         codes = {tensor: {kind: code for code, kind in enumerate(domain)} for tensor, domain in domains.items()}
@@ -243,18 +310,7 @@ class _Solver:
                     row = tuple(codes[tensor][named[tensor]] for tensor in scope)
                     rows[row] = min(cost, rows.get(row, math.inf))
             problem.add(scope, rows)
-        try:
-            values, cost = problem.solve()
-        except NoAssignment as error:
-            producer = self.producer.get(error.variable)
-            where = producer.operator.source if producer else "a parameter"
-            if self.planned is not None:
-                raise PlanMismatch(self._not_as_planned(error.variable)) from error
-            raise RuntimeError(
-                f"no layout satisfies every operator around {where}; please report this model"
-            ) from error
-        kinds = {tensor: domains[tensor][code] for tensor, code in values.items()}
-        return self._solution(kinds | {twin: kinds[tensor] for twin, tensor in self.first.items()}, cost)
+        return problem, domains
 
     def _parameter(self, tensor: int) -> Iterator[tuple[str | int, float]]:
         size = self.graph.tensors[tensor].bytes
@@ -382,7 +438,7 @@ class _Solver:
         summing = [entry for entry in self._implementations(relation.operator, kinds) if entry.sums]
         for entry in summing:
             for after in entry.results():
-                sent = entry.sent(relation.operator, self.graph, after)
+                sent = entry.sent(after, self.bytes[outputs[0]], self._shapes(relation))
                 extra = sum(self.profile.collective(kind, size, self.ranks) for kind, size in sent)
                 yield kinds | dict.fromkeys([*outputs, *(added & set(inputs))], after[1] if after else I), cost + extra
         plain = not summing and not relation.needs_implementation
@@ -405,33 +461,49 @@ class _Solver:
         return (self.position[id(relation.operator)], tensor) in self.leaves
 
     def _compute(self, relation: Relation, number: int | None) -> float:
-        tensors = self.graph.tensors
-        flops = product_flops(
-            relation.operator.name,
-            [tensors[tensor].shape for tensor in relation.operator.inputs],
-            tensors[relation.operator.outputs[0]].shape if relation.operator.outputs else (),
-        )
         if relation.operator.boundary is not None:
             return 0.0
-        everything = {tensor: tensors[tensor].bytes for tensor in (*relation.inputs, *relation.outputs)}
         share = 1.0
         if number is not None:
             shares = [
-                self._largest_share(t, number) for t in everything if t in self.dims and number in self.touching[t]
+                self._largest_share(tensor, number)
+                for tensor in (*relation.inputs, *relation.outputs)
+                if tensor in self.dims and number in self.touching[tensor]
             ]
             share = max(shares, default=1.0)
-        return self.profile.compute(flops, sum(everything.values()), share)
+        return self.profile.compute(*self._work(relation), share)
+
+    def _shapes(self, relation: Relation) -> dict[str, tuple[float, ...]]:
+        """The operands' shapes at the priced step, by argument."""
+        arguments = relation.operator.arguments
+        tensors = {name: value.tensor for name, value in arguments if isinstance(value, Ref)}
+        return {name: self.sizes.shape(tensor, relation.inputs[tensor]) for name, tensor in tensors.items()}
+
+    def _work(self, relation: Relation) -> tuple[float, float]:
+        """Floating-point operations of an operator, and the bytes it touches, both for whole tensors."""
+        position = self.position[id(relation.operator)]
+        if position not in self._works:
+            operator, dims = relation.operator, relation.inputs | relation.outputs
+            shapes = {tensor: self.sizes.shape(tensor, found) for tensor, found in dims.items()}
+            flops = product_flops(
+                operator.name,
+                [shapes[tensor] for tensor in operator.inputs],
+                shapes[operator.outputs[0]] if operator.outputs else (),
+            )
+            self._works[position] = flops, sum(self.sizes.bytes(tensor, found) for tensor, found in dims.items())
+        return self._works[position]
 
     def _conversions(
         self, operator: Operator, source: int, target: int
     ) -> Iterator[tuple[dict[int, str | int], float]]:
         if operator.boundary is None or operator.boundary in self.fixed:
             return
-        info = self.graph.tensors[source]
         for (before, after), change in TRANSITIONS.items():
-            cost = sum(self.profile.collective(kind, info.bytes, self.ranks) for kind in change.collectives)
+            cost = sum(self.profile.collective(kind, self.bytes[source], self.ranks) for kind in change.collectives)
             if operator.module not in self.layers:  # a gather launches kernels of its own, unless a layer does it
                 cost += self.profile.latency if before == "S" else _ELSEWHERE
+            if isinstance(operator.boundary, CallPoint):
+                cost += _ELSEWHERE
             befores = self.touching[source] if before == "S" else (before,)
             afters = self.touching[target] if after == "S" else (after,)
             for left in befores:
@@ -473,7 +545,8 @@ class _Solver:
 
     def _solution(self, kinds: dict[int, str | int], cost: float) -> Solution:
         layouts = {tensor: self._layout(tensor, kind) for tensor, kind in kinds.items()}
-        solution = Solution(self.graph, self.ranks, layouts, cost=cost)
+        solution = Solution(self.graph, self.ranks, layouts, cost=cost, kinds=kinds)
+        solution.step, solution.step_source = self.sizes.step, self.tokens.source
         seen: set[Boundary | CallPoint] = set()
         for relation in self.relations:
             operator = relation.operator
