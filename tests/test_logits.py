@@ -16,7 +16,7 @@ from test_collectives import part
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_autotp.capture.capture import recording as trace
+from lightning_autotp.capture import recording as trace
 from lightning_autotp.layouts.ownership import Ownership
 from lightning_autotp.layouts.types import Shard
 from lightning_autotp.parallel import TPGroup, VocabParallelLogits
