@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_autotp.applying.replace import apply_plan
 from lightning_autotp.capture.capture import capture, capture_local, language_model_inputs
+from lightning_autotp.capture.fingerprint import fingerprint
 from lightning_autotp.layouts.plan import Plan, SizePlan
 from lightning_autotp.layouts.step_size import TokensPerStep
 from lightning_autotp.operators.graph import Graph, Operator
@@ -19,11 +22,15 @@ from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
 from lightning_autotp.parameters.state import parallel_state
 from lightning_autotp.proving.compare import VerificationError, compare, cut_differently
 from lightning_autotp.proving.local_sizes import Unlocalizable, find_sizes
+from lightning_autotp.proving.read_plan import read_plan
 from lightning_autotp.ranks.agreement import raise_together
 from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.solving.annotate import annotate
 from lightning_autotp.solving.call_points import bare_modules, open_modules
 from lightning_autotp.solving.cost import Profile
+from lightning_autotp.solving.options import PlanOptions
+from lightning_autotp.solving.pins import pinned
+from lightning_autotp.solving.planned import PlanMismatch
 from lightning_autotp.solving.solver import Solution, solve
 from lightning_autotp.training.adapters import refuse_merging
 from lightning_autotp.training.data_parallel import generate_together, hook_gathered, shard_over_data
@@ -36,8 +43,10 @@ def make_plan(
     tensor_parallel_size: int,
     *,
     example_inputs: Any = None,
-    profile: Profile | None = None,
     tokens_per_step: int | tuple[int, int] | TokensPerStep | None = None,
+    keep_whole: Iterable[str] = (),
+    cut: Mapping[str, int] | None = None,
+    profile: Profile | None = None,
 ) -> tuple[Plan, Solution]:
     """Work out how to split a model: no weights, no process group, no GPU needed.
 
@@ -45,32 +54,48 @@ def make_plan(
         model: any module (on meta or real); it is only looked at.
         tensor_parallel_size: number of ranks.
         example_inputs: one batch as the training step passes it; not needed for a language model with ``input_ids``.
-        profile: the hardware to plan for.
         tokens_per_step: what one forward and backward pass will be given: a number of tokens, or (sequences, tokens of
             each). The plan is the cheapest for that; 16,384 tokens by default.
+        keep_whole: names of parameters or modules, or patterns of them (``"model.vision_tower.*"``), that stay whole.
+        cut: the dim along which the parameters of a name or pattern are cut (``{"lm_head.weight": 0}``).
+        profile: the hardware to plan for.
 
     Returns:
-        The plan, and the solver's solution behind it (which verification needs).
+        The plan, and the solver's solution behind it.
 
     Raises:
         CaptureError: if the model cannot be traced.
         NothingToShard: if nothing in it divides among so many ranks.
-        ValueError: if ``tokens_per_step`` is no positive number.
+        ValueError: if ``tokens_per_step`` is no positive number, a pattern matches nothing, or a parameter cannot be
+            cut as it was said.
     """
-    tokens = TokensPerStep.given(tokens_per_step)
+    options = PlanOptions.given(tokens_per_step=tokens_per_step, keep_whole=keep_whole, cut=cut, profile=profile)
     inputs = language_model_inputs(model) if example_inputs is None else example_inputs
-    graph = capture(model, inputs)
-    graph = open_modules(graph, bare_modules(graph, IMPLEMENTATIONS))
+    return _solved(model, trace(model, inputs), inputs, tensor_parallel_size, options)
+
+
+def trace(model: nn.Module, example_inputs: Any) -> Graph:
+    """The model's graph, with every place in it where a layout may change."""
+    graph = capture(model, example_inputs)
+    return open_modules(graph, bare_modules(graph, IMPLEMENTATIONS))
+
+
+def _solved(model: nn.Module, graph: Graph, inputs: Any, ranks: int, options: PlanOptions) -> tuple[Plan, Solution]:
+    """The cheapest plan that can be carried out."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
     parameters = [(tuple(aliases), tuple(p.shape), p.element_size()) for p, aliases in names.items()]
-    blocked: dict[int, str] = {}
-    solution = solve(graph, tensor_parallel_size, IMPLEMENTATIONS, profile, tokens=tokens)
+    pins = pinned(list(names.values()), options.keep_whole, dict(options.cut))
+
+    def solve_around(blocked: Mapping[int, str]) -> Solution:
+        return solve(graph, ranks, IMPLEMENTATIONS, options.profile, blocked, options.tokens, pins)
 
     def plan_with(solution: Solution, sizes: tuple[SizePlan, ...]) -> Plan:
         return annotate(solution, type(model).__name__, parameters, sizes)
 
+    blocked: dict[int, str] = {}
+    solution = solve_around(blocked)
     while True:
         try:
             return find_sizes(model, inputs, solution, plan_with)
@@ -83,7 +108,7 @@ def make_plan(
                 raise VerificationError(str(error)) from error
             reason = f"a size in the Python code could not be made local: {error.mismatch.message}"
             blocked |= dict.fromkeys(operators - blocked.keys(), reason)
-            solution = solve(graph, tensor_parallel_size, IMPLEMENTATIONS, profile, blocked, tokens)
+            solution = solve_around(blocked)
 
 
 def parallelize(
@@ -91,9 +116,14 @@ def parallelize(
     process_group: dist.ProcessGroup,
     *,
     example_inputs: Any = None,
+    tokens_per_step: int | tuple[int, int] | TokensPerStep | None = None,
+    keep_whole: Iterable[str] = (),
+    cut: Mapping[str, int] | None = None,
+    profile: Profile | None = None,
+    plan: Plan | str | os.PathLike[str] | None = None,
+    plan_cache: bool | str | os.PathLike[str] = True,
     device: torch.device | str | None = None,
     data_mesh: DeviceMesh | None = None,
-    tokens_per_step: int | tuple[int, int] | TokensPerStep | None = None,
 ) -> nn.Module:
     """Turn ``model`` into this rank's local model, in place. Collective over ``process_group``.
 
@@ -102,12 +132,20 @@ def parallelize(
             only) or real (then they are sliced).
         process_group: the tensor-parallel group.
         example_inputs: one batch as the training step passes it; not needed for a language model with ``input_ids``.
+        tokens_per_step: what one forward and backward pass will be given, as for :func:`make_plan`.
+        keep_whole: what stays whole, as for :func:`make_plan`.
+        cut: what is cut along which dim, as for :func:`make_plan`.
+        profile: the hardware to plan for.
+        plan: a plan to follow, or the file of one, instead of making one: of this model for so many ranks, made by
+            :func:`make_plan` or ``lightning-autotp plan --json``, perhaps edited since. It is proved like any other.
+            The first rank's counts.
+        plan_cache: where plans are kept, so that the next start of the same model need not plan: a directory, ``True``
+            for ``$LIGHTNING_AUTOTP_PLANS`` or the user's cache directory, ``False`` for nowhere.
         device: where this rank's parameters live; by default the device of ``data_mesh``, or without one where they
             are, and the CPU for those on meta.
         data_mesh: the ranks that hold the same part of other copies of the model, as one dim of a device mesh. Then
             FSDP2 deals this rank's part out to them (before it takes memory), gathers it block by block, and averages
             the gradients over them. Collective over it, too.
-        tokens_per_step: what one forward and backward pass will be given, as for :func:`make_plan`.
 
     Returns:
         The same module. ``model.autotp`` is its :class:`~lightning_autotp.parameters.state.ParallelState`: plan, metas.
@@ -116,33 +154,57 @@ def parallelize(
         PeerError: on every rank, if any rank fails.
         CaptureError: if the model cannot be traced.
         NothingToShard: if nothing in it divides among the ranks.
+        PlanMismatch: if ``plan`` does not fit the model or the group, naming the first difference.
         VerificationError: if the local model would not compute the same.
         CheckpointError: if the weights are missing, broken, or do not fit.
-        ValueError: if ``tokens_per_step`` is no positive number.
+        ValueError: for options that :func:`make_plan` refuses.
     """
-    make_local(model, process_group, example_inputs, TokensPerStep.given(tokens_per_step))
+    options = PlanOptions.given(
+        tokens_per_step=tokens_per_step,
+        keep_whole=keep_whole,
+        cut=cut,
+        profile=profile,
+        plan=plan,
+        plan_cache=plan_cache,
+    )
+    make_local(model, process_group, example_inputs, options)
     fill_local(model, device, data_mesh)
     return model
 
 
 def make_local(
-    model: nn.Module,
-    process_group: dist.ProcessGroup,
-    example_inputs: Any = None,
-    tokens: TokensPerStep | None = None,
+    model: nn.Module, process_group: dist.ProcessGroup, example_inputs: Any = None, options: PlanOptions | None = None
 ) -> None:
     """The first half of :func:`parallelize`: plan, cut, prove. Parameters on meta stay there. Collective."""
     group = TPGroup.of(process_group)
     inputs = language_model_inputs(model) if example_inputs is None else example_inputs
     message: list[Any] = [None]
     with raise_together(process_group, "planning"):
+        graph = trace(model, inputs)  # every rank its own, at the same time: what a plan is proved against
         if group.rank == 0:
-            message = [make_plan(model, group.size, example_inputs=inputs, tokens_per_step=tokens)]
+            message = [_plan(model, graph, inputs, group.size, options or PlanOptions()).to_json()]
     dist.broadcast_object_list(message, group_src=0, group=process_group)
-    plan, solution = message[0]
     with raise_together(process_group, "building the local model"):
+        plan, solution = read_plan(Plan.from_json(message[0]), graph, IMPLEMENTATIONS)
         apply_plan(model, plan, group)
         verify(model, solution, group.rank, inputs)
+
+
+def _plan(model: nn.Module, graph: Graph, inputs: Any, ranks: int, options: PlanOptions) -> Plan:
+    """The plan that is given, or was kept, or is made now."""
+    if options.plan is not None:
+        return options.plan
+    settings = (ranks, options.tokens, options.keep_whole, options.cut, options.profile)
+    key = fingerprint(model, inputs, *settings, *(version(name) for name in ("torch", "transformers")))
+    kept = options.cache.find(key)
+    if kept is not None:
+        try:
+            read_plan(kept, graph, IMPLEMENTATIONS)
+        except PlanMismatch:
+            kept = None  # its model's code was another
+    plan = kept or _solved(model, graph, inputs, ranks, options)[0]
+    options.cache.keep(key, plan)
+    return plan
 
 
 def fill_local(model: nn.Module, device: torch.device | str | None = None, data_mesh: DeviceMesh | None = None) -> None:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import sys
+import zlib
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,8 +18,8 @@ from torch.utils import _pytree as pytree
 def fingerprint(model: nn.Module, example_inputs: Any, *settings: Any) -> str:
     """A hash of a model's modules, parameters and configuration, of the shape of a batch, and of whatever else counts.
 
-    Two models of one fingerprint may differ in their Python code, which is not hashed: what is looked up by it must be
-    checked against the model.
+    Of the modules' code, the files that their classes are from count, not what these import: what is looked up by it
+    must be checked against the model.
 
     Args:
         model: the model; only shapes and dtypes of its tensors are read.
@@ -37,6 +41,8 @@ def _lines(model: nn.Module, example_inputs: Any, settings: Iterable[Any]) -> It
             yield json.dumps(describe(), sort_keys=True, default=str)
     for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
         yield f"tensor {name} {_text(tensor)} like {first.setdefault(id(tensor), name)}"
+    for file in sorted({str(vars(sys.modules[type(m).__module__]).get("__file__")) for m in model.modules()}):
+        yield f"code {file} {zlib.crc32(Path(file).read_bytes()) if os.path.isfile(file) else ''}"
     leaves, structure = pytree.tree_flatten(example_inputs)
     yield f"batch {structure}"
     yield from (_text(leaf) for leaf in leaves)

@@ -11,8 +11,9 @@ from __future__ import annotations
 import os
 import sys
 import uuid
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -46,6 +47,7 @@ from lightning_autotp.checkpoints.state import (
     load_full_optimizer_state,
     load_full_state_dict,
 )
+from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.layouts.step_size import TokensPerStep
 from lightning_autotp.lightning.averaging import refuse_whole_copies
 from lightning_autotp.lightning.discovery import fill_remaining, find_models, outermost, parallel_sizes
@@ -54,6 +56,7 @@ from lightning_autotp.lightning.summary import summarize_as_before, summarize_wh
 from lightning_autotp.pipeline import fill_local, make_local
 from lightning_autotp.ranks.agreement import check_same_batch, check_same_weights, raise_together
 from lightning_autotp.ranks.peers import Peer, PeerWatch
+from lightning_autotp.solving.options import PlanOptions
 from lightning_autotp.training.adapters import find_adapted, save_adapter
 from lightning_autotp.training.batches import broadcast_loader, check_sampler
 from lightning_autotp.training.data_parallel import gather_if_uneven, in_parts_again
@@ -84,12 +87,19 @@ class AutoTPStrategy(ModelParallelStrategy):
         tokens_per_step: what one forward and backward pass of one copy will be given: a number of tokens, or
             (sequences, tokens of each). The plan is the cheapest for that. Where it is left out, the first batch of a
             ``DataLoader`` over a map-style dataset, given to ``trainer.fit``, tells it; else it is 16,384 tokens.
+        keep_whole: names of parameters or modules, or patterns of them (``"model.vision_tower.*"``), that stay whole on
+            every rank.
+        cut: by name or pattern, the dim along which parameters are cut (``{"lm_head.weight": 0}``).
+        plan: a plan to follow, or its file, instead of making one: what ``lightning-autotp plan --json`` wrote, perhaps
+            edited since.
+        plan_cache: where plans are kept, so that the next start of the same model need not plan: a directory, ``True``
+            for ``$LIGHTNING_AUTOTP_PLANS`` or the user's cache directory, ``False`` for nowhere.
         process_group_backend: by default the one for the device: nccl or gloo.
         timeout: of collectives.
 
     Raises:
-        ValueError: if ``tokens_per_step`` is no positive number; when the Trainer is made, if the sizes do not multiply
-            to the number of devices.
+        ValueError: if ``tokens_per_step`` is no positive number, or the plan's file holds none; when the Trainer is
+            made, if the sizes do not multiply to the number of devices.
     """
 
     def __init__(
@@ -102,6 +112,10 @@ class AutoTPStrategy(ModelParallelStrategy):
         save_distributed_checkpoint: bool = False,
         save_async: bool = False,
         tokens_per_step: int | tuple[int, int] | None = None,
+        keep_whole: Sequence[str] = (),
+        cut: Mapping[str, int] | None = None,
+        plan: Plan | str | os.PathLike[str] | None = None,
+        plan_cache: bool | str | os.PathLike[str] = True,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
@@ -111,7 +125,9 @@ class AutoTPStrategy(ModelParallelStrategy):
         self._example_inputs = example_inputs
         self._checked_batches = checked_batches
         self._broadcast_batches = broadcast_batches
-        self._tokens = None if tokens_per_step is None else TokensPerStep.given(tokens_per_step)
+        self._plan_options = PlanOptions.given(
+            tokens_per_step=tokens_per_step, keep_whole=keep_whole, cut=cut, plan=plan, plan_cache=plan_cache
+        )
         self._seen_batches: dict[Any, int] = {}
         self._checked_groups: list[int] = []
         self._averaging: list[RemovableHandle] = []
@@ -170,10 +186,18 @@ class AutoTPStrategy(ModelParallelStrategy):
         module = self.lightning_module
         with raise_together(None, "looking for the model to parallelize"):
             models = find_models(module, self._example_inputs)
-        tokens = self._tokens or self.broadcast(first_batch(trainer) if self.is_global_zero else None)
+        options = self._plan_options
+        if options.tokens == TokensPerStep():
+            found = self.broadcast(first_batch(trainer) if self.is_global_zero else None)
+            options = replace(options, tokens=found or options.tokens)
+        if options.plan is not None and len(models) > 1:
+            raise ValueError(
+                f"plan= is of one model, but {type(module).__name__} has {len(models)}: leave it out, and pin with"
+                " keep_whole= and cut="
+            )
         for model, inputs in models:
             check_same_weights(model, None)
-            make_local(model, self.tensor_parallel_group, inputs, tokens)
+            make_local(model, self.tensor_parallel_group, inputs, options)
         # Before the parameters take memory: what is on meta becomes of the precision's dtype, and then real.
         self.model = self.precision_plugin.convert_module(module)
         copies = self.device_mesh["data_parallel"] if self._data_parallel_size != 1 else None

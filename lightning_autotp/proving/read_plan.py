@@ -7,6 +7,8 @@ start, or made on another machine is proved like one that was just made.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from lightning_autotp.layouts.plan import ConversionPlan, Plan
 from lightning_autotp.operators.graph import Graph
 from lightning_autotp.proving.local_sizes import made_local
@@ -16,7 +18,9 @@ from lightning_autotp.solving.planned import PlanMismatch
 from lightning_autotp.solving.solver import Solution, solve
 
 
-def read_plan(plan: Plan, graph: Graph, implementations: Implementations, *, deal_tokens: bool = False) -> Solution:
+def read_plan(
+    plan: Plan, graph: Graph, implementations: Implementations, *, deal_tokens: bool = False
+) -> tuple[Plan, Solution]:
     """The layouts that a plan means.
 
     Args:
@@ -24,6 +28,9 @@ def read_plan(plan: Plan, graph: Graph, implementations: Implementations, *, dea
         graph: what the plan's model runs, with its calls opened as for the solver.
         implementations: those that the plan may name.
         deal_tokens: whether the plan may deal out axes of activations that no parameter has.
+
+    Returns:
+        The plan, at the sizes of the graph's batch, which may be another than that it was made with; and the layouts.
 
     Raises:
         PlanMismatch: if the plan is not of this model, or says what the operators' rules do not allow; it names the
@@ -46,7 +53,7 @@ def read_plan(plan: Plan, graph: Graph, implementations: Implementations, *, dea
         difference = _first_difference(list(theirs), list(ours))
         if difference:
             raise PlanMismatch(f"where the plan {what}, {difference}")
-    return solution
+    return replace(plan, conversions=again.conversions), solution
 
 
 def _other_model(plan: Plan, graph: Graph) -> str:
