@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from test_logits import on_meta
 from test_strategy import trainer
@@ -308,7 +308,6 @@ def test_a_number_that_grows_with_the_batch() -> None:
         module(torch.zeros(6))
 
 
-@settings(deadline=None, derandomize=True)
 @given(st.integers(1, 7), st.integers(2, 6), st.integers(1, 6), st.integers(1, 3), st.booleans())
 def test_heads_of_more_or_fewer_tokens(units: int, planned: int, now: int, ranks: int, shared: bool) -> None:
     one = Ownership.dealt(units, ranks).held

@@ -16,7 +16,7 @@ from test_collectives import part
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_autotp.capture.capture import recording as trace
+from lightning_autotp.capture import recording as trace
 from lightning_autotp.layouts.ownership import Ownership
 from lightning_autotp.layouts.types import Shard
 from lightning_autotp.parallel import TPGroup, VocabParallelLogits
@@ -319,7 +319,7 @@ def every_check(rank: int, ranks: int) -> int:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_functions_on_sharded_logits_are_those_on_whole_ones(ranks: int) -> None:
-    run_ranks(every_check, ranks, timeout=200)
+    run_ranks(every_check, ranks)
 
 
 def test_every_pointwise_function_is_checked() -> None:
