@@ -40,7 +40,12 @@ PRELOADED = [
 ]
 
 
-def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120) -> list[Any]:
+PATIENCE = 900.0
+"""Seconds after which what has not answered counts as hanging: many times what anything here takes, so that nothing
+fails on a busy machine. A whole test has more (``timeout`` in pyproject.toml), so that what hangs is named first."""
+
+
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
     """Call ``fn(rank, world_size, *args)`` on every rank, in processes of their own.
 
     The default process group (gloo) is initialised before the call and destroyed after it. ``fn``, its arguments and
@@ -51,7 +56,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
 
     Raises:
         RuntimeError: as soon as one rank fails, with its traceback; the other ranks are ended.
-        TimeoutError: when ``timeout`` seconds have passed; every rank is ended.
+        TimeoutError: when :data:`PATIENCE` is over; every rank is ended.
     """
     # Forked from one process per test worker that has imported everything, which takes most of the time to start.
     context = multiprocessing.get_context("forkserver")
@@ -59,7 +64,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
     results: dict[int, Any] = {}
     processes: list[multiprocessing.process.BaseProcess] = []
     readers: dict[Connection, int] = {}
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + PATIENCE
     with tempfile.TemporaryDirectory() as directory:
         store = Path(directory) / "store"
         try:
@@ -67,7 +72,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
                 for rank in range(world_size):
                     reader, writer = context.Pipe(duplex=False)
                     process = context.Process(
-                        target=_child, args=(writer, dict(os.environ), fn, rank, world_size, args, str(store), timeout)
+                        target=_child, args=(writer, dict(os.environ), fn, rank, world_size, args, str(store))
                     )
                     process.start()
                     writer.close()
@@ -77,7 +82,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
                 ready = wait(list(readers), timeout=max(0.0, deadline - time.monotonic()))
                 if not ready:
                     raise TimeoutError(
-                        f"ranks {sorted(readers.values())} of {world_size} gave no result within {timeout} s"
+                        f"ranks {sorted(readers.values())} of {world_size} gave no result within {PATIENCE:.0f} s"
                     )
                 failures = {}
                 for reader in ready:
@@ -120,14 +125,13 @@ def _child(
     world_size: int,
     args: tuple[Any, ...],
     store: str,
-    timeout: float,
 ) -> None:
     try:
         os.environ.clear()
         os.environ.update(environment)
         torch.set_num_threads(1)
         dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=PATIENCE)
         )
         # Pickled here, not by the pipe: the pipe would share the tensors' memory, which ends with this process.
         payload = pickle.dumps(fn(rank, world_size, *args))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from rule_truth import Tape
 from torch import Tensor
@@ -109,14 +109,7 @@ def prove(name: str, examples: int = EXAMPLES) -> Counter[str]:
     """Run an operator's case on a few examples; how many combinations of each kind were proven."""
     seen: Counter[str] = Counter()
 
-    @settings(
-        max_examples=examples,
-        derandomize=True,
-        deadline=None,
-        database=None,
-        phases=(Phase.generate,),
-        suppress_health_check=list(HealthCheck),
-    )
+    @settings(max_examples=examples, phases=(Phase.generate,))
     @given(st.data())
     def example(data: st.DataObject) -> None:
         draw = Draw(data)

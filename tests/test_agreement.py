@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,11 +44,9 @@ def guard(rank: int, failing: tuple[int, ...], error: type[Exception]) -> tuple[
 
 def on_every_rank(rank: int, world_size: int) -> dict[str, Any]:
     seen: dict[str, Any] = {}
-    started = time.monotonic()
     seen["one fails"] = guard(rank, (1,), FileNotFoundError)
     seen["two fail"] = guard(rank, (0, 2), ValueError)
     seen["none fails"] = guard(rank, (), ValueError)
-    seen["seconds"] = time.monotonic() - started
 
     group = dist.group.WORLD
     tokens = torch.arange(12).view(3, 4)
@@ -101,9 +98,8 @@ def test_every_failing_rank_is_named(ranks: list[dict[str, Any]]) -> None:
     ]
 
 
-def test_a_phase_that_succeeds_everywhere_is_quiet_and_nothing_waits(ranks: list[dict[str, Any]]) -> None:
+def test_a_phase_that_succeeds_everywhere_is_quiet(ranks: list[dict[str, Any]]) -> None:
     assert [seen["none fails"] for seen in ranks] == [None] * 3
-    assert all(seen["seconds"] < 10 for seen in ranks)
 
 
 def test_a_guard_in_one_process_needs_no_process_group() -> None:

@@ -14,6 +14,7 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+from distributed import PATIENCE
 from lightning.pytorch.callbacks import ModelCheckpoint
 from test_strategy import BLOCKS, Task, error_of, fit
 from torch import Tensor
@@ -54,7 +55,7 @@ class Slow(Background):
         self.may_write = threading.Event()
 
     def submit(self, job: Any) -> None:
-        super().submit(lambda: (self.may_write.wait(60), job())[1])
+        super().submit(lambda: (self.may_write.wait(PATIENCE), job())[1])
 
 
 def two_ranks(directory: str) -> dict[str, Any]:
@@ -135,7 +136,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def two(folder: Path) -> list[dict[str, Any]]:
-    return run_trainer_ranks(two_ranks, 2, str(folder), timeout=400)
+    return run_trainer_ranks(two_ranks, 2, str(folder))
 
 
 @pytest.mark.parametrize("kind", ["directory", "async", "async file"])
@@ -240,7 +241,7 @@ def test_a_save_killed_at_any_moment_leaves_the_checkpoint_before_it(tmp_path: P
     def attempt(number: float, dies_at: int | None) -> int | None:
         process = multiprocessing.get_context("fork").Process(target=save, args=(kind, path, number, dies_at))
         process.start()
-        process.join(60)
+        process.join(PATIENCE)
         return process.exitcode
 
     assert attempt(1, None) == 0

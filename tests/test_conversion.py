@@ -109,7 +109,7 @@ REARRANGING: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data())
 def test_any_rearrangement_is_done_per_block(data: st.DataObject) -> None:
     shape = data.draw(st.tuples(st.integers(4, 9), st.integers(4, 9)))
@@ -145,7 +145,7 @@ def factors(draw: st.DrawFn) -> tuple[list[int], list[list[int]], list[int], lis
     return shape, split, order, sorted(bounds)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_dims_are_split_permuted_merged_and_cut_per_block(data: st.DataObject) -> None:
     """Whatever reshapes and transposes can do to a tensor, which is how projections are interleaved or permuted."""

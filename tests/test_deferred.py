@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from distributed import SCRIPT_ENVIRONMENT, TESTS
+from distributed import PATIENCE, SCRIPT_ENVIRONMENT, TESTS
 from local_model import state_of
 from torch import Tensor, nn
 from transformers import (
@@ -364,7 +364,7 @@ for context in (deferred_init, meta_model):
 
 
 def test_nothing_stays_patched() -> None:
-    run = subprocess.run([sys.executable, "-c", PATCHES], capture_output=True, text=True, timeout=100, env=ENV)
+    run = subprocess.run([sys.executable, "-c", PATCHES], capture_output=True, text=True, timeout=PATIENCE, env=ENV)
     assert run.returncode == 0, run.stderr
 
 
@@ -400,7 +400,9 @@ print(built, made, max(p.nbytes for p in model.parameters()), sum(p.nbytes for p
 
 
 def test_memory_stays_at_one_tensor() -> None:
-    run = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, timeout=100, cwd=TESTS, env=ENV)
+    run = subprocess.run(
+        [sys.executable, "-c", PEAK], capture_output=True, text=True, timeout=PATIENCE, cwd=TESTS, env=ENV
+    )
     assert run.returncode == 0, run.stderr
     many, one, built, made, largest, size = map(int, run.stdout.split())
     assert many <= 6 * one  # of 80: what the code itself holds at a time, and the recording

@@ -26,7 +26,7 @@ def problems(draw: st.DrawFn) -> tuple[int, Problem]:
 
 
 @given(problems())
-@settings(max_examples=150, derandomize=True)
+@settings(max_examples=150)
 def test_the_optimum_is_that_of_exhaustive_search(problem: tuple[int, Problem]) -> None:
     count, tables = problem
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import smollm2
 import torch
+from distributed import PATIENCE
 from history import largest_difference, read_losses
 from task import TextData
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -47,7 +48,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def run(*command: str, cwd: Path, timeout: float = 200) -> str:
+def run(*command: str, cwd: Path) -> str:
     """Run a script of the repository; its output. A run that fails or hangs fails the test and leaves no process."""
     variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     with subprocess.Popen(
@@ -60,10 +61,10 @@ def run(*command: str, cwd: Path, timeout: float = 200) -> str:
         start_new_session=True,
     ) as process:
         try:
-            output, _ = process.communicate(timeout=timeout)
+            output, _ = process.communicate(timeout=PATIENCE)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
-            pytest.fail(f"{command} took more than {timeout} s:\n{process.communicate()[0]}")
+            pytest.fail(f"{command} took more than {PATIENCE} s:\n{process.communicate()[0]}")
     assert process.returncode == 0, output
     return output
 

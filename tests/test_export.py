@@ -398,7 +398,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ranks(root: Path) -> list[dict[Any, Any]]:
     """What each of two ranks saw."""
-    return run_ranks(two_ranks, 2, str(root), timeout=240)
+    return run_ranks(two_ranks, 2, str(root))
 
 
 @pytest.mark.parametrize("tied", [True, False])

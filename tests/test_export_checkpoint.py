@@ -107,7 +107,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_tokenizer(directory / "source")
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(tiny_config()).save_pretrained(directory / "source")
-    for error in run_trainer_ranks(train_and_save, 4, str(directory), timeout=280):
+    for error in run_trainer_ranks(train_and_save, 4, str(directory)):
         assert error.startswith("ValueError: Two has 2 Hugging Face models: name one")
     return directory
 
@@ -267,7 +267,7 @@ def test_checkpoints_that_cannot_be_exported(saved: Path, tmp_path: Path, monkey
 
 
 def test_a_checkpoint_is_read_one_tensor_at_a_time(saved: Path) -> None:
-    ((peak, largest, total),) = run_ranks(large_checkpoint, 1, str(saved), timeout=240)
+    ((peak, largest, total),) = run_ranks(large_checkpoint, 1, str(saved))
     bound = largest + 32 * MB
     assert bound < total // 2, "else this proves nothing"
     assert peak < bound

@@ -265,7 +265,7 @@ def test_every_block_runs(tiny: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     source = tmp_path / "source"  # one layer is enough, and half the time
     AutoModelForCausalLM.from_pretrained(tiny, num_hidden_layers=1).save_pretrained(source)
     AutoTokenizer.from_pretrained(tiny).save_pretrained(source)
-    results = run_trainer_ranks(ranks, 2, pages, str(source), str(tmp_path), timeout=240)
+    results = run_trainer_ranks(ranks, 2, pages, str(source), str(tmp_path))
     found = results[0]
     assert results[1] == found
     for page in PAGES:

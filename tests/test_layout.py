@@ -25,7 +25,6 @@ def ownerships(draw: st.DrawFn, ranks: int | None = None) -> Ownership:
 
 
 @given(st.integers(0, 40), RANKS)
-@settings(derandomize=True)
 def test_dealt_evenly_in_order(units: int, ranks: int) -> None:
     dealt = Ownership.dealt(units, ranks)
     sizes = [dealt.local_size(rank) for rank in range(ranks)]
@@ -35,7 +34,6 @@ def test_dealt_evenly_in_order(units: int, ranks: int) -> None:
 
 
 @given(ownerships())
-@settings(derandomize=True)
 def test_owners_are_the_map(owned: Ownership) -> None:
     found = {i: ranks for start, stop, ranks in owned.owners for i in range(start, stop)}
     wanted = {i: tuple(r for r in range(owned.ranks) if i in owned.indices(r)) for i in range(owned.size)}
@@ -45,7 +43,7 @@ def test_owners_are_the_map(owned: Ownership) -> None:
 
 
 @given(ownerships())
-@settings(max_examples=50, derandomize=True)
+@settings(max_examples=50)
 def test_boxes_and_blocks_cover_the_local_tensor(owned: Ownership) -> None:
     layout = Shard(((1, owned),))
     shape = (2, owned.size)
@@ -68,7 +66,7 @@ def test_boxes_and_blocks_cover_the_local_tensor(owned: Ownership) -> None:
 
 
 @given(st.lists(ownerships(ranks=3), min_size=2, max_size=2), st.integers(1, 3))
-@settings(max_examples=50, derandomize=True)
+@settings(max_examples=50)
 def test_several_dims_are_cut_at_once(maps: list[Ownership], length: int) -> None:
     """Against numpy: a local tensor is the whole one at its indices, block by block, and each block has its owners."""
     layout = Shard(((0, maps[0]), (2, maps[1])))
@@ -92,7 +90,6 @@ def test_several_dims_are_cut_at_once(maps: list[Ownership], length: int) -> Non
 
 
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12))))
-@settings(derandomize=True)
 def test_merged_runs_hold_the_same_indices(runs: list[tuple[int, int]]) -> None:
     merged = merge_runs(runs)
     assert {i for run in merged for i in range(*run)} == {i for run in runs for i in range(*run)}

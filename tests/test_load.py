@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from distributed import TESTS
+from distributed import PATIENCE, TESTS
 from loading import assert_local_part, localize
 from safetensors.torch import save_file
 from test_deferred import CONFIGS, ENV, ties
@@ -267,7 +267,7 @@ for directory, hidden, vocabulary in ((sys.argv[1], 1024, 16384), (sys.argv[2], 
 
 def run(script: str, *arguments: object) -> list[int]:
     command = [sys.executable, "-c", script, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=TESTS, env=ENV)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, cwd=TESTS, env=ENV)
     assert done.returncode == 0, done.stderr
     return [int(word) for word in done.stdout.split()]
 

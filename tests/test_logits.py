@@ -319,7 +319,7 @@ def every_check(rank: int, ranks: int) -> int:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_functions_on_sharded_logits_are_those_on_whole_ones(ranks: int) -> None:
-    run_ranks(every_check, ranks, timeout=200)
+    run_ranks(every_check, ranks)
 
 
 def test_every_pointwise_function_is_checked() -> None:

@@ -201,7 +201,7 @@ def test_sharded_logits_give_torchmetrics_values_and_send_tokens_only(ranks: int
             assert sent["all_reduce"] < tokens * VOCAB
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(0, 2**20), st.integers(1, 9), st.integers(1, 7), st.booleans(), st.sampled_from([None, -100, 0, 3]))
 def test_the_best_classes_by_sorting(seed: int, classes: int, k: int, ties: bool, ignore_index: int | None) -> None:
     generator = torch.Generator().manual_seed(seed)

@@ -81,11 +81,10 @@ def one_process(family: str) -> dict[str, Any]:
 
 @lru_cache
 def ranks(number: int) -> list[dict[str, dict[str, Any]]]:
-    return run_trainer_ranks(train_all, number, number, timeout=560)
+    return run_trainer_ranks(train_all, number, number)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("number", [2, 3, 4])
 def test_twenty_steps_equal_one_process(number: int) -> None:
     results = ranks(number)

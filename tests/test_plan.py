@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from distributed import PATIENCE
 from rich.console import Console
 from tiny import meta_model, tiny_config
 
@@ -51,7 +52,7 @@ def test_command_needs_only_the_config(tmp_path: Path) -> None:
     tiny_config("llama", architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
     output = tmp_path / "plan.json"
     command = [sys.executable, "-m", "lightning_autotp.cli", "plan", str(tmp_path), "--tp", "2", "--json", str(output)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert result.returncode == 0, result.stderr
     assert "all_reduce" in result.stdout
     assert Plan.from_json(output.read_text()).ranks == 2
@@ -59,7 +60,7 @@ def test_command_needs_only_the_config(tmp_path: Path) -> None:
 
 def test_command_reports_errors_in_a_line(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "lightning_autotp.cli", "plan", str(tmp_path / "nothing"), "--tp", "2"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert result.returncode == 1
     assert "Traceback" not in result.stderr
     assert "nothing" in result.stderr

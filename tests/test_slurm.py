@@ -12,7 +12,7 @@ from typing import Any
 
 import lightning as L
 import pytest
-from distributed import SCRIPT_ENVIRONMENT
+from distributed import PATIENCE, SCRIPT_ENVIRONMENT
 from test_strategy import Task, loader, trainer
 
 SCRIPT = """
@@ -63,7 +63,7 @@ def started_by_srun(script: Path, tasks: int) -> list[dict[str, Any]]:
         for task in range(tasks)
     ]
     try:
-        done = [process.communicate(timeout=200) for process in processes]
+        done = [process.communicate(timeout=PATIENCE) for process in processes]
     finally:
         for process in processes:
             process.kill()

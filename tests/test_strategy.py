@@ -13,7 +13,7 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import SCRIPT_ENVIRONMENT
+from distributed import PATIENCE, SCRIPT_ENVIRONMENT
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -501,7 +501,7 @@ def test_lightning_starts_the_ranks_of_a_script(folder: Path, reference: dict[st
     script.write_text(SCRIPT)
     environment = {**os.environ, **SCRIPT_ENVIRONMENT}
     command = [sys.executable, str(script), str(folder / "source"), failing]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False)
     if failing == "yes":
         assert done.returncode != 0
         assert "planted on rank 1" in done.stderr

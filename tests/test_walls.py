@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from distributed import PATIENCE
 
 PACKAGE = Path(__file__).parent.parent / "lightning_autotp"
 ORDER = [
@@ -114,7 +115,9 @@ def test_analysis_needs_no_torch(name: str) -> None:
         f"[importlib.import_module(name) for name in {modules}]\n"
         "print(sorted(set(sys.modules) & {'torch', 'transformers', 'lightning'}))"
     )
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    found = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
     assert found.stdout.strip() == "[]", found.stderr
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from distributed import PATIENCE
 from zoo import configs, inputs, modalities
 from zoo.__main__ import spelled_out
 from zoo.models import GROUPS, architectures, build, stir, tiny_config
@@ -40,7 +41,7 @@ LESS_SHARDED = {"blt": 0.8, "dbrx": 0.2, "longcat_flash": 0.6}
 
 def parity(*names: str, ranks: int = 2) -> list[Verdict]:
     split = [name.partition(":") for name in names]
-    return list(run([(group, name) for group, _, name in split], ranks))
+    return list(run([(group, name) for group, _, name in split], ranks, PATIENCE))
 
 
 @pytest.mark.slow
@@ -136,7 +137,7 @@ def test_an_architecture_that_fails_does_not_stop_the_next() -> None:
 def test_ranks_that_do_not_answer_are_ended_and_replaced() -> None:
     with Ranks(1, limit=0.01, plan_only=True) as ranks:
         late = ranks.verdict("llama", "causal")
-        ranks.limit = 120
+        ranks.limit = PATIENCE
         then = ranks.verdict("llama", "causal")
     assert late.outcome == "error"
     assert "no answer" in late.reason
@@ -189,7 +190,6 @@ def test_command_line_spelling() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_causal_model_is_planned(part: int) -> None:
     torch.set_num_threads(1)

@@ -9,7 +9,7 @@ from typing import Any
 from distributed import run_ranks
 
 
-def run_trainer_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 240) -> list[Any]:
+def run_trainer_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
     """Call ``fn(*args)`` on every rank, in an environment in which Lightning finds itself launched already.
 
     Returns:
@@ -17,9 +17,9 @@ def run_trainer_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeo
 
     Raises:
         RuntimeError: as soon as one rank fails, with its traceback.
-        TimeoutError: when ``timeout`` seconds have passed.
+        TimeoutError: when they have not answered for long.
     """
-    return run_ranks(_launched, world_size, fn, args, timeout=timeout)
+    return run_ranks(_launched, world_size, fn, args)
 
 
 def _launched(rank: int, world_size: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
