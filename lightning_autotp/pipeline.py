@@ -14,7 +14,7 @@ from lightning_autotp.applying.replace import apply_plan
 from lightning_autotp.capture.capture import capture, capture_local, language_model_inputs
 from lightning_autotp.layouts.plan import Plan, SizePlan
 from lightning_autotp.operators.graph import Graph, Operator
-from lightning_autotp.parameters.state import parallel_state
+from lightning_autotp.parameters.state import parallel_models, parallel_state
 from lightning_autotp.proving.compare import VerificationError, compare, cut_differently
 from lightning_autotp.proving.local_sizes import Unlocalizable, find_sizes
 from lightning_autotp.ranks.agreement import raise_together
@@ -104,6 +104,7 @@ def parallelize(
         CaptureError: if the model cannot be traced.
         NothingToShard: if nothing in it divides among the ranks.
         VerificationError: if the local model would not compute the same.
+        RuntimeError: if the model is parallel already.
         CheckpointError: if the weights are missing, broken, or do not fit.
     """
     make_local(model, process_group, example_inputs)
@@ -113,6 +114,8 @@ def parallelize(
 
 def make_local(model: nn.Module, process_group: dist.ProcessGroup, example_inputs: Any = None) -> None:
     """The first half of :func:`parallelize`: plan, cut, prove. Parameters on meta stay there. Collective."""
+    if parallel_models(model):
+        raise RuntimeError(f"{type(model).__name__} is, or holds, a model that was parallelized already: do it once")
     group = TPGroup.of(process_group)
     inputs = language_model_inputs(model) if example_inputs is None else example_inputs
     message: list[Any] = [None]
