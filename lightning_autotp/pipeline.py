@@ -19,7 +19,7 @@ from lightning_autotp.layouts.plan import Plan, SizePlan
 from lightning_autotp.layouts.step_size import TokensPerStep
 from lightning_autotp.operators.graph import Graph, Operator
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
-from lightning_autotp.parameters.state import parallel_state
+from lightning_autotp.parameters.state import parallel_models, parallel_state
 from lightning_autotp.proving.compare import VerificationError, compare, cut_differently
 from lightning_autotp.proving.local_sizes import Unlocalizable, find_sizes
 from lightning_autotp.proving.read_plan import read_plan
@@ -156,6 +156,7 @@ def parallelize(
         NothingToShard: if nothing in it divides among the ranks.
         PlanMismatch: if ``plan`` does not fit the model or the group, naming the first difference.
         VerificationError: if the local model would not compute the same.
+        RuntimeError: if the model is parallel already.
         CheckpointError: if the weights are missing, broken, or do not fit.
         ValueError: for options that :func:`make_plan` refuses.
     """
@@ -176,6 +177,8 @@ def make_local(
     model: nn.Module, process_group: dist.ProcessGroup, example_inputs: Any = None, options: PlanOptions | None = None
 ) -> None:
     """The first half of :func:`parallelize`: plan, cut, prove. Parameters on meta stay there. Collective."""
+    if parallel_models(model):
+        raise RuntimeError(f"{type(model).__name__} is, or holds, a model that was parallelized already: do it once")
     group = TPGroup.of(process_group)
     inputs = language_model_inputs(model) if example_inputs is None else example_inputs
     message: list[Any] = [None]

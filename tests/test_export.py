@@ -33,11 +33,11 @@ from transformers.core_model_loading import GroupWeightRename, Transpose, Weight
 
 from lightning_autotp import save_pretrained
 from lightning_autotp.checkpoints import export
-from lightning_autotp.checkpoints import state as checkpoint
 from lightning_autotp.checkpoints.reversal import plan_export, skeleton
 from lightning_autotp.checkpoints.safetensors_writer import Described, SafetensorsWriter
 from lightning_autotp.layouts.ownership import Ownership
 from lightning_autotp.layouts.types import Invariant, Layout, Shard
+from lightning_autotp.parameters import gathering
 from lightning_autotp.ranks.agreement import PeerError
 from lightning_autotp.ranks.group import TPGroup
 
@@ -277,7 +277,7 @@ class Watched:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.alive: list[weakref.ref[Any]] = []
         self.most = self.gathered = 0
-        gather = checkpoint.gather_parameter
+        gather = gathering.gather_parameter
 
         def watched(*args: Any) -> Tensor:
             assert not any(storage() is not None for storage in self.alive), "another one is still here"
@@ -286,7 +286,7 @@ class Watched:
             self.gathered += 1
             return whole
 
-        monkeypatch.setattr(checkpoint, "gather_parameter", watched)
+        monkeypatch.setattr(gathering, "gather_parameter", watched)
 
 
 def memory(model: Any, group: TPGroup, directory: Path) -> tuple[int, int, int]:

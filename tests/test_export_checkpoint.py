@@ -33,9 +33,9 @@ from torch import Tensor, nn
 from trainer_ranks import run_trainer_ranks
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from lightning_autotp import AutoTPStrategy
+from lightning_autotp import AutoTPStrategy, export_checkpoint
 from lightning_autotp.building.checkpoint_reading import DamagedFileError, MismatchError, MissingFileError
-from lightning_autotp.checkpoints import export, export_checkpoint
+from lightning_autotp.checkpoints import export
 from lightning_autotp.checkpoints.export import describe_models
 from lightning_autotp.cli import main
 

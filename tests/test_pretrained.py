@@ -170,7 +170,7 @@ def test_torch_save_files(llama: Path, tmp_path: Path, sharded: bool) -> None:
     else:
         torch.save(tensors, tmp_path / "pytorch_model.bin")
     _, model = build_both(lambda: AutoModelForCausalLM.from_pretrained(tmp_path))
-    assert all(file.endswith(".bin") for file in model.autotp_source.files)
+    assert all(file.endswith(".bin") for file in model.autotp.sources[""].files)
 
 
 @pytest.mark.parametrize("equal", [True, False])
@@ -245,7 +245,7 @@ def test_key_mapping(llama: Path, tmp_path: Path) -> None:
     _, model = build_both(
         lambda: AutoModelForCausalLM.from_pretrained(tmp_path, key_mapping=mapping, output_loading_info=True)
     )
-    assert "old.blocks.0.mlp.up_proj.weight" in model.autotp_source.tensors
+    assert "old.blocks.0.mlp.up_proj.weight" in model.autotp.sources[""].tensors
 
 
 def test_subfolder_variant_and_other_arguments(llama: Path, tmp_path: Path) -> None:
@@ -255,10 +255,10 @@ def test_subfolder_variant_and_other_arguments(llama: Path, tmp_path: Path) -> N
     arguments = {"subfolder": "inner", "variant": "fp32", "attn_implementation": "eager", "use_cache": False}
     expected, model = build_both(lambda: LlamaForCausalLM.from_pretrained(tmp_path, **arguments))
     assert model.config._attn_implementation == expected.config._attn_implementation == "eager"
-    assert model.autotp_source == CheckpointSource(
-        str(tmp_path), (str(directory / "model.fp32.safetensors"),), model.autotp_source.tensors
+    assert model.autotp.sources[""] == CheckpointSource(
+        str(tmp_path), (str(directory / "model.fp32.safetensors"),), model.autotp.sources[""].tensors
     )
-    assert model.autotp_source.tensors.keys() == merged(llama).keys()
+    assert model.autotp.sources[""].tensors.keys() == merged(llama).keys()
 
 
 def test_hub_cache(llama: Path, tmp_path: Path) -> None:
@@ -274,8 +274,8 @@ def test_hub_cache(llama: Path, tmp_path: Path) -> None:
             "someone/something", revision="v1", cache_dir=tmp_path, local_files_only=True
         )
     )
-    assert model.autotp_source.origin == "someone/something"
-    assert model.autotp_source.files == (str(snapshot / "model.safetensors"),)
+    assert model.autotp.sources[""].origin == "someone/something"
+    assert model.autotp.sources[""].files == (str(snapshot / "model.safetensors"),)
 
 
 def test_resizing_after_loading(llama: Path) -> None:

@@ -60,7 +60,7 @@ class ParallelState:
         group: the ranks that share it.
         metas: what each parameter is, by every name it had when the model was divided; tied names share one meta.
         sources: the checkpoint files that the weights are from, by the path of the module that was built from them.
-        gradient_sums: what sums a parameter's gradient over the ranks, by its name, for those that need it.
+        gradient_sums: what sums a parameter's gradient over the ranks, by its first name, for those that need it.
     """
 
     plan: Plan
@@ -78,11 +78,8 @@ class ParallelState:
         The recipes of the parameters and the sources of the weights, which building left on them, go over to it.
 
         Raises:
-            RuntimeError: if there is a parallel model in it already.
             ValueError: if the plan has two layouts for one parameter.
         """
-        if parallel_models(model):
-            raise RuntimeError(f"{type(model).__name__} is, or holds, a model that was parallelized already")
         layouts = {name: parameter.layout for parameter in plan.parameters for name in parameter.names}
         names: dict[nn.Parameter, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -124,9 +121,7 @@ class ParallelState:
         strangers: list[str] = []
         for path, module in modules.items():
             before = self._paths.get(module, None if path in occupied else path)
-            for attribute in (
-                attribute for attribute, parameter in module._parameters.items() if parameter is not None
-            ):
+            for attribute in [name for name, parameter in module._parameters.items() if parameter is not None]:
                 name = None if before is None else _joined(before, attribute)
                 if name is None or name not in self.metas:
                     strangers.append(_joined(path, attribute))
