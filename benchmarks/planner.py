@@ -2,7 +2,7 @@
 
 No weights, no processes, no GPU: the models are on the meta device and everything runs in this process.
 
-    python benchmarks/planner.py                        # every model, about two minutes
+    python benchmarks/planner.py                        # every model, about six minutes
     python benchmarks/planner.py --only gpt2 --profile  # one, and what its time is spent on
 
 * capture, solve, find sizes: what ``make_plan`` does, once, on the first rank. Finding sizes proves the plan, too:
@@ -78,6 +78,15 @@ CASES = {
         "llama", 126, "num_hidden_layers", 8, 40.0,
         _LLAMA | {"hidden_size": 16384, "intermediate_size": 53248, "num_attention_heads": 128},
     ),
+    "qwen3-235b": Case(
+        "qwen3_moe", 94, "num_hidden_layers", 8, 60.0,
+        {
+            "hidden_size": 4096, "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 128,
+            "moe_intermediate_size": 1536, "num_experts": 128, "num_experts_per_tok": 8, "intermediate_size": 12288,
+            "vocab_size": 151936,
+        },
+    ),
+    "deepseek-v3": Case("deepseek_v3", 61, "num_hidden_layers", 8, 60.0),
 }  # fmt: skip
 
 

@@ -21,12 +21,13 @@ from lightning_autotp.proving.compare import VerificationError
 from lightning_autotp.solving.solver import NothingToShard
 
 
-def plan(model: str, tp: int = 2, json: Path | None = None) -> None:
+def plan(model: str, tp: int = 2, tokens: int | None = None, json: Path | None = None) -> None:
     """Print how a causal language model would be split: no weights, no GPU and no process group needed.
 
     Args:
         model: a Hugging Face Hub id, or a directory with a ``config.json``.
         tp: number of tensor-parallel ranks.
+        tokens: tokens of one forward and backward pass, which the plan is to be the cheapest for; 16,384 by default.
         json: file to write the plan to.
     """
     console = Console()
@@ -35,7 +36,7 @@ def plan(model: str, tp: int = 2, json: Path | None = None) -> None:
         config = AutoConfig.from_pretrained(model)
         with torch.device("meta"):
             skeleton = AutoModelForCausalLM.from_config(config)
-        result, _ = make_plan(skeleton, tp)
+        result, _ = make_plan(skeleton, tp, tokens_per_step=tokens)
     except (CaptureError, NothingToShard, VerificationError, OSError, ValueError) as error:
         raise SystemExit(f"lightning-autotp plan: {error}") from error
     console.print(result.table())

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_autotp.applying.replace import apply_plan
 from lightning_autotp.capture.capture import capture, capture_local, language_model_inputs
 from lightning_autotp.layouts.plan import Plan, SizePlan
+from lightning_autotp.layouts.step_size import TokensPerStep
 from lightning_autotp.operators.graph import Graph, Operator
 from lightning_autotp.parameters.meta import parameter_meta
 from lightning_autotp.proving.compare import VerificationError, compare, cut_differently
@@ -30,7 +31,12 @@ from lightning_autotp.training.loading import load_parameters
 
 
 def make_plan(
-    model: nn.Module, tensor_parallel_size: int, *, example_inputs: Any = None, profile: Profile | None = None
+    model: nn.Module,
+    tensor_parallel_size: int,
+    *,
+    example_inputs: Any = None,
+    profile: Profile | None = None,
+    tokens_per_step: int | tuple[int, int] | TokensPerStep | None = None,
 ) -> tuple[Plan, Solution]:
     """Work out how to split a model: no weights, no process group, no GPU needed.
 
@@ -39,6 +45,8 @@ def make_plan(
         tensor_parallel_size: number of ranks.
         example_inputs: one batch as the training step passes it; not needed for a language model with ``input_ids``.
         profile: the hardware to plan for.
+        tokens_per_step: what one forward and backward pass will be given: a number of tokens, or (sequences, tokens of
+            each). The plan is the cheapest for that; 16,384 tokens by default.
 
     Returns:
         The plan, and the solver's solution behind it (which verification needs).
@@ -46,7 +54,9 @@ def make_plan(
     Raises:
         CaptureError: if the model cannot be traced.
         NothingToShard: if nothing in it divides among so many ranks.
+        ValueError: if ``tokens_per_step`` is no positive number.
     """
+    tokens = TokensPerStep.given(tokens_per_step)
     inputs = language_model_inputs(model) if example_inputs is None else example_inputs
     graph = capture(model, inputs)
     graph = open_modules(graph, bare_modules(graph))
@@ -55,7 +65,7 @@ def make_plan(
         names.setdefault(parameter, []).append(name)
     parameters = [(tuple(aliases), tuple(p.shape), p.element_size()) for p, aliases in names.items()]
     blocked: dict[int, str] = {}
-    solution = solve(graph, tensor_parallel_size, profile)
+    solution = solve(graph, tensor_parallel_size, profile, tokens=tokens)
 
     def plan_with(solution: Solution, sizes: tuple[SizePlan, ...]) -> Plan:
         return annotate(solution, type(model).__name__, parameters, sizes)
@@ -72,7 +82,7 @@ def make_plan(
                 raise VerificationError(str(error)) from error
             reason = f"a size in the Python code could not be made local: {error.mismatch.message}"
             blocked |= dict.fromkeys(operators - blocked.keys(), reason)
-            solution = solve(graph, tensor_parallel_size, profile, blocked)
+            solution = solve(graph, tensor_parallel_size, profile, blocked, tokens)
 
 
 def parallelize(
@@ -82,6 +92,7 @@ def parallelize(
     example_inputs: Any = None,
     device: torch.device | str | None = None,
     data_mesh: DeviceMesh | None = None,
+    tokens_per_step: int | tuple[int, int] | TokensPerStep | None = None,
 ) -> nn.Module:
     """Turn ``model`` into this rank's local model, in place. Collective over ``process_group``.
 
@@ -95,6 +106,7 @@ def parallelize(
         data_mesh: the ranks that hold the same part of other copies of the model, as one dim of a device mesh. Then
             FSDP2 deals this rank's part out to them (before it takes memory), gathers it block by block, and averages
             the gradients over them. Collective over it, too.
+        tokens_per_step: what one forward and backward pass will be given, as for :func:`make_plan`.
 
     Returns:
         The same module. ``model.autotp_plan`` is the :class:`~lightning_autotp.layouts.plan.Plan`.
@@ -105,20 +117,26 @@ def parallelize(
         NothingToShard: if nothing in it divides among the ranks.
         VerificationError: if the local model would not compute the same.
         CheckpointError: if the weights are missing, broken, or do not fit.
+        ValueError: if ``tokens_per_step`` is no positive number.
     """
-    make_local(model, process_group, example_inputs)
+    make_local(model, process_group, example_inputs, TokensPerStep.given(tokens_per_step))
     fill_local(model, device, data_mesh)
     return model
 
 
-def make_local(model: nn.Module, process_group: dist.ProcessGroup, example_inputs: Any = None) -> None:
+def make_local(
+    model: nn.Module,
+    process_group: dist.ProcessGroup,
+    example_inputs: Any = None,
+    tokens: TokensPerStep | None = None,
+) -> None:
     """The first half of :func:`parallelize`: plan, cut, prove. Parameters on meta stay there. Collective."""
     group = TPGroup.of(process_group)
     inputs = language_model_inputs(model) if example_inputs is None else example_inputs
     message: list[Any] = [None]
     with raise_together(process_group, "planning"):
         if group.rank == 0:
-            message = [make_plan(model, group.size, example_inputs=inputs)]
+            message = [make_plan(model, group.size, example_inputs=inputs, tokens_per_step=tokens)]
     dist.broadcast_object_list(message, group_src=0, group=process_group)
     plan, solution = message[0]
     with raise_together(process_group, "building the local model"):

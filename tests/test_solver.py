@@ -97,9 +97,13 @@ def test_ranks_share_key_value_heads() -> None:
 
 def test_one_key_value_head() -> None:
     model = meta_model("llama", num_key_value_heads=1)
-    plan, _ = make_plan(model, 2)
+    plan, _ = make_plan(model, 2, tokens_per_step=(5, 61))
     layouts = {p.names[0]: p.layout for p in plan.parameters}
     assert isinstance(layouts["model.layers.0.self_attn.k_proj.weight"], Replicate)
+    assert sizes(plan, "model.layers.0.self_attn.q_proj.weight") == [32, 32]
+    # With many tokens, computing it on every rank costs more than summing its few features.
+    plan, _ = make_plan(model, 2)
+    assert kinds(plan)["model.layers.0.self_attn.k_proj"] == "row"
     assert sizes(plan, "model.layers.0.self_attn.q_proj.weight") == [32, 32]
 
 

@@ -13,7 +13,7 @@ import inspect
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from lightning_autotp.capture.call_sites import is_user_code
 from lightning_autotp.capture.opaque import LARGEST, OpaqueForward
 from lightning_autotp.capture.static_values import NoValue
 from lightning_autotp.capture.tracer import Tracer
+from lightning_autotp.layouts.step_size import StepSize
 from lightning_autotp.operators.graph import Graph
 
 _BATCH_PRIMES = (3, 5, 7, 11, 13)
@@ -110,6 +111,7 @@ def _capture(
     traced = meta_copy(model, stand_in).train()
     tracer = Tracer(traced, real)
     tracer.graph.opaque = opaque
+    tracer.graph.example = step_size(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
     for path in opaque:
         module = traced.get_submodule(path)
         module.forward = OpaqueForward(module, tracer)
@@ -149,6 +151,22 @@ def _run(traced: nn.Module, args: Any, kwargs: Any, tracer: Tracer, fake: FakeTe
         with tracer.pause():
             returned = [leaf for leaf in leaves if leaf.is_floating_point()]
         tracer.outputs(returned)
+
+
+def step_size(tensors: Iterable[Tensor]) -> StepSize:
+    """Rows of a batch, and the lengths of its sequences, from its tensors.
+
+    Integers ``[rows, tokens]`` tell both; without any, floating-point numbers ``[rows, tokens, features]`` do. What has
+    neither has rows only.
+    """
+    given = [tensor for tensor in tensors if tensor.ndim]
+    ids = [tensor for tensor in given if tensor.ndim == 2 and not tensor.is_floating_point()]
+    sequences = ids or [tensor for tensor in given if tensor.ndim == 3]
+    if not given:
+        return StepSize()
+    rows = (sequences or given)[0].shape[0]
+    lengths = dict.fromkeys(tensor.shape[1] for tensor in sequences if tensor.shape[0] == rows and tensor.shape[1] > 1)
+    return StepSize(rows, tuple(lengths))
 
 
 def language_model_inputs(model: nn.Module) -> dict[str, Any]:

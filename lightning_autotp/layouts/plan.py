@@ -149,6 +149,7 @@ class Plan:
         sizes: sizes in Python that become local.
         draws: calls at which each rank draws its own random numbers.
         communication: what one step of the traced batch communicates.
+        priced_for: the size of the step that it is the cheapest for, and who said so.
     """
 
     model: str
@@ -159,6 +160,7 @@ class Plan:
     sizes: tuple[SizePlan, ...] = ()
     draws: tuple[DrawPlan, ...] = ()
     communication: tuple[Communication, ...] = ()
+    priced_for: str = ""
 
     def to_json(self) -> str:
         """The plan as JSON text."""
@@ -182,6 +184,7 @@ class Plan:
                 sizes=tuple(_decode(SizePlan, item) for item in data["sizes"]),
                 draws=tuple(_decode(DrawPlan, item) for item in data["draws"]),
                 communication=tuple(_decode(Communication, item) for item in data["communication"]),
+                priced_for=data["priced_for"],
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"this is not a plan written by Plan.to_json: {error!r}") from error
@@ -229,6 +232,8 @@ class Plan:
         ] + [
             str(size) for size in self.sizes
         ]  # fmt: skip
+        if self.priced_for:
+            lines.append(f"priced for a step of {self.priced_for}")
         for parameter in self.parameters:
             if parameter.reason:
                 lines.append(f"whole on every rank: {parameter.names[0]}: {parameter.reason}")

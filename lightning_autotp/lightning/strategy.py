@@ -46,8 +46,10 @@ from lightning_autotp.checkpoints.state import (
     load_full_optimizer_state,
     load_full_state_dict,
 )
+from lightning_autotp.layouts.step_size import TokensPerStep
 from lightning_autotp.lightning.averaging import refuse_whole_copies
 from lightning_autotp.lightning.discovery import fill_remaining, find_models, outermost, parallel_sizes
+from lightning_autotp.lightning.first_batch import first_batch
 from lightning_autotp.lightning.summary import summarize_as_before, summarize_whole_model
 from lightning_autotp.parameters.local_blocks import metas_kept
 from lightning_autotp.pipeline import fill_local, make_local
@@ -81,11 +83,15 @@ class AutoTPStrategy(ModelParallelStrategy):
             whole tensors that go through rank 0. Both are in the original model's names and shapes, and both load at
             any sizes.
         save_async: write checkpoints in the background, from a copy in host memory, while training goes on.
+        tokens_per_step: what one forward and backward pass of one copy will be given: a number of tokens, or
+            (sequences, tokens of each). The plan is the cheapest for that. Where it is left out, the first batch of a
+            ``DataLoader`` over a map-style dataset, given to ``trainer.fit``, tells it; else it is 16,384 tokens.
         process_group_backend: by default the one for the device: nccl or gloo.
         timeout: of collectives.
 
     Raises:
-        ValueError: when the Trainer is made, if the sizes do not multiply to the number of devices.
+        ValueError: if ``tokens_per_step`` is no positive number; when the Trainer is made, if the sizes do not multiply
+            to the number of devices.
     """
 
     def __init__(
@@ -97,6 +103,7 @@ class AutoTPStrategy(ModelParallelStrategy):
         broadcast_batches: bool = False,
         save_distributed_checkpoint: bool = False,
         save_async: bool = False,
+        tokens_per_step: int | tuple[int, int] | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
@@ -106,6 +113,7 @@ class AutoTPStrategy(ModelParallelStrategy):
         self._example_inputs = example_inputs
         self._checked_batches = checked_batches
         self._broadcast_batches = broadcast_batches
+        self._tokens = None if tokens_per_step is None else TokensPerStep.given(tokens_per_step)
         self._seen_batches: dict[Any, int] = {}
         self._checked_groups: list[int] = []
         self._averaging: list[RemovableHandle] = []
@@ -164,9 +172,10 @@ class AutoTPStrategy(ModelParallelStrategy):
         module = self.lightning_module
         with raise_together(None, "looking for the model to parallelize"):
             models = find_models(module, self._example_inputs)
+        tokens = self._tokens or self.broadcast(first_batch(trainer) if self.is_global_zero else None)
         for model, inputs in models:
             check_same_weights(model, None)
-            make_local(model, self.tensor_parallel_group, inputs)
+            make_local(model, self.tensor_parallel_group, inputs, tokens)
         # Before the parameters take memory: what is on meta becomes of the precision's dtype, and then real.
         with metas_kept(module):
             self.model = self.precision_plugin.convert_module(module)

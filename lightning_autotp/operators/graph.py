@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_autotp.layouts.places import Boundary, CallPoint, CallSite
+from lightning_autotp.layouts.step_size import StepSize
 
 OPAQUE = "opaque module"
 """Name of the one operator that a module is whose code cannot be traced."""
@@ -130,6 +131,7 @@ class Graph:
         calls: the calls in the model's code that ran the operators.
         opaque: modules whose code depends on values that a trace does not have: one operator each.
         failure: what the model's code raised, where it did not come to its end.
+        example: rows and tokens of the batch that was traced.
     """
 
     tensors: list[TensorInfo] = field(default_factory=list)
@@ -139,6 +141,7 @@ class Graph:
     calls: list[Call] = field(default_factory=list)
     opaque: frozenset[str] = frozenset()
     failure: str = ""
+    example: StepSize = field(default_factory=StepSize)
 
     def loose(self) -> list[int]:
         """Tensors that no operator makes and that are no parameters (inputs, buffers, constants), as they are used."""

@@ -61,6 +61,7 @@ def annotate(
         sizes=sizes,
         draws=tuple(dict.fromkeys(_draw(solution, number) for number in sorted(solution.drawing))),
         communication=_communication(solution),
+        priced_for=f"{solution.step} ({solution.step_source})",
     )
 
 

@@ -35,7 +35,13 @@ def open_modules(graph: Graph, modules: Collection[str]) -> Graph:
     if not modules:
         return graph
     opened = Graph(
-        list(graph.tensors), [], dict(graph.parameters), list(graph.outputs), list(graph.calls), graph.opaque
+        list(graph.tensors),
+        [],
+        dict(graph.parameters),
+        list(graph.outputs),
+        list(graph.calls),
+        graph.opaque,
+        example=graph.example,
     )
     of_call: dict[int, list[Operator]] = {}
     for operator in graph.operators:

@@ -45,14 +45,14 @@ class Profile:
     all_reduce_passes: float = 1.0
     matrix_price: float = 10.0
 
-    def collective(self, kind: str, size: int, ranks: int) -> float:
+    def collective(self, kind: str, size: float, ranks: int) -> float:
         """Seconds of an ``"all_reduce"``, ``"all_gather"`` or ``"reduce_scatter"`` of ``size`` (whole) bytes."""
         if kind == "all_reduce":
             return self.latency + self.all_reduce_passes * (ranks - 1) / ranks * size / self.link_bandwidth
         ordering = 2 * size / self.memory_bandwidth
         return self.latency + (ranks - 1) / ranks * size / self.link_bandwidth + ordering
 
-    def compute(self, flops: float, touched: int, share: float) -> float:
+    def compute(self, flops: float, touched: float, share: float) -> float:
         """Seconds of an operator, forward and backward, of which the slowest rank does ``share``."""
         return 3 * share * (flops / self.flops + touched / self.memory_bandwidth)
 
@@ -66,7 +66,7 @@ class Profile:
             hidden: median bytes of its hidden states.
             ranks: size of the group.
         """
-        return self.matrix_price * self.collective("all_reduce", int(hidden), ranks) * share * size / matrix
+        return self.matrix_price * self.collective("all_reduce", hidden, ranks) * share * size / matrix
 
 
 # What converting a tensor from one type to another costs: collectives in forward and in backward.
@@ -99,7 +99,7 @@ def typical_matrix(parameters: Sequence[tuple[tuple[int, ...], int]]) -> float:
 _SLIVER = 8  # a matrix is one if its second-largest dim is so many times smaller than that of the model's widest
 
 
-def product_flops(name: str, inputs: Sequence[tuple[int, ...]], output: tuple[int, ...]) -> float:
+def product_flops(name: str, inputs: Sequence[tuple[float, ...]], output: tuple[float, ...]) -> float:
     """Floating-point operations of a matrix product or attention, forward only; 0 for any other operator."""
     if name == "aten.scaled_dot_product_attention.default":
         query, key, value = inputs[:3]

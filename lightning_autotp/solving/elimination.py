@@ -10,7 +10,8 @@ of all layers before would make every layer's tables new. (Dechter, *Bucket elim
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 Row = tuple[int, ...]
@@ -81,6 +82,13 @@ class Elimination:
         if number == len(self._rows):
             self._rows.append(rows)
         return number
+
+    def cost(self, values: Mapping[int, int]) -> float:
+        """What an assignment costs; infinity where a table does not allow it."""
+        return sum(
+            self._rows[table.rows].get(tuple(values[variable] for variable in table.scope), math.inf)
+            for table in self.tables
+        )
 
     def solve(self) -> tuple[dict[int, int], float]:
         """The assignment of least cost, and that cost.

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from lightning_autotp.layouts.dims import Dim, leaves, shardable
 from lightning_autotp.layouts.places import Boundary, CallPoint
+from lightning_autotp.layouts.step_size import StepSize, TokensPerStep
 from lightning_autotp.layouts.types import Invariant, Layout, Partial, Replicate, Shard
 from lightning_autotp.operators import Dims, Relation, relate
 from lightning_autotp.operators.axes import Axes
@@ -23,11 +24,13 @@ from lightning_autotp.solving.call_points import private_draws, static_operands
 from lightning_autotp.solving.candidates import candidates, squares
 from lightning_autotp.solving.cost import CONVERSIONS, Profile, product_flops, typical_matrix
 from lightning_autotp.solving.elimination import Elimination, NoAssignment, TooManyCombinations
+from lightning_autotp.solving.pricing import ScaledSizes
 from lightning_autotp.solving.repeated_modules import twins
 
 I, R, P = "I", "R", "P"  # noqa: E741 (the field's own names for the types)
 _TYPES: dict[str, Layout] = {I: Invariant(), R: Replicate(), P: Partial()}
-# Among placements of equal cost, one inside a parallel layer is preferred to one at another module.
+# Among placements of equal cost, one inside a parallel layer is preferred to one at another module, and that to one at
+# a call.
 _ELSEWHERE = 1e-9
 
 
@@ -61,6 +64,9 @@ class Solution:
             (logits).
         whole: why parameters are left whole, by name.
         cost: seconds by the profile.
+        step: the size of the step that they are priced for.
+        step_source: who said so.
+        kinds: the layouts as the solver knows them: types, and numbers of candidates.
     """
 
     graph: Graph
@@ -73,10 +79,18 @@ class Solution:
     global_views: list[Conversion] = field(default_factory=list)
     whole: dict[str, str] = field(default_factory=dict)
     cost: float = 0.0
+    step: StepSize = field(default_factory=StepSize)
+    step_source: str = ""
+    kinds: dict[int, str | int] = field(default_factory=dict)
 
 
 def solve(
-    graph: Graph, ranks: int, profile: Profile | None = None, blocked: Mapping[int, str] | None = None
+    graph: Graph,
+    ranks: int,
+    profile: Profile | None = None,
+    blocked: Mapping[int, str] | None = None,
+    tokens: TokensPerStep | None = None,
+    pinned: Mapping[str, int | None] | None = None,
 ) -> Solution:
     """Find the layouts of least cost.
 
@@ -85,14 +99,17 @@ def solve(
         ranks: size of the tensor-parallel group.
         profile: the hardware; a default one is used otherwise.
         blocked: positions of operators at which nothing may be sharded, and why.
+        tokens: the step to price for.
+        pinned: parameters, by name, that are to be cut along this dim, or, with ``None``, to be left whole.
 
     Raises:
         NothingToShard: if no parameter can be divided.
+        ValueError: if a parameter cannot be as it is pinned.
     """
-    solver = _Solver(graph, ranks, profile or Profile(), blocked or {})
+    solver = _Solver(graph, ranks, profile or Profile(), blocked or {}, tokens)
     while True:
         try:
-            solution = solver.solve()
+            solution = solver.solve(pinned or {})
         except TooManyCombinations:
             solver.keep_the_largest_half()
             continue
@@ -102,8 +119,25 @@ def solve(
         solver.fixed |= varying
 
 
+def price(
+    solution: Solution,
+    tokens: TokensPerStep,
+    profile: Profile | None = None,
+    blocked: Mapping[int, str] | None = None,
+) -> float:
+    """What the layouts of a solution cost at a step of another size, in seconds."""
+    return _Solver(solution.graph, solution.ranks, profile or Profile(), blocked or {}, tokens).price(solution.kinds)
+
+
 class _Solver:
-    def __init__(self, graph: Graph, ranks: int, profile: Profile, blocked: Mapping[int, str]) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        ranks: int,
+        profile: Profile,
+        blocked: Mapping[int, str],
+        tokens: TokensPerStep | None = None,
+    ) -> None:
         self.graph, self.ranks, self.profile = graph, ranks, profile
         self.fixed: set[Boundary | CallPoint] = set()
         relations, self.axes = relate(graph)
@@ -133,8 +167,16 @@ class _Solver:
                 self.calls[operator.boundary] = self.calls.get(operator.boundary, 0) + 1
         self.leaves = static_operands(graph)
         self._layouts: dict[tuple[Dims, int], Layout] = {}
+        self._works: dict[int, tuple[float, float]] = {}
         tensors = graph.tensors
-        crossing = [tensors[op.outputs[0]].bytes for op in graph.operators if op.boundary is not None]
+        self.tokens = tokens or TokensPerStep()
+        self.sizes = ScaledSizes(graph, self.relations, self.tokens)
+        self.bytes = {tensor: self.sizes.bytes(tensor, dims) for tensor, dims in self.dims.items()}
+        crossing = [
+            self.bytes.get(op.outputs[0], tensors[op.outputs[0]].bytes)
+            for op in graph.operators
+            if op.boundary is not None
+        ]
         # What stays whole in any case does not say what is large.
         opaque = {tensor for operator in graph.operators if operator.name == OPAQUE for tensor in operator.inputs}
         divisible = [tensors[tensor] for tensor in graph.parameters if tensor not in opaque]
@@ -173,9 +215,39 @@ class _Solver:
 
     # -- tables ------------------------------------------------------------------------------------------------------
 
-    def solve(self) -> Solution:
+    def solve(self, pinned: Mapping[str, int | None]) -> Solution:
         if not any(self.touching[tensor] for tensor in self.graph.parameters if tensor in self.touching):
             raise NothingToShard(self._nothing())
+        problem, domains = self._problem()
+        for tensor, name in self.graph.parameters.items():
+            if name in pinned:
+                allowed = [n for n, kind in enumerate(domains[tensor]) if self._cut(tensor, kind) == pinned[name]]
+                problem.add((tensor,), {(code,): 0.0 for code in allowed})
+        try:
+            values, cost = problem.solve()
+        except NoAssignment as error:
+            if pinned:
+                raise ValueError(f"no layout of the model cuts its parameters so: {dict(pinned)}") from error
+            producer = self.producer.get(error.variable)
+            where = producer.operator.source if producer else "a parameter"
+            raise RuntimeError(
+                f"no layout satisfies every operator around {where}; please report this model"
+            ) from error
+        kinds = {tensor: domains[tensor][code] for tensor, code in values.items()}
+        return self._solution(kinds | {twin: kinds[tensor] for twin, tensor in self.first.items()}, cost)
+
+    def price(self, kinds: Mapping[int, str | int]) -> float:
+        """What these layouts cost."""
+        problem, domains = self._problem()
+        return problem.cost({tensor: domain.index(kinds[tensor]) for tensor, domain in domains.items()})
+
+    def _cut(self, tensor: int, kind: str | int) -> int | None:
+        """The dim along which a parameter of this kind is cut."""
+        layout = self._layout(tensor, kind)
+        return layout.dims[0][0] if isinstance(layout, Shard) else None
+
+    def _problem(self) -> tuple[Elimination, dict[int, tuple[str | int, ...]]]:
+        """Every table, and the kinds that the numbers in it stand for."""
         problem = Elimination()
         domains: dict[int, tuple[str | int, ...]] = {t: (I, R, P, *self.touching[t]) for t in self.dims}
         codes = {tensor: {kind: code for code, kind in enumerate(domain)} for tensor, domain in domains.items()}
@@ -195,16 +267,7 @@ class _Solver:
                     row = tuple(codes[tensor][named[tensor]] for tensor in scope)
                     rows[row] = min(cost, rows.get(row, math.inf))
             problem.add(scope, rows)
-        try:
-            values, cost = problem.solve()
-        except NoAssignment as error:
-            producer = self.producer.get(error.variable)
-            where = producer.operator.source if producer else "a parameter"
-            raise RuntimeError(
-                f"no layout satisfies every operator around {where}; please report this model"
-            ) from error
-        kinds = {tensor: domains[tensor][code] for tensor, code in values.items()}
-        return self._solution(kinds | {twin: kinds[tensor] for twin, tensor in self.first.items()}, cost)
+        return problem, domains
 
     def _parameter(self, tensor: int) -> Iterator[tuple[str | int, float]]:
         size = self.graph.tensors[tensor].bytes
@@ -293,7 +356,7 @@ class _Solver:
             result = I if inside else P
             kinds |= dict.fromkeys([*outputs, *(added & set(inputs))], result)
             if inside:
-                size = sum(self.graph.tensors[tensor].bytes for tensor in outputs)
+                size = sum(self.bytes[tensor] for tensor in outputs)
                 cost += self.profile.collective("all_reduce", size, self.ranks)
         return kinds, cost
 
@@ -302,33 +365,43 @@ class _Solver:
         return (self.position[id(relation.operator)], tensor) in self.leaves
 
     def _compute(self, relation: Relation, number: int | None) -> float:
-        tensors = self.graph.tensors
-        flops = product_flops(
-            relation.operator.name,
-            [tensors[tensor].shape for tensor in relation.operator.inputs],
-            tensors[relation.operator.outputs[0]].shape if relation.operator.outputs else (),
-        )
         if relation.operator.boundary is not None:
             return 0.0
-        everything = {tensor: tensors[tensor].bytes for tensor in (*relation.inputs, *relation.outputs)}
         share = 1.0
         if number is not None:
             shares = [
-                self._largest_share(t, number) for t in everything if t in self.dims and number in self.touching[t]
+                self._largest_share(tensor, number)
+                for tensor in (*relation.inputs, *relation.outputs)
+                if tensor in self.dims and number in self.touching[tensor]
             ]
             share = max(shares, default=1.0)
-        return self.profile.compute(flops, sum(everything.values()), share)
+        return self.profile.compute(*self._work(relation), share)
+
+    def _work(self, relation: Relation) -> tuple[float, float]:
+        """Floating-point operations of an operator, and the bytes it touches, both for whole tensors."""
+        position = self.position[id(relation.operator)]
+        if position not in self._works:
+            operator, dims = relation.operator, relation.inputs | relation.outputs
+            shapes = {tensor: self.sizes.shape(tensor, found) for tensor, found in dims.items()}
+            flops = product_flops(
+                operator.name,
+                [shapes[tensor] for tensor in operator.inputs],
+                shapes[operator.outputs[0]] if operator.outputs else (),
+            )
+            self._works[position] = flops, sum(self.sizes.bytes(tensor, found) for tensor, found in dims.items())
+        return self._works[position]
 
     def _conversions(
         self, operator: Operator, source: int, target: int
     ) -> Iterator[tuple[dict[int, str | int], float]]:
         if operator.boundary is None or operator.boundary in self.fixed:
             return
-        info = self.graph.tensors[source]
         for (before, after), (forward, backward) in CONVERSIONS.items():
-            cost = sum(self.profile.collective(kind, info.bytes, self.ranks) for kind in (*forward, *backward))
+            cost = sum(self.profile.collective(kind, self.bytes[source], self.ranks) for kind in (*forward, *backward))
             if not operator.layer:  # a gather launches kernels of its own, unless a layer does it
                 cost += self.profile.latency if before == "S" else _ELSEWHERE
+            if isinstance(operator.boundary, CallPoint):
+                cost += _ELSEWHERE
             befores = self.touching[source] if before == "S" else (before,)
             afters = self.touching[target] if after == "S" else (after,)
             for left in befores:
@@ -367,7 +440,8 @@ class _Solver:
 
     def _solution(self, kinds: dict[int, str | int], cost: float) -> Solution:
         layouts = {tensor: self._layout(tensor, kind) for tensor, kind in kinds.items()}
-        solution = Solution(self.graph, self.ranks, layouts, cost=cost)
+        solution = Solution(self.graph, self.ranks, layouts, cost=cost, kinds=kinds)
+        solution.step, solution.step_source = self.sizes.step, self.tokens.source
         seen: set[Boundary | CallPoint] = set()
         for relation in self.relations:
             operator = relation.operator

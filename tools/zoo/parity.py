@@ -10,8 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
+from lightning_autotp.capture.capture import step_size
+from lightning_autotp.layouts.step_size import TokensPerStep
 from lightning_autotp.parameters.meta import parameter_meta
 from lightning_autotp.pipeline import make_plan, parallelize
 from zoo.configs import LEAST_ALL_REDUCES, LEFT_OUT
@@ -37,6 +40,12 @@ def prepare(name: str, group: str, seed: int = 0) -> tuple[PreTrainedModel, dict
     return model, training_batch(name, group, model.config, seed)
 
 
+def _tokens(batch: dict[str, Any]) -> TokensPerStep:
+    """A plan for a tiny model is priced for the tiny batch that it is run on."""
+    tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+    return TokensPerStep(size=step_size(tensors), source="as the batch that is run")
+
+
 def plan_one(name: str, group: str, ranks: int) -> Verdict:
     """Plan one architecture in this process, without running it."""
     is_text = group != "image"
@@ -48,7 +57,7 @@ def plan_one(name: str, group: str, ranks: int) -> Verdict:
     try:
         model, batch = prepare(name, group, _EXAMPLE)
         started = time.perf_counter()
-        plan, solution = make_plan(model, ranks, example_inputs=batch)
+        plan, solution = make_plan(model, ranks, example_inputs=batch, tokens_per_step=_tokens(batch))
         verdict.seconds = time.perf_counter() - started
         read_plan(verdict, plan, solution, layer_count(model.config) if is_text else None)
         verdict.outcome = "planned"
@@ -93,7 +102,7 @@ def _compare(
     torch.manual_seed(seed)
     wanted = model(**batch).loss
     wanted.backward()
-    parallelize(local, process_group, example_inputs=example)
+    parallelize(local, process_group, example_inputs=example, tokens_per_step=_tokens(example))
     torch.manual_seed(seed)
     found = local(**batch).loss
     found.backward()

@@ -1,0 +1,185 @@
+"""Sizes of tensors at the step that will be trained.
+
+The trace is small: five made-up sentences of 61 tokens, or one batch that the user gave. In a plan priced for it,
+summing a parameter's gradient once would look dear and communicating activations in every layer cheap. So what grows
+with the tokens is scaled to the tokens of a real step, and everything is priced at that size.
+
+Which axes grow is read off the trace. An axis is one of
+
+* the **rows** of the batch, if it is as long as the example's batch;
+* the **tokens** of a sequence, if it is as long as one of the example's sequences, or a multiple of the longest;
+* **both**, if it is as long as a multiple of rows times tokens (a flattened batch; the tokens of a mixture's experts).
+
+Only axes that occur in no parameter count: a model may have as many heads as the batch has rows. The exception are axes
+of indices (token ids, positions), which are never features: a table of positions is a parameter that has an axis of
+tokens. Sections of such an axis (all tokens but the last) grow with it. (The made-up batch's sizes are primes that
+equal no size of the model.)
+
+Where only a number of tokens is known, the sequences are :data:`NOMINAL_LENGTH` long at most, so that the price, which
+grows with their length squared, does not depend on how long those of the trace are. An example with a single row stands
+for packed sequences: its one row grows. A model without sequences gets as many rows as make that many positions of
+its median hidden state (patches of a picture).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+from lightning_autotp.layouts.dims import ONE, Axis, Concat, Dim, Product, leaves
+from lightning_autotp.layouts.step_size import StepSize, TokensPerStep
+from lightning_autotp.operators import Dims, Relation
+from lightning_autotp.operators.graph import Graph
+
+NOMINAL_LENGTH = 4_096
+"""Longest sequence that is assumed where only the number of tokens is known."""
+
+_ROWS, _TOKENS, _BOTH = "rows", "tokens", "rows and tokens"
+
+
+class ScaledSizes:
+    """Shapes and bytes at the priced step.
+
+    Args:
+        graph: the captured graph, which knows its example's size.
+        relations: its relations, with resolved dims.
+        tokens: what to price for.
+
+    Attributes:
+        step: the size of the priced step.
+    """
+
+    def __init__(self, graph: Graph, relations: Sequence[Relation], tokens: TokensPerStep) -> None:
+        self._graph = graph
+        self._example = graph.example
+        self._in_parameters: set[int] = set()
+        self._kinds: dict[int, str] = {}
+        for relation in relations:
+            for tensor, dims in relation.inputs.items():
+                if tensor in graph.parameters:
+                    self._in_parameters |= {axis.id for dim in dims for axis in leaves(dim)}
+        for relation in relations:
+            for tensor, dims in relation.inputs.items():
+                info = graph.tensors[tensor]
+                if info.is_static and info.dtype.startswith(("int", "uint")):
+                    for dim in dims:
+                        self._recognise(dim, everywhere=True)
+        for relation in relations:
+            for tensor, dims in (*relation.inputs.items(), *relation.outputs.items()):
+                if tensor not in graph.parameters:
+                    for dim in dims:
+                        self._recognise(dim)
+        self.step = self._step(relations, tokens)
+        rows, length = 1.0, 1.0
+        if self._example.lengths and self.step.lengths:
+            length = self.step.longest / self._example.longest
+        if self._example.rows > 1:
+            rows = self.step.rows / self._example.rows
+        elif self._example.lengths:  # one row of all tokens
+            length *= self.step.rows
+        self._growth = {_ROWS: rows, _TOKENS: length, _BOTH: rows * length}
+        if self._example.rows in self._example.lengths:  # which is which cannot be told
+            self._growth |= dict.fromkeys((_ROWS, _TOKENS), math.sqrt(rows * length))
+
+    def shape(self, tensor: int, dims: Dims) -> tuple[float, ...]:
+        """The tensor's shape, from its resolved dims."""
+        if tensor in self._graph.parameters:
+            return self._graph.tensors[tensor].shape
+        return tuple(self._size(dim) for dim in dims)
+
+    def bytes(self, tensor: int, dims: Dims) -> float:
+        """The tensor's bytes, from its resolved dims."""
+        return self._graph.tensors[tensor].itemsize * math.prod(self.shape(tensor, dims))
+
+    def _size(self, dim: Dim) -> float:
+        if isinstance(dim, Axis):
+            kind = self._kinds.get(dim.id)
+            return dim.size * self._growth[kind] if kind else dim.size
+        if isinstance(dim, Product):
+            return math.prod(self._size(factor) for factor in dim.factors)
+        return sum(self._size(section) for section in dim.sections)
+
+    # -- which axes grow ---------------------------------------------------------------------------------------------
+
+    def _kind(self, size: int) -> str | None:
+        rows, longest = self._example.rows, self._example.longest
+        if rows > 1 and size == rows:
+            return _ROWS
+        if size in self._example.lengths:
+            return _TOKENS
+        if longest > 1 and size and size % longest == 0:
+            return _BOTH if rows > 1 and size % (rows * longest) == 0 else _TOKENS
+        return None
+
+    def _recognise(self, dim: Dim, everywhere: bool = False) -> None:
+        """Note which axes of a dim grow; ``everywhere``: also such as occur in parameters."""
+        if isinstance(dim, Product):
+            for factor in dim.factors:
+                self._recognise(factor, everywhere)
+            return
+        self._note(dim.size, [dim] if isinstance(dim, Axis) else list(dim.sections), everywhere)
+        if isinstance(dim, Concat):
+            self._recognise_cut_product(dim, everywhere)
+            for section in dim.sections:
+                self._recognise(section, everywhere)
+
+    def _recognise_cut_product(self, dim: Concat, everywhere: bool) -> None:
+        """``[a x rest | b x rest]`` is a cut dim of size ``a + b``, times the rest."""
+        cuts = [
+            section.factors if isinstance(section, Product) and section.factors else (section,)
+            for section in dim.sections
+        ]
+        rest = max((math.prod(factor.size for factor in factors[1:]) for factors in cuts), default=1)
+        outer = [
+            ONE if section.size == rest else factors[0] if factors[0].size * rest == section.size else section
+            for section, factors in zip(dim.sections, cuts, strict=True)
+        ]
+        if rest > 1 and sum(part.size for part in outer) * rest == dim.size:
+            self._note(dim.size // rest, outer, everywhere)
+
+    def _note(self, size: int, parts: Sequence[Dim], everywhere: bool) -> None:
+        """Note what the parts of a dim of this size are, unless they are divided further."""
+        kind = self._kind(size)
+        if kind is None or not all(isinstance(part, Axis) or part.size == 1 for part in parts):
+            return
+        for part in parts:
+            if isinstance(part, Axis) and (everywhere or part.id not in self._in_parameters):
+                self._kinds.setdefault(part.id, kind)
+
+    # -- the step ----------------------------------------------------------------------------------------------------
+
+    def _step(self, relations: Sequence[Relation], tokens: TokensPerStep) -> StepSize:
+        example = self._example
+        if tokens.size is not None:
+            return tokens.size
+        if not example.lengths:
+            return StepSize(max(1, round(tokens.number / self._positions(relations))))
+        if example.rows == 1:
+            return StepSize(1, (tokens.number,))
+        length = min(tokens.number, NOMINAL_LENGTH)
+        return StepSize(max(1, round(tokens.number / length)), (length,))
+
+    def _positions(self, relations: Sequence[Relation]) -> float:
+        """Positions in a row of the median hidden state: what is neither its rows nor its features."""
+        features = {
+            axis.id
+            for relation in relations
+            if any(tensor in self._graph.parameters for tensor in relation.inputs)
+            for dim in relation.contracted
+            for axis in leaves(dim)
+        }
+        found = []
+        for relation in relations:
+            if relation.operator.boundary is None:
+                continue
+            (dims,) = relation.outputs.values()
+            factors = [f for dim in dims for f in (dim.factors if isinstance(dim, Product) else (dim,))]
+            found.append(
+                math.prod(
+                    factor.size
+                    for factor in factors
+                    if not any(axis.id in features or self._kinds.get(axis.id) == _ROWS for axis in leaves(factor))
+                )
+            )
+        return max(1.0, statistics.median(found or [1]))

@@ -1,0 +1,206 @@
+"""The size of the first batch is known before training, and looking at it leaves no trace."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from tiny import tiny_model
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
+from trainer_ranks import run_trainer_ranks
+
+from lightning_autotp import AutoTPStrategy
+from lightning_autotp.layouts.step_size import NOMINAL_TOKENS, StepSize
+from lightning_autotp.lightning import first_batch
+from lightning_autotp.lightning.first_batch import batch_size_of
+
+
+class Sentences(Dataset[dict[str, Tensor]]):
+    """Sentences of growing length, with everything that reading may change."""
+
+    def __init__(self) -> None:
+        self.read = 0
+        self.own = np.random.default_rng(0)
+        self.opened: Any = None
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        self.read += 1
+        self.opened = self.opened or os.open(os.devnull, os.O_RDONLY)
+        torch.rand(1), np.random.rand(), random.random(), self.own.random()
+        print("a line that nobody should see")
+        return {"input_ids": torch.arange(10 + index)}
+
+
+def padded(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    ids = torch.nn.utils.rnn.pad_sequence([sample["input_ids"] for sample in samples], batch_first=True)
+    return {"input_ids": ids, "labels": ids}
+
+
+def states() -> Any:
+    return torch.get_rng_state().tolist(), np.random.get_state(legacy=True)[1].tolist(), random.getstate()
+
+
+def test_looking_changes_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    class Counted(RandomSampler):
+        asked = 0
+
+        def __iter__(self) -> Iterator[int]:
+            Counted.asked += 1
+            return super().__iter__()
+
+    data = Sentences()
+    loader = DataLoader(data, batch_size=6, sampler=Counted(data), collate_fn=padded)
+    before = states(), data.own.bit_generator.state
+    tokens = batch_size_of(loader)
+    assert tokens.size == StepSize(6, (15,))
+    assert tokens.source == "as the first batch of the training data"
+    assert (states(), data.own.bit_generator.state) == before
+    assert (data.read, data.opened, Counted.asked, loader._iterator) == (0, None, 0, None)
+    assert capfd.readouterr() == ("", "")
+
+
+@dataclass(frozen=True)
+class Batch:
+    pixels: Tensor
+    names: list[str]
+
+
+class Items(Dataset[Any]):
+    def __init__(self, item: Callable[[], Any]) -> None:
+        self.item = item
+
+    def __len__(self) -> int:
+        return 50
+
+    def __getitem__(self, index: int) -> Any:
+        return self.item()
+
+
+@pytest.mark.parametrize(
+    ("item", "options", "expected"),
+    [
+        (lambda: (torch.zeros(3, 8, 8), 1), {"batch_size": 5}, StepSize(5)),
+        (lambda: torch.zeros(12, dtype=torch.long), {"batch_size": 80, "drop_last": True}, StepSize(50, (12,))),
+        (lambda: {"input_ids": torch.zeros(4, 30, dtype=torch.int)}, {"batch_size": None}, StepSize(4, (30,))),
+        (lambda: 0, {"batch_size": 2, "collate_fn": lambda _: Batch(torch.zeros(7, 3, 8, 8), ["a"])}, StepSize(7)),
+    ],
+)
+def test_batches_of_all_kinds(item: Any, options: dict[str, Any], expected: StepSize) -> None:
+    assert batch_size_of(DataLoader(Items(item), **options)).size == expected
+
+
+def test_many_samples_at_once() -> None:
+    class Together(Items):
+        def __getitems__(self, indices: list[int]) -> list[Any]:
+            return [torch.zeros(3 + len(indices), dtype=torch.long)] * len(indices)
+
+    assert batch_size_of(DataLoader(Together(dict), batch_size=4)).size == StepSize(4, (7,))
+
+
+class Stream(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        raise AssertionError("a stream must not be read")
+
+
+class OwnBatches(BatchSampler):
+    pass
+
+
+def fails() -> Any:
+    raise KeyError("no such sample")
+
+
+def dies() -> Any:
+    os._exit(3)
+
+
+@pytest.mark.parametrize(
+    ("loader", "why"),
+    [
+        (DataLoader(Stream(), batch_size=2), "a stream cannot be looked into"),
+        ([torch.zeros(2, 3)], "a list cannot be looked into"),
+        (
+            DataLoader(Items(dict), batch_sampler=OwnBatches(SequentialSampler(Items(dict)), 2, False)),
+            "a OwnBatches of your own",
+        ),
+        (DataLoader(Items(fails), batch_size=2), "raised KeyError: 'no such sample'"),
+        (DataLoader(Items(dies), batch_size=2), "the process that read the first batch ended"),
+        (DataLoader(Items(lambda: time.sleep(60)), batch_size=2), "took more than 1 s"),
+        (DataLoader(Items(lambda: "text"), batch_size=2), "no tensors"),
+    ],
+)
+def test_what_is_not_known(loader: Any, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_batch, "SECONDS", 1.0 if "1 s" in why else 20.0)
+    tokens = batch_size_of(loader)
+    assert tokens.size is None
+    assert tokens.number == NOMINAL_TOKENS
+    assert tokens.source.startswith("nominal: ")
+    assert why in tokens.source
+
+
+class Task(L.LightningModule):
+    """Made of its parts, so that the loader may come from the hook or from outside."""
+
+    def __init__(self, loader: Any = None) -> None:
+        super().__init__()
+        self.loader = loader
+        self.asked = 0
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "model"):
+            self.model = tiny_model("llama", num_hidden_layers=1)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss: Tensor = self.model(**batch).loss
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    def train_dataloader(self) -> Any:
+        self.asked += 1
+        return self.loader
+
+
+def plans() -> dict[str, str]:
+    """What the plan is said to be priced for, by where the data come from."""
+    data = Sentences()
+    loader = DataLoader(data, batch_size=3, collate_fn=padded)
+
+    def fit(given: Any, hook: Any, **options: Any) -> str:
+        task = Task(hook)
+        trainer = L.Trainer(
+            accelerator="cpu", devices=2, max_steps=1, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, strategy=AutoTPStrategy(2, **options),
+        )  # fmt: skip
+        trainer.fit(task, given)
+        assert task.asked == (hook is not None)
+        return str(task.model.autotp_plan.priced_for)
+
+    return {
+        "given": fit(loader, None),
+        "hook": fit(None, loader),
+        "said": fit(loader, None, tokens_per_step=2048),
+        "both said": fit(loader, None, tokens_per_step=(2, 300)),
+    }
+
+
+def test_the_strategy_prices_for_the_first_batch() -> None:
+    first, second = run_trainer_ranks(plans, 2)
+    assert first == second
+    assert first["given"] == "3 x 12 tokens (as the first batch of the training data)"
+    assert first["hook"].startswith("4 x 4096 tokens (nominal: train_dataloader() is not called ahead of time")
+    assert first["said"] == "1 x 2048 tokens (as tokens_per_step says)"
+    assert first["both said"] == "2 x 300 tokens (as tokens_per_step says)"
