@@ -203,9 +203,10 @@ def _plan(model: nn.Module, graph: Graph, inputs: Any, ranks: int, options: Plan
     if kept is not None:
         try:
             read_plan(kept, graph, IMPLEMENTATIONS)
+            return kept
         except PlanMismatch:
-            kept = None  # its model's code was another
-    plan = kept or _solved(model, graph, inputs, ranks, options)[0]
+            pass  # the model's code was another
+    plan, _ = _solved(model, graph, inputs, ranks, options)
     options.cache.keep(key, plan)
     return plan
 

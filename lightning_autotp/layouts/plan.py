@@ -166,7 +166,7 @@ class Plan:
         draws: calls at which each rank draws its own random numbers.
         made_local: calls whose tensors without parameters come out local by themselves.
         opaque: modules that were not looked into.
-        modules: a short hash of what each module's own code runs (:meth:`Graph.digests`), to tell another model by.
+        modules: a short hash of what each module's own code runs, to tell another model by.
         communication: what one step of the traced batch communicates.
         priced_for: the size of the step that it is the cheapest for, and who said so.
     """

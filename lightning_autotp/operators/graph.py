@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -183,18 +182,3 @@ class Graph:
     def producers(self) -> dict[int, Operator]:
         """The operator that makes each tensor."""
         return {tensor: operator for operator in self.operators for tensor in operator.outputs}
-
-    def digests(self) -> tuple[tuple[str, str], ...]:
-        """A short hash of what every module's own code runs, by the module's path: equal ones run the same operators.
-
-        Sizes do not count, which change with the batch: a model's own are those of its parameters.
-        """
-        sums: dict[str, int] = {}
-        for operator in self.operators:
-            if all(self.tensors[tensor].is_static for tensor in operator.outputs):
-                continue
-            results = [(len(self.tensors[t].shape), self.tensors[t].dtype) for t in operator.outputs]
-            parameters = [self.parameters[t] for t in operator.inputs if t in self.parameters]
-            said = repr((operator.name, str(operator.boundary or ""), len(operator.inputs), parameters, results))
-            sums[operator.module] = zlib.crc32(said.encode(), sums.get(operator.module, 0))
-        return tuple((module, f"{value:08x}") for module, value in sorted(sums.items()))

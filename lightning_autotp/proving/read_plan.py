@@ -14,7 +14,7 @@ from lightning_autotp.operators.graph import Graph
 from lightning_autotp.proving.local_sizes import made_local
 from lightning_autotp.solving.annotate import annotate
 from lightning_autotp.solving.implementations import Implementations
-from lightning_autotp.solving.planned import PlanMismatch
+from lightning_autotp.solving.planned import PlanMismatch, module_digests
 from lightning_autotp.solving.solver import Solution, solve
 
 
@@ -60,7 +60,7 @@ def _other_model(plan: Plan, graph: Graph) -> str:
     """What is different about the model; empty if nothing is."""
     if not plan.modules:
         return ""
-    theirs, ours = dict(plan.modules), dict(graph.digests())
+    theirs, ours = dict(plan.modules), dict(module_digests(graph))
     for module in sorted(theirs.keys() | ours.keys()):
         who = module or "the model itself"
         if module not in ours:

@@ -19,6 +19,7 @@ from lightning_autotp.layouts.plan import (
 from lightning_autotp.layouts.transitions import TRANSITIONS
 from lightning_autotp.layouts.types import Invariant, Replicate, Shard
 from lightning_autotp.operators.graph import Operator, Ref
+from lightning_autotp.solving.planned import module_digests
 from lightning_autotp.solving.solver import Conversion, Solution
 
 _OWN_INPUT = "in", "[0][0]"
@@ -63,7 +64,7 @@ def annotate(
         draws=tuple(dict.fromkeys(_draw(solution, number) for number in sorted(solution.drawing))),
         made_local=tuple(dict.fromkeys(_made_local(solution, number) for number in sorted(solution.made_local))),
         opaque=tuple(sorted(solution.graph.opaque)),
-        modules=solution.graph.digests(),
+        modules=module_digests(solution.graph),
         communication=_communication(solution),
         priced_for=f"{solution.step} ({solution.step_source})",
     )

@@ -6,6 +6,7 @@ other tensors follow from the operators' rules: the solver finds them, with no m
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 
 from lightning_autotp.layouts.places import Boundary, CallPoint
@@ -22,6 +23,26 @@ Change = tuple[Kind, Kind]
 
 class PlanMismatch(RuntimeError):
     """The plan was made for another model, or another number of ranks."""
+
+
+def module_digests(graph: Graph) -> tuple[tuple[str, str], ...]:
+    """A short hash of what every module's own code runs, by the module's path: equal ones run the same operators.
+
+    Sizes do not count, which change with the batch (a model's own are those of its parameters), nor do dtypes.
+    """
+    sums: dict[str, int] = {}
+    for operator in graph.operators:
+        tensors = [graph.tensors[tensor] for tensor in operator.outputs]
+        if all(tensor.is_static for tensor in tensors) or operator.name in _CASTS:
+            continue
+        parameters = [graph.parameters[t] for t in operator.inputs if t in graph.parameters]
+        dims = [len(tensor.shape) for tensor in tensors]
+        said = repr((operator.name, str(operator.boundary or ""), len(operator.inputs), parameters, dims))
+        sums[operator.module] = zlib.crc32(said.encode(), sums.get(operator.module, 0))
+    return tuple((module, f"{value:08x}") for module, value in sorted(sums.items()))
+
+
+_CASTS = {"aten.to.dtype", "aten.to.dtype_layout", "aten.to.device", "aten.type_as.default", "aten._to_copy.default"}
 
 
 class Planned:
@@ -79,7 +100,11 @@ class Planned:
         for use in plan.implementations:
             if use.call is not None:
                 continue
-            operand = tensors.get(aliases.get(f"{use.module}.{implementations[use.name].operand}", ""))
+            try:
+                entry = implementations[use.name]
+            except KeyError as error:
+                raise PlanMismatch(f"{use.module}: {error.args[0]}") from None
+            operand = tensors.get(aliases.get(f"{use.module}.{entry.operand}", ""))
             inside = {"in": use.input, "out": use.output if use.output and use.output[0] != "P" else None}
             for side, pair in inside.items():
                 place = Boundary(use.module, side, "[0][0]" if side == "in" else "")
