@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from math import prod
+
 from lightning_autotp.layouts.dims import product
-from lightning_autotp.operators.registry import Dims, Site, rule
+from lightning_autotp.operators.registry import Dims, Shapes, Site, operator
 
 _RESAMPLED = "this operator mixes positions"
 
@@ -15,10 +17,31 @@ def _positions(site: Site, dims: Dims) -> Dims:
     return fresh
 
 
-@rule("aten.conv1d.default", "aten.conv2d.default", "aten.conv3d.default", sizes=["groups"])
-@rule("aten.conv1d.padding", "aten.conv2d.padding", "aten.conv3d.padding", sizes=["groups"])
-@rule("aten.convolution.default", sizes=["groups"])
-@rule("aten.conv_transpose1d.default", "aten.conv_transpose2d.input", "aten.conv_transpose3d.input", sizes=["groups"])
+def _convolution_flops(shapes: Shapes) -> float:
+    """Every position of the output meets the whole weight, of the input where the convolution is transposed."""
+    return _weight_flops(shapes, shapes["input"] if shapes.literal("transposed") else shapes.out)
+
+
+def _transposed_flops(shapes: Shapes) -> float:
+    """Every position of the input meets the whole weight."""
+    return _weight_flops(shapes, shapes["input"])
+
+
+def _weight_flops(shapes: Shapes, at: Shape) -> float:
+    """``at [..., channels, places]``, weight ``[(g o), i, kernel]``: its elements count for all groups together."""
+    weight = shapes["weight"]
+    places = len(weight) - 2
+    return 2 * prod(at[: -places - 1]) * prod(at[-places:]) * prod(weight)
+
+
+@operator(
+    *(f"aten.conv{n}d.{overload}" for n in (1, 2, 3) for overload in ("default", "padding")),
+    "aten.convolution.default", sizes=("groups",), flops=_convolution_flops,
+)  # fmt: skip
+@operator(
+    "aten.conv_transpose1d.default", "aten.conv_transpose2d.input", "aten.conv_transpose3d.input",
+    sizes=("groups",), flops=_transposed_flops,
+)  # fmt: skip
 def convolution(site: Site) -> Dims | list[Dims]:
     """``input [..., (g i), place]``, ``weight [(g o), i, kernel]``, ``bias [(g o)]`` -> ``[..., (g o), place]``.
 
@@ -60,8 +83,8 @@ _LINEAR = (
 )
 
 
-@rule(*_LINEAR, *(f"aten.max_pool{n}d.default" for n in (1, 2, 3)))
-@rule(*(f"aten.adaptive_max_pool{n}d.default" for n in (1, 2, 3)), "aten.max_pool2d_with_indices.default")
+@operator(*_LINEAR, *(f"aten.max_pool{n}d.default" for n in (1, 2, 3)))
+@operator(*(f"aten.adaptive_max_pool{n}d.default" for n in (1, 2, 3)), "aten.max_pool2d_with_indices.default")
 def resample(site: Site) -> list[Dims]:
     """``[..., positions]`` -> ``[..., other positions]``, every channel by itself."""
     name, _ = site.operator.arguments[0]
@@ -71,7 +94,7 @@ def resample(site: Site) -> list[Dims]:
     return [(*dims[:-rank], *_positions(site, dims[-rank:]))] * len(site.shapes)
 
 
-@rule("aten.im2col.default")
+@operator("aten.im2col.default")
 def im2col(site: Site) -> Dims:
     """``[..., c, h, w]`` -> ``[..., (c k), blocks]``: each channel's elements under a kernel."""
     *batch, channels, height, width = site.dims("self")
@@ -81,7 +104,7 @@ def im2col(site: Site) -> Dims:
     return (*batch, product([channels, inside]), blocks)
 
 
-@rule("aten.col2im.default")
+@operator("aten.col2im.default")
 def col2im(site: Site) -> Dims | list[Dims]:
     """``[..., (c k), blocks]`` -> ``[..., c, h, w]``: the sum of what the kernels give each position."""
     *batch, columns, blocks = site.dims("self")
@@ -94,7 +117,7 @@ def col2im(site: Site) -> Dims | list[Dims]:
     return (*batch, parts[0], *fresh)
 
 
-@rule("aten.unfold.default")
+@operator("aten.unfold.default")
 def unfold(site: Site) -> Dims:
     """Windows along a dim, as a last dim; windows side by side divide the dim, others need all of it."""
     dims = list(site.dims("self"))

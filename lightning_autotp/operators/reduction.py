@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_autotp.operators.registry import ONE, Dims, Site, rule
+from lightning_autotp.operators.registry import ONE, Dims, Site, operator
 
 
 def _reduced(site: Site, ndim: int) -> set[int]:
@@ -17,7 +17,7 @@ def _without(dims: Dims, reduced: set[int], keepdim: bool) -> Dims:
     return tuple(ONE if index in reduced else dim for index, dim in enumerate(dims) if keepdim or index not in reduced)
 
 
-@rule("aten.sum.default", "aten.sum.dim_IntList")
+@operator("aten.sum.default", "aten.sum.dim_IntList")
 def sum_(site: Site) -> Dims:
     """A sum over a sharded dim is Partial."""
     dims = site.dims("self")
@@ -27,7 +27,7 @@ def sum_(site: Site) -> Dims:
     return _without(dims, reduced, bool(dict(site.operator.arguments).get("keepdim")))
 
 
-@rule("aten.mean.default", "aten.mean.dim")
+@operator("aten.mean.default", "aten.mean.dim")
 def mean(site: Site) -> Dims:
     """A mean divides by the dim's length, so the dim stays whole; a Partial passes."""
     dims = site.dims("self")
@@ -37,7 +37,7 @@ def mean(site: Site) -> Dims:
     return _without(dims, reduced, bool(dict(site.operator.arguments).get("keepdim")))
 
 
-@rule(
+@operator(
     *(f"aten.{name}.{overload}" for name in ("max", "min") for overload in ("default", "dim")),
     *(f"aten.{name}.{overload}" for name in ("any", "all") for overload in ("default", "dim", "dims")),
     *(f"aten.{name}.{overload}" for name in ("var", "std") for overload in ("dim", "correction")),
@@ -57,7 +57,7 @@ _LINEAR = ("aten.cumsum.default", "aten.flip.default", "aten.roll.default", *(f"
 )))  # fmt: skip
 
 
-@rule(
+@operator(
     "aten.softmax.int", "aten._softmax.default", "aten.log_softmax.int", "aten.sort.default", "aten.sort.stable",
     "aten.argsort.default", "aten.argsort.stable", "aten.topk.default", "aten.cumprod.default",
     "aten.logcumsumexp.default", *_LINEAR,
@@ -84,13 +84,13 @@ def along_dim(site: Site) -> list[Dims]:
     return outputs
 
 
-@rule("aten.histc.default", "aten.bincount.default")
+@operator("aten.histc.default", "aten.bincount.default")
 def count(site: Site) -> list[Dims]:
     """Counts of values over all elements."""
     return site.give_up("a histogram counts over the whole tensor")
 
 
-@rule("aten.tril.default", "aten.triu.default")
+@operator("aten.tril.default", "aten.triu.default")
 def triangle(site: Site) -> Dims:
     """The two dims of every matrix stay whole."""
     dims = site.dims("self")

@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from lightning_autotp.layouts.dims import Dim, leaves, shardable
 from lightning_autotp.layouts.places import Boundary, CallPoint
 from lightning_autotp.layouts.types import Invariant, Layout, Partial, Replicate, Shard
-from lightning_autotp.operators import Dims, Relation, relate
+from lightning_autotp.operators import Dims, Relation, count_flops, relate
 from lightning_autotp.operators.axes import Axes
 from lightning_autotp.operators.graph import OPAQUE, Graph, Operator
 from lightning_autotp.solving.call_points import private_draws, static_operands
 from lightning_autotp.solving.candidates import candidates, squares
-from lightning_autotp.solving.cost import CONVERSIONS, Profile, product_flops, typical_matrix
+from lightning_autotp.solving.cost import CONVERSIONS, Profile, typical_matrix
 from lightning_autotp.solving.elimination import Elimination, NoAssignment, TooManyCombinations
 from lightning_autotp.solving.repeated_modules import twins
 
@@ -303,13 +303,9 @@ class _Solver:
 
     def _compute(self, relation: Relation, number: int | None) -> float:
         tensors = self.graph.tensors
-        flops = product_flops(
-            relation.operator.name,
-            [tensors[tensor].shape for tensor in relation.operator.inputs],
-            tensors[relation.operator.outputs[0]].shape if relation.operator.outputs else (),
-        )
         if relation.operator.boundary is not None:
             return 0.0
+        flops = count_flops(relation.operator, lambda tensor: tensors[tensor].shape)
         everything = {tensor: tensors[tensor].bytes for tensor in (*relation.inputs, *relation.outputs)}
         share = 1.0
         if number is not None:
