@@ -10,10 +10,10 @@ from rule_draws import Draw, case
 UNARY = (
     "abs", "acos", "alias", "angle", "asin", "atan", "ceil", "celu", "clone", "contiguous", "cos", "cosh", "detach",
     "elu", "empty_like", "erf", "erfc", "exp", "exp2", "expm1", "floor", "gelu", "hardsigmoid", "hardswish", "hardtanh",
-    "isfinite", "isinf", "isnan", "leaky_relu", "lift_fresh", "lift_fresh_copy", "log", "log10", "log1p", "log2", "log_sigmoid",
-    "logical_not", "mish", "nan_to_num", "neg", "ones_like", "positive", "reciprocal", "relu", "relu6", "round",
-    "rsqrt", "selu", "sigmoid", "sign", "silu", "sin", "sinh", "softplus", "sqrt", "square", "tan", "tanh", "trunc",
-    "zero", "zeros_like",
+    "isfinite", "isinf", "isnan", "leaky_relu", "lift_fresh", "lift_fresh_copy", "log", "log10", "log1p", "log2",
+    "log_sigmoid", "logical_not", "mish", "nan_to_num", "neg", "ones_like", "positive", "reciprocal", "relu",
+    "relu6", "round", "rsqrt", "selu", "sigmoid", "sign", "silu", "sin", "sinh", "softplus", "sqrt", "square", "tan",
+    "tanh", "trunc", "zero", "zeros_like",
 )  # fmt: skip
 
 
@@ -179,7 +179,12 @@ def new_tensor(draw: Draw, name: str) -> Any:
     return draw.tape.call(name, x, shape, *((3,) if "full" in name else ()))
 
 
-@case(*(f"aten.{name}" for name in ("zeros.default", "ones.default", "empty.memory_format", "rand.default", "randn.default")))
+@case(
+    *(
+        f"aten.{name}"
+        for name in ("zeros.default", "ones.default", "empty.memory_format", "rand.default", "randn.default")
+    )
+)
 def of_a_shape(draw: Draw, name: str) -> Any:
     return draw.tape.call(name, list(draw.shape()))
 

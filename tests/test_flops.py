@@ -1,16 +1,19 @@
-"""FLOPs of every product, against PyTorch's own counter and against a count of what a definition multiplies and adds."""
+"""FLOPs of every product, against PyTorch's own counter and against a count of what a definition computes."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from itertools import pairwise
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import test_rules  # noqa: F401 (the cases register themselves)
 import torch
-from hypothesis import assume
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 from rule_draws import Draw, for_examples
 from rule_truth import Tape, overload
 from torch import Tensor
@@ -26,7 +29,7 @@ EXAMPLES = 40
 class Number:
     """A number that counts what is done with it."""
 
-    done: Counter[str] = Counter()
+    done: ClassVar[Counter[str]] = Counter()
 
     def _counted(self, kind: str) -> Number:
         Number.done[kind] += 1
@@ -57,7 +60,7 @@ def numbers(value: Tensor) -> Any:
 
 def grouped(rows: Any, experts: Any, offsets: Tensor) -> None:
     starts = [0, *offsets.tolist()]
-    for expert, (start, stop) in enumerate(zip(starts[:-1], starts[1:], strict=True)):
+    for expert, (start, stop) in enumerate(pairwise(starts)):
         rows[start:stop] @ experts[expert]
 
 
@@ -110,11 +113,18 @@ def counted_by_hand(name: str, arguments: dict[str, Any]) -> int | None:
     return 2 * Number.done["product"]
 
 
+# PyTorch's counter knows no product with a vector: one for each element of the other operand.
+WITH_VECTORS = {
+    packet: lambda left, right, **_: 2 * math.prod(left)
+    for packet in (torch.ops.aten.mv, torch.ops.aten.dot, torch.ops.aten.vdot)
+}
+
+
 def counted_by_torch(name: str, arguments: dict[str, Any]) -> int:
     """What PyTorch counts of the operators that this one is made of, on meta; 0 where it knows none of them."""
     given = tree_map_only(Tensor, lambda value: value.to("meta"), arguments)
     schema = overload(name)._schema.arguments
-    with FlopCounterMode(display=False) as counter:
+    with FlopCounterMode(display=False, custom_mapping=WITH_VECTORS) as counter:
         overload(name)(
             *(given[argument.name] for argument in schema if not argument.kwarg_only),
             **{argument.name: given[argument.name] for argument in schema if argument.kwarg_only},
@@ -148,6 +158,24 @@ def test_flops(name: str) -> None:
 
     for_examples(name, check, EXAMPLES)
     assert by["torch"] or by["hand"] or name == "aten.outer.default", "nothing counted this product"
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(st.data())
+def test_an_einsum_multiplies_in_the_order_of_its_path(data: st.DataObject) -> None:
+    equation = data.draw(
+        st.sampled_from(["ij,jk,kl->il", "ij,jk,kl", "abc,cd,ad->b", "i,ij,jk,kl->l", "ab,bc,cd,de->"])
+    )
+    terms = equation.split("->")[0].split(",")
+    sizes = {letter: data.draw(st.integers(2, 7)) for letter in sorted({*equation} - {*",->"})}
+    path: list[int] = []
+    for left in range(len(terms), 1, -1):
+        path += data.draw(st.permutations(range(left)))[:2]
+    tape = Tape()
+    operands = [tape.parameter(*(sizes[letter] for letter in term)) for term in terms]
+    tape.call("aten.einsum.default", equation, operands, path=data.draw(st.sampled_from([None, path])))
+    called = tape.last("aten.einsum.default")
+    assert count_flops(called, tape.shape) == counted_by_torch(called.name, tape.arguments(called)) > 0
 
 
 def test_tokens_scale_the_flops_of_a_layer() -> None:

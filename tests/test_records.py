@@ -61,7 +61,7 @@ def test_names_are_those_of_operators_and_their_arguments(name: str) -> None:
     named += [key for offset in known.offsets for key in offset] + [key for share in known.shares for key in share[:2]]
     assert {key for key in named if key} <= schema.keys()
     if known.in_place:
-        assert [*overload(known.in_place)._schema.arguments][0].is_write
+        assert overload(known.in_place)._schema.arguments[0].is_write
     if known.factory:
         assert not any("Tensor" in kind for kind in schema.values())
         assert callable(getattr(torch, name.split(".")[1]))
@@ -147,7 +147,7 @@ def in_place_forms() -> dict[str, str]:
 
 
 def test_the_functional_form_takes_the_same_arguments() -> None:
-    """PyTorch's naming leads to another operator for some (``pow_.Scalar`` is not ``pow.Scalar``): records name these."""
+    """PyTorch's naming leads to another operator for some: ``pow_.Scalar`` is not ``pow.Scalar``. Records say so."""
     wrong = []
     for name, form in in_place_forms().items():
         if record(form) is not None:

@@ -41,7 +41,10 @@ WHOLE = {
 # Over a sharded dim these give a Partial.
 CONTRACTING = {
     *(f"aten.{name}.default" for name in ("sum", "linear", "matmul", "mm", "bmm", "mv", "dot", "vdot", "einsum")),
-    *(f"aten.{name}.default" for name in ("addmm", "addmv", "baddbmm", "addbmm", "bilinear", "_grouped_mm", "embedding")),
+    *(
+        f"aten.{name}.default"
+        for name in ("addmm", "addmv", "baddbmm", "addbmm", "bilinear", "_grouped_mm", "embedding")
+    ),
     *("aten.sum.dim_IntList", "transformers.grouped_mm_fallback.default", "aten.convolution.default"),
     *(f"aten.conv{n}d.{overload}" for n in (1, 2, 3) for overload in ("default", "padding")),
     *("aten.conv_transpose1d.default", "aten.conv_transpose2d.input", "aten.conv_transpose3d.input"),

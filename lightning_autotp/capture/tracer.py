@@ -109,6 +109,15 @@ class Tracer(SchemaCheckMode):
             result = self._shaped(known.shape, reads) if known and known.shape else func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             result = self._by_value(func, reads, error)
+        written = [
+            leaf
+            for argument, (_, value) in zip(func._schema.arguments, arguments, strict=True)
+            if argument.is_write
+            for leaf in _tensors(value)
+        ]
+        if written:
+            self._write(func, reads, written, result)
+            return result
         if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(result)):  # a check, or a size
             return result
         inputs = [leaf for _, value in arguments for leaf in _tensors(value)]
@@ -116,15 +125,7 @@ class Tracer(SchemaCheckMode):
             if id(result) not in self._tensors:
                 self._alias(result, inputs[0])
             return result
-        written = [
-            value
-            for argument, (_, value) in zip(func._schema.arguments, arguments, strict=True)
-            if argument.is_write and isinstance(value, Tensor)
-        ]
-        if written:
-            self._write(func, reads, written, result)
-        else:
-            self._note(name, reads, result, inputs)
+        self._note(name, reads, result, inputs)
         return result
 
     def boundary(self, module: str, side: str, key: str, tensor: Tensor) -> Tensor:
@@ -190,7 +191,6 @@ class Tracer(SchemaCheckMode):
 
     def _by_value(self, func: Any, reads: tuple[tuple[str, Any], ...], error: RuntimeError) -> Any:
         """What an operator gives whose result hangs on values, where they follow from the batch alone."""
-
         known = record(str(func))
 
         def value(name: str, leaf: Any) -> Any:

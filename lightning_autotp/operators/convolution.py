@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 
 from lightning_autotp.layouts.dims import product
-from lightning_autotp.operators.registry import Dims, Shapes, Site, operator
+from lightning_autotp.operators.registry import Dims, Shape, Shapes, Site, operator
 
 _RESAMPLED = "this operator mixes positions"
 
@@ -38,18 +38,26 @@ def _weight_flops(shapes: Shapes, at: Shape) -> float:
     *(f"aten.conv{n}d.{overload}" for n in (1, 2, 3) for overload in ("default", "padding")),
     "aten.convolution.default", sizes=("groups",), flops=_convolution_flops,
 )  # fmt: skip
+def convolution(site: Site) -> Dims | list[Dims]:
+    """``input [..., (g i), place]``, ``weight [(g o), i, kernel]``, ``bias [(g o)]`` -> ``[..., (g o), place]``."""
+    return _convolved(site, dict(site.operator.arguments).get("transposed", False))
+
+
 @operator(
     "aten.conv_transpose1d.default", "aten.conv_transpose2d.input", "aten.conv_transpose3d.input",
     sizes=("groups",), flops=_transposed_flops,
 )  # fmt: skip
-def convolution(site: Site) -> Dims | list[Dims]:
-    """``input [..., (g i), place]``, ``weight [(g o), i, kernel]``, ``bias [(g o)]`` -> ``[..., (g o), place]``.
+def transposed_convolution(site: Site) -> Dims | list[Dims]:
+    """As a convolution, with the weight ``[(g i), o, kernel]``."""
+    return _convolved(site, True)
 
-    A transposed one has the weight ``[(g i), o, kernel]``. Groups ``g`` pass, so a depthwise convolution's channels do;
-    the channels ``i`` of a group are contracted and the bias comes after their sum. Positions pass a kernel of size 1.
+
+def _convolved(site: Site, is_transposed: bool) -> Dims | list[Dims]:
+    """Groups ``g`` pass, so a depthwise convolution's channels do.
+
+    The channels ``i`` of a group are contracted and the bias comes after their sum. Positions pass a kernel of size 1.
     """
     x, weight, bias, groups = site.dims("input"), site.dims("weight"), site.tensor("bias"), site["groups"]
-    is_transposed = "transpose" in site.operator.name or dict(site.operator.arguments).get("transposed", False)
     *batch, channels = x[: len(x) - len(weight) + 2]
     grouped = site.axes.split(channels, groups)
     filters = site.axes.split(weight[0], groups)
@@ -75,7 +83,7 @@ def convolution(site: Site) -> Dims | list[Dims]:
     return (*batch, out, *positions)
 
 
-_LINEAR = (
+_AVERAGING = (
     *(f"aten.adaptive_avg_pool{n}d.default" for n in (1, 2, 3)),
     *(f"aten.avg_pool{n}d.default" for n in (1, 2, 3)),
     *(f"aten.upsample_{kind}.vec" for kind in ("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d")),
@@ -83,15 +91,21 @@ _LINEAR = (
 )
 
 
-@operator(*_LINEAR, *(f"aten.max_pool{n}d.default" for n in (1, 2, 3)))
+@operator(*(f"aten.max_pool{n}d.default" for n in (1, 2, 3)))
 @operator(*(f"aten.adaptive_max_pool{n}d.default" for n in (1, 2, 3)), "aten.max_pool2d_with_indices.default")
 def resample(site: Site) -> list[Dims]:
     """``[..., positions]`` -> ``[..., other positions]``, every channel by itself."""
     name, _ = site.operator.arguments[0]
     dims, rank = site.dims(name), next(n for n in (1, 2, 3) if f"{n}d" in site.operator.name)
-    if site.operator.name in _LINEAR:
-        site.linear_in(name)
     return [(*dims[:-rank], *_positions(site, dims[-rank:]))] * len(site.shapes)
+
+
+@operator(*_AVERAGING)
+def average(site: Site) -> list[Dims]:
+    """As :func:`resample`, and linear."""
+    name, _ = site.operator.arguments[0]
+    site.linear_in(name)
+    return resample(site)
 
 
 @operator("aten.im2col.default")

@@ -1,4 +1,4 @@
-"""Products as einsum writes them: ``"...mk,...kn->...mn"``. What a product ties together and its FLOPs follow from it."""
+"""Products as einsum writes them: ``"...mk,...kn->...mn"``. What they tie together and their FLOPs follow from that."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ class Equation:
 
         Args:
             shapes: of the operands.
-            path: places of the operands that are multiplied next, two by two; the result comes last among those that
-                are left. The first two, where it says nothing.
+            path: places of the two operands that are multiplied next, again and again; their product comes last among
+                those that are left. Without it: from left to right.
         """
         sizes: dict[str, float] = {}
         for labels, shape in zip(self.terms, shapes, strict=True):
             for label, size in zip(labels, shape, strict=True):
                 sizes[label] = max(size, sizes.get(label, 0))  # a dim of size 1 is broadcast
         operands = [set(labels) for labels in self.terms]
-        pairs = list(zip(path[::2], path[1::2], strict=True))
+        pairs = iter(zip(path[::2], path[1::2], strict=True))
         total = 0.0
         while len(operands) > 1:
-            first, second = sorted(pairs.pop(0) if pairs else (0, 1))
+            first, second = sorted(next(pairs)) if path else (0, 1)
             right, left = operands.pop(second), operands.pop(first)
             kept = (left | right) & set(self.out).union(*operands)  # what only one of them has is summed before
             summed = (left & right) - kept
             total += 2 * prod(sizes[label] for label in kept | summed) if summed else 0
-            operands.append(kept)
+            operands.insert(len(operands) if path else 0, kept)
         return total
 
 

@@ -75,19 +75,25 @@ def index_select(site: Site) -> Dims:
     return (*dims[:at], chosen, *dims[at + 1 :]) if dims else ()
 
 
-@operator("aten.gather.default", "aten.take_along_dim.default")
-def gather(site: Site) -> Dims | list[Dims]:
+@operator("aten.gather.default")
+def gather(site: Site) -> Dims:
     """Along one dim, by an index of the output's shape; other dims are indexed alike where the index is as long."""
-    name = "index" if site.operator.name == "aten.gather.default" else "indices"
-    dims, index = site.dims("self"), site.dims(name)
-    if site["dim"] is None or len(dims) != len(index):
-        return site.give_up("this index is into the flattened tensor")
+    dims, index = site.dims("self"), site.dims("index")
     along(site, dims, index, site.index("dim", len(dims)))
     site.linear_in("self")
-    if name == "indices":  # broadcast
-        at = site.index("dim", len(dims))
-        return tuple(b if p == at or a.size == 1 else a for p, (a, b) in enumerate(zip(dims, index, strict=True)))
     return index
+
+
+@operator("aten.take_along_dim.default")
+def take_along_dim(site: Site) -> Dims | list[Dims]:
+    """As :func:`gather`, with an index that is broadcast; without a dim it is one into all elements."""
+    dims, index = site.dims("self"), site.dims("indices")
+    if site["dim"] is None or len(dims) != len(index):
+        return site.give_up("this index is into the flattened tensor")
+    at = site.index("dim", len(dims))
+    along(site, dims, index, at)
+    site.linear_in("self")
+    return tuple(b if p == at or a.size == 1 else a for p, (a, b) in enumerate(zip(dims, index, strict=True)))
 
 
 def along(site: Site, dims: Dims, index: Dims, at: int) -> None:

@@ -120,7 +120,7 @@ def _align(site: Site, dim: Dim) -> None:
 
 
 def _solve_flops(shapes: Shapes) -> float:
-    """Substitution: of n unknowns, each comes from those before it, by as many products and differences, one quotient."""
+    """Substitution: each of n unknowns takes a product and a difference for each one before it, and a quotient."""
     return prod(shapes.out) * shapes["self"][-1]
 
 

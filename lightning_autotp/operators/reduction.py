@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from lightning_autotp.operators.registry import ONE, Dims, Site, operator
 
 
@@ -52,31 +54,42 @@ def whole_reduction(site: Site) -> list[Dims]:
     return [_without(dims, reduced, bool(dict(site.operator.arguments).get("keepdim")))] * len(site.shapes)
 
 
-_LINEAR = ("aten.cumsum.default", "aten.flip.default", "aten.roll.default", *(f"aten.fft_{name}.default" for name in (
-    "fft", "ifft", "fftn", "ifftn", "fft2", "ifft2", "rfft", "irfft", "rfft2", "irfft2", "rfftn", "irfftn",
-)))  # fmt: skip
-
-
 @operator(
     "aten.softmax.int", "aten._softmax.default", "aten.log_softmax.int", "aten.sort.default", "aten.sort.stable",
     "aten.argsort.default", "aten.argsort.stable", "aten.topk.default", "aten.cumprod.default",
-    "aten.logcumsumexp.default", *_LINEAR,
+    "aten.logcumsumexp.default",
 )  # fmt: skip
 def along_dim(site: Site) -> list[Dims]:
     """Operators that need one dim or several whole and leave the others alone.
 
     Where a list names none they need all: ``roll`` then moves elements in row-major order.
     """
-    dims = site.dims("self")
     names = dict(site.operator.arguments)
     named = names.get("dims", names.get("dim"))
     along = named if isinstance(named, tuple) else (named,) if named is not None else ()
-    if not along and site.operator.name != "aten.flip.default":
-        along = tuple(range(len(dims)))
+    return _along(site, along or range(len(site.dims("self"))))
+
+
+@operator("aten.cumsum.default", "aten.roll.default", *(f"aten.fft_{name}.default" for name in (
+    "fft", "ifft", "fftn", "ifftn", "fft2", "ifft2", "rfft", "irfft", "rfft2", "irfft2", "rfftn", "irfftn",
+)))  # fmt: skip
+def linear_along_dim(site: Site) -> list[Dims]:
+    """As :func:`along_dim`, and linear."""
+    site.linear_in("self")
+    return along_dim(site)
+
+
+@operator("aten.flip.default")
+def flip(site: Site) -> list[Dims]:
+    """Some dims backwards, perhaps none."""
+    site.linear_in("self")
+    return _along(site, site["dims"])
+
+
+def _along(site: Site, along: Sequence[int]) -> list[Dims]:
+    dims = site.dims("self")
     whole = {index % len(dims) for index in along} if dims else set()
     site.keep_whole(*(dims[index] for index in whole), because=f"{site.operator.name} needs the whole dim")
-    if site.operator.name in _LINEAR:
-        site.linear_in("self")
     outputs = [
         tuple(d if d.size == s else site.new(s) for d, s in zip(dims, shape, strict=True)) for shape in site.shapes
     ]

@@ -1,8 +1,8 @@
 """One record for every operator: all that the package knows of it, declared in one place.
 
-Capture reads what an operator computes, the axes how it ties dims together, the solver its FLOPs, the proof which of its
-arguments are local on a rank. An operator without a record is never treated wrongly: every dim of it stays whole, so
-nothing sharded may reach it.
+Capture reads what an operator computes, the axes how it ties dims together, the solver its FLOPs, the proof which of
+its arguments are local on a rank. An operator without a record is never treated wrongly: every dim of it stays whole,
+so nothing sharded may reach it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from lightning_autotp.layouts.dims import ONE
 from lightning_autotp.operators.axes import Axes
@@ -71,10 +71,12 @@ class Record:
         return tuple(offset for offset in self.offsets if not (is_strided and offset[0] == "start"))
 
 
+AnyRule = TypeVar("AnyRule", bound=Rule)
+
 _RECORDS: dict[str, Record] = {}
 
 
-def operator(*names: str, **facts: Any) -> Callable[[Rule], Rule]:
+def operator(*names: str, **facts: Any) -> Callable[[AnyRule], AnyRule]:
     """Declare operators that are alike: ``@operator("aten.view.default", sizes=("size",))`` above their rule.
 
     Without a function below it, it declares operators that have no rule.
@@ -93,7 +95,7 @@ def operator(*names: str, **facts: Any) -> Callable[[Rule], Rule]:
             raise ValueError(f"{name} is declared twice: at {_RECORDS[name].place} and at {place}")
         _RECORDS[name] = Record(name, place, **facts)
 
-    def with_rule(rule: Rule) -> Rule:
+    def with_rule(rule: AnyRule) -> AnyRule:
         for name in names:
             _RECORDS[name] = replace(_RECORDS[name], rule=rule)
         return rule
@@ -181,6 +183,7 @@ __all__ = [
     "Relation",
     "Result",
     "Rule",
+    "Shape",
     "Shapes",
     "Site",
     "count_flops",

@@ -40,7 +40,9 @@ class Shapes:
 
     def named(self) -> list[tuple[str, Shape]]:
         """Every argument that is a tensor, with its shape."""
-        return [(name, self._shape_of(value.tensor)) for name, value in self._arguments.items() if isinstance(value, Ref)]
+        return [
+            (name, self._shape_of(value.tensor)) for name, value in self._arguments.items() if isinstance(value, Ref)
+        ]
 
     @property
     def inputs(self) -> list[Shape]:
