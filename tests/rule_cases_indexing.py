@@ -51,6 +51,12 @@ def index(draw: Draw, name: str) -> Any:
     return draw.tape.call(name, x, index_list(draw, shape, distinct=False))
 
 
+@case("aten.masked_select.default")
+def masked_select(draw: Draw, name: str) -> Any:
+    shape = draw.shape()
+    return draw.tape.call(name, draw.operand(*draw.narrowed(shape)), draw.mask(*shape))
+
+
 @case("aten.index_select.default")
 def index_select(draw: Draw, name: str) -> Any:
     shape = draw.shape()

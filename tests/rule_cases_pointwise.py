@@ -10,10 +10,10 @@ from rule_draws import Draw, case
 UNARY = (
     "abs", "acos", "alias", "angle", "asin", "atan", "ceil", "celu", "clone", "contiguous", "cos", "cosh", "detach",
     "elu", "empty_like", "erf", "erfc", "exp", "exp2", "expm1", "floor", "gelu", "hardsigmoid", "hardswish", "hardtanh",
-    "isfinite", "isinf", "isnan", "leaky_relu", "lift_fresh_copy", "log", "log10", "log1p", "log2", "log_sigmoid",
-    "logical_not", "mish", "nan_to_num", "neg", "ones_like", "positive", "reciprocal", "relu", "relu6", "round",
-    "rsqrt", "selu", "sigmoid", "sign", "silu", "sin", "sinh", "softplus", "sqrt", "square", "tan", "tanh", "trunc",
-    "zero", "zeros_like",
+    "isfinite", "isinf", "isnan", "leaky_relu", "lift_fresh", "lift_fresh_copy", "log", "log10", "log1p", "log2",
+    "log_sigmoid", "logical_not", "mish", "nan_to_num", "neg", "ones_like", "positive", "reciprocal", "relu",
+    "relu6", "round", "rsqrt", "selu", "sigmoid", "sign", "silu", "sin", "sinh", "softplus", "sqrt", "square", "tan",
+    "tanh", "trunc", "zero", "zeros_like",
 )  # fmt: skip
 
 
@@ -139,7 +139,7 @@ def where(draw: Draw, name: str) -> Any:
     return draw.tape.call(name, condition, x, y)
 
 
-TO = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
+TO = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float64)
 
 
 @case(
@@ -182,11 +182,38 @@ def new_tensor(draw: Draw, name: str) -> Any:
 @case(
     *(
         f"aten.{name}"
+        for name in ("zeros.default", "ones.default", "empty.memory_format", "rand.default", "randn.default")
+    )
+)
+def of_a_shape(draw: Draw, name: str) -> Any:
+    return draw.tape.call(name, list(draw.shape()))
+
+
+FACTORIES: dict[str, tuple[Any, ...]] = {
+    "aten.full.default": ([2, 3], 5),
+    "aten.arange.default": (4,),
+    "aten.arange.start": (2, 6),
+    "aten.arange.start_step": (2, 9, 3),
+    "aten.eye.default": (3,),
+    "aten.eye.m": (3, 2),
+    "aten.linspace.default": (0, 1, 4),
+}
+
+
+@case(*FACTORIES)
+def factory(draw: Draw, name: str) -> Any:
+    return draw.tape.call(name, *FACTORIES[name])
+
+
+@case(
+    *(
+        f"aten.{name}"
         for name in (
             "rand_like.default",
             "randn_like.default",
             "exponential.default",
             "uniform.default",
+            "normal_functional.default",
             "bernoulli.default",
             "bernoulli.p",
             "multinomial.default",

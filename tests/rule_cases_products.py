@@ -12,31 +12,52 @@ from rule_draws import SIZES, Draw, case
 @case("aten.linear.default")
 def linear(draw: Draw, name: str) -> Any:
     *batch, k, n = draw.shape(2, 4)
+    if draw.one(True, False, False, False):  # a weight that is a vector
+        return draw.tape.call(name, draw.operand(*batch, k), draw.operand(k))
     x, weight = draw.operand(*batch, k), draw.operand(n, k)
     bias = draw.one(None, draw.tape.parameter(n))
     return draw.tape.call(name, x, weight, bias, layer=draw.one("", "Linear"))
 
 
-@case("aten.matmul.default", "aten.bmm.default")
+@case("aten.matmul.default", "aten.bmm.default", "aten.mm.default")
 def matmul(draw: Draw, name: str) -> Any:
-    *batch, m, k, n = draw.shape(4, 4) if "bmm" in name else draw.shape(3, 5)
-    left = draw.operand(*(batch if "bmm" in name else draw.narrowed(tuple(batch))), m, k)
+    *batch, m, k, n = draw.shape(*{"bmm": (4, 4), "mm": (3, 3)}.get(name.split(".")[1], (3, 5)))
+    if "matmul" in name and draw.one(True, False):  # one of them is a vector
+        left, right = draw.one(((k,), (k,)), ((*batch, m, k), (k,)), ((k,), (*batch, k, n)))
+        return draw.tape.call(name, draw.operand(*left), draw.other(*right))
+    left = draw.operand(*(draw.narrowed(tuple(batch)) if "matmul" in name else batch), m, k)
     right = left if m == k == n and len(batch) == left.ndim - 2 else draw.other(*batch, k, n)
     return draw.tape.call(name, left, right)
 
 
-@case("aten.addmm.default")
+@case("aten.mv.default", "aten.dot.default", "aten.vdot.default", "aten.outer.default")
+def with_vector(draw: Draw, name: str) -> Any:
+    m, k = draw.shape(2, 2)
+    left, right = {"mv": ((m, k), k), "outer": ((m,), k)}.get(name.split(".")[1], ((k,), k))
+    x = draw.operand(*left)
+    return draw.tape.call(name, x, draw.other(right, like=x))
+
+
+@case("aten.addmm.default", "aten.addmv.default")
 def addmm(draw: Draw, name: str) -> Any:
     m, k, n = draw.shape(3, 3)
-    bias = draw.operand(*draw.one((n,), (n,), (1,), (m, n)))
-    return draw.tape.call(name, bias, draw.operand(m, k), draw.operand(k, n), alpha=draw.one(1, 2))
+    out = (m, n) if "mm" in name else (m,)
+    bias = draw.operand(*draw.one(out[-1:], out[-1:], (1,), out))
+    return draw.tape.call(name, bias, draw.operand(m, k), draw.operand(k, *out[1:]), alpha=draw.one(1, 2))
 
 
-@case("aten.baddbmm.default")
+@case("aten.baddbmm.default", "aten.addbmm.default")
 def baddbmm(draw: Draw, name: str) -> Any:
     b, m, k, n = draw.shape(4, 4)
-    bias = draw.other(*draw.narrowed((b, m, n)))
+    bias = draw.other(*draw.narrowed((b, m, n) if "baddbmm" in name else (m, n)))
     return draw.tape.call(name, bias, draw.operand(b, m, k), draw.operand(b, k, n), beta=draw.one(0, 1), alpha=2)
+
+
+@case("aten.bilinear.default")
+def bilinear(draw: Draw, name: str) -> Any:
+    *batch, i, j, o = draw.shape(3, 5)
+    x, y = draw.operand(*batch, i), draw.other(*batch, j)
+    return draw.tape.call(name, x, y, draw.operand(o, i, j), draw.one(None, draw.tape.parameter(o)))
 
 
 @case("aten.scaled_dot_product_attention.default")
@@ -83,7 +104,7 @@ def solve_triangular(draw: Draw, name: str) -> Any:
 def einsum(draw: Draw, name: str) -> Any:
     equation = draw.one(
         "ij,jk->ik", "ij,jk", "ib h,hnd->ibnd", "...i,oi->...o", "i,j->ij", "bij,bjk->bik", "ij->ji", "ij->i",
-        "bnd,bnd->bn", "ij,jk,kl->il", "a...b,...b->a...", "ii->i", "ij,ij->",
+        "bnd,bnd->bn", "ij,jk,kl->il", "a...b,...b->a...", "ii->i", "ij,ij->", "ijk,jl->l",
     )  # fmt: skip
     lengths = {letter: draw.one(*SIZES) for letter in sorted({c for c in equation if c.isalpha()})}
     spare = draw.shape(0, 2)
@@ -92,7 +113,22 @@ def einsum(draw: Draw, name: str) -> Any:
         before, dots, after = term.partition("...")
         shape = [*(lengths[c] for c in before), *(spare if dots else ()), *(lengths[c] for c in after)]
         operands.append(draw.other(*shape) if operands else draw.operand(*shape))
-    return draw.tape.call(name, equation, operands)
+    return draw.tape.call(name, equation, operands, path=draw.one(None, [1, 2, 0, 1]) if len(operands) > 2 else None)
+
+
+@case(*(f"aten.{name}.input" for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")))
+def recurrent(draw: Draw, name: str) -> Any:
+    features, hidden, layers, directions = draw.one(1, 2, 3), draw.one(2, 3), draw.one(1, 2), draw.one(1, 2)
+    gates = {"lstm": 4, "gru": 3}.get(name.split(".")[1], 1)
+    states = [draw.operand(layers * directions, 2, hidden) for _ in range(2 if "lstm" in name else 1)]
+    matrices = []
+    for layer in range(layers):
+        read = hidden * directions if layer else features
+        for _ in range(directions):
+            matrices += [draw.operand(gates * hidden, read), draw.operand(gates * hidden, hidden)]
+            matrices += [draw.operand(gates * hidden) for _ in range(2)]
+    x, start = draw.operand(4, 2, features), states if "lstm" in name else states[0]
+    return draw.tape.call(name, x, start, matrices, True, layers, 0.0, True, directions == 2, False)
 
 
 @case(

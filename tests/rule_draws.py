@@ -105,19 +105,27 @@ def case(*names: str) -> Callable[[Callable[[Draw, str], Any]], Callable[[Draw, 
     return decorate
 
 
-def prove(name: str, examples: int = EXAMPLES) -> Counter[str]:
-    """Run an operator's case on a few examples; how many combinations of each kind were proven."""
-    seen: Counter[str] = Counter()
+def for_examples(name: str, check: Callable[[Draw, Any], None], examples: int = EXAMPLES) -> None:
+    """Run an operator's case on a few examples, each time followed by a check of what it gave."""
 
     @settings(max_examples=examples, phases=(Phase.generate,))
     @given(st.data())
     def example(data: st.DataObject) -> None:
         draw = Draw(data)
-        result = CASES[name](draw)
+        check(draw, CASES[name](draw))
+
+    example()
+
+
+def prove(name: str, examples: int = EXAMPLES) -> Counter[str]:
+    """Run an operator's case on a few examples; how many combinations of each kind were proven."""
+    seen: Counter[str] = Counter()
+
+    def check(draw: Draw, result: Any) -> None:
         # What it gives meets other parameters, so that dims which the operator itself makes are candidates, too.
         for output in [result] if isinstance(result, Tensor) else result:
             draw.tape.call("aten.mul.Tensor", output, draw.tape.parameter(*output.shape))
         seen.update(draw.tape.prove(name, draw.ranks))
 
-    example()
+    for_examples(name, check, examples)
     return seen

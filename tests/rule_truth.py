@@ -30,7 +30,7 @@ from lightning_autotp.capture.schemas import named_arguments
 from lightning_autotp.layouts.ownership import Ownership
 from lightning_autotp.layouts.places import CallSite
 from lightning_autotp.layouts.types import Invariant, Layout, Partial, Replicate, Shard, boxes
-from lightning_autotp.operators import Relation, entry, relate
+from lightning_autotp.operators import Relation, record, relate
 from lightning_autotp.operators.graph import Call, Graph, Operator, Ref, TensorInfo
 from lightning_autotp.parallel.embedding import vocab_parallel_lookup
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
@@ -110,11 +110,11 @@ class Tape:
 
     def call(self, name: str, *args: Any, layer: str = "", **kwargs: Any) -> Any:
         """Run an operator and note it; its (first) result, or all of them as a list."""
-        overload = _overload(name)
+        function = overload(name)
         numbered, keywords = pytree.tree_map_only(Tensor, lambda t: Ref(self.number(t)), (args, kwargs))
-        draft = Operator(name, named_arguments(overload, numbered, keywords), (), "", name, layer)
+        draft = Operator(name, named_arguments(function, numbered, keywords), (), "", name, layer)
         static = all(self.graph.tensors[tensor].is_static for tensor in draft.inputs)
-        result = overload(*args, **kwargs)
+        result = function(*args, **kwargs)
         results = [result] if isinstance(result, Tensor) else list(result)
         results = [self._note(value.detach().resolve_conj().contiguous(), static) for value in results]
         operator = Operator(
@@ -122,9 +122,22 @@ class Tape:
         )
         # A call of its own, at which no argument can be changed.
         self.graph.calls.append(Call("", CallSite("tape", len(self.graph.calls), name, 0), (), ()))
-        self._calls[len(self.graph.operators)] = _arguments(overload, numbered, keywords)
+        self._calls[len(self.graph.operators)] = _arguments(function, numbered, keywords)
         self.graph.operators.append(operator)
         return results[0] if isinstance(result, Tensor) else results
+
+    def last(self, name: str) -> Operator:
+        """The last operator called so."""
+        return [operator for operator in self.graph.operators if operator.name == name][-1]
+
+    def arguments(self, operator: Operator) -> dict[str, Any]:
+        """What it was called with."""
+        noted = self._calls[self.graph.operators.index(operator)]
+        return pytree.tree_map_only(Ref, lambda ref: self.values[ref.tensor], noted)
+
+    def shape(self, tensor: int) -> tuple[int, ...]:
+        """The shape of a tensor of the graph."""
+        return self.graph.tensors[tensor].shape
 
     def _note(self, value: Tensor, static: bool) -> Tensor:
         self._numbers[id(value)] = len(self.values)
@@ -244,7 +257,7 @@ class Tape:
         rank: int,
     ) -> dict[str, Any]:
         """The arguments with local sizes and positions."""
-        known = entry(operator.name)
+        known = record(operator.name)
         changed: dict[str, Any] = {}
         for name in known.sizes if known else ():
             changed[name] = _local_size(name, arguments, local, shapes)
@@ -276,25 +289,29 @@ def forced(tape: Tape, name: str, tensor: Tensor, dim: int, ranks: int) -> Combi
     return Combination(relation, layouts)
 
 
-def _overload(name: str) -> torch._ops.OpOverload:
-    namespace, packet, overload = name.split(".")
-    return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+def overload(name: str) -> torch._ops.OpOverload:
+    """The operator of a full name."""
+    namespace, packet, kind = name.split(".")
+    return getattr(getattr(getattr(torch.ops, namespace), packet), kind)
 
 
-def _arguments(overload: torch._ops.OpOverload, args: Any, kwargs: Any) -> dict[str, Any]:
+def _arguments(function: torch._ops.OpOverload, args: Any, kwargs: Any) -> dict[str, Any]:
     """By the schema's names, with its defaults."""
-    schema = overload._schema.arguments
+    schema = function._schema.arguments
     positional = {argument.name: value for argument, value in zip(schema, args, strict=False)}
     return {argument.name: argument.default_value for argument in schema} | positional | kwargs
 
 
 def _run(name: str, arguments: dict[str, Any], tensors: Mapping[int, Tensor]) -> list[Tensor]:
-    overload, run = _overload(name), _MEANT.get(name, _overload(name))
-    filled = pytree.tree_map_only(Ref, lambda ref: tensors[ref.tensor], arguments)
-    schema = overload._schema.arguments
-    result = run(
-        *(filled[argument.name] for argument in schema if not argument.kwarg_only),
-        **{argument.name: filled[argument.name] for argument in schema if argument.kwarg_only},
+    return run(name, pytree.tree_map_only(Ref, lambda ref: tensors[ref.tensor], arguments))
+
+
+def run(name: str, arguments: Mapping[str, Any]) -> list[Tensor]:
+    """What the operator gives for arguments by its schema's names."""
+    schema = overload(name)._schema.arguments
+    result = MEANT.get(name, overload(name))(
+        *(arguments[argument.name] for argument in schema if not argument.kwarg_only),
+        **{argument.name: arguments[argument.name] for argument in schema if argument.kwarg_only},
     )
     results = [result] if isinstance(result, Tensor) else list(result)
     return [value.resolve_conj() for value in results]
@@ -335,12 +352,19 @@ def _attention(
 
 
 # What these leave in memory is not defined, or has no derivative, or is random: what a model means by them.
-_MEANT: dict[str, Callable[..., Any]] = {
+MEANT: dict[str, Callable[..., Any]] = {
+    "aten.empty.memory_format": lambda size, **_: torch.zeros(size),
     "aten.empty_like.default": lambda self, **_: torch.zeros_like(self),
     "aten.new_empty.default": lambda self, size, **_: self.new_zeros(size),
     **{
         f"aten.{name}": lambda self, *_, **__: _numbers(self)
-        for name in ("rand_like.default", "randn_like.default", "exponential.default", "uniform.default")
+        for name in (
+            "rand_like.default",
+            "randn_like.default",
+            "exponential.default",
+            "uniform.default",
+            "normal_functional.default",
+        )
     },
     "aten.bernoulli.default": lambda self, **_: (_numbers(self) < self).to(self.dtype),
     "aten.bernoulli.p": lambda self, p, **_: (_numbers(self) < p).to(self.dtype),

@@ -249,6 +249,26 @@ def test_writes_in_place_reach_whoever_reads_the_memory() -> None:
     assert not graph.tensors[graph.outputs[0]].is_static
 
 
+def test_writes_to_a_list_of_tensors_are_seen() -> None:
+    """Such an operator returns nothing. Unseen, what it adds would be added to every rank's part of a sum."""
+
+    class Writing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(4, 8, bias=False), nn.Linear(8, 4, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            parts = [self.down(self.up(x)).clone(), torch.zeros(2, 4)]
+            torch._foreach_add_(parts, 1)
+            return parts[0] * 2
+
+    graph = capture(Writing(), torch.zeros(2, 4))
+    (operator,) = [operator for operator in graph.operators if operator.name == "aten._foreach_add.Scalar"]
+    (product,) = [operator for operator in graph.operators if operator.name == "aten.mul.Tensor"]
+    assert product.inputs == operator.outputs[:1]
+    assert len(operator.outputs) == 2
+
+
 def test_static_operators_stand_where_they_are_needed() -> None:
     class Unordered(nn.Module):
         def __init__(self, order: list[str]) -> None:

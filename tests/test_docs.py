@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import dataclasses
 import importlib
 import inspect
 import io
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import test_flops
 import test_rules
 
 import lightning_autotp
@@ -27,7 +29,7 @@ from lightning_autotp.operators import registry
 ROOT = Path(__file__).parent.parent
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [*sorted(ROOT.glob("*.md")), *DOCS]
-RULES_PAGE = ROOT / "docs" / "adding-a-rule.md"
+OPERATORS_PAGE = ROOT / "docs" / "adding-an-operator.md"
 TROUBLE = ROOT / "docs" / "troubleshooting.md"
 # These never leave the package: they become other errors, or a reason in the plan.
 INTERNAL = {"TooManyCombinations", "_Unknown", "_ValueNeeded", "NoAssignment", "NoValue", "Unlocalizable", "_NoLeaf"}
@@ -47,12 +49,11 @@ def without_trailing(text: str) -> str:
 
 
 @pytest.fixture
-def rules_of_the_page() -> Iterator[list[str]]:
-    """The operators that the page about rules registers, which are unknown until it does and afterwards."""
-    names = [
-        name for block in blocks(RULES_PAGE, "python run") for name in re.findall(r'^@rule\("([^"]+)"', block, re.M)
-    ]
-    tables: list[dict[str, Any]] = [registry._RULES, test_rules.CASES]
+def operators_of_the_page() -> Iterator[list[str]]:
+    """The operators that the page about them declares, which are unknown until it does and afterwards."""
+    declared = re.compile(r'^@operator\("([^"]+)"', re.M)
+    names = [name for block in blocks(OPERATORS_PAGE, "python run") for name in declared.findall(block)]
+    tables: list[dict[str, Any]] = [registry._RECORDS, test_rules.CASES]
     before = [dict(table) for table in tables]
     for table in tables:
         for name in names:
@@ -79,19 +80,30 @@ def run(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python run")], ids=named)
-def test_runnable_code_prints_what_the_page_says(page: Path, rules_of_the_page: list[str]) -> None:
+def test_runnable_code_prints_what_the_page_says(page: Path, operators_of_the_page: list[str]) -> None:
     run(page)
 
 
-def test_rules_of_the_page_are_true(rules_of_the_page: list[str]) -> None:
-    run(RULES_PAGE)
-    assert len(rules_of_the_page) == 2
-    assert not set(rules_of_the_page) & test_rules.CASES.keys()
-    for block in blocks(RULES_PAGE, "python"):
-        exec(compile(block, str(RULES_PAGE), "exec"), {})
-    for name in rules_of_the_page:
+def test_operators_of_the_page_are_as_it_says(operators_of_the_page: list[str]) -> None:
+    run(OPERATORS_PAGE)
+    assert len(operators_of_the_page) == 3
+    assert not set(operators_of_the_page) & test_rules.CASES.keys()
+    for block in blocks(OPERATORS_PAGE, "python"):
+        if "@case" in block:
+            exec(compile(block, str(OPERATORS_PAGE), "exec"), {})
+    for name in operators_of_the_page:
         seen = test_rules.prove(name, examples=25)
         assert seen["sharded"] > 0
+    products = [name for name in operators_of_the_page if registry.record(name).flops]
+    assert len(products) == 1
+    for name in products:
+        test_flops.test_flops(name)
+
+
+def test_the_record_is_told_whole() -> None:
+    """The page names every fact that a record may hold."""
+    facts = {field.name for field in dataclasses.fields(registry.Record)} - {"name", "place", "rule"}
+    assert facts == set(re.findall(r"^\| `(\w+)` \|", OPERATORS_PAGE.read_text(), re.M))
 
 
 def imported(tree: ast.AST) -> dict[str, Any]:

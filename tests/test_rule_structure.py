@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from lightning_autotp import make_plan
 from lightning_autotp.layouts.dims import Axis, Concat, Dim, Product, leaves
-from lightning_autotp.operators import Relation, entry, relate
+from lightning_autotp.operators import Relation, record, relate
 from lightning_autotp.operators.axes import Axes
 
 TOKENS, CHOSEN, EXPERTS, HIDDEN, INNER = 5, 2, 4, 6, 32
@@ -167,7 +167,7 @@ def test_the_start_of_a_step_is_no_position() -> None:
     x = tape.parameter(8)
     tape.call("aten.slice.Tensor", x, 0, 1, 8, 2)
     tape.call("aten.slice.Tensor", x, 0, 6, 8)
-    known = entry("aten.slice.Tensor")
+    known = record("aten.slice.Tensor")
     assert known is not None
     positions = [[name for name, _, _ in known.positions(operator)] for operator in tape.graph.operators]
     assert positions == [["end"], ["start", "end"]]

@@ -11,17 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_autotp.operators import record
 from lightning_autotp.operators.graph import Graph, Operator, Ref, refs
-
-# Operators that ask a tensor for its shape or dtype alone, by the argument that it is.
-_BY_SHAPE = {
-    "aten.expand_as.default": "other",
-    "aten.view_as.default": "other",
-    "aten.type_as.default": "other",
-    "aten.zeros_like.default": "self",
-    "aten.ones_like.default": "self",
-    "aten.full_like.default": "self",
-}
 
 
 class NoValue(Exception):
@@ -57,10 +48,10 @@ class Concrete:
                 pending.pop()
                 continue
             producer = self._producers.get(last)
-            if producer is None or not (self.graph.tensors[last].is_static or producer.name in _BY_SHAPE):
+            lender = _lender(producer)
+            if producer is None or not (self.graph.tensors[last].is_static or lender):
                 raise NoValue
-            shaping = _BY_SHAPE.get(producer.name)
-            needed = [ref.tensor for name, value in producer.arguments if name != shaping for ref in refs(value)]
+            needed = [ref.tensor for name, value in producer.arguments if name != lender for ref in refs(value)]
             missing = [source for source in needed if source not in self.known]
             if missing:
                 pending += missing
@@ -75,9 +66,9 @@ class Concrete:
         packet, _, overload = rest.partition(".")
         try:
             function = getattr(getattr(getattr(torch.ops, space), packet), overload)
-            shaping = _BY_SHAPE.get(operator.name)
+            lender = _lender(operator)
             values = {
-                name: self._empty(value) if name == shaping else self._argument(value)
+                name: self.empty(value) if name == lender else self._argument(value)
                 for name, value in operator.arguments
             }
             if "device" in values:
@@ -89,7 +80,8 @@ class Concrete:
             raise NoValue from error
         return [result] if isinstance(result, Tensor) else list(result)
 
-    def _empty(self, ref: Ref) -> Tensor:
+    def empty(self, ref: Ref) -> Tensor:
+        """A tensor on the CPU in the place of one of which only shape and dtype matter."""
         info = self.graph.tensors[ref.tensor]
         return torch.empty(info.shape, dtype=getattr(torch, info.dtype))
 
@@ -101,3 +93,9 @@ class Concrete:
         if isinstance(value, str) and value.startswith("torch."):
             return getattr(torch, value.removeprefix("torch."))
         return value
+
+
+def _lender(operator: Operator | None) -> str:
+    """The argument of which an operator takes shape and dtype alone, if there is one."""
+    known = record(operator.name) if operator is not None else None
+    return known.lends if known is not None else ""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,27 +29,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_autotp.capture import vmap as transforms
 from lightning_autotp.capture.call_sites import call_key, call_leaves, calling_frame, source_line
 from lightning_autotp.capture.recording import RECORD
-from lightning_autotp.capture.schemas import functional, grouped_product, inverse, named_arguments
+from lightning_autotp.capture.schemas import named_arguments, written_through
 from lightning_autotp.capture.static_values import Concrete, NoValue
 from lightning_autotp.layouts.places import Boundary, CallSite
+from lightning_autotp.operators import Shapes, functional, record, records
 from lightning_autotp.operators.graph import Call, Graph, Operator, Ref, TensorInfo
 from lightning_autotp.ranks.random_numbers import are_own_numbers_noted
 
-# Operators that compute nothing: metadata checks, memory layout, and conversions to the dtype a tensor already has.
-_CHECKS = {"aten._assert_tensor_metadata.default", "aten._assert_scalar.default", "aten._assert_async.msg"}
-_IDENTITIES = {
-    "aten.alias.default",
-    "aten.contiguous.default",
-    "aten.lift_fresh_copy.default",
-    "aten.lift_fresh.default",
-}
-_CASTS = {"aten.to.dtype", "aten.to.dtype_layout", "aten.to.device", "aten.type_as.default", "aten._to_copy.default"}
-# Operators whose result takes elements of their first input: only how many depends on values.
-_TAKES = {"aten.index.Tensor", "aten.masked_select.default"}
-_FACTORIES = {
-    getattr(torch, name) for name in ("arange", "zeros", "ones", "empty", "full", "rand", "randn", "eye", "linspace")
-}
-# Functions that make a tensor of numbers that Python holds.
+# Functions that make a tensor of numbers alone: those that are operators, and those that take what Python holds.
+_FACTORIES = {getattr(torch, known.name.split(".")[1]) for known in records() if known.factory}
 _CONSTANTS = {torch.tensor, torch.as_tensor, torch.asarray}
 
 
@@ -112,26 +100,28 @@ class Tracer(SchemaCheckMode):
         args, kwargs = self._on_one_device(args, kwargs)
         arguments = named_arguments(func, args, kwargs)
         reads = tuple((key, self._read(value)) for key, value in arguments)
+        known = record(name)
         try:
-            result = grouped_product(*args, **kwargs) if name == "aten._grouped_mm.default" else func(*args, **kwargs)
+            result = self._shaped(known.shape, reads) if known and known.shape else func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             result = self._by_value(func, reads, error)
-        if name in _CHECKS or not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(result)):
-            return result
-        inputs = [leaf for _, value in arguments for leaf in _tensors(value)]
-        if self._is_identity(name, result, inputs):
-            if id(result) not in self._tensors:
-                self._alias(result, inputs[0])
-            return result
         written = [
-            value
+            leaf
             for argument, (_, value) in zip(func._schema.arguments, arguments, strict=True)
-            if argument.is_write and isinstance(value, Tensor)
+            if argument.is_write
+            for leaf in _tensors(value)
         ]
         if written:
             self._write(func, reads, written, result)
-        else:
-            self._note(name, reads, result, inputs)
+            return result
+        if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(result)):  # a check, or a size
+            return result
+        inputs = [leaf for _, value in arguments for leaf in _tensors(value)]
+        if known and (known.identity == "always" or (known.identity and inputs[0].dtype == result.dtype)):
+            if id(result) not in self._tensors:
+                self._alias(result, inputs[0])
+            return result
+        self._note(name, reads, result, inputs)
         return result
 
     def boundary(self, module: str, side: str, key: str, tensor: Tensor) -> Tensor:
@@ -197,21 +187,21 @@ class Tracer(SchemaCheckMode):
 
     def _by_value(self, func: Any, reads: tuple[tuple[str, Any], ...], error: RuntimeError) -> Any:
         """What an operator gives whose result hangs on values, where they follow from the batch alone."""
+        known = record(str(func))
 
-        def value(leaf: Any) -> Any:
+        def value(name: str, leaf: Any) -> Any:
             if isinstance(leaf, tuple):
-                return [value(item) for item in leaf]
+                return [value(name, item) for item in leaf]
             if not isinstance(leaf, Ref):
                 return leaf
-            info = self.graph.tensors[leaf.tensor]
-            if info.is_differentiable and str(func) in _TAKES:  # only its shape matters
-                return torch.empty(info.shape, dtype=getattr(torch, info.dtype))
+            if known and name == known.takes:
+                return self.concrete.empty(leaf)
             return self.concrete.value(leaf.tensor)
 
         with self.pause():
             with unset_fake_temporarily(), torch.no_grad():
                 try:
-                    values = {name: value(leaf) for name, leaf in reads}
+                    values = {name: value(name, leaf) for name, leaf in reads}
                 except NoValue:
                     raise error from None
                 positional = [values.pop(a.name) for a in func._schema.arguments if not a.kwarg_only]
@@ -258,8 +248,13 @@ class Tracer(SchemaCheckMode):
         )
         return Ref(len(self.graph.tensors) - 1)
 
-    def _is_identity(self, name: str, result: Any, inputs: list[Tensor]) -> bool:
-        return name in _IDENTITIES or (name in _CASTS and inputs[0].dtype == result.dtype)
+    def _shaped(self, shape: Callable[[Shapes], Any], reads: tuple[tuple[str, Any], ...]) -> Tensor:
+        """A result of the shape that its record says, and of the first operand's dtype."""
+        tensors = self.graph.tensors
+        first = tensors[next(value.tensor for _, value in reads if isinstance(value, Ref))]
+        sizes = shape(Shapes(reads, (), lambda tensor: tensors[tensor].shape))
+        with self.pause():
+            return torch.empty(sizes, dtype=getattr(torch, first.dtype), device="meta")
 
     def _on_one_device(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Tensors made on the CPU by the model's code meet those of the trace on meta."""
@@ -340,9 +335,7 @@ class Tracer(SchemaCheckMode):
 
     def _write(self, func: Any, reads: Any, written: list[Tensor], result: Any) -> None:
         """An operator that writes in place: its functional twin's result is what the written tensor is from now on."""
-        name = str(func)
-        base, _, overload = name.rpartition(".")
-        operator = self._append(f"{functional(base)}.{overload}", reads, written)
+        operator = self._append(functional(str(func)), reads, written)
         for tensor, value in zip(written, operator.outputs, strict=True):
             storage, path, _ = self._place(tensor)
             storage.version += 1
@@ -361,7 +354,7 @@ class Tracer(SchemaCheckMode):
         view, *rest = path
         if rest:
             value = self._scatter(self._again(view, root), tuple(rest), value)
-        name, arguments = inverse(view, self.graph.tensors[root.tensor].shape)
+        name, arguments = written_through(view)
         return self._synthetic(name, (("self", root), ("src", value), *arguments), view, root)
 
     def _again(self, view: Operator, source: Ref) -> Ref:

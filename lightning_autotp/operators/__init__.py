@@ -1,4 +1,4 @@
-"""Rules: how each operator's dims are tied together, by family. Importing this package registers them all."""
+"""One record for every operator, by family. Importing this package declares them all."""
 
 from lightning_autotp.operators import (
     attention,
@@ -9,29 +9,49 @@ from lightning_autotp.operators import (
     matmul,
     normalisation,
     pointwise,
+    recurrence,
     reduction,
     views,
     writing,
 )
-from lightning_autotp.operators.registry import Dims, Relation, Site, entry, known_operators, relate, rule
+from lightning_autotp.operators.registry import (
+    Dims,
+    Record,
+    Relation,
+    Shapes,
+    Site,
+    count_flops,
+    functional,
+    known_operators,
+    operator,
+    record,
+    records,
+    relate,
+)
 
 __all__ = [
     "Dims",
+    "Record",
     "Relation",
+    "Shapes",
     "Site",
     "attention",
     "convolution",
+    "count_flops",
     "creation",
-    "entry",
+    "functional",
     "indexing",
     "known_operators",
     "loss",
     "matmul",
     "normalisation",
+    "operator",
     "pointwise",
+    "record",
+    "records",
+    "recurrence",
     "reduction",
     "relate",
-    "rule",
     "views",
     "writing",
 ]

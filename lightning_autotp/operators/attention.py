@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from math import prod
+
 from lightning_autotp.layouts.dims import product
-from lightning_autotp.operators.registry import Dims, Site, rule
+from lightning_autotp.operators.registry import Dims, Shapes, Site, operator
 
 
-@rule("aten.scaled_dot_product_attention.default")
+def _attention_flops(shapes: Shapes) -> float:
+    """Scores ``[..., s, t]`` from d key features each, then their product with values of e features."""
+    *scores, features = shapes.out
+    return 2 * prod(scores) * shapes["key"][-2] * (shapes["query"][-1] + features)
+
+
+@operator("aten.scaled_dot_product_attention.default", flops=_attention_flops)
 def scaled_dot_product_attention(site: Site) -> Dims | list[Dims]:
     """``query [b, h, s, d]``, ``key [b, h or h_kv, t, d]``, ``value [b, h or h_kv, t, e]`` -> ``[b, h, s, e]``.
 

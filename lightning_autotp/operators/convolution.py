@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from math import prod
+
 from lightning_autotp.layouts.dims import product
-from lightning_autotp.operators.registry import Dims, Site, rule
+from lightning_autotp.operators.registry import Dims, Shape, Shapes, Site, operator
 
 _RESAMPLED = "this operator mixes positions"
 
@@ -15,18 +17,47 @@ def _positions(site: Site, dims: Dims) -> Dims:
     return fresh
 
 
-@rule("aten.conv1d.default", "aten.conv2d.default", "aten.conv3d.default", sizes=["groups"])
-@rule("aten.conv1d.padding", "aten.conv2d.padding", "aten.conv3d.padding", sizes=["groups"])
-@rule("aten.convolution.default", sizes=["groups"])
-@rule("aten.conv_transpose1d.default", "aten.conv_transpose2d.input", "aten.conv_transpose3d.input", sizes=["groups"])
-def convolution(site: Site) -> Dims | list[Dims]:
-    """``input [..., (g i), place]``, ``weight [(g o), i, kernel]``, ``bias [(g o)]`` -> ``[..., (g o), place]``.
+def _convolution_flops(shapes: Shapes) -> float:
+    """Every position of the output meets the whole weight, of the input where the convolution is transposed."""
+    return _weight_flops(shapes, shapes["input"] if shapes.literal("transposed") else shapes.out)
 
-    A transposed one has the weight ``[(g i), o, kernel]``. Groups ``g`` pass, so a depthwise convolution's channels do;
-    the channels ``i`` of a group are contracted and the bias comes after their sum. Positions pass a kernel of size 1.
+
+def _transposed_flops(shapes: Shapes) -> float:
+    """Every position of the input meets the whole weight."""
+    return _weight_flops(shapes, shapes["input"])
+
+
+def _weight_flops(shapes: Shapes, at: Shape) -> float:
+    """``at [..., channels, places]``, weight ``[(g o), i, kernel]``: its elements count for all groups together."""
+    weight = shapes["weight"]
+    places = len(weight) - 2
+    return 2 * prod(at[: -places - 1]) * prod(at[-places:]) * prod(weight)
+
+
+@operator(
+    *(f"aten.conv{n}d.{overload}" for n in (1, 2, 3) for overload in ("default", "padding")),
+    "aten.convolution.default", sizes=("groups",), flops=_convolution_flops,
+)  # fmt: skip
+def convolution(site: Site) -> Dims | list[Dims]:
+    """``input [..., (g i), place]``, ``weight [(g o), i, kernel]``, ``bias [(g o)]`` -> ``[..., (g o), place]``."""
+    return _convolved(site, dict(site.operator.arguments).get("transposed", False))
+
+
+@operator(
+    "aten.conv_transpose1d.default", "aten.conv_transpose2d.input", "aten.conv_transpose3d.input",
+    sizes=("groups",), flops=_transposed_flops,
+)  # fmt: skip
+def transposed_convolution(site: Site) -> Dims | list[Dims]:
+    """As a convolution, with the weight ``[(g i), o, kernel]``."""
+    return _convolved(site, True)
+
+
+def _convolved(site: Site, is_transposed: bool) -> Dims | list[Dims]:
+    """Groups ``g`` pass, so a depthwise convolution's channels do.
+
+    The channels ``i`` of a group are contracted and the bias comes after their sum. Positions pass a kernel of size 1.
     """
     x, weight, bias, groups = site.dims("input"), site.dims("weight"), site.tensor("bias"), site["groups"]
-    is_transposed = "transpose" in site.operator.name or dict(site.operator.arguments).get("transposed", False)
     *batch, channels = x[: len(x) - len(weight) + 2]
     grouped = site.axes.split(channels, groups)
     filters = site.axes.split(weight[0], groups)
@@ -52,7 +83,7 @@ def convolution(site: Site) -> Dims | list[Dims]:
     return (*batch, out, *positions)
 
 
-_LINEAR = (
+_AVERAGING = (
     *(f"aten.adaptive_avg_pool{n}d.default" for n in (1, 2, 3)),
     *(f"aten.avg_pool{n}d.default" for n in (1, 2, 3)),
     *(f"aten.upsample_{kind}.vec" for kind in ("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d")),
@@ -60,18 +91,24 @@ _LINEAR = (
 )
 
 
-@rule(*_LINEAR, *(f"aten.max_pool{n}d.default" for n in (1, 2, 3)))
-@rule(*(f"aten.adaptive_max_pool{n}d.default" for n in (1, 2, 3)), "aten.max_pool2d_with_indices.default")
+@operator(*(f"aten.max_pool{n}d.default" for n in (1, 2, 3)))
+@operator(*(f"aten.adaptive_max_pool{n}d.default" for n in (1, 2, 3)), "aten.max_pool2d_with_indices.default")
 def resample(site: Site) -> list[Dims]:
     """``[..., positions]`` -> ``[..., other positions]``, every channel by itself."""
     name, _ = site.operator.arguments[0]
     dims, rank = site.dims(name), next(n for n in (1, 2, 3) if f"{n}d" in site.operator.name)
-    if site.operator.name in _LINEAR:
-        site.linear_in(name)
     return [(*dims[:-rank], *_positions(site, dims[-rank:]))] * len(site.shapes)
 
 
-@rule("aten.im2col.default")
+@operator(*_AVERAGING)
+def average(site: Site) -> list[Dims]:
+    """As :func:`resample`, and linear."""
+    name, _ = site.operator.arguments[0]
+    site.linear_in(name)
+    return resample(site)
+
+
+@operator("aten.im2col.default")
 def im2col(site: Site) -> Dims:
     """``[..., c, h, w]`` -> ``[..., (c k), blocks]``: each channel's elements under a kernel."""
     *batch, channels, height, width = site.dims("self")
@@ -81,7 +118,7 @@ def im2col(site: Site) -> Dims:
     return (*batch, product([channels, inside]), blocks)
 
 
-@rule("aten.col2im.default")
+@operator("aten.col2im.default")
 def col2im(site: Site) -> Dims | list[Dims]:
     """``[..., (c k), blocks]`` -> ``[..., c, h, w]``: the sum of what the kernels give each position."""
     *batch, columns, blocks = site.dims("self")
@@ -94,7 +131,7 @@ def col2im(site: Site) -> Dims | list[Dims]:
     return (*batch, parts[0], *fresh)
 
 
-@rule("aten.unfold.default")
+@operator("aten.unfold.default")
 def unfold(site: Site) -> Dims:
     """Windows along a dim, as a last dim; windows side by side divide the dim, others need all of it."""
     dims = list(site.dims("self"))

@@ -5,23 +5,44 @@ What draws for single elements may do so on shards, where each rank draws its ow
 
 from __future__ import annotations
 
-from lightning_autotp.operators.registry import Dims, Site, rule
+from lightning_autotp.operators.registry import Dims, Shapes, Site, operator
 
 
-@rule("aten.zeros_like.default", "aten.zero.default")
+def _everywhere(_: Shapes, __: int) -> bool:
+    """One number in every place."""
+    return True
+
+
+operator(
+    "aten.zeros.default", "aten.ones.default", "aten.full.default", "aten.empty.memory_format",
+    sizes=("size",), uniform=_everywhere, factory=True,
+)  # fmt: skip
+operator("aten.rand.default", "aten.randn.default", sizes=("size",), factory=True)
+operator(
+    "aten.arange.default", "aten.arange.start", "aten.arange.start_step", "aten.eye.default", "aten.eye.m",
+    "aten.linspace.default", factory=True,
+)  # fmt: skip
+
+
+@operator("aten.zeros_like.default", "aten.zero.default", uniform=_everywhere, lends="self")
 def zeros_like(site: Site) -> Dims:
     """Cut like the tensor whose shape it has; zeros add up to zeros."""
     site.linear_in("self")
     return site.dims("self")
 
 
-@rule("aten.ones_like.default", "aten.full_like.default", "aten.empty_like.default", "aten.fill.Scalar")
+@operator("aten.ones_like.default", "aten.full_like.default", "aten.fill.Scalar", uniform=_everywhere, lends="self")
+@operator("aten.empty_like.default", uniform=_everywhere)
 def full_like(site: Site) -> Dims:
     """Cut like the tensor whose shape it has."""
     return site.dims("self")
 
 
-@rule(*(f"aten.{name}.default" for name in ("new_zeros", "new_ones", "new_full", "new_empty")), sizes=["size"])
+@operator(
+    "aten.new_zeros.default", "aten.new_ones.default", "aten.new_full.default",
+    sizes=("size",), uniform=_everywhere, lends="self",
+)  # fmt: skip
+@operator("aten.new_empty.default", sizes=("size",), uniform=_everywhere)
 def new_full(site: Site) -> Dims:
     """Sizes of its own: cut as it is used. One that has the tensor's shape takes it from there, and is cut like it."""
     dims = site.dims("self")
@@ -30,23 +51,22 @@ def new_full(site: Site) -> Dims:
     return tuple(site.new(size) for size in site.shape)
 
 
-@rule(
-    *(f"aten.{name}.default" for name in ("rand_like", "randn_like", "exponential", "uniform", "bernoulli")),
-    "aten.bernoulli.p",
-)
+@operator(*(f"aten.{name}.default" for name in ("rand_like", "randn_like", "exponential", "uniform", "bernoulli")))
+@operator("aten.normal_functional.default", in_place="aten.normal_.default")
+@operator("aten.bernoulli.p", in_place="aten.bernoulli_.float")
 def random(site: Site) -> Dims:
     """A number for every element of the tensor that lends its shape (or its probabilities)."""
     site.draws()
     return site.dims("self")
 
 
-@rule("aten.multinomial.default")
+@operator("aten.multinomial.default")
 def multinomial(site: Site) -> list[Dims]:
     """One draw among all categories, so all stays whole."""
     return site.give_up("aten.multinomial.default draws one index among all")
 
 
-@rule("aten.dropout.default", "aten.alpha_dropout.default")
+@operator("aten.dropout.default", "aten.alpha_dropout.default")
 def dropout(site: Site) -> Dims:
     """A mask with a number for every element; without effect it is the identity."""
     return _dropped(site)
@@ -61,7 +81,7 @@ def _dropped(site: Site) -> Dims:
     return site.dims(name)
 
 
-@rule("aten.feature_dropout.default", "aten.feature_alpha_dropout.default")
+@operator("aten.feature_dropout.default", "aten.feature_alpha_dropout.default")
 def feature_dropout(site: Site) -> Dims:
     """One number per sample and channel: ``[n, c, ...]``; what comes after the channels has it in common."""
     dims = _dropped(site)
@@ -70,7 +90,7 @@ def feature_dropout(site: Site) -> Dims:
     return dims
 
 
-@rule("aten.native_dropout.default")
+@operator("aten.native_dropout.default")
 def native_dropout(site: Site) -> list[Dims]:
     """``(result, mask)``, both of the input's shape."""
     if site["p"] and site["train"] is not False:

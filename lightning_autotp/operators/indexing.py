@@ -6,12 +6,12 @@ The indexed dim stays whole, since an index may point anywhere in it; the index'
 from __future__ import annotations
 
 from lightning_autotp.layouts.dims import Dim
-from lightning_autotp.operators.registry import Dims, Site, rule
+from lightning_autotp.operators.registry import Dims, Site, operator
 
 _INDEXED = "an index may point anywhere in the dim"
 
 
-@rule("aten.embedding.default")
+@operator("aten.embedding.default")
 def embedding(site: Site) -> Dims:
     """``weight [v, h]``, ``indices [...]`` -> ``[..., h]``: a rank looks up its rows, zeros for others: a sum."""
     weight = site.dims("weight")
@@ -50,7 +50,10 @@ def indexed(site: Site, dims: Dims) -> tuple[Dims, Dims] | None:
     return found, (*before, *found, *(dim for position, dim in rest if position >= first))
 
 
-@rule("aten.index.Tensor", "aten._unsafe_index.Tensor")
+operator("aten.masked_select.default", takes="self")
+
+
+@operator("aten.index.Tensor", "aten._unsafe_index.Tensor", takes="self")
 def index_tensor(site: Site) -> Dims | list[Dims]:
     """``self[indices]`` with tensors of indices; linear in ``self``."""
     result = indexed(site, site.dims("self"))
@@ -60,7 +63,7 @@ def index_tensor(site: Site) -> Dims | list[Dims]:
     return result[1]
 
 
-@rule("aten.index_select.default")
+@operator("aten.index_select.default")
 def index_select(site: Site) -> Dims:
     """Some indices of a dim."""
     dims, index = site.dims("self"), site.dims("index")
@@ -71,19 +74,25 @@ def index_select(site: Site) -> Dims:
     return (*dims[:at], chosen, *dims[at + 1 :]) if dims else ()
 
 
-@rule("aten.gather.default", "aten.take_along_dim.default")
-def gather(site: Site) -> Dims | list[Dims]:
+@operator("aten.gather.default")
+def gather(site: Site) -> Dims:
     """Along one dim, by an index of the output's shape; other dims are indexed alike where the index is as long."""
-    name = "index" if site.operator.name == "aten.gather.default" else "indices"
-    dims, index = site.dims("self"), site.dims(name)
-    if site["dim"] is None or len(dims) != len(index):
-        return site.give_up("this index is into the flattened tensor")
+    dims, index = site.dims("self"), site.dims("index")
     along(site, dims, index, site.index("dim", len(dims)))
     site.linear_in("self")
-    if name == "indices":  # broadcast
-        at = site.index("dim", len(dims))
-        return tuple(b if p == at or a.size == 1 else a for p, (a, b) in enumerate(zip(dims, index, strict=True)))
     return index
+
+
+@operator("aten.take_along_dim.default")
+def take_along_dim(site: Site) -> Dims | list[Dims]:
+    """As :func:`gather`, with an index that is broadcast; without a dim it is one into all elements."""
+    dims, index = site.dims("self"), site.dims("indices")
+    if site["dim"] is None or len(dims) != len(index):
+        return site.give_up("this index is into the flattened tensor")
+    at = site.index("dim", len(dims))
+    along(site, dims, index, at)
+    site.linear_in("self")
+    return tuple(b if p == at or a.size == 1 else a for p, (a, b) in enumerate(zip(dims, index, strict=True)))
 
 
 def along(site: Site, dims: Dims, index: Dims, at: int) -> None:
@@ -97,7 +106,7 @@ def along(site: Site, dims: Dims, index: Dims, at: int) -> None:
             site.keep_whole(ours, theirs, because="an index that is shorter than the dim")
 
 
-@rule("aten.one_hot.default")
+@operator("aten.one_hot.default")
 def one_hot(site: Site) -> Dims:
     """A new dim over the classes, which stays whole."""
     classes = site.new(site.shape[-1])

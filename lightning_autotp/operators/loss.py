@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from lightning_autotp.operators.registry import Dims, Site, rule
+from lightning_autotp.operators.registry import Dims, Site, operator
 
 
-@rule("aten.cross_entropy_loss.default")
+@operator("aten.cross_entropy_loss.default")
 def cross_entropy(site: Site) -> Dims:
     """``self [n, c, ...]``, ``target [n, ...]``: sharded classes take a loss made for them.
 
@@ -24,7 +24,7 @@ def cross_entropy(site: Site) -> Dims:
     return out
 
 
-@rule("aten.nll_loss_nd.default", "aten.nll_loss.default", "aten.nll_loss2d.default")
+@operator("aten.nll_loss_nd.default", "aten.nll_loss.default", "aten.nll_loss2d.default")
 def picked_loss(site: Site) -> list[Dims]:
     """The classes' log-probabilities are picked by index, over all tokens."""
     return site.give_up("the loss needs all classes and tokens")
@@ -33,7 +33,7 @@ def picked_loss(site: Site) -> list[Dims]:
 _ELEMENTWISE = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits")
 
 
-@rule(*(f"aten.{name}.default" for name in _ELEMENTWISE))
+@operator(*(f"aten.{name}.default" for name in _ELEMENTWISE))
 def elementwise_loss(site: Site) -> Dims | list[Dims]:
     """Element by element if not reduced (``reduction`` 0), else over all of them."""
     if site["reduction"]:

@@ -2,65 +2,101 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import prod
+
 from lightning_autotp.layouts.dims import Dim
+from lightning_autotp.operators.equations import Equation, equation, fitting
 from lightning_autotp.operators.graph import Ref
-from lightning_autotp.operators.registry import ONE, Dims, Site, rule
+from lightning_autotp.operators.registry import ONE, Dims, Shapes, Site, operator
 
 
-@rule("aten.linear.default")
-def linear(site: Site) -> Dims | list[Dims]:
-    """``input [..., k]``, ``weight [n, k]``, ``bias [n]`` -> ``[..., n]``; the bias comes after the sum over k."""
-    x, weight, bias = site.dims("input"), site.dims("weight"), site.tensor("bias")
-    if len(weight) != 2:
-        return site.give_up("a product with a vector")
-    site.contract(site.tie(x[-1], weight[1]), weight[1])
-    if bias is not None:
-        site.tie(weight[0], bias[0])
-        site.relation.added_last.add(site["bias"].tensor)
-    else:
-        site.linear_in("input")
-    return (*x[:-1], weight[0])
+def _contract(site: Site, product: Equation, operands: Sequence[Dims]) -> Dims:
+    """Tie the dims of one label, where they are not broadcast; those that the result does not have are summed over."""
+    found: dict[str, Dim] = {}
+    for labels, dims in zip(product.terms, operands, strict=True):
+        for label, dim in zip(labels, dims, strict=True):
+            known = found.get(label, ONE)
+            found[label] = dim if known.size == 1 else known if dim.size == 1 else site.tie(known, dim)
+    for labels, dims in zip(product.terms, operands, strict=True):
+        site.contract(*(dim for label, dim in zip(labels, dims, strict=True) if label not in product.out))
+    return tuple(found[label] for label in product.out)
 
 
-@rule("aten.matmul.default", "aten.bmm.default")
-def matmul(site: Site) -> Dims | list[Dims]:
-    """``[..., m, k] @ [..., k, n] -> [..., m, n]`` with broadcast batch dims."""
-    left, right = (
-        site.relation.inputs[value.tensor] for _, value in site.operator.arguments[:2] if isinstance(value, Ref)
-    )
-    if len(left) < 2 or len(right) < 2:
-        return site.give_up("a product with a vector")
-    site.contract(site.tie(left[-1], right[-2]), right[-2])
-    site.linear_in("self")
-    return (*_batch(site, left[:-2], right[:-2]), left[-2], right[-1])
+def product(*names: str, by: tuple[str, ...], added: str = "", path: Sequence[int] = ()) -> None:
+    """Declare products of an operator's tensors, linear in the first.
+
+    Args:
+        names: the operators.
+        by: equations, of which the first that fits the operands' numbers of dims holds.
+        added: an argument that may be added to the product, after the sum.
+        path: in which order they are multiplied, as in :meth:`Equation.flops`.
+    """
+
+    def flops(shapes: Shapes) -> float:
+        operands = [shape for name, shape in shapes.named() if name != added]
+        return fitting(by, tuple(map(len, operands))).flops(operands, path)
+
+    @operator(*names, flops=flops)
+    def rule(site: Site) -> Dims:
+        operands = [name for name, value in site.operator.arguments if isinstance(value, Ref) and name != added]
+        dims = [site.dims(name) for name in operands]
+        out = _contract(site, fitting(by, tuple(map(len, dims))), dims)
+        addend = site.tensor(added) if added else None
+        if addend is None:
+            site.linear_in(operands[0])
+        else:
+            site.broadcast([out, addend])
+            site.relation.added_last.add(site[added].tensor)
+        return out
 
 
-@rule("aten.addmm.default")
-def addmm(site: Site) -> Dims | list[Dims]:
-    """``self [n] + mat1 [m, k] @ mat2 [k, n] -> [m, n]``; ``self`` is added once, after the sum over k."""
-    bias, left, right = site.dims("self"), site.dims("mat1"), site.dims("mat2")
-    if len(bias) != 1:
-        return site.give_up("addmm with a matrix to add")
-    site.contract(site.tie(left[1], right[0]), right[0])
-    site.tie(right[1], bias[0])
-    site.relation.added_last.add(site["self"].tensor)
-    return (left[0], right[1])
+product("aten.linear.default", by=("...k,nk->...n", "...k,k->..."), added="bias")
+product("aten.matmul.default", by=("...mk,...kn->...mn", "k,k->", "...mk,k->...m", "k,...kn->...n"))
+product("aten.mm.default", by=("mk,kn->mn",))
+product("aten.bmm.default", by=("bmk,bkn->bmn",))
+product("aten.mv.default", by=("mk,k->m",))
+product("aten.dot.default", "aten.vdot.default", by=("k,k->",))
+product("aten.outer.default", by=("m,n->mn",))
+product("aten.addmm.default", by=("mk,kn->mn",), added="self")
+product("aten.addmv.default", by=("mk,k->m",), added="self")
+product("aten.baddbmm.default", by=("bmk,bkn->bmn",), added="self")
+product("aten.addbmm.default", by=("bmk,bkn->mn",), added="self")
+product("aten.bilinear.default", by=("...i,...j,oij->...o",), added="bias", path=(0, 2, 0, 1))
 
 
-@rule("aten.baddbmm.default")
-def baddbmm(site: Site) -> Dims:
-    """``self [b, m, n] (broadcast) + batch1 [b, m, k] @ batch2 [b, k, n]``; ``self`` is added once."""
-    add, left, right = site.dims("self"), site.dims("batch1"), site.dims("batch2")
-    site.contract(site.tie(left[2], right[1]), right[1])
-    out = (*_batch(site, left[:1], right[:1]), left[1], right[2])
-    for dim, other in zip(reversed(out), reversed(add), strict=False):
-        if other.size != 1:
-            site.tie(dim, other)
-    site.relation.added_last.add(site["self"].tensor)
-    return out
+def _einsum_flops(shapes: Shapes) -> float:
+    operands = shapes.each("tensors")
+    by = equation(shapes.literal("equation"), *(len(shape) for shape in operands))
+    return by.flops(operands, shapes.literal("path") or ())
 
 
-@rule("transformers.grouped_mm_fallback.default", "aten._grouped_mm.default")
+@operator("aten.einsum.default", flops=_einsum_flops)
+def einsum(site: Site) -> Dims | list[Dims]:
+    """By its equation: letters of the output pass, the others are contracted; linear in one operand."""
+    operands = site.tensors("tensors")
+    by = equation(site["equation"], *map(len, operands))
+    if any(len(set(labels)) < len(labels) for labels in by.terms):
+        return site.give_up("an einsum along a diagonal")
+    site.linear_in_one("tensors")
+    return _contract(site, by, operands)
+
+
+def _grouped_shape(shapes: Shapes) -> tuple[float, ...]:
+    """Rows or columns of several matrices may follow one another in one; each row then meets one of them."""
+    left, right, *_ = shapes.inputs
+    if len(left) == 3:
+        return (left[0], left[1], right[2]) if len(right) == 3 else (left[1], right[1])
+    return (left[0], right[2]) if len(right) == 3 else (shapes["offs"][0], left[0], right[1])
+
+
+def _grouped_flops(shapes: Shapes) -> float:
+    left, right, *_ = shapes.inputs
+    return 2 * prod(left[-2:]) * right[-1] * (left[0] if len(left) == len(right) == 3 else 1)
+
+
+@operator("transformers.grouped_mm_fallback.default", flops=_grouped_flops)
+@operator("aten._grouped_mm.default", flops=_grouped_flops, shape=_grouped_shape)
 def grouped(site: Site) -> Dims | list[Dims]:
     """``input [s, k]``, ``weight [e, k, n]``, ``offs [e]`` -> ``[s, n]``: one matrix for the rows up to each offset."""
     (name, _), (second, _) = site.operator.arguments[:2]
@@ -83,51 +119,18 @@ def _align(site: Site, dim: Dim) -> None:
         site.keep_whole(parts[1], because="a grouped product takes rows of whole 16 bytes")
 
 
-@rule("aten.linalg_solve_triangular.default")
+def _solve_flops(shapes: Shapes) -> float:
+    """Substitution: each of n unknowns takes a product and a difference for each one before it, and a quotient."""
+    return prod(shapes.out) * shapes["self"][-1]
+
+
+@operator("aten.linalg_solve_triangular.default", flops=_solve_flops)
 def solve_triangular(site: Site) -> Dims:
     """``self [..., n, n]``, ``B [..., n, k]`` (``[..., k, n]`` from the right) -> as ``B``, linear in it; k passes."""
     matrix, given = site.dims("self"), site.dims("B")
     site.keep_whole(
         *matrix[-2:], given[-2 if site["left"] else -1], because="a system of equations is solved as a whole"
     )
-    batch = _batch(site, matrix[:-2], given[:-2])
+    batch = site.broadcast([matrix[:-2], given[:-2]])
     site.linear_in("B")
     return (*batch, *given[-2:])
-
-
-@rule("aten.einsum.default")
-def einsum(site: Site) -> Dims | list[Dims]:
-    """By its equation: letters of the output pass, the others are contracted; linear in one operand."""
-    operands = site.tensors("tensors")
-    left, arrow, right = site["equation"].replace(" ", "").partition("->")
-    terms = left.split(",")
-    spare = [len(dims) - len(term.replace("...", "")) for term, dims in zip(terms, operands, strict=True)]
-    labels = [_labels(term, count) for term, count in zip(terms, spare, strict=True)]
-    if any(len(set(names)) < len(names) for names in labels):
-        return site.give_up("an einsum along a diagonal")
-    found: dict[str, Dim] = {}
-    for names, dims in zip(labels, operands, strict=True):
-        for label, dim in zip(names, dims, strict=True):
-            known = found.get(label, ONE)
-            found[label] = dim if known.size == 1 else known if dim.size == 1 else site.tie(known, dim)
-    if arrow:
-        out = _labels(right, max(spare))
-    else:
-        once = [label for label in found if len(label) == 1 and sum(names.count(label) for names in labels) == 1]
-        out = [*_labels("..." if "..." in left else "", max(spare)), *sorted(once)]
-    for names, dims in zip(labels, operands, strict=True):
-        site.contract(*(dim for label, dim in zip(names, dims, strict=True) if label not in out))
-    site.linear_in_one("tensors")
-    return tuple(found[label] for label in out)
-
-
-def _labels(term: str, spare: int) -> list[str]:
-    """The labels of a term; the dims under an ellipsis are named by their place from its end."""
-    before, dots, after = term.partition("...")
-    return [*before, *(f"...{place}" for place in range(spare, 0, -1) if dots), *after]
-
-
-def _batch(site: Site, left: Dims, right: Dims) -> Dims:
-    rank = max(len(left), len(right))
-    left, right = (ONE,) * (rank - len(left)) + left, (ONE,) * (rank - len(right)) + right
-    return tuple(b if a.size == 1 else a if b.size == 1 else site.tie(a, b) for a, b in zip(left, right, strict=True))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from lightning_autotp.operators.registry import Dims, Site, rule
+from lightning_autotp.operators.registry import Dims, Site, operator
 
 
-@rule("aten.layer_norm.default", "aten.rms_norm.default")
+@operator("aten.layer_norm.default", "aten.rms_norm.default")
 def layer_norm(site: Site) -> Dims:
     """The normalized dims stay whole; weight and bias are indexed by them."""
     dims = site.dims("input")
@@ -24,7 +24,7 @@ def _per_channel(site: Site, channels: Dims, names: tuple[str, ...]) -> None:
             site.tie(channels[0], found[0])
 
 
-@rule("aten.batch_norm.default")
+@operator("aten.batch_norm.default")
 def batch_norm(site: Site) -> Dims:
     """``input [n, c, ...]``, everything else ``[c]``: channels by themselves; in training all else is averaged over."""
     dims = site.dims("input")
@@ -34,7 +34,7 @@ def batch_norm(site: Site) -> Dims:
     return dims
 
 
-@rule("aten.instance_norm.default")
+@operator("aten.instance_norm.default")
 def instance_norm(site: Site) -> Dims:
     """``input [n, c, ...]``, everything else ``[c]``: channels by themselves, positions stay whole."""
     dims = site.dims("input")
@@ -43,7 +43,7 @@ def instance_norm(site: Site) -> Dims:
     return dims
 
 
-@rule("aten.group_norm.default", shares=[("num_groups", "input", 1)])
+@operator("aten.group_norm.default", shares=(("num_groups", "input", 1),))
 def group_norm(site: Site) -> Dims | list[Dims]:
     """``input [n, (g c), ...]``, weight and bias ``[(g c)]``: whole groups are dealt out, their number with them."""
     dims = site.dims("input")

@@ -8,7 +8,7 @@ input passes where the operator is linear: ``-(A1 + A2) = -A1 + -A2``, ``c (A1 +
 from __future__ import annotations
 
 from lightning_autotp.operators.graph import Ref
-from lightning_autotp.operators.registry import Dims, Site, rule
+from lightning_autotp.operators.registry import Dims, Site, operator
 
 _UNARY = (
     "abs", "acos", "angle", "asin", "atan", "bitwise_not", "ceil", "celu", "cos", "cosh", "elu", "erf", "erfc", "exp",
@@ -17,10 +17,11 @@ _UNARY = (
     "relu", "relu6", "round", "rsqrt", "selu", "sigmoid", "sign", "silu", "sin", "sinh", "softplus", "sqrt", "square",
     "tan", "tanh", "threshold", "trunc",
 )  # fmt: skip
-_LINEAR_UNARY = ("alias", "clone", "conj", "contiguous", "detach", "imag", "lift_fresh_copy", "neg", "positive", "real")
+_LINEAR_UNARY = ("clone", "conj", "detach", "imag", "neg", "positive", "real")
+_IDENTITIES = ("alias", "contiguous", "lift_fresh", "lift_fresh_copy")
 _CASTS = ("aten.to.dtype", "aten.to.dtype_layout", "aten.to.device", "aten._to_copy.default")
 _OTHER_UNARY = (
-    "aten.pow.Tensor_Scalar", "aten.pow.Scalar", "aten.clamp.default", "aten.clamp_min.default",
+    "aten.pow.Scalar", "aten.clamp.default", "aten.clamp_min.default",
     "aten.clamp_max.default", "aten.clamp.Tensor", "aten.rsub.Scalar", "aten.add.Scalar", "aten.sub.Scalar",
     "aten.remainder.Scalar", "aten.floor_divide.Scalar",
     *(f"aten.{name}.Scalar" for name in ("eq", "ne", "lt", "le", "gt", "ge")),
@@ -29,8 +30,8 @@ _BINARY = (
     *(f"aten.{name}.Tensor" for name in ("eq", "ne", "lt", "le", "gt", "ge")),
     *(f"aten.{name}.Tensor" for name in ("__and__", "__or__", "bitwise_and", "bitwise_or", "remainder", "fmod")),
     "aten.logical_and.default", "aten.logical_or.default", "aten.logical_xor.default", "aten.maximum.default",
-    "aten.minimum.default", "aten.max.other", "aten.min.other", "aten.floor_divide.default", "aten.div.Tensor_mode",
-    "aten.atan2.default", "aten.pow.Tensor_Tensor", "aten.where.ScalarSelf", "aten.where.Scalar",
+    "aten.minimum.default", "aten.max.other", "aten.min.other", "aten.div.Tensor_mode",
+    "aten.atan2.default", "aten.where.ScalarSelf", "aten.where.Scalar",
     "aten.masked_fill.Tensor", "aten.clamp_min.Tensor", "aten.clamp_max.Tensor", "aten.addcmul.default",
     "aten.addcdiv.default", "aten.polar.default",
 )  # fmt: skip
@@ -41,13 +42,18 @@ def broadcast(site: Site) -> Dims:
     return site.broadcast(list(site.relation.inputs.values()))
 
 
-@rule(*(f"aten.{name}.default" for name in _UNARY), *_OTHER_UNARY, *_BINARY)
+@operator(*(f"aten.{name}.default" for name in _UNARY), *_OTHER_UNARY, *_BINARY)
+@operator("aten.pow.Tensor_Scalar", in_place="aten.pow_.Scalar")
+@operator("aten.pow.Tensor_Tensor", in_place="aten.pow_.Tensor")
+@operator("aten.floor_divide.default", in_place="aten.floor_divide_.Tensor")
 def pointwise(site: Site) -> Dims:
     """Anything element by element."""
     return broadcast(site)
 
 
-@rule(*(f"aten.{name}.default" for name in _LINEAR_UNARY), *_CASTS, "boundary")
+@operator(*(f"aten.{name}.default" for name in _LINEAR_UNARY), "boundary")
+@operator(*(f"aten.{name}.default" for name in _IDENTITIES), identity="always")
+@operator(*_CASTS, identity="same dtype")
 def linear_unary(site: Site) -> Dims:
     """One tensor in, linear, so that a Partial passes; a module boundary is the identity."""
     name, value = site.operator.arguments[0]
@@ -55,14 +61,14 @@ def linear_unary(site: Site) -> Dims:
     return site.relation.inputs[(value if isinstance(value, Ref) else value[0]).tensor]
 
 
-@rule("aten.type_as.default", "aten.to.other")
+@operator("aten.type_as.default", "aten.to.other", identity="same dtype", lends="other")
 def type_as(site: Site) -> Dims:
     """A cast; ``other`` lends only its dtype."""
     site.linear_in("self")
     return site.dims("self")
 
 
-@rule("aten.add.Tensor", "aten.sub.Tensor")
+@operator("aten.add.Tensor", "aten.sub.Tensor")
 def additive(site: Site) -> Dims:
     """A sum of two tensors is linear in both together; adding a number is not linear."""
     if isinstance(site["other"], Ref):
@@ -70,14 +76,14 @@ def additive(site: Site) -> Dims:
     return broadcast(site)
 
 
-@rule("aten.complex.default", "aten.lerp.Scalar")
+@operator("aten.complex.default", "aten.lerp.Scalar")
 def combine(site: Site) -> Dims:
     """A linear combination of the operands with fixed coefficients."""
     site.linear_in(*(name for name, value in site.operator.arguments if isinstance(value, Ref)))
     return broadcast(site)
 
 
-@rule("aten.mul.Tensor", "aten.multiply.Tensor", "aten.mul.Scalar")
+@operator("aten.mul.Tensor", "aten.multiply.Tensor", "aten.mul.Scalar")
 def multiply(site: Site) -> Dims:
     """Linear in one factor, while the other is not Partial: in the one that is not broadcast, the first of two."""
     left, right = site.dims("self"), site.tensor("other")
@@ -86,21 +92,21 @@ def multiply(site: Site) -> Dims:
     return broadcast(site)
 
 
-@rule("aten.div.Tensor", "aten.div.Scalar", "aten.true_divide.Tensor")
+@operator("aten.div.Tensor", "aten.div.Scalar", "aten.true_divide.Tensor")
 def divide(site: Site) -> Dims:
     """Linear in the numerator."""
     site.linear_in("self")
     return broadcast(site)
 
 
-@rule("aten.where.self")
+@operator("aten.where.self")
 def where(site: Site) -> Dims:
     """Linear in both choices together."""
     site.linear_in("self", "other")
     return broadcast(site)
 
 
-@rule("aten.where.ScalarOther", "aten.masked_fill.Scalar")
+@operator("aten.where.ScalarOther", "aten.masked_fill.Scalar")
 def mask_out(site: Site) -> Dims:
     """Linear where what is put in is zero."""
     if dict(site.operator.arguments).get("value", dict(site.operator.arguments).get("other")) == 0:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from lightning_autotp.operators.registry import ONE, Dims, Site, rule
+from collections.abc import Sequence
+
+from lightning_autotp.operators.registry import ONE, Dims, Site, operator
 
 
 def _reduced(site: Site, ndim: int) -> set[int]:
@@ -17,7 +19,7 @@ def _without(dims: Dims, reduced: set[int], keepdim: bool) -> Dims:
     return tuple(ONE if index in reduced else dim for index, dim in enumerate(dims) if keepdim or index not in reduced)
 
 
-@rule("aten.sum.default", "aten.sum.dim_IntList")
+@operator("aten.sum.default", "aten.sum.dim_IntList")
 def sum_(site: Site) -> Dims:
     """A sum over a sharded dim is Partial."""
     dims = site.dims("self")
@@ -27,7 +29,7 @@ def sum_(site: Site) -> Dims:
     return _without(dims, reduced, bool(dict(site.operator.arguments).get("keepdim")))
 
 
-@rule("aten.mean.default", "aten.mean.dim")
+@operator("aten.mean.default", "aten.mean.dim")
 def mean(site: Site) -> Dims:
     """A mean divides by the dim's length, so the dim stays whole; a Partial passes."""
     dims = site.dims("self")
@@ -37,7 +39,7 @@ def mean(site: Site) -> Dims:
     return _without(dims, reduced, bool(dict(site.operator.arguments).get("keepdim")))
 
 
-@rule(
+@operator(
     *(f"aten.{name}.{overload}" for name in ("max", "min") for overload in ("default", "dim")),
     *(f"aten.{name}.{overload}" for name in ("any", "all") for overload in ("default", "dim", "dims")),
     *(f"aten.{name}.{overload}" for name in ("var", "std") for overload in ("dim", "correction")),
@@ -52,31 +54,42 @@ def whole_reduction(site: Site) -> list[Dims]:
     return [_without(dims, reduced, bool(dict(site.operator.arguments).get("keepdim")))] * len(site.shapes)
 
 
-_LINEAR = ("aten.cumsum.default", "aten.flip.default", "aten.roll.default", *(f"aten.fft_{name}.default" for name in (
-    "fft", "ifft", "fftn", "ifftn", "fft2", "ifft2", "rfft", "irfft", "rfft2", "irfft2", "rfftn", "irfftn",
-)))  # fmt: skip
-
-
-@rule(
+@operator(
     "aten.softmax.int", "aten._softmax.default", "aten.log_softmax.int", "aten.sort.default", "aten.sort.stable",
     "aten.argsort.default", "aten.argsort.stable", "aten.topk.default", "aten.cumprod.default",
-    "aten.logcumsumexp.default", *_LINEAR,
+    "aten.logcumsumexp.default",
 )  # fmt: skip
 def along_dim(site: Site) -> list[Dims]:
     """Operators that need one dim or several whole and leave the others alone.
 
     Where a list names none they need all: ``roll`` then moves elements in row-major order.
     """
-    dims = site.dims("self")
     names = dict(site.operator.arguments)
     named = names.get("dims", names.get("dim"))
     along = named if isinstance(named, tuple) else (named,) if named is not None else ()
-    if not along and site.operator.name != "aten.flip.default":
-        along = tuple(range(len(dims)))
+    return _along(site, along or range(len(site.dims("self"))))
+
+
+@operator("aten.cumsum.default", "aten.roll.default", *(f"aten.fft_{name}.default" for name in (
+    "fft", "ifft", "fftn", "ifftn", "fft2", "ifft2", "rfft", "irfft", "rfft2", "irfft2", "rfftn", "irfftn",
+)))  # fmt: skip
+def linear_along_dim(site: Site) -> list[Dims]:
+    """As :func:`along_dim`, and linear."""
+    site.linear_in("self")
+    return along_dim(site)
+
+
+@operator("aten.flip.default")
+def flip(site: Site) -> list[Dims]:
+    """Some dims backwards, perhaps none."""
+    site.linear_in("self")
+    return _along(site, site["dims"])
+
+
+def _along(site: Site, along: Sequence[int]) -> list[Dims]:
+    dims = site.dims("self")
     whole = {index % len(dims) for index in along} if dims else set()
     site.keep_whole(*(dims[index] for index in whole), because=f"{site.operator.name} needs the whole dim")
-    if site.operator.name in _LINEAR:
-        site.linear_in("self")
     outputs = [
         tuple(d if d.size == s else site.new(s) for d, s in zip(dims, shape, strict=True)) for shape in site.shapes
     ]
@@ -84,13 +97,13 @@ def along_dim(site: Site) -> list[Dims]:
     return outputs
 
 
-@rule("aten.histc.default", "aten.bincount.default")
+@operator("aten.histc.default", "aten.bincount.default")
 def count(site: Site) -> list[Dims]:
     """Counts of values over all elements."""
     return site.give_up("a histogram counts over the whole tensor")
 
 
-@rule("aten.tril.default", "aten.triu.default")
+@operator("aten.tril.default", "aten.triu.default")
 def triangle(site: Site) -> Dims:
     """The two dims of every matrix stay whole."""
     dims = site.dims("self")

@@ -1,209 +1,69 @@
-"""The registry of operator rules, and what a rule sees and says.
+"""One record for every operator: all that the package knows of it, declared in one place.
 
-A rule says how the dims of an operator's inputs and outputs are tied together. From that alone follows how the operator
-may run on shards, for any axis ``a`` of its dims:
-
-* ``a`` lies in dims that are tied (or merely passed on): every operand that has ``a`` is sharded, the others are whole,
-  and so is the output sharded. The ranks compute disjoint parts.
-* ``a`` lies in a *contracted* dim: the operator sums over it, so the ranks' results are Partial.
-* ``a`` lies in a dim *kept whole*: the operator needs all of it at once (a softmax's dim); it may not be sharded there.
-
-An operator without a rule keeps every dim whole: right, but nothing sharded may reach it.
+Capture reads what an operator computes, the axes how it ties dims together, the solver its FLOPs, the proof which of
+its arguments are local on a rank. An operator without a record is never treated wrongly: every dim of it stays whole,
+so nothing sharded may reach it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar
 
-from lightning_autotp.layouts.dims import ONE, Dim
+from lightning_autotp.layouts.dims import ONE
 from lightning_autotp.operators.axes import Axes
-from lightning_autotp.operators.graph import OPAQUE, Graph, Operator, Ref
-
-Dims = tuple[Dim, ...]
-Result = Dims | list[Dims]
-
-
-@dataclass
-class Relation:
-    """What a rule said of one operator (dims are resolved by the solver, once all rules have run).
-
-    Attributes:
-        operator: the operator.
-        inputs: dims of each tensor it reads, as this use sees them.
-        outputs: dims of each tensor it makes.
-        whole: dims that may not be sharded here.
-        contracted: dims that are summed over.
-        linear: inputs that may be Partial together, the output being Partial then.
-        added_last: inputs added once after the sum over a contracted dim (a bias): Invariant if that dim is sharded.
-        needs_implementation: whether only a parallel implementation can run it with a contracted dim sharded: the plain
-            operator's results on the ranks do not add up.
-        draws: whether it draws random numbers for its elements: on shards each rank draws its own.
-        reason: why dims are kept whole, for the report.
-    """
-
-    operator: Operator
-    inputs: dict[int, Dims] = field(default_factory=dict)
-    outputs: dict[int, Dims] = field(default_factory=dict)
-    whole: list[Dim] = field(default_factory=list)
-    contracted: list[Dim] = field(default_factory=list)
-    linear: set[int] = field(default_factory=set)
-    added_last: set[int] = field(default_factory=set)
-    needs_implementation: bool = False
-    draws: bool = False
-    reason: str = ""
-
-
-class Site:
-    """One operator of the graph, as its rule sees it."""
-
-    def __init__(self, operator: Operator, graph: Graph, dims: dict[int, Dims], axes: Axes) -> None:
-        self.operator, self.axes = operator, axes
-        self._graph = graph
-        self.relation = Relation(operator)
-        for tensor in operator.inputs:
-            info = graph.tensors[tensor]
-            # A static tensor ties nothing: the same mask in every layer must not make their axes one.
-            self.relation.inputs[tensor] = (
-                tuple(axes.new(size) for size in info.shape) if info.is_static else dims[tensor]
-            )
-
-    def __getitem__(self, name: str) -> Any:
-        """The argument's literal value."""
-        return self.operator.argument(name)
-
-    def tensor(self, name: str) -> Dims | None:
-        """Dims of a tensor argument; ``None`` where it is a number or left out."""
-        value = self.operator.argument(name)
-        return self.relation.inputs[value.tensor] if isinstance(value, Ref) else None
-
-    def dims(self, name: str) -> Dims:
-        """Dims of an argument that is always a tensor."""
-        return self.relation.inputs[self.operator.argument(name).tensor]
-
-    def tensors(self, name: str) -> list[Dims]:
-        """Dims of every tensor of a list argument."""
-        return [self.relation.inputs[ref.tensor] for ref in self.operator.argument(name)]
-
-    def dtype(self, name: str) -> str:
-        """Dtype of a tensor argument, without the ``torch.`` prefix."""
-        return self._graph.tensors[self.operator.argument(name).tensor].dtype
-
-    def indices(self, name: str) -> list[tuple[Dims, bool] | None]:
-        """Of a list of index tensors: each one's dims and whether it is a mask; ``None`` where a dim is not indexed."""
-        return [
-            None
-            if ref is None
-            else (self.relation.inputs[ref.tensor], self._graph.tensors[ref.tensor].dtype in ("bool", "uint8"))
-            for ref in self[name]
-        ]
-
-    def index(self, name: str, ndim: int) -> int:
-        """A dim argument, counted from the front."""
-        return int(self[name]) % max(ndim, 1)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the (first) output."""
-        return self._graph.tensors[self.operator.outputs[0]].shape
-
-    @property
-    def shapes(self) -> list[tuple[int, ...]]:
-        """Shape of every output."""
-        return [self._graph.tensors[tensor].shape for tensor in self.operator.outputs]
-
-    def new(self, size: int) -> Dim:
-        """A fresh dim."""
-        return self.axes.new(size)
-
-    def tie(self, left: Dim, right: Dim) -> Dim:
-        """Two dims are indexed alike; where their structures contradict each other both are kept whole."""
-        if not self.axes.unify(left, right):
-            self.keep_whole(left, right, because="its operands' dims are divided differently")
-        return left
-
-    def broadcast(self, several: Sequence[Dims]) -> Dims:
-        """Tie the dims of tensors that are broadcast together, where they are not of size 1; the result's dims."""
-        out: list[Dim] = [ONE] * max(map(len, several), default=0)
-        for dims in several:
-            for position, dim in enumerate(reversed(dims), start=1):
-                if dim.size != 1:
-                    out[-position] = dim if out[-position] is ONE else self.tie(out[-position], dim)
-        return tuple(out)
-
-    def keep_whole(self, *dims: Dim, because: str = "") -> None:
-        """These dims may not be sharded at this operator."""
-        self.relation.whole.extend(dims)
-        self.relation.reason = self.relation.reason or because
-
-    def contract(self, *dims: Dim) -> None:
-        """The operator sums over these dims."""
-        self.relation.contracted.extend(dims)
-
-    def draws(self) -> None:
-        """The operator draws random numbers for every element of what it makes, independent of the others.
-
-        On shards each rank then draws its own; what all elements of a dim have in common must be kept whole.
-        """
-        self.relation.draws = True
-
-    def linear_in(self, *names: str) -> None:
-        """The operator is linear in these arguments, taken together.
-
-        Not where one of them is another argument as well (``x * x``), nor where the result is rounded to integers.
-        """
-        tensors: dict[bool, list[int]] = {True: [], False: []}
-        for name, value in self.operator.arguments:
-            refs = value if isinstance(value, tuple) else (value,)
-            tensors[name in names] += [ref.tensor for ref in refs if isinstance(ref, Ref)]
-        self._linear(tensors[True], tensors[False])
-
-    def linear_in_one(self, name: str) -> None:
-        """The operator is linear in any one tensor of a list, the others being fixed: in the first that varies."""
-        tensors = [ref.tensor for ref in self[name]]
-        varying = [tensor for tensor in tensors if not self._graph.tensors[tensor].is_static]
-        chosen = next((tensor for tensor in varying if tensor not in self._graph.parameters), varying[0])
-        tensors.remove(chosen)
-        self._linear([chosen], tensors)
-
-    def _linear(self, tensors: Sequence[int], others: Sequence[int]) -> None:
-        is_rounded = any(
-            not self._graph.tensors[tensor].dtype.startswith(("float", "bfloat", "complex"))
-            for tensor in self.operator.outputs
-        )
-        if not is_rounded and not set(tensors) & set(others):
-            self.relation.linear |= set(tensors)
-
-    def give_up(self, because: str) -> list[Dims]:
-        """Keep every dim of every input and output whole."""
-        for dims in self.relation.inputs.values():
-            self.keep_whole(*dims, because=because)
-        outputs = [tuple(self.new(size) for size in shape) for shape in self.shapes]
-        for dims in outputs:
-            self.keep_whole(*dims)
-        return outputs
-
-
-Rule = Callable[[Site], Result]
+from lightning_autotp.operators.graph import OPAQUE, Graph, Operator
+from lightning_autotp.operators.shapes import Shape, Shapes
+from lightning_autotp.operators.site import Dims, Relation, Result, Rule, Site
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A registered rule.
+class Record:
+    """What is known of one operator.
 
     Attributes:
-        rule: the function.
+        name: its full name, such as ``aten.view.default``.
+        place: file and line of its declaration.
+        rule: how its dims are tied together; without one every dim stays whole.
+        flops: floating-point operations of its forward, if it is a product: 2 for each multiplication and addition. In
+            products and sums of sizes, which may be fractions.
+        shape: the shape of its result (of its first input's dtype), where PyTorch's own shape function refuses
+            arguments that the kernel takes.
         sizes: arguments that only spell the outputs' shapes; they are local wherever the shapes are.
         offsets: ``(argument, tensor argument, dim argument)``: positions along a dim; local wherever the dim is.
         shares: ``(argument, tensor argument, dim)``: counts that shrink with a dim: a rank's count is the same share
             of the whole count as its part is of that dim.
+        identity: when it gives its first input as it is: ``"always"``, where that has the ``"same dtype"``, or never.
+        reshapes: whether the result has the elements of the input in their row-major order, as long as these are as
+            many.
+        uniform: whether the result is the same at every index of one of its dims.
+        lends: an argument of which only shape and dtype matter.
+        takes: an argument whose elements the result is made of, and whose values do not tell how many.
+        factory: whether it makes a tensor of numbers alone, as the function of ``torch`` with its name does.
+        in_place: the operator that writes this one's result into its first argument, where it is not named as usual
+            (``aten.add_.Tensor`` for ``aten.add.Tensor``).
+        scatter: the operator that writes through this one, as a view: ``(self, src, ...)`` to ``self`` with ``src`` in
+            the place of the view.
     """
 
-    rule: Rule
+    name: str
+    place: str
+    rule: Rule | None = None
+    flops: Callable[[Shapes], float] | None = None
+    shape: Callable[[Shapes], Shape] | None = None
     sizes: tuple[str, ...] = ()
     offsets: tuple[tuple[str, str, str], ...] = ()
     shares: tuple[tuple[str, str, int], ...] = ()
+    identity: Literal["", "always", "same dtype"] = ""
+    reshapes: bool = False
+    uniform: Callable[[Shapes, int], bool] | None = None
+    lends: str = ""
+    takes: str = ""
+    factory: bool = False
+    in_place: str = ""
+    scatter: str = ""
 
     def positions(self, operator: Operator) -> tuple[tuple[str, str, str], ...]:
         """The offsets of one call: where it has a step, the start is a phase, which is the same on every rank."""
@@ -211,41 +71,71 @@ class Entry:
         return tuple(offset for offset in self.offsets if not (is_strided and offset[0] == "start"))
 
 
-_RULES: dict[str, Entry] = {}
+AnyRule = TypeVar("AnyRule", bound=Rule)
+
+_RECORDS: dict[str, Record] = {}
 
 
-def rule(
-    *operators: str,
-    sizes: Sequence[str] = (),
-    offsets: Sequence[tuple[str, str, str]] = (),
-    shares: Sequence[tuple[str, str, int]] = (),
-) -> Callable[[Rule], Rule]:
-    """Register a rule for operators by their full name (``"aten.view.default"``).
+def operator(*names: str, **facts: Any) -> Callable[[AnyRule], AnyRule]:
+    """Declare operators that are alike: ``@operator("aten.view.default", sizes=("size",))`` above their rule.
+
+    Without a function below it, it declares operators that have no rule.
+
+    Args:
+        names: their full names.
+        facts: further attributes of their :class:`Record`.
 
     Raises:
-        ValueError: if an operator has a rule already.
+        ValueError: if an operator is declared already.
     """
+    caller = sys._getframe(1)
+    place = f"{caller.f_code.co_filename}:{caller.f_lineno}"
+    for name in names:
+        if name in _RECORDS:
+            raise ValueError(f"{name} is declared twice: at {_RECORDS[name].place} and at {place}")
+        _RECORDS[name] = Record(name, place, **facts)
 
-    def decorate(function: Rule) -> Rule:
-        for name in operators:
-            if name in _RULES:
-                raise ValueError(
-                    f"{name} already has a rule: {_RULES[name].rule.__module__}.{_RULES[name].rule.__name__}"
-                )
-            _RULES[name] = Entry(function, tuple(sizes), tuple(offsets), tuple(shares))
-        return function
+    def with_rule(rule: AnyRule) -> AnyRule:
+        for name in names:
+            _RECORDS[name] = replace(_RECORDS[name], rule=rule)
+        return rule
 
-    return decorate
+    return with_rule
 
 
-def entry(operator: str) -> Entry | None:
-    """The operator's registered rule, if it has one."""
-    return _RULES.get(operator)
+def record(name: str) -> Record | None:
+    """The operator's record, if it has one."""
+    return _RECORDS.get(name)
+
+
+def records() -> Iterator[Record]:
+    """Every record."""
+    return iter(_RECORDS.values())
 
 
 def known_operators() -> tuple[str, ...]:
-    """Every operator with a rule, sorted."""
-    return tuple(sorted(_RULES))
+    """Every operator with a record, sorted."""
+    return tuple(sorted(_RECORDS))
+
+
+def functional(name: str) -> str:
+    """The operator that returns what this one writes in place: the record's that names it, else by PyTorch's naming."""
+    named = next((known.name for known in records() if known.in_place == name), None)
+    if named is not None:
+        return named
+    packet, _, overload = name.rpartition(".")
+    space, _, base = packet.rpartition(".")
+    if base.startswith("__i") and base.endswith("__"):
+        return f"{space}.__{base[3:]}.{overload}"
+    return f"{packet.removesuffix('_')}.{overload}"
+
+
+def count_flops(called: Operator, shape_of: Callable[[int], Shape]) -> float:
+    """Floating-point operations of a product's forward, for tensors of these shapes; 0 for any other operator."""
+    known = _RECORDS.get(called.name)
+    if known is None or known.flops is None:
+        return 0.0
+    return float(known.flops(Shapes(called.arguments, called.outputs, shape_of)))
 
 
 def relate(graph: Graph, untied: frozenset[int] = frozenset()) -> tuple[list[Relation], Axes]:
@@ -263,23 +153,44 @@ def relate(graph: Graph, untied: frozenset[int] = frozenset()) -> tuple[list[Rel
         tensor: tuple(axes.new(size) for size in graph.tensors[tensor].shape) for tensor in graph.parameters
     }
     relations: list[Relation] = []
-    for operator in graph.operators:
-        if all(graph.tensors[tensor].is_static for tensor in operator.inputs):
+    for called in graph.operators:
+        if all(graph.tensors[tensor].is_static for tensor in called.inputs):
             continue
-        site = Site(operator, graph, dims, axes)
-        known = entry(operator.name)
-        because = "its code depends on values" if operator.name == OPAQUE else f"{operator.name} has no rule"
-        result = known.rule(site) if known else site.give_up(because)
-        if operator.boundary is not None and operator.inputs[0] in untied:
+        site = Site(called, graph, dims, axes)
+        known = record(called.name)
+        if known is not None and known.rule is not None:
+            result = known.rule(site)
+        else:
+            result = site.give_up(
+                "its code depends on values" if called.name == OPAQUE else f"{called.name} has no rule"
+            )
+        if called.boundary is not None and called.inputs[0] in untied:
             result = tuple(axes.new(size) for size in site.shape)
-            site.keep_whole(*site.relation.inputs[operator.inputs[0]], *result)
+            site.keep_whole(*site.relation.inputs[called.inputs[0]], *result)
         outputs = result if isinstance(result, list) else [result]
-        for tensor, out, shape in zip(operator.outputs, outputs, site.shapes, strict=True):
+        for tensor, out, shape in zip(called.outputs, outputs, site.shapes, strict=True):
             if tuple(dim.size for dim in out) != shape:
-                raise RuntimeError(f"rule of {operator.name} gave dims {out} for an output of shape {shape}")
+                raise RuntimeError(f"rule of {called.name} gave dims {out} for an output of shape {shape}")
             dims[tensor] = site.relation.outputs[tensor] = out
         relations.append(site.relation)
     return relations, axes
 
 
-__all__ = ["ONE", "Dims", "Entry", "Relation", "Result", "Rule", "Site", "entry", "known_operators", "relate", "rule"]
+__all__ = [
+    "ONE",
+    "Dims",
+    "Record",
+    "Relation",
+    "Result",
+    "Rule",
+    "Shape",
+    "Shapes",
+    "Site",
+    "count_flops",
+    "functional",
+    "known_operators",
+    "operator",
+    "record",
+    "records",
+    "relate",
+]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from lightning_autotp.layouts.dims import Dim, concat, product
-from lightning_autotp.operators.registry import ONE, Dims, Site, rule
+from lightning_autotp.operators.registry import ONE, Dims, Shapes, Site, operator
 
 _ACROSS = "a dim is cut across its parts"
 
@@ -50,16 +50,16 @@ def _whole(site: Site, dims: Dims, sizes: Sequence[int], because: str) -> Dims:
     return fresh
 
 
-@rule("aten.view.default", "aten._unsafe_view.default", sizes=["size"])
-@rule("aten.reshape.default", sizes=["shape"])
-@rule("aten.flatten.using_ints", "aten.ravel.default")
-@rule("aten.unflatten.int", sizes=["sizes"])
+@operator("aten.view.default", "aten._unsafe_view.default", sizes=("size",), reshapes=True)
+@operator("aten.reshape.default", sizes=("shape",), reshapes=True)
+@operator("aten.flatten.using_ints", "aten.ravel.default", reshapes=True)
+@operator("aten.unflatten.int", sizes=("sizes",), reshapes=True)
 def view(site: Site) -> Dims:
     """Row-major regrouping: dims are merged into products and split into factors."""
     return _regroup(site, "self")
 
 
-@rule("aten.unsqueeze.default")
+@operator("aten.unsqueeze.default", reshapes=True)
 def unsqueeze(site: Site) -> Dims:
     """A new dim of size 1."""
     dims = site.dims("self")
@@ -68,13 +68,13 @@ def unsqueeze(site: Site) -> Dims:
     return (*dims[:index], ONE, *dims[index:])
 
 
-@rule("aten.view_as.default", "aten.reshape_as.default")
+@operator("aten.view_as.default", "aten.reshape_as.default", reshapes=True, lends="other")
 def view_as(site: Site) -> Dims:
     """A view whose sizes are another tensor's, which must be cut alike for its local shape to be the right one."""
     return tuple(site.tie(*pair) for pair in zip(_regroup(site, "self"), site.dims("other"), strict=True))
 
 
-@rule("aten.squeeze.dim", "aten.squeeze.dims", "aten.squeeze.default")
+@operator("aten.squeeze.dim", "aten.squeeze.dims", "aten.squeeze.default", reshapes=True)
 def squeeze(site: Site) -> Dims:
     """Dims of size 1 vanish. One that stays must stay on every rank, also where a part of it would have size 1."""
     dims = site.dims("self")
@@ -84,7 +84,7 @@ def squeeze(site: Site) -> Dims:
     return _regroup(site, "self")
 
 
-@rule("aten.transpose.int", "aten.swapaxes.default", "aten.swapdims.default", "aten.mT.default")
+@operator("aten.transpose.int", "aten.swapaxes.default", "aten.swapdims.default", "aten.mT.default")
 def transpose(site: Site) -> Dims:
     """Two dims change places, the last two where none are named."""
     dims = list(site.dims("self"))
@@ -95,7 +95,7 @@ def transpose(site: Site) -> Dims:
     return tuple(dims)
 
 
-@rule("aten.permute.default")
+@operator("aten.permute.default")
 def permute(site: Site) -> Dims:
     """The dims in another order."""
     dims = site.dims("self")
@@ -103,7 +103,7 @@ def permute(site: Site) -> Dims:
     return tuple(dims[index % len(dims)] for index in site["dims"])
 
 
-@rule("aten.movedim.int", "aten.movedim.intlist")
+@operator("aten.movedim.int", "aten.movedim.intlist")
 def movedim(site: Site) -> Dims:
     """Some dims at other places, the rest in order."""
     dims = site.dims("self")
@@ -117,14 +117,21 @@ def movedim(site: Site) -> Dims:
     return tuple(dims[moved[place] if place in moved else next(rest)] for place in range(len(dims)))
 
 
-@rule("aten.t.default", "aten.numpy_T.default")
+@operator("aten.t.default", "aten.numpy_T.default")
 def reverse_dims(site: Site) -> Dims:
     """The dims in reverse order (a matrix transposed)."""
     site.linear_in("self")
     return tuple(reversed(site.dims("self")))
 
 
-@rule("aten.expand_as.default")
+def _is_expanded(shapes: Shapes, dim: int) -> bool:
+    """Whether a dim of the result is one that the input does not have, or has with size 1."""
+    source, *_ = shapes.inputs
+    place = dim - (len(shapes.out) - len(source))
+    return place < 0 or source[place] == 1
+
+
+@operator("aten.expand_as.default", reshapes=True, uniform=_is_expanded, lends="other")
 def expand_as(site: Site) -> Dims:
     """Like expand, but what is expanded is indexed like the other tensor, which must be cut alike."""
     dims, other = site.dims("self"), site.dims("other")
@@ -134,7 +141,7 @@ def expand_as(site: Site) -> Dims:
     return tuple(site.tie(theirs, ours) if ours.size != 1 else theirs for ours, theirs in pairs)
 
 
-@rule("aten.expand.default", "aten.broadcast_to.default", sizes=["size"])
+@operator("aten.expand.default", "aten.broadcast_to.default", sizes=("size",), reshapes=True, uniform=_is_expanded)
 def expand(site: Site) -> Dims:
     """Dims of size 1, or none, become new dims whose indices all hold the same element."""
     dims = site.dims("self")
@@ -143,7 +150,7 @@ def expand(site: Site) -> Dims:
     return tuple(dim if dim.size == size else site.new(size) for dim, size in zip(padded, site.shape, strict=True))
 
 
-@rule("aten.repeat_interleave.self_int", sizes=["repeats"])
+@operator("aten.repeat_interleave.self_int", sizes=("repeats",), reshapes=True)
 def repeat_interleave(site: Site) -> Dims | list[Dims]:
     """Every index followed by its copies: the dim is the outer factor, the copies the inner one."""
     dims = list(site.dims("self"))
@@ -155,7 +162,7 @@ def repeat_interleave(site: Site) -> Dims | list[Dims]:
     return tuple(dims)
 
 
-@rule("aten.repeat.default", sizes=["repeats"])
+@operator("aten.repeat.default", sizes=("repeats",), reshapes=True)
 def repeat(site: Site) -> Dims:
     """The whole dim again and again: the copies are the outer factor."""
     dims = site.dims("self")
@@ -165,7 +172,11 @@ def repeat(site: Site) -> Dims:
     return tuple(product([site.new(count), dim]) for count, dim in zip(repeats, padded, strict=True))
 
 
-@rule("aten.slice.Tensor", offsets=[("start", "self", "dim"), ("end", "self", "dim")])
+@operator(
+    "aten.slice.Tensor",
+    offsets=(("start", "self", "dim"), ("end", "self", "dim")),
+    scatter="aten.slice_scatter.default",
+)
 def slice_(site: Site) -> Dims:
     """A contiguous range of a dim cuts it into sections; with a step over all of it, it is a factor of the dim."""
     dims = list(site.dims("self"))
@@ -190,7 +201,7 @@ def sliced(site: Site, dim: Dim, length: int) -> Dim:
     return _whole(site, (dim,), [length], "a slice with a step")[0]
 
 
-@rule("aten.narrow.default", sizes=["length"], offsets=[("start", "self", "dim")])
+@operator("aten.narrow.default", sizes=("length",), offsets=(("start", "self", "dim"),))
 def narrow(site: Site) -> Dims:
     """A contiguous range of a dim, by its start and length."""
     dims = list(site.dims("self"))
@@ -231,21 +242,21 @@ def _split(site: Site, *, evenly: bool) -> list[Dims]:
     return [(*dims[:index], section, *dims[index + 1 :]) for section in sections]
 
 
-@rule("aten.split_with_sizes.default", sizes=["split_sizes"])
-@rule("aten.split.sizes", sizes=["split_size"])
+@operator("aten.split_with_sizes.default", sizes=("split_sizes",))
+@operator("aten.split.sizes", sizes=("split_size",))
 def split(site: Site) -> list[Dims]:
     """One dim cut into sections."""
     return _split(site, evenly=False)
 
 
-@rule("aten.split.Tensor", sizes=["split_size"])
-@rule("aten.chunk.default")
+@operator("aten.split.Tensor", sizes=("split_size",))
+@operator("aten.chunk.default")
 def split_evenly(site: Site) -> list[Dims]:
     """One dim cut into sections of one size, which must be cut alike to stay of one size."""
     return _split(site, evenly=True)
 
 
-@rule("aten.cat.default", "aten.concat.default", "aten.concatenate.default")
+@operator("aten.cat.default", "aten.concat.default", "aten.concatenate.default")
 def cat(site: Site) -> Dims:
     """Dims joined into sections; the other dims are indexed alike. An empty vector (a new cache) is left out."""
     given = site.tensors("tensors")
@@ -259,7 +270,7 @@ def cat(site: Site) -> Dims:
     return (*parts[0][:index], concat([dims[index] for dims in parts]), *parts[0][index + 1 :])
 
 
-@rule("aten.stack.default")
+@operator("aten.stack.default")
 def stack(site: Site) -> Dims:
     """A new dim over the tensors; it stays whole."""
     parts = site.tensors("tensors")
@@ -273,7 +284,7 @@ def stack(site: Site) -> Dims:
     return (*parts[0][:index], fresh, *parts[0][index:])
 
 
-@rule("aten.select.int")
+@operator("aten.select.int", scatter="aten.select_scatter.default")
 def select(site: Site) -> Dims:
     """One index of a dim that stays whole."""
     dims = site.dims("self")
@@ -283,7 +294,7 @@ def select(site: Site) -> Dims:
     return (*dims[:index], *dims[index + 1 :])
 
 
-@rule("aten.unbind.int")
+@operator("aten.unbind.int")
 def unbind(site: Site) -> list[Dims]:
     """Every index of a dim that stays whole."""
     dims = site.dims("self")
@@ -293,7 +304,7 @@ def unbind(site: Site) -> list[Dims]:
     return [(*dims[:index], *dims[index + 1 :])] * len(site.shapes)
 
 
-@rule("aten.glu.default")
+@operator("aten.glu.default")
 def glu(site: Site) -> Dims:
     """One half times the sigmoid of the other; both halves are cut alike."""
     dims = list(site.dims("self"))
@@ -303,7 +314,7 @@ def glu(site: Site) -> Dims:
     return tuple(dims)
 
 
-@rule("aten.pad.default", "aten.constant_pad_nd.default")
+@operator("aten.pad.default", "aten.constant_pad_nd.default")
 def pad(site: Site) -> Dims:
     """Padding with a constant is a section of its own, before and after; any other kind needs the whole dim."""
     dims = list(site.dims("self"))
@@ -325,7 +336,7 @@ def pad(site: Site) -> Dims:
     return tuple(dims)
 
 
-@rule("aten.view_as_complex.default")
+@operator("aten.view_as_complex.default")
 def view_as_complex(site: Site) -> Dims:
     """``[..., 2]`` -> ``[...]``."""
     *dims, parts = site.dims("self")
@@ -334,7 +345,7 @@ def view_as_complex(site: Site) -> Dims:
     return tuple(dims)
 
 
-@rule("aten.view_as_real.default")
+@operator("aten.view_as_real.default")
 def view_as_real(site: Site) -> Dims:
     """``[...]`` -> ``[..., 2]``."""
     parts = site.new(2)

@@ -6,18 +6,18 @@ The result is ``self`` with some elements taken from another tensor, so it is li
 from __future__ import annotations
 
 from lightning_autotp.operators.indexing import along, indexed
-from lightning_autotp.operators.registry import Dims, Site, rule
+from lightning_autotp.operators.registry import Dims, Site, operator
 from lightning_autotp.operators.views import sliced
 
 
-@rule("aten.copy.default")
+@operator("aten.copy.default", lends="self")
 def copy(site: Site) -> Dims:
     """``src`` broadcast to the shape and cast to the dtype of ``self``, of which nothing else is left."""
     site.linear_in("src")
     return site.broadcast([site.dims("self"), site.dims("src")])
 
 
-@rule("aten.slice_scatter.default", offsets=[("start", "self", "dim"), ("end", "self", "dim")])
+@operator("aten.slice_scatter.default", offsets=(("start", "self", "dim"), ("end", "self", "dim")))
 def slice_scatter(site: Site) -> Dims:
     """``self`` with a range of a dim replaced; the range is cut like what is written there."""
     dims, src = site.dims("self"), site.dims("src")
@@ -29,7 +29,7 @@ def slice_scatter(site: Site) -> Dims:
     return dims
 
 
-@rule("aten.select_scatter.default")
+@operator("aten.select_scatter.default")
 def select_scatter(site: Site) -> Dims:
     """``self`` with one index of a dim replaced; that dim stays whole."""
     dims, src = site.dims("self"), site.dims("src")
@@ -41,7 +41,7 @@ def select_scatter(site: Site) -> Dims:
     return dims
 
 
-@rule("aten.index_put.default", "aten._unsafe_index_put.default")
+@operator("aten.index_put.default", "aten._unsafe_index_put.default")
 def index_put(site: Site) -> Dims | list[Dims]:
     """``self[indices] = values`` (or ``+=``): the indices and the dims they point into stay whole."""
     dims, values = site.dims("self"), site.dims("values")
@@ -72,7 +72,7 @@ def _masked_put(site: Site, dims: Dims, values: Dims) -> Dims | list[Dims]:
     return dims
 
 
-@rule("aten.index_add.default", "aten.index_copy.default")
+@operator("aten.index_add.default", "aten.index_copy.default")
 def index_add(site: Site) -> Dims | list[Dims]:
     """Slices of ``source`` put to, or added at, some indices of a dim, which stays whole."""
     dims, source = site.dims("self"), site.dims("source")
@@ -87,7 +87,7 @@ def index_add(site: Site) -> Dims | list[Dims]:
     return dims
 
 
-@rule("aten.index_fill.int_Scalar")
+@operator("aten.index_fill.int_Scalar")
 def index_fill(site: Site) -> Dims:
     """Some indices of a dim, which stays whole, are filled with a number."""
     dims = site.dims("self")
@@ -98,7 +98,7 @@ def index_fill(site: Site) -> Dims:
     return dims
 
 
-@rule("aten.scatter.src", "aten.scatter.value", "aten.scatter_add.default")
+@operator("aten.scatter.src", "aten.scatter.value", "aten.scatter_add.default")
 def scatter(site: Site) -> Dims:
     """By an index along one dim, which stays whole; the other dims are indexed alike where the index is as long."""
     dims, index = site.dims("self"), site.dims("index")

@@ -17,19 +17,11 @@ from typing import Any
 from lightning_autotp.layouts.places import Boundary, CallPoint
 from lightning_autotp.layouts.transitions import TRANSITIONS
 from lightning_autotp.layouts.types import Invariant, Layout, Shard, local_shape
-from lightning_autotp.operators import entry
+from lightning_autotp.operators import record
 from lightning_autotp.operators.graph import Graph, Operator, Ref, renamed
 from lightning_autotp.parameters.meta import ParameterMeta
 from lightning_autotp.solving.implementations import Use
 from lightning_autotp.solving.solver import Conversion, Solution
-
-_RESHAPING = {
-    "aten.view.default",
-    "aten.reshape.default",
-    "aten.unsqueeze.default",
-    "aten.expand.default",
-    "aten.flatten.using_ints",
-}
 
 
 class VerificationError(RuntimeError):
@@ -240,10 +232,10 @@ def _implemented(use: Use, operator: Operator, shapes: Any, solution: Solution) 
 
 def _plain(operator: Operator, shapes: Any, solution: Solution, rank: int) -> _Expected:
     """The same operator; positions along a sharded dim are local, arguments that only spell shapes are free."""
-    known = entry(operator.name)
+    known = record(operator.name)
+    if known is None:
+        return _Expected(operator.name, operator.arguments, shapes, operator)
     sharded = any(isinstance(_layout(solution, tensor), Shard) for tensor in (*operator.inputs, *operator.outputs))
-    if known is None:  # what is sharded all the same is a static tensor that its code makes local
-        return _Expected(operator.name, operator.arguments, shapes, operator, frozenset(["size"] if sharded else []))
     local: dict[str, Any] = {}
     shares: dict[str, int] = {}
     for name, tensor_name, dim_name in known.positions(operator):
@@ -343,13 +335,13 @@ def _identity_chain(wanted: list[_Expected], start: int, local: Graph, tensors: 
     """
     first = wanted[start]
     source = first.origin.inputs[0] if first.origin.inputs else None
-    if source not in tensors or first.name not in _RESHAPING:
+    if source not in tensors or not _reshapes(first):
         return None
     shape = local.tensors[tensors[source]].shape
     previous: Any = source
     for end in range(start, len(wanted)):
         link = wanted[end]
-        if link.name not in _RESHAPING or link.origin.inputs != (previous,):
+        if not _reshapes(link) or link.origin.inputs != (previous,):
             return None
         ((previous, now),) = link.outputs
         if math.prod(now) != math.prod(shape):
@@ -358,6 +350,11 @@ def _identity_chain(wanted: list[_Expected], start: int, local: Graph, tensors: 
             tensors[previous] = tensors[source]
             return end + 1
     return None
+
+
+def _reshapes(expected: _Expected) -> bool:
+    known = record(expected.name)
+    return known is not None and known.reshapes
 
 
 def _layout(solution: Solution, tensor: int) -> Layout:

@@ -20,6 +20,7 @@ from lightning_autotp.capture.capture import capture, capture_local, meta_copy
 from lightning_autotp.layouts.places import Boundary, CallSite
 from lightning_autotp.layouts.plan import Plan, SizePlan
 from lightning_autotp.layouts.types import Shard, local_shape
+from lightning_autotp.operators import Shapes, record
 from lightning_autotp.operators.graph import Operator
 from lightning_autotp.proving.compare import Mismatch, compare
 from lightning_autotp.ranks.group import TPGroup
@@ -70,7 +71,7 @@ def adapted(solution: Solution, mismatch: Mismatch) -> Solution | None:
     of a sharded tensor: it is this rank's part already, and need not be sliced. ``None`` if that is not the case.
     """
     here = mismatch.operator
-    if here is None or here.name not in _UNIFORM or made_local(solution, here) is None:
+    if here is None or made_local(solution, here) is None:
         return None
     for operator in solution.graph.operators:
         if operator.name == here.name and operator.source == here.source:
@@ -80,6 +81,9 @@ def adapted(solution: Solution, mismatch: Mismatch) -> Solution | None:
 
 def made_local(solution: Solution, operator: Operator) -> Solution | None:
     """As :func:`adapted`, for one operator."""
+    known = record(operator.name)
+    if known is None or known.uniform is None:
+        return None
     (tensor,) = operator.outputs
     slices = {place: change for place, change in solution.slices.items() if place[1] == tensor}
     targets = {change.target for change in slices.values()}
@@ -87,11 +91,10 @@ def made_local(solution: Solution, operator: Operator) -> Solution | None:
     if len(targets) != 1 or len(slices) != readers:
         return None
     (target,) = targets
-    if (
-        operator.call < 0
-        or not isinstance(target, Shard)
-        or not all(_is_uniform(solution, operator, dim) for dim, _ in target.dims)
-    ):
+    if operator.call < 0 or not isinstance(target, Shard):
+        return None
+    shapes = Shapes(operator.arguments, operator.outputs, lambda index: solution.graph.tensors[index].shape)
+    if not all(known.uniform(shapes, dim) for dim, _ in target.dims):
         return None
     return replace(
         solution,
@@ -99,20 +102,6 @@ def made_local(solution: Solution, operator: Operator) -> Solution | None:
         slices={place: change for place, change in solution.slices.items() if place not in slices},
         made_local=solution.made_local | {operator.call},
     )
-
-
-_UNIFORM = {
-    f"aten.{name}.default" for name in ("zeros", "ones", "full", "new_zeros", "new_ones", "new_full", "empty", "expand")
-}
-
-
-def _is_uniform(solution: Solution, operator: Operator, dim: int) -> bool:
-    """Whether the operator's result is the same at every place along the dim."""
-    if operator.name != "aten.expand.default":
-        return True
-    source = solution.graph.tensors[operator.inputs[0]].shape
-    place = dim - (len(solution.graph.tensors[operator.outputs[0]].shape) - len(source))
-    return place < 0 or source[place] == 1
 
 
 def _representatives(solution: Solution) -> list[int]:

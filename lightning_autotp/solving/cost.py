@@ -15,7 +15,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -82,15 +81,3 @@ def typical_matrix(parameters: Sequence[tuple[tuple[int, ...], int]]) -> float:
 
 
 _SLIVER = 8  # a matrix is one if its second-largest dim is so many times smaller than that of the model's widest
-
-
-def product_flops(name: str, inputs: Sequence[tuple[float, ...]], output: tuple[float, ...]) -> float:
-    """Floating-point operations of a matrix product or attention, forward only; 0 for any other operator."""
-    if name == "aten.scaled_dot_product_attention.default":
-        query, key, value = inputs[:3]
-        return 2.0 * math.prod(query) * key[-2] + 2.0 * math.prod(output) * value[-2]
-    if name in ("aten.linear.default", "aten.matmul.default", "aten.bmm.default"):
-        return 2.0 * math.prod(output) * inputs[0][-1]
-    if name in ("aten.addmm.default", "aten.baddbmm.default"):
-        return 2.0 * math.prod(output) * inputs[1][-1]
-    return 0.0

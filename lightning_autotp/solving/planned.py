@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from lightning_autotp.layouts.places import Boundary, CallPoint
 from lightning_autotp.layouts.plan import ConversionPlan, Plan
 from lightning_autotp.layouts.types import Layout, Shard
+from lightning_autotp.operators import record
 from lightning_autotp.operators.graph import Graph
 from lightning_autotp.solving.candidates import Sharding
 from lightning_autotp.solving.implementations import Implementations
@@ -33,16 +34,14 @@ def module_digests(graph: Graph) -> tuple[tuple[str, str], ...]:
     sums: dict[str, int] = {}
     for operator in graph.operators:
         tensors = [graph.tensors[tensor] for tensor in operator.outputs]
-        if all(tensor.is_static for tensor in tensors) or operator.name in _CASTS:
+        known = record(operator.name)
+        if all(tensor.is_static for tensor in tensors) or (known is not None and known.identity):
             continue
         parameters = [graph.parameters[t] for t in operator.inputs if t in graph.parameters]
         dims = [len(tensor.shape) for tensor in tensors]
         said = repr((operator.name, str(operator.boundary or ""), len(operator.inputs), parameters, dims))
         sums[operator.module] = zlib.crc32(said.encode(), sums.get(operator.module, 0))
     return tuple((module, f"{value:08x}") for module, value in sorted(sums.items()))
-
-
-_CASTS = {"aten.to.dtype", "aten.to.dtype_layout", "aten.to.device", "aten.type_as.default", "aten._to_copy.default"}
 
 
 class Planned:

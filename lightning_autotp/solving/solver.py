@@ -20,12 +20,12 @@ from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.layouts.step_size import StepSize, TokensPerStep
 from lightning_autotp.layouts.transitions import TRANSITIONS, Pair
 from lightning_autotp.layouts.types import Invariant, Layout, Partial, Replicate, Shard
-from lightning_autotp.operators import Dims, Relation, relate
+from lightning_autotp.operators import Dims, Relation, count_flops, relate
 from lightning_autotp.operators.axes import Axes
 from lightning_autotp.operators.graph import OPAQUE, Graph, Operator, Ref
 from lightning_autotp.solving.call_points import private_draws, static_operands
 from lightning_autotp.solving.candidates import candidates, squares
-from lightning_autotp.solving.cost import Profile, product_flops, typical_matrix
+from lightning_autotp.solving.cost import Profile, typical_matrix
 from lightning_autotp.solving.elimination import Elimination, NoAssignment, TooManyCombinations
 from lightning_autotp.solving.implementations import Implementation, Implementations, Use, operand_of
 from lightning_autotp.solving.planned import PlanMismatch, Planned
@@ -485,11 +485,7 @@ class _Solver:
         if position not in self._works:
             operator, dims = relation.operator, relation.inputs | relation.outputs
             shapes = {tensor: self.sizes.shape(tensor, found) for tensor, found in dims.items()}
-            flops = product_flops(
-                operator.name,
-                [shapes[tensor] for tensor in operator.inputs],
-                shapes[operator.outputs[0]] if operator.outputs else (),
-            )
+            flops = count_flops(operator, lambda tensor: shapes[tensor])
             self._works[position] = flops, sum(self.sizes.bytes(tensor, found) for tensor, found in dims.items())
         return self._works[position]
 

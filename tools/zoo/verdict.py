@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.layouts.transitions import TRANSITIONS
 from lightning_autotp.layouts.types import Shard
+from lightning_autotp.operators import count_flops
 from lightning_autotp.operators.graph import OPAQUE
-from lightning_autotp.solving.cost import product_flops
 from lightning_autotp.solving.solver import Solution
 
 LOSS_TOLERANCE = 1e-5
@@ -124,8 +124,7 @@ def sharded_flops(solution: Solution) -> float:
             matrices = [tensors[tensor].shape for tensor in operator.inputs if tensor in parameters]
             elements = sum(math.prod(shape) for shape in matrices if len(shape) > 1)
             done[True][0] += 2.0 * elements * math.prod(tensors[operator.outputs[0]].shape[:-1])
-        shapes = [tensors[tensor].shape for tensor in operator.inputs]
-        flops = product_flops(operator.name, shapes, tensors[operator.outputs[0]].shape)
+        flops = count_flops(operator, lambda tensor: tensors[tensor].shape)
         if flops:
             touched = (*operator.inputs, *operator.outputs)
             divided = any(isinstance(solution.layouts.get(tensor), Shard) for tensor in touched)
