@@ -8,6 +8,7 @@ No weights, no processes, no GPU: the models are on the meta device and everythi
 * capture, solve, find sizes: what ``make_plan`` does, once, on the first rank. Finding sizes proves the plan, too:
   it captures the local model of one rank of every kind.
 * make_plan: all of these together, and building the plan.
+* read: what the other ranks do meanwhile, at the same time (capture the model), and every rank then: read the plan back.
 * verify: what every rank does then: build its local model (on meta), capture it, compare.
 * a layer more: the same with half of the layers, the difference divided by the number of layers in it.
 """
@@ -33,9 +34,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lightning_autotp import pipeline
 from lightning_autotp.applying.replace import apply_plan
 from lightning_autotp.capture.capture import language_model_inputs, meta_copy
+from lightning_autotp.layouts.plan import Plan
+from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
+from lightning_autotp.proving.read_plan import read_plan
 from lightning_autotp.ranks.group import TPGroup
 
-STAGES = ("capture", "solve", "find_sizes", "make_plan", "verify")
+STAGES = ("capture", "solve", "find_sizes", "make_plan", "read", "verify")
 
 
 @dataclass(frozen=True)
@@ -138,7 +142,10 @@ def measure(case: Case, layers: int) -> dict[str, Seconds]:
         timed(pipeline, "find_sizes", seconds["find_sizes"]),
         seconds["make_plan"].add(),
     ):
-        plan, solution = pipeline.make_plan(model, case.ranks, example_inputs=inputs)
+        plan, _ = pipeline.make_plan(model, case.ranks, example_inputs=inputs)
+    with seconds["read"].add():
+        graph = pipeline.trace(model, inputs)
+        plan, solution = read_plan(Plan.from_json(plan.to_json()), graph, IMPLEMENTATIONS)
     with seconds["verify"].add():
         local = meta_copy(model)
         apply_plan(local, plan, TPGroup("", 0, case.ranks))
@@ -147,8 +154,8 @@ def measure(case: Case, layers: int) -> dict[str, Seconds]:
 
 
 def total(seconds: dict[str, Seconds]) -> Seconds:
-    """Planning and verifying together."""
-    parts = [seconds[stage] for stage in ("make_plan", "verify")]
+    """Planning, reading the plan back and verifying together."""
+    parts = [seconds[stage] for stage in ("make_plan", "read", "verify")]
     return Seconds(sum(part.wall for part in parts), sum(part.cpu for part in parts))
 
 

@@ -14,8 +14,7 @@ from smollm2 import NAME, model_directory
 from task import TextData
 from transformers import AutoModelForCausalLM
 
-from lightning_autotp import full_state_dict, meta_model, parallelize
-from lightning_autotp.training.gradients import clip_gradients_norm
+from lightning_autotp import clip_gradients_norm, full_state_dict, meta_model, parallelize
 
 
 def main(

@@ -11,21 +11,32 @@ from lightning_autotp.checkpoints.export import save_pretrained
 from lightning_autotp.checkpoints.export_checkpoint import export_checkpoint
 from lightning_autotp.checkpoints.state import full_state_dict, load_full_state_dict
 from lightning_autotp.layouts.plan import Plan
+from lightning_autotp.lightning.averaging import EMAWeightAveraging, WeightAveraging
 from lightning_autotp.lightning.strategy import AutoTPStrategy
+from lightning_autotp.lightning.summary import ParallelSummary
 from lightning_autotp.pipeline import make_plan, parallelize
 from lightning_autotp.proving.compare import VerificationError
 from lightning_autotp.ranks.agreement import PeerError
+from lightning_autotp.solving.cost import Profile
+from lightning_autotp.solving.planned import PlanMismatch
 from lightning_autotp.solving.solver import NothingToShard
-from lightning_autotp.training.gradients import full_gradients, grad_norms
+from lightning_autotp.training.adapters import save_adapter
+from lightning_autotp.training.gradients import clip_gradients_norm, full_gradients, grad_norms
 
 __all__ = [
     "AutoTPStrategy",
     "CaptureError",
     "CheckpointError",
+    "EMAWeightAveraging",
     "NothingToShard",
+    "ParallelSummary",
     "PeerError",
     "Plan",
+    "PlanMismatch",
+    "Profile",
     "VerificationError",
+    "WeightAveraging",
+    "clip_gradients_norm",
     "export_checkpoint",
     "full_gradients",
     "full_state_dict",
@@ -35,5 +46,6 @@ __all__ = [
     "meta_model",
     "metrics",
     "parallelize",
+    "save_adapter",
     "save_pretrained",
 ]

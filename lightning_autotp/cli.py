@@ -21,14 +21,23 @@ from lightning_autotp.proving.compare import VerificationError
 from lightning_autotp.solving.solver import NothingToShard
 
 
-def plan(model: str, tp: int = 2, tokens: int | None = None, json: Path | None = None) -> None:
+def plan(
+    model: str,
+    tp: int = 2,
+    tokens: int | None = None,
+    keep_whole: list[str] | None = None,
+    cut: dict[str, int] | None = None,
+    json: Path | None = None,
+) -> None:
     """Print how a causal language model would be split: no weights, no GPU and no process group needed.
 
     Args:
         model: a Hugging Face Hub id, or a directory with a ``config.json``.
         tp: number of tensor-parallel ranks.
         tokens: tokens of one forward and backward pass, which the plan is to be the cheapest for; 16,384 by default.
-        json: file to write the plan to.
+        keep_whole: names or patterns of parameters or modules that stay whole, such as '[lm_head, model.vision*]'.
+        cut: by name or pattern, the dim along which parameters are cut, such as '{lm_head.weight: 0}'.
+        json: file to write the plan to, for AutoTPStrategy(plan=...).
     """
     console = Console()
     started = time.perf_counter()
@@ -36,7 +45,7 @@ def plan(model: str, tp: int = 2, tokens: int | None = None, json: Path | None =
         config = AutoConfig.from_pretrained(model)
         with torch.device("meta"):
             skeleton = AutoModelForCausalLM.from_config(config)
-        result, _ = make_plan(skeleton, tp, tokens_per_step=tokens)
+        result, _ = make_plan(skeleton, tp, tokens_per_step=tokens, keep_whole=keep_whole or (), cut=cut)
     except (CaptureError, NothingToShard, VerificationError, OSError, ValueError) as error:
         raise SystemExit(f"lightning-autotp plan: {error}") from error
     console.print(result.table())

@@ -58,6 +58,19 @@ def test_command_needs_only_the_config(tmp_path: Path) -> None:
     assert Plan.from_json(output.read_text()).ranks == 2
 
 
+def test_command_pins(tmp_path: Path) -> None:
+    tiny_config("llama", architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    output = tmp_path / "plan.json"
+    pins = ["--keep-whole", "[model.layers.0, model.embed*]", "--cut", "{lm_head.weight: 1}", "--tokens", "300"]
+    command = [sys.executable, "-m", "lightning_autotp.cli", "plan", str(tmp_path), *pins, "--json", str(output)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert result.returncode == 0, result.stderr
+    layouts = {p.names[0]: p.layout for p in Plan.from_json(output.read_text()).parameters}
+    assert layouts["lm_head.weight"].letter == "S"
+    assert not [n for n, x in layouts.items() if x.letter == "S" and n.startswith(("model.layers.0.", "model.embed"))]
+    assert "1 x 300 tokens" in result.stdout
+
+
 def test_command_reports_errors_in_a_line(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "lightning_autotp.cli", "plan", str(tmp_path / "nothing"), "--tp", "2"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 
 Run = tuple[int, int]
@@ -56,8 +56,7 @@ class Ownership:
     @classmethod
     def dealt(cls, units: int, ranks: int) -> Ownership:
         """Units dealt out in order, as evenly as they go: 3 units on 2 ranks are 2 and 1."""
-        bounds = [rank * (units // ranks) + min(rank, units % ranks) for rank in range(ranks + 1)]
-        return cls(units, tuple(merge_runs([(a, b)]) for a, b in pairwise(bounds)))
+        return _dealt(units, ranks)
 
     @property
     def ranks(self) -> int:
@@ -120,3 +119,9 @@ class Ownership:
     def __str__(self) -> str:
         sizes = [self.local_size(rank) for rank in range(self.ranks)]
         return f"{self.size} -> {sizes[0] if len(set(sizes)) == 1 else sizes}"
+
+
+@lru_cache(maxsize=1024)
+def _dealt(units: int, ranks: int) -> Ownership:
+    bounds = [rank * (units // ranks) + min(rank, units % ranks) for rank in range(ranks + 1)]
+    return Ownership(units, tuple(merge_runs([(a, b)]) for a, b in pairwise(bounds)))

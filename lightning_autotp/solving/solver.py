@@ -461,7 +461,7 @@ class _Solver:
         return (self.position[id(relation.operator)], tensor) in self.leaves
 
     def _compute(self, relation: Relation, number: int | None) -> float:
-        if relation.operator.boundary is not None:
+        if relation.operator.boundary is not None or self.planned is not None:  # nothing is left to choose by price
             return 0.0
         share = 1.0
         if number is not None:
