@@ -8,7 +8,7 @@ No weights, no processes, no GPU: the models are on the meta device and everythi
 * capture, solve, find sizes: what ``make_plan`` does, once, on the first rank. Finding sizes proves the plan, too:
   it captures the local model of one rank of every kind.
 * make_plan: all of these together, and building the plan.
-* read: what the other ranks do meanwhile, at the same time (capture the model), and every rank then: read the plan back.
+* read: capture the model (the other ranks do so while the first one plans), and read the plan back on that graph.
 * verify: what every rank does then: build its local model (on meta), capture it, compare.
 * a layer more: the same with half of the layers, the difference divided by the number of layers in it.
 """

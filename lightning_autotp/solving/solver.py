@@ -257,17 +257,18 @@ class _Solver:
         if not any(self.touching[tensor] for tensor in self.graph.parameters if tensor in self.touching):
             raise NothingToShard(self._nothing())
         problem, domains = self._problem()
-        for tensor, name in self.graph.parameters.items():
-            if name in pinned:
-                allowed = [n for n, kind in enumerate(domains[tensor]) if self._cut(tensor, kind) == pinned[name]]
-                problem.add((tensor,), {(code,): 0.0 for code in allowed})
+        for tensor, allowed in self._pinned(pinned, domains):
+            problem.add((tensor,), {(code,): 0.0 for code in allowed})
         try:
             values, cost = problem.solve()
         except NoAssignment as error:
             if self.planned is not None:
                 raise PlanMismatch(self._not_as_planned(error.variable)) from error
             if pinned:
-                raise ValueError(f"no layout of the model cuts its parameters so: {dict(pinned)}") from error
+                raise ValueError(
+                    f"keep_whole= and cut= cannot all be followed, the operators between these parameters do not allow"
+                    f" it: {_listed(pinned)}"
+                ) from error
             producer = self.producer.get(error.variable)
             where = producer.operator.source if producer else "a parameter"
             raise RuntimeError(
@@ -280,6 +281,22 @@ class _Solver:
         """What these layouts cost."""
         problem, domains = self._problem()
         return problem.cost({tensor: domain.index(kinds[tensor]) for tensor, domain in domains.items()})
+
+    def _pinned(
+        self, pinned: Mapping[str, int | None], domains: Mapping[int, tuple[str | int, ...]]
+    ) -> Iterator[tuple[int, list[int]]]:
+        """The codes of the kinds that a user allows pinned parameters."""
+        tensors = {name: tensor for tensor, name in self.graph.parameters.items()}
+        for name, dim in pinned.items():
+            tensor = tensors.get(name)
+            if tensor is None or tensor not in self.dims:
+                if dim is not None:
+                    raise ValueError(f"{name} cannot be cut along dim {dim}: it is not used in the traced forward")
+                continue
+            allowed = [code for code, kind in enumerate(domains[tensor]) if self._cut(tensor, kind) == dim]
+            if not allowed:
+                raise ValueError(f"{name} cannot be cut along dim {dim}: {self._reason(tensor)}")
+            yield tensor, allowed
 
     def _cut(self, tensor: int, kind: str | int) -> int | None:
         """The dim along which a parameter of this kind is cut."""
@@ -659,6 +676,11 @@ def _converted_differently(solution: Solution) -> set[Boundary | CallPoint]:
             pair = (solution.layouts[operator.inputs[0]], solution.layouts[operator.outputs[0]])
             seen.setdefault(operator.boundary, set()).add(pair if pair[0] != pair[1] else None)
     return {place for place, pairs in seen.items() if len(pairs) > 1}
+
+
+def _listed(pinned: Mapping[str, int | None]) -> str:
+    shown = [f"{name} {'whole' if dim is None else f'along dim {dim}'}" for name, dim in pinned.items()]
+    return ", ".join(shown[:5]) + ", ..." * (len(shown) > 5)
 
 
 def _touches(dims: Dims | list[Dim], axes: set[int]) -> bool:
