@@ -119,6 +119,30 @@ def test_what_follows_from_the_batch_alone_has_a_value() -> None:
     assert graph.tensors[graph.outputs[0]].shape == (3, 4)
 
 
+@pytest.mark.parametrize(
+    ("made", "ones"),
+    [
+        (lambda hidden, ids: torch.zeros_like(hidden), 0),
+        (lambda hidden, ids: hidden.new_ones(3), 3),
+        (lambda hidden, ids: torch.empty_like(hidden).fill_(2), 24),
+        (lambda hidden, ids: ids.view_as(hidden[:, :, 0]), 5),
+        (lambda hidden, ids: ids.type_as(hidden), 5),
+    ],
+)
+def test_a_tensor_that_lends_its_shape_needs_no_value(made: Callable[[Tensor, Tensor], Tensor], ones: int) -> None:
+    class Asking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(8, 4)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            hidden = self.table(ids)
+            return hidden.sum() * made(hidden, ids).nonzero()
+
+    graph = capture(Asking(), torch.tensor([[1, 6, 7], [2, 0, 6]]))
+    assert graph.tensors[graph.outputs[0]].shape[0] == ones
+
+
 def test_what_python_makes_of_numbers_has_a_value() -> None:
     class Counting(nn.Module):
         def __init__(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from typing import Any
 
 from lightning_autotp.layouts.dims import Dim
 from lightning_autotp.operators.equations import Equation, equation, fitting
@@ -23,11 +24,10 @@ def _contract(site: Site, product: Equation, operands: Sequence[Dims]) -> Dims:
     return tuple(found[label] for label in product.out)
 
 
-def product(*names: str, by: tuple[str, ...], added: str = "", path: Sequence[int] = ()) -> None:
-    """Declare products of an operator's tensors, linear in the first.
+def product(*by: str, added: str = "", path: Sequence[int] = ()) -> dict[str, Any]:
+    """Rule and FLOPs of a product of an operator's tensors, linear in the first, for its record.
 
     Args:
-        names: the operators.
         by: equations, of which the first that fits the operands' numbers of dims holds.
         added: an argument that may be added to the product, after the sum.
         path: in which order they are multiplied, as in :meth:`Equation.flops`.
@@ -37,7 +37,6 @@ def product(*names: str, by: tuple[str, ...], added: str = "", path: Sequence[in
         operands = [shape for name, shape in shapes.named() if name != added]
         return fitting(by, tuple(map(len, operands))).flops(operands, path)
 
-    @operator(*names, flops=flops)
     def rule(site: Site) -> Dims:
         operands = [name for name, value in site.operator.arguments if isinstance(value, Ref) and name != added]
         dims = [site.dims(name) for name in operands]
@@ -50,19 +49,21 @@ def product(*names: str, by: tuple[str, ...], added: str = "", path: Sequence[in
             site.relation.added_last.add(site[added].tensor)
         return out
 
+    return {"rule": rule, "flops": flops}
 
-product("aten.linear.default", by=("...k,nk->...n", "...k,k->..."), added="bias")
-product("aten.matmul.default", by=("...mk,...kn->...mn", "k,k->", "...mk,k->...m", "k,...kn->...n"))
-product("aten.mm.default", by=("mk,kn->mn",))
-product("aten.bmm.default", by=("bmk,bkn->bmn",))
-product("aten.mv.default", by=("mk,k->m",))
-product("aten.dot.default", "aten.vdot.default", by=("k,k->",))
-product("aten.outer.default", by=("m,n->mn",))
-product("aten.addmm.default", by=("mk,kn->mn",), added="self")
-product("aten.addmv.default", by=("mk,k->m",), added="self")
-product("aten.baddbmm.default", by=("bmk,bkn->bmn",), added="self")
-product("aten.addbmm.default", by=("bmk,bkn->mn",), added="self")
-product("aten.bilinear.default", by=("...i,...j,oij->...o",), added="bias", path=(0, 2, 0, 1))
+
+operator("aten.linear.default", **product("...k,nk->...n", "...k,k->...", added="bias"))
+operator("aten.matmul.default", **product("...mk,...kn->...mn", "k,k->", "...mk,k->...m", "k,...kn->...n"))
+operator("aten.mm.default", **product("mk,kn->mn"))
+operator("aten.bmm.default", **product("bmk,bkn->bmn"))
+operator("aten.mv.default", **product("mk,k->m"))
+operator("aten.dot.default", "aten.vdot.default", **product("k,k->"))
+operator("aten.outer.default", **product("m,n->mn"))
+operator("aten.addmm.default", **product("mk,kn->mn", added="self"))
+operator("aten.addmv.default", **product("mk,k->m", added="self"))
+operator("aten.baddbmm.default", **product("bmk,bkn->bmn", added="self"))
+operator("aten.addbmm.default", **product("bmk,bkn->mn", added="self"))
+operator("aten.bilinear.default", **product("...i,...j,oij->...o", added="bias", path=(0, 2, 0, 1)))
 
 
 def _einsum_flops(shapes: Shapes) -> float:

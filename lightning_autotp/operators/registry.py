@@ -79,7 +79,7 @@ _RECORDS: dict[str, Record] = {}
 def operator(*names: str, **facts: Any) -> Callable[[AnyRule], AnyRule]:
     """Declare operators that are alike: ``@operator("aten.view.default", sizes=("size",))`` above their rule.
 
-    Without a function below it, it declares operators that have no rule.
+    Without a function below it, it declares operators that have no rule, or one among their facts.
 
     Args:
         names: their full names.
