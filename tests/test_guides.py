@@ -27,7 +27,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import BasePredictionWriter
-from test_docs import PAGES, OPERATORS_PAGE, blocks
+from test_docs import OPERATORS_PAGE, PAGES, blocks
 from test_examples import tiny
 from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, DataLoader
