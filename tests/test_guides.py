@@ -27,7 +27,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import BasePredictionWriter
-from test_docs import PAGES, RULES_PAGE, blocks
+from test_docs import OPERATORS_PAGE, PAGES, blocks
 from test_examples import tiny
 from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, DataLoader
@@ -261,7 +261,7 @@ def ranks(pages: dict[str, list[str]], source: str, folder: str) -> dict[str, tu
 
 def test_every_block_runs(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    pages = {page.name: found for page in PAGES if page != RULES_PAGE and (found := blocks(page, "python"))}
+    pages = {page.name: found for page in PAGES if page != OPERATORS_PAGE and (found := blocks(page, "python"))}
     source = tmp_path / "source"  # one layer is enough, and half the time
     AutoModelForCausalLM.from_pretrained(tiny, num_hidden_layers=1).save_pretrained(source)
     AutoTokenizer.from_pretrained(tiny).save_pretrained(source)
@@ -269,7 +269,7 @@ def test_every_block_runs(tiny: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     found = results[0]
     assert results[1] == found
     for page in PAGES:
-        number = 0 if page == RULES_PAGE else page.read_text().split("\n").count("```python")
+        number = 0 if page == OPERATORS_PAGE else page.read_text().split("\n").count("```python")
         assert found.get(page.name, (0, []))[0] == number, page
 
     model = AutoModelForCausalLM.from_pretrained(source).train()
