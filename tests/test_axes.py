@@ -42,7 +42,7 @@ def structure(draw: st.DrawFn, axes: Axes, depth: int = 2) -> Dim:
 
 
 @given(st.data())
-@settings(derandomize=True)
+@settings(derandomize=True, deadline=None)
 def test_held_runs_are_the_indices(data: st.DataObject) -> None:
     dim = data.draw(st.composite(lambda draw: structure(draw, Axes()))())
     axis = data.draw(st.sampled_from(list(leaves(dim))))
