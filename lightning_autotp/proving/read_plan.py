@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lightning_autotp.layouts.plan import ConversionPlan, Plan
+from lightning_autotp.layouts.plan import ConversionPlan, DrawPlan, ImplementationPlan, Plan
 from lightning_autotp.operators.graph import Graph
 from lightning_autotp.proving.local_sizes import made_local
 from lightning_autotp.solving.annotate import annotate
@@ -47,8 +47,8 @@ def read_plan(
     again = annotate(solution, plan.model, [(p.names, p.shape, p.itemsize) for p in plan.parameters], plan.sizes)
     for what, theirs, ours in (
         ("changes a layout", map(_change, plan.conversions), map(_change, again.conversions)),
-        ("runs a parallel implementation", map(str, plan.implementations), map(str, again.implementations)),
-        ("draws a rank's own random numbers", map(str, plan.draws), map(str, again.draws)),
+        ("runs a parallel implementation", map(_use, plan.implementations), map(_use, again.implementations)),
+        ("draws a rank's own random numbers", map(_draw, plan.draws), map(_draw, again.draws)),
     ):
         difference = _first_difference(list(theirs), list(ours))
         if difference:
@@ -76,6 +76,16 @@ def _change(change: ConversionPlan) -> str:
     call = f" of the call {change.call}" if change.call else ""
     letters = "shown whole" if change.view else f"{change.source.letter} -> {change.target.letter}"
     return f"{change.module or '(root)'}.{change.side}{change.key}{call}: {letters}"
+
+
+def _use(use: ImplementationPlan) -> str:
+    call = f" for the call {use.call}" if use.call else ""
+    changes = [f"{side} {' -> '.join(pair)}" for side, pair in (("input", use.input), ("output", use.output)) if pair]
+    return f"{use.name} at {use.module or '(root)'}{call}" + (f" ({', '.join(changes)})" if changes else "")
+
+
+def _draw(draw: DrawPlan) -> str:
+    return f"{draw.call} in {draw.module or '(root)'}"
 
 
 def _first_difference(theirs: list[str], ours: list[str]) -> str:
