@@ -187,7 +187,7 @@ def plans() -> dict[str, str]:
         )  # fmt: skip
         trainer.fit(task, given)
         assert task.asked == (hook is not None)
-        return str(task.model.autotp_plan.priced_for)
+        return str(task.model.autotp.plan.priced_for)
 
     return {
         "given": fit(loader, None),

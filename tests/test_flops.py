@@ -160,7 +160,7 @@ def test_flops(name: str) -> None:
     assert by["torch"] or by["hand"] or name == "aten.outer.default", "nothing counted this product"
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_an_einsum_multiplies_in_the_order_of_its_path(data: st.DataObject) -> None:
     equation = data.draw(

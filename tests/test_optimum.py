@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from lightning_autotp.capture.capture import capture
 from lightning_autotp.layouts.types import Shard
+from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
 from lightning_autotp.solving import solver
 from lightning_autotp.solving.call_points import bare_modules, open_modules
 from lightning_autotp.solving.cost import Profile
@@ -198,8 +199,8 @@ def solved_rounds(monkeypatch: pytest.MonkeyPatch, name: str, ranks: int, profil
     rounds: list[tuple[float, Any]] = []
     solve_once = solver._Solver.solve
 
-    def solve_and_search(problem: Any) -> Any:
-        solution = solve_once(problem)
+    def solve_and_search(problem: Any, pinned: Any) -> Any:
+        solution = solve_once(problem, pinned)
         rounds.append((Search(problem).run(), solution))
         return solution
 
@@ -210,7 +211,7 @@ def solved_rounds(monkeypatch: pytest.MonkeyPatch, name: str, ranks: int, profil
     tokens = torch.zeros(2, 5, dtype=torch.long, device="meta")
     states = torch.empty(2, 5, HIDDEN, device="meta")
     graph = capture(model, (tokens, tokens) if make is Tied else (states,))
-    solver.solve(open_modules(graph, bare_modules(graph)), ranks, profile)
+    solver.solve(open_modules(graph, bare_modules(graph, IMPLEMENTATIONS)), ranks, IMPLEMENTATIONS, profile)
     return rounds
 
 

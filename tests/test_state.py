@@ -261,7 +261,7 @@ def independent(original: Any) -> bool:
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(on_every_rank, 2, str(tmp_path_factory.mktemp("state")), timeout=400)
+    return run_ranks(on_every_rank, 2, str(tmp_path_factory.mktemp("state")))
 
 
 @pytest.fixture(scope="module")

@@ -76,19 +76,15 @@ def one_rank(rank: int) -> Iterator[tuple[Any, TPGroup]]:
         dist.destroy_process_group()
 
 
-def declared(group: dist.ProcessGroup) -> dict[type, Callable[..., Any]]:
-    """The types that our collectives convert between, as the checker's rules."""
+def declared(group: dist.ProcessGroup) -> dict[Any, Callable[..., Any]]:
+    """The types that our collectives convert between, as the checker's rules: by pair, and the loss's."""
 
     def converts(source: type, target: type) -> Callable[..., Any]:
-        def dims(output: Any, *, x: Any, group: Any, dim: Any, ownership: Any) -> None:
+        def rule(output: Any, *, x: Any, pair: Any, group: Any, dim: Any, ownership: Any) -> None:
             spmd.assert_type(x, {axis: _LETTERS[source]})
             spmd.assert_type(output, {axis: _LETTERS[target]})
 
-        def whole(output: Any, *, x: Any, group: Any) -> None:
-            spmd.assert_type(x, {axis: _LETTERS[source]})
-            spmd.assert_type(output, {axis: _LETTERS[target]})
-
-        return dims if Shard in (source, target) else whole
+        return rule
 
     def token_loss(
         output: Any, *, logits: Any, target: Any, ignored: Any, target_weight: Any, class_weight: Any, total_weight: Any
@@ -99,17 +95,31 @@ def declared(group: dist.ProcessGroup) -> dict[type, Callable[..., Any]]:
 
     axis = group
     return {
-        collectives._InvariantToReplicate: lambda *, x, group: rules.reinterpret(x, axis, src=I, dst=R),
-        collectives._PartialToInvariant: lambda *, x, group: rules.all_reduce(x, axis, src=V, dst=I),
-        collectives._PartialToReplicate: lambda *, x, group: rules.all_reduce(x, axis, src=V, dst=R),
-        collectives._ShardToInvariant: converts(Shard, Invariant),
-        collectives._ShardToReplicate: converts(Shard, Replicate),
-        collectives._InvariantToShard: converts(Invariant, Shard),
-        collectives._ReplicateToShard: converts(Replicate, Shard),
-        collectives._InvariantToPartial: converts(Invariant, Partial),
-        collectives._ReplicateToPartial: converts(Replicate, Partial),
+        ("I", "R"): lambda *, x, pair, group, dim, ownership: rules.reinterpret(x, axis, src=I, dst=R),
+        ("P", "I"): lambda *, x, pair, group, dim, ownership: rules.all_reduce(x, axis, src=V, dst=I),
+        ("P", "R"): lambda *, x, pair, group, dim, ownership: rules.all_reduce(x, axis, src=V, dst=R),
+        ("S", "I"): converts(Shard, Invariant),
+        ("S", "R"): converts(Shard, Replicate),
+        ("I", "S"): converts(Invariant, Shard),
+        ("R", "S"): converts(Replicate, Shard),
+        ("I", "P"): converts(Invariant, Partial),
+        ("R", "P"): converts(Replicate, Partial),
         cross_entropy._TokenLoss: token_loss,
     }
+
+
+class Checked:
+    """In the place of the one function that makes every transition: one for each pair, with the checker's rule."""
+
+    def __init__(self, declared: dict[Any, Callable[..., Any]]) -> None:
+        self.functions = {
+            pair: type("".join(pair), (collectives._Transition,), {"spmd_typecheck": staticmethod(rule)})
+            for pair, rule in declared.items()
+            if isinstance(pair, tuple)
+        }
+
+    def apply(self, x: torch.Tensor, pair: Any, *rest: Any) -> torch.Tensor:
+        return self.functions[pair].apply(x, pair, *rest)  # type: ignore[attr-defined]
 
 
 def planned(family: str) -> tuple[nn.Module, dict[str, Any], Plan, Solution]:
@@ -133,8 +143,10 @@ def check(family: str, plan: Plan, rank: int, mutation: Mutation | None = None) 
     plan = replace(plan, conversions=tuple(c for c in plan.conversions if not c.view))
     with one_rank(rank) as (mesh, group), pytest.MonkeyPatch.context() as patch:
         axis = mesh.get_group("tp")
-        for function, rule in declared(axis).items():
-            patch.setattr(function, "spmd_typecheck", staticmethod(rule), raising=False)
+        rules_of_ours = declared(axis)
+        patch.setattr(collectives, "_Transition", Checked(rules_of_ours))
+        loss_rule = staticmethod(rules_of_ours[cross_entropy._TokenLoss])
+        patch.setattr(cross_entropy._TokenLoss, "spmd_typecheck", loss_rule, raising=False)
         apply_plan(model, plan, group)
         if mutation is not None:
             mutation.after(model)
@@ -184,8 +196,10 @@ def test_the_checker_tells_pending_sums_from_values() -> None:
     """The rules above are refused where they must be: the witness is not made to nod."""
     with one_rank(0) as (mesh, group), pytest.MonkeyPatch.context() as patch:
         axis = mesh.get_group("tp")
-        for function, rule in declared(axis).items():
-            patch.setattr(function, "spmd_typecheck", staticmethod(rule), raising=False)
+        rules_of_ours = declared(axis)
+        patch.setattr(collectives, "_Transition", Checked(rules_of_ours))
+        loss_rule = staticmethod(rules_of_ours[cross_entropy._TokenLoss])
+        patch.setattr(cross_entropy._TokenLoss, "spmd_typecheck", loss_rule, raising=False)
         shard, same, used = (torch.ones(4, requires_grad=True) for _ in range(3))
         with spmd.set_current_mesh(mesh), typecheck():
             for tensor, letter in ((shard, V), (same, I), (used, R)):

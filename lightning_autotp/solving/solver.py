@@ -254,7 +254,8 @@ class _Solver:
     # -- tables ------------------------------------------------------------------------------------------------------
 
     def solve(self, pinned: Mapping[str, int | None]) -> Solution:
-        if not any(self.touching[tensor] for tensor in self.graph.parameters if tensor in self.touching):
+        is_divisible = any(self.touching[tensor] for tensor in self.graph.parameters if tensor in self.touching)
+        if not is_divisible and self.planned is None:  # a plan may leave everything whole
             raise NothingToShard(self._nothing())
         problem, domains = self._problem()
         for tensor, allowed in self._pinned(pinned, domains):
