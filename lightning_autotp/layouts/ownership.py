@@ -65,11 +65,7 @@ class Ownership:
 
     def local_size(self, rank: int) -> int:
         """Length of the dim in ``rank``'s local tensor."""
-        return self._local_sizes[rank]
-
-    @cached_property
-    def _local_sizes(self) -> tuple[int, ...]:
-        return tuple(sum(stop - start for start, stop in runs) for runs in self.held)
+        return sum(stop - start for start, stop in self.held[rank])
 
     def indices(self, rank: int) -> list[int]:
         """The global indices of ``rank``'s local tensor, in its order."""
@@ -109,12 +105,12 @@ class Ownership:
     @property
     def is_whole(self) -> bool:
         """Whether every rank holds everything."""
-        return all(size == self.size for size in self._local_sizes)
+        return all(self.local_size(rank) == self.size for rank in range(self.ranks))
 
     @property
     def is_shared(self) -> bool:
         """Whether some index has more than one owner."""
-        return sum(self._local_sizes) > self.size
+        return sum(self.local_size(rank) for rank in range(self.ranks)) > self.size
 
     def __str__(self) -> str:
         sizes = [self.local_size(rank) for rank in range(self.ranks)]
