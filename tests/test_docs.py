@@ -33,7 +33,9 @@ OPERATORS_PAGE = ROOT / "docs" / "adding-an-operator.md"
 TROUBLE = ROOT / "docs" / "troubleshooting.md"
 # These never leave the package: they become other errors, or a reason in the plan.
 INTERNAL = {
-    "TooManyCombinations",
+    "_TooManyRows",
+    "Contradiction",
+    "NotFoundInTime",
     "UnknownSize",
     "_Unknown",
     "_ValueNeeded",

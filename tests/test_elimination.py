@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import itertools
+from random import Random
+from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lightning_autotp.solving.elimination import Elimination, NoAssignment
+from lightning_autotp.solving.elimination import MOST_ROWS, Elimination, NoAssignment
+from lightning_autotp.solving.integer_program import NotFoundInTime
 
 Problem = list[tuple[tuple[int, ...], dict[tuple[int, ...], float]]]
 
@@ -25,9 +28,11 @@ def problems(draw: st.DrawFn) -> tuple[int, Problem]:
     return count, tables
 
 
-@given(problems())
-@settings(max_examples=150)
-def test_the_optimum_is_that_of_exhaustive_search(problem: tuple[int, Problem]) -> None:
+@pytest.mark.parametrize("most_rows", [MOST_ROWS, 4, 0])
+@given(problem=problems())
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_the_optimum_is_that_of_exhaustive_search(problem: tuple[int, Problem], most_rows: int) -> None:
+    """Of elimination, of an integer program of everything, and of one of what elimination left."""
     count, tables = problem
 
     def total(values: tuple[int, ...]) -> float | None:
@@ -35,17 +40,55 @@ def test_the_optimum_is_that_of_exhaustive_search(problem: tuple[int, Problem]) 
         return None if None in costs else sum(cost for cost in costs if cost is not None)
 
     costs = [cost for values in itertools.product(range(3), repeat=count) if (cost := total(values)) is not None]
-    elimination = Elimination()
+    elimination = Elimination(most_rows)
     for scope, rows in tables:
         elimination.add(scope, rows)
     if not costs:
         with pytest.raises(NoAssignment):
             elimination.solve()
         return
-    values, cost = elimination.solve()
-    assert (values, cost) == elimination.solve()
-    assert cost == min(costs)
-    assert total(tuple(values[variable] for variable in range(count))) == cost
+    found = elimination.solve()
+    assert found == elimination.solve()
+    assert found.cost == min(costs)
+    assert found.bound == pytest.approx(found.cost, rel=1e-12, abs=1e-12)
+    assert total(tuple(found.values[variable] for variable in range(count))) == found.cost
+
+
+def grid(side: int, values: int, seed: int, **options: Any) -> Elimination:
+    """A square of variables with random costs between neighbours: no small set of them divides it in two."""
+    random = Random(seed)
+    elimination = Elimination(**options)
+    pairs = [(side * y + x, side * y + x + 1) for y in range(side) for x in range(side - 1)]
+    pairs += [(side * y + x, side * y + x + side) for y in range(side - 1) for x in range(side)]
+    for pair in pairs:
+        rows = itertools.product(range(values), repeat=2)
+        elimination.add(pair, {row: random.random() * 1e-3 for row in rows})
+    return elimination
+
+
+def test_what_hangs_together_too_much_is_solved_exactly_all_the_same() -> None:
+    exact = grid(6, 3, seed=1).solve()
+    programmed = grid(6, 3, seed=1, most_rows=50).solve()
+    assert programmed.values == exact.values
+    assert programmed.cost == pytest.approx(exact.cost, rel=1e-12)
+    assert programmed.bound == pytest.approx(exact.cost, rel=1e-9)
+
+
+def test_what_is_found_when_the_time_is_over_has_a_bound() -> None:
+    """Neither the bound nor the cost is on the wrong side of the optimum."""
+    optimum = grid(8, 3, seed=2, most_rows=1_000_000).solve().cost
+    gaps = []
+    for seconds in (0.0, 0.02, 0.1, 0.5, 2.0):
+        try:
+            found = grid(8, 3, seed=2, most_rows=50, seconds=seconds).solve()
+        except NotFoundInTime:
+            continue
+        assert found.bound <= optimum * (1 + 1e-9)
+        assert found.cost >= optimum * (1 - 1e-9)
+        gaps.append(found.cost - found.bound)
+    assert gaps
+    with pytest.raises(NotFoundInTime):
+        grid(8, 3, seed=2, most_rows=50, seconds=0.0).solve()
 
 
 def test_repeated_blocks_are_solved_once() -> None:
@@ -55,6 +98,6 @@ def test_repeated_blocks_are_solved_once() -> None:
         elimination.add((variable,), {(0,): 1.0, (1,): 2.0})
         elimination.add((variable, variable + 1), {(0, 0): 3.0, (0, 1): 0.0, (1, 0): 0.0, (1, 1): 3.0})
     elimination.add((3000,), {(0,): 0.0, (1,): 0.0})
-    values, _ = elimination.solve()
+    values = elimination.solve().values
     assert all(values[variable] != values[variable + 1] for variable in range(3000))
     assert len(elimination._steps) < 20

@@ -169,6 +169,7 @@ class Plan:
         modules: a short hash of what each module's own code runs, to tell another model by.
         communication: what one step of the traced batch communicates.
         priced_for: the size of the step that it is the cheapest for, and who said so.
+        gap: the share of a step's price that another plan could save at most; 0 where this is the cheapest.
     """
 
     model: str
@@ -183,6 +184,7 @@ class Plan:
     modules: tuple[tuple[str, str], ...] = ()
     communication: tuple[Communication, ...] = ()
     priced_for: str = ""
+    gap: float = 0.0
 
     def to_json(self) -> str:
         """The plan as JSON text."""
@@ -210,6 +212,7 @@ class Plan:
                 modules=tuple((module, digest) for module, digest in data["modules"]),
                 communication=tuple(_decode(Communication, item) for item in data["communication"]),
                 priced_for=data["priced_for"],
+                gap=data["gap"],
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"this is not a plan written by Plan.to_json: {error!r}") from error
@@ -258,7 +261,8 @@ class Plan:
             str(size) for size in self.sizes
         ]  # fmt: skip
         if self.priced_for:
-            lines.append(f"priced for a step of {self.priced_for}")
+            found = f"another plan could save {self.gap:.1%} at most" if self.gap else "exact: no plan is cheaper"
+            lines.append(f"priced for a step of {self.priced_for}; {found}")
         for parameter in self.parameters:
             if parameter.reason:
                 lines.append(f"whole on every rank: {parameter.names[0]}: {parameter.reason}")

@@ -67,6 +67,7 @@ def annotate(
         modules=module_digests(solution.graph),
         communication=_communication(solution),
         priced_for=f"{solution.step} ({solution.step_source})",
+        gap=solution.gap,
     )
 
 

@@ -1,10 +1,14 @@
-"""Exact minimisation of a sum of small tables by variable elimination (dynamic programming over the graph's frontier).
+"""Minimisation of a sum of small tables, by variable elimination (dynamic programming over the graph's frontier).
 
 Every variable takes one of a few values; every table gives the cost of the combinations it allows. Variables are
 eliminated one by one: the tables that mention one are joined and minimised over it. The result is exact. Equal tables
 are kept once, and an elimination step is remembered by its tables, so that the repeated layers of a model are solved
 once. For that a step's result is stored relative to its least cost, which goes straight into the total: else the cost
 of all layers before would make every layer's tables new. (Dechter, *Bucket elimination*, 1999.)
+
+Where the joined table of a variable would be too large, the variable is left. What is left in the end is solved as an
+integer program (:mod:`~lightning_autotp.solving.integer_program`): exactly, or, where its time is over before, with a
+cost that no assignment is below.
 """
 
 from __future__ import annotations
@@ -13,6 +17,8 @@ import heapq
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+from lightning_autotp.solving.integer_program import Contradiction, least_sum
 
 Row = tuple[int, ...]
 
@@ -25,12 +31,30 @@ class NoAssignment(Exception):
         self.variable = variable
 
 
-class TooManyCombinations(Exception):
+MOST_ROWS = 20_000
+"""Rows of a joined table up to which a variable is eliminated."""
+
+MOST_SECONDS = 120.0
+"""The most that the integer program of what is left may take."""
+
+
+class _TooManyRows(Exception):
     """A joined table would be too large to go through."""
 
 
-MOST_ROWS = 200_000
-"""Rows of a joined table at which the search gives up."""
+@dataclass(frozen=True)
+class Assignment:
+    """What was found.
+
+    Attributes:
+        values: of every variable.
+        cost: what they cost.
+        bound: what every assignment costs at least: ``cost``, where this one is known to be the cheapest.
+    """
+
+    values: dict[int, int]
+    cost: float
+    bound: float
 
 
 @dataclass(frozen=True)
@@ -64,9 +88,15 @@ class _Step:
 
 
 class Elimination:
-    """Collects tables, then finds the assignment of least total cost."""
+    """Collects tables, then finds the assignment of least total cost.
 
-    def __init__(self) -> None:
+    Args:
+        most_rows: rows of a joined table up to which a variable is eliminated.
+        seconds: the most that the integer program of what is left may take.
+    """
+
+    def __init__(self, most_rows: int = MOST_ROWS, seconds: float = MOST_SECONDS) -> None:
+        self._most_rows, self._seconds = most_rows, seconds
         self._rows: list[dict[Row, float]] = []
         self._numbers: dict[tuple[tuple[Row, float], ...], int] = {}
         self._steps: dict[object, _Step] = {}
@@ -90,12 +120,12 @@ class Elimination:
             for table in self.tables
         )
 
-    def solve(self) -> tuple[dict[int, int], float]:
-        """The assignment of least cost, and that cost.
+    def solve(self) -> Assignment:
+        """The assignment of least cost.
 
         Raises:
             NoAssignment: if the tables contradict each other.
-            TooManyCombinations: if too many variables hang together.
+            NotFoundInTime: if too many variables hang together, and nothing was found in the time for them.
         """
         holders: dict[int, set[int]] = {}
         tables = dict(enumerate(self.tables))
@@ -117,8 +147,14 @@ class Elimination:
             if (now := degree(variable)) != expected:
                 heapq.heappush(queue, (now, variable))
                 continue
-            numbers = sorted(holders.pop(variable))
-            scope, step = self._eliminate(variable, [tables.pop(number) for number in numbers])
+            numbers = sorted(holders[variable])
+            try:
+                scope, step = self._eliminate(variable, [tables[number] for number in numbers])
+            except _TooManyRows:
+                continue  # it is tried again when another one's elimination changes its tables
+            del holders[variable]
+            for number in numbers:
+                del tables[number]
             choices.append((variable, scope, step.best))
             total += step.least
             if not scope:
@@ -129,9 +165,21 @@ class Elimination:
                 holders[other] = (holders[other] - set(numbers)) | {fresh}
                 heapq.heappush(queue, (degree(other), other))
         values: dict[int, int] = {}
+        bound = total
+        if holders:
+            try:
+                values, least = least_sum(
+                    [(table.scope, self._rows[table.rows]) for table in tables.values()], self._seconds
+                )
+            except Contradiction as error:
+                raise NoAssignment(min(holders)) from error
+            bound += least
         for variable, scope, best in reversed(choices):
             values[variable] = best[tuple(values[other] for other in scope)]
-        return values, total
+        if not holders:
+            return Assignment(values, total, total)
+        cost = self.cost(values)
+        return Assignment(values, cost, min(cost, bound))
 
     def _eliminate(self, variable: int, tables: list[Table]) -> tuple[tuple[int, ...], _Step]:
         """Join the tables and minimise over the variable: the remaining scope, and the step."""
@@ -139,7 +187,10 @@ class Elimination:
         place = {other: position for position, other in enumerate(order)}
         key = (place[variable], *((tuple(place[other] for other in table.scope), table.rows) for table in tables))
         if key not in self._steps:
-            joined = _join([(tuple(place[other] for other in table.scope), self._rows[table.rows]) for table in tables])
+            joined = _join(
+                [(tuple(place[other] for other in table.scope), self._rows[table.rows]) for table in tables],
+                self._most_rows,
+            )
             rest = tuple(position for position in range(len(order)) if position != place[variable])
             costs: dict[Row, float] = {}
             best: dict[Row, int] = {}
@@ -156,7 +207,7 @@ class Elimination:
         return tuple(order[position] for position in step.rest), step
 
 
-def _join(tables: Iterable[tuple[tuple[int, ...], dict[Row, float]]]) -> dict[Row, float]:
+def _join(tables: Iterable[tuple[tuple[int, ...], dict[Row, float]]], most_rows: int) -> dict[Row, float]:
     """Rows over all positions 0..n-1, in order, that every table allows; costs add up."""
     scope: tuple[int, ...] = ()
     rows: dict[Row, float] = {(): 0.0}
@@ -171,10 +222,10 @@ def _join(tables: Iterable[tuple[tuple[int, ...], dict[Row, float]]]) -> dict[Ro
         where = [scope.index(position) for position in shared]
         widest = max((len(entries) for entries in index.values()), default=0)
         if (
-            widest * len(rows) > MOST_ROWS
-            and sum(len(index.get(tuple(row[position] for position in where), ())) for row in rows) > MOST_ROWS
+            widest * len(rows) > most_rows
+            and sum(len(index.get(tuple(row[position] for position in where), ())) for row in rows) > most_rows
         ):
-            raise TooManyCombinations
+            raise _TooManyRows
         rows = {
             row + extra: cost + more
             for row, cost in rows.items()

@@ -10,10 +10,10 @@ Which axes grow is read off the trace. An axis is one of
 * the **tokens** of a sequence, if it is as long as one of the example's sequences, or a multiple of the longest;
 * **both**, if it is as long as a multiple of rows times tokens (a flattened batch; the tokens of a mixture's experts).
 
-Only axes that occur in no parameter count: a model may have as many heads as the batch has rows. The exception are axes
-of indices (token ids, positions), which are never features: a table of positions is a parameter that has an axis of
-tokens. Sections of such an axis (all tokens but the last) grow with it. (The made-up batch's sizes are primes that
-equal no size of the model.)
+A tensor has one axis of rows, its first. Only axes that occur in no parameter count: a model may have as many heads as
+the batch has rows. The exception are axes of indices (token ids, positions), which are never features: a table of
+positions is a parameter that has an axis of tokens. Sections of such an axis (all tokens but the last) grow with it.
+(The made-up batch's sizes are primes that equal no size of the model.)
 
 Where only a number of tokens is known, the sequences are :data:`NOMINAL_LENGTH` long at most, so that the price, which
 grows with their length squared, does not depend on how long those of the trace are. An example with a single row stands
@@ -91,19 +91,31 @@ class ScaledSizes:
         """The tensor's shape, from its resolved dims."""
         if tensor in self._graph.parameters:
             return self._graph.tensors[tensor].shape
-        return tuple(self._size(dim) for dim in dims)
+        sizes, has_rows = [], False
+        for dim in dims:
+            size, has_rows = self._size(dim, has_rows)
+            sizes.append(size)
+        return tuple(sizes)
 
     def bytes(self, tensor: int, dims: Dims) -> float:
         """The tensor's bytes, from its resolved dims."""
         return self._graph.tensors[tensor].itemsize * math.prod(self.shape(tensor, dims))
 
-    def _size(self, dim: Dim) -> float:
+    def _size(self, dim: Dim, has_rows: bool) -> tuple[float, bool]:
+        """A dim's length, and whether the tensor has had its rows by now: other axes as long as they do not grow."""
         if isinstance(dim, Axis):
             kind = self._kinds.get(dim.id)
-            return dim.size * self._growth[kind] if kind else dim.size
+            if kind is None or (kind == _ROWS and has_rows):
+                return dim.size, has_rows
+            return dim.size * self._growth[kind], has_rows or kind != _TOKENS
         if isinstance(dim, Product):
-            return math.prod(self._size(factor) for factor in dim.factors)
-        return sum(self._size(section) for section in dim.sections)
+            size = 1.0
+            for factor in dim.factors:
+                part, has_rows = self._size(factor, has_rows)
+                size *= part
+            return size, has_rows
+        sections = [self._size(section, has_rows) for section in dim.sections]
+        return sum(size for size, _ in sections), any(rows for _, rows in sections)
 
     # -- which axes grow ---------------------------------------------------------------------------------------------
 

@@ -2,8 +2,8 @@
 
 Every tensor takes one *type*: Invariant, Replicate, Partial, or sharded by a candidate **sharding** (one of the axes
 its parameters are made of, dealt out to the ranks). Each operator's rule allows some combinations of types; a module
-boundary also allows conversions. All of it is tables of allowed combinations with costs, minimised exactly by
-:mod:`~lightning_autotp.solving.elimination`.
+boundary also allows conversions. All of it is tables of allowed combinations with costs, minimised by
+:mod:`~lightning_autotp.solving.elimination`, exactly or with a bound on what a better one could save.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from lightning_autotp.operators.graph import OPAQUE, Graph, Operator, Ref
 from lightning_autotp.solving.call_points import private_draws, static_operands
 from lightning_autotp.solving.candidates import candidates, squares
 from lightning_autotp.solving.cost import Profile, typical_matrix
-from lightning_autotp.solving.elimination import Elimination, NoAssignment, TooManyCombinations
+from lightning_autotp.solving.elimination import MOST_SECONDS, Assignment, Elimination, NoAssignment
 from lightning_autotp.solving.implementations import Implementation, Implementations, Use, operand_of
+from lightning_autotp.solving.integer_program import NotFoundInTime
 from lightning_autotp.solving.planned import PlanMismatch, Planned
 from lightning_autotp.solving.pricing import ScaledSizes
 from lightning_autotp.solving.repeated_modules import twins
@@ -75,6 +76,7 @@ class Solution:
             (logits).
         whole: why parameters are left whole, by name.
         cost: seconds by the profile.
+        bound: seconds that every solution takes at least; ``cost``, where this one is known to be the cheapest.
         step: the size of the step that they are priced for.
         step_source: who said so.
         kinds: the layouts as the solver knows them: types, and numbers of candidates.
@@ -91,9 +93,16 @@ class Solution:
     global_views: list[Conversion] = field(default_factory=list)
     whole: dict[str, str] = field(default_factory=dict)
     cost: float = 0.0
+    bound: float = 0.0
     step: StepSize = field(default_factory=StepSize)
     step_source: str = ""
     kinds: dict[int, str | int] = field(default_factory=dict)
+
+    @property
+    def gap(self) -> float:
+        """The share of its cost that another solution could save at most; 0 where this one is the cheapest."""
+        saved = self.cost - self.bound
+        return saved / self.cost if saved > 1e-9 * self.cost else 0.0
 
 
 def solve(
@@ -124,20 +133,20 @@ def solve(
         NothingToShard: if no parameter can be divided.
         ValueError: if a parameter cannot be as it is pinned.
         PlanMismatch: if the operators' rules do not allow what the plan says.
+        RuntimeError: if too many layouts hang together, and no solution was found in the time for them.
     """
     solver = _Solver(graph, ranks, implementations, profile or Profile(), blocked or {}, tokens, deal_tokens)
     if plan is not None:
         solver.follow(plan)
+    bound = 0.0
     while True:
-        try:
-            solution = solver.solve(pinned or {})
-        except TooManyCombinations:
-            solver.keep_the_largest_half()
-            continue
+        solution = solver.solve(pinned or {})
+        bound = bound or solution.bound  # the first's: that of the problem without anything fixed
         varying = _converted_differently(solution)
         if not varying:
+            solution.bound = min(bound, solution.cost)
             return solution
-        solver.fixed |= varying
+        solver.fixed |= varying  # which may cost more than a conversion that is the same each time: the bound says so
 
 
 def price(
@@ -235,16 +244,6 @@ class _Solver:
         numbers = sorted({number for dim in dims for axis in leaves(dim) for number in self.cutting.get(axis.id, ())})
         return tuple(number for number in numbers if shardable(dims, frozenset(self.shardings[number].axes)))
 
-    def keep_the_largest_half(self) -> None:
-        """Forget the candidates that would cut the fewest bytes of parameters: the problem is too large for all."""
-        sizes = dict.fromkeys(range(len(self.shardings)), 0)
-        for tensor in self.graph.parameters:
-            for number in self.touching.get(tensor, ()):
-                sizes[number] += self.graph.tensors[tensor].bytes
-        left = sorted((number for number in sizes if sizes[number]), key=lambda number: (-sizes[number], number))
-        kept = set(left[: len(left) // 2])
-        self.touching = {tensor: tuple(n for n in numbers if n in kept) for tensor, numbers in self.touching.items()}
-
     def follow(self, plan: Plan) -> None:
         """Allow only what a plan says."""
         self.planned = Planned(plan, self.graph, self.shardings, self.touching, self._layout, self.implementations)
@@ -261,7 +260,12 @@ class _Solver:
         for tensor, allowed in self._pinned(pinned, domains):
             problem.add((tensor,), {(code,): 0.0 for code in allowed})
         try:
-            values, cost = problem.solve()
+            found = problem.solve()
+        except NotFoundInTime as error:
+            raise RuntimeError(
+                f"no plan was found within {MOST_SECONDS:.0f} s: too many layouts of this model hang together. Leave"
+                " modules whole that need not be divided: keep_whole=[...]"
+            ) from error
         except NoAssignment as error:
             if self.planned is not None:
                 raise PlanMismatch(self._not_as_planned(error.variable)) from error
@@ -275,8 +279,8 @@ class _Solver:
             raise RuntimeError(
                 f"no layout satisfies every operator around {where}; please report this model"
             ) from error
-        kinds = {tensor: domains[tensor][code] for tensor, code in values.items()}
-        return self._solution(kinds | {twin: kinds[tensor] for twin, tensor in self.first.items()}, cost)
+        kinds = {tensor: domains[tensor][code] for tensor, code in found.values.items()}
+        return self._solution(kinds | {twin: kinds[tensor] for twin, tensor in self.first.items()}, found)
 
     def price(self, kinds: Mapping[int, str | int]) -> float:
         """What these layouts cost."""
@@ -557,9 +561,9 @@ class _Solver:
             tensor = varying[0]
         return boundary
 
-    def _solution(self, kinds: dict[int, str | int], cost: float) -> Solution:
+    def _solution(self, kinds: dict[int, str | int], found: Assignment) -> Solution:
         layouts = {tensor: self._layout(tensor, kind) for tensor, kind in kinds.items()}
-        solution = Solution(self.graph, self.ranks, layouts, cost=cost, kinds=kinds)
+        solution = Solution(self.graph, self.ranks, layouts, cost=found.cost, bound=found.bound, kinds=kinds)
         solution.step, solution.step_source = self.sizes.step, self.tokens.source
         seen: set[Boundary | CallPoint] = set()
         for relation in self.relations:
