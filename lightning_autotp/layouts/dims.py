@@ -135,6 +135,12 @@ def ownership(dim: Dim, held: Sequence[Mapping[int, Sequence[Run]]]) -> Ownershi
     return Ownership(dim.size, tuple(held_runs(dim, rank) for rank in held))
 
 
+@lru_cache(maxsize=4096)
+def numbered_ownership(dim: Dim, held: tuple[tuple[tuple[Run, ...], ...], ...]) -> Ownership:
+    """The same for a dim whose sharded axes are numbered from 0: the dims of repeated layers are equal then."""
+    return ownership(dim, [dict(enumerate(runs)) for runs in held])
+
+
 class UnknownSize(ValueError):
     """The length of a dim does not tell how it is cut."""
 
@@ -164,7 +170,7 @@ class Cut:
 
     def ownership(self) -> Ownership:
         """The map, at the length that the dim had in the trace."""
-        return ownership(self.dim, [dict(enumerate(runs)) for runs in self.held])
+        return numbered_ownership(self.dim, self.held)
 
     def of_size(self, size: int) -> Ownership:
         """The map where the whole dim is so long.

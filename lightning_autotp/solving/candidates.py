@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property
 from itertools import groupby
 
-from lightning_autotp.layouts.dims import FIXED, Axis, Concat, Cut, Dim, Product, leaves, ownership
+from lightning_autotp.layouts.dims import FIXED, Axis, Concat, Cut, Dim, Product, leaves, numbered_ownership
 from lightning_autotp.layouts.ownership import Ownership, Run
 from lightning_autotp.operators import Relation
 from lightning_autotp.operators.axes import Axes
@@ -28,7 +28,7 @@ class Sharding:
 
     def ownership(self, dim: Dim) -> Ownership:
         """The map of a resolved dim."""
-        return _ownership(_structure(dim, self.axes, frozenset(), {}), self.dealt)
+        return numbered_ownership(_structure(dim, self.axes, frozenset(), {}), self.dealt)
 
     def cut(self, dim: Dim, growing: frozenset[int]) -> Cut:
         """The same said by axis.
@@ -40,7 +40,7 @@ class Sharding:
         grows = frozenset(number for number, axis in enumerate(self.axes) if axis in growing)
         return Cut(_structure(dim, self.axes, growing, {}), self.dealt, grows, self.axes)
 
-    @property
+    @cached_property
     def dealt(self) -> tuple[tuple[tuple[Run, ...], ...], ...]:
         """Per rank, the runs of each axis, in the order of :attr:`axes`."""
         return tuple(tuple(runs for _, runs in rank) for rank in self.held)
@@ -68,11 +68,6 @@ def _structure(dim: Dim, axes: tuple[int, ...], growing: frozenset[int], numbers
 def _number(axes: tuple[int, ...], numbers: dict[tuple[int, ...], int]) -> int:
     """The number, below :data:`FIXED`, of axes whose sizes a batch gives."""
     return numbers.setdefault(axes, FIXED - 1 - len(numbers))
-
-
-@lru_cache(maxsize=4096)
-def _ownership(dim: Dim, held: tuple[tuple[tuple[Run, ...], ...], ...]) -> Ownership:
-    return ownership(dim, [dict(enumerate(runs)) for runs in held])
 
 
 def candidates(tensors: Iterable[tuple[Dim, ...]], ranks: int, among: Collection[int] | None = None) -> list[Sharding]:

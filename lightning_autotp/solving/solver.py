@@ -203,6 +203,7 @@ class _Solver:
         self.leaves = static_operands(graph, implementations)
         self.layers = {operator.module for operator in graph.operators if implementations.is_layer(operator)}
         self._layouts: dict[tuple[Dims, int], Layout] = {}
+        self._fullest: dict[tuple[Dims, int], float] = {}
         self.planned: Planned | None = None
         self._works: dict[int, tuple[float, float]] = {}
         tensors = graph.tensors
@@ -356,8 +357,11 @@ class _Solver:
 
     def _largest_share(self, tensor: int, number: int) -> float:
         """The fullest rank's share of a tensor."""
-        layout = self._layout(tensor, number)
-        return max(self._shares(layout)) if isinstance(layout, Shard) else 1.0
+        key = self.dims[tensor], number
+        if key not in self._fullest:
+            layout = self._layout(tensor, number)
+            self._fullest[key] = max(self._shares(layout)) if isinstance(layout, Shard) else 1.0
+        return self._fullest[key]
 
     def _is_shared(self, tensor: int, number: int) -> bool:
         """Whether several ranks hold an element that not all of them hold."""
