@@ -7,8 +7,9 @@ on. A comment says what a name is for, and what public API would do instead, whe
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 # Function transforms: whether one runs, whether it is vmap, and the tensors that its wrappers stand for.
 from torch._C._functorch import TransformType, get_interpreter_stack, get_unwrapped, is_functorch_wrapped_tensor
 
-# Shapes of operators that are written in Python, within a trace. Nothing public.
+# Within it modes that see operators before autograd does are asked at all. Nothing public.
 from torch._dispatch.python import enable_python_dispatcher
 
 # Autograd functions that run under a transform: by default a mode is refused there.
@@ -61,6 +62,7 @@ __all__ = [
     "StorageWeakRef",
     "TorchDispatchMode",
     "TransformType",
+    "as_written",
     "assert_async",
     "buffers_of",
     "changes",
@@ -256,6 +258,15 @@ def uncompiled(module: nn.Module) -> nn.Module:
     """The module that ``torch.compile`` has wrapped, or the module itself. Nothing public."""
     inner: nn.Module = getattr(module, "_orig_mod", module)
     return inner
+
+
+def as_written() -> AbstractContextManager[Any]:
+    """Within it what ``torch.compile`` has made runs as it was written.
+
+    ``torch.compiler.set_stance`` is public, but imports the compiler, which takes long and is for nothing where nothing
+    has been compiled.
+    """
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 @contextmanager

@@ -71,8 +71,9 @@ __all__ = [
 def with_loading_step(replace: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
     """Within it, ``from_pretrained`` reads weights by what ``replace`` makes of its own step.
 
-    The step is called with ``model, state_dict, checkpoint_files, load_config`` and keyword arguments, and returns a
-    ``LoadStateDictInfo``, from which ``from_pretrained`` goes on to initialize, tie and report, and one thing more.
+    The step is called with ``model, state_dict, checkpoint_files``, a ``LoadStateDictConfig`` and keyword arguments. It
+    returns a ``LoadStateDictInfo``, from which ``from_pretrained`` goes on to initialize, tie and report, and one thing
+    more.
     """
     before = PreTrainedModel.__dict__["_load_pretrained_model"]
     try:
