@@ -39,10 +39,10 @@ test: $(VENV)/.installed
 		$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 # The tests of what other libraries' versions decide: reading their models and checkpoints, tracing, planning, training
-# through the Trainer, saving, adapters, averages, metrics and commands. (The rules' tests ask torch alone, of which both
+# through the Trainer, saving, adapters, averages, metrics, commands and private APIs. (The rules' tests ask torch alone, of which both
 # sets have the same version.)
 LOWEST = capture solver plan verify calls strategy callbacks two_copies peft checkpoint \
-	checkpoint_files pretrained export metrics versions
+	checkpoint_files pretrained export metrics private versions
 
 test-lowest:
 	$(MAKE) test VENV=.venv-lowest CONSTRAINTS=constraints-lowest.txt EXTRAS=dev \
