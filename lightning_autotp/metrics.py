@@ -15,17 +15,16 @@ synchronized over the data-parallel ranks only, and the strategy sets ``process_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torchmetrics import Metric
 
 from lightning_autotp.parallel.collectives import keep_first_owned, reduce_values
 from lightning_autotp.parallel.embedding import check_indices, local_positions
 from lightning_autotp.parallel.logits import VocabParallelLogits
+from lightning_autotp.private.torchmetrics_private import Metric
 
 __all__ = ["CrossEntropy", "Perplexity", "TokenAccuracy"]
 
@@ -37,6 +36,7 @@ class _TokenMetric(Metric):
 
     is_differentiable = False
     full_state_update = False
+    exact: ClassVar = {"total": torch.float64, "count": torch.int64}  # a long sum in bf16 means nothing
     total: Tensor
     count: Tensor
 
@@ -75,16 +75,6 @@ class _TokenMetric(Metric):
     def _values(self, preds: Tensor, target: Tensor, counted: Tensor) -> Tensor:
         """What is summed, zero for tokens that do not count: ``[tokens, vocab], [tokens], [tokens] -> [tokens]``."""
         raise NotImplementedError
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], exclude_state: Sequence[str] = "") -> Any:
-        """``Module.to(dtype)`` is for the model's weights: a sum of thousands of tokens in bf16 would mean nothing."""
-        this = super()._apply(fn, exclude_state)
-        for state, dtype in (("total", torch.float64), ("count", torch.int64)):
-            default = self._defaults[state]
-            assert isinstance(default, Tensor)
-            self._defaults[state] = default.to(dtype)
-            setattr(self, state, getattr(self, state).to(dtype))
-        return this
 
 
 class CrossEntropy(_TokenMetric):

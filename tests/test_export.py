@@ -16,7 +16,7 @@ from distributed import run_ranks
 from loading import peak_of
 from local_model import cut, local_model
 from safetensors.torch import load_file, save_file
-from test_conversion import Converted, ConvertedConfig, conversions, original_tensors
+from test_conversion import Converted, ConvertedConfig, all_operations, conversions, original_tensors
 from tiny import tiny_model
 from torch import Tensor, nn
 from transformers import (
@@ -163,6 +163,7 @@ def reversible_tensors() -> dict[str, Tensor]:
     return tensors | {"straight": tensors["straight"].transpose(1, 2).contiguous()}
 
 
+@all_operations
 @pytest.mark.parametrize("size", ["5GB", "1KB", 300])
 def test_every_operation_of_transformers_is_undone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int | str
@@ -185,6 +186,7 @@ def test_every_operation_of_transformers_is_undone(
     assert weights(tmp_path / "own names") == weights(tmp_path / "kept")
 
 
+@all_operations
 def test_a_renaming_that_looks_at_other_names_is_undone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the whole state dict tells whether ``long`` is to be renamed: no part of it is enough."""
     entries = [entry for entry in reversible() if not {"long", "embedding"} & set(entry.target_patterns)]

@@ -27,9 +27,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lightning_autotp.building.recorder import Recorder, device_of, is_meta
+from lightning_autotp.building.recorder import Recorder
+from lightning_autotp.private.torch_private import data_of, device_of, is_meta, set_data_of, with_tensors
 
 _active: Recorder | None = None
 
@@ -52,27 +53,18 @@ def deferred_init() -> Iterator[Recorder]:
         yield _active
         return
     recorder = Recorder()
-    original = nn.Parameter.__dict__["__new__"]
 
-    def new(cls: Any, data: Tensor | None = None, requires_grad: bool = True) -> Tensor:
-        return recorder.new_parameter(original.__func__, cls, data, requires_grad)
+    def recorded(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def new(cls: Any, data: Tensor | None = None, requires_grad: bool = True) -> Tensor:
+            return recorder.new_parameter(original, cls, data, requires_grad)
 
-    disguise = _disguise(recorder)
-    before = {name: torch.Tensor.__dict__[name] for name in disguise if name in torch.Tensor.__dict__}
+        return new
+
     try:
         _active = recorder
-        nn.Parameter.__new__ = staticmethod(new)  # type: ignore[method-assign, assignment]
-        for name, attribute in disguise.items():
-            setattr(torch.Tensor, name, attribute)
-        with recorder:
+        with with_tensors(recorded, _disguise(recorder)), recorder:
             yield recorder
     finally:
-        nn.Parameter.__new__ = original  # type: ignore[method-assign]
-        for name in disguise:
-            if name in before:
-                setattr(torch.Tensor, name, before[name])
-            else:
-                delattr(torch.Tensor, name)
         _active = None
     recorder.finish()
 
@@ -117,16 +109,15 @@ def _disguise(recorder: Recorder) -> dict[str, Any]:
 
     def set_data(tensor: Tensor, value: Tensor) -> None:
         deferred = recorder.disguised(tensor)
-        true_data.__set__(tensor, recorder.defer(value) if deferred else recorder.values(value))
+        set_data_of(tensor, recorder.defer(value) if deferred else recorder.values(value))
 
-    true_data = vars(torch._C.TensorBase)["data"]
     true_to, true_deepcopy = torch.Tensor.to, torch.Tensor.__deepcopy__
     return {
         "device": property(device),
         "is_meta": property(lambda tensor: is_meta(tensor) and not recorder.disguised(tensor)),
         "is_cpu": property(lambda tensor: device(tensor).type == "cpu"),
         "is_cuda": property(lambda tensor: device(tensor).type == "cuda"),
-        "data": property(true_data.__get__, set_data),
+        "data": property(data_of, set_data),
         "to": to,
         "cpu": lambda tensor, **kwargs: tensor.to("cpu", **kwargs),
         "type_as": lambda tensor, other: tensor.to(other),

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.core_model_loading import convert_and_load_state_dict_in_model
-from transformers.modeling_utils import PreTrainedModel
+from transformers import PreTrainedModel
 
 from lightning_autotp.building.checkpoint_reading import (
     CheckpointError,
@@ -30,6 +30,7 @@ from lightning_autotp.building.checkpoint_reading import (
 from lightning_autotp.building.deferred import deferred_init
 from lightning_autotp.building.recorder import Recorder
 from lightning_autotp.building.weight_conversion import same_values
+from lightning_autotp.private.transformers_private import convert_and_load_state_dict_in_model, with_loading_step
 
 _log = logging.getLogger(__name__)
 
@@ -51,14 +52,12 @@ def meta_model() -> Iterator[None]:
         CheckpointError: from ``from_pretrained``, if a file is missing or damaged or does not fit the configuration, or
             if the weights would stay quantized.
     """
-    with deferred_init() as recorder, _recording_loader(recorder):
+    with deferred_init() as recorder, with_loading_step(partial(_recording, recorder)):
         yield
 
 
-@contextmanager
-def _recording_loader(recorder: Recorder) -> Iterator[None]:
-    """Replace the step of ``from_pretrained`` that reads."""
-    load = PreTrainedModel.__dict__["_load_pretrained_model"]
+def _recording(recorder: Recorder, load: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
+    """The step of ``from_pretrained`` that reads, without reading."""
 
     def record(
         model: PreTrainedModel, state_dict: Any, checkpoint_files: list[str] | None, load_config: Any, **kwargs: Any
@@ -66,15 +65,10 @@ def _recording_loader(recorder: Recorder) -> Iterator[None]:
         if state_dict is None and load_config.is_quantized:
             _refuse_quantized(load_config)
         if state_dict is not None or not checkpoint_files:
-            loaded: tuple[Any, Any] = load.__func__(model, state_dict, checkpoint_files, load_config, **kwargs)
-            return loaded
+            return load(model, state_dict, checkpoint_files, load_config, **kwargs)
         return _record_checkpoint(recorder, model, checkpoint_files, load_config), None
 
-    try:
-        PreTrainedModel._load_pretrained_model = staticmethod(record)  # type: ignore[method-assign, assignment]
-        yield
-    finally:
-        PreTrainedModel._load_pretrained_model = load  # type: ignore[method-assign]
+    return record
 
 
 @dataclasses.dataclass(frozen=True)

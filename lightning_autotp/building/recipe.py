@@ -19,7 +19,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lightning_autotp.private.torch_private import changes, neg_view, tree_leaves, tree_map_only
 
 
 class Source(Protocol):
@@ -65,7 +66,7 @@ class View:
         tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
         tensor.set_(storage, self.offset, self.size, self.stride)
         tensor = tensor.conj() if self.conj else tensor
-        return torch._neg_view(tensor) if self.neg else tensor
+        return neg_view(tensor) if self.neg else tensor
 
     def covers(self, nbytes: int) -> bool:
         """Whether the window is all of a storage of ``nbytes`` bytes, each element once."""
@@ -169,7 +170,7 @@ class Leaf:
             return torch.UntypedStorage(self.nbytes, device=self.device)
         if not isinstance(self.value, Tensor):
             return self.value.read().untyped_storage()
-        if self.version >= 0 and self.value._version != self.version:
+        if self.version >= 0 and changes(self.value) != self.version:
             raise RuntimeError(
                 f"a tensor of shape {tuple(self.value.shape)} that a parameter is to be initialized from was changed "
                 "in place after the model was built; change it before the model is built, or give the model a copy"

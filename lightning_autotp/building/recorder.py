@@ -11,22 +11,28 @@ import heapq
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_autotp.building.recipe import Leaf, Recipe, Source, Step, View, leave_recipe, rng_state
-
-# The attributes themselves: within the context torch.Tensor's own tell where a deferred tensor would be.
-is_meta: Callable[[Tensor], bool] = vars(torch._C.TensorBase)["is_meta"].__get__
-device_of: Callable[[Tensor], torch.device] = vars(torch._C.TensorBase)["device"].__get__
+from lightning_autotp.private.torch_private import (
+    TO,
+    StorageWeakRef,
+    TorchDispatchMode,
+    changes,
+    device_of,
+    is_meta,
+    schema_of,
+    storage_behind,
+    storage_key,
+    tree_leaves,
+    tree_map_only,
+)
 
 _EMPTY = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"}
 _GEOMETRY_ONLY = _EMPTY | {"zeros_like", "new_zeros", "ones_like", "new_ones", "full_like", "new_full"}
@@ -76,7 +82,7 @@ class Recorder(TorchDispatchMode):
 
     def number(self, tensor: Tensor) -> int | None:
         """The number of the tensor's storage, if it is on record."""
-        known = self._numbers.get(tensor.untyped_storage()._cdata) if is_plain(tensor) else None
+        known = self._numbers.get(storage_key(tensor)) if is_plain(tensor) else None
         return None if known is None else known[1]
 
     def is_deferred(self, tensor: Tensor) -> bool:
@@ -102,16 +108,15 @@ class Recorder(TorchDispatchMode):
     def _register(self, storage: torch.UntypedStorage, leaf: Leaf) -> int:
         with self._lock:
             self._storages.append(_Storage(leaf))
-            self._numbers[storage._cdata] = (StorageWeakRef(storage), len(self._storages) - 1)
+            self._numbers[storage_key(storage)] = (StorageWeakRef(storage), len(self._storages) - 1)
             return len(self._storages) - 1
 
     def _view(self, tensor: Tensor) -> View:
         """The tensor as a window; real memory that is not on record yet becomes a leaf."""
         number = self.number(tensor)
         if number is None and not is_meta(tensor):
-            version = -1 if tensor.is_inference() else tensor._version
             storage = tensor.untyped_storage()
-            number = self._register(storage, Leaf(storage.nbytes(), device_of(tensor), tensor, version))
+            number = self._register(storage, Leaf(storage.nbytes(), device_of(tensor), tensor, changes(tensor)))
         size, stride, offset = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
         return View(number, tensor.dtype, size, stride, offset, tensor.is_conj(), tensor.is_neg())
 
@@ -163,12 +168,13 @@ class Recorder(TorchDispatchMode):
             return tensor
         view = self._view(tensor)
         storage = tensor.untyped_storage()
-        known = self._storages[self._numbers[storage._cdata][1]]
+        known = self._storages[self._numbers[storage_key(storage)][1]]
         with self.paused():
             if known.mirror is None:
                 known.mirror = torch.empty(storage.nbytes(), dtype=torch.uint8, device=_META).untyped_storage()
                 known.real = StorageWeakRef(storage)
-                self._numbers[known.mirror._cdata] = (StorageWeakRef(known.mirror), self._numbers[storage._cdata][1])
+                number = self._numbers[storage_key(storage)][1]
+                self._numbers[storage_key(known.mirror)] = (StorageWeakRef(known.mirror), number)
             return view.on(known.mirror)
 
     def source(self, source: Source) -> Tensor:
@@ -225,7 +231,7 @@ class Recorder(TorchDispatchMode):
         else:
             lazy = deferred
         if device == _META:
-            if func.overloadpacket.__name__ not in ("_to_copy", "scalar_tensor"):
+            if func.overloadpacket.__name__ not in (TO, "scalar_tensor"):
                 return func(*args, **kwargs)
             # Assigning to items of a deferred tensor brings indices and values to its device; they must not be lost.
             lazy = True
@@ -274,12 +280,12 @@ class Recorder(TorchDispatchMode):
     ) -> None:  # fmt: skip
         """Record an operator that was run."""
         outputs: list[View | None] = []
-        known = {tensor.untyped_storage()._cdata for tensor in tensors}
+        known = {storage_key(tensor) for tensor in tensors}
         for result in tree_leaves(out):
             is_tensor = isinstance(result, Tensor) and is_plain(result)
             if is_tensor and is_meta(result) and not any(result is tensor for tensor in tensors):
                 self._results.append(weakref.ref(result))
-            if not is_tensor or result.untyped_storage()._cdata in known:
+            if not is_tensor or storage_key(result) in known:
                 outputs.append(None)
                 continue
             storage = result.untyped_storage()
@@ -314,7 +320,7 @@ class Recorder(TorchDispatchMode):
             self._storages[number].writers.append(len(self._steps))
         self._steps.append(step)
         for tensor in written:
-            here = self._storages[self._numbers[tensor.untyped_storage()._cdata][1]]
+            here = self._storages[self._numbers[storage_key(tensor)][1]]
             here.stale = is_meta(tensor) and here.real is not None and not here.real.expired()
 
     def _device(self, kwargs: dict[str, Any], tensors: list[Tensor]) -> torch.device:
@@ -351,7 +357,7 @@ class Recorder(TorchDispatchMode):
         known = self._storages[number]
         if not known.stale or known.real is None or known.real.expired():
             return
-        storage = torch.UntypedStorage._new_with_weak_ptr(known.real.cdata)
+        storage = storage_behind(known.real)
         everything = View(number, torch.uint8, (storage.nbytes(),), (1,), 0)
         everything.on(storage).copy_(self.recipe(everything)())
         known.stale = False
@@ -393,7 +399,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[T
     """The tensors among the arguments that the operator's schema says it changes."""
     values = [
         args[at] if at < len(args) else kwargs.get(argument.name)
-        for at, argument in enumerate(func._schema.arguments)
+        for at, argument in enumerate(schema_of(func).arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]

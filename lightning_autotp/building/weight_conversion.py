@@ -35,13 +35,14 @@ from torch import Tensor
 
 from lightning_autotp.building.recipe import Recipe, Source, View
 from lightning_autotp.layouts.ownership import Run
+from lightning_autotp.private.torch_private import TO
 
 CHUNK_BYTES = 16 * 2**20
 """Bytes of the converted tensor that are made at a time."""
 
 Box = tuple[Run, ...]
 
-_COPIES = ("clone", "_to_copy")
+_COPIES = ("clone", TO)
 _JOINS = ("cat", "stack")
 _ARITHMETIC = ("add", "sub", "mul", "div")
 

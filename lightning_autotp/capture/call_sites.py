@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from lightning_autotp.private.torch_private import HANDING_OVER
+
 
 def calling_frame(func: Any, frame: FrameType) -> FrameType:
     """The frame that called ``func``, seen from a torch-function handler.
@@ -19,16 +21,11 @@ def calling_frame(func: Any, frame: FrameType) -> FrameType:
     """
     while frame.f_back is not None and (
         frame.f_code.co_name == "__torch_function__"
-        or frame.f_code.co_filename in _HANDING_OVER
+        or frame.f_code.co_filename in HANDING_OVER
         or frame.f_code is getattr(func, "__code__", None)
     ):
         frame = frame.f_back
     return frame
-
-
-_HANDING_OVER = frozenset(
-    module.__file__ for module in (torch.overrides, torch._tensor, torch._jit_internal, torch._ops)
-)
 
 
 def call_key(frame: FrameType, func: Any) -> tuple[str, int, str]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-import logging
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,9 +18,6 @@ from typing import Any
 import torch
 import transformers.utils
 from torch import Tensor, nn
-from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
-from torch.utils import _pytree as pytree
 
 from lightning_autotp.capture.call_sites import is_user_code
 from lightning_autotp.capture.opaque import LARGEST, OpaqueForward
@@ -29,6 +25,19 @@ from lightning_autotp.capture.static_values import NoValue
 from lightning_autotp.capture.tracer import Tracer
 from lightning_autotp.layouts.step_size import StepSize
 from lightning_autotp.operators.graph import Graph
+from lightning_autotp.private.torch_private import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    buffers_of,
+    enable_python_dispatcher,
+    keystr,
+    parameters_of,
+    quiet_fake_tensors,
+    tree_leaves,
+    tree_map_only,
+    tree_map_with_path,
+)
 
 _BATCH_PRIMES = (3, 5, 7, 11, 13)
 _SEQUENCE_PRIMES = (61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109, 113, 127, 131, 137, 139)
@@ -107,11 +116,11 @@ def _capture(
         real[id(made)] = value.detach().cpu() if not value.is_meta else torch.zeros(value.shape, dtype=value.dtype)
         return made
 
-    args, kwargs = pytree.tree_map_only(Tensor, stand_in, _as_call(example_inputs))
+    args, kwargs = tree_map_only(Tensor, stand_in, _as_call(example_inputs))
     traced = meta_copy(model, stand_in).train()
     tracer = Tracer(traced, real)
     tracer.graph.opaque = opaque
-    tracer.graph.example = step_size(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+    tracer.graph.example = step_size(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
     for path in opaque:
         module = traced.get_submodule(path)
         module.forward = OpaqueForward(module, tracer)
@@ -125,7 +134,7 @@ def _run(traced: nn.Module, args: Any, kwargs: Any, tracer: Tracer, fake: FakeTe
     with contextlib.ExitStack() as context:
         context.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        for mode in (_quiet_fake_tensors(), _marked_boundaries(traced, tracer), enable_python_dispatcher()):
+        for mode in (quiet_fake_tensors(), _marked_boundaries(traced, tracer), enable_python_dispatcher()):
             context.enter_context(mode)
         for layer in (fake, tracer, tracer.calls):
             context.enter_context(layer)
@@ -147,7 +156,7 @@ def _run(traced: nn.Module, args: Any, kwargs: Any, tracer: Tracer, fake: FakeTe
             if isinstance(error, DataDependentOutputException | DynamicOutputShapeException | NoValue):
                 raise _ValueNeeded(tracer.modules[-1], failure) from error
             raise failure from error
-        leaves = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         with tracer.pause():
             returned = [leaf for leaf in leaves if leaf.is_floating_point()]
         tracer.outputs(returned)
@@ -208,7 +217,7 @@ def meta_copy(model: nn.Module, stand_in: Callable[[Tensor], Tensor] = _on_meta)
     """
     memo: dict[int, Any] = {}
     for module in model.modules():
-        for holder in (module._parameters, module._buffers, module.__dict__):
+        for holder in (parameters_of(module), buffers_of(module), vars(module)):
             for value in holder.values():
                 if not isinstance(value, Tensor) or id(value) in memo:
                     continue
@@ -227,17 +236,6 @@ def _as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def _quiet_fake_tensors() -> Iterator[None]:
-    """A failure becomes a CaptureError or a partial graph: its traceback need not be logged as well."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
-
-
-@contextlib.contextmanager
 def _marked_boundaries(model: nn.Module, tracer: Tracer) -> Iterator[None]:
     """Mark every floating-point tensor that enters or leaves a module, and keep the tracer's stack of running ones."""
 
@@ -245,9 +243,9 @@ def _marked_boundaries(model: nn.Module, tracer: Tracer) -> Iterator[None]:
         def one(key: Any, leaf: Any) -> Any:
             if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or not leaf.is_meta:
                 return leaf
-            return tracer.boundary(path, side, pytree.keystr(key), leaf)
+            return tracer.boundary(path, side, keystr(key), leaf)
 
-        return pytree.tree_map_with_path(one, values)
+        return tree_map_with_path(one, values)
 
     def before(path: str) -> Callable[..., Any]:
         def hook(_: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+
+from lightning_autotp.private.torch_private import tree_flatten
 
 
 def fingerprint(model: nn.Module, example_inputs: Any, *settings: Any) -> str:
@@ -43,7 +44,7 @@ def _lines(model: nn.Module, example_inputs: Any, settings: Iterable[Any]) -> It
         yield f"tensor {name} {_text(tensor)} like {first.setdefault(id(tensor), name)}"
     for file in sorted({str(vars(sys.modules[type(m).__module__]).get("__file__")) for m in model.modules()}):
         yield f"code {file} {zlib.crc32(Path(file).read_bytes()) if os.path.isfile(file) else ''}"
-    leaves, structure = pytree.tree_flatten(example_inputs)
+    leaves, structure = tree_flatten(example_inputs)
     yield f"batch {structure}"
     yield from (_text(leaf) for leaf in leaves)
     yield from map(repr, settings)

@@ -11,12 +11,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.utils import _pytree as pytree
 
 from lightning_autotp.capture.static_values import NoValue
 from lightning_autotp.capture.tracer import Tracer
 from lightning_autotp.operators.graph import OPAQUE
+from lightning_autotp.private.torch_private import (
+    buffers_of,
+    drop_forward_hooks,
+    parameters_of,
+    tree_leaves,
+    tree_map_only,
+    unset_fake_temporarily,
+)
 
 LARGEST = 2**31
 """Bytes of parameters up to which a module is run for its shapes."""
@@ -38,10 +44,10 @@ class OpaqueForward:
                     result = self._run(args, kwargs)
                 except Exception as error:
                     raise NoValue(f"{type(error).__name__}: {error}") from error
-            result = pytree.tree_map_only(
+            result = tree_map_only(
                 Tensor, lambda real: torch.empty(real.shape, dtype=real.dtype, device="meta"), result
             )
-        inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         self.tracer.note(OPAQUE, [*inputs, *self.module.parameters()], result)
         return result
 
@@ -51,18 +57,17 @@ class OpaqueForward:
             inner = module.__dict__.get("forward")
             if isinstance(inner, OpaqueForward):  # it holds the whole trace
                 real[id(inner)] = None
-            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            for name, tensor in (*parameters_of(module).items(), *buffers_of(module).items()):
                 if tensor is not None:
                     value = self.tracer.real.get(id(tensor), _random(tensor))
-                    is_parameter = name in module._parameters
+                    is_parameter = name in parameters_of(module)
                     real[id(tensor)] = nn.Parameter(value, requires_grad=False) if is_parameter else value
         twin = copy.deepcopy(self.module, real)
         for module in twin.modules():
             if module.__dict__.get("forward", self) is None:
                 del module.forward
-            module._forward_hooks.clear()
-            module._forward_pre_hooks.clear()
-        args, kwargs = pytree.tree_map_only(Tensor, self._value, (args, kwargs))
+            drop_forward_hooks(module)
+        args, kwargs = tree_map_only(Tensor, self._value, (args, kwargs))
         return twin.forward(*args, **kwargs)
 
     def _value(self, tensor: Tensor) -> Tensor:

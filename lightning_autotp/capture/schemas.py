@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lightning_autotp.operators import record
 from lightning_autotp.operators.graph import Operator, Ref
+from lightning_autotp.private.torch_private import schema_of
 
 
 def written_through(view: Operator) -> tuple[str, tuple[tuple[str, Any], ...]]:
@@ -20,7 +21,7 @@ def written_through(view: Operator) -> tuple[str, tuple[tuple[str, Any], ...]]:
 def named_arguments(func: Any, args: Any, kwargs: Any) -> tuple[tuple[str, Any], ...]:
     """Arguments by the schema's names with its defaults; lists become tuples, dtypes and devices become text."""
     named = []
-    for position, argument in enumerate(func._schema.arguments):
+    for position, argument in enumerate(schema_of(func).arguments):
         if position < len(args) and not argument.kwarg_only:
             value = args[position]
         else:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_autotp.operators import record
 from lightning_autotp.operators.graph import Graph, Operator, Ref, refs
+from lightning_autotp.private.torch_private import schema_of
 
 
 class NoValue(Exception):
@@ -73,7 +74,7 @@ class Concrete:
             }
             if "device" in values:
                 values["device"] = torch.device("cpu")
-            positional = [values.pop(a.name) for a in function._schema.arguments if not a.kwarg_only]
+            positional = [values.pop(a.name) for a in schema_of(function).arguments if not a.kwarg_only]
             with torch.no_grad():
                 result = function(*positional, **values)
         except (AttributeError, RuntimeError, TypeError) as error:

@@ -15,16 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    unset_fake_temporarily,
-)
-from torch._subclasses.schema_check_mode import SchemaCheckMode
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_autotp.capture import vmap as transforms
 from lightning_autotp.capture.call_sites import call_key, call_leaves, calling_frame, source_line
@@ -34,6 +25,17 @@ from lightning_autotp.capture.static_values import Concrete, NoValue
 from lightning_autotp.layouts.places import Boundary, CallSite
 from lightning_autotp.operators import Shapes, functional, record, records
 from lightning_autotp.operators.graph import Call, Graph, Operator, Ref, TensorInfo
+from lightning_autotp.private.torch_private import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    PreDispatchMode,
+    schema_of,
+    storage_key,
+    tree_leaves,
+    tree_map_only,
+    unset_fake_temporarily,
+)
 from lightning_autotp.ranks.random_numbers import are_own_numbers_noted
 
 # Functions that make a tensor of numbers alone: those that are operators, and those that take what Python holds.
@@ -60,11 +62,8 @@ class _Storage:
     pending: list[tuple[tuple[Operator, ...], Ref]] = field(default_factory=list)
 
 
-class Tracer(SchemaCheckMode):
+class Tracer(PreDispatchMode):
     """A dispatch mode that appends every operator to :attr:`graph`.
-
-    PyTorch lets only its own classes see operators at the pre-dispatch key; SchemaCheckMode is the plainest of them and
-    is a base for its type alone.
 
     Args:
         model: the copy that will run; parameters are known by its names.
@@ -72,7 +71,7 @@ class Tracer(SchemaCheckMode):
     """
 
     def __init__(self, model: nn.Module, real: Mapping[int, Tensor]) -> None:
-        TorchDispatchMode.__init__(self, _dispatch_key=torch._C.DispatchKey.PreDispatch)
+        super().__init__()
         self.graph = Graph()
         self.modules: list[str] = [""]
         self.calls = Calls(self)
@@ -107,14 +106,14 @@ class Tracer(SchemaCheckMode):
             result = self._by_value(func, reads, error)
         written = [
             leaf
-            for argument, (_, value) in zip(func._schema.arguments, arguments, strict=True)
+            for argument, (_, value) in zip(schema_of(func).arguments, arguments, strict=True)
             if argument.is_write
             for leaf in _tensors(value)
         ]
         if written:
             self._write(func, reads, written, result)
             return result
-        if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(result)):  # a check, or a size
+        if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):  # a check, or a size
             return result
         inputs = [leaf for _, value in arguments for leaf in _tensors(value)]
         if known and (known.identity == "always" or (known.identity and inputs[0].dtype == result.dtype)):
@@ -180,7 +179,7 @@ class Tracer(SchemaCheckMode):
         arguments = named_arguments(func, *transforms.unwrapped((args, kwargs)))
         reads = tuple((key, self._read(value)) for key, value in arguments)
         result = func(*args, **kwargs)
-        if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(result)):
+        if any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):
             inputs = [leaf for _, value in arguments for leaf in _tensors(value)]
             self._note(f"{transforms.SPACE}.{func}", reads, transforms.unwrapped(result), inputs)
         return result
@@ -204,18 +203,16 @@ class Tracer(SchemaCheckMode):
                     values = {name: value(name, leaf) for name, leaf in reads}
                 except NoValue:
                     raise error from None
-                positional = [values.pop(a.name) for a in func._schema.arguments if not a.kwarg_only]
+                positional = [values.pop(a.name) for a in schema_of(func).arguments if not a.kwarg_only]
                 result = func(*positional, **values)
-            return pytree.tree_map_only(
-                Tensor, lambda real: torch.empty(real.shape, dtype=real.dtype, device="meta"), result
-            )
+            return tree_map_only(Tensor, lambda real: torch.empty(real.shape, dtype=real.dtype, device="meta"), result)
 
     def _note(self, name: str, reads: Any, result: Any, inputs: list[Tensor]) -> Operator:
-        outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         operator = self._append(name, reads, outputs)
         for number, (output, tensor) in enumerate(zip(outputs, operator.outputs, strict=True)):
             tracked = _Tracked(Ref(tensor))
-            base = next((other for other in inputs if _storage_key(other) == _storage_key(output)), None)
+            base = next((other for other in inputs if storage_key(other) == storage_key(output)), None)
             if base is not None:
                 storage, path, version = self._place(base)
                 tracked = _Tracked(Ref(tensor), storage, (*path, _output(operator, number)), version)
@@ -258,10 +255,10 @@ class Tracer(SchemaCheckMode):
 
     def _on_one_device(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Tensors made on the CPU by the model's code meet those of the trace on meta."""
-        leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if all(leaf.is_meta for leaf in leaves) or not any(leaf.is_meta for leaf in leaves):
             return args, kwargs
-        return pytree.tree_map_only(Tensor, self._on_meta, (args, kwargs))
+        return tree_map_only(Tensor, self._on_meta, (args, kwargs))
 
     def _on_meta(self, tensor: Tensor) -> Tensor:
         if tensor.is_meta:
@@ -345,7 +342,7 @@ class Tracer(SchemaCheckMode):
                 storage.root, storage.pending = Ref(value), []
             tracked = self._tracked(tensor)
             tracked.value, tracked.version = Ref(value), storage.version
-        for leaf in pytree.tree_leaves(result):
+        for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and id(leaf) not in self._tensors:
                 self._alias(leaf, written[0])
 
@@ -423,7 +420,7 @@ class Calls(TorchFunctionMode):
     def _constant(self, func: Any, args: Any, kwargs: Any, result: Tensor) -> None:
         """Note the value of a tensor made of Python's numbers: on meta it has none."""
         with contextlib.suppress(NoValue), self.tracer.pause(), unset_fake_temporarily():
-            args, kwargs = pytree.tree_map_only(Tensor, self.tracer.value, (args, kwargs))
+            args, kwargs = tree_map_only(Tensor, self.tracer.value, (args, kwargs))
             real = func(*args, **{**kwargs, "device": torch.device("cpu")})
             self.tracer.concrete.known.setdefault(self.tracer._read(result).tensor, real.detach())
 
@@ -445,13 +442,9 @@ def _tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in call_leaves(value) if isinstance(leaf, Tensor)]
 
 
-def _storage_key(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
 def _place_key(tensor: Tensor) -> Any:
     """Equal for two objects that are the same tensor."""
-    return _storage_key(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+    return storage_key(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _output(operator: Operator, number: int) -> Operator:

@@ -10,17 +10,18 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from torch._C._functorch import (
+
+from lightning_autotp.capture.static_values import NoValue
+from lightning_autotp.private.torch_private import (
     TransformType,
+    custom_function_call,
+    dispatch_functorch,
     get_interpreter_stack,
     get_unwrapped,
     is_functorch_wrapped_tensor,
+    schema_of,
+    tree_map_only,
 )
-from torch._functorch.autograd_function import custom_function_call
-from torch._functorch.pyfunctorch import dispatch_functorch
-from torch.utils import _pytree as pytree
-
-from lightning_autotp.capture.static_values import NoValue
 
 SPACE = "transformed"
 """In an operator's name, before the name of the one that ran: ``transformed.aten.add.Tensor``."""
@@ -46,7 +47,7 @@ def unwrapped(values: Any) -> Any:
             tensor = get_unwrapped(tensor)
         return tensor
 
-    return pytree.tree_map_only(Tensor, one, values)
+    return tree_map_only(Tensor, one, values)
 
 
 def check(func: Any) -> None:
@@ -55,7 +56,7 @@ def check(func: Any) -> None:
     Raises:
         NoValue: if the operator writes in place: through a wrapper, nobody sees what else looks at the memory.
     """
-    if any(argument.is_write for argument in func._schema.arguments):
+    if any(argument.is_write for argument in schema_of(func).arguments):
         raise NoValue(f"{func} writes in place under torch.vmap")
 
 

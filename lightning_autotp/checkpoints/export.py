@@ -23,27 +23,29 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.dynamic_module_utils import custom_object_save
-from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
-from transformers.tokenization_utils_base import (
-    ADDED_TOKENS_FILE,
-    FULL_TOKENIZER_FILE,
-    SPECIAL_TOKENS_MAP_FILE,
-    TOKENIZER_CONFIG_FILE,
-)
-from transformers.utils import (
-    FEATURE_EXTRACTOR_NAME,
-    PROCESSOR_NAME,
-    SAFE_WEIGHTS_INDEX_NAME,
-    VIDEO_PROCESSOR_NAME,
-)
-from transformers.utils.hub import CHAT_TEMPLATE_DIR, CHAT_TEMPLATE_FILE, LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE
 
 from lightning_autotp.checkpoints.reversal import ExportPlan, Step, describe_conversions, plan_export, skeleton
 from lightning_autotp.checkpoints.safetensors_writer import Described, SafetensorsWriter
 from lightning_autotp.checkpoints.stored import original_shape
 from lightning_autotp.parameters.gathering import whole_tensor
 from lightning_autotp.parameters.state import ParameterTable, is_parallel, parallel_state
+from lightning_autotp.private.transformers_private import (
+    ADDED_TOKENS_FILE,
+    CHAT_TEMPLATE_DIR,
+    CHAT_TEMPLATE_FILE,
+    FEATURE_EXTRACTOR_NAME,
+    FULL_TOKENIZER_FILE,
+    LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE,
+    PROCESSOR_NAME,
+    SAFE_WEIGHTS_INDEX_NAME,
+    SPECIAL_TOKENS_MAP_FILE,
+    TOKENIZER_CONFIG_FILE,
+    VIDEO_PROCESSOR_NAME,
+    conversions_of,
+    custom_object_save,
+    set_conversions_of,
+    tokenizer_class_from_name,
+)
 from lightning_autotp.ranks.agreement import raise_together
 
 _log = logging.getLogger(__name__)
@@ -137,7 +139,7 @@ def save_pretrained(
         # What from_pretrained renamed, fused or cut on the way in is undone on the way out. (What it dequantized is
         # written as it is, with the names that transformers' own format has for the architecture.)
         if describe_conversions(model) is not None:
-            original._weight_conversions = model._weight_conversions
+            set_conversions_of(original, conversions_of(model))
         if writes:
             tokenizer = tokenizer_of(tokenizer, source_of(model))
         plan = plan_export(original, tensors, max_shard_size=max_shard_size, save_original_format=save_original_format)
@@ -232,7 +234,7 @@ def describe_models(module: nn.Module) -> dict[str, Any]:
 def source_of(model: PreTrainedModel) -> str | None:
     """The directory or Hub id that a model was loaded from, ``None`` if it was not."""
     source = parallel_state(model).sources.get("") if is_parallel(model) else None
-    return model.config._name_or_path or None if source is None else source.origin
+    return model.config.name_or_path or None if source is None else source.origin
 
 
 def _described(

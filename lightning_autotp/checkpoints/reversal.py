@@ -21,15 +21,22 @@ import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import revert_weight_conversion
-from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from lightning_autotp.building.deferred import deferred_init
 from lightning_autotp.building.recipe import Recipe
 from lightning_autotp.building.recorder import Recorder
 from lightning_autotp.building.weight_conversion import Blocks
 from lightning_autotp.checkpoints.safetensors_writer import Described
+from lightning_autotp.private.torch_private import parameters_of, storage_key
+from lightning_autotp.private.transformers_private import (
+    conversion_key,
+    conversions_of,
+    get_model_conversion_mapping,
+    names_not_saved,
+    remove_tied_weights_from_state_dict,
+    revert_weight_conversion,
+    set_conversions_of,
+)
 
 
 @dataclass
@@ -126,11 +133,11 @@ def skeleton(kind: type[PreTrainedModel], config: Any, tensors: Mapping[str, tup
     wholes: dict[Hashable, nn.Parameter] = {}
     for name, (described, identity) in tensors.items():
         path, _, leaf = name.rpartition(".")
-        if path in modules and leaf in modules[path]._parameters:
+        if path in modules and leaf in parameters_of(modules[path]):
             if identity not in wholes:
                 empty = torch.empty(described.shape, dtype=described.dtype, device="meta")
                 wholes[identity] = nn.Parameter(empty, requires_grad=False)
-            modules[path]._parameters[leaf] = wholes[identity]
+            parameters_of(modules[path])[leaf] = wholes[identity]
     return model
 
 
@@ -139,11 +146,11 @@ def describe_conversions(model: Any) -> list[list[Any]] | None:
 
     ``None`` where it was not loaded, or was dequantized: it is then written as transformers' own format has it.
     """
-    conversions = getattr(model, "_weight_conversions", None)
+    conversions = conversions_of(model)
     operations = [operation for entry in conversions or () for operation in getattr(entry, "operations", ())]
     if conversions is None or any(getattr(operation, "hf_quantizer", None) for operation in operations):
         return None
-    return [_key(conversion) for conversion in conversions]
+    return [conversion_key(conversion) for conversion in conversions]
 
 
 def set_conversions(original: Any, described: list[list[Any]] | None) -> None:
@@ -152,15 +159,12 @@ def set_conversions(original: Any, described: list[list[Any]] | None) -> None:
     If one of them is unknown here (the user's own, another version of transformers), it undoes the architecture's.
     """
     if described is not None:
-        known = {json.dumps(_key(conversion)): conversion for conversion in get_model_conversion_mapping(original)}
+        known = {
+            json.dumps(conversion_key(conversion)): conversion for conversion in get_model_conversion_mapping(original)
+        }
         found = [known.get(json.dumps(key)) for key in described]
         if None not in found:
-            original._weight_conversions = found
-
-
-def _key(conversion: Any) -> list[Any]:
-    sources, targets = conversion._original_source_patterns, conversion._original_target_patterns
-    return [type(conversion).__name__, list(sources), list(targets), conversion.scope_prefix]
+            set_conversions_of(original, found)
 
 
 def plan_export(
@@ -182,7 +186,7 @@ def plan_export(
         RuntimeError: if tensors are tied that the model's class does not declare as tied.
         ValueError: if ``max_shard_size`` cannot be understood.
     """
-    ignored = set(original._keys_to_ignore_on_save or ())
+    ignored = names_not_saved(original)
     # Ties are found by memory: one element each stands for a tensor.
     memory = {identity: torch.empty(1) for _, identity in tensors.values()}
     untied = remove_tied_weights_from_state_dict(
@@ -214,7 +218,7 @@ def _recorded(
         state or {},
         get_storage_size=lambda tensor: tensor.untyped_storage().nbytes(),
         # What shares memory goes into one file; all memory of no bytes is one address.
-        get_storage_id=lambda tensor: tensor.untyped_storage().nbytes() and tensor.untyped_storage()._cdata,
+        get_storage_id=lambda tensor: tensor.untyped_storage().nbytes() and storage_key(tensor),
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=max_shard_size,
     )

@@ -34,6 +34,7 @@ from lightning_autotp.building.checkpoint_reading import DamagedFileError, Missi
 from lightning_autotp.layouts.ownership import Run
 from lightning_autotp.parameters.local_blocks import counted_blocks, held_blocks, index, plain
 from lightning_autotp.parameters.meta import ParameterMeta
+from lightning_autotp.private.distributed_private import FileSystemReader
 from lightning_autotp.ranks.group import TPGroup
 
 Box = tuple[Run, ...]
@@ -140,20 +141,21 @@ class StoredTensor:
             self._directory.reader.read_data(LoadPlan(items), _Placing(held)).wait()
 
 
-class _CheckedReader(dcp.FileSystemReader):
+class _CheckedReader(FileSystemReader):
     """Compares the checksum of every stored box that is read (a ``torch.save`` archive has one) before it is used."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self._checked: set[tuple[str, int]] = set()
 
-    def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
-        part = io.BytesIO(super()._slice_file(file, sinfo).read(sinfo.length))
-        if (sinfo.relative_path, sinfo.offset) not in self._checked:
-            check_archive(part, sinfo.relative_path)
-            part.seek(0)
-            self._checked.add((sinfo.relative_path, sinfo.offset))
-        return part
+    def opened(self, part: IO[bytes], file: str, offset: int, length: int) -> IO[bytes]:
+        """The box, checked."""
+        box = io.BytesIO(part.read(length))
+        if (file, offset) not in self._checked:
+            check_archive(box, file)
+            box.seek(0)
+            self._checked.add((file, offset))
+        return box
 
 
 def check_archive(file: Any, name: str) -> None:

@@ -19,6 +19,8 @@ from torch.optim.swa_utils import AveragedModel
 from lightning_autotp.checkpoints.state import load_full_state_dict
 from lightning_autotp.parameters.local_blocks import plain, reshard
 from lightning_autotp.parameters.state import parallel_models
+from lightning_autotp.private import lightning_private as private
+from lightning_autotp.private.torch_private import children_of, module_like
 from lightning_autotp.ranks.agreement import raise_together
 
 
@@ -36,7 +38,7 @@ class _HeldAverages(AveragedModel):
             self.module = held
 
 
-class _LocalAverages(callbacks.WeightAveraging):
+class _LocalAverages(private.WeightAveraging):
     """What both callbacks do otherwise than Lightning's. With other strategies they are Lightning's."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -54,7 +56,7 @@ class _LocalAverages(callbacks.WeightAveraging):
         if not _is_parallel(trainer):
             return
         reshard(pl_module)
-        device = torch.device(self._device if self._device is not None else pl_module.device)
+        device = torch.device(self.average_device if self.average_device is not None else pl_module.device)
         if device.type != pl_module.device.type:
             raise ValueError(
                 f"{type(self).__name__}(device={str(device)!r}): the averages of a divided model are gathered over its"
@@ -64,32 +66,28 @@ class _LocalAverages(callbacks.WeightAveraging):
         twin = _twin(pl_module, made)
         for model, state in parallel_models(pl_module):
             made[id(model)].autotp = state.of_copy(made)
-        self._average_model = _HeldAverages(twin, device=device, use_buffers=self._use_buffers, **self._kwargs)
+        self.average = _HeldAverages(twin, device=device, **self.average_options)
 
-    def _swap_models(self, pl_module: LightningModule) -> None:
-        reshard(pl_module)  # what an evaluation has left gathered would be taken for this rank's part
-        super()._swap_models(pl_module)
-
-    def _copy_average_to_current(self, pl_module: LightningModule) -> None:
+    def before_exchange(self, pl_module: LightningModule) -> None:
+        """What an evaluation has left gathered would be taken for this rank's part."""
         reshard(pl_module)
-        super()._copy_average_to_current(pl_module)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """The averages as one process would have them. Collective."""
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
-        if _is_parallel(trainer) and self._average_model is not None:
-            checkpoint["state_dict"] = trainer.strategy.state_of(self._average_model.module)  # type: ignore[attr-defined]
+        if _is_parallel(trainer) and self.average is not None:
+            checkpoint["state_dict"] = trainer.strategy.state_of(self.average.module)  # type: ignore[attr-defined]
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Each rank takes its part; a checkpoint without averages gives both."""
-        if not _is_parallel(trainer) or self._average_model is None:
+        if not _is_parallel(trainer) or self.average is None:
             super().on_load_checkpoint(trainer, pl_module, checkpoint)
             return
         has_both = "current_model_state" in checkpoint and "averaging_state" in checkpoint
         with raise_together(None, "loading the checkpoint's averaged weights"):
-            load_full_state_dict(self._average_model.module, checkpoint["state_dict"], strict=has_both)
+            load_full_state_dict(self.average.module, checkpoint["state_dict"], strict=has_both)
             if has_both:
-                self._average_model.n_averaged.copy_(checkpoint["averaging_state"]["n_averaged"])
+                self.average.n_averaged.copy_(checkpoint["averaging_state"]["n_averaged"])
                 load_full_state_dict(pl_module, checkpoint["current_model_state"])
 
 
@@ -129,10 +127,7 @@ def _twin(module: nn.Module, made: dict[int, Any], of: Callable[[Tensor], Tensor
         return {name: None if t is None else made.setdefault(id(t), of(t)) for name, t in named.items()}
 
     if id(module) not in made:
-        made[id(module)] = twin = nn.Module()
-        twin._parameters = tensors(module._parameters)
-        twin._buffers = tensors(module._buffers)
-        twin._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
-        children = module._modules.items()
-        twin._modules = {name: None if child is None else _twin(child, made, of) for name, child in children}
+        made[id(module)] = twin = module_like(module, tensors)
+        for name, child in children_of(module).items():
+            twin.add_module(name, None if child is None else _twin(child, made, of))
     return made[id(module)]

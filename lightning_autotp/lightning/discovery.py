@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from lightning_autotp.building.recipe import take_recipe
 from lightning_autotp.parameters.state import is_parallel
+from lightning_autotp.private.torch_private import parameters_of, uncompiled
 
 
 def parallel_sizes(devices: int, tensor: int | str, data: int | str) -> tuple[int, int]:
@@ -53,7 +54,7 @@ def find_models(module: nn.Module, example_inputs: Any = None) -> list[tuple[nn.
                 f" {found}. Build the model in configure_model() or __init__() and assign it to one attribute (parts"
                 " that belong together into one nn.Module)"
             )
-        models = [getattr(child, "_orig_mod", child) for child in children.values()]
+        models = [uncompiled(child) for child in children.values()]
         inputs = inputs if inputs is not None else getattr(module, "example_input_array", None)
     return [(model, inputs) for model in models if not is_parallel(model)]
 
@@ -75,7 +76,7 @@ def fill_remaining(module: nn.Module) -> None:
     """
     filled: dict[nn.Parameter, nn.Parameter] = {}
     for path, owner in module.named_modules():
-        for name, parameter in owner._parameters.items():
+        for name, parameter in parameters_of(owner).items():
             if parameter is None or not parameter.is_meta:
                 continue
             if parameter not in filled:
@@ -86,4 +87,4 @@ def fill_remaining(module: nn.Module) -> None:
                         " it in configure_model(), and do not tie it to a parameter inside the parallel model"
                     )
                 filled[parameter] = nn.Parameter(make().to(parameter.dtype), requires_grad=parameter.requires_grad)
-            owner._parameters[name] = filled[parameter]
+            parameters_of(owner)[name] = filled[parameter]

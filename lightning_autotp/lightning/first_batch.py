@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_autotp.capture.capture import step_size
 from lightning_autotp.layouts.step_size import StepSize, TokensPerStep
+from lightning_autotp.private.lightning_private import training_data
 
 SECONDS = 20.0
 """How long reading one batch may take."""
@@ -37,10 +38,10 @@ def first_batch(trainer: Trainer) -> TokensPerStep:
     """The size of the first batch that the trainer will train on, or why it is not known."""
     if trainer.state.fn != TrainerFn.FITTING:
         return TokensPerStep(source="nominal: nothing is trained")
-    source = trainer.fit_loop._data_source
-    if source.is_module():
-        return _unknown(f"{source.name}() is not called ahead of time")
-    return batch_size_of(source.instance)
+    data, hook = training_data(trainer)
+    if hook:
+        return _unknown(f"{hook}() is not called ahead of time")
+    return batch_size_of(data)
 
 
 def batch_size_of(loader: Any) -> TokensPerStep:

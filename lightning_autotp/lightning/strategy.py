@@ -20,14 +20,10 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from lightning.fabric.utilities.data import _auto_add_worker_init_fn
-from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch import Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import MixedPrecision, TorchCheckpointIO
-from lightning.pytorch.strategies import ModelParallelStrategy, Strategy, StrategyRegistry
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
@@ -52,8 +48,20 @@ from lightning_autotp.layouts.step_size import TokensPerStep
 from lightning_autotp.lightning.averaging import refuse_whole_copies
 from lightning_autotp.lightning.discovery import fill_remaining, find_models, outermost, parallel_sizes
 from lightning_autotp.lightning.first_batch import first_batch
-from lightning_autotp.lightning.summary import summarize_as_before, summarize_whole_model
+from lightning_autotp.lightning.summary import ParallelSummary
 from lightning_autotp.pipeline import fill_local, make_local
+from lightning_autotp.private.distributed_private import default_store
+from lightning_autotp.private.lightning_private import (
+    ModelParallelStrategy,
+    add_worker_init_fn,
+    collect_rng_states,
+    default_pg_timeout,
+    optimizers_to_device,
+    set_rng_states,
+    summarize_as_before,
+    summarize_with,
+    use_distributed_sampler,
+)
 from lightning_autotp.ranks.agreement import check_same_batch, check_same_weights, raise_together
 from lightning_autotp.ranks.peers import Peer, PeerWatch
 from lightning_autotp.solving.options import PlanOptions
@@ -138,12 +146,10 @@ class AutoTPStrategy(ModelParallelStrategy):
 
     # --- before there are processes ---
 
-    def _configure_launcher(self) -> None:
+    def before_launch(self) -> None:
+        """Decide on the sizes."""
         devices = self.num_nodes * self.num_processes
-        self._tensor_parallel_size, self._data_parallel_size = parallel_sizes(
-            devices, self._tensor_parallel_size, self._data_parallel_size
-        )
-        super()._configure_launcher()
+        self.set_sizes(*parallel_sizes(devices, self.tensor_ranks, self.data_ranks))
 
     # --- groups ---
 
@@ -200,7 +206,7 @@ class AutoTPStrategy(ModelParallelStrategy):
             make_local(model, self.tensor_parallel_group, inputs, options)
         # Before the parameters take memory: what is on meta becomes of the precision's dtype, and then real.
         self.model = self.precision_plugin.convert_module(module)
-        copies = self.device_mesh["data_parallel"] if self._data_parallel_size != 1 else None
+        copies = self.device_mesh["data_parallel"] if self.data_ranks != 1 else None
         for model, _ in models:
             fill_local(model, self.root_device, copies)
         with raise_together(None, "initializing the LightningModule's own parameters"):
@@ -214,18 +220,18 @@ class AutoTPStrategy(ModelParallelStrategy):
         for handle in self._averaging:
             handle.remove()
         self._averaging = average_gradients(module, self.data_parallel_group)
-        if self._data_parallel_size == 1:
+        if self.data_ranks == 1:
             # One copy of the model sees all the data, in the order one process would: Lightning's distributed sampler
             # would only shuffle it, even where the user's does not.
-            trainer._accelerator_connector.use_distributed_sampler = False
+            use_distributed_sampler(trainer, False)
         self._seen_batches.clear()
-        summarize_whole_model(trainer.callbacks)  # type: ignore[attr-defined]
+        summarize_with(ParallelSummary, trainer.callbacks)  # type: ignore[attr-defined]
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
-            _optimizers_to_device(self.optimizers, self.root_device)
+            optimizers_to_device(self.optimizers, self.root_device)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Make the optimizers, and refuse those that cannot work on parts of tensors."""
@@ -263,7 +269,7 @@ class AutoTPStrategy(ModelParallelStrategy):
             return
         peers: list[Any] = [None] * self.world_size
         dist.all_gather_object(peers, Peer.this_process(self.global_rank))
-        store = dist.distributed_c10d._get_default_store()
+        store = default_store()
         self._peers = PeerWatch(peers, self.global_rank, store, run=self.broadcast(uuid.uuid4().hex))
 
     def on_exception(self, exception: BaseException) -> None:
@@ -293,7 +299,7 @@ class AutoTPStrategy(ModelParallelStrategy):
 
     def _share_random_state(self) -> None:
         """Rank 0's random state for every rank: in one process it would have been the only one."""
-        _set_rng_states(self.broadcast(_collect_rng_states(include_cuda=False)))
+        set_rng_states(self.broadcast(collect_rng_states(include_cuda=False)))
         if self.root_device.type == "cuda":
             torch.cuda.set_rng_state(self.broadcast(torch.cuda.get_rng_state(self.root_device)), self.root_device)
 
@@ -303,7 +309,7 @@ class AutoTPStrategy(ModelParallelStrategy):
         """Seed the loader's workers by data-parallel rank, so that one group's ranks augment alike; or read once."""
         place = self.distributed_sampler_kwargs
         check_sampler(dataloader, place["num_replicas"], place["rank"])
-        _auto_add_worker_init_fn(dataloader, place["rank"])
+        add_worker_init_fn(dataloader, place["rank"])
         if self._broadcast_batches and self.tensor_parallel_group.size() > 1:
             return broadcast_loader(dataloader, self.tensor_parallel_group, self.root_device)
         return dataloader
@@ -324,14 +330,14 @@ class AutoTPStrategy(ModelParallelStrategy):
     def on_predict_start(self) -> None:
         """Rows to predict are not padded: the copies of the model may have different numbers of batches."""
         assert self.lightning_module is not None
-        if self._data_parallel_size != 1:
+        if self.data_ranks != 1:
             batches = self.lightning_module.trainer.predict_loop.max_batches
             gather_if_uneven(self.lightning_module, batches, self.data_parallel_group)
 
     def on_predict_end(self) -> None:
         """From now on the copies are called equally often again."""
         assert self.lightning_module is not None
-        if self._data_parallel_size != 1:
+        if self.data_ranks != 1:
             in_parts_again(self.lightning_module)
 
     # --- logging and decisions ---
@@ -358,15 +364,15 @@ class AutoTPStrategy(ModelParallelStrategy):
 
     def state_of(self, module: nn.Module) -> dict[str, Any]:
         """As :meth:`lightning_module_state_dict`, of any module with the parallel model's parameters. Collective."""
-        if self._save_distributed_checkpoint:
+        if self.writes_directories:
             return held_state(module, copy=self._save_async)
         return full_state_dict(module, keep=self.is_global_zero)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state, likewise."""
         assert self.lightning_module is not None
-        plain = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        if self._save_distributed_checkpoint:
+        plain = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        if self.writes_directories:
             return held_optimizer_state(plain, self.lightning_module, copy=self._save_async)
         return full_optimizer_state(plain, self.lightning_module, keep=self.is_global_zero)
 
@@ -381,7 +387,7 @@ class AutoTPStrategy(ModelParallelStrategy):
         checkpoint[ENTRY] = describe_models(self.lightning_module)
         if "://" in str(path) or type(self.checkpoint_io) is not TorchCheckpointIO or storage_options is not None:
             with raise_together(None, f"writing the checkpoint {path}"):
-                if self._save_distributed_checkpoint:
+                if self.writes_directories:
                     raise ValueError(
                         f"a distributed checkpoint is written to a directory that all ranks see, not to {path} or by a"
                         " CheckpointIO plugin: use save_distributed_checkpoint=False"
@@ -396,7 +402,7 @@ class AutoTPStrategy(ModelParallelStrategy):
                 self._write_checkpoint(checkpoint, Path(path))
 
     def _write_checkpoint(self, checkpoint: dict[str, Any], path: Path) -> None:
-        if self._save_distributed_checkpoint:
+        if self.writes_directories:
             assert self._saving_group is not None
             save_directory(checkpoint, path, self._saving_group)
         elif self.is_global_zero:
@@ -438,7 +444,7 @@ class AutoTPStrategy(ModelParallelStrategy):
         with raise_together(None, "loading the checkpoint's optimizer states"):
             for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
                 load_full_optimizer_state(optimizer, state, self.lightning_module)
-        _optimizers_to_device(self.optimizers, self.root_device)
+        optimizers_to_device(self.optimizers, self.root_device)
 
     def save_pretrained(self, directory: str | os.PathLike[str], model: nn.Module | None = None, **kwargs: Any) -> None:
         """Write the LightningModule's Hugging Face model so that plain ``from_pretrained`` loads it. Collective.

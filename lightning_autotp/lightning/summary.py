@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from functools import partial
 
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelSummary as ModelSummaryCallback
-from lightning.pytorch.utilities.model_summary import ModelSummary
-from lightning.pytorch.utilities.model_summary.model_summary import NOT_APPLICABLE, get_human_readable_count
 from torch import nn
 
 from lightning_autotp.checkpoints.stored import original_shape
 from lightning_autotp.parameters.local_blocks import plain
 from lightning_autotp.parameters.state import ParameterTable
+from lightning_autotp.private.lightning_private import NOT_APPLICABLE, ModelSummary, get_human_readable_count
 
 
 class ParallelSummary(ModelSummary):
@@ -27,52 +22,32 @@ class ParallelSummary(ModelSummary):
     @property
     def param_nums(self) -> list[int]:
         """Parameters of every listed module in the original model."""
-        table = ParameterTable(self._model)
-        return [_original(layer._module, table) for layer in self._layer_summary.values()]
+        table = ParameterTable(self.summarized)
+        return [_original(module, table) for module in self.listed]
 
     @property
     def local_param_nums(self) -> list[int]:
         """Parameters of every listed module on this rank."""
-        return [
-            sum(plain(parameter).numel() for parameter in layer._module.parameters())
-            for layer in self._layer_summary.values()
-        ]
+        return [sum(plain(parameter).numel() for parameter in module.parameters()) for module in self.listed]
 
     @property
     def total_parameters(self) -> int:
         """Parameters of the original model."""
-        return _original(self._model, ParameterTable(self._model))
+        return _original(self.summarized, ParameterTable(self.summarized))
 
     @property
     def trainable_parameters(self) -> int:
         """Those of them that are trained."""
-        return _original(self._model, ParameterTable(self._model), trainable=True)
+        return _original(self.summarized, ParameterTable(self.summarized), trainable=True)
 
-    def _get_summary_data(self) -> list[tuple[str, list[str]]]:
-        columns = super()._get_summary_data()
+    def columns(self, usual: list[tuple[str, list[str]]]) -> list[tuple[str, list[str]]]:
+        """The usual ones, and what this rank holds of each module."""
+        columns = list(usual)
         local = [get_human_readable_count(number) for number in self.local_param_nums]
         place = 1 + [name for name, _ in columns].index("Params")
         rows = len(columns[0][1])
         columns.insert(place, ("Params per Device", local + [NOT_APPLICABLE] * (rows - len(local))))
         return columns
-
-
-def summarize_whole_model(used: Iterable[Callback]) -> None:
-    """Let the ModelSummary callbacks among ``used`` (Lightning adds one by default) show :class:`ParallelSummary`."""
-    for callback in used:
-        if isinstance(callback, ModelSummaryCallback):
-            callback._summary = partial(_summary, callback._max_depth)  # type: ignore[method-assign]
-
-
-def summarize_as_before(used: Iterable[Callback]) -> None:
-    """Undo :func:`summarize_whole_model`."""
-    for callback in used:
-        if isinstance(callback, ModelSummaryCallback):
-            vars(callback).pop("_summary", None)
-
-
-def _summary(depth: int, trainer: Trainer, module: LightningModule) -> ParallelSummary:
-    return ParallelSummary(module, max_depth=depth)
 
 
 def _original(module: nn.Module, table: ParameterTable, trainable: bool = False) -> int:

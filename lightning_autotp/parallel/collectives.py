@@ -44,9 +44,9 @@ from lightning_autotp.capture import recording
 from lightning_autotp.layouts.ownership import Ownership
 from lightning_autotp.layouts.transitions import TRANSITIONS, Pair, transition
 from lightning_autotp.layouts.types import Invariant, Layout, Partial, Replicate, Shard
+from lightning_autotp.private.distributed_private import collectives
 from lightning_autotp.ranks.group import TPGroup
 
-_ops = torch.ops._c10d_functional
 _uncached_owners = Ownership.__dict__["owners"].func
 
 
@@ -57,14 +57,14 @@ def reduce_values(x: Tensor, group: TPGroup, op: str = "sum") -> Tensor:
     """All-reduce outside autograd: ``op`` (``"sum"`` or ``"max"``) over the ranks' ``x``, on every rank. Collective."""
     if x.is_meta or x.numel() == 0:
         return torch.empty_like(x)
-    return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), op, group.name))
+    return collectives.wait_tensor(collectives.all_reduce(x.contiguous(), op, group.name))
 
 
 def _gather_parts(x: Tensor, group: TPGroup) -> Tensor:
     """Every rank's ``x``, all of one shape: ``[...] -> [ranks, ...]``."""
     if x.is_meta or x.numel() == 0:
         return x.new_empty((group.size, *x.shape))
-    flat = _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous().view(-1), group.size, group.name))
+    flat = collectives.wait_tensor(collectives.all_gather_into_tensor(x.contiguous().view(-1), group.size, group.name))
     return flat.view(group.size, *x.shape)
 
 
@@ -72,7 +72,9 @@ def _reduce_scatter_parts(parts: Tensor, group: TPGroup) -> Tensor:
     """This rank's part, summed over the ranks: ``[ranks, ...] -> [...]``."""
     if parts.is_meta or parts.numel() == 0:
         return parts.new_empty(parts.shape[1:])
-    part = _ops.wait_tensor(_ops.reduce_scatter_tensor(parts.contiguous().view(-1), "sum", group.size, group.name))
+    part = collectives.wait_tensor(
+        collectives.reduce_scatter_tensor(parts.contiguous().view(-1), "sum", group.size, group.name)
+    )
     return part.view(parts.shape[1:])
 
 

@@ -23,6 +23,7 @@ from lightning_autotp.layouts.plan import ImplementationPlan
 from lightning_autotp.layouts.types import Shard
 from lightning_autotp.parallel.collectives import all_reduce, owner_rows, take_owned
 from lightning_autotp.parallel.local_parameters import LocalParameters, become, localize_parameter
+from lightning_autotp.private.torch_private import assert_async
 from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.solving.implementations import Implementation
 
@@ -62,7 +63,7 @@ def check_indices(indices: Tensor, valid: Tensor, message: str) -> None:
         if not bool(valid.all()):
             raise IndexError(f"{message}; found {indices[~valid].flatten()[0].item()}")
     else:
-        torch._assert_async(valid.all(), message)
+        assert_async(valid.all(), message)
 
 
 def vocab_parallel_lookup(

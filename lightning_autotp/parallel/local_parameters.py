@@ -15,6 +15,7 @@ from torch import nn
 from lightning_autotp.layouts.ownership import Ownership
 from lightning_autotp.layouts.types import Shard
 from lightning_autotp.parallel.collectives import take_owned
+from lightning_autotp.private.torch_private import parameters_of
 from lightning_autotp.ranks.group import TPGroup
 
 _Parallel = TypeVar("_Parallel", bound=nn.Module)
@@ -48,7 +49,7 @@ def localize_parameter(
         ValueError: if the module has no such plain parameter, if its size is not the map's, or if a tied parameter was
             already given another layout.
     """
-    old = module._parameters.get(name)
+    old = parameters_of(module).get(name)
     if old is None:
         raise ValueError(
             f"{type(module).__name__} has no parameter '{name}' of its own (it may be parametrized or quantized): "

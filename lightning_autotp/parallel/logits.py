@@ -39,13 +39,20 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 from torch.overrides import resolve_name
-from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_autotp.layouts.ownership import Ownership
 from lightning_autotp.layouts.types import Shard
 from lightning_autotp.parallel.collectives import all_gather, copy_to_tensor_parallel, keep_first_owned, take_owned
 from lightning_autotp.parallel.cross_entropy import vocab_parallel_cross_entropy
 from lightning_autotp.parallel.whole_dim import after_index, after_reshape
+from lightning_autotp.private.torch_private import (
+    VIEW_GETTERS,
+    schema_of,
+    tree_leaves,
+    tree_map,
+    without_subclasses,
+    wrapper,
+)
 from lightning_autotp.ranks.group import TPGroup
 
 
@@ -131,7 +138,7 @@ class VocabParallelLogits(Tensor):
     ) -> Any:
         kwargs = dict(kwargs or {})
         if func in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_subclasses():
                 return func(*args, **kwargs)
         handler = _HANDLERS.get(func)
         if handler is None and func in _recorders():
@@ -155,7 +162,7 @@ class VocabParallelLogits(Tensor):
     ) -> Any:
         # Only what bypasses __torch_function__ arrives here, below autograd, which has recorded it on the wrapper.
         kwargs = dict(kwargs or {})
-        if func._schema.is_mutable:  # type: ignore[attr-defined]
+        if schema_of(func).is_mutable:
             raise _in_place_error(str(func), next(x for x in tree_leaves((args, kwargs)) if isinstance(x, cls)))
         _say_gathered(func, args, kwargs)
         args, kwargs = tree_map(lambda x: x.full() if isinstance(x, cls) else x, (args, kwargs))
@@ -183,10 +190,10 @@ class _Wrap(Function):
 
 def _make(local: Tensor, dim: int, ownership: Ownership, group: TPGroup) -> VocabParallelLogits:
     shape = [ownership.size if at == dim else size for at, size in enumerate(local.shape)]
-    wrapper = Tensor._make_wrapper_subclass(VocabParallelLogits, shape, dtype=local.dtype, device=local.device)
-    wrapper.local, wrapper.shard, wrapper.group = local, Shard(((dim, ownership),)), group
-    wrapper.one_position = False
-    return wrapper
+    made: VocabParallelLogits = wrapper(VocabParallelLogits, shape, local)
+    made.local, made.shard, made.group = local, Shard(((dim, ownership),)), group
+    made.one_position = False
+    return made
 
 
 # --- functions that stay sharded. Each handler answers NotImplemented to have the logits gathered. ---
@@ -400,8 +407,9 @@ _METADATA = frozenset(
     + _getters(
         "shape", "ndim", "dtype", "device", "layout", "itemsize", "nbytes", "requires_grad", "grad_fn", "is_leaf"
     )
-    + _everywhere("is_conj", "is_neg", "is_inference", "_is_view")
-    + _getters("grad", "_base", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested")
+    + _everywhere("is_conj", "is_neg", "is_inference")
+    + VIEW_GETTERS
+    + _getters("grad", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested")
 )
 
 _HANDLERS: dict[Callable[..., Any], Callable[[Callable[..., Any], Sequence[Any], dict[str, Any]], Any]] = {

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from lightning_autotp.layouts.ownership import Run
 from lightning_autotp.parameters.meta import ParameterMeta, Slices
+from lightning_autotp.private.distributed_private import compute_local_shape_and_global_offset
 from lightning_autotp.ranks.group import TPGroup
 
 

@@ -20,6 +20,7 @@ from lightning_autotp.building.recipe import take_recipe
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.parameters.local_blocks import reshard
 from lightning_autotp.parameters.meta import ParameterMeta
+from lightning_autotp.private.torch_private import children_of, parameters_of
 from lightning_autotp.ranks.group import TPGroup
 
 Hook = Callable[[Tensor], Tensor]
@@ -44,7 +45,7 @@ class Place(NamedTuple):
     @property
     def parameter(self) -> nn.Parameter:
         """The parameter itself."""
-        parameter = self.module._parameters[self.attribute]
+        parameter = parameters_of(self.module)[self.attribute]
         assert parameter is not None
         return parameter
 
@@ -121,7 +122,7 @@ class ParallelState:
         strangers: list[str] = []
         for path, module in modules.items():
             before = self._paths.get(module, None if path in occupied else path)
-            for attribute in [name for name, parameter in module._parameters.items() if parameter is not None]:
+            for attribute in [name for name, parameter in parameters_of(module).items() if parameter is not None]:
                 name = None if before is None else _joined(before, attribute)
                 if name is None or name not in self.metas:
                     strangers.append(_joined(path, attribute))
@@ -243,7 +244,7 @@ def _own_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             continue
         done.add(module)
         yield path, module
-        children = [(_joined(path, name), child) for name, child in module._modules.items() if child is not None]
+        children = [(_joined(path, name), child) for name, child in children_of(module).items() if child is not None]
         pending += reversed(children)
 
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from lightning_autotp.private.distributed_private import process_group
+
 
 @dataclass(frozen=True)
 class TPGroup:
@@ -29,4 +31,4 @@ class TPGroup:
     @property
     def process_group(self) -> dist.ProcessGroup:
         """The process group itself."""
-        return dist.distributed_c10d._resolve_process_group(self.name)  # type: ignore[arg-type]
+        return process_group(self.name)

@@ -27,13 +27,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DistributedSampler
 
+from lightning_autotp.private.torch_private import LoaderOfLoader
 from lightning_autotp.ranks.agreement import PeerError
 
 LARGE = 1 << 20
 """Bytes from which on a tensor is sent by itself."""
 
 
-class BroadcastLoader:
+class BroadcastLoader(LoaderOfLoader):
     """A loader that only the first rank of a group reads.
 
     Making it, ``iter()`` and ``next()`` are collective over the group: its ranks must iterate in step, as a Trainer's
@@ -62,15 +63,6 @@ class BroadcastLoader:
         if name == "loader":  # an object that is being copied has none yet
             raise AttributeError(name)
         return getattr(self.loader, name)
-
-    @property
-    def _iterator(self) -> Any:
-        """Lightning resets the iterator of a ``DataLoader`` here, to end its workers."""
-        return self.loader._iterator
-
-    @_iterator.setter
-    def _iterator(self, value: Any) -> None:
-        self.loader._iterator = value
 
     def __len__(self) -> int:
         if self._length is None:

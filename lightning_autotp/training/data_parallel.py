@@ -20,6 +20,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_autotp.parameters.local_blocks import fsdp_modules, is_cut, reshard
 from lightning_autotp.parameters.state import is_parallel, parallel_state
+from lightning_autotp.private.distributed_private import is_outermost
+from lightning_autotp.private.transformers_private import set_waits_for_copies, waits_for_copies
 from lightning_autotp.training.gradients import hook_gradient
 
 
@@ -65,15 +67,15 @@ def generate_together(model: nn.Module) -> None:
     Every copy must call it equally often: FSDP2 lets them wait for each other at every block. Not collective.
     """
     # Its encoder may be called before the model itself, and would take itself for the outermost module.
-    fully_shard.state(model)._lazy_init()  # type: ignore[attr-defined]
+    is_outermost(model)
     if hasattr(model, "generate"):
-        model._is_fsdp_managed_module = True  # type: ignore[assignment]  # transformers asks for it
+        set_waits_for_copies(model, True)
         model.generate = functools.partial(_generate, model)  # type: ignore[assignment]
 
 
 def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     """With the parameters that belong to no block: an encoder is called past the model."""
-    in_parts = model._is_fsdp_managed_module
+    in_parts = waits_for_copies(model)
     if in_parts:
         model.unshard()
     try:
@@ -111,7 +113,7 @@ def in_parts_again(module: nn.Module) -> None:
 def _hold(module: nn.Module, gathered: bool) -> None:
     for part in fsdp_modules(module):
         if is_parallel(part):  # a model, whose own parameters stay gathered until its backward pass
-            part._is_fsdp_managed_module = not gathered  # type: ignore[attr-defined]
+            set_waits_for_copies(part, not gathered)
         else:
             part.set_reshard_after_forward(not gathered, recurse=False)
 

@@ -27,6 +27,7 @@ from lightning_autotp.parameters.gathering import gather_to_cpu
 from lightning_autotp.parameters.local_blocks import counted_blocks, data_group, index, is_cut, plain
 from lightning_autotp.parameters.meta import ParameterMeta
 from lightning_autotp.parameters.state import Hook, ParameterTable, Place, parallel_state
+from lightning_autotp.private.torch_private import children_of, gradient_hooks, parameters_of
 from lightning_autotp.ranks.group import TPGroup
 
 Blocks = tuple[tuple[slice, ...], ...]
@@ -305,15 +306,11 @@ class _Hooked:
             return
         for name, hook in self.hooks.items():
             child, _, attribute = name.rpartition(".")
-            owner = module._modules.get(child) if child else module
-            parameter = None if owner is None else owner._parameters.get(attribute)
+            owner = children_of(module).get(child) if child else module
+            parameter = None if owner is None else parameters_of(owner).get(attribute)
             if not isinstance(parameter, nn.Parameter):
                 continue
-            before = parameter._backward_hooks
-            if before is not None:
-                # torch.utils.swap_tensors leaves this dict on the parameter, but not what calls the hooks in it.
-                parameter._backward_hooks = before
-            if before is None or hook not in before.values():
+            if hook not in gradient_hooks(parameter):
                 hook_gradient(parameter, hook)
 
 

@@ -28,6 +28,7 @@ from lightning_autotp.building.weight_conversion import Blocks
 from lightning_autotp.parameters.local_blocks import held_blocks, plain, with_values
 from lightning_autotp.parameters.meta import ParameterMeta
 from lightning_autotp.parameters.state import Place, model_group, parallel_models
+from lightning_autotp.private.torch_private import parameters_of
 
 
 def check_checkpoint(model: nn.Module) -> None:
@@ -86,7 +87,7 @@ def load_parameters(model: nn.Module, device: torch.device | str | None = None) 
         for parameter, places in waiting.items():
             filled = _fill(parameter, places[0].meta, torch.device(device or "cpu"))
             for place in places:
-                place.module._parameters[place.attribute] = filled
+                parameters_of(place.module)[place.attribute] = filled
     if device is not None:
         model.to(device)
 

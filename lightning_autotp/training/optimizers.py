@@ -20,7 +20,6 @@ import copy
 import functools
 import inspect
 import itertools
-import sys
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -36,6 +35,7 @@ from torch.optim import Optimizer
 from lightning_autotp.layouts.types import Shard
 from lightning_autotp.parameters.local_blocks import data_group, plain
 from lightning_autotp.parameters.state import ParameterTable
+from lightning_autotp.private.torch_private import as_written
 
 STEPS = 32
 """Enough for preconditioners that are recomputed every tenth step, or first used after 25."""
@@ -138,8 +138,7 @@ def _difference(optimizer: Optimizer, parameter: Tensor, ndim: int, dims: tuple[
             with ExitStack() as context:
                 context.enter_context(warnings.catch_warnings())
                 warnings.simplefilter("ignore")
-                if "torch._dynamo" in sys.modules:  # else nothing is compiled, and importing it takes long
-                    context.enter_context(torch.compiler.set_stance("force_eager"))
+                context.enter_context(as_written())
                 difference = max(
                     _compare(
                         make,

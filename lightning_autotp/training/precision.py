@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_autotp.parameters.local_blocks import plain
+from lightning_autotp.private.torch_private import GradScaler
 
 
-class AgreedGradScaler(torch.amp.GradScaler):
+class AgreedGradScaler(GradScaler):
     """A gradient scaler that skips a step on every rank if a gradient is not finite on any of them.
 
     A rank has only its part of the gradients: left to itself it would skip steps that its peers take. Unscaling is
@@ -22,12 +23,8 @@ class AgreedGradScaler(torch.amp.GradScaler):
         scaler: whose device, scale and growth to go on with.
     """
 
-    def __init__(self, scaler: torch.amp.GradScaler) -> None:
-        super().__init__(scaler._device, enabled=scaler.is_enabled())
-        if scaler.is_enabled():
-            self.load_state_dict(scaler.state_dict())
-
-    def _unscale_grads_(self, optimizer: Any, *args: Any) -> dict[torch.device, Tensor]:
+    def unscale_gradients(self, optimizer: Any, *args: Any) -> dict[torch.device, Tensor]:
+        """Divide this rank's gradients by the scale. Collective over all processes."""
         gradients = [
             plain(parameter.grad)
             for group in optimizer.param_groups
@@ -38,7 +35,7 @@ class AgreedGradScaler(torch.amp.GradScaler):
             gradient.grad = gradient.view_as(gradient)
         # FSDP2's gradients and others cannot be unscaled together, what they are made of can.
         local = SimpleNamespace(param_groups=[{"params": gradients}])
-        found = super()._unscale_grads_(local, *args)  # type: ignore[arg-type]
+        found = super().unscale_gradients(local, *args)
         for found_infinite in found.values():
             dist.all_reduce(found_infinite, op=dist.ReduceOp.MAX)
         return found

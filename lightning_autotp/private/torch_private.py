@@ -1,0 +1,320 @@
+"""What is used of torch that it does not promise to keep, but for processes (:mod:`.distributed_private`).
+
+The rest of the package imports it from here, and ``tests/test_private.py`` asks each of these names for what is relied
+on. A comment says what a name is for, and what public API would do instead, where there is one in sight.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch._jit_internal
+import torch._ops
+import torch._tensor
+from torch import Tensor, nn
+
+# Function transforms: whether one runs, whether it is vmap, and the tensors that its wrappers stand for.
+from torch._C._functorch import TransformType, get_interpreter_stack, get_unwrapped, is_functorch_wrapped_tensor
+
+# Within it modes that see operators before autograd does are asked at all. Nothing public.
+from torch._dispatch.python import enable_python_dispatcher
+
+# Autograd functions that run under a transform: by default a mode is refused there.
+from torch._functorch.autograd_function import custom_function_call
+from torch._functorch.pyfunctorch import dispatch_functorch
+
+# Tensors without memory that a trace works on, what they raise where values are asked for, and real ones in the middle
+# of a trace. (torch.export is public and uses them, but takes no model whose Python asks for values.)
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
+from torch._subclasses.schema_check_mode import SchemaCheckMode
+
+# A tensor's memory, known without being kept.
+from torch.multiprocessing.reductions import StorageWeakRef
+
+# Sees every operator, below autograd. torch's notes on extending it name this class, under its private path.
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# Nested values, with the names of places in them. Nothing public.
+from torch.utils._pytree import keystr, tree_flatten, tree_leaves, tree_map, tree_map_only, tree_map_with_path
+
+__all__ = [
+    "HANDING_OVER",
+    "TO",
+    "VIEW_GETTERS",
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "FakeTensorMode",
+    "GradScaler",
+    "LoaderOfLoader",
+    "PreDispatchMode",
+    "StorageWeakRef",
+    "TorchDispatchMode",
+    "TransformType",
+    "as_written",
+    "assert_async",
+    "buffers_of",
+    "changes",
+    "children_of",
+    "custom_function_call",
+    "data_of",
+    "device_of",
+    "dispatch_functorch",
+    "drop_forward_hooks",
+    "enable_python_dispatcher",
+    "get_interpreter_stack",
+    "get_unwrapped",
+    "gradient_hooks",
+    "is_functorch_wrapped_tensor",
+    "is_meta",
+    "keystr",
+    "module_like",
+    "neg_view",
+    "parameters_of",
+    "quiet_fake_tensors",
+    "schema_of",
+    "set_data_of",
+    "storage_behind",
+    "storage_key",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map",
+    "tree_map_only",
+    "tree_map_with_path",
+    "uncompiled",
+    "unset_fake_temporarily",
+    "with_tensors",
+    "without_subclasses",
+    "wrapper",
+]
+
+
+# --- tensors and their memory ---
+
+# A tensor's attributes themselves, also while ``torch.Tensor`` has others of these names (:func:`with_tensors`).
+is_meta: Callable[[Tensor], bool] = vars(torch._C.TensorBase)["is_meta"].__get__
+device_of: Callable[[Tensor], torch.device] = vars(torch._C.TensorBase)["device"].__get__
+data_of: Callable[[Tensor], Tensor] = vars(torch._C.TensorBase)["data"].__get__
+set_data_of: Callable[[Tensor, Tensor], None] = vars(torch._C.TensorBase)["data"].__set__
+
+without_subclasses = torch._C.DisableTorchFunctionSubclass
+"""Within it functions take a subclass of tensors for what it is, and do not ask it. Nothing public."""
+
+VIEW_GETTERS: list[Callable[..., Any]] = [Tensor._is_view, vars(torch._C.TensorBase)["_base"].__get__]
+"""By which torch asks a subclass of tensors whether it is a view, and of what."""
+
+
+def storage_key(of: Tensor | torch.UntypedStorage) -> int:
+    """Equal for what lies in the same memory; another memory may get the key when this one is gone.
+
+    ``data_ptr()`` is public, but zero for all that is on meta.
+    """
+    storage = of.untyped_storage() if isinstance(of, Tensor) else of
+    return int(storage._cdata)
+
+
+def storage_behind(reference: StorageWeakRef) -> torch.UntypedStorage:
+    """The memory that a weak reference means, which must not have expired. Nothing public."""
+    return torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+
+
+def changes(tensor: Tensor) -> int:
+    """How often a tensor was changed in place; ``-1`` for an inference tensor, which does not count. Nothing public."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def neg_view(tensor: Tensor) -> Tensor:
+    """The view of a tensor that has the other sign, as ``tensor.conj().imag`` is one. Nothing public makes any."""
+    return torch._neg_view(tensor)
+
+
+def assert_async(condition: Tensor, message: str) -> None:
+    """Raise if ``condition`` is false, on an accelerator at some time later: the host does not wait. Nothing public."""
+    torch._assert_async(condition, message)
+
+
+def wrapper(kind: type[Tensor], shape: list[int], like: Tensor) -> Any:
+    """A tensor of a subclass without memory of its own, with the dtype and device of ``like``.
+
+    torch documents it for subclasses, under its private name.
+    """
+    return Tensor._make_wrapper_subclass(kind, shape, dtype=like.dtype, device=like.device)
+
+
+def gradient_hooks(tensor: Tensor) -> list[Callable[..., Any]]:
+    """The hooks on a tensor's gradient, which are called from now on.
+
+    ``torch.utils.swap_tensors`` leaves the dict of hooks on the tensor, but not what calls them: setting it does.
+    ``register_hook`` is public, asking which there are is not.
+    """
+    hooks = tensor._backward_hooks
+    if hooks is None:
+        return []
+    tensor._backward_hooks = hooks
+    return list(hooks.values())
+
+
+@contextmanager
+def with_tensors(
+    new_parameter: Callable[[Callable[..., Tensor]], Callable[..., Tensor]], attributes: Mapping[str, Any]
+) -> Iterator[None]:
+    """Within it ``torch.Tensor`` has these attributes, and ``nn.Parameter`` is made otherwise; then as before.
+
+    Args:
+        new_parameter: makes a function ``(cls, data=None, requires_grad=True)`` of the one that makes parameters.
+        attributes: by their names.
+    """
+    original = nn.Parameter.__dict__["__new__"]
+    before = {name: Tensor.__dict__[name] for name in attributes if name in Tensor.__dict__}
+    try:
+        nn.Parameter.__new__ = staticmethod(new_parameter(original.__func__))  # type: ignore[method-assign, assignment]
+        for name, attribute in attributes.items():
+            setattr(Tensor, name, attribute)
+        yield
+    finally:
+        nn.Parameter.__new__ = original  # type: ignore[method-assign]
+        for name in attributes:
+            if name in before:
+                setattr(Tensor, name, before[name])
+            else:
+                delattr(Tensor, name)
+
+
+# --- operators ---
+
+HANDING_OVER = frozenset(
+    module.__file__ for module in (torch.overrides, torch._tensor, torch._jit_internal, torch._ops)
+)
+"""Files whose functions hand a call over to handlers of torch functions: no frame of these is the caller's."""
+
+TO = "_to_copy"
+"""The operator that ``tensor.to()`` becomes, by name. Nothing public."""
+
+
+def schema_of(operator: Any) -> Any:
+    """An operator's schema: its arguments by name with defaults, and which of them it writes. Nothing public."""
+    return operator._schema
+
+
+class PreDispatchMode(SchemaCheckMode):
+    """A dispatch mode that sees operators as they are called, before autograd takes them apart.
+
+    torch lets only its own classes do so; SchemaCheckMode is the plainest of them and is a base for its type alone.
+    """
+
+    def __init__(self) -> None:
+        TorchDispatchMode.__init__(self, _dispatch_key=torch._C.DispatchKey.PreDispatch)
+
+
+# --- modules ---
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """A module's own parameters by name; what is put there replaces them.
+
+    ``named_parameters`` and ``register_parameter`` are public, but leave out those that are None or tied, and look at
+    the name anew; setting the attribute asks parametrizations.
+    """
+    return module._parameters
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """Its own buffers, with those that are None."""
+    return module._buffers
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Its children under all their names, with those that are None; ``named_children`` has each once."""
+    return module._modules
+
+
+def module_like(module: nn.Module, tensors: Callable[[dict[str, Any]], dict[str, Any]]) -> nn.Module:
+    """A plain module with what ``tensors`` makes of the parameters and buffers, saved as before, and no children."""
+    made = nn.Module()
+    made._parameters = tensors(module._parameters)
+    made._buffers = tensors(module._buffers)
+    made._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
+    return made
+
+
+def drop_forward_hooks(module: nn.Module) -> None:
+    """Let its forward run as it is. A hook's handle, which only who registered it has, is the public way."""
+    module._forward_hooks.clear()
+    module._forward_pre_hooks.clear()
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """The module that ``torch.compile`` has wrapped, or the module itself. Nothing public."""
+    inner: nn.Module = getattr(module, "_orig_mod", module)
+    return inner
+
+
+def as_written() -> AbstractContextManager[Any]:
+    """Within it what ``torch.compile`` has made runs as it was written.
+
+    ``torch.compiler.set_stance`` is public, but imports the compiler, which takes long and is for nothing where nothing
+    has been compiled.
+    """
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+
+
+@contextmanager
+def quiet_fake_tensors() -> Iterator[None]:
+    """Within it fake tensors that fail log nothing: the exception says it all."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+# --- training ---
+
+
+class LoaderOfLoader:
+    """Stands for another loader, :attr:`loader`, also where Lightning ends the workers of a ``DataLoader``.
+
+    It does so through the loader's private iterator, and has no other way.
+    """
+
+    loader: Any
+
+    @property
+    def _iterator(self) -> Any:
+        return self.loader._iterator
+
+    @_iterator.setter
+    def _iterator(self, value: Any) -> None:
+        self.loader._iterator = value
+
+
+class GradScaler(torch.amp.GradScaler):
+    """torch's, of which :meth:`unscale_gradients` may be overridden. Only whole scalers are public.
+
+    Args:
+        scaler: whose device, scale and growth to go on with.
+    """
+
+    def __init__(self, scaler: torch.amp.GradScaler) -> None:
+        super().__init__(scaler._device, enabled=scaler.is_enabled())
+        if scaler.is_enabled():
+            self.load_state_dict(scaler.state_dict())
+
+    def unscale_gradients(self, optimizer: Any, *args: Any) -> dict[torch.device, Tensor]:
+        """Divide by the scale in place; whether some gradient was not finite, by device."""
+        return super()._unscale_grads_(optimizer, *args)
+
+    def _unscale_grads_(self, optimizer: Any, *args: Any) -> dict[torch.device, Tensor]:
+        return self.unscale_gradients(optimizer, *args)

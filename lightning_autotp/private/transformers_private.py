@@ -1,0 +1,114 @@
+"""What is used of transformers that it does not promise to keep: how it loads and saves weights.
+
+The rest of the package imports it from here, and ``tests/test_private.py`` asks each of these names for what is relied
+on. What ``from_pretrained`` and ``save_pretrained`` do is public, but only for whole tensors: their steps are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+# The conversions that an architecture's checkpoints go through.
+from transformers.conversion_mapping import get_model_conversion_mapping
+
+# The step of from_pretrained that renames, merges, splits and casts weights, and the one of save_pretrained that undoes
+# it.
+from transformers.core_model_loading import convert_and_load_state_dict_in_model, revert_weight_conversion
+
+# Saves the code of a user's own class beside the weights.
+from transformers.dynamic_module_utils import custom_object_save
+
+# Which of tied weights are saved.
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+# A tokenizer's class, to copy its files without making one of them (AutoTokenizer would).
+from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
+
+# How files are called.
+from transformers.tokenization_utils_base import (
+    ADDED_TOKENS_FILE,
+    FULL_TOKENIZER_FILE,
+    SPECIAL_TOKENS_MAP_FILE,
+    TOKENIZER_CONFIG_FILE,
+)
+from transformers.utils import FEATURE_EXTRACTOR_NAME, PROCESSOR_NAME, SAFE_WEIGHTS_INDEX_NAME, VIDEO_PROCESSOR_NAME
+from transformers.utils.hub import CHAT_TEMPLATE_DIR, CHAT_TEMPLATE_FILE, LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE
+
+__all__ = [
+    "ADDED_TOKENS_FILE",
+    "CHAT_TEMPLATE_DIR",
+    "CHAT_TEMPLATE_FILE",
+    "FEATURE_EXTRACTOR_NAME",
+    "FULL_TOKENIZER_FILE",
+    "LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE",
+    "PROCESSOR_NAME",
+    "SAFE_WEIGHTS_INDEX_NAME",
+    "SPECIAL_TOKENS_MAP_FILE",
+    "TOKENIZER_CONFIG_FILE",
+    "VIDEO_PROCESSOR_NAME",
+    "conversion_key",
+    "conversions_of",
+    "convert_and_load_state_dict_in_model",
+    "custom_object_save",
+    "get_model_conversion_mapping",
+    "names_not_saved",
+    "remove_tied_weights_from_state_dict",
+    "revert_weight_conversion",
+    "set_conversions_of",
+    "set_waits_for_copies",
+    "tokenizer_class_from_name",
+    "waits_for_copies",
+    "with_loading_step",
+]
+
+
+@contextmanager
+def with_loading_step(replace: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Within it, ``from_pretrained`` reads weights by what ``replace`` makes of its own step.
+
+    The step is called with ``model, state_dict, checkpoint_files``, a ``LoadStateDictConfig`` and keyword arguments. It
+    returns a ``LoadStateDictInfo``, from which ``from_pretrained`` goes on to initialize, tie and report, and one thing
+    more.
+    """
+    before = PreTrainedModel.__dict__["_load_pretrained_model"]
+    try:
+        PreTrainedModel._load_pretrained_model = staticmethod(replace(before.__func__))  # type: ignore[method-assign]
+        yield
+    finally:
+        PreTrainedModel._load_pretrained_model = before  # type: ignore[method-assign]
+
+
+def conversions_of(model: nn.Module) -> list[Any] | None:
+    """The conversions that a model's checkpoint went through while it was loaded, ``None`` if it was not loaded."""
+    return getattr(model, "_weight_conversions", None)
+
+
+def set_conversions_of(model: nn.Module, conversions: list[Any] | None) -> None:
+    """What :func:`revert_weight_conversion` is to undo."""
+    model._weight_conversions = conversions  # type: ignore[assignment]
+
+
+def conversion_key(conversion: Any) -> list[Any]:
+    """What tells a conversion from others, as plain data: its kind, the names it takes and gives, and where it acts."""
+    sources, targets = conversion._original_source_patterns, conversion._original_target_patterns
+    return [type(conversion).__name__, list(sources), list(targets), conversion.scope_prefix]
+
+
+def names_not_saved(model: PreTrainedModel) -> set[str]:
+    """Weights that ``save_pretrained`` leaves out."""
+    return set(model._keys_to_ignore_on_save or ())
+
+
+def waits_for_copies(model: nn.Module) -> bool:
+    """Whether ``model.generate()`` goes on until every copy of the model has its text, as with FSDP."""
+    return bool(getattr(model, "_is_fsdp_managed_module", False))
+
+
+def set_waits_for_copies(model: Any, waits: bool) -> None:
+    """Let it do so, or not. ``generate(synced_gpus=...)`` is public and would do, if it were given with every call."""
+    model._is_fsdp_managed_module = waits

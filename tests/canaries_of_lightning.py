@@ -1,0 +1,236 @@
+"""Canaries of Lightning and torchmetrics."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from canaries import canary
+from torch import nn
+
+
+@canary("lightning.fabric.plugins.collectives.torch_collective.default_pg_timeout")
+def _(timeout: Any) -> None:
+    assert timeout.total_seconds() >= 60
+
+
+@canary("lightning.fabric.utilities.data._auto_add_worker_init_fn")
+def _(add: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PL_SEED_WORKERS", "1")
+        loader = torch.utils.data.DataLoader([0])
+        add(loader, 3)
+        assert loader.worker_init_fn.keywords == {"rank": 3}
+
+
+@canary("lightning.fabric.utilities.optimizer._optimizers_to_device")
+def _(move: Any) -> None:
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], momentum=0.5)
+    optimizer.state[weight]["momentum_buffer"] = torch.ones(2)
+    move([optimizer], torch.device("meta"))
+    assert optimizer.state[weight]["momentum_buffer"].is_meta
+
+
+@canary("lightning.fabric.utilities.seed._collect_rng_states", "lightning.fabric.utilities.seed._set_rng_states")
+def _(_: Any) -> None:
+    import random
+
+    import numpy as np
+    from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
+
+    def drawn() -> list[float]:
+        return [torch.rand(1).item(), random.random(), np.random.rand()]
+
+    before = _collect_rng_states(include_cuda=False)
+    first = drawn()
+    assert drawn() != first
+    _set_rng_states(before)
+    assert drawn() == first
+
+
+@canary("lightning.pytorch.Trainer._accelerator_connector")
+def _(_: Any) -> None:
+    from lightning.pytorch import Trainer
+
+    connector = Trainer(barebones=True, use_distributed_sampler=False, accelerator="cpu")._accelerator_connector
+    assert connector.use_distributed_sampler is False
+    connector.use_distributed_sampler = True
+    assert connector.use_distributed_sampler is True
+
+
+@canary("lightning.pytorch.loops.fit_loop._FitLoop._data_source")
+def _(_: Any) -> None:
+    from lightning.pytorch import LightningModule, Trainer
+
+    trainer, loader = Trainer(barebones=True, accelerator="cpu"), torch.utils.data.DataLoader([0])
+    trainer._data_connector.attach_data(LightningModule(), train_dataloaders=loader)
+    source = trainer.fit_loop._data_source
+    assert (source.is_module(), source.instance) == (False, loader)
+    trainer._data_connector.attach_data(LightningModule())
+    source = trainer.fit_loop._data_source
+    assert (source.is_module(), source.name) == (True, "train_dataloader")
+
+
+@canary(
+    "lightning.pytorch.strategies.ModelParallelStrategy._data_parallel_size",
+    "lightning.pytorch.strategies.ModelParallelStrategy._tensor_parallel_size",
+    "lightning.pytorch.strategies.ModelParallelStrategy._save_distributed_checkpoint",
+)
+def _(_: Any) -> None:
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    made = ModelParallelStrategy(2, "auto", False)
+    assert (made._data_parallel_size, made._tensor_parallel_size) == (2, "auto")
+    assert made._save_distributed_checkpoint is False
+
+
+@canary("lightning.pytorch.strategies.ModelParallelStrategy._configure_launcher")
+def _(_: Any) -> None:
+    """It is called while a Trainer is made, when the devices are known and before there are processes."""
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    told = []
+
+    class Strategy(ModelParallelStrategy):
+        def _configure_launcher(self) -> None:
+            told.append((self.num_nodes * self.num_processes, self._data_parallel_size))
+            self._data_parallel_size, self._tensor_parallel_size = 2, 1
+            super()._configure_launcher()
+
+    Trainer(strategy=Strategy(), devices=2, accelerator="cpu", logger=False, enable_checkpointing=False)
+    assert told == [(2, "auto")]
+
+
+@cache
+def averages() -> tuple[Any, Any, list[str]]:
+    """A callback that averages a module, the module, and the names of what it called."""
+    from lightning.pytorch import LightningModule, Trainer, callbacks
+
+    called = []
+
+    class Averages(callbacks.WeightAveraging):
+        def _swap_models(self, pl_module: Any) -> None:
+            called.append("_swap_models")
+            super()._swap_models(pl_module)
+
+        def _copy_average_to_current(self, pl_module: Any) -> None:
+            called.append("_copy_average_to_current")
+            super()._copy_average_to_current(pl_module)
+
+    module, trainer = LightningModule(), Trainer(barebones=True, accelerator="cpu")
+    module.layer = nn.Linear(1, 1, bias=False)
+    made = Averages(device="cpu", use_buffers=False, avg_fn=max)
+    made.setup(trainer, module, "fit")
+    nn.init.ones_(module.layer.weight)
+    nn.init.zeros_(made._average_model.module.layer.weight)
+    seen = []
+    for hook in (made.on_validation_epoch_start, made.on_validation_epoch_end, made.on_train_end):
+        hook(trainer, module)
+        seen.append(module.layer.weight.item())
+    assert seen == [0, 1, 0]
+    return made, module, called
+
+
+@canary(
+    "lightning.pytorch.callbacks.WeightAveraging._average_model",
+    "lightning.pytorch.callbacks.WeightAveraging._device",
+    "lightning.pytorch.callbacks.WeightAveraging._kwargs",
+    "lightning.pytorch.callbacks.WeightAveraging._use_buffers",
+)
+def _(_: Any) -> None:
+    made, _, _ = averages()
+    assert isinstance(made._average_model, torch.optim.swa_utils.AveragedModel)
+    assert (torch.device(made._device), made._use_buffers, made._kwargs) == (
+        torch.device("cpu"),
+        False,
+        {"avg_fn": max},
+    )
+
+
+@canary(
+    "lightning.pytorch.callbacks.WeightAveraging._swap_models",
+    "lightning.pytorch.callbacks.WeightAveraging._copy_average_to_current",
+)
+def _(_: Any) -> None:
+    assert averages()[2] == ["_swap_models", "_swap_models", "_copy_average_to_current"]
+
+
+@canary(
+    "lightning.pytorch.callbacks.ModelSummary._summary",
+    "lightning.pytorch.callbacks.ModelSummary._max_depth",
+    "lightning.pytorch.utilities.model_summary.ModelSummary._get_summary_data",
+)
+def _(_: Any) -> None:
+    """What a callback's own _summary gives is shown, by its columns."""
+    from lightning.pytorch import LightningModule, Trainer, callbacks
+    from lightning.pytorch.utilities.model_summary import ModelSummary
+
+    shown: list[Any] = []
+
+    class Summary(ModelSummary):
+        def _get_summary_data(self) -> Any:
+            return [*super()._get_summary_data(), ("More", ["here"])]
+
+    class Callback(callbacks.ModelSummary):
+        def summarize(self, summary_data: Any, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+            shown.append(dict(summary_data))
+
+    module, callback = LightningModule(), Callback(max_depth=3)
+    module.layer = nn.Linear(1, 1)
+    assert callback._max_depth == 3
+    callback._summary = lambda trainer, pl_module: Summary(pl_module, max_depth=callback._max_depth)
+    callback.on_fit_start(Trainer(logger=False, accelerator="cpu", enable_checkpointing=False), module)
+    assert shown[0]["More"] == ["here"]
+    assert [cell.strip() for cell in shown[0]["Params"]] == ["2"]
+    assert vars(callback).pop("_summary")
+    assert callable(callback._summary)
+
+
+@canary(
+    "lightning.pytorch.utilities.model_summary.ModelSummary._model",
+    "lightning.pytorch.utilities.model_summary.ModelSummary._layer_summary",
+    "lightning.pytorch.utilities.model_summary.model_summary.LayerSummary._module",
+)
+def _(_: Any) -> None:
+    from lightning.pytorch import LightningModule
+    from lightning.pytorch.utilities.model_summary import ModelSummary
+
+    module = LightningModule()
+    module.layer = nn.Linear(1, 1)
+    made = ModelSummary(module)
+    assert made._model is module
+    assert [layer._module for layer in made._layer_summary.values()] == [module.layer]
+
+
+@canary("lightning.pytorch.utilities.model_summary.model_summary.NOT_APPLICABLE")
+def _(text: Any) -> None:
+    assert isinstance(text, str)
+
+
+@canary("lightning.pytorch.utilities.model_summary.model_summary.get_human_readable_count")
+def _(write: Any) -> None:
+    assert (write(12).strip(), write(1234567)) == ("12", "1.2 M")
+
+
+@canary("torchmetrics.Metric._apply", "torchmetrics.Metric._defaults")
+def _(_: Any) -> None:
+    """A conversion of what holds a metric goes through _apply, and states begin with the defaults."""
+    import torchmetrics
+
+    applied = []
+
+    class Mean(torchmetrics.MeanMetric):
+        def _apply(self, fn: Any, exclude_state: Any = "") -> Any:
+            applied.append(exclude_state)
+            return super()._apply(fn, exclude_state)
+
+    metric = Mean()
+    nn.ModuleList([metric]).to(torch.float64)
+    assert applied == [""]
+    metric._defaults["weight"] = torch.tensor(3.0)
+    metric.reset()
+    assert metric.weight == 3

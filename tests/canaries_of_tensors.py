@@ -1,0 +1,376 @@
+"""Canaries of torch: tensors, their memory, modules, training and processes."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from canaries import canary
+from torch import Tensor, nn
+
+# --- torch: tensors and their memory ---
+
+
+@canary("torch._C.TensorBase.is_meta", "torch._C.TensorBase.device", "torch._C.TensorBase.data")
+def _(attribute: Any) -> None:
+    """It answers the same when torch.Tensor is given another of its name, which it can be."""
+    name = attribute.__name__
+    x = torch.ones(2)
+    assert name not in vars(Tensor)
+    before = attribute.__get__(x)
+    setattr(Tensor, name, property(lambda tensor: "disguised"))
+    try:
+        assert getattr(x, name) == "disguised"
+        found = attribute.__get__(x)
+        assert torch.equal(found, before) if name == "data" else found == before
+    finally:
+        delattr(Tensor, name)
+    if name == "data":
+        attribute.__set__(x, torch.zeros(3))
+        assert x.shape == (3,)
+
+
+@canary("torch.nn.Parameter.__new__")
+def _(_: Any) -> None:
+    new = nn.Parameter.__dict__["__new__"]
+    assert isinstance(new, staticmethod)
+    assert list(inspect.signature(new.__func__).parameters) == ["cls", "data", "requires_grad"]
+
+
+class Wrapping(Tensor):
+    """A subclass that refuses every function that asks it, and every operator."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise TypeError("asked")
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise TypeError(f"{func} was run")
+
+
+@canary("torch._C.DisableTorchFunctionSubclass")
+def _(disable: Any) -> None:
+    x = torch.ones(2).as_subclass(Wrapping)
+    with pytest.raises(TypeError, match="asked"):
+        x.size()
+    with disable():
+        assert x.size() == (2,)
+
+
+@canary("torch.Tensor._make_wrapper_subclass")
+def _(make: Any) -> None:
+    made = make(Wrapping, [10**9, 10**9], dtype=torch.float64, device=torch.device("cpu"))
+    with torch._C.DisableTorchFunctionSubclass():
+        assert (type(made), made.shape, made.dtype) == (Wrapping, (10**9, 10**9), torch.float64)
+
+
+@canary("torch.Tensor._is_view")
+def _(is_view: Any) -> None:
+    x = torch.ones(2)
+    assert [is_view(x), is_view(x[:1])] == [False, True]
+
+
+@canary("torch._C.TensorBase._base")
+def _(base: Any) -> None:
+    x = torch.ones(2)
+    assert base.__get__(x) is None
+    assert base.__get__(x[:1]) is x
+
+
+@canary("torch.Tensor._version")
+def _(_: Any) -> None:
+    x = torch.ones(2)
+    before = x._version
+    x.data.add_(1)
+    x[0] = 3
+    assert x._version == before + 1
+    with torch.inference_mode():
+        assert torch.ones(2).is_inference()
+
+
+@canary("torch.UntypedStorage._cdata", "torch.multiprocessing.reductions.StorageWeakRef")
+def _(_: Any) -> None:
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    for device in ("cpu", "meta"):
+        x, y = torch.empty(4, device=device), torch.empty(4, device=device)
+        assert x.untyped_storage()._cdata == x[1:].untyped_storage()._cdata != y.untyped_storage()._cdata
+        reference = StorageWeakRef(x.untyped_storage())
+        assert not reference.expired()
+        del x
+        assert reference.expired()
+
+
+@canary("torch.UntypedStorage._new_with_weak_ptr")
+def _(new: Any) -> None:
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    x = torch.ones(4)
+    assert new(StorageWeakRef(x.untyped_storage()).cdata).data_ptr() == x.data_ptr()
+
+
+@canary("torch._neg_view")
+def _(neg_view: Any) -> None:
+    x = torch.ones(2)
+    view = neg_view(x)
+    x[0] = 5
+    assert view.is_neg()
+    assert view.tolist() == [-5, -1]
+
+
+@canary("torch._assert_async")
+def _(assert_async: Any) -> None:
+    assert_async(torch.tensor(True), "no")
+    with pytest.raises(RuntimeError, match="as written here"):
+        assert_async(torch.tensor(False), "as written here")
+
+
+@canary("torch.Tensor._backward_hooks")
+def _(_: Any) -> None:
+    """Swapping leaves the hooks on a tensor, but nothing calls them until they are set."""
+    x, called = nn.Parameter(torch.ones(1)), []
+    assert x._backward_hooks is None
+    x.register_hook(called.append)
+    torch.utils.swap_tensors(x, nn.Parameter(torch.ones(1)))
+    x = nn.Parameter(torch.ones(1))
+    x.register_hook(called.append)
+    hooks = x._backward_hooks
+    assert hooks is not None
+    assert called.append in hooks.values()
+    x._backward_hooks = hooks
+    (2 * x).backward()
+    assert len(called) == 1
+
+
+@canary("torch.ops.aten._to_copy")
+def _(_: Any) -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen = []
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func.overloadpacket.__name__)
+            return func(*args, **kwargs or {})
+
+    with Names():
+        torch.ones(2).to(torch.float64)
+    assert seen[-1] == "_to_copy"
+
+
+# --- torch: modules and training ---
+
+
+@canary("torch.nn.Module._parameters", "torch.nn.Module._buffers", "torch.nn.Module._modules")
+def _(_: Any) -> None:
+    """What is put into the dicts takes the place of what was there, under its name; None stays in its place."""
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2, bias=False))
+    norm, linear = model[0], model[1]
+    assert list(model._modules.items()) == [("0", norm), ("1", linear)]
+    assert linear._parameters == {"weight": linear.weight, "bias": None}
+    assert list(norm._buffers) == ["running_mean", "running_var", "num_batches_tracked"]
+    other = nn.Parameter(torch.ones(2, 2))
+    linear._parameters["weight"] = other
+    assert linear.weight is other
+    made = nn.Module()
+    made._parameters, made._buffers = {"a": other}, {"b": torch.ones(1)}
+    assert list(made.state_dict()) == ["a", "b"]
+
+
+@canary("torch.nn.Module._non_persistent_buffers_set")
+def _(_: Any) -> None:
+    module = nn.Module()
+    module.register_buffer("kept", torch.ones(1))
+    module.register_buffer("left", torch.ones(1), persistent=False)
+    assert module._non_persistent_buffers_set == {"left"}
+    module._non_persistent_buffers_set = {"kept"}
+    assert list(module.state_dict()) == ["left"]
+
+
+@canary("torch.nn.Module._forward_hooks", "torch.nn.Module._forward_pre_hooks")
+def _(_: Any) -> None:
+    module, called = nn.Identity(), []
+    module.register_forward_hook(lambda *_: called.append("after"))
+    module.register_forward_pre_hook(lambda *_: called.append("before"))
+    module(1)
+    assert called == ["before", "after"]
+    module._forward_hooks.clear()
+    module._forward_pre_hooks.clear()
+    module(1)
+    assert called == ["before", "after"]
+
+
+@canary("torch._dynamo.eval_frame.OptimizedModule._orig_mod")
+def _(kind: Any) -> None:
+    module = nn.Identity()
+    compiled = torch.compile(module)
+    assert isinstance(compiled, kind)
+    assert compiled._orig_mod is module
+
+
+@canary("torch._dynamo")
+def _(_: Any) -> None:
+    """What was compiled may run as it was written; while nothing was, this module is not there."""
+    torch.compile(lambda x: x)
+    assert "torch._dynamo" in sys.modules
+    with torch.compiler.set_stance("force_eager"):
+        assert torch.compile(lambda x: sys._getframe(0).f_code.co_name)(1) == "<lambda>"
+    script = "import sys, torch; print('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout.strip() == "False"
+
+
+@canary("torch.utils.data.DataLoader._iterator")
+def _(_: Any) -> None:
+    """Lightning ends a loader's workers through it."""
+    from lightning.pytorch.utilities.combined_loader import CombinedLoader
+
+    class Standing:
+        loader = torch.utils.data.DataLoader([0])
+        asked = 0
+
+        def __iter__(self) -> Iterator[Any]:
+            return iter(self.loader)
+
+        @property
+        def _iterator(self) -> Any:
+            return self.loader._iterator
+
+        @_iterator.setter
+        def _iterator(self, value: Any) -> None:
+            Standing.asked += 1
+            self.loader._iterator = value
+
+    assert Standing.loader._iterator is None
+    combined = CombinedLoader([Standing()])
+    iter(combined)
+    combined.reset()
+    assert Standing.asked
+
+
+@canary("torch.amp.GradScaler._unscale_grads_", "torch.amp.GradScaler._device")
+def _(_: Any) -> None:
+    """It is asked of every optimizer before a step, which is made if nothing infinite was found."""
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight])
+    found = []
+
+    class Scaler(torch.amp.GradScaler):
+        def _unscale_grads_(self, optimizer: Any, *args: Any) -> Any:
+            answer = super()._unscale_grads_(optimizer, *args)
+            found.append(answer)
+            return answer
+
+    scaler = Scaler("cpu")
+    assert scaler._device == "cpu"
+    for values, steps in (([1.0, float("inf")], False), ([1.0, 1.0], True)):
+        before = weight.detach().clone()
+        weight.grad = scaler.scale(torch.tensor(values))
+        scaler.step(optimizer)
+        scaler.update()
+        assert bool(found[-1][torch.device("cpu")]) is not steps
+        assert torch.equal(weight, before) is not steps
+
+
+# --- torch.distributed ---
+
+
+@contextmanager
+def alone() -> Iterator[dist.ProcessGroup]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert dist.group.WORLD is not None
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+
+
+@canary("torch.distributed.distributed_c10d._resolve_process_group")
+def _(resolve: Any) -> None:
+    with alone() as group:
+        assert resolve(group.group_name) is group
+
+
+@canary("torch.distributed.distributed_c10d._get_default_store")
+def _(default_store: Any) -> None:
+    with alone():
+        store = default_store()
+        store.set("a", "b")
+        assert store.get("a") == b"b"
+        assert (store.check(["a"]), store.check(["c"])) == (True, False)
+        assert store.compare_set("a", "b", "d") == b"d"
+
+
+@canary("torch.ops._c10d_functional")
+def _(collectives: Any) -> None:
+    """They take a group's name, and give what is to be waited for."""
+    x = torch.arange(4.0)
+    with alone() as group:
+        name = group.group_name
+        made = [
+            collectives.all_reduce(x, "sum", name),
+            collectives.all_reduce(x, "max", name),
+            collectives.all_gather_into_tensor(x, 1, name),
+            collectives.reduce_scatter_tensor(x, "sum", 1, name),
+        ]
+        for result in map(collectives.wait_tensor, made):
+            assert torch.equal(result, x)
+            assert result.data_ptr() != x.data_ptr()
+
+
+@canary("torch.distributed.tensor._utils.compute_local_shape_and_global_offset")
+def _(compute: Any) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard
+
+    with alone():
+        assert compute((5, 3), init_device_mesh("cpu", (1,)), [Shard(0)]) == ((5, 3), (0, 0))
+
+
+@canary(
+    "torch.distributed.fsdp.fully_shard.state", "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._lazy_init"
+)
+def _(_: Any) -> None:
+    """The first module that is called takes itself for the outermost one, unless another was before."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    with alone():
+        mesh = init_device_mesh("cpu", (1,))
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        for module in (*model, model):
+            fully_shard(module, mesh=mesh)
+        fully_shard.state(model)._lazy_init()
+        model[0](torch.ones(1, 2))
+        assert (fully_shard.state(model)._is_root, fully_shard.state(model[0])._is_root) == (True, False)
+
+
+@canary("torch.distributed.checkpoint.FileSystemReader._slice_file")
+def _(_: Any) -> None:
+    """Every tensor that is read goes through it."""
+    import torch.distributed.checkpoint as dcp
+
+    seen = []
+
+    class Reader(dcp.FileSystemReader):
+        def _slice_file(self, file: Any, sinfo: Any) -> Any:
+            part = super()._slice_file(file, sinfo)
+            seen.append((sinfo.relative_path, sinfo.offset, len(part.read(sinfo.length)) == sinfo.length))
+            part.seek(0)
+            return part
+
+    with tempfile.TemporaryDirectory() as folder:
+        dcp.save({"a": torch.ones(3), "b": torch.ones(2)}, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+        state = {"a": torch.zeros(3), "b": torch.zeros(2)}
+        dcp.load(state, storage_reader=Reader(folder), no_dist=True)
+    assert state["a"].tolist() == [1, 1, 1]
+    assert len({place[:2] for place in seen}) == 2
+    assert all(read for _, _, read in seen)

@@ -1,0 +1,217 @@
+"""Canaries of torch: traces, operators, transforms and nested values."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from canaries import canary
+from torch import Tensor, nn
+
+# --- torch: a trace ---
+
+
+@canary("torch._subclasses.fake_tensor.FakeTensorMode", "torch._subclasses.fake_tensor.FakeTensor")
+def _(_: Any) -> None:
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    made = fake.from_tensor(torch.empty(2, 3, device="meta"))
+    parameter = fake.from_tensor(nn.Parameter(torch.empty(2, 3, device="meta")))
+    with fake:
+        out = made @ torch.ones(3, 4, device="meta")
+        assert torch.tensor(3).constant == 3
+    assert isinstance(made, FakeTensor)
+    assert isinstance(out, FakeTensor)
+    assert isinstance(parameter, nn.Parameter)
+    assert (out.shape, out.device.type) == ((2, 4), "meta")
+
+
+@canary("torch._subclasses.fake_tensor.unset_fake_temporarily")
+def _(unset: Any) -> None:
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    with FakeTensorMode(), unset():
+        assert not isinstance(torch.zeros(2), FakeTensor)
+
+
+@canary("torch._subclasses.fake_tensor.DataDependentOutputException")
+def _(error: Any) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    assert issubclass(error, RuntimeError)
+    with FakeTensorMode() as fake, pytest.raises(error):
+        fake.from_tensor(torch.empty(1, device="meta")).item()
+
+
+@canary("torch._subclasses.fake_tensor.DynamicOutputShapeException")
+def _(error: Any) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    assert issubclass(error, RuntimeError)
+    with FakeTensorMode() as fake, pytest.raises(error):
+        fake.from_tensor(torch.empty(4, device="meta")).nonzero()
+
+
+@canary("torch._subclasses.fake_tensor")
+def _(module: Any) -> None:
+    assert module.log.name == "torch._subclasses.fake_tensor"
+
+
+@canary(
+    "torch._subclasses.schema_check_mode.SchemaCheckMode",
+    "torch._C.DispatchKey.PreDispatch",
+    "torch.utils._python_dispatch.TorchDispatchMode",
+    "torch.utils._python_dispatch.TorchDispatchMode._dispatch_key",
+    "torch._dispatch.python.enable_python_dispatcher",
+)
+def _(_: Any) -> None:
+    from torch._dispatch.python import enable_python_dispatcher
+    from torch._subclasses.schema_check_mode import SchemaCheckMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen: list[list[str]] = [[], []]
+
+    class Below(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen[0].append(str(func))
+            return func(*args, **kwargs or {})
+
+    class Above(SchemaCheckMode):
+        def __init__(self) -> None:
+            TorchDispatchMode.__init__(self, _dispatch_key=torch._C.DispatchKey.PreDispatch)
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen[1].append(str(func))
+            return func(*args, **kwargs or {})
+
+    layer, x = nn.Linear(2, 2), torch.ones(1, 2)
+    with Below():
+        layer(x)
+    with enable_python_dispatcher(), Above():
+        layer(x)
+    assert "aten.linear.default" not in seen[0]
+    assert seen[1] == ["aten.linear.default"]
+
+
+@canary("torch._ops.OpOverload._schema")
+def _(_: Any) -> None:
+    schema = torch.ops.aten.add_.Tensor._schema
+    assert schema.is_mutable
+    assert [a.name for a in schema.arguments] == ["self", "other", "alpha"]
+    assert [a.is_write for a in schema.arguments] == [True, False, False]
+    assert [a.alias_info is not None and a.alias_info.is_write for a in schema.arguments] == [True, False, False]
+    assert [(a.kwarg_only, a.default_value) for a in schema.arguments] == [(False, None), (False, None), (True, 1)]
+
+
+@canary("torch._tensor.__file__", "torch._jit_internal.__file__", "torch._ops.__file__")
+def _(_: Any) -> None:
+    """Between a call and its handler are frames of torch's that hand it over, and of no other file."""
+    from torch.overrides import TorchFunctionMode
+
+    files: set[str] = set()
+
+    class Calls(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            frame = sys._getframe(1)
+            while frame.f_code.co_filename != __file__:
+                files.add(frame.f_code.co_filename)
+                assert frame.f_back is not None
+                frame = frame.f_back
+            return func(*args, **kwargs or {})
+
+    x = torch.ones(2, 2)
+    with Calls():
+        assert (1 - x).sum() + torch.max_pool1d(x, 1).sum() + nn.functional.relu(x).split(1)[0].sum() is not None
+    handing = {torch.overrides.__file__, torch._tensor.__file__, torch._jit_internal.__file__, torch._ops.__file__}
+    assert torch._tensor.__file__ in files
+    assert files <= handing | {nn.functional.__file__, torch.functional.__file__}
+
+
+@canary(
+    "torch._C._functorch.TransformType",
+    "torch._C._functorch.get_interpreter_stack",
+    "torch._C._functorch.get_unwrapped",
+    "torch._C._functorch.is_functorch_wrapped_tensor",
+)
+def _(_: Any) -> None:
+    from torch._C._functorch import TransformType, get_interpreter_stack, get_unwrapped, is_functorch_wrapped_tensor
+
+    assert not get_interpreter_stack()
+    kinds = []
+
+    def look(x: Tensor) -> Tensor:
+        stack = get_interpreter_stack()
+        assert stack is not None
+        assert is_functorch_wrapped_tensor(x)
+        kinds.append((stack[-1].key(), get_unwrapped(x).dim() - x.dim()))
+        return x.sum()
+
+    torch.vmap(look)(torch.ones(3, 2))
+    torch.func.grad(look)(torch.ones(2))
+    assert kinds[0] == (TransformType.Vmap, 1)
+    assert kinds[1][0] == TransformType.Grad
+
+
+@canary("torch._functorch.autograd_function.custom_function_call", "torch._functorch.pyfunctorch.dispatch_functorch")
+def _(_: Any) -> None:
+    """By default a mode is refused where an autograd function runs under a transform; it can be let in."""
+    from torch._functorch.autograd_function import custom_function_call
+    from torch._functorch.pyfunctorch import dispatch_functorch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Double(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None: ...
+
+    class Mode(TorchDispatchMode):
+        seen = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            Mode.seen += 1
+            return func(*args, **kwargs or {})
+
+    def run(mode: Any, function: Any, *operands: Any) -> Any:
+        with mode:
+            return dispatch_functorch(custom_function_call, (function, *operands), {})
+
+    custom_function_call.py_impl(Mode)(run)
+    with Mode():
+        assert torch.equal(torch.vmap(Double.apply)(torch.ones(3)), torch.full((3,), 2.0))
+    assert Mode.seen
+
+
+# --- torch: nested values ---
+
+
+@canary("torch.utils._pytree.keystr", "torch.utils._pytree.tree_map_with_path")
+def _(_: Any) -> None:
+    from torch.utils._pytree import keystr, tree_map_with_path
+
+    named = tree_map_with_path(lambda key, leaf: keystr(key) + str(leaf), ({"a": [1]}, 2))
+    assert named == ({"a": ["[0]['a'][0]1"]}, "[1]2")
+
+
+@canary("torch.utils._pytree.tree_flatten", "torch.utils._pytree.tree_leaves")
+def _(_: Any) -> None:
+    from torch.utils._pytree import tree_flatten, tree_leaves
+
+    leaves, structure = tree_flatten({"a": [1, (None, 2)]})
+    assert leaves == tree_leaves({"a": [1, (None, 2)]}) == [1, None, 2]
+    assert str(structure) != str(tree_flatten({"a": [1, [None, 2]]})[1])
+
+
+@canary("torch.utils._pytree.tree_map", "torch.utils._pytree.tree_map_only")
+def _(_: Any) -> None:
+    from torch.utils._pytree import tree_map, tree_map_only
+
+    assert tree_map(str, {"a": [1, (2,)]}) == {"a": ["1", ("2",)]}
+    assert tree_map_only(int, str, ["a", 1, {"b": 2.0}]) == ["a", "1", {"b": 2.0}]
