@@ -25,7 +25,7 @@ from lightning_autotp.proving.local_sizes import Unlocalizable, find_sizes
 from lightning_autotp.proving.read_plan import read_plan
 from lightning_autotp.ranks.agreement import raise_together
 from lightning_autotp.ranks.group import TPGroup
-from lightning_autotp.solving.annotate import annotate
+from lightning_autotp.solving.annotate import annotate, explain
 from lightning_autotp.solving.call_points import bare_modules, open_modules
 from lightning_autotp.solving.cost import Profile
 from lightning_autotp.solving.options import PlanOptions
@@ -98,7 +98,8 @@ def _solved(model: nn.Module, graph: Graph, inputs: Any, ranks: int, options: Pl
     solution = solve_around(blocked)
     while True:
         try:
-            return find_sizes(model, inputs, solution, plan_with)
+            plan, solution = find_sizes(model, inputs, solution, plan_with)
+            return explain(plan, solution), solution
         except Unlocalizable as error:
             # Nothing is sharded where sizes cannot be made local; the plan reports it.
             operators = next(
@@ -106,7 +107,8 @@ def _solved(model: nn.Module, graph: Graph, inputs: Any, ranks: int, options: Pl
             )
             if operators is None:
                 raise VerificationError(str(error)) from error
-            reason = f"a size in the Python code could not be made local: {error.mismatch.message}"
+            place = f" ({error.mismatch.operator})" if error.mismatch.operator is not None else ""
+            reason = f"a size in the Python code could not be made local{place}: {error.mismatch.message}"
             blocked |= dict.fromkeys(operators - blocked.keys(), reason)
             solution = solve_around(blocked)
 

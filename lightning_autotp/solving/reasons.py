@@ -1,0 +1,351 @@
+"""Why parameters are whole: for every dim of one, the first operator that refuses its axis.
+
+Say that a parameter were cut along a dim: then an operator that reads it must run on shards, and so what it reads and
+makes besides must lie in certain ways, and so on with the operators around it. This is followed from the parameter,
+the nearest operators first, until one has no types left that it may run at: that is the operator which refuses. It may
+be far from the parameter (a softmax over heads), and on another path than the parameter's own (a partner that cannot
+be cut).
+
+It is followed twice. With the places where a layout may change, it tells whether the cut is possible at all. Where it
+is, the price decided, and what is said besides is what the axis itself runs into: nothing is gathered on the way then.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+from lightning_autotp.layouts.dims import Dim, leaves, shardable, spelled
+from lightning_autotp.layouts.plan import Reason
+from lightning_autotp.layouts.types import Layout, Shard
+from lightning_autotp.operators import Dims, Relation
+from lightning_autotp.operators.axes import Axes
+from lightning_autotp.operators.graph import Graph, Operator
+from lightning_autotp.solving.candidates import Sharding
+
+Kind = str | int
+Kinds = Mapping[int, Kind]
+
+_PRICED = 8
+"""Cuts of whole matrices whose price is worked out, the largest matrices first: each is solved for once more."""
+
+
+class Tables(Protocol):
+    """What the solver knows of a graph."""
+
+    graph: Graph
+    ranks: int
+    axes: Axes
+    relations: list[Relation]
+    dims: dict[int, Dims]
+    shardings: list[Sharding]
+    touching: dict[int, tuple[int, ...]]
+    first: dict[int, int]
+
+    def cut(self, tensor: int, kind: Kind) -> int | None:
+        """The dim along which a parameter of this kind is cut."""
+
+    def scope(self, relation: Relation) -> tuple[int, ...]:
+        """The variables of an operator's table."""
+
+    def named(self, relation: Relation, kinds: Kinds) -> dict[int, Kind] | None:
+        """The kinds of an operator's variables."""
+
+    def parameter(self, tensor: int) -> Iterator[tuple[Kind, float]]:
+        """The kinds that a parameter may have."""
+
+    def returned(self, tensor: int) -> list[Kind]:
+        """The kinds that a tensor may have which the model returns."""
+
+    def allowed(self, relation: Relation) -> Iterator[tuple[dict[int, Kind], float]]:
+        """Every combination of types that an operator may run at."""
+
+    def sharded(self, relation: Relation, number: int) -> list[tuple[dict[int, Kind], float]] | str:
+        """The combinations with shards of one candidate, or why there are none."""
+
+
+@dataclass(frozen=True)
+class _Obstacle:
+    """What stands against a cut: in words, and the operator, if it is one."""
+
+    why: str
+    operator: Operator | None = None
+
+
+@dataclass(frozen=True)
+class _Along:
+    """What there is to say of one dim: what stands against cutting it, and whether it could be cut all the same."""
+
+    dim: int
+    length: int
+    obstacle: _Obstacle | None
+    is_possible: bool
+
+
+class Reasons:
+    """Tells why parameters of a solved graph are whole.
+
+    Args:
+        tables: the solver.
+        pinned: what the user pinned: by name of a parameter the dim, or ``None`` for whole.
+        allowed: the kinds that this leaves, by parameter.
+        least: what the solution costs.
+        priced: the least cost with a parameter cut along a dim; infinite where that is impossible, ``None`` where it is
+            not known.
+    """
+
+    def __init__(
+        self,
+        tables: Tables,
+        pinned: Mapping[str, int | None],
+        allowed: Mapping[int, Collection[Kind]] | None = None,
+        least: float = math.inf,
+        priced: Callable[[int, int], float | None] | None = None,
+    ) -> None:
+        self._tables, self._pinned, self._allowed = tables, pinned, allowed or {}
+        self._least, self._priced = least, priced
+        self._rows: dict[tuple[int, bool], list[tuple[Kind, ...]]] = {}
+
+    def of_whole(self, layouts: Mapping[int, Layout]) -> dict[str, tuple[Reason, ...]]:
+        """Why each parameter is whole: by its name a reason for every dim, the most telling first.
+
+        The fewer parameters have a dim's axis, the more its reason tells: the hidden size is an axis of nearly all of
+        them, and a norm refuses it always; heads, features and experts are axes of a few. Dims of length 1 come last.
+        """
+        parameters = self._tables.graph.parameters
+        whole = [tensor for tensor in parameters if not isinstance(layouts.get(tensor), Shard)]
+        prices_left = _PRICED
+        found: dict[str, tuple[Reason, ...]] = {}
+        for tensor in sorted(whole, key=lambda tensor: -self._tables.graph.tensors[tensor].bytes):
+            reasons = []
+            for along in sorted(self._of(tensor), key=lambda along: self._telling(tensor, along)):
+                cost = None
+                if along.is_possible and self._priced is not None and len(self._shape(tensor)) > 1 and prices_left:
+                    cost = self._priced(tensor, along.dim)
+                    prices_left -= 1
+                reasons.append(self._reason(along, cost))
+            found[parameters[tensor]] = tuple(reasons)
+        return found
+
+    def obstacle(self, name: str, dim: int) -> Reason | None:
+        """Why a parameter cannot be cut along a dim; ``None`` where nothing is found that stands against it."""
+        tensor = next((tensor for tensor, known in self._tables.graph.parameters.items() if known == name), None)
+        if tensor is None:
+            return Reason(dim, 0, _UNUSED)
+        shape = self._shape(tensor)
+        if not 0 <= dim < len(shape):
+            return Reason(dim, 0, f"it has the shape {list(shape)}; dims are counted from 0")
+        along = self._along(tensor, dim)
+        return None if along.is_possible else self._reason(along, None)
+
+    def _shape(self, tensor: int) -> tuple[int, ...]:
+        return self._tables.graph.tensors[tensor].shape
+
+    def _of(self, tensor: int) -> list[_Along]:
+        name, shape = self._tables.graph.parameters[tensor], self._shape(tensor)
+        if name in self._pinned and self._pinned[name] is None:
+            pinned = _Obstacle("keep_whole= says that it stays whole")
+            return [_Along(dim, length, pinned, False) for dim, length in enumerate(shape)]
+        return [self._along(tensor, dim) for dim in range(len(shape))]
+
+    def _telling(self, tensor: int, along: _Along) -> tuple[bool, int, int]:
+        """The lower, the more the reason of this dim tells."""
+        dims = self._tables.dims.get(tensor)
+        held = [self._holders[axis.id] for axis in leaves(dims[along.dim])] if dims else []
+        return along.length == 1, max(held, default=0), along.dim
+
+    @cached_property
+    def _holders(self) -> Counter[int]:
+        """How many parameters have an axis."""
+        dims = (self._tables.dims.get(tensor, ()) for tensor in self._tables.graph.parameters)
+        return Counter(axis for several in dims for axis in {axis.id for dim in several for axis in leaves(dim)})
+
+    def _reason(self, along: _Along, cost: float | None) -> Reason:
+        why = along.obstacle.why if along.obstacle is not None else ""
+        if along.is_possible and cost == math.inf:
+            why = why or "no layouts of the tensors around it go together with this cut"
+        elif along.is_possible:
+            more = "costs more than leaving it whole" if cost is None else _compared(cost, self._least)
+            why = f"{why}; cutting it only up to there {more}" if why else f"could be cut, but that {more}"
+        operator = along.obstacle.operator if along.obstacle is not None else None
+        if operator is None:
+            return Reason(along.dim, along.length, why)
+        name = operator.name if operator.boundary is None else f"boundary {operator.boundary}"
+        return Reason(along.dim, along.length, why, name, operator.module, operator.source)
+
+    # -- one dim -----------------------------------------------------------------------------------------------------
+
+    def _along(self, tensor: int, dim: int) -> _Along:
+        length = self._shape(tensor)[dim]
+        if tensor not in self._tables.dims:
+            return _Along(dim, length, _Obstacle(_UNUSED), False)
+        dims = self._tables.dims[tensor]
+        place = {axis.id: position for position, axis in enumerate(leaves(dims[dim]))}
+
+        def outermost(number: int) -> int:
+            return min(place.get(axis, len(place)) for axis in self._tables.shardings[number].axes)
+
+        numbers = [number for number in self._tables.touching[tensor] if self._tables.cut(tensor, number) == dim]
+        numbers.sort(key=outermost)  # what is dealt out is the outer factor, if it can be
+        if not numbers:
+            return _Along(dim, length, self._indivisible(dims, dim), False)
+        obstacle = self._refused(tensor, numbers[0], converting=True)
+        is_possible = obstacle is None or any(
+            self._refused(tensor, number, converting=True) is None for number in numbers[1:]
+        )
+        if is_possible:
+            obstacle = self._refused(tensor, numbers[0], converting=False)
+        return _Along(dim, length, obstacle, is_possible)
+
+    def _indivisible(self, dims: Dims, dim: int) -> _Obstacle:
+        """Why no candidate cuts a parameter along a dim."""
+        axes = {axis.id for axis in leaves(dims[dim])}
+        if not axes:
+            return _Obstacle("a dim of length 1")
+        candidates = [{*sharding.axes} for sharding in self._tables.shardings if axes.intersection(sharding.axes)]
+        if any(shardable(dims, frozenset(candidate)) for candidate in candidates):
+            return _Obstacle("the problem is too large to try every cut, and this one was left out")
+        for candidate in candidates:
+            others = [at for at, other in enumerate(dims) if at != dim and _has(other, candidate)]
+            twice = f"dim {others[0]} has the same axis, and both would be cut" if others else "it has the axis twice"
+            return _Obstacle(twice)
+        units = f"no unit of it ({spelled(dims[dim])}) divides among {self._tables.ranks} ranks"
+        return _Obstacle(units, self._tables.axes.divided_by(dims[dim]))
+
+    # -- following an axis -------------------------------------------------------------------------------------------
+
+    def _refused(self, tensor: int, number: int, *, converting: bool) -> _Obstacle | None:
+        """The first operator that a parameter cut by a candidate leaves no types to run at; ``None`` if all have some.
+
+        Args:
+            tensor: the parameter.
+            number: the candidate.
+            converting: whether shards may be made of other types, and others of shards, where a layout may change.
+        """
+        left: dict[int, frozenset[Kind]] = {tensor: frozenset((number,))}
+        queue = deque(self._readers[tensor])
+        waiting = {*queue}
+        while queue:
+            at = queue.popleft()
+            waiting.remove(at)
+            scope = self._scopes[at]
+            kinds = [left.get(variable) or self._alone(variable) for variable in scope]
+            rows = _within(self._table(at, converting), kinds)
+            if not rows:
+                return self._conflict(at, number, kinds, converting)
+            for variable, before, values in zip(scope, kinds, zip(*rows, strict=True), strict=True):
+                after = frozenset(values)
+                if after < before:
+                    left[variable] = after
+                    for reader in self._readers[variable]:
+                        if reader not in waiting and reader != at:
+                            waiting.add(reader)
+                            queue.append(reader)
+        return None
+
+    def _conflict(self, at: int, number: int, kinds: list[frozenset[Kind]], converting: bool) -> _Obstacle:
+        """Why an operator has no types left to run at, its variables having only these kinds."""
+        relation, scope = self._tables.relations[at], self._scopes[at]
+        forced = [kind for few in kinds if len(few) == 1 for kind in few]
+        for kind in dict.fromkeys((number, *forced)):
+            if isinstance(kind, int) and kind in forced:
+                found = self._tables.sharded(relation, kind)
+                if isinstance(found, str):
+                    return _Obstacle(found, relation.operator)
+        for position, variable in enumerate(scope):
+            others = [few if place != position else self._any(variable) for place, few in enumerate(kinds)]
+            if variable in self._because and _within(self._table(at, converting), others):
+                return _Obstacle(self._because[variable], relation.operator)
+        if "P" in forced:
+            return _Obstacle("it is given the ranks' parts of a sum, and is not linear in them", relation.operator)
+        return _Obstacle("the types that its operands would have do not go together", relation.operator)
+
+    @cached_property
+    def _scopes(self) -> list[tuple[int, ...]]:
+        return [self._tables.scope(relation) for relation in self._tables.relations]
+
+    @cached_property
+    def _readers(self) -> dict[int, list[int]]:
+        """The positions, among the relations, of those with a variable."""
+        found: dict[int, list[int]] = {}
+        for at, scope in enumerate(self._scopes):
+            for variable in scope:
+                found.setdefault(variable, []).append(at)
+        return found
+
+    def _table(self, at: int, converting: bool) -> list[tuple[Kind, ...]]:
+        """The kinds of an operator's variables at which it may run."""
+        if (at, converting) not in self._rows:
+            relation, scope = self._tables.relations[at], self._scopes[at]
+            rows: dict[tuple[Kind, ...], None] = {}
+            for kinds, _ in self._tables.allowed(relation):
+                named = self._tables.named(relation, kinds)
+                if named is not None and (converting or not _converts_a_shard(relation, kinds)):
+                    rows[tuple(named[variable] for variable in scope)] = None
+            self._rows[at, converting] = list(rows)
+        return self._rows[at, converting]
+
+    def _any(self, variable: int) -> frozenset[Kind]:
+        return frozenset(("I", "R", "P", *self._tables.touching[variable]))
+
+    def _alone(self, variable: int) -> frozenset[Kind]:
+        """The kinds that a variable may have by itself."""
+        return self._restricted.get(variable) or self._any(variable)
+
+    @cached_property
+    def _restricted(self) -> dict[int, frozenset[Kind]]:
+        tables = self._tables
+        found = {
+            tensor: frozenset(kind for kind, _ in tables.parameter(tensor))
+            for tensor in tables.graph.parameters
+            if tensor in tables.dims
+        }
+        for tensor in set(tables.graph.outputs) & tables.dims.keys():
+            variable, returned = tables.first.get(tensor, tensor), frozenset(tables.returned(tensor))
+            found[variable] = found.get(variable, returned) & returned
+        return found | {tensor: frozenset(kinds) for tensor, kinds in self._allowed.items()}
+
+    @cached_property
+    def _because(self) -> dict[int, str]:
+        """Why variables may have few kinds by themselves."""
+        first = self._tables.first
+        found = {first.get(tensor, tensor): "the model returns its result" for tensor in self._tables.graph.outputs}
+        for tensor, name in self._tables.graph.parameters.items():
+            if name in self._pinned:
+                dim = self._pinned[name]
+                how = "whole, as keep_whole= says" if dim is None else f"cut along dim {dim}, as cut= says"
+                found[tensor] = f"its operand {name} is {how}"
+        return found
+
+
+_UNUSED = "not used in the traced forward"
+
+
+def _converts_a_shard(relation: Relation, kinds: Kinds) -> bool:
+    operator = relation.operator
+    if operator.boundary is None:
+        return False
+    pair = kinds[operator.inputs[0]], kinds[operator.outputs[0]]
+    return pair[0] != pair[1] and any(isinstance(kind, int) for kind in pair)
+
+
+def _within(table: list[tuple[Kind, ...]], kinds: list[frozenset[Kind]]) -> list[tuple[Kind, ...]]:
+    """The rows in which every variable has one of its kinds."""
+    return [row for row in table if all(kind in few for kind, few in zip(row, kinds, strict=True))]
+
+
+def _has(dim: Dim, axes: set[int]) -> bool:
+    return any(axis.id in axes for axis in leaves(dim))
+
+
+def _compared(cost: float, least: float) -> str:
+    """Two prices, with as many decimals as tell them apart."""
+    for decimals in range(4):
+        ours, theirs = (f"{seconds * 1e6:,.{decimals}f}" for seconds in (cost, least))
+        if ours != theirs and cost > least:
+            return f"costs more ({ours} us instead of {theirs} us a step)"
+    return "costs as much as leaving it whole"
