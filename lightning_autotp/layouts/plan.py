@@ -77,6 +77,12 @@ class ParameterPlan:
         """
         return str(self.reasons[0]) if len(self.shape) > 1 and self.reasons else ""
 
+    def described(self) -> str:
+        """Its layout or, where it is whole, every dim's reason, one a line."""
+        reasons = [f"dim {r.dim} ({r.length}): {r}" for r in sorted(self.reasons, key=lambda reason: reason.dim)]
+        how = "" if isinstance(self.layout, Invariant) else f" {self.layout}"
+        return "\n  ".join([f"{self.names[0]}{how}", *reasons])
+
     def bytes(self, rank: int) -> int:
         """Bytes that a rank holds of it."""
         return math.prod(local_shape(self.shape, self.layout, rank)) * self.itemsize

@@ -83,6 +83,10 @@ class Elimination:
             self._rows.append(rows)
         return number
 
+    def rows(self, table: Table) -> Mapping[Row, float]:
+        """What a table that was added says: a cost for every allowed row."""
+        return self._rows[table.rows]
+
     def cost(self, values: Mapping[int, int]) -> float:
         """What an assignment costs; infinity where a table does not allow it."""
         return sum(

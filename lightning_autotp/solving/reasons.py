@@ -13,10 +13,11 @@ is, the price decided, and what is said besides is what the axis itself runs int
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections import deque
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import takewhile
 from typing import Protocol
 
 from lightning_autotp.layouts.dims import Dim, leaves, shardable, spelled
@@ -26,21 +27,23 @@ from lightning_autotp.operators import Dims, Relation
 from lightning_autotp.operators.axes import Axes
 from lightning_autotp.operators.graph import Graph, Operator
 from lightning_autotp.solving.candidates import Sharding
+from lightning_autotp.solving.elimination import Elimination, NoAssignment, Row, Table, TooManyCombinations
 
 Kind = str | int
-Kinds = Mapping[int, Kind]
 
-_PRICED = 8
+_PRICED = 4
 """Cuts of whole matrices whose price is worked out, the largest matrices first: each is solved for once more."""
 
 
 class Tables(Protocol):
-    """What the solver knows of a graph."""
+    """The solver: what it knows of a graph, and the tables that it made of that."""
 
     graph: Graph
     ranks: int
     axes: Axes
     relations: list[Relation]
+    tables: list[Table]
+    """Of every relation."""
     dims: dict[int, Dims]
     shardings: list[Sharding]
     touching: dict[int, tuple[int, ...]]
@@ -49,23 +52,8 @@ class Tables(Protocol):
     def cut(self, tensor: int, kind: Kind) -> int | None:
         """The dim along which a parameter of this kind is cut."""
 
-    def scope(self, relation: Relation) -> tuple[int, ...]:
-        """The variables of an operator's table."""
-
-    def named(self, relation: Relation, kinds: Kinds) -> dict[int, Kind] | None:
-        """The kinds of an operator's variables."""
-
-    def parameter(self, tensor: int) -> Iterator[tuple[Kind, float]]:
-        """The kinds that a parameter may have."""
-
-    def returned(self, tensor: int) -> list[Kind]:
-        """The kinds that a tensor may have which the model returns."""
-
-    def allowed(self, relation: Relation) -> Iterator[tuple[dict[int, Kind], float]]:
-        """Every combination of types that an operator may run at."""
-
     def sharded(self, relation: Relation, number: int) -> list[tuple[dict[int, Kind], float]] | str:
-        """The combinations with shards of one candidate, or why there are none."""
+        """The combinations of types with shards of one candidate, or why there are none."""
 
 
 @dataclass(frozen=True)
@@ -91,30 +79,29 @@ class Reasons:
 
     Args:
         tables: the solver.
+        problem: all of its tables, and those of what the user pinned.
+        domains: the kinds of every tensor that the numbers in the tables stand for.
         pinned: what the user pinned: by name of a parameter the dim, or ``None`` for whole.
-        allowed: the kinds that this leaves, by parameter.
         least: what the solution costs.
-        priced: the least cost with a parameter cut along a dim; infinite where that is impossible, ``None`` where it is
-            not known.
     """
 
     def __init__(
         self,
         tables: Tables,
+        problem: Elimination,
+        domains: Mapping[int, tuple[Kind, ...]],
         pinned: Mapping[str, int | None],
-        allowed: Mapping[int, Collection[Kind]] | None = None,
         least: float = math.inf,
-        priced: Callable[[int, int], float | None] | None = None,
     ) -> None:
-        self._tables, self._pinned, self._allowed = tables, pinned, allowed or {}
-        self._least, self._priced = least, priced
-        self._rows: dict[tuple[int, bool], list[tuple[Kind, ...]]] = {}
+        self._tables, self._problem, self._domains, self._pinned, self._least = tables, problem, domains, pinned, least
 
     def of_whole(self, layouts: Mapping[int, Layout]) -> dict[str, tuple[Reason, ...]]:
         """Why each parameter is whole: by its name a reason for every dim, the most telling first.
 
-        The fewer parameters have a dim's axis, the more its reason tells: the hidden size is an axis of nearly all of
-        them, and a norm refuses it always; heads, features and experts are axes of a few. Dims of length 1 come last.
+        The narrower the module that holds all parameters with a dim's axis, the more its reason tells: the hidden size
+        runs through the whole model, and a norm refuses it always; heads, features and experts stay in one block. Of
+        axes that reach as far as each other, the longer dim's tells more (channels, not a kernel). Dims of length 1 are
+        last.
         """
         parameters = self._tables.graph.parameters
         whole = [tensor for tensor in parameters if not isinstance(layouts.get(tensor), Shard)]
@@ -124,8 +111,8 @@ class Reasons:
             reasons = []
             for along in sorted(self._of(tensor), key=lambda along: self._telling(tensor, along)):
                 cost = None
-                if along.is_possible and self._priced is not None and len(self._shape(tensor)) > 1 and prices_left:
-                    cost = self._priced(tensor, along.dim)
+                if along.is_possible and len(self._shape(tensor)) > 1 and prices_left:
+                    cost = self._price(tensor, along.dim)
                     prices_left -= 1
                 reasons.append(self._reason(along, cost))
             found[parameters[tensor]] = tuple(reasons)
@@ -142,6 +129,19 @@ class Reasons:
         along = self._along(tensor, dim)
         return None if along.is_possible else self._reason(along, None)
 
+    def _price(self, tensor: int, dim: int) -> float | None:
+        """What it costs at least to cut a parameter along a dim; infinite where that turns out to be impossible."""
+        cut = [code for code, kind in enumerate(self._domains[tensor]) if self._tables.cut(tensor, kind) == dim]
+        self._problem.add((tensor,), {(code,): 0.0 for code in cut})
+        try:
+            return self._problem.solve()[1]
+        except NoAssignment:
+            return math.inf
+        except TooManyCombinations:
+            return None
+        finally:
+            self._problem.tables.pop()
+
     def _shape(self, tensor: int) -> tuple[int, ...]:
         return self._tables.graph.tensors[tensor].shape
 
@@ -152,17 +152,25 @@ class Reasons:
             return [_Along(dim, length, pinned, False) for dim, length in enumerate(shape)]
         return [self._along(tensor, dim) for dim in range(len(shape))]
 
-    def _telling(self, tensor: int, along: _Along) -> tuple[bool, int, int]:
+    def _telling(self, tensor: int, along: _Along) -> tuple[bool, int, int, int]:
         """The lower, the more the reason of this dim tells."""
         dims = self._tables.dims.get(tensor)
-        held = [self._holders[axis.id] for axis in leaves(dims[along.dim])] if dims else []
-        return along.length == 1, max(held, default=0), along.dim
+        reach = [len(self._reach[axis.id]) for axis in leaves(dims[along.dim])] if dims else []
+        return along.length == 1, -min(reach, default=0), -along.length, along.dim
 
     @cached_property
-    def _holders(self) -> Counter[int]:
-        """How many parameters have an axis."""
-        dims = (self._tables.dims.get(tensor, ()) for tensor in self._tables.graph.parameters)
-        return Counter(axis for several in dims for axis in {axis.id for dim in several for axis in leaves(dim)})
+    def _reach(self) -> dict[int, tuple[str, ...]]:
+        """Of every axis the path of the module that holds all parameters with it: at least a layer's whole block."""
+        graph = self._tables.graph
+        owners = {tensor: tuple(name.split(".")[:-1]) for tensor, name in graph.parameters.items()}
+        inner = {owner[:end] for owner in owners.values() for end in range(len(owner))}
+        found: dict[int, tuple[str, ...]] = {}
+        for tensor, owner in owners.items():
+            block = owner if owner in inner else owner[:-1]
+            for axis in {axis.id for dim in self._tables.dims.get(tensor, ()) for axis in leaves(dim)}:
+                both = zip(found.get(axis, block), block, strict=False)
+                found[axis] = tuple(ours for ours, _ in takewhile(lambda pair: pair[0] == pair[1], both))
+        return found
 
     def _reason(self, along: _Along, cost: float | None) -> Reason:
         why = along.obstacle.why if along.obstacle is not None else ""
@@ -226,18 +234,18 @@ class Reasons:
             number: the candidate.
             converting: whether shards may be made of other types, and others of shards, where a layout may change.
         """
-        left: dict[int, frozenset[Kind]] = {tensor: frozenset((number,))}
+        left = {tensor: frozenset((self._domains[tensor].index(number),))}
         queue = deque(self._readers[tensor])
         waiting = {*queue}
         while queue:
             at = queue.popleft()
             waiting.remove(at)
-            scope = self._scopes[at]
-            kinds = [left.get(variable) or self._alone(variable) for variable in scope]
-            rows = _within(self._table(at, converting), kinds)
+            scope = self._tables.tables[at].scope
+            codes = [left.get(variable) or self._alone(variable) for variable in scope]
+            rows = _within(self._rows(at, converting), codes)
             if not rows:
-                return self._conflict(at, number, kinds, converting)
-            for variable, before, values in zip(scope, kinds, zip(*rows, strict=True), strict=True):
+                return self._conflict(at, number, codes, converting)
+            for variable, before, values in zip(scope, codes, zip(*rows, strict=True), strict=True):
                 after = frozenset(values)
                 if after < before:
                     left[variable] = after
@@ -247,71 +255,63 @@ class Reasons:
                             queue.append(reader)
         return None
 
-    def _conflict(self, at: int, number: int, kinds: list[frozenset[Kind]], converting: bool) -> _Obstacle:
-        """Why an operator has no types left to run at, its variables having only these kinds."""
-        relation, scope = self._tables.relations[at], self._scopes[at]
-        forced = [kind for few in kinds if len(few) == 1 for kind in few]
+    def _conflict(self, at: int, number: int, codes: list[frozenset[int]], converting: bool) -> _Obstacle:
+        """Why an operator has no types left to run at, its variables having only these."""
+        relation, scope = self._tables.relations[at], self._tables.tables[at].scope
+        forced = [self._domains[v][code] for v, few in zip(scope, codes, strict=True) if len(few) == 1 for code in few]
         for kind in dict.fromkeys((number, *forced)):
             if isinstance(kind, int) and kind in forced:
                 found = self._tables.sharded(relation, kind)
                 if isinstance(found, str):
                     return _Obstacle(found, relation.operator)
         for position, variable in enumerate(scope):
-            others = [few if place != position else self._any(variable) for place, few in enumerate(kinds)]
-            if variable in self._because and _within(self._table(at, converting), others):
+            others = [self._any(variable) if place == position else few for place, few in enumerate(codes)]
+            if variable in self._because and _within(self._rows(at, converting), others):
                 return _Obstacle(self._because[variable], relation.operator)
         if "P" in forced:
             return _Obstacle("it is given the ranks' parts of a sum, and is not linear in them", relation.operator)
         return _Obstacle("the types that its operands would have do not go together", relation.operator)
 
     @cached_property
-    def _scopes(self) -> list[tuple[int, ...]]:
-        return [self._tables.scope(relation) for relation in self._tables.relations]
-
-    @cached_property
     def _readers(self) -> dict[int, list[int]]:
         """The positions, among the relations, of those with a variable."""
         found: dict[int, list[int]] = {}
-        for at, scope in enumerate(self._scopes):
-            for variable in scope:
+        for at, table in enumerate(self._tables.tables):
+            for variable in table.scope:
                 found.setdefault(variable, []).append(at)
         return found
 
-    def _table(self, at: int, converting: bool) -> list[tuple[Kind, ...]]:
-        """The kinds of an operator's variables at which it may run."""
-        if (at, converting) not in self._rows:
-            relation, scope = self._tables.relations[at], self._scopes[at]
-            rows: dict[tuple[Kind, ...], None] = {}
-            for kinds, _ in self._tables.allowed(relation):
-                named = self._tables.named(relation, kinds)
-                if named is not None and (converting or not _converts_a_shard(relation, kinds)):
-                    rows[tuple(named[variable] for variable in scope)] = None
-            self._rows[at, converting] = list(rows)
-        return self._rows[at, converting]
+    def _rows(self, at: int, converting: bool) -> Collection[Row]:
+        """The combinations of types at which an operator may run."""
+        rows = self._problem.rows(self._tables.tables[at])
+        operator = self._tables.relations[at].operator
+        if converting or operator.boundary is None:
+            return rows.keys()
+        domains = [self._domains[variable] for variable in self._tables.tables[at].scope]
+        kinds = {row: [domain[code] for domain, code in zip(domains, row, strict=True)] for row in rows}
+        return [row for row, (a, *rest) in kinds.items() if rest in ([], [a]) or {str} == {*map(type, (a, *rest))}]
 
-    def _any(self, variable: int) -> frozenset[Kind]:
-        return frozenset(("I", "R", "P", *self._tables.touching[variable]))
+    def _any(self, variable: int) -> frozenset[int]:
+        return frozenset(range(len(self._domains[variable])))
 
-    def _alone(self, variable: int) -> frozenset[Kind]:
-        """The kinds that a variable may have by itself."""
+    def _alone(self, variable: int) -> frozenset[int]:
+        """The types that a variable may have by itself."""
         return self._restricted.get(variable) or self._any(variable)
 
     @cached_property
-    def _restricted(self) -> dict[int, frozenset[Kind]]:
-        tables = self._tables
-        found = {
-            tensor: frozenset(kind for kind, _ in tables.parameter(tensor))
-            for tensor in tables.graph.parameters
-            if tensor in tables.dims
-        }
-        for tensor in set(tables.graph.outputs) & tables.dims.keys():
-            variable, returned = tables.first.get(tensor, tensor), frozenset(tables.returned(tensor))
-            found[variable] = found.get(variable, returned) & returned
-        return found | {tensor: frozenset(kinds) for tensor, kinds in self._allowed.items()}
+    def _restricted(self) -> dict[int, frozenset[int]]:
+        """Of parameters, returned tensors and what is pinned."""
+        found: dict[int, frozenset[int]] = {}
+        for table in self._problem.tables:
+            if len(table.scope) == 1:
+                (variable,) = table.scope
+                codes = frozenset(code for (code,) in self._problem.rows(table))
+                found[variable] = found.get(variable, codes) & codes
+        return found
 
     @cached_property
     def _because(self) -> dict[int, str]:
-        """Why variables may have few kinds by themselves."""
+        """Why variables may have few types by themselves."""
         first = self._tables.first
         found = {first.get(tensor, tensor): "the model returns its result" for tensor in self._tables.graph.outputs}
         for tensor, name in self._tables.graph.parameters.items():
@@ -325,17 +325,9 @@ class Reasons:
 _UNUSED = "not used in the traced forward"
 
 
-def _converts_a_shard(relation: Relation, kinds: Kinds) -> bool:
-    operator = relation.operator
-    if operator.boundary is None:
-        return False
-    pair = kinds[operator.inputs[0]], kinds[operator.outputs[0]]
-    return pair[0] != pair[1] and any(isinstance(kind, int) for kind in pair)
-
-
-def _within(table: list[tuple[Kind, ...]], kinds: list[frozenset[Kind]]) -> list[tuple[Kind, ...]]:
-    """The rows in which every variable has one of its kinds."""
-    return [row for row in table if all(kind in few for kind, few in zip(row, kinds, strict=True))]
+def _within(rows: Collection[Row], codes: list[frozenset[int]]) -> list[Row]:
+    """The rows in which every variable has one of its types."""
+    return [row for row in rows if all(code in few for code, few in zip(row, codes, strict=True))]
 
 
 def _has(dim: Dim, axes: set[int]) -> bool:

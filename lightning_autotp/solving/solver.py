@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -26,7 +26,7 @@ from lightning_autotp.operators.graph import OPAQUE, Graph, Operator, Ref
 from lightning_autotp.solving.call_points import private_draws, static_operands
 from lightning_autotp.solving.candidates import candidates, squares
 from lightning_autotp.solving.cost import Profile, typical_matrix
-from lightning_autotp.solving.elimination import Elimination, NoAssignment, TooManyCombinations
+from lightning_autotp.solving.elimination import Elimination, NoAssignment, Table, TooManyCombinations
 from lightning_autotp.solving.implementations import Implementation, Implementations, Use, operand_of
 from lightning_autotp.solving.planned import PlanMismatch, Planned
 from lightning_autotp.solving.pricing import ScaledSizes
@@ -196,6 +196,7 @@ class _Solver:
         self.layers = {operator.module for operator in graph.operators if implementations.is_layer(operator)}
         self._layouts: dict[tuple[Dims, int], Layout] = {}
         self.planned: Planned | None = None
+        self.tables: list[Table] = []
         self._works: dict[int, tuple[float, float]] = {}
         tensors = graph.tensors
         self.tokens = tokens or TokensPerStep()
@@ -259,8 +260,7 @@ class _Solver:
         if not is_divisible and self.planned is None:  # a plan may leave everything whole
             raise NothingToShard(self._nothing())
         problem, domains = self._problem()
-        codes = self._pinned(pinned, domains)
-        for tensor, allowed in codes.items():
+        for tensor, allowed in self._pinned(pinned, problem, domains):
             problem.add((tensor,), {(code,): 0.0 for code in allowed})
         try:
             values, cost = problem.solve()
@@ -268,7 +268,7 @@ class _Solver:
             if self.planned is not None:
                 raise PlanMismatch(self._not_as_planned(error.variable)) from error
             if pinned:
-                reasons = self._explained(pinned, codes, problem, domains)
+                reasons = Reasons(self, problem, domains, pinned)
                 for name, dim in pinned.items():
                     if dim is not None and (obstacle := reasons.obstacle(name, dim)) is not None:
                         raise ValueError(_impossible(name, dim, obstacle)) from error
@@ -284,7 +284,7 @@ class _Solver:
         kinds = {tensor: domains[tensor][code] for tensor, code in values.items()}
         solution = self._solution(kinds | {twin: kinds[tensor] for twin, tensor in self.first.items()}, cost)
         if self.planned is None:
-            solution.reasons = self._explained(pinned, codes, problem, domains, cost)
+            solution.reasons = Reasons(self, problem, domains, pinned, cost)
         return solution
 
     def price(self, kinds: Mapping[int, str | int]) -> float:
@@ -293,43 +293,17 @@ class _Solver:
         return problem.cost({tensor: domain.index(kinds[tensor]) for tensor, domain in domains.items()})
 
     def _pinned(
-        self, pinned: Mapping[str, int | None], domains: Mapping[int, tuple[str | int, ...]]
-    ) -> dict[int, list[int]]:
+        self, pinned: Mapping[str, int | None], problem: Elimination, domains: Mapping[int, tuple[str | int, ...]]
+    ) -> Iterator[tuple[int, list[int]]]:
         """The codes of the kinds that a user allows pinned parameters."""
-        found: dict[int, list[int]] = {}
         tensors = {name: tensor for tensor, name in self.graph.parameters.items()}
         for name, dim in pinned.items():
             tensor = tensors.get(name, -1)
-            if tensor in self.dims:
-                found[tensor] = [code for code, kind in enumerate(domains[tensor]) if self.cut(tensor, kind) == dim]
-            if dim is not None and not found.get(tensor):
-                raise ValueError(_impossible(name, dim, Reasons(self, {}).obstacle(name, dim)))
-        return found
-
-    def _explained(
-        self,
-        pinned: Mapping[str, int | None],
-        codes: Mapping[int, Collection[int]],
-        problem: Elimination,
-        domains: Mapping[int, tuple[str | int, ...]],
-        least: float = math.inf,
-    ) -> Reasons:
-        """Why parameters are whole, with prices: what it costs at least to cut one along a dim of it."""
-
-        def priced(tensor: int, dim: int) -> float | None:
-            cut = [code for code, kind in enumerate(domains[tensor]) if self.cut(tensor, kind) == dim]
-            problem.add((tensor,), {(code,): 0.0 for code in cut})
-            try:
-                return problem.solve()[1]
-            except NoAssignment:
-                return math.inf
-            except TooManyCombinations:
-                return None
-            finally:
-                problem.tables.pop()
-
-        allowed = {tensor: [domains[tensor][code] for code in few] for tensor, few in codes.items()}
-        return Reasons(self, pinned, allowed, least, priced)
+            allowed = [code for code, kind in enumerate(domains.get(tensor, ())) if self.cut(tensor, kind) == dim]
+            if allowed:
+                yield tensor, allowed
+            elif dim is not None:
+                raise ValueError(_impossible(name, dim, Reasons(self, problem, domains, pinned).obstacle(name, dim)))
 
     def cut(self, tensor: int, kind: str | int) -> int | None:
         """The dim along which a parameter of this kind is cut."""
@@ -343,42 +317,28 @@ class _Solver:
         codes = {tensor: {kind: code for code, kind in enumerate(domain)} for tensor, domain in domains.items()}
         for tensor in self.graph.parameters:
             if tensor in self.dims:
-                costs = dict(self.parameter(tensor))
+                costs = dict(self._parameter(tensor))
                 if self.planned is not None:
                     costs = {self.planned.parameters[tensor]: 0.0}
                 problem.add((tensor,), {(codes[tensor][kind],): cost for kind, cost in costs.items()})
         for tensor in set(self.graph.outputs) & self.dims.keys():
-            problem.add(
-                (self.first.get(tensor, tensor),), {(codes[tensor][kind],): 0.0 for kind in self.returned(tensor)}
-            )
+            allowed: list[str | int] = [I, *(self.touching[tensor] if self._view_boundary(tensor) else ())]
+            problem.add((self.first.get(tensor, tensor),), {(codes[tensor][kind],): 0.0 for kind in allowed})
+        self.tables = []
         for relation in self.relations:
-            scope = self.scope(relation)
+            tensors = [t for t in (*relation.inputs, *relation.outputs) if t in self.dims]
+            scope = tuple(dict.fromkeys(self.first.get(t, t) for t in tensors))
             rows: dict[tuple[int, ...], float] = {}
             for kinds, cost in self._combinations(relation):
-                named = self.named(relation, kinds)
-                if named is not None:
+                named = {self.first.get(tensor, tensor): kinds[tensor] for tensor in tensors}
+                if all(named[self.first.get(tensor, tensor)] == kinds[tensor] for tensor in tensors):
                     row = tuple(codes[tensor][named[tensor]] for tensor in scope)
                     rows[row] = min(cost, rows.get(row, math.inf))
             problem.add(scope, rows)
+            self.tables.append(problem.tables[-1])
         return problem, domains
 
-    def scope(self, relation: Relation) -> tuple[int, ...]:
-        """The variables of an operator's table: its tensors, or those that stand for them."""
-        tensors = (t for t in (*relation.inputs, *relation.outputs) if t in self.dims)
-        return tuple(dict.fromkeys(self.first.get(tensor, tensor) for tensor in tensors))
-
-    def named(self, relation: Relation, kinds: Mapping[int, str | int]) -> dict[int, str | int] | None:
-        """The kinds of an operator's variables; ``None`` if two tensors that one stands for would differ."""
-        tensors = [t for t in (*relation.inputs, *relation.outputs) if t in self.dims]
-        named = {self.first.get(tensor, tensor): kinds[tensor] for tensor in tensors}
-        return named if all(named[self.first.get(t, t)] == kinds[t] for t in tensors) else None
-
-    def returned(self, tensor: int) -> list[str | int]:
-        """The kinds that a tensor may have which the model returns."""
-        return [I, *(self.touching[tensor] if self._view_boundary(tensor) else ())]
-
-    def parameter(self, tensor: int) -> Iterator[tuple[str | int, float]]:
-        """The kinds that a parameter may have, with what they cost by themselves."""
+    def _parameter(self, tensor: int) -> Iterator[tuple[str | int, float]]:
         size = self.graph.tensors[tensor].bytes
         whole = self._memory(size, 1.0)
         sync = self.profile.collective("all_reduce", size, self.ranks)
@@ -410,7 +370,7 @@ class _Solver:
 
     def _combinations(self, relation: Relation) -> Iterator[tuple[dict[int, str | int], float]]:
         """Every combination of types the operator may run at, with its cost; those of the plan that is followed."""
-        for kinds, cost in self.allowed(relation):
+        for kinds, cost in self._allowed(relation):
             if self.planned is None or self._is_planned(relation, kinds):
                 yield kinds, cost
 
@@ -452,7 +412,7 @@ class _Solver:
         where = " and ".join(dict.fromkeys(places)) or str(nearby[0].boundary if nearby else "a parameter")
         return f"the plan gives layouts that do not go together: no types of its operands let {where} run as planned"
 
-    def allowed(self, relation: Relation) -> Iterator[tuple[dict[int, str | int], float]]:
+    def _allowed(self, relation: Relation) -> Iterator[tuple[dict[int, str | int], float]]:
         """Every combination of types the operator may run at, with its cost."""
         inputs = [tensor for tensor in relation.inputs if tensor in self.dims]
         outputs = list(relation.outputs)
