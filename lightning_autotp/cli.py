@@ -39,7 +39,7 @@ def plan(
         tokens: tokens of one forward and backward pass, which the plan is to be the cheapest for; 16,384 by default.
         keep_whole: names or patterns of parameters or modules that stay whole, such as '[lm_head, model.vision*]'.
         cut: by name or pattern, the dim along which parameters are cut, such as '{lm_head.weight: 0}'.
-        why: name or pattern of parameters or modules to tell more about: for each dim of a parameter that is whole, why.
+        why: name or pattern of parameters or modules of which to say, for each dim that is not cut, why not.
         json: file to write the plan to, for AutoTPStrategy(plan=...).
     """
     console = Console()

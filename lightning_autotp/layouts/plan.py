@@ -80,8 +80,8 @@ class ParameterPlan:
     def described(self) -> str:
         """Its layout or, where it is whole, every dim's reason, one a line."""
         reasons = [f"dim {r.dim} ({r.length}): {r}" for r in sorted(self.reasons, key=lambda reason: reason.dim)]
-        how = "" if isinstance(self.layout, Invariant) else f" {self.layout}"
-        return "\n  ".join([f"{self.names[0]}{how}", *reasons])
+        how = f"cut along {_describe(self.layout)}" if isinstance(self.layout, Shard) else "whole"
+        return "\n  ".join([f"{self.names[0]}: {how}", *reasons])
 
     def bytes(self, rank: int) -> int:
         """Bytes that a rank holds of it."""

@@ -244,7 +244,7 @@ class Reasons:
             codes = [left.get(variable) or self._alone(variable) for variable in scope]
             rows = _within(self._rows(at, converting), codes)
             if not rows:
-                return self._conflict(at, number, codes, converting)
+                return self._conflict(at, tensor, number, codes, converting)
             for variable, before, values in zip(scope, codes, zip(*rows, strict=True), strict=True):
                 after = frozenset(values)
                 if after < before:
@@ -255,7 +255,7 @@ class Reasons:
                             queue.append(reader)
         return None
 
-    def _conflict(self, at: int, number: int, codes: list[frozenset[int]], converting: bool) -> _Obstacle:
+    def _conflict(self, at: int, tensor: int, number: int, codes: list[frozenset[int]], converting: bool) -> _Obstacle:
         """Why an operator has no types left to run at, its variables having only these."""
         relation, scope = self._tables.relations[at], self._tables.tables[at].scope
         forced = [self._domains[v][code] for v, few in zip(scope, codes, strict=True) if len(few) == 1 for code in few]
@@ -266,7 +266,7 @@ class Reasons:
                     return _Obstacle(found, relation.operator)
         for position, variable in enumerate(scope):
             others = [self._any(variable) if place == position else few for place, few in enumerate(codes)]
-            if variable in self._because and _within(self._rows(at, converting), others):
+            if variable != tensor and variable in self._because and _within(self._rows(at, converting), others):
                 return _Obstacle(self._because[variable], relation.operator)
         if "P" in forced:
             return _Obstacle("it is given the ranks' parts of a sum, and is not linear in them", relation.operator)
