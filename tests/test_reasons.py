@@ -165,21 +165,11 @@ def test_dims_that_are_divided_differently_name_what_divided_them() -> None:
             three, four = first.unflatten(-1, (3, 16)).cos(), second.unflatten(-1, (4, 12)).cos()
             return three.flatten(-2) * four.flatten(-2)
 
-    class Partly(Two):
-        """The product itself divides the 4 before it finds that the 2 cannot go on like the 3."""
-
-        def joined(self, first: Tensor, second: Tensor) -> Tensor:
-            six, four = first.unflatten(-1, (2, 3, 8)).cos(), second.unflatten(-1, (4, 12)).cos()
-            return six.flatten(-3) * four.flatten(-2)
-
     rows = along(planned(Divided(), narrow()), "first.weight", 0)
     assert rows.operator == "aten.mul.Tensor"
     assert "three.flatten(-2) * four.flatten(-2)" in rows.source
     assert "3 x 16 by aten.unflatten.int" in rows.why
     assert "4 x 12 by aten.unflatten.int" in rows.why
-    rows = along(planned(Partly(), narrow()), "second.weight", 0)
-    assert rows.operator == "aten.mul.Tensor"
-    assert "2 x 2 x 12 by aten.unflatten.int" in rows.why
 
 
 def test_of_several_that_refuse_the_nearest_is_named() -> None:

@@ -22,7 +22,7 @@ class Axes:
     """All axes of a graph, and what has been learnt about them (union-find with structure).
 
     Attributes:
-        operator: the one whose rule runs; ``None`` before the first.
+        operator: the one whose rule runs; ``None`` before the first and after the last.
     """
 
     def __init__(self) -> None:
@@ -41,10 +41,10 @@ class Axes:
         return Axis(self._count, size)
 
     def divided_by(self, dim: Dim) -> Operator | None:
-        """The operator that made the parts which a dim consists of, where it has parts; never the one that runs."""
+        """The operator that made the parts which a dim consists of, where it has parts."""
         dim = self.resolve(dim)
         makers = () if isinstance(dim, Axis) else (self._makers.get(axis.id) for axis in leaves(dim))
-        return next((maker for maker in makers if maker is not None and maker is not self.operator), None)
+        return next((maker for maker in makers if maker is not None), None)
 
     def spelled(self, dim: Dim) -> str:
         """What a dim is made of, and by which operator."""
