@@ -20,7 +20,7 @@ from lightning_autotp.layouts.step_size import TokensPerStep
 from lightning_autotp.operators.graph import Graph, Operator
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
 from lightning_autotp.parameters.state import parallel_models, parallel_state
-from lightning_autotp.proving.compare import VerificationError, compare, cut_differently
+from lightning_autotp.proving.compare import Mismatch, VerificationError, compare, cut_differently
 from lightning_autotp.proving.local_sizes import Unlocalizable, find_sizes
 from lightning_autotp.proving.read_plan import read_plan
 from lightning_autotp.ranks.agreement import raise_together
@@ -107,9 +107,7 @@ def _solved(model: nn.Module, graph: Graph, inputs: Any, ranks: int, options: Pl
             )
             if operators is None:
                 raise VerificationError(str(error)) from error
-            place = f" ({error.mismatch.operator})" if error.mismatch.operator is not None else ""
-            reason = f"a size in the Python code could not be made local{place}: {error.mismatch.message}"
-            blocked |= dict.fromkeys(operators - blocked.keys(), reason)
+            blocked |= {at: _unlocalizable(graph.operators[at], error.mismatch) for at in operators - blocked.keys()}
             solution = solve_around(blocked)
 
 
@@ -244,6 +242,13 @@ def verify(model: nn.Module, solution: Solution, rank: int, example_inputs: Any)
     )
     if difference is not None:
         raise VerificationError(f"the local model of rank {rank} is not the same computation: {difference}")
+
+
+def _unlocalizable(operator: Operator, mismatch: Mismatch) -> str:
+    """Why nothing is sharded at an operator."""
+    there = mismatch.operator
+    place = "" if there is None or str(operator) == str(there) else f" ({there})"
+    return f"a size in the Python code could not be made local{place}: {mismatch.message}"
 
 
 def _around(graph: Graph, operator: Operator | None) -> Iterator[frozenset[int]]:

@@ -100,8 +100,8 @@ class Reasons:
 
         The narrower the module that holds all parameters with a dim's axis, the more its reason tells: the hidden size
         runs through the whole model, and a norm refuses it always; heads, features and experts stay in one block. Of
-        axes that reach as far as each other, the longer dim's tells more (channels, not a kernel). Dims of length 1 are
-        last.
+        axes that reach as far as each other the longer dim's tells more. After all these come dims that the operator
+        refuses which reads the parameter itself (a kernel's positions), and those of length 1.
         """
         parameters = self._tables.graph.parameters
         whole = [tensor for tensor in parameters if not isinstance(layouts.get(tensor), Shard)]
@@ -152,11 +152,13 @@ class Reasons:
             return [_Along(dim, length, pinned, False) for dim, length in enumerate(shape)]
         return [self._along(tensor, dim) for dim in range(len(shape))]
 
-    def _telling(self, tensor: int, along: _Along) -> tuple[bool, int, int, int]:
+    def _telling(self, tensor: int, along: _Along) -> tuple[bool, bool, int, int, int]:
         """The lower, the more the reason of this dim tells."""
         dims = self._tables.dims.get(tensor)
         reach = [len(self._reach[axis.id]) for axis in leaves(dims[along.dim])] if dims else []
-        return along.length == 1, -min(reach, default=0), -along.length, along.dim
+        refusing = along.obstacle.operator if along.obstacle is not None else None
+        reads = refusing is not None and any(self._tables.dims.get(read) == dims for read in refusing.inputs)
+        return along.length == 1, reads, -min(reach, default=0), -along.length, along.dim
 
     @cached_property
     def _reach(self) -> dict[int, tuple[str, ...]]:
@@ -234,6 +236,7 @@ class Reasons:
             number: the candidate.
             converting: whether shards may be made of other types, and others of shards, where a layout may change.
         """
+        narrowed: dict[int, int] = {}
         left = {tensor: frozenset((self._domains[tensor].index(number),))}
         queue = deque(self._readers[tensor])
         waiting = {*queue}
@@ -244,18 +247,26 @@ class Reasons:
             codes = [left.get(variable) or self._alone(variable) for variable in scope]
             rows = _within(self._rows(at, converting), codes)
             if not rows:
-                return self._conflict(at, tensor, number, codes, converting)
+                return self._conflict(at, tensor, number, codes, converting, narrowed)
             for variable, before, values in zip(scope, codes, zip(*rows, strict=True), strict=True):
                 after = frozenset(values)
                 if after < before:
-                    left[variable] = after
+                    left[variable], narrowed[variable] = after, at
                     for reader in self._readers[variable]:
                         if reader not in waiting and reader != at:
                             waiting.add(reader)
                             queue.append(reader)
         return None
 
-    def _conflict(self, at: int, tensor: int, number: int, codes: list[frozenset[int]], converting: bool) -> _Obstacle:
+    def _conflict(
+        self,
+        at: int,
+        tensor: int,
+        number: int,
+        codes: list[frozenset[int]],
+        converting: bool,
+        narrowed: Mapping[int, int],
+    ) -> _Obstacle:
         """Why an operator has no types left to run at, its variables having only these."""
         relation, scope = self._tables.relations[at], self._tables.tables[at].scope
         forced = [self._domains[v][code] for v, few in zip(scope, codes, strict=True) if len(few) == 1 for code in few]
@@ -270,6 +281,18 @@ class Reasons:
                 return _Obstacle(self._because[variable], relation.operator)
         if "P" in forced:
             return _Obstacle("it is given the ranks' parts of a sum, and is not linear in them", relation.operator)
+        # It only passes on what others need: which of them needs the whole dim?
+        queue, seen = deque((at,)), {at}
+        while queue:
+            here = queue.popleft()
+            found = self._tables.sharded(self._tables.relations[here], number)
+            if isinstance(found, str):
+                return _Obstacle(found, self._tables.relations[here].operator)
+            for variable in self._tables.tables[here].scope:
+                before = narrowed.get(variable, at)
+                if before not in seen:
+                    seen.add(before)
+                    queue.append(before)
         return _Obstacle("the types that its operands would have do not go together", relation.operator)
 
     @cached_property
