@@ -13,6 +13,7 @@ from distributed import PATIENCE
 from tiny import meta_model, tiny_config
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import AutoConfig, AutoModel
 
 from lightning_autotp.layouts.plan import ParameterPlan, Plan, Reason
 from lightning_autotp.layouts.types import Shard
@@ -258,6 +259,32 @@ def test_an_opaque_module() -> None:
         reason = along(plan, "0.weight", dim)
         assert (reason.operator, reason.module) == ("opaque module", "0")
         assert reason.why == "its code depends on values"
+
+
+def test_a_boundary_only_passes_on_what_others_refuse() -> None:
+    """Convolution kernels per head: what keeps them whole is the layer after the heads are joined."""
+    with torch.device("meta"):
+        sizes = {"hidden_size": 64, "embedding_size": 64, "intermediate_size": 112, "num_hidden_layers": 1}
+        model = AutoModel.from_config(AutoConfig.for_model("convbert", num_attention_heads=4, vocab_size=131, **sizes))
+    plan = planned(model, {"input_ids": torch.zeros(3, 17, dtype=torch.long)})
+    reason = along(plan, "encoder.layer.0.attention.self.conv_kernel_layer.weight", 0)
+    assert (reason.operator, reason.module) == ("aten.linear.default", "encoder.layer.0.attention.output.dense")
+    assert [p.names[0] for p in plan.parameters for r in p.reasons if r.operator.startswith("boundary")] == []
+
+
+def test_a_kernel_tells_less_than_channels() -> None:
+    class Depthwise(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before, self.conv = nn.Linear(16, 4), nn.Conv1d(4, 4, 7, groups=4, padding=3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.conv(self.before(x).mT).sort(1).values
+
+    plan = planned(Depthwise(), narrow())
+    assert [reason.dim for reason in parameter(plan, "conv.weight").reasons] == [0, 2, 1]
+    assert along(plan, "conv.weight", 0).operator == "aten.sort.default"
+    assert along(plan, "conv.weight", 2).operator == "aten.conv1d.default"
 
 
 # -- no operator refuses ----------------------------------------------------------------------------------------------
