@@ -18,6 +18,7 @@ from lightning_autotp.checkpoints.export_checkpoint import export_checkpoint
 from lightning_autotp.checkpoints.files import consolidate as consolidate_checkpoint
 from lightning_autotp.pipeline import make_plan
 from lightning_autotp.proving.compare import VerificationError
+from lightning_autotp.solving.pins import meant
 from lightning_autotp.solving.solver import NothingToShard
 
 
@@ -27,6 +28,7 @@ def plan(
     tokens: int | None = None,
     keep_whole: list[str] | None = None,
     cut: dict[str, int] | None = None,
+    why: str | None = None,
     json: Path | None = None,
 ) -> None:
     """Print how a causal language model would be split: no weights, no GPU and no process group needed.
@@ -37,6 +39,7 @@ def plan(
         tokens: tokens of one forward and backward pass, which the plan is to be the cheapest for; 16,384 by default.
         keep_whole: names or patterns of parameters or modules that stay whole, such as '[lm_head, model.vision*]'.
         cut: by name or pattern, the dim along which parameters are cut, such as '{lm_head.weight: 0}'.
+        why: name or pattern of parameters or modules of which to say, for each dim that is not cut, why not.
         json: file to write the plan to, for AutoTPStrategy(plan=...).
     """
     console = Console()
@@ -46,9 +49,13 @@ def plan(
         with torch.device("meta"):
             skeleton = AutoModelForCausalLM.from_config(config)
         result, _ = make_plan(skeleton, tp, tokens_per_step=tokens, keep_whole=keep_whole or (), cut=cut)
+        asked = meant(why, [parameter.names for parameter in result.parameters], "why") if why is not None else ()
     except (CaptureError, NothingToShard, VerificationError, OSError, ValueError) as error:
         raise SystemExit(f"lightning-autotp plan: {error}") from error
     console.print(result.table())
+    for parameter in result.parameters:
+        if parameter.names[0] in asked:
+            console.print(parameter.described(), markup=False, highlight=False, soft_wrap=True)
     console.print(f"plan {result.digest}, made in {time.perf_counter() - started:.1f} s")
     if json is not None:
         json.write_text(result.to_json())

@@ -20,12 +20,12 @@ from lightning_autotp.layouts.step_size import TokensPerStep
 from lightning_autotp.operators.graph import Graph, Operator
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
 from lightning_autotp.parameters.state import parallel_models, parallel_state
-from lightning_autotp.proving.compare import VerificationError, compare, cut_differently
+from lightning_autotp.proving.compare import Mismatch, VerificationError, compare, cut_differently
 from lightning_autotp.proving.local_sizes import Unlocalizable, find_sizes
 from lightning_autotp.proving.read_plan import read_plan
 from lightning_autotp.ranks.agreement import raise_together
 from lightning_autotp.ranks.group import TPGroup
-from lightning_autotp.solving.annotate import annotate
+from lightning_autotp.solving.annotate import annotate, explain
 from lightning_autotp.solving.call_points import bare_modules, open_modules
 from lightning_autotp.solving.cost import Profile
 from lightning_autotp.solving.options import PlanOptions
@@ -98,7 +98,8 @@ def _solved(model: nn.Module, graph: Graph, inputs: Any, ranks: int, options: Pl
     solution = solve_around(blocked)
     while True:
         try:
-            return find_sizes(model, inputs, solution, plan_with)
+            plan, solution = find_sizes(model, inputs, solution, plan_with)
+            return explain(plan, solution), solution
         except Unlocalizable as error:
             # Nothing is sharded where sizes cannot be made local; the plan reports it.
             operators = next(
@@ -106,8 +107,7 @@ def _solved(model: nn.Module, graph: Graph, inputs: Any, ranks: int, options: Pl
             )
             if operators is None:
                 raise VerificationError(str(error)) from error
-            reason = f"a size in the Python code could not be made local: {error.mismatch.message}"
-            blocked |= dict.fromkeys(operators - blocked.keys(), reason)
+            blocked |= {at: _unlocalizable(graph.operators[at], error.mismatch) for at in operators - blocked.keys()}
             solution = solve_around(blocked)
 
 
@@ -242,6 +242,13 @@ def verify(model: nn.Module, solution: Solution, rank: int, example_inputs: Any)
     )
     if difference is not None:
         raise VerificationError(f"the local model of rank {rank} is not the same computation: {difference}")
+
+
+def _unlocalizable(operator: Operator, mismatch: Mismatch) -> str:
+    """Why nothing is sharded at an operator."""
+    there = mismatch.operator
+    place = "" if there is None or str(operator) == str(there) else f" ({there})"
+    return f"a size in the Python code could not be made local{place}: {mismatch.message}"
 
 
 def _around(graph: Graph, operator: Operator | None) -> Iterator[frozenset[int]]:

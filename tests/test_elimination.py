@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import itertools
 from random import Random
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -54,10 +53,10 @@ def test_the_optimum_is_that_of_exhaustive_search(problem: tuple[int, Problem], 
     assert total(tuple(found.values[variable] for variable in range(count))) == found.cost
 
 
-def grid(side: int, values: int, seed: int, **options: Any) -> Elimination:
+def grid(side: int, values: int, seed: int, most_rows: int = MOST_ROWS) -> Elimination:
     """A square of variables with random costs between neighbours: no small set of them divides it in two."""
     random = Random(seed)
-    elimination = Elimination(**options)
+    elimination = Elimination(most_rows)
     pairs = [(side * y + x, side * y + x + 1) for y in range(side) for x in range(side - 1)]
     pairs += [(side * y + x, side * y + x + side) for y in range(side - 1) for x in range(side)]
     for pair in pairs:
@@ -80,7 +79,7 @@ def test_what_is_found_when_the_time_is_over_has_a_bound() -> None:
     gaps = []
     for seconds in (0.0, 0.02, 0.1, 0.5, 2.0):
         try:
-            found = grid(8, 3, seed=2, most_rows=50, seconds=seconds).solve()
+            found = grid(8, 3, seed=2, most_rows=50).solve(seconds)
         except NotFoundInTime:
             continue
         assert found.bound <= optimum * (1 + 1e-9)
@@ -88,7 +87,7 @@ def test_what_is_found_when_the_time_is_over_has_a_bound() -> None:
         gaps.append(found.cost - found.bound)
     assert gaps
     with pytest.raises(NotFoundInTime):
-        grid(8, 3, seed=2, most_rows=50, seconds=0.0).solve()
+        grid(8, 3, seed=2, most_rows=50).solve(0.0)
 
 
 def test_repeated_blocks_are_solved_once() -> None:

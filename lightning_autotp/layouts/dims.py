@@ -87,6 +87,15 @@ def leaves(dim: Dim) -> Iterator[Axis]:
             yield from leaves(part)
 
 
+def spelled(dim: Dim) -> str:
+    """What a (resolved) dim is made of: ``"3 x 16"``, ``"[8 | 8]"``."""
+    if isinstance(dim, Axis):
+        return str(dim.size)
+    if isinstance(dim, Product):
+        return " x ".join(map(spelled, dim.factors)) or "1"
+    return f"[{' | '.join(map(spelled, dim.sections))}]"
+
+
 def shardable(dims: Sequence[Dim], axes: frozenset[int]) -> bool:
     """Whether cutting ``axes`` cuts a tensor of these dims into boxes: each axis in one dim, once in a product."""
 

@@ -5,6 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
+def said_of(operator: str, module: str, source: str) -> str:
+    """An operator, the module that runs it and the line of code, as reasons and errors say it."""
+    return f"{operator} in {module or 'the model'} ({source})"
+
+
 @dataclass(frozen=True)
 class Boundary:
     """A place where a tensor enters or leaves a module: there a layout may change.

@@ -19,11 +19,36 @@ from rich.text import Text
 
 from lightning_autotp.layouts.dims import Axis, Concat, Cut, Dim, Product
 from lightning_autotp.layouts.ownership import Ownership, Run
-from lightning_autotp.layouts.places import CallSite
+from lightning_autotp.layouts.places import CallSite, said_of
 from lightning_autotp.layouts.transitions import Pair
 from lightning_autotp.layouts.types import Invariant, Layout, Partial, Replicate, Shard, local_shape
 
 _TYPES: dict[str, Layout] = {"I": Invariant(), "R": Replicate(), "P": Partial()}
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a parameter is not cut along one of its dims.
+
+    Attributes:
+        dim: which.
+        length: how long it is.
+        why: what stands against it, in words.
+        operator: the first operator that refuses: the nearest one to the parameter along the axis of that dim; empty
+            where none does.
+        module: the path of the module that runs it.
+        source: file, line and code of the call.
+    """
+
+    dim: int
+    length: int
+    why: str
+    operator: str = ""
+    module: str = ""
+    source: str = ""
+
+    def __str__(self) -> str:
+        return f"{said_of(self.operator, self.module, self.source)}: {self.why}" if self.operator else self.why
 
 
 @dataclass(frozen=True)
@@ -35,14 +60,28 @@ class ParameterPlan:
         shape: whole shape.
         itemsize: bytes of an element.
         layout: how it lies over the ranks.
-        reason: why it is left whole, where that is worth saying.
+        reasons: where it is left whole, why: one for every dim, the most telling first.
     """
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
     itemsize: int
     layout: Layout
-    reason: str = ""
+    reasons: tuple[Reason, ...] = ()
+
+    @property
+    def reason(self) -> str:
+        """Why it is left whole, in one line: the most telling dim's reason.
+
+        Empty for a vector, such as a norm's weight or a bias: it is as what it is used with, and next to nothing.
+        """
+        return str(self.reasons[0]) if len(self.shape) > 1 and self.reasons else ""
+
+    def described(self) -> str:
+        """Its layout or, where it is whole, every dim's reason, one a line."""
+        reasons = [f"dim {r.dim} ({r.length}): {r}" for r in sorted(self.reasons, key=lambda reason: reason.dim)]
+        how = f"cut along {_describe(self.layout)}" if isinstance(self.layout, Shard) else "whole"
+        return "\n  ".join([f"{self.names[0]}: {how}", *reasons])
 
     def bytes(self, rank: int) -> int:
         """Bytes that a rank holds of it."""
@@ -320,6 +359,8 @@ def _decode(kind: Any, item: dict[str, Any]) -> Any:
         value = item[field.name]
         if field.name in ("layout", "source", "target"):
             value = decode_layout(value)
+        elif field.name == "reasons":
+            value = tuple(Reason(**reason) for reason in value)
         elif field.name == "call" and value is not None:
             value = CallSite(**value)
         elif isinstance(value, list):

@@ -33,12 +33,11 @@ def scaled_dot_product_attention(site: Site) -> Dims | list[Dims]:
         else:
             site.tie(heads, product([other[-3], site.new(heads.size // other[-3].size)]))
     site.tie(features, key[-1])
-    site.keep_whole(length, features, key[-2], value[-2], because="attention needs whole sequences and key features")
-    if mask is not None:
-        site.keep_whole(*mask[-2:])
-        if len(mask) > 2 and mask[-3].size != 1:
-            site.tie(heads, mask[-3])
+    needed = (length, features, key[-2], value[-2], *(() if mask is None else mask[-2:]))
+    site.keep_whole(*needed, because="attention needs whole sequences and key features")
+    if mask is not None and len(mask) > 2 and mask[-3].size != 1:
+        site.tie(heads, mask[-3])
     if site["dropout_p"]:
         site.draws()
-        site.keep_whole(value[-1])  # one mask for all of them
+        site.keep_whole(value[-1], because="attention's dropout draws one mask for all features of a value")
     return (*batch, heads, length, value[-1])

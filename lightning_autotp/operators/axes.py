@@ -14,22 +14,43 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from lightning_autotp.layouts.dims import ONE, Axis, Concat, Dim, Product, concat, leaves, product
+from lightning_autotp.layouts.dims import ONE, Axis, Concat, Dim, Product, concat, leaves, product, spelled
+from lightning_autotp.operators.graph import Operator
 
 
 class Axes:
-    """All axes of a graph, and what has been learnt about them (union-find with structure)."""
+    """All axes of a graph, and what has been learnt about them (union-find with structure).
+
+    Attributes:
+        operator: the one whose rule runs; ``None`` before the first and after the last.
+    """
 
     def __init__(self) -> None:
         self._count = 0
         self._bindings: dict[int, Dim] = {}
+        self.operator: Operator | None = None
+        self._makers: dict[int, Operator] = {}
 
     def new(self, size: int) -> Dim:
         """A fresh dim of which nothing is known."""
         if size == 1:
             return ONE
         self._count += 1
+        if self.operator is not None:
+            self._makers[self._count] = self.operator
         return Axis(self._count, size)
+
+    def divided_by(self, dim: Dim) -> Operator | None:
+        """The operator that made the parts which a dim consists of, where it has parts."""
+        dim = self.resolve(dim)
+        makers = () if isinstance(dim, Axis) else (self._makers.get(axis.id) for axis in leaves(dim))
+        return next((maker for maker in makers if maker is not None), None)
+
+    def spelled(self, dim: Dim) -> str:
+        """What a dim is made of, and by which operator."""
+        dim = self.resolve(dim)
+        maker = self.divided_by(dim)
+        return spelled(dim) + (f" by {maker}" if maker is not None else "")
 
     def resolve(self, dim: Dim) -> Dim:
         """The dim in terms of axes that are not divided further."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_autotp.layouts.places import Boundary, CallPoint, CallSite
+from lightning_autotp.layouts.places import Boundary, CallPoint, CallSite, said_of
 from lightning_autotp.layouts.step_size import StepSize
 
 OPAQUE = "opaque module"
@@ -94,6 +94,9 @@ class Operator:
     def argument(self, name: str) -> Any:
         """The argument's value."""
         return dict(self.arguments)[name]
+
+    def __str__(self) -> str:
+        return said_of(self.name, self.module, self.source)
 
     @property
     def inputs(self) -> tuple[int, ...]:

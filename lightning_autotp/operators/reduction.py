@@ -89,7 +89,7 @@ def flip(site: Site) -> list[Dims]:
 def _along(site: Site, along: Sequence[int]) -> list[Dims]:
     dims = site.dims("self")
     whole = {index % len(dims) for index in along} if dims else set()
-    site.keep_whole(*(dims[index] for index in whole), because=f"{site.operator.name} needs the whole dim")
+    site.keep_whole(*(dims[index] for index in whole))
     outputs = [
         tuple(d if d.size == s else site.new(s) for d, s in zip(dims, shape, strict=True)) for shape in site.shapes
     ]

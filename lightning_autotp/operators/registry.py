@@ -156,6 +156,7 @@ def relate(graph: Graph, untied: frozenset[int] = frozenset()) -> tuple[list[Rel
     for called in graph.operators:
         if all(graph.tensors[tensor].is_static for tensor in called.inputs):
             continue
+        axes.operator = called
         site = Site(called, graph, dims, axes)
         known = record(called.name)
         if known is not None and known.rule is not None:
@@ -166,13 +167,15 @@ def relate(graph: Graph, untied: frozenset[int] = frozenset()) -> tuple[list[Rel
             )
         if called.boundary is not None and called.inputs[0] in untied:
             result = tuple(axes.new(size) for size in site.shape)
-            site.keep_whole(*site.relation.inputs[called.inputs[0]], *result)
+            both = (*site.relation.inputs[called.inputs[0]], *result)
+            site.keep_whole(*both, because="the matrix before it has the same axis on both sides")
         outputs = result if isinstance(result, list) else [result]
         for tensor, out, shape in zip(called.outputs, outputs, site.shapes, strict=True):
             if tuple(dim.size for dim in out) != shape:
                 raise RuntimeError(f"rule of {called.name} gave dims {out} for an output of shape {shape}")
             dims[tensor] = site.relation.outputs[tensor] = out
         relations.append(site.relation)
+    axes.operator = None
     return relations, axes
 
 

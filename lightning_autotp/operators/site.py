@@ -31,26 +31,24 @@ class Relation:
         operator: the operator.
         inputs: dims of each tensor it reads, as this use sees them.
         outputs: dims of each tensor it makes.
-        whole: dims that may not be sharded here.
+        whole: dims that may not be sharded here, and why.
         contracted: dims that are summed over.
         linear: inputs that may be Partial together, the output being Partial then.
         added_last: inputs added once after the sum over a contracted dim (a bias): Invariant if that dim is sharded.
         needs_implementation: whether only a parallel implementation can run it with a contracted dim sharded: the plain
             operator's results on the ranks do not add up.
         draws: whether it draws random numbers for its elements: on shards each rank draws its own.
-        reason: why dims are kept whole, for the report.
     """
 
     operator: Operator
     inputs: dict[int, Dims] = field(default_factory=dict)
     outputs: dict[int, Dims] = field(default_factory=dict)
-    whole: list[Dim] = field(default_factory=list)
+    whole: dict[Dim, str] = field(default_factory=dict)
     contracted: list[Dim] = field(default_factory=list)
     linear: set[int] = field(default_factory=set)
     added_last: set[int] = field(default_factory=set)
     needs_implementation: bool = False
     draws: bool = False
-    reason: str = ""
 
 
 class Site:
@@ -118,7 +116,8 @@ class Site:
     def tie(self, left: Dim, right: Dim) -> Dim:
         """Two dims are indexed alike; where their structures contradict each other both are kept whole."""
         if not self.axes.unify(left, right):
-            self.keep_whole(left, right, because="its operands' dims are divided differently")
+            parts = f"{self.axes.spelled(left)} and {self.axes.spelled(right)}"
+            self.keep_whole(left, right, because=f"its operands' dims are divided differently: {parts}")
         return left
 
     def broadcast(self, several: Sequence[Dims]) -> Dims:
@@ -130,10 +129,10 @@ class Site:
                     out[-position] = dim if out[-position] is ONE else self.tie(out[-position], dim)
         return tuple(out)
 
-    def keep_whole(self, *dims: Dim, because: str = "") -> None:
+    def keep_whole(self, *dims: Dim, because: str = "it needs the whole dim") -> None:
         """These dims may not be sharded at this operator."""
-        self.relation.whole.extend(dims)
-        self.relation.reason = self.relation.reason or because
+        for dim in dims:
+            self.relation.whole.setdefault(dim, because)
 
     def contract(self, *dims: Dim) -> None:
         """The operator sums over these dims."""
@@ -179,7 +178,7 @@ class Site:
             self.keep_whole(*dims, because=because)
         outputs = [tuple(self.new(size) for size in shape) for shape in self.shapes]
         for dims in outputs:
-            self.keep_whole(*dims)
+            self.keep_whole(*dims, because=because)
         return outputs
 
 

@@ -279,7 +279,7 @@ def stack(site: Site) -> Dims:
             site.tie(left, right)
     index = site.index("dim", len(site.shape))
     fresh = site.new(len(parts))
-    site.keep_whole(fresh)
+    site.keep_whole(fresh, because="a new dim over several tensors")
     site.linear_in("tensors")
     return (*parts[0][:index], fresh, *parts[0][index:])
 
@@ -326,7 +326,7 @@ def pad(site: Site) -> Dims:
         kept = _sections(site, dim, [max(-before, 0), dim.size + min(before, 0) + min(after, 0), max(-after, 0)])
         if is_constant and kept is not None:
             ends = site.new(max(before, 0)), site.new(max(after, 0))
-            site.keep_whole(*ends)
+            site.keep_whole(*ends, because="padding stands at the ends of the whole dim")
             dims[-position] = concat([ends[0], kept[1], ends[1]])
         else:
             dims[-position] = site.new(site.shape[-position])
@@ -349,6 +349,6 @@ def view_as_complex(site: Site) -> Dims:
 def view_as_real(site: Site) -> Dims:
     """``[...]`` -> ``[..., 2]``."""
     parts = site.new(2)
-    site.keep_whole(parts)
+    site.keep_whole(parts, because="real and imaginary parts")
     site.linear_in("self")
     return (*site.dims("self"), parts)

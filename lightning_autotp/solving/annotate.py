@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from lightning_autotp.layouts.places import Boundary, CallPoint
 from lightning_autotp.layouts.plan import (
@@ -47,7 +48,7 @@ def annotate(
         model=model,
         ranks=solution.ranks,
         parameters=tuple(
-            ParameterPlan(names, shape, itemsize, layouts.get(names[0], Invariant()), solution.whole.get(names[0], ""))
+            ParameterPlan(names, shape, itemsize, layouts.get(names[0], Invariant()))
             for names, shape, itemsize in parameters
         ),
         implementations=implementations,
@@ -69,6 +70,12 @@ def annotate(
         priced_for=f"{solution.step} ({solution.step_source})",
         gap=solution.gap,
     )
+
+
+def explain(plan: Plan, solution: Solution) -> Plan:
+    """The plan with the reasons why parameters are left whole."""
+    found = {} if solution.reasons is None else solution.reasons.of_whole(solution.layouts)
+    return replace(plan, parameters=tuple(replace(p, reasons=found.get(p.names[0], ())) for p in plan.parameters))
 
 
 def _draw(solution: Solution, number: int) -> DrawPlan:

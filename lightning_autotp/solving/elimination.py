@@ -92,11 +92,10 @@ class Elimination:
 
     Args:
         most_rows: rows of a joined table up to which a variable is eliminated.
-        seconds: the most that the integer program of what is left may take.
     """
 
-    def __init__(self, most_rows: int = MOST_ROWS, seconds: float = MOST_SECONDS) -> None:
-        self._most_rows, self._seconds = most_rows, seconds
+    def __init__(self, most_rows: int = MOST_ROWS) -> None:
+        self._most_rows = most_rows
         self._rows: list[dict[Row, float]] = []
         self._numbers: dict[tuple[tuple[Row, float], ...], int] = {}
         self._steps: dict[object, _Step] = {}
@@ -113,6 +112,10 @@ class Elimination:
             self._rows.append(rows)
         return number
 
+    def rows(self, table: Table) -> Mapping[Row, float]:
+        """What a table that was added says: a cost for every allowed row."""
+        return self._rows[table.rows]
+
     def cost(self, values: Mapping[int, int]) -> float:
         """What an assignment costs; infinity where a table does not allow it."""
         return sum(
@@ -120,8 +123,11 @@ class Elimination:
             for table in self.tables
         )
 
-    def solve(self) -> Assignment:
+    def solve(self, seconds: float = MOST_SECONDS) -> Assignment:
         """The assignment of least cost.
+
+        Args:
+            seconds: the most that the integer program of what is left may take.
 
         Raises:
             NoAssignment: if the tables contradict each other.
@@ -168,9 +174,7 @@ class Elimination:
         bound = total
         if holders:
             try:
-                values, least = least_sum(
-                    [(table.scope, self._rows[table.rows]) for table in tables.values()], self._seconds
-                )
+                values, least = least_sum([(table.scope, self.rows(table)) for table in tables.values()], seconds)
             except Contradiction as error:
                 raise NoAssignment(min(holders)) from error
             bound += least

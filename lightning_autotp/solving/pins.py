@@ -29,10 +29,7 @@ def pinned(
     wishes: list[tuple[str, int | None, str]] = [(pattern, None, "keep_whole") for pattern in keep_whole]
     wishes += [(pattern, dim, "cut") for pattern, dim in (cut or {}).items()]
     for pattern, dim, option in wishes:
-        matched = [names[0] for names in parameters if any(_matches(name, pattern) for name in names)]
-        if not matched:
-            raise ValueError(f"{option}: no parameter or module is called {pattern!r}{_alike(pattern, parameters)}")
-        for name in matched:
+        for name in meant(pattern, parameters, option):
             if name in found and found[name] != dim:
                 raise ValueError(
                     f"{option}={pattern!r} contradicts {by[name]} about {name}: it cannot be {_text(dim)} and"
@@ -40,6 +37,23 @@ def pinned(
                 )
             found[name], by[name] = dim, f"{option}={pattern!r}"
     return found
+
+
+def meant(pattern: str, parameters: Sequence[Sequence[str]], option: str) -> list[str]:
+    """The first names of the parameters that a pattern means.
+
+    Args:
+        pattern: a parameter's or module's name, or a pattern of them.
+        parameters: every parameter's names.
+        option: what the pattern was given as.
+
+    Raises:
+        ValueError: if it matches nothing.
+    """
+    matched = [names[0] for names in parameters if any(_matches(name, pattern) for name in names)]
+    if not matched:
+        raise ValueError(f"{option}: no parameter or module is called {pattern!r}{_alike(pattern, parameters)}")
+    return matched
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -26,11 +26,12 @@ from lightning_autotp.operators.graph import OPAQUE, Graph, Operator, Ref
 from lightning_autotp.solving.call_points import private_draws, static_operands
 from lightning_autotp.solving.candidates import candidates, squares
 from lightning_autotp.solving.cost import Profile, typical_matrix
-from lightning_autotp.solving.elimination import MOST_SECONDS, Assignment, Elimination, NoAssignment
+from lightning_autotp.solving.elimination import MOST_SECONDS, Assignment, Elimination, NoAssignment, Table
 from lightning_autotp.solving.implementations import Implementation, Implementations, Use, operand_of
 from lightning_autotp.solving.integer_program import NotFoundInTime
 from lightning_autotp.solving.planned import PlanMismatch, Planned
 from lightning_autotp.solving.pricing import ScaledSizes
+from lightning_autotp.solving.reasons import Reasons
 from lightning_autotp.solving.repeated_modules import twins
 
 I, R, P = "I", "R", "P"  # noqa: E741 (the field's own names for the types)
@@ -74,7 +75,7 @@ class Solution:
         made_local: calls, by number, whose static tensors the model's own code makes with local sizes.
         global_views: boundaries where a sharded tensor leaves the modules and must look whole to the user's code
             (logits).
-        whole: why parameters are left whole, by name.
+        reasons: tells why parameters are left whole; ``None`` where a plan was followed.
         cost: seconds by the profile.
         bound: seconds that every solution takes at least; ``cost``, where this one is known to be the cheapest.
         step: the size of the step that they are priced for.
@@ -91,7 +92,7 @@ class Solution:
     drawing: set[int] = field(default_factory=set)
     made_local: set[int] = field(default_factory=set)
     global_views: list[Conversion] = field(default_factory=list)
-    whole: dict[str, str] = field(default_factory=dict)
+    reasons: Reasons | None = field(default=None, repr=False, compare=False)
     cost: float = 0.0
     bound: float = 0.0
     step: StepSize = field(default_factory=StepSize)
@@ -188,7 +189,7 @@ class _Solver:
                 because = "it draws random numbers in a call that draws others, too"
             if because is not None:
                 everything = [*relation.inputs.values(), *relation.outputs.values()]
-                relation.whole, relation.reason = [dim for dims in everything for dim in dims], because
+                relation.whole |= {dim: because for dims in everything for dim in dims if dim not in relation.whole}
         self.relations = [_resolved(relation, self.axes) for relation in relations]
         self.dims: dict[int, Dims] = {}
         for relation in self.relations:
@@ -205,6 +206,7 @@ class _Solver:
         self._layouts: dict[tuple[Dims, int], Layout] = {}
         self._fullest: dict[tuple[Dims, int], float] = {}
         self.planned: Planned | None = None
+        self.tables: list[Table] = []
         self._works: dict[int, tuple[float, float]] = {}
         tensors = graph.tensors
         self.tokens = tokens or TokensPerStep()
@@ -258,7 +260,7 @@ class _Solver:
         if not is_divisible and self.planned is None:  # a plan may leave everything whole
             raise NothingToShard(self._nothing())
         problem, domains = self._problem()
-        for tensor, allowed in self._pinned(pinned, domains):
+        for tensor, allowed in self._pinned(pinned, problem, domains):
             problem.add((tensor,), {(code,): 0.0 for code in allowed})
         try:
             found = problem.solve()
@@ -271,6 +273,10 @@ class _Solver:
             if self.planned is not None:
                 raise PlanMismatch(self._not_as_planned(error.variable)) from error
             if pinned:
+                reasons = Reasons(self, problem, domains, pinned)
+                for name, dim in pinned.items():
+                    if dim is not None and (obstacle := reasons.obstacle(name, dim)) is not None:
+                        raise ValueError(_impossible(name, dim, obstacle)) from error
                 raise ValueError(
                     f"keep_whole= and cut= cannot all be followed, the operators between these parameters do not allow"
                     f" it: {_listed(pinned)}"
@@ -281,7 +287,10 @@ class _Solver:
                 f"no layout satisfies every operator around {where}; please report this model"
             ) from error
         kinds = {tensor: domains[tensor][code] for tensor, code in found.values.items()}
-        return self._solution(kinds | {twin: kinds[tensor] for twin, tensor in self.first.items()}, found)
+        solution = self._solution(kinds | {twin: kinds[tensor] for twin, tensor in self.first.items()}, found)
+        if self.planned is None:
+            solution.reasons = Reasons(self, problem, domains, pinned, found.cost)
+        return solution
 
     def price(self, kinds: Mapping[int, str | int]) -> float:
         """What these layouts cost."""
@@ -289,22 +298,19 @@ class _Solver:
         return problem.cost({tensor: domain.index(kinds[tensor]) for tensor, domain in domains.items()})
 
     def _pinned(
-        self, pinned: Mapping[str, int | None], domains: Mapping[int, tuple[str | int, ...]]
+        self, pinned: Mapping[str, int | None], problem: Elimination, domains: Mapping[int, tuple[str | int, ...]]
     ) -> Iterator[tuple[int, list[int]]]:
         """The codes of the kinds that a user allows pinned parameters."""
         tensors = {name: tensor for tensor, name in self.graph.parameters.items()}
         for name, dim in pinned.items():
-            tensor = tensors.get(name)
-            if tensor is None or tensor not in self.dims:
-                if dim is not None:
-                    raise ValueError(f"{name} cannot be cut along dim {dim}: it is not used in the traced forward")
-                continue
-            allowed = [code for code, kind in enumerate(domains[tensor]) if self._cut(tensor, kind) == dim]
-            if not allowed:
-                raise ValueError(f"{name} cannot be cut along dim {dim}: {self._reason(tensor)}")
-            yield tensor, allowed
+            tensor = tensors.get(name, -1)
+            allowed = [code for code, kind in enumerate(domains.get(tensor, ())) if self.cut(tensor, kind) == dim]
+            if allowed:
+                yield tensor, allowed
+            elif dim is not None:
+                raise ValueError(_impossible(name, dim, Reasons(self, problem, domains, pinned).obstacle(name, dim)))
 
-    def _cut(self, tensor: int, kind: str | int) -> int | None:
+    def cut(self, tensor: int, kind: str | int) -> int | None:
         """The dim along which a parameter of this kind is cut."""
         layout = self._layout(tensor, kind)
         return layout.dims[0][0] if isinstance(layout, Shard) else None
@@ -323,6 +329,7 @@ class _Solver:
         for tensor in set(self.graph.outputs) & self.dims.keys():
             allowed: list[str | int] = [I, *(self.touching[tensor] if self._view_boundary(tensor) else ())]
             problem.add((self.first.get(tensor, tensor),), {(codes[tensor][kind],): 0.0 for kind in allowed})
+        self.tables = []
         for relation in self.relations:
             tensors = [t for t in (*relation.inputs, *relation.outputs) if t in self.dims]
             scope = tuple(dict.fromkeys(self.first.get(t, t) for t in tensors))
@@ -333,6 +340,7 @@ class _Solver:
                     row = tuple(codes[tensor][named[tensor]] for tensor in scope)
                     rows[row] = min(cost, rows.get(row, math.inf))
             problem.add(scope, rows)
+            self.tables.append(problem.tables[-1])
         return problem, domains
 
     def _parameter(self, tensor: int) -> Iterator[tuple[str | int, float]]:
@@ -408,7 +416,7 @@ class _Solver:
     def _not_as_planned(self, tensor: int) -> str:
         """Where the operators' rules contradict the plan that is followed."""
         nearby = [relation.operator for relation in self.relations if tensor in (*relation.inputs, *relation.outputs)]
-        places = [f"{op.name} in {op.module or 'the model'} ({op.source})" for op in nearby if op.boundary is None]
+        places = [str(operator) for operator in nearby if operator.boundary is None]
         where = " and ".join(dict.fromkeys(places)) or str(nearby[0].boundary if nearby else "a parameter")
         return f"the plan gives layouts that do not go together: no types of its operands let {where} run as planned"
 
@@ -425,17 +433,19 @@ class _Solver:
             yield kinds | dict.fromkeys(outputs, P), self._compute(relation, None)
         numbers = dict.fromkeys(n for tensor in (*inputs, *outputs) for n in self.touching[tensor])
         for number in numbers:
-            yield from self._sharded(relation, inputs, outputs, number)
+            found = self.sharded(relation, number)
+            if not isinstance(found, str):
+                yield from found
         if relation.operator.boundary is not None:
             yield from self._conversions(relation.operator, inputs[0], outputs[0])
 
-    def _sharded(
-        self, relation: Relation, inputs: list[int], outputs: list[int], number: int
-    ) -> Iterator[tuple[dict[int, str | int], float]]:
-        """The operator on shards of one candidate, if its rule allows that."""
+    def sharded(self, relation: Relation, number: int) -> list[tuple[dict[int, str | int], float]] | str:
+        """The operator on shards of one candidate, or why it may not run so."""
         axes = set(self.shardings[number].axes)
-        if _touches(relation.whole, axes):
-            return
+        for dim, because in relation.whole.items():
+            if _touches([dim], axes):
+                return because
+        inputs, outputs = [tensor for tensor in relation.inputs if tensor in self.dims], list(relation.outputs)
         contracted = _touches(relation.contracted, axes)
         kinds: dict[int, str | int] = {}
         for tensor, dims in (*relation.inputs.items(), *relation.outputs.items()):
@@ -444,32 +454,42 @@ class _Solver:
                     kinds[tensor] = R
             elif tensor not in self.dims:  # static: every rank takes its part
                 if not (self._convertible(relation, tensor) and shardable(dims, frozenset(axes))):
-                    return
+                    return f"an operand {_shape(dims)} that no parameter went into cannot be cut at this call"
             elif number not in self.touching[tensor]:
-                return
+                return f"a tensor {_shape(dims)} of it has the axis twice"
             else:
                 kinds[tensor] = number
         if relation.draws and any(self._is_shared(tensor, number) for tensor in outputs):
-            return  # what several ranks hold must be the same on all of them
+            return "it would draw different numbers on ranks that hold the same"
         cost = self._compute(relation, number)
         if not contracted:
-            yield kinds, cost
-            return
+            return [(kinds, cost)]
         summed = [dim for dim in relation.contracted if _touches([dim], axes)]
         if any(self.shardings[number].ownership(dim).is_shared for dim in summed):
-            return  # what several ranks hold would count several times
+            return "it sums over the dim, and what several ranks hold would count several times"
         if any(kinds[tensor] == number for tensor in outputs):
-            return
+            return "it sums over the dim, and has it in its result, too"
+        found: list[tuple[dict[int, str | int], float]] = []
         added = relation.added_last
         summing = [entry for entry in self._implementations(relation.operator, kinds) if entry.sums]
         for entry in summing:
             for after in entry.results():
                 sent = entry.sent(after, self.bytes[outputs[0]], self._shapes(relation))
                 extra = sum(self.profile.collective(kind, size, self.ranks) for kind, size in sent)
-                yield kinds | dict.fromkeys([*outputs, *(added & set(inputs))], after[1] if after else I), cost + extra
+                result: str | int = after[1] if after else I
+                found.append((kinds | dict.fromkeys([*outputs, *(added & set(inputs))], result), cost + extra))
         plain = not summing and not relation.needs_implementation
         if plain and all(tensor in self.dims or self._convertible(relation, tensor) for tensor in added):
-            yield kinds | dict.fromkeys([*outputs, *(added & set(inputs))], P), cost
+            found.append((kinds | dict.fromkeys([*outputs, *(added & set(inputs))], P), cost))
+        return found or self._unsummed(relation)
+
+    def _unsummed(self, relation: Relation) -> str:
+        """Why the ranks' parts of an operator's sum do not give its result."""
+        if not relation.needs_implementation:
+            return "what it adds to the sum over the dim must count once, which cannot be arranged at this call"
+        declared = ", ".join(entry.name for entry in self.implementations.of(relation.operator))
+        fitting = f"none of those declared ({declared}) fits here" if declared else "none is declared"
+        return f"only a parallel implementation can run it on parts of the dim, and {fitting}"
 
     def _implementations(self, operator: Operator, kinds: Mapping[int, str | int]) -> Iterator[Implementation]:
         """The parallel implementations that may run the operator where its inputs are of these types."""
@@ -588,7 +608,6 @@ class _Solver:
         for tensor in self.graph.outputs:
             if tensor in layouts:
                 self._add_view(solution, tensor, seen)
-        solution.whole = self._reasons(layouts)
         return solution
 
     def _use(self, relation: Relation, kinds: Mapping[int, str | int]) -> Use | None:
@@ -639,35 +658,6 @@ class _Solver:
             shape = self.graph.tensors[source].shape
             solution.global_views.append(Conversion(operator.boundary, layout, layout, shape))
 
-    # -- reasons -----------------------------------------------------------------------------------------------------
-
-    def _reasons(self, layouts: dict[int, Layout]) -> dict[str, str]:
-        """Why each parameter with more than one dim was left whole."""
-        reasons: dict[str, str] = {}
-        for tensor, name in self.graph.parameters.items():
-            if tensor not in layouts:
-                reasons[name] = "not used in the traced forward"
-            elif not isinstance(layouts[tensor], Shard) and len(self.graph.tensors[tensor].shape) > 1:
-                reasons[name] = self._reason(tensor)
-        return reasons
-
-    def _reason(self, tensor: int) -> str:
-        axes = [axis for dim in self.dims[tensor] for axis in leaves(dim)]
-        if not self.touching[tensor]:
-            sizes = " x ".join(str(axis.size) for axis in axes)
-            return f"no unit of it ({sizes}) divides among {self.ranks} ranks"
-        ids = {axis.id for axis in axes}
-        for relation in self.relations:
-            blocked = {axis.id for dim in relation.whole for axis in leaves(dim)} & ids
-            if (
-                blocked
-                and relation.reason
-                and any(set(self.shardings[n].axes) & blocked for n in self.touching[tensor])
-            ):
-                where = relation.operator
-                return f"{where.name} in {where.module or 'the model'} ({where.source}): {relation.reason}"
-        return "keeping it whole costs less than communicating"
-
     def _nothing(self) -> str:
         sizes = sorted({axis.size for dims in self.dims.values() for dim in dims for axis in leaves(dim)}, reverse=True)
         largest = f"the most units of any of its dims are {sizes[0]}" if sizes else "its forward uses no parameters"
@@ -687,26 +677,36 @@ def _converted_differently(solution: Solution) -> set[Boundary | CallPoint]:
     return {place for place, pairs in seen.items() if len(pairs) > 1}
 
 
+def _impossible(name: str, dim: int, obstacle: object) -> str:
+    return f"{name} cannot be cut along dim {dim}: {obstacle}"
+
+
+def _shape(dims: Dims) -> str:
+    return f"of shape {[dim.size for dim in dims]}"
+
+
 def _listed(pinned: Mapping[str, int | None]) -> str:
     shown = [f"{name} {'whole' if dim is None else f'along dim {dim}'}" for name, dim in pinned.items()]
     return ", ".join(shown[:5]) + ", ..." * (len(shown) > 5)
 
 
-def _touches(dims: Dims | list[Dim], axes: set[int]) -> bool:
+def _touches(dims: Iterable[Dim], axes: set[int]) -> bool:
     return any(axis.id in axes for dim in dims for axis in leaves(dim))
 
 
 def _resolved(relation: Relation, axes: Axes) -> Relation:
     """The relation with every dim in terms of its final axes."""
+    whole: dict[Dim, str] = {}
+    for dim, because in relation.whole.items():
+        whole.setdefault(axes.resolve(dim), because)
     return Relation(
         operator=relation.operator,
         inputs={tensor: tuple(map(axes.resolve, dims)) for tensor, dims in relation.inputs.items()},
         outputs={tensor: tuple(map(axes.resolve, dims)) for tensor, dims in relation.outputs.items()},
-        whole=[axes.resolve(dim) for dim in relation.whole],
+        whole=whole,
         contracted=[axes.resolve(dim) for dim in relation.contracted],
         linear=relation.linear,
         added_last=relation.added_last,
         needs_implementation=relation.needs_implementation,
         draws=relation.draws,
-        reason=relation.reason,
     )

@@ -1,0 +1,368 @@
+"""Why parameters are whole: for every dim of one, the first operator that refuses its axis.
+
+Say that a parameter were cut along a dim: then an operator that reads it must run on shards, and so what it reads and
+makes besides must lie in certain ways, and so on with the operators around it. This is followed from the parameter,
+the nearest operators first, until one has no types left that it may run at: that is the operator which refuses. It may
+be far from the parameter (a softmax over heads), and on another path than the parameter's own (a partner that cannot
+be cut).
+
+It is followed twice. With the places where a layout may change, it tells whether the cut is possible at all. Where it
+is, the price decided, and what is said besides is what the axis itself runs into: nothing is gathered on the way then.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import takewhile
+from typing import Protocol
+
+from lightning_autotp.layouts.dims import Dim, leaves, spelled
+from lightning_autotp.layouts.plan import Reason
+from lightning_autotp.layouts.types import Layout, Shard
+from lightning_autotp.operators import Dims, Relation
+from lightning_autotp.operators.axes import Axes
+from lightning_autotp.operators.graph import Graph, Operator
+from lightning_autotp.solving.candidates import Sharding
+from lightning_autotp.solving.elimination import Elimination, NoAssignment, Row, Table
+from lightning_autotp.solving.integer_program import NotFoundInTime
+
+Kind = str | int
+
+_PRICED = 4
+"""Cuts of whole matrices whose price is worked out, the largest matrices first: each is solved for once more."""
+
+_SECONDS = 5.0
+"""The most that an integer program may take for each of these."""
+
+
+class Tables(Protocol):
+    """The solver: what it knows of a graph, and the tables that it made of that."""
+
+    graph: Graph
+    ranks: int
+    axes: Axes
+    relations: list[Relation]
+    tables: list[Table]
+    """Of every relation."""
+    dims: dict[int, Dims]
+    shardings: list[Sharding]
+    touching: dict[int, tuple[int, ...]]
+    first: dict[int, int]
+
+    def cut(self, tensor: int, kind: Kind) -> int | None:
+        """The dim along which a parameter of this kind is cut."""
+
+    def sharded(self, relation: Relation, number: int) -> list[tuple[dict[int, Kind], float]] | str:
+        """The combinations of types with shards of one candidate, or why there are none."""
+
+
+@dataclass(frozen=True)
+class _Obstacle:
+    """What stands against a cut: in words, and the operator, if it is one."""
+
+    why: str
+    operator: Operator | None = None
+
+
+@dataclass(frozen=True)
+class _Along:
+    """What there is to say of one dim: what stands against cutting it, and whether it could be cut all the same."""
+
+    dim: int
+    length: int
+    obstacle: _Obstacle | None
+    is_possible: bool
+
+
+class Reasons:
+    """Tells why parameters of a solved graph are whole.
+
+    Args:
+        tables: the solver.
+        problem: all of its tables, and those of what the user pinned.
+        domains: the kinds of every tensor that the numbers in the tables stand for.
+        pinned: what the user pinned: by name of a parameter the dim, or ``None`` for whole.
+        least: what the solution costs.
+    """
+
+    def __init__(
+        self,
+        tables: Tables,
+        problem: Elimination,
+        domains: Mapping[int, tuple[Kind, ...]],
+        pinned: Mapping[str, int | None],
+        least: float = math.inf,
+    ) -> None:
+        self._tables, self._problem, self._domains, self._pinned, self._least = tables, problem, domains, pinned, least
+
+    def of_whole(self, layouts: Mapping[int, Layout]) -> dict[str, tuple[Reason, ...]]:
+        """Why each parameter is whole: by its name a reason for every dim, the most telling first.
+
+        The narrower the module that holds all parameters with a dim's axis, the more its reason tells: the hidden size
+        runs through the whole model, and a norm refuses it always; heads, features and experts stay in one block. Of
+        axes that reach as far as each other the longer dim's tells more. After all these come dims that the operator
+        refuses which reads the parameter itself (a kernel's positions), and those of length 1.
+        """
+        parameters = self._tables.graph.parameters
+        whole = [tensor for tensor in parameters if not isinstance(layouts.get(tensor), Shard)]
+        prices_left = _PRICED
+        found: dict[str, tuple[Reason, ...]] = {}
+        for tensor in sorted(whole, key=lambda tensor: -self._tables.graph.tensors[tensor].bytes):
+            reasons = []
+            for along in sorted(self._of(tensor), key=lambda along: self._telling(tensor, along)):
+                cost = None
+                if along.is_possible and len(self._shape(tensor)) > 1 and prices_left:
+                    cost = self._price(tensor, along.dim)
+                    prices_left -= 1
+                reasons.append(self._reason(along, cost))
+            found[parameters[tensor]] = tuple(reasons)
+        return found
+
+    def obstacle(self, name: str, dim: int) -> Reason | None:
+        """Why a parameter cannot be cut along a dim; ``None`` where nothing is found that stands against it."""
+        tensor = next((tensor for tensor, known in self._tables.graph.parameters.items() if known == name), None)
+        if tensor is None:
+            return Reason(dim, 0, _UNUSED)
+        shape = self._shape(tensor)
+        if not 0 <= dim < len(shape):
+            return Reason(dim, 0, f"it has the shape {list(shape)}; dims are counted from 0")
+        along = self._along(tensor, dim)
+        return None if along.is_possible else self._reason(along, None)
+
+    def _price(self, tensor: int, dim: int) -> float | None:
+        """What it costs at least to cut a parameter along a dim; infinite where that turns out to be impossible."""
+        cut = [code for code, kind in enumerate(self._domains[tensor]) if self._tables.cut(tensor, kind) == dim]
+        self._problem.add((tensor,), {(code,): 0.0 for code in cut})
+        try:
+            return self._problem.solve(_SECONDS).bound
+        except NoAssignment:
+            return math.inf
+        except NotFoundInTime:
+            return None
+        finally:
+            self._problem.tables.pop()
+
+    def _shape(self, tensor: int) -> tuple[int, ...]:
+        return self._tables.graph.tensors[tensor].shape
+
+    def _of(self, tensor: int) -> list[_Along]:
+        name, shape = self._tables.graph.parameters[tensor], self._shape(tensor)
+        if name in self._pinned and self._pinned[name] is None:
+            pinned = _Obstacle("keep_whole= says that it stays whole")
+            return [_Along(dim, length, pinned, False) for dim, length in enumerate(shape)]
+        return [self._along(tensor, dim) for dim in range(len(shape))]
+
+    def _telling(self, tensor: int, along: _Along) -> tuple[bool, bool, int, int, int]:
+        """The lower, the more the reason of this dim tells."""
+        dims = self._tables.dims.get(tensor)
+        reach = [len(self._reach[axis.id]) for axis in leaves(dims[along.dim])] if dims else []
+        refusing = along.obstacle.operator if along.obstacle is not None else None
+        reads = refusing is not None and any(self._tables.dims.get(read) == dims for read in refusing.inputs)
+        return along.length == 1, reads, -min(reach, default=0), -along.length, along.dim
+
+    @cached_property
+    def _reach(self) -> dict[int, tuple[str, ...]]:
+        """Of every axis the path of the module that holds all parameters with it: at least a layer's whole block."""
+        graph = self._tables.graph
+        owners = {tensor: tuple(name.split(".")[:-1]) for tensor, name in graph.parameters.items()}
+        inner = {owner[:end] for owner in owners.values() for end in range(len(owner))}
+        found: dict[int, tuple[str, ...]] = {}
+        for tensor, owner in owners.items():
+            block = owner if owner in inner else owner[:-1]
+            for axis in {axis.id for dim in self._tables.dims.get(tensor, ()) for axis in leaves(dim)}:
+                both = zip(found.get(axis, block), block, strict=False)
+                found[axis] = tuple(ours for ours, _ in takewhile(lambda pair: pair[0] == pair[1], both))
+        return found
+
+    def _reason(self, along: _Along, cost: float | None) -> Reason:
+        why = along.obstacle.why if along.obstacle is not None else ""
+        if along.is_possible and cost == math.inf:
+            why = why or "no layouts of the tensors around it go together with this cut"
+        elif along.is_possible:
+            more = "costs more than leaving it whole" if cost is None else _compared(cost, self._least)
+            why = f"{why}; cutting it only up to there {more}" if why else f"could be cut, but that {more}"
+        operator = along.obstacle.operator if along.obstacle is not None else None
+        if operator is None:
+            return Reason(along.dim, along.length, why)
+        name = operator.name if operator.boundary is None else f"boundary {operator.boundary}"
+        return Reason(along.dim, along.length, why, name, operator.module, operator.source)
+
+    # -- one dim -----------------------------------------------------------------------------------------------------
+
+    def _along(self, tensor: int, dim: int) -> _Along:
+        length = self._shape(tensor)[dim]
+        if tensor not in self._tables.dims:
+            return _Along(dim, length, _Obstacle(_UNUSED), False)
+        dims = self._tables.dims[tensor]
+        place = {axis.id: position for position, axis in enumerate(leaves(dims[dim]))}
+
+        def outermost(number: int) -> int:
+            return min(place.get(axis, len(place)) for axis in self._tables.shardings[number].axes)
+
+        numbers = [number for number in self._tables.touching[tensor] if self._tables.cut(tensor, number) == dim]
+        numbers.sort(key=outermost)  # what is dealt out is the outer factor, if it can be
+        if not numbers:
+            return _Along(dim, length, self._indivisible(dims, dim), False)
+        obstacle = self._refused(tensor, numbers[0], converting=True)
+        is_possible = obstacle is None or any(
+            self._refused(tensor, number, converting=True) is None for number in numbers[1:]
+        )
+        if is_possible:
+            obstacle = self._refused(tensor, numbers[0], converting=False)
+        return _Along(dim, length, obstacle, is_possible)
+
+    def _indivisible(self, dims: Dims, dim: int) -> _Obstacle:
+        """Why no candidate cuts a parameter along a dim."""
+        axes = {axis.id for axis in leaves(dims[dim])}
+        if not axes:
+            return _Obstacle("a dim of length 1")
+        candidates = [{*sharding.axes} for sharding in self._tables.shardings if axes.intersection(sharding.axes)]
+        for candidate in candidates:
+            others = [at for at, other in enumerate(dims) if at != dim and _has(other, candidate)]
+            twice = f"dim {others[0]} has the same axis, and both would be cut" if others else "it has the axis twice"
+            return _Obstacle(twice)
+        units = f"no unit of it ({spelled(dims[dim])}) divides among {self._tables.ranks} ranks"
+        return _Obstacle(units, self._tables.axes.divided_by(dims[dim]))
+
+    # -- following an axis -------------------------------------------------------------------------------------------
+
+    def _refused(self, tensor: int, number: int, *, converting: bool) -> _Obstacle | None:
+        """The first operator that a parameter cut by a candidate leaves no types to run at; ``None`` if all have some.
+
+        Args:
+            tensor: the parameter.
+            number: the candidate.
+            converting: whether shards may be made of other types, and others of shards, where a layout may change.
+        """
+        narrowed: dict[int, int] = {}
+        left = {tensor: frozenset((self._domains[tensor].index(number),))}
+        queue = deque(self._readers[tensor])
+        waiting = {*queue}
+        while queue:
+            at = queue.popleft()
+            waiting.remove(at)
+            scope = self._tables.tables[at].scope
+            codes = [left.get(variable) or self._alone(variable) for variable in scope]
+            rows = _within(self._rows(at, converting), codes)
+            if not rows:
+                return self._conflict(at, tensor, number, codes, converting, narrowed)
+            for variable, before, values in zip(scope, codes, zip(*rows, strict=True), strict=True):
+                after = frozenset(values)
+                if after < before:
+                    left[variable], narrowed[variable] = after, at
+                    for reader in self._readers[variable]:
+                        if reader not in waiting and reader != at:
+                            waiting.add(reader)
+                            queue.append(reader)
+        return None
+
+    def _conflict(
+        self,
+        at: int,
+        tensor: int,
+        number: int,
+        codes: list[frozenset[int]],
+        converting: bool,
+        narrowed: Mapping[int, int],
+    ) -> _Obstacle:
+        """Why an operator has no types left to run at, its variables having only these."""
+        relation, scope = self._tables.relations[at], self._tables.tables[at].scope
+        forced = [self._domains[v][code] for v, few in zip(scope, codes, strict=True) if len(few) == 1 for code in few]
+        for kind in dict.fromkeys((number, *forced)):
+            if isinstance(kind, int) and kind in forced:
+                found = self._tables.sharded(relation, kind)
+                if isinstance(found, str):
+                    return _Obstacle(found, relation.operator)
+        for position, variable in enumerate(scope):
+            others = [self._any(variable) if place == position else few for place, few in enumerate(codes)]
+            if variable != tensor and variable in self._because and _within(self._rows(at, converting), others):
+                return _Obstacle(self._because[variable], relation.operator)
+        if "P" in forced:
+            return _Obstacle("it is given the ranks' parts of a sum, and is not linear in them", relation.operator)
+        # It only passes on what others need: which of them needs the whole dim?
+        queue, seen = deque((at,)), {at}
+        while queue:
+            here = queue.popleft()
+            found = self._tables.sharded(self._tables.relations[here], number)
+            if isinstance(found, str):
+                return _Obstacle(found, self._tables.relations[here].operator)
+            for variable in self._tables.tables[here].scope:
+                before = narrowed.get(variable, at)
+                if before not in seen:
+                    seen.add(before)
+                    queue.append(before)
+        return _Obstacle("the types that its operands would have do not go together", relation.operator)
+
+    @cached_property
+    def _readers(self) -> dict[int, list[int]]:
+        """The positions, among the relations, of those with a variable."""
+        found: dict[int, list[int]] = {}
+        for at, table in enumerate(self._tables.tables):
+            for variable in table.scope:
+                found.setdefault(variable, []).append(at)
+        return found
+
+    def _rows(self, at: int, converting: bool) -> Collection[Row]:
+        """The combinations of types at which an operator may run."""
+        rows = self._problem.rows(self._tables.tables[at])
+        operator = self._tables.relations[at].operator
+        if converting or operator.boundary is None:
+            return rows.keys()
+        domains = [self._domains[variable] for variable in self._tables.tables[at].scope]
+        kinds = {row: [domain[code] for domain, code in zip(domains, row, strict=True)] for row in rows}
+        return [row for row, (a, *rest) in kinds.items() if rest in ([], [a]) or {str} == {*map(type, (a, *rest))}]
+
+    def _any(self, variable: int) -> frozenset[int]:
+        return frozenset(range(len(self._domains[variable])))
+
+    def _alone(self, variable: int) -> frozenset[int]:
+        """The types that a variable may have by itself."""
+        return self._restricted.get(variable) or self._any(variable)
+
+    @cached_property
+    def _restricted(self) -> dict[int, frozenset[int]]:
+        """Of parameters, returned tensors and what is pinned."""
+        found: dict[int, frozenset[int]] = {}
+        for table in self._problem.tables:
+            if len(table.scope) == 1:
+                (variable,) = table.scope
+                codes = frozenset(code for (code,) in self._problem.rows(table))
+                found[variable] = found.get(variable, codes) & codes
+        return found
+
+    @cached_property
+    def _because(self) -> dict[int, str]:
+        """Why variables may have few types by themselves."""
+        first = self._tables.first
+        found = {first.get(tensor, tensor): "the model returns its result" for tensor in self._tables.graph.outputs}
+        for tensor, name in self._tables.graph.parameters.items():
+            if name in self._pinned:
+                dim = self._pinned[name]
+                how = "whole, as keep_whole= says" if dim is None else f"cut along dim {dim}, as cut= says"
+                found[tensor] = f"its operand {name} is {how}"
+        return found
+
+
+_UNUSED = "not used in the traced forward"
+
+
+def _within(rows: Collection[Row], codes: list[frozenset[int]]) -> list[Row]:
+    """The rows in which every variable has one of its types."""
+    return [row for row in rows if all(code in few for code, few in zip(row, codes, strict=True))]
+
+
+def _has(dim: Dim, axes: set[int]) -> bool:
+    return any(axis.id in axes for axis in leaves(dim))
+
+
+def _compared(cost: float, least: float) -> str:
+    """Two prices, with as many decimals as tell them apart."""
+    for decimals in range(4):
+        ours, theirs = (f"{seconds * 1e6:,.{decimals}f}" for seconds in (cost, least))
+        if ours != theirs and cost > least:
+            return f"costs more ({ours} us instead of {theirs} us a step)"
+    return "costs as much as leaving it whole"
