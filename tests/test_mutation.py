@@ -30,7 +30,6 @@ from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.parameters.state import parallel_state
 from lightning_autotp.pipeline import make_plan
 from lightning_autotp.proving.compare import compare, cut_differently
-from lightning_autotp.proving.local_sizes import integer_reads
 from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.solving.solver import Solution
 from lightning_autotp.training.gradients import synchronize_gradients
@@ -59,7 +58,7 @@ LOSS_TOLERANCE, GRADIENT_TOLERANCE, ROUNDING = 1e-5, 1e-4, 1e-7
 def planned(name: str) -> tuple[nn.Module, dict[str, Any], Plan, Solution, list[Mutation]]:
     model, batch = prepare(name, ARCHITECTURES[name])
     plan, solution = make_plan(model, RANKS, example_inputs=batch)
-    return model, batch, plan, solution, list(planted(plan, solution, integer_reads(model, batch)))
+    return model, batch, plan, solution, list(planted(plan, solution, solution.graph.integers))
 
 
 def verified(name: str, plan: Plan, solution: Solution, mutation: Mutation | None = None) -> str:

@@ -20,6 +20,7 @@ import transformers.utils
 from torch import Tensor, nn
 
 from lightning_autotp.capture.call_sites import is_user_code
+from lightning_autotp.capture.integer_reads import note_integers
 from lightning_autotp.capture.opaque import LARGEST, OpaqueForward
 from lightning_autotp.capture.static_values import NoValue
 from lightning_autotp.capture.tracer import Tracer
@@ -124,6 +125,8 @@ def _capture(
     for path in opaque:
         module = traced.get_submodule(path)
         module.forward = OpaqueForward(module, tracer)
+    if not until_failure:
+        tracer.graph.integers = note_integers(traced, lambda: tracer.modules[-1])
     _run(traced, args, kwargs, tracer, fake, until_failure)
     tracer.graph.static_on_demand()
     return tracer.graph

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import pairwise
 
@@ -36,12 +36,16 @@ class Ownership:
     Attributes:
         size: the dim's length in the whole tensor.
         held: for every rank, the runs of indices it holds (ascending, disjoint).
+        local_sizes: for every rank, the length of the dim in its local tensor.
     """
 
     size: int
     held: tuple[tuple[Run, ...], ...]
+    local_sizes: tuple[int, ...] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        sizes = tuple(sum(stop - start for start, stop in runs) for runs in self.held)
+        object.__setattr__(self, "local_sizes", sizes)
         covered = merge_runs(run for runs in self.held for run in runs)
         if covered != (((0, self.size),) if self.size else ()):
             raise ValueError(
@@ -65,7 +69,7 @@ class Ownership:
 
     def local_size(self, rank: int) -> int:
         """Length of the dim in ``rank``'s local tensor."""
-        return sum(stop - start for start, stop in self.held[rank])
+        return self.local_sizes[rank]
 
     def indices(self, rank: int) -> list[int]:
         """The global indices of ``rank``'s local tensor, in its order."""
@@ -105,12 +109,12 @@ class Ownership:
     @property
     def is_whole(self) -> bool:
         """Whether every rank holds everything."""
-        return all(self.local_size(rank) == self.size for rank in range(self.ranks))
+        return all(size == self.size for size in self.local_sizes)
 
     @property
     def is_shared(self) -> bool:
         """Whether some index has more than one owner."""
-        return sum(self.local_size(rank) for rank in range(self.ranks)) > self.size
+        return sum(self.local_sizes) > self.size
 
     def __str__(self) -> str:
         sizes = [self.local_size(rank) for rank in range(self.ranks)]

@@ -134,6 +134,7 @@ class Graph:
         opaque: modules whose code depends on values that a trace does not have: one operator each.
         failure: what the model's code raised, where it did not come to its end.
         example: rows and tokens of the batch that was traced.
+        integers: by module, the integers that its code read: its own attributes, and as ``config.NAME`` its config's.
     """
 
     tensors: list[TensorInfo] = field(default_factory=list)
@@ -144,6 +145,7 @@ class Graph:
     opaque: frozenset[str] = frozenset()
     failure: str = ""
     example: StepSize = field(default_factory=StepSize)
+    integers: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     def loose(self) -> list[int]:
         """Tensors that no operator makes and that are no parameters (inputs, buffers, constants), as they are used."""

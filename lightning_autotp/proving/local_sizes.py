@@ -16,7 +16,7 @@ from dataclasses import replace
 from torch import nn
 
 from lightning_autotp.applying.replace import apply_plan
-from lightning_autotp.capture.capture import capture, capture_local, meta_copy
+from lightning_autotp.capture.capture import capture_local, meta_copy
 from lightning_autotp.layouts.places import Boundary, CallSite
 from lightning_autotp.layouts.plan import Plan, SizePlan
 from lightning_autotp.layouts.types import Shard, local_shape
@@ -125,7 +125,6 @@ class _Search:
         plan_with: Callable[[Solution, tuple[SizePlan, ...]], Plan],
     ) -> None:
         self.model, self.example_inputs, self.solution, self.plan_with = model, example_inputs, solution, plan_with
-        self.reads: dict[str, dict[str, int]] | None = None
         self.traces: dict[tuple[tuple[SizePlan, ...], int], Mismatch | None] = {}
         self.deepest: dict[int, float] = {}
         self.idle = 0
@@ -248,9 +247,8 @@ class _Search:
 
     def _integers(self, path: str, value: int) -> list[str]:
         """Integers with this value that the module reads in its forward: its own, and those of its config."""
-        if self.reads is None:
-            self.reads = integer_reads(self.model, self.example_inputs, self.solution.graph.opaque)
-        return [attribute for attribute, found in self.reads.get(path, {}).items() if found == value]
+        reads = self.solution.graph.integers.get(path, {})
+        return [attribute for attribute, found in reads.items() if found == value]
 
 
 def _running(mismatch: Mismatch) -> list[str]:
@@ -258,61 +256,3 @@ def _running(mismatch: Mismatch) -> list[str]:
     here = mismatch.operator
     calls = here is not None and isinstance(here.boundary, Boundary) and here.boundary.side == "in" and mismatch.module
     return [mismatch.module, mismatch.module.rpartition(".")[0]] if calls else [mismatch.module]
-
-
-def integer_reads(
-    model: nn.Module, example_inputs: object, opaque: frozenset[str] = frozenset()
-) -> dict[str, dict[str, int]]:
-    """By module: the integer attributes that the forward reads of it, and (as ``config.NAME``) of its config.
-
-    One trace of a copy whose modules and configs note what is read of them.
-    """
-    watched = meta_copy(model)
-    reads: dict[str, dict[str, int]] = {}
-    running: list[str] = []
-
-    def watch_module(path: str, module: nn.Module) -> None:
-        module.register_forward_pre_hook(lambda *_: running.append(path), prepend=True)
-        module.register_forward_hook(lambda *_: _leave(running))
-        _watch(module, lambda name, value: _note(reads, path, name, value))
-
-    def watch_config(config: object) -> None:
-        names = getattr(config, "attribute_map", {})
-
-        def note(name: str, value: int) -> None:
-            readers = [path for path in running[-1:] if vars(modules[path]).get("config") is config]
-            _note(reads, readers, f"config.{names.get(name, name)}", value)
-
-        _watch(config, note)
-
-    modules = dict(watched.named_modules())
-    for path, module in modules.items():
-        config = vars(module).get("config")
-        if config is not None and not hasattr(type(config), "_is_watched"):
-            watch_config(config)
-        watch_module(path, module)
-    capture(watched, example_inputs, opaque)
-    return reads
-
-
-def _leave(running: list[str]) -> None:
-    running.pop()
-
-
-def _note(reads: dict[str, dict[str, int]], paths: str | list[str], name: str, value: int) -> None:
-    for path in [paths] if isinstance(paths, str) else paths:
-        reads.setdefault(path, {}).setdefault(name, value)
-
-
-def _watch(target: object, note: Callable[[str, int], object]) -> None:
-    """Report every integer attribute read of ``target`` (the object itself, not its class)."""
-    kind = type(target)
-
-    def read(self: object, name: str) -> object:
-        value = kind.__getattribute__(self, name)
-        if type(value) is int and name in kind.__getattribute__(self, "__dict__"):
-            note(name, value)
-        return value
-
-    known_as = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}  # its code may look itself up by name
-    target.__class__ = type(kind.__name__, (kind,), {"__getattribute__": read, "_is_watched": True, **known_as})

@@ -43,6 +43,7 @@ def open_modules(graph: Graph, modules: Collection[str]) -> Graph:
         list(graph.calls),
         graph.opaque,
         example=graph.example,
+        integers=graph.integers,
     )
     of_call: dict[int, list[Operator]] = {}
     for operator in graph.operators:

@@ -20,7 +20,7 @@ from functools import cached_property
 from itertools import takewhile
 from typing import Protocol
 
-from lightning_autotp.layouts.dims import Dim, leaves, spelled
+from lightning_autotp.layouts.dims import Dim, leaves, shardable, spelled
 from lightning_autotp.layouts.plan import Reason
 from lightning_autotp.layouts.types import Layout, Shard
 from lightning_autotp.operators import Dims, Relation
@@ -221,6 +221,8 @@ class Reasons:
         if not axes:
             return _Obstacle("a dim of length 1")
         candidates = [{*sharding.axes} for sharding in self._tables.shardings if axes.intersection(sharding.axes)]
+        if any(shardable(dims, frozenset(candidate)) for candidate in candidates):
+            return _Obstacle("it can be cut only together with another dim")
         for candidate in candidates:
             others = [at for at, other in enumerate(dims) if at != dim and _has(other, candidate)]
             twice = f"dim {others[0]} has the same axis, and both would be cut" if others else "it has the axis twice"
