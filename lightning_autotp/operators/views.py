@@ -84,7 +84,8 @@ def squeeze(site: Site) -> Dims:
     return _regroup(site, "self")
 
 
-@operator("aten.transpose.int", "aten.swapaxes.default", "aten.swapdims.default", "aten.mT.default")
+@operator("aten.transpose.int", in_place="aten.transpose_.default")
+@operator("aten.swapaxes.default", "aten.swapdims.default", "aten.mT.default")
 def transpose(site: Site) -> Dims:
     """Two dims change places, the last two where none are named."""
     dims = list(site.dims("self"))

@@ -1,7 +1,7 @@
 """Plans that were made before, as files: the second start of a large model need not plan again.
 
-A plan is found by what decides on it (:mod:`~lightning_autotp.capture.fingerprint` and the planner's own code and
-settings). It is proved against the model like any other, so a stale one costs time and never a wrong result.
+A plan is found by what decides on it (:mod:`~lightning_autotp.capture.fingerprint`, the settings and this package's own
+code). It is proved against the model like any other, so a stale one costs time and never a wrong result.
 """
 
 from __future__ import annotations
@@ -77,10 +77,8 @@ class PlanCache:
 
 @cache
 def planner_digest() -> str:
-    """A short hash of the code that makes plans."""
-    package = Path(__file__).parent.parent
+    """A short hash of this package's code."""
     sources = hashlib.sha256()
-    for folder in ("layouts", "operators", "capture", "solving", "parallel", "proving"):
-        for file in sorted((package / folder).glob("*.py")):
-            sources.update(file.read_bytes())
+    for file in sorted(Path(__file__).parent.parent.rglob("*.py")):
+        sources.update(file.read_bytes())
     return sources.hexdigest()[:12]
