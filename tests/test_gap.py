@@ -28,7 +28,7 @@ def printed(plan: Plan) -> str:
 
 
 class Passed(nn.Module):
-    """Where ``act`` is passed, a conversion would pay twice and cost once; the same module cannot do both."""
+    """``act`` runs several times: a conversion where it begins would be cheaper for one run, and wrong for another."""
 
     def __init__(self) -> None:
         super().__init__()
