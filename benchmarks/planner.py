@@ -8,8 +8,9 @@ No weights, no processes, no GPU: the models are on the meta device and everythi
 * capture, solve, find sizes: what ``make_plan`` does, once, on the first rank. Finding sizes proves the plan, too:
   it captures the local model of one rank of every kind.
 * make_plan: all of these together, and building the plan.
-* read: capture the model (the other ranks do so while the first one plans), and read the plan back on that graph.
-* verify: what every rank does then: build its local model (on meta), capture it, compare.
+* read: what every rank does then: read the plan on its graph of the model (the other ranks capture theirs while the
+  first one plans).
+* verify: and after that: build its local model (on meta), capture it, compare.
 * a layer more: the same with half of the layers, the difference divided by the number of layers in it.
 """
 
@@ -142,10 +143,9 @@ def measure(case: Case, layers: int) -> dict[str, Seconds]:
         timed(pipeline, "find_sizes", seconds["find_sizes"]),
         seconds["make_plan"].add(),
     ):
-        plan, _ = pipeline.make_plan(model, case.ranks, example_inputs=inputs)
+        plan, solution = pipeline.make_plan(model, case.ranks, example_inputs=inputs)
     with seconds["read"].add():
-        graph = pipeline.trace(model, inputs)
-        plan, solution = read_plan(Plan.from_json(plan.to_json()), graph, IMPLEMENTATIONS)
+        plan, solution = read_plan(Plan.from_json(plan.to_json()), solution.graph, IMPLEMENTATIONS)
     with seconds["verify"].add():
         local = meta_copy(model)
         apply_plan(local, plan, TPGroup("", 0, case.ranks))
