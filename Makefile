@@ -33,14 +33,15 @@ train: $(VENV)/.weights
 	$(BIN)/python examples/finetune.py $(ARGS)
 
 # Several processes share the cores, so each computes on one thread; a file's tests stay together, for they share what
-# its fixtures prepare; nothing in the tests comes from a hub.
+# its fixtures prepare, and files begin in the order that tests/conftest.py gives them, slow ones first; nothing in the
+# tests comes from a hub.
 test: $(VENV)/.installed
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TRANSFORMERS_VERBOSITY=error TOKENIZERS_PARALLELISM=false \
-		$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+		$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # The tests of what other libraries' versions decide: reading their models and checkpoints, tracing, planning, training
-# through the Trainer, saving, adapters, averages, metrics, commands and private APIs. (The rules' tests ask torch alone, of which both
-# sets have the same version.)
+# through the Trainer, saving, adapters, averages, metrics, commands and private APIs. (The rules' tests ask torch alone,
+# of which both sets have the same version.)
 LOWEST = capture elimination solver plan verify calls strategy callbacks two_copies peft checkpoint \
 	checkpoint_files pretrained export metrics private versions
 
