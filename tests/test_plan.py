@@ -1,15 +1,19 @@
 from __future__ import annotations
 
+import gc
 import io
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from distributed import PATIENCE
 from rich.console import Console
 from tiny import meta_model, tiny_config
+from torch import Tensor, nn
 
+from lightning_autotp.capture.capture import CaptureError
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.pipeline import make_plan
 
@@ -23,6 +27,21 @@ def test_json_round_trip(plan: Plan) -> None:
     again = Plan.from_json(plan.to_json())
     assert again == plan
     assert again.digest == plan.digest
+
+
+def test_planning_leaves_the_garbage_collector_as_it_was() -> None:
+    """It looks for dead objects less often while it plans."""
+    before, during = gc.get_threshold(), []
+
+    class Noting(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            during.append(gc.get_threshold())
+            raise KeyError
+
+    with pytest.raises(CaptureError):
+        make_plan(Noting(), 2, example_inputs=torch.zeros(2, 4))
+    assert during[0][0] > before[0]
+    assert gc.get_threshold() == before
 
 
 def test_foreign_json_is_refused() -> None:
