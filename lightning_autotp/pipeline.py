@@ -257,7 +257,7 @@ def _unlocalizable(operator: Operator, mismatch: Mismatch) -> str:
 
 @contextmanager
 def _collecting_rarely() -> Iterator[None]:
-    """Planning makes millions of small objects that live to its end: looking for dead ones takes a quarter of the time."""
+    """Planning makes many small objects that live to its end: looking for dead ones takes a quarter of the time."""
     before = gc.get_threshold()
     gc.set_threshold(100_000, 50, 100)
     try:
