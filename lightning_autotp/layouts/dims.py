@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -85,6 +85,11 @@ def leaves(dim: Dim) -> Iterator[Axis]:
     else:
         for part in dim.factors if isinstance(dim, Product) else dim.sections:
             yield from leaves(part)
+
+
+def touches(dims: Iterable[Dim], axes: Collection[int]) -> bool:
+    """Whether one of some (resolved) dims has one of these axes."""
+    return any(axis.id in axes for dim in dims for axis in leaves(dim))
 
 
 def spelled(dim: Dim) -> str:

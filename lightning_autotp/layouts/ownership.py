@@ -117,7 +117,7 @@ class Ownership:
         return sum(self.local_sizes) > self.size
 
     def __str__(self) -> str:
-        sizes = [self.local_size(rank) for rank in range(self.ranks)]
+        sizes = list(self.local_sizes)
         return f"{self.size} -> {sizes[0] if len(set(sizes)) == 1 else sizes}"
 
 

@@ -317,7 +317,7 @@ def _describe(layout: Layout) -> str:
         return "replicated, gradients summed" if isinstance(layout, Replicate) else ""
     parts = []
     for dim, ownership in layout.dims:
-        sizes = [ownership.local_size(rank) for rank in range(ownership.ranks)]
+        sizes = list(ownership.local_sizes)
         sections = max(len(runs) for runs in ownership.held)
         notes = [f"{sections} sections"] if sections > 1 else []
         notes += ["shared"] if ownership.is_shared else []

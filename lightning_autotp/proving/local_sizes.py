@@ -184,7 +184,7 @@ class _Search:
             for tensor in (*operator.outputs, *operator.inputs):
                 layout = self.solution.layouts.get(tensor)
                 for _, owned in layout.dims if isinstance(layout, Shard) else ():
-                    found.setdefault((owned.size, tuple(owned.local_size(r) for r in range(self.solution.ranks))))
+                    found.setdefault((owned.size, owned.local_sizes))
         return found
 
     def _candidates(self, mismatch: Mismatch, sizes: tuple[SizePlan, ...]) -> Iterator[tuple[SizePlan, ...]]:

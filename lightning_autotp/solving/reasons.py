@@ -20,7 +20,7 @@ from functools import cached_property
 from itertools import takewhile
 from typing import Protocol
 
-from lightning_autotp.layouts.dims import Dim, leaves, shardable, spelled
+from lightning_autotp.layouts.dims import leaves, shardable, spelled, touches
 from lightning_autotp.layouts.plan import Reason
 from lightning_autotp.layouts.types import Layout, Shard
 from lightning_autotp.operators import Dims, Relation
@@ -223,8 +223,8 @@ class Reasons:
         candidates = [{*sharding.axes} for sharding in self._tables.shardings if axes.intersection(sharding.axes)]
         if any(shardable(dims, frozenset(candidate)) for candidate in candidates):
             return _Obstacle("it can be cut only together with another dim")
-        for candidate in candidates:
-            others = [at for at, other in enumerate(dims) if at != dim and _has(other, candidate)]
+        if candidates:
+            others = [at for at, other in enumerate(dims) if at != dim and touches([other], candidates[0])]
             twice = f"dim {others[0]} has the same axis, and both would be cut" if others else "it has the axis twice"
             return _Obstacle(twice)
         units = f"no unit of it ({spelled(dims[dim])}) divides among {self._tables.ranks} ranks"
@@ -355,10 +355,6 @@ _UNUSED = "not used in the traced forward"
 def _within(rows: Collection[Row], codes: list[frozenset[int]]) -> list[Row]:
     """The rows in which every variable has one of its types."""
     return [row for row in rows if all(code in few for code, few in zip(row, codes, strict=True))]
-
-
-def _has(dim: Dim, axes: set[int]) -> bool:
-    return any(axis.id in axes for axis in leaves(dim))
 
 
 def _compared(cost: float, least: float) -> str:

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from lightning_autotp.layouts.dims import Dim, leaves, shardable
+from lightning_autotp.layouts.dims import Dim, leaves, shardable, touches
 from lightning_autotp.layouts.places import Boundary, CallPoint
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.layouts.step_size import StepSize, TokensPerStep
@@ -443,13 +443,13 @@ class _Solver:
         """The operator on shards of one candidate, or why it may not run so."""
         axes = set(self.shardings[number].axes)
         for dim, because in relation.whole.items():
-            if _touches([dim], axes):
+            if touches([dim], axes):
                 return because
         inputs, outputs = [tensor for tensor in relation.inputs if tensor in self.dims], list(relation.outputs)
-        contracted = _touches(relation.contracted, axes)
+        contracted = touches(relation.contracted, axes)
         kinds: dict[int, str | int] = {}
         for tensor, dims in (*relation.inputs.items(), *relation.outputs.items()):
-            if not _touches(dims, axes):
+            if not touches(dims, axes):
                 if tensor in self.dims:
                     kinds[tensor] = R
             elif tensor not in self.dims:  # static: every rank takes its part
@@ -464,7 +464,7 @@ class _Solver:
         cost = self._compute(relation, number)
         if not contracted:
             return [(kinds, cost)]
-        summed = [dim for dim in relation.contracted if _touches([dim], axes)]
+        summed = [dim for dim in relation.contracted if touches([dim], axes)]
         if any(self.shardings[number].ownership(dim).is_shared for dim in summed):
             return "it sums over the dim, and what several ranks hold would count several times"
         if any(kinds[tensor] == number for tensor in outputs):
@@ -688,10 +688,6 @@ def _shape(dims: Dims) -> str:
 def _listed(pinned: Mapping[str, int | None]) -> str:
     shown = [f"{name} {'whole' if dim is None else f'along dim {dim}'}" for name, dim in pinned.items()]
     return ", ".join(shown[:5]) + ", ..." * (len(shown) > 5)
-
-
-def _touches(dims: Iterable[Dim], axes: set[int]) -> bool:
-    return any(axis.id in axes for dim in dims for axis in leaves(dim))
 
 
 def _resolved(relation: Relation, axes: Axes) -> Relation:
