@@ -85,7 +85,8 @@ def to_markdown(verdicts: Sequence[Verdict], command: str, versions: Mapping[str
         "",
         "Every architecture that transformers can train, built small (hidden size 64, layers of every kind it has,"
         " nothing random in it), planned, split over the ranks and given one training batch. There is no line about any"
-        " of them in the package: only sizes and inputs are listed, for this page.",
+        " of them in the package: only sizes and inputs are listed, for this page. A plan is priced for the small batch"
+        " that it is run on, where a collective costs its latency and hardly anything for its bytes.",
         "",
         "*Parity* means that the loss and every element of every gradient, put together from the ranks, are those"
         " of the same model on one process. In fp32 the loss may differ by 1e-5 of its value and a gradient by 1e-4"
@@ -108,7 +109,8 @@ def to_markdown(verdicts: Sequence[Verdict], command: str, versions: Mapping[str
         " computes whole.",
         "- *all-reduces*: how often, per layer and forward, the ranks add up results, *of* the fewest known for such a"
         " layer: one for each part that ends in a row-parallel product, one for parts side by side. After `+`, gathers"
-        " and scatters.",
+        " and scatters. Counted are those in the layers: an embedding whose features the first layer gathers shows its"
+        " gather here, one that is summed right where it is looked up shows nothing.",
         "- *what stays whole, and why*: the share of the parameters, one of them, and the operator and source line that"
         " need all of it.",
     ]
