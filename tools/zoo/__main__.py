@@ -52,6 +52,7 @@ def zoo(
         console.print(summary(verdict), markup=False, highlight=False, soft_wrap=True)
     console.print(totals_table(verdicts))
     options = f"--group {group} --tp {tp}" + f" --only {' '.join(only or ())}" * bool(only) + " --plan-only" * plan_only
+    options += f" --page {page}" if page else ""
     command = f'make zoo ARGS="{options}"'
     if json is not None:
         json.write_text(to_json(verdicts, command))
