@@ -33,7 +33,8 @@ from lightning_autotp.solving.cost import Profile
 from lightning_autotp.solving.options import PlanOptions
 from lightning_autotp.solving.pins import pinned
 from lightning_autotp.solving.planned import PlanMismatch
-from lightning_autotp.solving.solver import Solution, solve
+from lightning_autotp.solving.solution import Solution
+from lightning_autotp.solving.solver import solve
 from lightning_autotp.training.adapters import refuse_merging
 from lightning_autotp.training.data_parallel import generate_together, hook_gathered, shard_over_data
 from lightning_autotp.training.gradients import synchronize_gradients

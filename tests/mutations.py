@@ -16,7 +16,7 @@ from torch import nn
 from lightning_autotp.layouts.ownership import Ownership, merge_runs
 from lightning_autotp.layouts.plan import ConversionPlan, ImplementationPlan, ParameterPlan, Plan, SizePlan
 from lightning_autotp.layouts.types import Invariant, Layout, Partial, Replicate, Shard
-from lightning_autotp.solving.solver import Conversion, Solution
+from lightning_autotp.solving.solution import Conversion, Solution
 
 PLAN, SOLUTION = "plan", "solution"
 

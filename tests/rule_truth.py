@@ -35,7 +35,7 @@ from lightning_autotp.operators.graph import Call, Graph, Operator, Ref, TensorI
 from lightning_autotp.parallel.embedding import vocab_parallel_lookup
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
 from lightning_autotp.solving.cost import Profile
-from lightning_autotp.solving.solver import _Solver
+from lightning_autotp.solving.tables import Tables
 
 TOLERANCE = 1e-10
 INVARIANT, REPLICATE, PARTIAL = Invariant(), Replicate(), Partial()
@@ -151,13 +151,11 @@ class Tape:
 
     def combinations(self, name: str, ranks: int) -> Iterator[Combination]:
         """Every combination of types that the solver may choose for the operators called ``name``."""
-        solver = _Solver(self.graph, ranks, IMPLEMENTATIONS, Profile(), {})
-        for relation in solver.relations:
+        tables = Tables(self.graph, ranks, IMPLEMENTATIONS, Profile(), {})
+        for relation in tables.relations:
             if relation.operator.name == name:
-                for kinds, _ in solver._combinations(relation):
-                    yield Combination(
-                        relation, {tensor: solver._layout(tensor, kind) for tensor, kind in kinds.items()}
-                    )
+                for kinds, _ in tables.combinations(relation):
+                    yield Combination(relation, {tensor: tables.layout(tensor, kind) for tensor, kind in kinds.items()})
 
     def prove(self, name: str, ranks: int) -> Counter[str]:
         """Play every such combination; how many there were of each kind.

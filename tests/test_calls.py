@@ -16,7 +16,7 @@ from lightning_autotp.applying.changed_calls import CallChanges, CallMismatch, L
 from lightning_autotp.layouts.places import CallPoint, CallSite
 from lightning_autotp.layouts.types import Invariant, Partial, Shard
 from lightning_autotp.solving.repeated_modules import twins
-from lightning_autotp.solving.solver import Solution
+from lightning_autotp.solving.solution import Solution
 
 
 class Transposed(nn.Module):

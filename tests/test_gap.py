@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_autotp import Plan, make_plan
-from lightning_autotp.solving import elimination, solver
+from lightning_autotp.solving import elimination, tables
 from lightning_autotp.solving.elimination import Elimination
 from lightning_autotp.solving.integer_program import least_sum
 
@@ -91,12 +91,12 @@ def test_an_integer_program_finds_the_same_price(family: str, monkeypatch: pytes
     _, eliminated = make_plan(meta_model(family), 2)
     programs: list[int] = []
 
-    def counted(tables: Any, seconds: float) -> Any:
-        programs.append(len(tables))
-        return least_sum(tables, seconds)
+    def counted(left: Any, seconds: float) -> Any:
+        programs.append(len(left))
+        return least_sum(left, seconds)
 
     monkeypatch.setattr(elimination, "least_sum", counted)
-    monkeypatch.setattr(solver, "Elimination", partial(Elimination, most_rows=30))
+    monkeypatch.setattr(tables, "Elimination", partial(Elimination, most_rows=30))
     _, programmed = make_plan(meta_model(family), 2)
     assert max(programs) > 20
     assert programmed.cost == pytest.approx(eliminated.cost, rel=1e-9)

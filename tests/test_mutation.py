@@ -31,7 +31,7 @@ from lightning_autotp.parameters.state import parallel_state
 from lightning_autotp.pipeline import make_plan
 from lightning_autotp.proving.compare import compare, cut_differently
 from lightning_autotp.ranks.group import TPGroup
-from lightning_autotp.solving.solver import Solution
+from lightning_autotp.solving.solution import Solution
 from lightning_autotp.training.gradients import synchronize_gradients
 
 RANKS = 2

@@ -21,6 +21,7 @@ from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
 from lightning_autotp.solving import solver
 from lightning_autotp.solving.call_points import bare_modules, open_modules
 from lightning_autotp.solving.cost import Profile
+from lightning_autotp.solving.tables import Tables
 
 HIDDEN, INNER, VOCABULARY = 8, 12, 10
 SLOW_LINKS = Profile(link_bandwidth=1e6)
@@ -125,17 +126,17 @@ class Heads(nn.Module):
 
 
 class Search:
-    """All assignments of types, for one solver's operators."""
+    """All assignments of types that the tables allow."""
 
-    def __init__(self, problem: Any) -> None:
-        self.problem = problem
-        self.first = problem.first
+    def __init__(self, tables: Tables) -> None:
+        self.tables = tables
+        self.first = tables.first
         self.choices: list[list[tuple[dict[int, Any], float]]] = []
-        self._single({t: dict(problem._parameter(t)) for t in problem.graph.parameters if t in problem.dims})
-        outputs = [t for t in dict.fromkeys(problem.graph.outputs) if t in problem.dims]
-        ends = {t: ["I", *(problem.touching[t] if problem._view_boundary(t) else ())] for t in outputs}
-        inner = [list(problem._combinations(relation)) for relation in problem.relations]
-        own = [[t for t in (*r.inputs, *r.outputs) if t in problem.dims] for r in problem.relations]
+        self._single({t: dict(tables._parameter(t)) for t in tables.graph.parameters if t in tables.dims})
+        outputs = [t for t in dict.fromkeys(tables.graph.outputs) if t in tables.dims]
+        ends = {t: ["I", *(tables.touching[t] if tables.view_boundary(t) else ())] for t in outputs}
+        inner = [list(tables.combinations(relation)) for relation in tables.relations]
+        own = [[t for t in (*r.inputs, *r.outputs) if t in tables.dims] for r in tables.relations]
         for tensors, combinations in zip(own, inner, strict=True):
             rows = []
             for kinds, cost in combinations:
@@ -197,14 +198,14 @@ MODELS: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
 def solved_rounds(monkeypatch: pytest.MonkeyPatch, name: str, ranks: int, profile: Profile) -> list[tuple[float, Any]]:
     """What each round of the solver found, and what a search through everything finds."""
     rounds: list[tuple[float, Any]] = []
-    solve_once = solver._Solver.solve
+    solve_once = solver._solve_once
 
-    def solve_and_search(problem: Any, pinned: Any) -> Any:
-        solution = solve_once(problem, pinned)
-        rounds.append((Search(problem).run(), solution))
+    def solve_and_search(tables: Tables, pinned: Any) -> Any:
+        solution = solve_once(tables, pinned)
+        rounds.append((Search(tables).run(), solution))
         return solution
 
-    monkeypatch.setattr(solver._Solver, "solve", solve_and_search)
+    monkeypatch.setattr(solver, "_solve_once", solve_and_search)
     make, options = MODELS[name]
     with torch.device("meta"):
         model = make(**options)

@@ -22,7 +22,9 @@ from lightning_autotp.pipeline import make_plan
 from lightning_autotp.solving.call_points import bare_modules, open_modules
 from lightning_autotp.solving.cost import Profile
 from lightning_autotp.solving.pricing import NOMINAL_LENGTH
-from lightning_autotp.solving.solver import Solution, _Solver, price, solve
+from lightning_autotp.solving.solution import Solution
+from lightning_autotp.solving.solver import price, solve
+from lightning_autotp.solving.tables import Tables
 
 FEW, NOMINAL = TokensPerStep.given((5, 61)), TokensPerStep()
 
@@ -41,8 +43,8 @@ def layouts(solution: Solution) -> dict[str, Layout]:
     return {name: solution.layouts[tensor] for tensor, name in solution.graph.parameters.items()}
 
 
-def scaled(graph: Graph, tokens: TokensPerStep = NOMINAL) -> _Solver:
-    return _Solver(graph, 2, IMPLEMENTATIONS, Profile(), {}, tokens)
+def scaled(graph: Graph, tokens: TokensPerStep = NOMINAL) -> Tables:
+    return Tables(graph, 2, IMPLEMENTATIONS, Profile(), {}, tokens)
 
 
 # -- what a batch's size is ------------------------------------------------------------------------------------------
@@ -90,9 +92,9 @@ def test_what_the_plan_says() -> None:
 
 
 def sizes_of(graph: Graph, tokens: TokensPerStep = NOMINAL) -> Counter[tuple[float, ...]]:
-    solver = scaled(graph, tokens)
+    tables = scaled(graph, tokens)
     return Counter(
-        solver.sizes.shape(tensor, dims) for tensor, dims in solver.dims.items() if tensor not in graph.parameters
+        tables.sizes.shape(tensor, dims) for tensor, dims in tables.dims.items() if tensor not in graph.parameters
     )
 
 
@@ -131,9 +133,9 @@ class Positions(nn.Module):
 @pytest.mark.parametrize("length", [61, 256])
 def test_tables_of_positions(length: int) -> None:
     graph = capture(Positions(), ids(5, length))
-    solver = scaled(graph)
+    tables = scaled(graph)
     table = next(tensor for tensor, name in graph.parameters.items() if name == "table")
-    assert solver.bytes[table] == 256 * 64 * 4
+    assert tables.bytes[table] == 256 * 64 * 4
     # The last token, which the loss leaves out, is a section of its own; one index more or less is no matter.
     widths = {shape[-1]: shape[1] for shape in sizes_of(graph) if len(shape) == 3 and shape[0] == 4}
     assert {64, 112} <= widths.keys()
@@ -154,16 +156,16 @@ def test_rows_grow_where_there_are_no_sequences() -> None:
             return self.down(F.relu(self.up(x))).mean(1)
 
     graph = capture(Patches(), torch.zeros(7, 3, 32, 32))
-    solver = scaled(graph)
-    assert solver.sizes.step == StepSize(1024)
+    tables = scaled(graph)
+    assert tables.sizes.step == StepSize(1024)
     assert sizes_of(graph)[1024, 16, 96]
     assert scaled(graph, TokensPerStep(size=StepSize(256))).sizes.step == StepSize(256)
 
 
 def test_a_single_row_stands_for_packed_sequences() -> None:
     graph = traced(meta_model("llama", num_hidden_layers=1), 1, 50)
-    solver = scaled(graph)
-    assert solver.sizes.step == StepSize(1, (NOMINAL_TOKENS,))
+    tables = scaled(graph)
+    assert tables.sizes.step == StepSize(1, (NOMINAL_TOKENS,))
     assert sizes_of(graph)[1, NOMINAL_TOKENS, 112]
 
 

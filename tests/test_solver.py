@@ -11,7 +11,8 @@ from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.layouts.types import Invariant, Replicate, Shard
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
 from lightning_autotp.pipeline import make_plan
-from lightning_autotp.solving.solver import NothingToShard, Solution, solve
+from lightning_autotp.solving.solution import Solution
+from lightning_autotp.solving.solver import NothingToShard, solve
 
 COLUMN, ROW, VOCAB = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj"), ("embed_tokens",)
 

@@ -20,7 +20,8 @@ from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.solving.annotate import annotate
 from lightning_autotp.solving.call_points import bare_modules, open_modules
 from lightning_autotp.solving.cost import Profile
-from lightning_autotp.solving.solver import Solution, solve
+from lightning_autotp.solving.solution import Solution
+from lightning_autotp.solving.solver import solve
 from lightning_autotp.training.gradients import full_gradients, synchronize_gradients
 
 SLOW_MEMORY = Profile(latency=0.0, memory_bandwidth=1e9)

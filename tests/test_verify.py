@@ -18,7 +18,7 @@ from lightning_autotp.parallel.linear import RowParallelLinear
 from lightning_autotp.pipeline import make_plan, verify
 from lightning_autotp.proving.compare import VerificationError
 from lightning_autotp.ranks.group import TPGroup
-from lightning_autotp.solving.solver import Solution
+from lightning_autotp.solving.solution import Solution
 
 FAMILY_PLANS: dict[str, tuple[nn.Module, Plan, Solution]] = {}
 

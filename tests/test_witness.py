@@ -37,7 +37,7 @@ from lightning_autotp.parallel import collectives, cross_entropy
 from lightning_autotp.parameters.state import parallel_state
 from lightning_autotp.pipeline import make_plan
 from lightning_autotp.ranks.group import TPGroup
-from lightning_autotp.solving.solver import Solution
+from lightning_autotp.solving.solution import Solution
 
 GPT2 = {"n_embd": 64, "n_head": 4, "n_layer": 2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 FAMILIES: dict[str, dict[str, Any]] = {

@@ -21,7 +21,7 @@ from lightning_autotp.operators import record
 from lightning_autotp.operators.graph import Graph, Operator, Ref, renamed
 from lightning_autotp.parameters.meta import ParameterMeta
 from lightning_autotp.solving.implementations import Use
-from lightning_autotp.solving.solver import Conversion, Solution
+from lightning_autotp.solving.solution import Conversion, Solution
 
 
 class VerificationError(RuntimeError):

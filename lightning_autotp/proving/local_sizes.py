@@ -24,7 +24,7 @@ from lightning_autotp.operators import Shapes, record
 from lightning_autotp.operators.graph import Operator
 from lightning_autotp.proving.compare import Mismatch, compare
 from lightning_autotp.ranks.group import TPGroup
-from lightning_autotp.solving.solver import Solution
+from lightning_autotp.solving.solution import Solution
 
 _PATIENCE = 64
 """Traces that come no further on their rank than one before, after which the search for sizes ends."""

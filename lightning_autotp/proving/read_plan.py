@@ -15,7 +15,8 @@ from lightning_autotp.proving.local_sizes import made_local
 from lightning_autotp.solving.annotate import annotate
 from lightning_autotp.solving.implementations import Implementations
 from lightning_autotp.solving.planned import PlanMismatch, module_digests
-from lightning_autotp.solving.solver import Solution, solve
+from lightning_autotp.solving.solution import Solution
+from lightning_autotp.solving.solver import solve
 
 
 def read_plan(

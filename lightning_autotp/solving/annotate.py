@@ -21,7 +21,7 @@ from lightning_autotp.layouts.transitions import TRANSITIONS
 from lightning_autotp.layouts.types import Invariant, Replicate, Shard
 from lightning_autotp.operators.graph import Operator, Ref
 from lightning_autotp.solving.planned import module_digests
-from lightning_autotp.solving.solver import Conversion, Solution
+from lightning_autotp.solving.solution import Conversion, Solution
 
 _OWN_INPUT = "in", "[0][0]"
 _OWN_OUTPUT = "out", ""

@@ -18,46 +18,21 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
-from typing import Protocol
 
 from lightning_autotp.layouts.dims import leaves, shardable, spelled, touches
 from lightning_autotp.layouts.plan import Reason
 from lightning_autotp.layouts.types import Layout, Shard
-from lightning_autotp.operators import Dims, Relation
-from lightning_autotp.operators.axes import Axes
-from lightning_autotp.operators.graph import Graph, Operator
-from lightning_autotp.solving.candidates import Sharding
-from lightning_autotp.solving.elimination import Elimination, NoAssignment, Row, Table
+from lightning_autotp.operators import Dims
+from lightning_autotp.operators.graph import Operator
+from lightning_autotp.solving.elimination import Elimination, NoAssignment, Row
 from lightning_autotp.solving.integer_program import NotFoundInTime
-
-Kind = str | int
+from lightning_autotp.solving.tables import Kind, Tables
 
 _PRICED = 4
 """Cuts of whole matrices whose price is worked out, the largest matrices first: each is solved for once more."""
 
 _SECONDS = 5.0
 """The most that an integer program may take for each of these."""
-
-
-class Tables(Protocol):
-    """The solver: what it knows of a graph, and the tables that it made of that."""
-
-    graph: Graph
-    ranks: int
-    axes: Axes
-    relations: list[Relation]
-    tables: list[Table]
-    """Of every relation."""
-    dims: dict[int, Dims]
-    shardings: list[Sharding]
-    touching: dict[int, tuple[int, ...]]
-    first: dict[int, int]
-
-    def cut(self, tensor: int, kind: Kind) -> int | None:
-        """The dim along which a parameter of this kind is cut."""
-
-    def sharded(self, relation: Relation, number: int) -> list[tuple[dict[int, Kind], float]] | str:
-        """The combinations of types with shards of one candidate, or why there are none."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +57,7 @@ class Reasons:
     """Tells why parameters of a solved graph are whole.
 
     Args:
-        tables: the solver.
+        tables: the tables that it was solved by.
         problem: all of its tables, and those of what the user pinned.
         domains: the kinds of every tensor that the numbers in the tables stand for.
         pinned: what the user pinned: by name of a parameter the dim, or ``None`` for whole.

@@ -11,7 +11,7 @@ from lightning_autotp.layouts.transitions import TRANSITIONS
 from lightning_autotp.layouts.types import Shard
 from lightning_autotp.operators import count_flops
 from lightning_autotp.operators.graph import OPAQUE
-from lightning_autotp.solving.solver import Solution
+from lightning_autotp.solving.solution import Solution
 
 LOSS_TOLERANCE = 1e-5
 GRADIENT_TOLERANCE = 1e-4

@@ -1,0 +1,125 @@
+"""The layouts found for a graph, and all that follows from them: where layouts change, and what runs in parallel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from lightning_autotp.layouts.places import Boundary, CallPoint
+from lightning_autotp.layouts.step_size import StepSize
+from lightning_autotp.layouts.transitions import Pair
+from lightning_autotp.layouts.types import Invariant, Layout, Shard
+from lightning_autotp.operators import Relation
+from lightning_autotp.operators.graph import Graph
+from lightning_autotp.solving.elimination import Assignment
+from lightning_autotp.solving.implementations import Use, operand_of
+from lightning_autotp.solving.reasons import Reasons
+from lightning_autotp.solving.tables import Kind, Tables
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A tensor changes its layout at a module boundary, or at a call inside a module."""
+
+    boundary: Boundary | CallPoint
+    source: Layout
+    target: Layout
+    shape: tuple[int, ...]
+
+    @property
+    def pair(self) -> Pair:
+        """Its key in the table of transitions."""
+        return self.source.letter, self.target.letter
+
+
+@dataclass
+class Solution:
+    """The layouts found.
+
+    Attributes:
+        graph: the captured graph.
+        ranks: number of ranks.
+        layouts: of every tensor that depends on a parameter.
+        conversions: where layouts change.
+        slices: by operator (its position) and static tensor: how that operand becomes what the operator needs there.
+        uses: operators (their positions) that a parallel implementation runs.
+        drawing: calls, by number, that draw random numbers for a sharded tensor: each rank its own.
+        made_local: calls, by number, whose static tensors the model's own code makes with local sizes.
+        global_views: boundaries where a sharded tensor leaves the modules and must look whole to the user's code
+            (logits).
+        reasons: tells why parameters are left whole; ``None`` where a plan was followed.
+        cost: seconds by the profile.
+        bound: seconds that every solution takes at least; ``cost``, where this one is known to be the cheapest.
+        step: the size of the step that they are priced for.
+        step_source: who said so.
+        kinds: the layouts as the solver knows them: types, and numbers of candidates.
+    """
+
+    graph: Graph
+    ranks: int
+    layouts: dict[int, Layout]
+    conversions: list[Conversion] = field(default_factory=list)
+    slices: dict[tuple[int, int], Conversion] = field(default_factory=dict)
+    uses: dict[int, Use] = field(default_factory=dict)
+    drawing: set[int] = field(default_factory=set)
+    made_local: set[int] = field(default_factory=set)
+    global_views: list[Conversion] = field(default_factory=list)
+    reasons: Reasons | None = field(default=None, repr=False, compare=False)
+    cost: float = 0.0
+    bound: float = 0.0
+    step: StepSize = field(default_factory=StepSize)
+    step_source: str = ""
+    kinds: dict[int, Kind] = field(default_factory=dict)
+
+    @property
+    def gap(self) -> float:
+        """The share of its cost that another solution could save at most; 0 where this one is the cheapest."""
+        saved = self.cost - self.bound
+        return saved / self.cost if saved > 1e-9 * self.cost else 0.0
+
+
+def read_solution(tables: Tables, kinds: dict[int, Kind], found: Assignment) -> Solution:
+    """What an assignment of the tables means; ``kinds`` are those of every tensor, later runs of a module included."""
+    layouts = {tensor: tables.layout(tensor, kind) for tensor, kind in kinds.items()}
+    solution = Solution(tables.graph, tables.ranks, layouts, cost=found.cost, bound=found.bound, kinds=kinds)
+    solution.step, solution.step_source = tables.sizes.step, tables.tokens.source
+    seen: set[Boundary | CallPoint] = set()
+    for relation in tables.relations:
+        operator = relation.operator
+        if operator.boundary is not None:
+            source, target = operator.inputs[0], operator.outputs[0]
+            if layouts[source] != layouts[target]:
+                shape = tables.graph.tensors[source].shape
+                solution.conversions.append(Conversion(operator.boundary, layouts[source], layouts[target], shape))
+        elif (use := tables.use(relation, kinds)) is not None:
+            solution.uses[tables.position[id(operator)]] = use
+            shown = operand_of(operator, use.implementation.shown)
+            if shown is not None:
+                _add_view(tables, solution, shown, seen)
+        if relation.draws and any(isinstance(layouts[tensor], Shard) for tensor in operator.outputs):
+            solution.drawing.add(operator.call)
+        _add_slices(tables, solution, relation, kinds)
+    for tensor in tables.graph.outputs:
+        if tensor in layouts:
+            _add_view(tables, solution, tensor, seen)
+    return solution
+
+
+def _add_slices(tables: Tables, solution: Solution, relation: Relation, kinds: Mapping[int, Kind]) -> None:
+    """What the operator's static operands become at its call."""
+    position = tables.position[id(relation.operator)]
+    for tensor, target in tables.static_targets(relation, kinds).items():
+        shape = tables.graph.tensors[tensor].shape
+        solution.slices[position, tensor] = Conversion(tables.leaves[position, tensor], Invariant(), target, shape)
+
+
+def _add_view(tables: Tables, solution: Solution, tensor: int, seen: set[Boundary | CallPoint]) -> None:
+    operator = tables.view_boundary(tensor)
+    if operator is None or operator.boundary is None or operator.boundary in seen:
+        return
+    source = operator.inputs[0]
+    layout = solution.layouts[operator.outputs[0]]
+    if isinstance(layout, Shard):
+        seen.add(operator.boundary)
+        shape = tables.graph.tensors[source].shape
+        solution.global_views.append(Conversion(operator.boundary, layout, layout, shape))

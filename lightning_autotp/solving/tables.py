@@ -1,0 +1,480 @@
+"""What every operator may run at, and what it costs: the tables that the solver minimises.
+
+Every tensor takes one *type*: Invariant, Replicate, Partial, or sharded by a candidate **sharding** (one of the axes
+its parameters are made of, dealt out to the ranks). Each operator's rule allows some combinations of types; a module
+boundary also allows conversions. Each gives a table of the combinations allowed, with their prices.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+
+from lightning_autotp.layouts.dims import Dim, leaves, shardable, touches
+from lightning_autotp.layouts.places import Boundary, CallPoint
+from lightning_autotp.layouts.plan import Plan
+from lightning_autotp.layouts.step_size import TokensPerStep
+from lightning_autotp.layouts.transitions import TRANSITIONS
+from lightning_autotp.layouts.types import Invariant, Layout, Partial, Replicate, Shard
+from lightning_autotp.operators import Dims, Relation, count_flops, relate
+from lightning_autotp.operators.axes import Axes
+from lightning_autotp.operators.graph import OPAQUE, Graph, Operator, Ref
+from lightning_autotp.solving.call_points import private_draws, static_operands
+from lightning_autotp.solving.candidates import candidates, squares
+from lightning_autotp.solving.cost import Profile, typical_matrix
+from lightning_autotp.solving.elimination import Elimination, Table
+from lightning_autotp.solving.implementations import Implementation, Implementations, Use, operand_of
+from lightning_autotp.solving.planned import Planned
+from lightning_autotp.solving.pricing import ScaledSizes
+from lightning_autotp.solving.repeated_modules import twins
+
+Kind = str | int
+"""The type of a tensor: ``I``, ``R``, ``P``, or the number of the candidate that cuts it."""
+
+I, R, P = "I", "R", "P"  # noqa: E741 (the field's own names for the types)
+_TYPES: dict[str, Layout] = {I: Invariant(), R: Replicate(), P: Partial()}
+# Among placements of equal cost, one inside a parallel layer is preferred to one at another module, and that to one at
+# a call.
+_ELSEWHERE = 1e-9
+
+
+class Tables:
+    """The tables of a graph.
+
+    Args:
+        graph: the captured model.
+        ranks: size of the tensor-parallel group.
+        implementations: what operators may run as, besides themselves.
+        profile: the hardware.
+        blocked: positions of operators at which nothing may be sharded, and why.
+        tokens: the step to price for.
+        deal_tokens: whether axes of activations that no parameter has (rows, tokens) may be dealt out, too.
+
+    Attributes:
+        axes: every axis of the graph's tensors.
+        relations: every operator with its dims in terms of them.
+        tables: of every relation, once :meth:`problem` has made them.
+        dims: of every tensor that depends on a parameter.
+        shardings: the candidates.
+        touching: by tensor, the numbers of the candidates that cut it.
+        first: for tensors of a module's later runs the one that stands for them.
+        producer: what makes a tensor.
+        leaves: by operator (its position) and static tensor: where that operand may change its layout.
+        position: of every operator (its ``id``) in the graph.
+        fixed: places where no layout may change.
+        planned: the plan that is followed, if one is.
+        sizes: the tensors' sizes at the priced step.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        ranks: int,
+        implementations: Implementations,
+        profile: Profile,
+        blocked: Mapping[int, str],
+        tokens: TokensPerStep | None = None,
+        deal_tokens: bool = False,
+    ) -> None:
+        self.graph, self.ranks, self.implementations, self.profile = graph, ranks, implementations, profile
+        self.fixed: set[Boundary | CallPoint] = set()
+        relations, self.axes = relate(graph)
+        untied = squares(relations, self.axes, graph.parameters)
+        if untied:
+            relations, self.axes = relate(graph, untied)
+        self.first = self._first_runs(relations)
+        self.position = {id(operator): number for number, operator in enumerate(graph.operators)}
+        drawing = private_draws(graph, [relation.operator for relation in relations if relation.draws])
+        for relation in relations:
+            because = blocked.get(self.position[id(relation.operator)])
+            if because is None and relation.draws and self.position[id(relation.operator)] not in drawing:
+                because = "it draws random numbers in a call that draws others, too"
+            if because is not None:
+                everything = [*relation.inputs.values(), *relation.outputs.values()]
+                relation.whole |= {dim: because for dims in everything for dim in dims if dim not in relation.whole}
+        self.relations = [_resolved(relation, self.axes) for relation in relations]
+        self.dims: dict[int, Dims] = {}
+        for relation in self.relations:
+            for tensor, dims in (*relation.inputs.items(), *relation.outputs.items()):
+                if not graph.tensors[tensor].is_static:
+                    self.dims.setdefault(tensor, dims)
+        self.producer = {tensor: relation for relation in self.relations for tensor in relation.outputs}
+        self.calls: dict[Boundary | CallPoint, int] = {}
+        for operator in graph.operators:
+            if operator.boundary is not None:
+                self.calls[operator.boundary] = self.calls.get(operator.boundary, 0) + 1
+        self.leaves = static_operands(graph, implementations)
+        self.layers = {operator.module for operator in graph.operators if implementations.is_layer(operator)}
+        self._layouts: dict[tuple[Dims, int], Layout] = {}
+        self._fullest: dict[tuple[Dims, int], float] = {}
+        self.planned: Planned | None = None
+        self.tables: list[Table] = []
+        self._works: dict[int, tuple[float, float]] = {}
+        tensors = graph.tensors
+        self.tokens = tokens or TokensPerStep()
+        self.sizes = ScaledSizes(graph, self.relations, self.tokens)
+        self.bytes = {tensor: self.sizes.bytes(tensor, dims) for tensor, dims in self.dims.items()}
+        crossing = [
+            self.bytes.get(op.outputs[0], tensors[op.outputs[0]].bytes)
+            for op in graph.operators
+            if op.boundary is not None
+        ]
+        # What stays whole in any case does not say what is large.
+        opaque = {tensor for operator in graph.operators if operator.name == OPAQUE for tensor in operator.inputs}
+        divisible = [tensors[tensor] for tensor in graph.parameters if tensor not in opaque]
+        self.matrix = typical_matrix([(tensor.shape, tensor.bytes) for tensor in divisible])
+        self.hidden = statistics.median(crossing or [1])
+        of_parameters = [dim for tensor in graph.parameters for dim in self.dims.get(tensor, ())]
+        self.growing = self.sizes.growing - {axis.id for dim in of_parameters for axis in leaves(dim)}
+        self.shardings = candidates([self.dims[tensor] for tensor in graph.parameters if tensor in self.dims], ranks)
+        if deal_tokens:
+            self.shardings += candidates(self.dims.values(), ranks, self.growing)
+        self.cutting: dict[int, list[int]] = {}
+        for number, sharding in enumerate(self.shardings):
+            for axis in sharding.axes:
+                self.cutting.setdefault(axis, []).append(number)
+        self.touching = {tensor: self._touching(dims) for tensor, dims in self.dims.items()}
+
+    def _first_runs(self, relations: list[Relation]) -> dict[int, int]:
+        """For tensors of a module's later runs the one that stands for them: their dims are the same axes."""
+        dims = {tensor: found for relation in relations for tensor, found in relation.outputs.items()}
+        first: dict[int, int] = {}
+        for twin, tensor in twins(self.graph):
+            if twin in dims and all(self.axes.unify(a, b) for a, b in zip(dims[twin], dims[tensor], strict=True)):
+                first[twin] = first.get(tensor, tensor)
+        return first
+
+    def _touching(self, dims: Dims) -> tuple[int, ...]:
+        """Candidates that cut a tensor of these dims into boxes."""
+        numbers = sorted({number for dim in dims for axis in leaves(dim) for number in self.cutting.get(axis.id, ())})
+        return tuple(number for number in numbers if shardable(dims, frozenset(self.shardings[number].axes)))
+
+    def follow(self, plan: Plan) -> None:
+        """Allow only what a plan says."""
+        self.planned = Planned(plan, self.graph, self.shardings, self.touching, self.layout, self.implementations)
+        used = self.planned.numbers
+        self.touching = {tensor: tuple(n for n in numbers if n in used) for tensor, numbers in self.touching.items()}
+
+    def price(self, kinds: Mapping[int, Kind]) -> float:
+        """What these layouts cost."""
+        problem, domains = self.problem()
+        return problem.cost({tensor: domain.index(kinds[tensor]) for tensor, domain in domains.items()})
+
+    def cut(self, tensor: int, kind: Kind) -> int | None:
+        """The dim along which a parameter of this kind is cut."""
+        layout = self.layout(tensor, kind)
+        return layout.dims[0][0] if isinstance(layout, Shard) else None
+
+    def problem(self) -> tuple[Elimination, dict[int, tuple[Kind, ...]]]:
+        """Every table, and the kinds that the numbers in it stand for."""
+        problem = Elimination()
+        domains: dict[int, tuple[Kind, ...]] = {t: (I, R, P, *self.touching[t]) for t in self.dims}
+        codes = {tensor: {kind: code for code, kind in enumerate(domain)} for tensor, domain in domains.items()}
+        for tensor in self.graph.parameters:
+            if tensor in self.dims:
+                costs = dict(self._parameter(tensor))
+                if self.planned is not None:
+                    costs = {self.planned.parameters[tensor]: 0.0}
+                problem.add((tensor,), {(codes[tensor][kind],): cost for kind, cost in costs.items()})
+        for tensor in set(self.graph.outputs) & self.dims.keys():
+            allowed: list[Kind] = [I, *(self.touching[tensor] if self.view_boundary(tensor) else ())]
+            problem.add((self.first.get(tensor, tensor),), {(codes[tensor][kind],): 0.0 for kind in allowed})
+        self.tables = []
+        for relation in self.relations:
+            tensors = [t for t in (*relation.inputs, *relation.outputs) if t in self.dims]
+            scope = tuple(dict.fromkeys(self.first.get(t, t) for t in tensors))
+            rows: dict[tuple[int, ...], float] = {}
+            for kinds, cost in self.combinations(relation):
+                named = {self.first.get(tensor, tensor): kinds[tensor] for tensor in tensors}
+                if all(named[self.first.get(tensor, tensor)] == kinds[tensor] for tensor in tensors):
+                    row = tuple(codes[tensor][named[tensor]] for tensor in scope)
+                    rows[row] = min(cost, rows.get(row, math.inf))
+            problem.add(scope, rows)
+            self.tables.append(problem.tables[-1])
+        return problem, domains
+
+    def _parameter(self, tensor: int) -> Iterator[tuple[Kind, float]]:
+        size = self.graph.tensors[tensor].bytes
+        whole = self._memory(size, 1.0)
+        sync = self.profile.collective("all_reduce", size, self.ranks)
+        yield I, whole
+        yield R, whole + sync
+        for number in self.touching[tensor]:
+            layout = self.layout(tensor, number)
+            if isinstance(layout, Shard):
+                shared = any(owned.is_shared for _, owned in layout.dims)
+                yield number, self._memory(size, 1 / self.ranks) + (sync if shared else 0.0)
+
+    def _memory(self, size: int, share: float) -> float:
+        return self.profile.memory(size, share, self.matrix, self.hidden, self.ranks)
+
+    def _shares(self, layout: Shard) -> list[float]:
+        return [
+            math.prod(owned.local_size(rank) / owned.size for _, owned in layout.dims) for rank in range(self.ranks)
+        ]
+
+    def _largest_share(self, tensor: int, number: int) -> float:
+        """The fullest rank's share of a tensor."""
+        key = self.dims[tensor], number
+        if key not in self._fullest:
+            layout = self.layout(tensor, number)
+            self._fullest[key] = max(self._shares(layout)) if isinstance(layout, Shard) else 1.0
+        return self._fullest[key]
+
+    def _is_shared(self, tensor: int, number: int) -> bool:
+        """Whether several ranks hold an element that not all of them hold."""
+        layout = self.layout(tensor, number)
+        return isinstance(layout, Shard) and sum(self._shares(layout)) > 1 + 1e-6
+
+    def combinations(self, relation: Relation) -> Iterator[tuple[dict[int, Kind], float]]:
+        """Every combination of types the operator may run at, with its cost; those of the plan that is followed."""
+        for kinds, cost in self._allowed(relation):
+            if self.planned is None or self._is_planned(relation, kinds):
+                yield kinds, cost
+
+    def _is_planned(self, relation: Relation, kinds: Mapping[int, Kind]) -> bool:
+        assert self.planned is not None
+        operator = relation.operator
+        if operator.boundary is not None:
+            found = (kinds[operator.inputs[0]], kinds[operator.outputs[0]])
+            return found == self.planned.changes.get(operator.boundary, (found[0], found[0]))
+        targets = self.static_targets(relation, kinds)
+        for tensor in relation.inputs:
+            place = self.leaves.get((self.position[id(operator)], tensor))
+            if (
+                place is not None
+                and not self._is_made_local(tensor)
+                and not self.planned.allows(place, targets.get(tensor))
+            ):
+                return False
+        return True
+
+    def _is_made_local(self, tensor: int) -> bool:
+        """Whether the model's own code makes a static tensor with local sizes, by the plan that is followed."""
+        assert self.planned is not None
+        maker = self._static_makers.get(tensor)
+        if maker is None or maker.call < 0:
+            return False
+        call = self.graph.calls[maker.call]
+        return (call.module, call.site) in self.planned.made_local
+
+    @cached_property
+    def _static_makers(self) -> dict[int, Operator]:
+        tensors = self.graph.tensors
+        return {tensor: op for op in self.graph.operators for tensor in op.outputs if tensors[tensor].is_static}
+
+    def _allowed(self, relation: Relation) -> Iterator[tuple[dict[int, Kind], float]]:
+        """Every combination of types the operator may run at, with its cost."""
+        inputs = [tensor for tensor in relation.inputs if tensor in self.dims]
+        outputs = list(relation.outputs)
+        for kind in (I, R):
+            same: dict[int, Kind] = dict.fromkeys((*inputs, *outputs), kind)
+            yield same, self._compute(relation, None)
+        linear = relation.linear
+        if linear and all(tensor in self.dims or self._convertible(relation, tensor) for tensor in linear):
+            kinds: dict[int, Kind] = {tensor: P if tensor in linear else R for tensor in inputs}
+            yield kinds | dict.fromkeys(outputs, P), self._compute(relation, None)
+        numbers = dict.fromkeys(n for tensor in (*inputs, *outputs) for n in self.touching[tensor])
+        for number in numbers:
+            found = self.sharded(relation, number)
+            if not isinstance(found, str):
+                yield from found
+        if relation.operator.boundary is not None:
+            yield from self._conversions(relation.operator, inputs[0], outputs[0])
+
+    def sharded(self, relation: Relation, number: int) -> list[tuple[dict[int, Kind], float]] | str:
+        """The operator on shards of one candidate, or why it may not run so."""
+        axes = set(self.shardings[number].axes)
+        for dim, because in relation.whole.items():
+            if touches([dim], axes):
+                return because
+        inputs, outputs = [tensor for tensor in relation.inputs if tensor in self.dims], list(relation.outputs)
+        contracted = touches(relation.contracted, axes)
+        kinds: dict[int, Kind] = {}
+        for tensor, dims in (*relation.inputs.items(), *relation.outputs.items()):
+            if not touches(dims, axes):
+                if tensor in self.dims:
+                    kinds[tensor] = R
+            elif tensor not in self.dims:  # static: every rank takes its part
+                if not (self._convertible(relation, tensor) and shardable(dims, frozenset(axes))):
+                    return f"an operand {_shape(dims)} that no parameter went into cannot be cut at this call"
+            elif number not in self.touching[tensor]:
+                return f"a tensor {_shape(dims)} of it has the axis twice"
+            else:
+                kinds[tensor] = number
+        if relation.draws and any(self._is_shared(tensor, number) for tensor in outputs):
+            return "it would draw different numbers on ranks that hold the same"
+        cost = self._compute(relation, number)
+        if not contracted:
+            return [(kinds, cost)]
+        summed = [dim for dim in relation.contracted if touches([dim], axes)]
+        if any(self.shardings[number].ownership(dim).is_shared for dim in summed):
+            return "it sums over the dim, and what several ranks hold would count several times"
+        if any(kinds[tensor] == number for tensor in outputs):
+            return "it sums over the dim, and has it in its result, too"
+        found: list[tuple[dict[int, Kind], float]] = []
+        added = relation.added_last
+        summing = [entry for entry in self._implementations(relation.operator, kinds) if entry.sums]
+        for entry in summing:
+            for after in entry.results():
+                sent = entry.sent(after, self.bytes[outputs[0]], self._shapes(relation))
+                extra = sum(self.profile.collective(kind, size, self.ranks) for kind, size in sent)
+                result: Kind = after[1] if after else I
+                found.append((kinds | dict.fromkeys([*outputs, *(added & set(inputs))], result), cost + extra))
+        plain = not summing and not relation.needs_implementation
+        if plain and all(tensor in self.dims or self._convertible(relation, tensor) for tensor in added):
+            found.append((kinds | dict.fromkeys([*outputs, *(added & set(inputs))], P), cost))
+        return found or self._unsummed(relation)
+
+    def _unsummed(self, relation: Relation) -> str:
+        """Why the ranks' parts of an operator's sum do not give its result."""
+        if not relation.needs_implementation:
+            return "what it adds to the sum over the dim must count once, which cannot be arranged at this call"
+        declared = ", ".join(entry.name for entry in self.implementations.of(relation.operator))
+        fitting = f"none of those declared ({declared}) fits here" if declared else "none is declared"
+        return f"only a parallel implementation can run it on parts of the dim, and {fitting}"
+
+    def _implementations(self, operator: Operator, kinds: Mapping[int, Kind]) -> Iterator[Implementation]:
+        """The parallel implementations that may run the operator where its inputs are of these types."""
+        for entry in self.implementations.of(operator):
+            tensor = operand_of(operator, entry.operand)
+            if tensor is None or tensor not in kinds or not entry.fits(self.layout(tensor, kinds[tensor])):
+                continue
+            if entry.layer and tensor not in self.graph.parameters:
+                continue  # computed from others, so that the layer has nothing to cut
+            if not entry.shown or self.view_boundary(tensor) is not None:
+                yield entry
+
+    def _convertible(self, relation: Relation, tensor: int) -> bool:
+        """Whether a static operand can be sliced, or made Partial, at the operator's call."""
+        return (self.position[id(relation.operator)], tensor) in self.leaves
+
+    def _compute(self, relation: Relation, number: int | None) -> float:
+        if relation.operator.boundary is not None or self.planned is not None:  # nothing is left to choose by price
+            return 0.0
+        share = 1.0
+        if number is not None:
+            shares = [
+                self._largest_share(tensor, number)
+                for tensor in (*relation.inputs, *relation.outputs)
+                if tensor in self.dims and number in self.touching[tensor]
+            ]
+            share = max(shares, default=1.0)
+        return self.profile.compute(*self._work(relation), share)
+
+    def _shapes(self, relation: Relation) -> dict[str, tuple[float, ...]]:
+        """The operands' shapes at the priced step, by argument."""
+        arguments = relation.operator.arguments
+        tensors = {name: value.tensor for name, value in arguments if isinstance(value, Ref)}
+        return {name: self.sizes.shape(tensor, relation.inputs[tensor]) for name, tensor in tensors.items()}
+
+    def _work(self, relation: Relation) -> tuple[float, float]:
+        """Floating-point operations of an operator, and the bytes it touches, both for whole tensors."""
+        position = self.position[id(relation.operator)]
+        if position not in self._works:
+            operator, dims = relation.operator, relation.inputs | relation.outputs
+            shapes = {tensor: self.sizes.shape(tensor, found) for tensor, found in dims.items()}
+            flops = count_flops(operator, lambda tensor: shapes[tensor])
+            self._works[position] = flops, sum(self.sizes.bytes(tensor, found) for tensor, found in dims.items())
+        return self._works[position]
+
+    def _conversions(self, operator: Operator, source: int, target: int) -> Iterator[tuple[dict[int, Kind], float]]:
+        if operator.boundary is None or operator.boundary in self.fixed:
+            return
+        for (before, after), change in TRANSITIONS.items():
+            cost = sum(self.profile.collective(kind, self.bytes[source], self.ranks) for kind in change.collectives)
+            if operator.module not in self.layers:  # a gather launches kernels of its own, unless a layer does it
+                cost += self.profile.latency if before == "S" else _ELSEWHERE
+            if isinstance(operator.boundary, CallPoint):
+                cost += _ELSEWHERE
+            befores = self.touching[source] if before == "S" else (before,)
+            afters = self.touching[target] if after == "S" else (after,)
+            for left in befores:
+                for right in afters:
+                    yield {source: left, target: right}, cost
+
+    def layout(self, tensor: int, kind: Kind) -> Layout:
+        """The layout of a tensor of this kind."""
+        if isinstance(kind, str):
+            return _TYPES[kind]
+        dims = self.dims[tensor]
+        if (dims, kind) not in self._layouts:
+            self._layouts[dims, kind] = self._shard(dims, kind)
+        return self._layouts[dims, kind]
+
+    def _shard(self, dims: Dims, number: int) -> Layout:
+        sharding = self.shardings[number]
+        cuts = {
+            index: sharding.cut(dim, self.growing)
+            for index, dim in enumerate(dims)
+            if not sharding.ownership(dim).is_whole
+        }
+        return Shard.of(cuts) if cuts else Replicate()
+
+    def view_boundary(self, tensor: int) -> Operator | None:
+        """Where a sharded tensor that user code will see leaves the module that made it (``None``: nowhere)."""
+        boundary: Operator | None = None
+        while (relation := self.producer.get(tensor)) is not None:
+            operator = relation.operator
+            crossing = operator.boundary
+            if isinstance(crossing, Boundary) and crossing.side == "out" and self.calls[crossing] == 1:
+                boundary = operator
+            varying = [t for t in relation.inputs if t in self.dims]
+            if len(varying) != 1 or any(t in self.graph.parameters for t in varying):
+                return boundary
+            tensor = varying[0]
+        return boundary
+
+    def use(self, relation: Relation, kinds: Mapping[int, Kind]) -> Use | None:
+        """What runs the operator, where that is not the operator itself."""
+        operator = relation.operator
+        result = kinds[operator.outputs[0]] if operator.outputs else I
+        for entry in self._implementations(operator, kinds):
+            if not entry.sums:
+                return Use(entry)
+            for after in entry.results():
+                if result == (after[1] if after else I):
+                    return Use(entry, after)
+        return None
+
+    def static_targets(self, relation: Relation, kinds: Mapping[int, Kind]) -> dict[int, Layout]:
+        """The layouts that static operands must take where the others are sharded, or Partial; not those that stay."""
+        static = [tensor for tensor in relation.inputs if tensor not in self.dims]
+        if not static:
+            return {}
+        here = [kinds[tensor] for tensor in (*relation.inputs, *relation.outputs) if tensor in self.dims]
+        number = next((kind for kind in here if isinstance(kind, int)), None)
+        is_sum = kinds[relation.operator.outputs[0]] == P
+        targets: dict[int, Layout] = {}
+        for tensor in static:
+            if number is not None:
+                layout = self._shard(relation.inputs[tensor], number)
+                if isinstance(layout, Shard):
+                    targets[tensor] = layout
+            if is_sum and tensor in (relation.added_last if number is not None else relation.linear):
+                targets[tensor] = Partial()
+        return targets
+
+
+def _shape(dims: Dims) -> str:
+    return f"of shape {[dim.size for dim in dims]}"
+
+
+def _resolved(relation: Relation, axes: Axes) -> Relation:
+    """The relation with every dim in terms of its final axes."""
+    whole: dict[Dim, str] = {}
+    for dim, because in relation.whole.items():
+        whole.setdefault(axes.resolve(dim), because)
+    return Relation(
+        operator=relation.operator,
+        inputs={tensor: tuple(map(axes.resolve, dims)) for tensor, dims in relation.inputs.items()},
+        outputs={tensor: tuple(map(axes.resolve, dims)) for tensor, dims in relation.outputs.items()},
+        whole=whole,
+        contracted=[axes.resolve(dim) for dim in relation.contracted],
+        linear=relation.linear,
+        added_last=relation.added_last,
+        needs_implementation=relation.needs_implementation,
+        draws=relation.draws,
+    )
