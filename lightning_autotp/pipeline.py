@@ -74,7 +74,7 @@ def make_plan(
     """
     options = PlanOptions.given(tokens_per_step=tokens_per_step, keep_whole=keep_whole, cut=cut, profile=profile)
     inputs = language_model_inputs(model) if example_inputs is None else example_inputs
-    with _collecting_rarely():
+    with collecting_rarely():
         return _solved(model, trace(model, inputs), inputs, tensor_parallel_size, options)
 
 
@@ -186,7 +186,7 @@ def make_local(
     group = TPGroup.of(process_group)
     inputs = language_model_inputs(model) if example_inputs is None else example_inputs
     message: list[Any] = [None]
-    with _collecting_rarely():
+    with collecting_rarely():
         with raise_together(process_group, "planning"):
             graph = trace(model, inputs)  # every rank its own, at the same time: what a plan is proved against
             if group.rank == 0:
@@ -257,7 +257,7 @@ def _unlocalizable(operator: Operator, mismatch: Mismatch) -> str:
 
 
 @contextmanager
-def _collecting_rarely() -> Iterator[None]:
+def collecting_rarely() -> Iterator[None]:
     """Planning makes many small objects that live to its end: looking for dead ones takes a quarter of the time."""
     before = gc.get_threshold()
     gc.set_threshold(100_000, 50, 100)

@@ -27,6 +27,9 @@ All of these are collective (every rank of the group must call them in the same 
 those that keep once, in forward or backward as the table says. On meta tensors each records itself as one node of the
 trace (its name is the conversion, ``"partial_to_invariant"`` and so on) and communicates nothing.
 
+Each backward is a linear map whose own backward is the forward again, so derivatives of derivatives (gradient
+penalties, Hessian-vector products) go through these as exactly as gradients do.
+
 The idea of pairs is Megatron-LM's (``tensor_parallel/mappings.py``); what goes over the wire are PyTorch's functional
 collectives, which ``torch.compile`` can trace.
 """
@@ -234,7 +237,7 @@ WAYS: dict[Pair, Way] = {
 class _Transition(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, pair: Pair, group: TPGroup, dim: int, ownership: Ownership | None) -> Tensor:
-        ctx.pair, ctx.group, ctx.dim, ctx.ownership = pair, group, dim, ownership
+        ctx.where = pair, group, dim, ownership
         if not x.is_meta:
             return WAYS[pair].forward(x, group, dim, ownership)
         shape = list(x.shape)
@@ -244,7 +247,27 @@ class _Transition(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return WAYS[ctx.pair].backward(grad, ctx.group, ctx.dim, ctx.ownership), None, None, None, None
+        return transition_backward(grad, *ctx.where), None, None, None, None
+
+
+class _TransitionBackward(Function):
+    """The backward of a transition as a function of the gradient: linear, so that its own backward is the forward."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, pair: Pair, group: TPGroup, dim: int, ownership: Ownership | None) -> Tensor:
+        ctx.where = pair, group, dim, ownership
+        return WAYS[pair].backward(grad, group, dim, ownership)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return _Transition.apply(grad, *ctx.where), None, None, None, None
+
+
+def transition_backward(grad: Tensor, pair: Pair, group: TPGroup, dim: int, ownership: Ownership | None) -> Tensor:
+    """The gradient before a transition, from the one after it; differentiable where gradients are recorded."""
+    if torch.is_grad_enabled():  # under create_graph=True
+        return _TransitionBackward.apply(grad, pair, group, dim, ownership)
+    return WAYS[pair].backward(grad, group, dim, ownership)
 
 
 # --- what layers call ---

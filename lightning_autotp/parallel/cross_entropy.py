@@ -8,7 +8,8 @@ For a token with logits ``x_c``, target ``y``, class weights ``w`` and label smo
 
 and ``"mean"`` divides the sum over the tokens by the sum of their ``w_y``. Of these only ``m`` and the three sums over
 classes (``sum exp``, ``x_y``, ``sum w x``) need the other ranks: two all-reduces of one and two (three when smoothing)
-numbers a token. The gradient of this rank's logits needs nothing more, so the backward does not communicate. Everything
+numbers a token. The gradient of this rank's logits needs nothing more, so the backward does not communicate (but for
+second derivatives, for which ``lse`` is summed again). Everything
 is computed in fp32 (or the logits' own precision if higher), and what is kept for the backward are the logits
 themselves, not their softmax.
 
@@ -28,7 +29,13 @@ from torch.autograd import Function
 
 from lightning_autotp.capture import recording
 from lightning_autotp.layouts.ownership import Ownership, merge_runs
-from lightning_autotp.parallel.collectives import owner_rows, reduce_values, take_owned
+from lightning_autotp.parallel.collectives import (
+    all_reduce_replicate,
+    copy_to_tensor_parallel,
+    owner_rows,
+    reduce_values,
+    take_owned,
+)
 from lightning_autotp.parallel.embedding import check_indices, local_positions
 from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.solving.implementations import Implementation
@@ -76,12 +83,16 @@ class _TokenLoss(Function):
 
         ctx.save_for_backward(logits, largest + log_sum, positions, mine, ignored, target_weight, class_weight)
         ctx.total_weight, ctx.dim, ctx.classes, ctx.label_smoothing = total_weight, dim, ownership.size, label_smoothing
+        ctx.group = group
         return loss.masked_fill(ignored, 0)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         logits, log_sum, positions, mine, ignored, target_weight, class_weight = ctx.saved_tensors
         dim = ctx.dim
+        if torch.is_grad_enabled():  # under create_graph=True
+            grad = copy_to_tensor_parallel(grad, ctx.group)
+            log_sum = _log_sum(logits.to(target_weight.dtype), log_sum, dim, ctx.group)
         grad = grad.masked_fill(ignored, 0)
         on_target = (1 - ctx.label_smoothing) * target_weight * grad
         on_all = ctx.label_smoothing / ctx.classes * grad
@@ -94,6 +105,12 @@ class _TokenLoss(Function):
                 dim, positions.unsqueeze(dim), on_target.masked_fill(~mine, 0).neg().unsqueeze(dim)
             )
         return result.to(logits.dtype), *[None] * 9
+
+
+def _log_sum(x: Tensor, log_sum: Tensor, dim: int, group: TPGroup) -> Tensor:
+    """``log_sum``, Replicate, as a differentiable function of the logits. Collective."""
+    total = all_reduce_replicate((x - log_sum.unsqueeze(dim)).exp().sum(dim), group)  # ones, but for rounding
+    return log_sum + total.log()
 
 
 def vocab_parallel_cross_entropy(

@@ -42,7 +42,13 @@ from torch.overrides import resolve_name
 
 from lightning_autotp.layouts.ownership import Ownership
 from lightning_autotp.layouts.types import Shard
-from lightning_autotp.parallel.collectives import all_gather, copy_to_tensor_parallel, keep_first_owned, take_owned
+from lightning_autotp.parallel.collectives import (
+    all_gather,
+    copy_to_tensor_parallel,
+    keep_first_owned,
+    take_owned,
+    transition_backward,
+)
 from lightning_autotp.parallel.cross_entropy import vocab_parallel_cross_entropy
 from lightning_autotp.parallel.whole_dim import after_index, after_reshape
 from lightning_autotp.private.torch_private import (
@@ -174,18 +180,18 @@ class _Wrap(Function):
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, dim: int, ownership: Ownership, group: TPGroup) -> VocabParallelLogits:
-        ctx.where = dim, ownership, group.rank
+        ctx.where = group, dim, ownership
         return _make(local, dim, ownership, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         # A backward written in Python on the wrapper's values may return sharded ones; a slice of those would gather.
+        group, dim, ownership = ctx.where
         if isinstance(grad, VocabParallelLogits):
-            same = (grad.vocab_dim, grad.ownership) == ctx.where[:2]
-            local = grad.local if same else take_owned(grad.full(), *ctx.where)
-        else:
-            local = take_owned(grad, *ctx.where)
-        return keep_first_owned(local, *ctx.where), None, None, None
+            if (grad.vocab_dim, grad.ownership) == (dim, ownership):
+                return keep_first_owned(grad.local, dim, ownership, group.rank), None, None, None
+            grad = grad.full()
+        return transition_backward(grad, ("S", "I"), group, dim, ownership), None, None, None
 
 
 def _make(local: Tensor, dim: int, ownership: Ownership, group: TPGroup) -> VocabParallelLogits:

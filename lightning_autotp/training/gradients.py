@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.utils.hooks import RemovableHandle
 
 from lightning_autotp.layouts.types import Shard
@@ -34,18 +35,39 @@ Blocks = tuple[tuple[slice, ...], ...]
 """Index expressions of blocks of a local tensor."""
 
 
+class _Mixed(Function):
+    """A linear map over the ranks' gradients, and the one that second derivatives (``create_graph=True``) need."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, mix: Hook, backward: Hook | None) -> Tensor:
+        ctx.mix, ctx.then = mix, backward
+        return mix(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.then is None:
+            return gradient, None, None
+        return _Mixed.apply(gradient, ctx.then, ctx.mix), None, None
+
+
 @dataclass(frozen=True)
 class GradientSum:
     """Adds up blocks of a parameter's gradient, each over the ranks that share it; a tensor hook, and plain data.
 
     Attributes:
         parts: blocks, and the group that sums them, in the order in which all ranks do it.
+        is_replicated: whether all ranks hold the whole parameter. What is computed from the sum is then the same on
+            every rank (Invariant); otherwise it is of a part (Shard), and the parts of owners add up once more.
     """
 
     parts: tuple[tuple[Blocks, TPGroup], ...]
+    is_replicated: bool
 
     def __call__(self, gradient: Tensor) -> Tensor:
         """What the ranks' gradients add up to. Collective."""
+        return _Mixed.apply(gradient, self._sum, None if self.is_replicated else self._sum)
+
+    def _sum(self, gradient: Tensor) -> Tensor:
         total = gradient.clone(memory_format=torch.contiguous_format)
         for blocks, group in self.parts:
             views = [total[block] for block in blocks]
@@ -85,7 +107,7 @@ def synchronize_gradients(model: nn.Module) -> list[RemovableHandle]:
         shared = _shared_elements(meta)
         if shared:
             parts = tuple((blocks, groups[ranks]) for ranks, blocks in sorted(shared.items()))
-            state.gradient_sums[meta.name] = GradientSum(parts)
+            state.gradient_sums[meta.name] = GradientSum(parts, not isinstance(meta.layout, Shard))
     summed = [place for place in places if place.meta.name in state.gradient_sums and not is_cut(place.parameter)]
     hooked = {place.parameter: state.gradient_sums[place.meta.name] for place in summed}  # tied ones once
     handles = [hook_gradient(parameter, hook) for parameter, hook in hooked.items()]
@@ -109,10 +131,13 @@ def average_gradients(model: nn.Module, group: dist.ProcessGroup) -> list[Remova
     if size == 1:
         return []
 
-    def average(gradient: Tensor) -> Tensor:
+    def mean_of(gradient: Tensor) -> Tensor:
         mean = gradient.clone(memory_format=torch.contiguous_format).div_(size)
         dist.all_reduce(mean, group=group)
         return mean
+
+    def average(gradient: Tensor) -> Tensor:
+        return _Mixed.apply(gradient, mean_of, mean_of)
 
     return [hook_gradient(parameter, average) for parameter in model.parameters() if not is_cut(parameter)]
 
