@@ -21,6 +21,7 @@ from lightning_autotp.layouts.ownership import Ownership
 from lightning_autotp.layouts.types import Shard
 from lightning_autotp.parallel import TPGroup, VocabParallelLogits
 from lightning_autotp.parallel import logits as module
+from lightning_autotp.parallel.logits import GatheredLogits
 
 VOCAB = 7
 Function = Callable[[Any], Any]
@@ -163,7 +164,7 @@ def check(group: TPGroup, ownership: Ownership, name: str, function: Function, s
         assert result.shape == truth.shape, say("wrong shape")
         assert result.dtype == truth.dtype, say("wrong dtype")
         result = result.full()
-    assert type(result) is Tensor, say(f"is a {type(result)}")
+    assert type(result) in (Tensor, GatheredLogits), say(f"is a {type(result)}")
     torch.testing.assert_close(result, truth, rtol=1e-6, atol=1e-7, msg=say)
     if not truth.requires_grad:
         return
@@ -275,6 +276,77 @@ def in_place(group: TPGroup, ownership: Ownership) -> None:
     torch.testing.assert_close(logits.full(), values(), rtol=0, atol=0)
 
 
+VIEWS: dict[str, Function] = {
+    "part of the vocabulary": lambda x: x[..., 2:],
+    "an element": lambda x: x[0, 1, 2],
+    "narrow": lambda x: x.narrow(-1, 0, 3),
+    "split": lambda x: x.split(3, -1)[0],
+    "chunk": lambda x: torch.chunk(x, 2, dim=-1)[1],
+    "unbind": lambda x: x.unbind(0)[1],
+    "rows": lambda x: next(iter(x)),
+    "a view that merges the vocabulary": lambda x: x.view(-1),
+    "data": lambda x: x.data,
+    "a view of a view": lambda x: x.detach()[..., 1:][0].unsqueeze(0),
+    "alias": lambda x: x.view_as(x),
+    "diagonal": lambda x: x.diagonal(0, 1, 2),
+    "as_strided": lambda x: x.as_strided((3,), (1,)),
+}
+WRITES: dict[str, Function] = {
+    "fill_": lambda x: x.fill_(9.0),
+    "mul_": lambda x: torch.Tensor.mul_(x, 2),
+    "+=": lambda x: x.__iadd__(1),
+    "[...] =": lambda x: x.__setitem__(..., 1.0),
+    "through a view": lambda x: x.view_as(x)[...].fill_(9.0),
+    "out": lambda x: torch.add(x, 1, out=x),
+    "copy_": lambda x: x.copy_(torch.ones(())),
+    "relu_": lambda x: torch.relu_(x),
+    "inplace": lambda x: F.relu(x, inplace=True),
+}
+
+
+def views_are_read_only(group: TPGroup, ownership: Ownership) -> None:
+    """In one process these writes would change the logits; here they would be lost."""
+    _, logits = sharded(group, ownership)
+    for name, view in VIEWS.items():
+        with torch.no_grad():
+            found, truth = view(logits), view(values())
+            for what, write in WRITES.items():
+                try:
+                    write(found)
+                except RuntimeError as error:
+                    assert "would change a view of shape" in str(error)  # noqa: PT017 (the case is to be named)
+                    assert "logits.full()" in str(error)  # noqa: PT017
+                else:
+                    pytest.fail(f"{name}: {what} was done")
+            with pytest.raises(ValueError, match="read-only"):
+                found.numpy()[...] = 1.0
+            torch.testing.assert_close(torch.empty_like(truth).copy_(found), truth, rtol=0, atol=0)
+            for computed in (
+                found * 2,
+                found.sum(),
+                found.clone(),
+                copy.deepcopy(found),
+                torch.zeros(1).add_(found.max()),
+            ):
+                assert type(computed) is Tensor, name
+            assert type(pickle.loads(pickle.dumps(found))) is Tensor
+            assert found.clone().fill_(3.0).eq(3.0).all()
+    with torch.no_grad(), pytest.raises(ValueError, match="read-only"):
+        logits.numpy()[...] = 1.0
+
+
+def gradients_through_views(group: TPGroup, ownership: Ownership) -> None:
+    whole = values().requires_grad_()
+    whole[..., 2:].pow(2).sum().backward()
+    local, logits = sharded(group, ownership)
+    part = logits[..., 2:]
+    part.retain_grad()
+    part.pow(2).sum().backward()
+    assert part.grad is not None
+    assert whole.grad is not None
+    torch.testing.assert_close(whole_gradient(local, ownership, group.rank), whole.grad, rtol=1e-5, atol=0)
+
+
 def says_once(group: TPGroup, ownership: Ownership) -> None:
     _, logits = sharded(group, ownership)
     module._said.clear()
@@ -309,6 +381,8 @@ def every_check(rank: int, ranks: int) -> int:
             for name, function in GATHER.items():
                 check(group, ownership, name, function, stays=False)
             beneath_python(group, ownership)
+            views_are_read_only(group, ownership)
+            gradients_through_views(group, ownership)
         cross_entropies(group, ownership)
         hugging_face_loss(group, ownership)
         learned_operand(group, ownership)

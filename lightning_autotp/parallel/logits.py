@@ -11,8 +11,11 @@ on it (``__torch_function__``) fall in five groups, each an explicit table below
 * ``F.cross_entropy`` with class indices becomes
   :func:`~lightning_autotp.parallel.cross_entropy.vocab_parallel_cross_entropy`;
 * **everything else first gathers** the logits into an ordinary tensor (and says so, once per function), because a
-  function that nobody looked at must not be silently wrong. In-place changes, which would change only the gathered
-  copy, are refused.
+  function that nobody looked at must not be silently wrong.
+
+In-place changes are refused, because they would change only what was gathered for them. So are those of a view that
+needed the logits gathered (``logits[..., 100:]``), which in one process would change the logits: it is a
+:class:`GatheredLogits`, which can be read like any tensor.
 
 Why not a ``DTensor`` with a ``TorchFunctionMode`` around the user's step: a mode is global state that an exception, a
 thread or a generator can leak, a DTensor dispatches every operator below autograd, and it knows only even
@@ -34,6 +37,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd import Function
@@ -54,6 +58,7 @@ from lightning_autotp.parallel.whole_dim import after_index, after_reshape
 from lightning_autotp.private.torch_private import (
     VIEW_GETTERS,
     schema_of,
+    storage_key,
     tree_leaves,
     tree_map,
     without_subclasses,
@@ -154,8 +159,16 @@ class VocabParallelLogits(Tensor):
         if result is NotImplemented:
             _refuse_mutation(func, args, kwargs)
             _say_gathered(func, args, kwargs)
-            args, kwargs = tree_map(lambda x: x.full() if isinstance(x, VocabParallelLogits) else x, (args, kwargs))
-            return func(*args, **kwargs)
+            gathered: list[Tensor] = []
+
+            def whole(x: Any) -> Any:
+                if isinstance(x, VocabParallelLogits):
+                    gathered.append(x.full())
+                    return gathered[-1]
+                return x
+
+            args, kwargs = tree_map(whole, (args, kwargs))
+            return _read_only(func(*args, **kwargs), gathered)
         return result
 
     @classmethod
@@ -173,6 +186,47 @@ class VocabParallelLogits(Tensor):
         _say_gathered(func, args, kwargs)
         args, kwargs = tree_map(lambda x: x.full() if isinstance(x, cls) else x, (args, kwargs))
         return func(*args, **kwargs)
+
+
+class GatheredLogits(Tensor):
+    """A view of logits that were gathered for it: an ordinary tensor to read, but not to write.
+
+    In one process, writing to a view writes to the logits. Here it would write to what was gathered for this one view,
+    and be lost. Views of it are read-only, too; whatever computes gives ordinary tensors, and so do copies
+    (``clone()``, ``copy.deepcopy``, pickling).
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if VocabParallelLogits in types:
+            return NotImplemented  # theirs is the say
+        kwargs = dict(kwargs or {})
+        _refuse_mutation(func, args, kwargs)
+        with without_subclasses():
+            if func in _SERIALIZERS:
+                return func(args[0].as_subclass(Tensor), *args[1:], **kwargs)
+            result = func(*args, **kwargs)
+        return _read_only(result, [x for x in tree_leaves((args, kwargs)) if isinstance(x, cls)])
+
+
+def _read_only(result: Any, gathered: Sequence[Tensor]) -> Any:
+    """``result``, in which what lies in the memory of gathered logits cannot be written."""
+
+    def guarded(x: Any) -> Any:
+        if isinstance(x, np.ndarray):
+            x.flags.writeable = False  # an array from a tensor has its memory
+        is_view = isinstance(x, Tensor) and x.layout == torch.strided and storage_key(x) in memory
+        return x.as_subclass(GatheredLogits) if is_view else x
+
+    with without_subclasses():
+        memory = {storage_key(x) for x in gathered}
+        return tree_map(guarded, result)
 
 
 class _Wrap(Function):
@@ -444,8 +498,11 @@ _HANDLERS: dict[Callable[..., Any], Callable[[Callable[..., Any], Sequence[Any],
 
 _IN_PLACE = re.compile(
     r"__(set|delete|setitem|i(add|sub|mul|div|truediv|floordiv|mod|pow|matmul|and|or|xor|lshift|rshift))__"
-    r"|.*[^_]_|retain_grad|register_post_accumulate_grad_hook"
+    r"|.*[^_]_"
 )
+_NO_WRITES = frozenset((Tensor.requires_grad_, Tensor.detach_))
+_SERIALIZERS = frozenset((Tensor.__deepcopy__, Tensor.__reduce_ex__))
+_GRADIENT_KEEPERS = frozenset((Tensor.retain_grad, Tensor.register_post_accumulate_grad_hook))
 _said: set[str] = set()
 
 
@@ -455,11 +512,20 @@ def _refuse_mutation(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapp
     if _IN_PLACE.fullmatch(name) or kwargs.get("inplace"):
         changed.append(args[0] if args else None)
     for x in tree_leaves(changed):
-        if isinstance(x, VocabParallelLogits):
+        if isinstance(x, VocabParallelLogits) or (isinstance(x, GatheredLogits) and func not in _NO_WRITES):
             raise _in_place_error(resolve_name(func) or name, x)
+    if func in _GRADIENT_KEEPERS and isinstance(args[0], VocabParallelLogits):
+        raise _in_place_error(resolve_name(func) or name, args[0])
 
 
-def _in_place_error(name: str, logits: VocabParallelLogits) -> RuntimeError:
+def _in_place_error(name: str, logits: VocabParallelLogits | GatheredLogits) -> RuntimeError:
+    if isinstance(logits, GatheredLogits):
+        return RuntimeError(
+            f"{name} would change a view of shape {tuple(logits.shape)} that vocabulary-sharded logits were gathered"
+            " for, and the logits would not change with it: use the form that returns a new tensor (logits ="
+            " logits.masked_fill(mask, value)), or go on with the gathered tensor from the start (logits ="
+            " logits.full())"
+        )
     return RuntimeError(
         f"{name} would change vocabulary-sharded logits in place ({logits!r}): use the form that returns a new tensor "
         "(logits = logits * 2), or go on with the gathered tensor logits.full()"
