@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_autotp.applying.replace import apply_plan
 from lightning_autotp.capture.capture import capture, capture_local, language_model_inputs
 from lightning_autotp.capture.fingerprint import fingerprint
+from lightning_autotp.checkpoints.refused import refuse_saving_parts
 from lightning_autotp.layouts.plan import Plan, SizePlan
 from lightning_autotp.layouts.step_size import TokensPerStep
 from lightning_autotp.operators.graph import Graph, Operator
@@ -232,6 +233,7 @@ def fill_local(model: nn.Module, device: torch.device | str | None = None, data_
         hook_gathered(model)
         generate_together(model)
     refuse_merging(model)
+    refuse_saving_parts(model)
 
 
 def verify(model: nn.Module, solution: Solution, rank: int, example_inputs: Any) -> None:

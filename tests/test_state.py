@@ -241,6 +241,11 @@ def on_every_rank(rank: int, world_size: int, directory: str) -> dict[str, Any]:
     original = parallelize(model_of_the_original(), dist.group.WORLD)
     seen["late"] = {name: late(original, change) for name, change in LATE.items()}
     seen["twice"] = error_of(parallelize, original, dist.group.WORLD)
+    partner = model_of_the_original()
+    partner.lm_head.weight = (model := model_of_the_original()).lm_head.weight
+    parallelize(model, dist.group.WORLD)
+    seen["shared"] = error_of(parallelize, partner, dist.group.WORLD)
+    seen["by itself"] = error_of(copy.deepcopy(original).save_pretrained, directory)
     seen["written"] = written(cloned(copy.deepcopy(original)), Path(directory) / "checkpoint")
     seen["independent"] = independent(original)
     return seen
@@ -321,6 +326,14 @@ def test_what_came_later_is_an_error(case: str, said: str, two: list[dict[str, A
 def test_a_model_is_parallelized_once(two: list[dict[str, Any]]) -> None:
     for seen in two:
         assert "a model that was parallelized already" in seen["twice"]
+
+
+def test_a_parameter_is_in_one_parallel_model(two: list[dict[str, Any]]) -> None:
+    assert all("lm_head.weight of this Qwen3ForCausalLM is also a parameter of" in ranks["shared"] for ranks in two)
+
+
+def test_a_model_does_not_save_this_ranks_part_by_itself(two: list[dict[str, Any]]) -> None:
+    assert all("trainer.strategy.save_pretrained(directory)" in ranks["by itself"] for ranks in two)
 
 
 def test_a_copy_is_independent(two: list[dict[str, Any]]) -> None:

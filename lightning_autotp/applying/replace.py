@@ -32,10 +32,12 @@ def apply_plan(model: nn.Module, plan: Plan, group: TPGroup) -> None:
 
     Raises:
         PlanMismatch: if the plan does not fit the model or the group.
+        ValueError: if another model that was made local has a parameter of this one.
     """
     if plan.ranks != group.size:
         raise PlanMismatch(f"the plan is for {plan.ranks} tensor-parallel ranks, the group has {group.size}")
     _check_parameters(model, plan)
+    _own_parameters(model)
     state = ParallelState.of(model, plan, group)
     layouts = {name: meta.layout for name, meta in state.metas.items()}
     local: LocalParameters = {}
@@ -98,6 +100,19 @@ def _check_parameters(model: nn.Module, plan: Plan) -> None:
     for name, shape in found.items():
         if shape != shapes[name]:
             raise PlanMismatch(f"{name} has shape {list(shape)}, the plan says {list(shapes[name])}")
+
+
+def _own_parameters(model: nn.Module) -> None:
+    """Note on the original parameters which model they went into, and refuse those that went into another one."""
+    for name, parameter in model.named_parameters():
+        if (owner := vars(parameter).get("autotp_owner")) is not None:
+            raise ValueError(
+                f"{name} of this {type(model).__name__} is also a parameter of the {owner} that was made parallel"
+                " before, which has a part of it now: they would not be tied any more. Make one module that holds both"
+                " models parallel, or give each a parameter of its own (copy.deepcopy)"
+            )
+    for parameter in model.parameters():
+        vars(parameter)["autotp_owner"] = type(model).__name__
 
 
 def _make_parallel(
