@@ -119,15 +119,16 @@ def export(
     Console().print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
 
-def consolidate(checkpoint: Path, file: Path) -> None:
+def consolidate(checkpoint: Path, file: Path, weights_only: bool = True) -> None:
     """Make one file of a checkpoint directory, for ``load_from_checkpoint``; all of it is in memory meanwhile.
 
     Args:
         checkpoint: the directory that a run with save_distributed_checkpoint=True wrote.
         file: where to.
+        weights_only: false to run code that the checkpoint names; only for one that you trust.
     """
     try:
-        consolidate_checkpoint(checkpoint, file)
+        consolidate_checkpoint(checkpoint, file, weights_only)
     except (CheckpointError, OSError) as error:
         raise SystemExit(f"lightning-autotp consolidate: {error}") from error
 

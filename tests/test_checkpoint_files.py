@@ -175,11 +175,14 @@ def test_an_error_in_the_background_reaches_both_ranks(two: list[dict[str, Any]]
 @pytest.mark.parametrize(
     ("case", "expected"),
     [
-        ("cut", "cut.ckpt cannot be read, a file of it may be truncated or damaged"),
-        ("lacking", "lacking.ckpt lacks the file"),
+        ("cut", "cut.ckpt cannot be read: its file __1_0.distcp is damaged, truncated or from another save (it has"),
+        ("lacking", "lacking.ckpt lacks the file __0_0.distcp"),
         ("unfinished", "unfinished.ckpt is no checkpoint, or not all of it: it has no meta.pt"),
-        ("flipped", "flipped.ckpt cannot be read, a file of it may be truncated or damaged"),
-        ("flipped file", "in flipped file.ckpt is not that of its contents"),
+        (
+            "flipped",
+            "flipped.ckpt cannot be read: its file __1_0.distcp is damaged, truncated or from another save (the",
+        ),
+        ("flipped file", "flipped file.ckpt is damaged: the checksum of"),
         ("foreign", "foreign.ckpt is not a Lightning checkpoint: it has no 'state_dict'"),
         ("garbage", "garbage.ckpt (1600 bytes) cannot be read"),
     ],
