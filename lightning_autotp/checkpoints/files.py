@@ -9,16 +9,21 @@ every tensor and of torch's table of contents: so it says of every byte in the d
 
 Either is written beside its place and then renamed into it, so a process killed at any moment leaves the checkpoint
 that was there before: in its place, or for the instant between two renames beside it, where
-:func:`open_checkpoint` finds it.
+:func:`open_checkpoint` finds it. Meanwhile a lock beside it, which ends with the
+process at the latest, keeps other runs out.
 """
 
 from __future__ import annotations
 
 import copy
+import errno
+import fcntl
 import os
 import shutil
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,15 +48,21 @@ _STORED = "stored"
 
 
 def save_file(checkpoint: dict[str, Any], path: Path) -> None:
-    """Write one file. Not collective: one rank calls it."""
+    """Write one file. Not collective: one rank calls it.
+
+    Raises:
+        FileExistsError: if another run is saving there.
+        OSError: if it could not be written.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = _beside(path, "part")
-    _remove(partial)
-    try:
-        _write(checkpoint, partial)
-        _publish(partial, path)
-    finally:
+    with _alone(path):
         _remove(partial)
+        try:
+            _write(checkpoint, partial)
+            _publish(partial, path)
+        finally:
+            _remove(partial)
 
 
 def save_directory(checkpoint: dict[str, Any], path: Path, process_group: dist.ProcessGroup) -> None:
@@ -63,20 +74,23 @@ def save_directory(checkpoint: dict[str, Any], path: Path, process_group: dist.P
         process_group: all ranks that hold something; its first rank writes what is not tensors.
 
     Raises:
-        OSError: on the rank that could not write; another kind of error on the others.
+        OSError: on the rank that could not write, as for :func:`save_file`; another kind of error on the others.
     """
     tensors, rest, places = _split(checkpoint)
     partial = _beside(path, "part")
     is_first = dist.get_rank(process_group) == 0
-    with raise_together(process_group, f"making the checkpoint directory {path}"):
-        if is_first:
-            _remove(partial)
-            partial.mkdir(parents=True)
-    described = write_tensors(tensors, partial, process_group)
-    with raise_together(process_group, f"writing the checkpoint {path}"):
-        if is_first:
-            _write({**rest, _STORED: {"places": places, "tensors": described}}, partial / META)
-            _publish(partial, path)
+    with ExitStack() as stack:
+        with raise_together(process_group, f"making the checkpoint directory {path}"):
+            if is_first:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(_alone(path))
+                _remove(partial)
+                partial.mkdir()
+        described = write_tensors(tensors, partial, process_group)
+        with raise_together(process_group, f"writing the checkpoint {path}"):
+            if is_first:
+                _write({**rest, _STORED: {"places": places, "tensors": described}}, partial / META)
+                _publish(partial, path)
 
 
 def open_checkpoint(path: Path, weights_only: bool | None = None, *, check: bool = True) -> dict[str, Any]:
@@ -256,6 +270,59 @@ def _join(rest: dict[str, Any], where: dict[str, Any], tensors: dict[str, Stored
 
 def _beside(path: Path, what: str) -> Path:
     return path.with_name(f".{path.name}.{what}")
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Within it no other process saves there; one that is killed keeps nobody out.
+
+    Raises:
+        FileExistsError: if another one does.
+    """
+    lock = _beside(path, "lock")
+    while True:
+        held = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            _lock(held, path)
+            if _is_there(held, lock):
+                break
+        except BaseException:
+            os.close(held)
+            raise
+        os.close(held)  # whoever had it removed it meanwhile
+    try:
+        yield
+    finally:
+        lock.unlink(missing_ok=True)
+        with suppress(OSError):  # explicitly, for a process that was forked meanwhile has it open
+            fcntl.flock(held, fcntl.LOCK_UN)
+        os.close(held)
+
+
+def _lock(held: int, path: Path) -> None:
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise FileExistsError(
+            f"another run is saving into {path} at this moment: what is there and what that run saves stay as they"
+            " are, and nothing of this run was written. Give each run a directory of its own, by"
+            " ModelCheckpoint(dirpath=...) or Trainer(default_root_dir=...)"
+        ) from None
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
+        warnings.warn(
+            f"the file system of {path} has no locks: it will not be noticed if another run saves there at the same"
+            " time. Give each run a directory of its own",
+            stacklevel=2,
+        )
+
+
+def _is_there(held: int, lock: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(held), os.stat(lock))
+    except FileNotFoundError:
+        return False
 
 
 def _write(value: Any, path: Path) -> None:
