@@ -56,7 +56,7 @@ def save_file(checkpoint: dict[str, Any], path: Path) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = _beside(path, "part")
-    with _alone(path):
+    with alone(path, _beside(path, "lock")):
         _remove(partial)
         try:
             _write(checkpoint, partial)
@@ -83,7 +83,7 @@ def save_directory(checkpoint: dict[str, Any], path: Path, process_group: dist.P
         with raise_together(process_group, f"making the checkpoint directory {path}"):
             if is_first:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(_alone(path))
+                stack.enter_context(alone(path, _beside(path, "lock")))
                 _remove(partial)
                 partial.mkdir()
         described = write_tensors(tensors, partial, process_group)
@@ -91,6 +91,7 @@ def save_directory(checkpoint: dict[str, Any], path: Path, process_group: dist.P
             if is_first:
                 _write({**rest, _STORED: {"places": places, "tensors": described}}, partial / META)
                 _publish(partial, path)
+                stack.close()  # before any rank goes on
 
 
 def open_checkpoint(path: Path, weights_only: bool | None = None, *, check: bool = True) -> dict[str, Any]:
@@ -167,6 +168,33 @@ def consolidate(path: Path, target: Path, weights_only: bool = True) -> None:
         for values in state["state"].values():
             values |= {key: read(value) for key, value in values.items()}
     save_file(checkpoint, target)
+
+
+def check_checkpoint(path: Path, weights_only: bool = True) -> int:
+    """Read all of a checkpoint of either kind and compare all checksums in it. Not collective.
+
+    Args:
+        path: the file or directory.
+        weights_only: as for :func:`open_checkpoint`.
+
+    Returns:
+        How many tensors of a directory were compared, 0 for a file, of which all is.
+
+    Raises:
+        CheckpointError: if it is not what was saved.
+    """
+    stored = list({id(value): value for value in _stored_in(open_checkpoint(path, weights_only))}.values())
+    for value in stored:
+        value.check()
+    return len(stored)
+
+
+def _stored_in(values: Any) -> Iterator[StoredTensor]:
+    if isinstance(values, StoredTensor):
+        yield values
+    elif isinstance(values, dict | list):
+        for value in values.values() if isinstance(values, dict) else values:
+            yield from _stored_in(value)
 
 
 class Background:
@@ -273,13 +301,16 @@ def _beside(path: Path, what: str) -> Path:
 
 
 @contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Within it no other process saves there; one that is killed keeps nobody out.
+def alone(path: Path, lock: Path) -> Iterator[None]:
+    """Within it no other process writes to a place; one that is killed keeps nobody out.
+
+    Args:
+        path: the place, for the message.
+        lock: the file that is there meanwhile.
 
     Raises:
-        FileExistsError: if another one does.
+        FileExistsError: if another process does.
     """
-    lock = _beside(path, "lock")
     while True:
         held = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -305,7 +336,7 @@ def _lock(held: int, path: Path) -> None:
     except BlockingIOError:
         raise FileExistsError(
             f"another run is saving into {path} at this moment: what is there and what that run saves stay as they"
-            " are, and nothing of this run was written. Give each run a directory of its own, by"
+            " are, and nothing of this run was written. Give each run a directory of its own: for checkpoints by"
             " ModelCheckpoint(dirpath=...) or Trainer(default_root_dir=...)"
         ) from None
     except OSError as error:

@@ -11,7 +11,6 @@ torch's tools and never read here: to unpickle it is to run what it says.
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import zlib
@@ -35,6 +34,7 @@ from lightning_autotp.building.checkpoint_reading import (
     inside,
     load_archive,
 )
+from lightning_autotp.checkpoints.checksums import sha256_of
 from lightning_autotp.layouts.ownership import Run
 from lightning_autotp.parameters.local_blocks import counted_blocks, held_blocks, index, plain
 from lightning_autotp.parameters.meta import ParameterMeta
@@ -293,7 +293,7 @@ def _describe(metadata: Metadata, directory: Path) -> str:
 
 
 def _digest(directory: Path) -> str:
-    return hashlib.sha256(Path(inside(directory, TORCHS_TABLE)).read_bytes()).hexdigest()
+    return sha256_of(Path(inside(directory, TORCHS_TABLE)))
 
 
 def _stored_tensor(name: str, entry: dict[str, Any], files: Mapping[str, int], directory: Path) -> StoredTensor:
