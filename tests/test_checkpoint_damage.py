@@ -9,8 +9,10 @@ import pickle
 import random
 import shutil
 import sys
+import threading
 import zipfile
 from collections.abc import Callable, Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ import torch
 import torch.distributed as dist
 from distributed import run_ranks
 
-from lightning_autotp import export_checkpoint
+from lightning_autotp import AutoTPStrategy, export_checkpoint
 from lightning_autotp.building.checkpoint_reading import (
     CheckpointError,
     DamagedFileError,
@@ -304,6 +306,31 @@ def test_a_command_runs_a_checkpoint_only_if_it_is_told_to(folder: Path, monkeyp
     monkeypatch.setattr(sys, "argv", [*words, "--weights-only", "false"])
     main()
     assert mark.exists()
+
+
+def test_what_a_url_leads_to_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Server(SimpleHTTPRequestHandler):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments, directory=str(tmp_path))
+
+        def log_message(self, *_: Any) -> None: ...
+
+    mark = tmp_path / "ran"
+    torch.save({"state_dict": {}, "evil": Evil(mark)}, tmp_path / "evil.ckpt")
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "cache"))
+    strategy = AutoTPStrategy()
+    monkeypatch.setattr(strategy, "broadcast", lambda value: value)
+    monkeypatch.setattr(strategy, "_finish_saving", lambda: None)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/evil.ckpt"
+        for weights_only in (None, True):
+            with pytest.raises(pickle.UnpicklingError):
+                strategy.load_checkpoint(url, weights_only)
+        assert not mark.exists()
+        strategy.load_checkpoint(url, False)
+        assert mark.exists()
+        server.shutdown()
 
 
 # --- archives packed again, and names in an index ---
