@@ -14,7 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_autotp.building.checkpoint_reading import CheckpointError
 from lightning_autotp.capture.capture import CaptureError
+from lightning_autotp.checkpoints.checksums import CHECKSUMS, check_files
 from lightning_autotp.checkpoints.export_checkpoint import export_checkpoint
+from lightning_autotp.checkpoints.files import check_checkpoint
 from lightning_autotp.checkpoints.files import consolidate as consolidate_checkpoint
 from lightning_autotp.pipeline import make_plan
 from lightning_autotp.proving.compare import VerificationError
@@ -119,22 +121,41 @@ def export(
     Console().print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
 
-def consolidate(checkpoint: Path, file: Path) -> None:
+def consolidate(checkpoint: Path, file: Path, weights_only: bool = True) -> None:
     """Make one file of a checkpoint directory, for ``load_from_checkpoint``; all of it is in memory meanwhile.
 
     Args:
         checkpoint: the directory that a run with save_distributed_checkpoint=True wrote.
         file: where to.
+        weights_only: false to run code that the checkpoint names; only for one that you trust.
     """
     try:
-        consolidate_checkpoint(checkpoint, file)
+        consolidate_checkpoint(checkpoint, file, weights_only)
     except (CheckpointError, OSError) as error:
         raise SystemExit(f"lightning-autotp consolidate: {error}") from error
 
 
+def check(path: Path, weights_only: bool = True) -> None:
+    """Compare a checkpoint, or an exported directory, with the checksums that were written with it.
+
+    Args:
+        path: a checkpoint's file or directory, or a directory that was exported.
+        weights_only: false to run code that a checkpoint names; only for one that you trust.
+    """
+    try:
+        if (path / CHECKSUMS).is_file():
+            what = f"{check_files(path)} files"
+        else:
+            tensors = check_checkpoint(path, weights_only)
+            what = f"{tensors} tensors" if tensors else "the file"
+    except (CheckpointError, OSError) as error:
+        raise SystemExit(f"lightning-autotp check: {error}") from error
+    Console().print(f"{path}: as written ({what})", markup=False, highlight=False, soft_wrap=True)
+
+
 def main() -> None:
     """Entry point."""
-    commands: dict[str, Any] = {"plan": plan, "zoo": zoo, "export": export, "consolidate": consolidate}
+    commands: dict[str, Any] = {"plan": plan, "zoo": zoo, "export": export, "consolidate": consolidate, "check": check}
     auto_cli(commands, args=[_spelled_out(argument) for argument in sys.argv[1:]], prog="lightning-autotp")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import multiprocessing
 import os
 import shutil
@@ -9,12 +11,13 @@ import sys
 import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import PATIENCE
+from distributed import PATIENCE, run_ranks
 from lightning.pytorch.callbacks import ModelCheckpoint
 from test_strategy import BLOCKS, Task, error_of, fit
 from torch import Tensor
@@ -22,9 +25,11 @@ from trainer_ranks import run_trainer_ranks
 
 from lightning_autotp import AutoTPStrategy
 from lightning_autotp.building.checkpoint_reading import DamagedFileError, MissingFileError
+from lightning_autotp.checkpoints import files
 from lightning_autotp.checkpoints.files import META, Background, consolidate, open_checkpoint, save_directory, save_file
 from lightning_autotp.checkpoints.stored import HeldTensor, StoredTensor
 from lightning_autotp.lightning.averaging import EMAWeightAveraging
+from lightning_autotp.ranks.agreement import raise_together
 
 STEPS = 6
 
@@ -175,11 +180,14 @@ def test_an_error_in_the_background_reaches_both_ranks(two: list[dict[str, Any]]
 @pytest.mark.parametrize(
     ("case", "expected"),
     [
-        ("cut", "cut.ckpt cannot be read, a file of it may be truncated or damaged"),
-        ("lacking", "lacking.ckpt lacks the file"),
+        ("cut", "cut.ckpt cannot be read: its file __1_0.distcp is damaged, truncated or from another save (it has"),
+        ("lacking", "lacking.ckpt lacks the file __0_0.distcp"),
         ("unfinished", "unfinished.ckpt is no checkpoint, or not all of it: it has no meta.pt"),
-        ("flipped", "flipped.ckpt cannot be read, a file of it may be truncated or damaged"),
-        ("flipped file", "in flipped file.ckpt is not that of its contents"),
+        (
+            "flipped",
+            "flipped.ckpt cannot be read: its file __1_0.distcp is damaged, truncated or from another save (the",
+        ),
+        ("flipped file", "flipped file.ckpt is damaged: the checksum of"),
         ("foreign", "foreign.ckpt is not a Lightning checkpoint: it has no 'state_dict'"),
         ("garbage", "garbage.ckpt (1600 bytes) cannot be read"),
     ],
@@ -261,6 +269,76 @@ def test_a_save_killed_at_any_moment_leaves_the_checkpoint_before_it(tmp_path: P
     assert sorted(found) == found  # the old one up to some moment, the new one from then on
     assert set(found) == {1, 2}
     assert [entry.name for entry in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+def two_runs(rank: int, world_size: int, root: str) -> dict[str, str]:
+    """Two runs of two ranks each; the second tries to save while the first does, and again afterwards."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    run, seen = rank // 2, {}
+    rows = ((3 * (rank % 2), 3 * (rank % 2) + 3), (0, 2))
+    held = HeldTensor((6, 2), torch.full((3, 2), float(run)), {rows: ((0, 3), (0, 2))})
+
+    def save(kind: str) -> None:
+        path = Path(root) / f"{kind}.ckpt"
+        if kind == "directory":
+            save_directory({"state_dict": {"weight": held}}, path, groups[run])
+        else:
+            with raise_together(groups[run], f"writing {path}"):
+                if rank % 2 == 0:
+                    save_file({"state_dict": {"weight": torch.full((6, 2), float(run))}}, path)
+
+    publish = files._publish
+
+    def after_the_other(partial: Path, path: Path) -> None:
+        dist.barrier()  # the other one begins
+        dist.barrier()  # and has failed
+        publish(partial, path)
+
+    for kind in ("directory", "file"):
+        with mock.patch.object(files, "_publish", after_the_other if rank == 0 else publish):
+            if rank != 0:
+                if run == 1:
+                    dist.barrier()
+                    seen[kind] = error_of(save, kind)
+                    dist.barrier()
+                else:
+                    waiting = threading.Thread(target=lambda: (dist.barrier(), dist.barrier()))
+                    waiting.start()
+                    save(kind)
+                    waiting.join()
+            else:
+                save(kind)
+        dist.barrier()
+        path = Path(root) / f"{kind}.ckpt"
+        seen[f"first {kind}"] = str(saved(path))
+        dist.barrier()
+        if run == 1:
+            save(kind)
+        dist.barrier()
+        seen[f"second {kind}"] = str(saved(path))
+    return seen
+
+
+def test_two_runs_cannot_save_into_one_place_at_once(tmp_path: Path) -> None:
+    everyone = run_ranks(two_runs, 4, str(tmp_path))
+    for kind in ("directory", "file"):
+        assert everyone[2][kind].startswith(f"FileExistsError: another run is saving into {tmp_path}/{kind}.ckpt at")
+        assert everyone[3][kind].startswith("PeerError: rank 0 of 2 failed while")
+        assert f"another run is saving into {tmp_path}/{kind}.ckpt at" in everyone[3][kind]
+        for seen in everyone:
+            assert (seen[f"first {kind}"], seen[f"second {kind}"]) == ("0.0", "1.0")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["directory.ckpt", "file.ckpt"]
+
+
+def test_a_file_system_without_locks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.warns(UserWarning, match=r"last\.ckpt has no locks"):
+        save_file({"state_dict": {"weight": torch.ones(2)}}, tmp_path / "last.ckpt")
+    assert saved(tmp_path / "last.ckpt") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
 
 
 def test_what_is_not_there_is_said() -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gc
 import json
+import shutil
+import subprocess
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +35,10 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping, r
 from transformers.core_model_loading import GroupWeightRename, Transpose, WeightConverter
 
 from lightning_autotp import save_pretrained
+from lightning_autotp.building.checkpoint_reading import DamagedFileError, MissingFileError
 from lightning_autotp.checkpoints import export
+from lightning_autotp.checkpoints.checksums import CHECKSUMS, check_files
+from lightning_autotp.checkpoints.files import alone
 from lightning_autotp.checkpoints.reversal import plan_export, skeleton
 from lightning_autotp.checkpoints.safetensors_writer import Described, SafetensorsWriter
 from lightning_autotp.layouts.ownership import Ownership
@@ -50,8 +56,9 @@ DTYPES = (
 
 
 def contents(directory: Path) -> dict[str, bytes]:
-    """Every file below a directory."""
-    return {str(file.relative_to(directory)): file.read_bytes() for file in directory.rglob("*") if file.is_file()}
+    """Every file below a directory, but for the checksums of them all."""
+    files = [file for file in directory.rglob("*") if file.is_file() and file.name != CHECKSUMS]
+    return {str(file.relative_to(directory)): file.read_bytes() for file in files}
 
 
 def assert_same_files(found: Path, wanted: Path) -> None:
@@ -359,6 +366,12 @@ def two_ranks(rank: int, world_size: int, root: str) -> dict[str, Any]:
     dist.barrier()
     seen["restored"] = contents(directory / "again") == before
 
+    with alone(directory, directory / "again" / export._LOCK) if rank == 0 else nullcontext():
+        seen["busy"] = message(save_pretrained, model, directory / "again")
+    dist.barrier()
+    seen["untouched"] = contents(directory / "again") == before
+    dist.barrier()
+
     if rank == 0:
         (directory / "file").write_text("")
     dist.barrier()
@@ -451,7 +464,7 @@ def test_the_tokenizer_goes_along(root: Path) -> None:
         assert tokenizer("cab").input_ids == [2, 0, 1]
         assert tokenizer.chat_template
     assert {file.name for file in (root / "copied").iterdir()} == TOKENIZER | {
-        "config.json", "generation_config.json", "model.safetensors",
+        "config.json", "generation_config.json", "model.safetensors", CHECKSUMS,
     }  # fmt: skip
 
 
@@ -465,6 +478,48 @@ def test_an_export_replaces_an_earlier_one(ranks: list[dict[Any, Any]], root: Pa
     assert "model.safetensors.index.json" not in seen["again", "5GB"]
     assert {name for name in seen["again", "5GB"] if name.endswith("safetensors")} == {"model.safetensors"}
     assert seen["restored"]
+
+
+def test_two_exports_into_one_directory(ranks: list[dict[Any, Any]], root: Path) -> None:
+    assert ranks[0]["busy"].startswith(f"FileExistsError: another run is saving into {root}/again at this moment")
+    assert f"FileExistsError: another run is saving into {root}/again at this moment" in ranks[1]["busy"]
+    assert all(seen["untouched"] for seen in ranks)
+
+
+@pytest.mark.usefixtures("ranks")
+def test_every_file_has_its_checksum(root: Path, tmp_path: Path) -> None:
+    for name in ("True", "copied", "odd", "again"):
+        assert check_files(root / name) == len(contents(root / name))
+        subprocess.run(["sha256sum", "--check", "--strict", "--quiet", CHECKSUMS], cwd=root / name, check=True)
+    directory = Path(shutil.copytree(root / "True", tmp_path / "True"))
+    for name, content in contents(directory).items():
+        changed = bytearray(content)
+        changed[len(changed) // 2] ^= 4
+        (directory / name).write_bytes(changed)
+        with pytest.raises(DamagedFileError, match=rf"\n  changed: {name}\n"):
+            check_files(directory)
+        (directory / name).unlink()
+        with pytest.raises(DamagedFileError, match=rf"\n  missing: {name}\n"):
+            check_files(directory)
+        (directory / name).write_bytes(content)
+    sums = directory / CHECKSUMS
+    good = sums.read_bytes()
+    for place in range(len(good)):
+        sums.write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
+        with pytest.raises(DamagedFileError):
+            check_files(directory)
+    lines = good.splitlines(keepends=True)
+    weights_at = next(place for place, line in enumerate(lines) if b".safetensors" in line)
+    for content in (b"", good[:30], b"".join(lines[:weights_at])):
+        sums.write_bytes(content)
+        with pytest.raises(DamagedFileError, match=CHECKSUMS):
+            check_files(directory)
+    sums.write_text(f"{'0' * 64}  ../elsewhere\n")
+    with pytest.raises(DamagedFileError, match="outside the directory"):
+        check_files(directory)
+    sums.unlink()
+    with pytest.raises(MissingFileError, match=f"has no {CHECKSUMS}"):
+        check_files(directory)
 
 
 def test_a_failure_leaves_what_there_was(ranks: list[dict[Any, Any]], root: Path) -> None:

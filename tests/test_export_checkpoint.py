@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
+import re
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -138,9 +140,9 @@ def test_experts_in_a_checkpoint_are_split_again(tmp_path: Path, loaded: bool) -
     assert_same_files(tmp_path / "ours", tmp_path / "theirs")
 
 
-def command(monkeypatch: pytest.MonkeyPatch, *words: object) -> str:
-    """Run the command; the message that it ends with."""
-    monkeypatch.setattr(sys, "argv", ["lightning-autotp", "export", *map(str, words)])
+def command(monkeypatch: pytest.MonkeyPatch, *words: object, name: str = "export") -> str:
+    """Run a command; the message that it ends with."""
+    monkeypatch.setattr(sys, "argv", ["lightning-autotp", name, *map(str, words)])
     try:
         main()
     except SystemExit as end:
@@ -164,6 +166,28 @@ def test_the_command(
         assert command(monkeypatch, saved / "two.ckpt", tmp_path / prefix, "--prefix", prefix) == "done"
         assert "no tokenizer: " in capsys.readouterr().out
         assert_same_files(tmp_path / prefix, saved / f"{prefix} exported")
+
+
+def test_what_was_written_is_checked(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kinds = {"file.ckpt": "the file", "directory.ckpt": r"\d+ tensors", "file exported": r"\d+ files"}
+    for name, what in kinds.items():
+        assert command(monkeypatch, saved / name, name="check") == "done"
+        assert re.search(rf"{name}: as written \({what}\)", capsys.readouterr().out)
+        copy = tmp_path / name
+        if (saved / name).is_dir():
+            shutil.copytree(saved / name, copy)
+            file = max(copy.iterdir(), key=lambda file: file.stat().st_size)
+        else:
+            file = Path(shutil.copy(saved / name, copy))
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+        said = command(monkeypatch, copy, name="check")
+        assert said.startswith("lightning-autotp check: ")
+        assert file.name in said
+    assert "is no checkpoint, or not all of it" in command(monkeypatch, tmp_path, name="check")
 
 
 def rewritten(source: Path, target: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
@@ -222,7 +246,7 @@ def test_checkpoints_that_cannot_be_exported(saved: Path, tmp_path: Path, monkey
     with pytest.raises(DamagedFileError, match="it may be damaged or be something else"):
         export_checkpoint(tmp_path / "text.ckpt", out)
     torch.save({"state_dict": {}, "task": SimpleNamespace()}, tmp_path / "objects.ckpt")
-    with pytest.raises(DamagedFileError, match=r"nothing else is unpickled\..*--weights-only false"):
+    with pytest.raises(DamagedFileError, match=r"SimpleNamespace\); nothing else is unpickled.*--weights-only false"):
         export_checkpoint(tmp_path / "objects.ckpt", out)
     with pytest.raises(ValueError, match="does not say what model it is of"):
         export_checkpoint(tmp_path / "objects.ckpt", out, weights_only=False)

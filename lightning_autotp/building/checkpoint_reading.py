@@ -1,18 +1,25 @@
-"""Tensors in checkpoint files: what the headers say, and blocks of them, read without mapping more than a piece."""
+"""Tensors in checkpoint files: what the headers say, and blocks of them, read without mapping more than a piece.
+
+Every file that this package unpickles goes through :func:`load_archive`, and every name of a file that a file says
+through :func:`inside`.
+"""
 
 from __future__ import annotations
 
 import os
 import pickle
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from lightning_autotp.building.recorder import _trim
@@ -41,6 +48,109 @@ class DamagedFileError(CheckpointError):
 
 class MismatchError(CheckpointError):
     """Tensors of the checkpoint do not have the shapes, or are not there, that the model needs."""
+
+
+def load_archive(file: str | os.PathLike[str] | BinaryIO, weights_only: bool | None = True, check: bool = False) -> Any:
+    """What is in a ``torch.save`` file, on the CPU; of a path, tensors are mapped.
+
+    Args:
+        file: a path, or the bytes.
+        weights_only: as for ``torch.load``: only ``False`` runs code that the file names.
+        check: whether to compare the file's checksums with its contents, all of which are read.
+
+    Raises:
+        DamagedFileError: if the file is compressed, its contents are not those that were written, or ``weights_only``
+            does not allow what it holds.
+        Exception: whatever reading something that is no such file raises.
+    """
+    if not isinstance(file, str | os.PathLike):
+        return torch.load(file, map_location="cpu", weights_only=weights_only)
+    if check or zipfile.is_zipfile(file):
+        _check_records(file, check)
+    try:
+        return torch.load(file, map_location="cpu", mmap=True, weights_only=weights_only)
+    except pickle.UnpicklingError as error:
+        raise DamagedFileError(_not_plain(file, error)) from error
+
+
+def _check_records(file: str | os.PathLike[str], contents: bool) -> None:
+    with zipfile.ZipFile(file) as archive:
+        for record in archive.infolist():
+            if record.compress_type != zipfile.ZIP_STORED:
+                raise DamagedFileError(
+                    f"{os.fspath(file)} was packed again with compression ({record.filename}): tensors are read from"
+                    " where they lie in the file, which they no longer do. Take the original file, or unpack this one"
+                    " and pack it without compression (zip -0)"
+                )
+        damaged = archive.testzip() if contents else None
+    if damaged is not None:
+        raise DamagedFileError(
+            f"{os.fspath(file)} is damaged: the checksum of {damaged} in it is not that of its contents. Copy it again"
+        )
+
+
+def _not_plain(file: str | os.PathLike[str], error: Exception) -> str:
+    try:
+        named = ", ".join(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))[:10])
+    except Exception:
+        named = ""
+    if not named:
+        reasons = [line for line in str(error).splitlines() if "WeightsUnpickler error" in line]
+        named = (reasons or [_first_line(error)])[0].strip()[:200]
+    return (
+        f"{os.fspath(file)} holds more than tensors and plain values ({named}); nothing else is unpickled, since that"
+        " runs code that the file names. If you trust who wrote it: weights_only=False, in trainer.fit() or"
+        " export_checkpoint(), for instance; --weights-only false for a command. A file of weights alone can be loaded"
+        " once with transformers and saved again with save_pretrained (safetensors)"
+    )
+
+
+def inside(directory: str | os.PathLike[str], name: str) -> str:
+    """The path of a file that another file of a directory names, such as an index.
+
+    Links are followed. What a link in Hugging Face's cache leads to, in the same repository's folder, is inside.
+
+    Raises:
+        DamagedFileError: if it is outside the directory.
+    """
+    root = os.path.realpath(directory)
+    above, snapshots = os.path.split(os.path.dirname(root))
+    if snapshots == "snapshots" and os.path.isdir(os.path.join(above, "blobs")):
+        root = above
+    path = os.path.join(directory, name)
+    found = os.path.realpath(path)
+    if os.path.isabs(name) or ".." in Path(name).parts or os.path.commonpath([root, found]) != root:
+        leads = f" (it leads to {found})" if os.path.islink(path) else ""
+        raise DamagedFileError(
+            f"{os.fspath(directory)} names the file {name!r}, which is outside the directory{leads}: nothing outside is"
+            " read. Put the file itself into the directory, and its name into the index"
+        )
+    return path
+
+
+def check_named(origin: str, files: Iterable[str]) -> None:
+    """Check that none of a model's files, as its index names them, is outside the directory or the Hub's repository.
+
+    Args:
+        origin: the directory or Hub id that the model was asked for by.
+        files: the paths that were made of the names.
+
+    Raises:
+        DamagedFileError: if one is.
+    """
+    for file in files:
+        directory = origin if os.path.isdir(origin) else _snapshot(file)
+        if directory is not None:
+            inside(directory, file.removeprefix(os.path.join(directory, "")))
+
+
+def _snapshot(file: str) -> str | None:
+    """The directory in Hugging Face's cache that has a model's files, ``None`` for a path from elsewhere."""
+    parts = Path(file).parts
+    for place, (repository, snapshots) in enumerate(pairwise(parts)):
+        if repository.startswith("models--") and snapshots == "snapshots":
+            return os.path.join(*parts[: place + 3])
+    return None
 
 
 @dataclass(frozen=True)
@@ -135,7 +245,7 @@ def _open(path: str) -> Iterator[_File]:
         with safe_open(path, framework="pt", device="cpu") as tensors:
             yield _File(path, tensors)
     else:
-        yield _File(path, torch.load(path, map_location="cpu", mmap=True, weights_only=True))
+        yield _File(path, load_archive(path))
 
 
 @contextmanager
@@ -148,14 +258,9 @@ def _explained(path: str) -> Iterator[None]:
         )
     try:
         yield
-    except pickle.UnpicklingError as error:
-        raise DamagedFileError(
-            f"{path} is not a file of tensors only, or is damaged; nothing else is unpickled. If you trust it, load it "
-            f"once with transformers and save it again with save_pretrained (safetensors). ({_first_line(error)})"
-        ) from error
     except CheckpointError:
         raise
-    except (SafetensorError, RuntimeError, OSError, EOFError, ValueError) as error:
+    except Exception as error:  # what a damaged file raises is anything
         advice = "download or copy the file again"
         if "mmap can only be used" in str(error):
             advice = "it has torch.save's old format: load it once and save it again with save_pretrained (safetensors)"

@@ -25,6 +25,7 @@ from lightning_autotp.building.checkpoint_reading import (
     CheckpointSource,
     CheckpointTensor,
     MismatchError,
+    check_named,
     read_headers,
 )
 from lightning_autotp.building.deferred import deferred_init
@@ -102,6 +103,8 @@ def _record_checkpoint(recorder: Recorder, model: PreTrainedModel, files: list[s
             f"from_pretrained(device_map=...) spreads the model over {devices}, but here the strategy decides where "
             "each part of a parameter goes: leave device_map out"
         )
+    origin = str(load_config.pretrained_model_name_or_path)
+    check_named(origin, files)
     with recorder.paused():
         tensors = read_headers(files)
     info, _ = convert_and_load_state_dict_in_model(
@@ -109,7 +112,6 @@ def _record_checkpoint(recorder: Recorder, model: PreTrainedModel, files: list[s
         state_dict={name: _Unread(recorder, tensor) for name, tensor in tensors.items()},
         load_config=dataclasses.replace(load_config, device_map={"": "meta"}),
     )
-    origin = str(load_config.pretrained_model_name_or_path)
     if info.conversion_errors:
         raise MismatchError(
             f"{origin}: {len(info.conversion_errors)} tensors could not be converted to what the model needs:\n"

@@ -4,7 +4,7 @@ Everything is planned before the first tensor is touched (:mod:`~lightning_autot
 name for name and byte for byte, those that transformers' own ``save_pretrained`` writes in one process. Then parameter
 after parameter is made whole, on every rank since gathering is collective, and the writing rank puts what is made of it
 into its places. Files are written into a hidden directory beside their places and moved when all are whole, the index
-last, so that a directory never has half a model in it that loads.
+last, so that a directory never has half a model in it that loads. ``SHA256SUMS`` says what all of them were.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lightning_autotp.checkpoints.checksums import CHECKSUMS, checksums_text, sha256_of
+from lightning_autotp.checkpoints.files import alone
 from lightning_autotp.checkpoints.reversal import ExportPlan, Step, describe_conversions, plan_export, skeleton
 from lightning_autotp.checkpoints.safetensors_writer import Described, SafetensorsWriter
 from lightning_autotp.checkpoints.stored import original_shape
@@ -58,6 +60,7 @@ ENTRY = "lightning_autotp"
 
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 _STAGING = ".export.part"
+_LOCK = ".export.lock"
 _TOKENIZER_FILES = {
     TOKENIZER_CONFIG_FILE, FULL_TOKENIZER_FILE, SPECIAL_TOKENS_MAP_FILE, ADDED_TOKENS_FILE, CHAT_TEMPLATE_FILE,
     LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE, CHAT_TEMPLATE_DIR, FEATURE_EXTRACTOR_NAME, PROCESSOR_NAME,
@@ -93,10 +96,10 @@ def save_pretrained(
     """Write a Hugging Face directory that plain ``from_pretrained`` loads.
 
     Collective over the model's tensor-parallel group (and over the data axis where FSDP2 has cut the model), whose rank
-    0 writes: the configuration, the generation configuration, the tokenizer's files where they are known, and
+    0 writes: the configuration, the generation configuration, the tokenizer's files where they are known,
     safetensors files of the original shapes and names, as ``transformers.PreTrainedModel.save_pretrained`` names and
-    splits them. No rank holds more than one tensor whole (or the few that transformers merges into one on the way out),
-    besides its own part of the model.
+    splits them, and ``SHA256SUMS`` with the checksums of all these. No rank holds more than one tensor whole (or the
+    few that transformers merges into one on the way out), besides its own part of the model.
 
     Args:
         model: a parallel ``transformers.PreTrainedModel``.
@@ -187,7 +190,8 @@ def write_model(
         with guard():
             if writes:
                 writer.finish()
-                _publish(staging, Path(directory), plan)
+                _publish(staging, Path(directory), plan, writer.checksums)
+                stack.close()  # before any rank goes on
     return Exported(tuple(plan.files), sum(tensor.nbytes for tensor in plan.tensors.values()), copied)
 
 
@@ -266,30 +270,43 @@ def _staging(directory: Path) -> Iterator[Path]:
     staging = directory / _STAGING
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(staging, ignore_errors=True)  # of an export that was killed
-        staging.mkdir()
-        yield staging
+        with alone(directory, directory / _LOCK):
+            shutil.rmtree(staging, ignore_errors=True)  # of an export that was killed
+            staging.mkdir()
+            try:
+                yield staging
+            finally:
+                shutil.rmtree(staging, ignore_errors=True)
     finally:
-        shutil.rmtree(staging, ignore_errors=True)
         if made and directory.is_dir() and not any(directory.iterdir()):
             directory.rmdir()
 
 
-def _publish(staging: Path, directory: Path, plan: ExportPlan) -> None:
+def _publish(staging: Path, directory: Path, plan: ExportPlan, checksums: Mapping[str, str]) -> None:
     """Move what is whole into its place, and remove the weights of an earlier export; the index comes last."""
-    (directory / SAFE_WEIGHTS_INDEX_NAME).unlink(missing_ok=True)
+    index = None
+    if plan.index is not None:
+        index = staging / SAFE_WEIGHTS_INDEX_NAME
+        index.write_text(json.dumps(plan.index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    _write_checksums(staging, checksums)
+    for name in (CHECKSUMS, SAFE_WEIGHTS_INDEX_NAME):
+        (directory / name).unlink(missing_ok=True)
     for file in directory.iterdir():
         if _WEIGHTS.fullmatch(file.name) and file.name not in plan.files:
             file.unlink()
     for file in staging.iterdir():
         if file.is_dir():
             shutil.copytree(file, directory / file.name, dirs_exist_ok=True)
-        else:
+        elif file != index:
             os.replace(file, directory / file.name)
-    if plan.index is not None:
-        index = staging / SAFE_WEIGHTS_INDEX_NAME
-        index.write_text(json.dumps(plan.index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    if index is not None:
         os.replace(index, directory / SAFE_WEIGHTS_INDEX_NAME)
+
+
+def _write_checksums(staging: Path, known: Mapping[str, str]) -> None:
+    files = {file.relative_to(staging).as_posix(): file for file in staging.rglob("*") if file.is_file()}
+    digests = {name: known.get(name) or sha256_of(file) for name, file in files.items()}
+    (staging / CHECKSUMS).write_text(checksums_text(digests), encoding="utf-8")
 
 
 def _write_configuration(original: Any, staging: Path) -> None:

@@ -8,7 +8,6 @@ its tensors have the original model's names and shapes. What the model is, the s
 from __future__ import annotations
 
 import os
-import pickle
 from collections.abc import Hashable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ import transformers
 from torch import Tensor
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
-from lightning_autotp.building.checkpoint_reading import DamagedFileError, MismatchError
+from lightning_autotp.building.checkpoint_reading import MismatchError
 from lightning_autotp.checkpoints.export import ENTRY, Exported, tokenizer_of, write_model, written_dtype
 from lightning_autotp.checkpoints.files import open_checkpoint
 from lightning_autotp.checkpoints.reversal import plan_export, set_conversions, skeleton
@@ -65,7 +64,7 @@ class _State:
         if self._mapped and self._mapped + value.nbytes > MAPPED_BYTES:
             del value
             self._state = {}
-            self._state = _opened(self._path, self._weights_only)["state_dict"]
+            self._state = open_checkpoint(self._path, self._weights_only, check=False)["state_dict"]
             self._mapped = 0
             value = self._state[self._prefix + name]
         self._mapped += value.nbytes
@@ -108,7 +107,7 @@ def export_checkpoint(
     directory = Path(directory)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise FileExistsError(f"{directory} exists and is not an empty directory: export to another place, or empty it")
-    opened = _opened(Path(checkpoint), weights_only)
+    opened = open_checkpoint(Path(checkpoint), weights_only)
     chosen = _choose(opened, Path(checkpoint), model, prefix)
     tokenizer = tokenizer_of(tokenizer, chosen.source)
     state = _State(Path(checkpoint), opened, chosen.prefix, weights_only)
@@ -130,17 +129,6 @@ def export_checkpoint(
         lambda name: state.whole(stored_as.get(name, name)),
         tokenizer,
     )
-
-
-def _opened(path: Path, weights_only: bool) -> dict[str, Any]:
-    try:
-        return open_checkpoint(path, weights_only)
-    except pickle.UnpicklingError as error:
-        text = (str(error).splitlines() or [""])[0][:200]
-        raise DamagedFileError(
-            f"{path} holds more than tensors and plain values, or is no checkpoint at all; nothing else is unpickled."
-            f" If you trust it, pass --weights-only false. ({text})"
-        ) from error
 
 
 def _choose(checkpoint: Mapping[str, Any], path: Path, model: str | None, prefix: str | None) -> _Model:

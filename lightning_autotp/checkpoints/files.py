@@ -4,50 +4,65 @@ A *file* is ``torch.save`` of everything, with whole tensors. A *directory* has 
 beside the files of :mod:`~lightning_autotp.checkpoints.stored`; tensors are named as in the file, joined by dots, and
 tied ones are there once.
 
+A ``torch.save`` archive has checksums of what is in it. ``meta.pt`` is one, and in it are the checksums of every box of
+every tensor and of torch's table of contents: so it says of every byte in the directory what it was when it was saved.
+
 Either is written beside its place and then renamed into it, so a process killed at any moment leaves the checkpoint
 that was there before: in its place, or for the instant between two renames beside it, where
-:func:`open_checkpoint` finds it.
+:func:`open_checkpoint` finds it. Meanwhile a lock beside it, which ends with the
+process at the latest, keeps other runs out.
 """
 
 from __future__ import annotations
 
 import copy
+import errno
+import fcntl
 import os
-import pickle
 import shutil
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from lightning_autotp.building.checkpoint_reading import DamagedFileError, MissingFileError
-from lightning_autotp.checkpoints.stored import (
-    READING_ERRORS,
-    HeldTensor,
-    StoredTensor,
-    check_archive,
-    stored_tensors,
-    write_tensors,
+from lightning_autotp.building.checkpoint_reading import (
+    CheckpointError,
+    DamagedFileError,
+    MissingFileError,
+    inside,
+    load_archive,
 )
+from lightning_autotp.checkpoints.stored import HeldTensor, StoredTensor, explained, stored_tensors, write_tensors
 from lightning_autotp.ranks.agreement import raise_together
 
 META = "meta.pt"
 """What of a checkpoint directory is not tensors (the name is Lightning's)."""
 
+_STORED = "stored"
+"""Where in it is what it says of the tensors."""
+
 
 def save_file(checkpoint: dict[str, Any], path: Path) -> None:
-    """Write one file. Not collective: one rank calls it."""
+    """Write one file. Not collective: one rank calls it.
+
+    Raises:
+        FileExistsError: if another run is saving there.
+        OSError: if it could not be written.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = _beside(path, "part")
-    _remove(partial)
-    try:
-        _write(checkpoint, partial)
-        _publish(partial, path)
-    finally:
+    with alone(path, _beside(path, "lock")):
         _remove(partial)
+        try:
+            _write(checkpoint, partial)
+            _publish(partial, path)
+        finally:
+            _remove(partial)
 
 
 def save_directory(checkpoint: dict[str, Any], path: Path, process_group: dist.ProcessGroup) -> None:
@@ -59,50 +74,44 @@ def save_directory(checkpoint: dict[str, Any], path: Path, process_group: dist.P
         process_group: all ranks that hold something; its first rank writes what is not tensors.
 
     Raises:
-        OSError: on the rank that could not write; another kind of error on the others.
+        OSError: on the rank that could not write, as for :func:`save_file`; another kind of error on the others.
     """
-    tensors, rest = _split(checkpoint)
+    tensors, rest, places = _split(checkpoint)
     partial = _beside(path, "part")
     is_first = dist.get_rank(process_group) == 0
-    with raise_together(process_group, f"making the checkpoint directory {path}"):
-        if is_first:
-            _remove(partial)
-            partial.mkdir(parents=True)
-    write_tensors(tensors, partial, process_group)
-    with raise_together(process_group, f"writing the checkpoint {path}"):
-        if is_first:
-            _write(rest, partial / META)
-            _publish(partial, path)
+    with ExitStack() as stack:
+        with raise_together(process_group, f"making the checkpoint directory {path}"):
+            if is_first:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(alone(path, _beside(path, "lock")))
+                _remove(partial)
+                partial.mkdir()
+        described = write_tensors(tensors, partial, process_group)
+        with raise_together(process_group, f"writing the checkpoint {path}"):
+            if is_first:
+                _write({**rest, _STORED: {"places": places, "tensors": described}}, partial / META)
+                _publish(partial, path)
+                stack.close()  # before any rank goes on
 
 
-def open_checkpoint(path: Path, weights_only: bool | None = None, *, check: bool = False) -> dict[str, Any]:
+def open_checkpoint(path: Path, weights_only: bool | None = None, *, check: bool = True) -> dict[str, Any]:
     """A checkpoint of either kind; tensors are mapped, or stored ones of which nothing is read yet. Not collective.
 
     Args:
         path: the file or directory.
-        weights_only: as for ``torch.load``.
-        check: whether to compare the checksums in a file with its contents, for which all of it is read. (A directory's
-            are compared when a tensor is read.)
+        weights_only: as for ``torch.load``: only ``False`` runs code that the checkpoint names.
+        check: whether to compare the checksums in a file with its contents, for which all of it is read. (Those of a
+            directory's tensors are compared when one is read, all others here.)
 
     Raises:
-        CheckpointError: if it is not there, was never finished, is damaged, or is something else.
+        CheckpointError: if it is not there, was never finished, is damaged, is something else, or holds what
+            ``weights_only`` does not allow.
     """
     found = path if path.exists() else _beside(path, "previous")
     if not found.exists():
         raise MissingFileError(f"the checkpoint {path} does not exist")
     if found.is_dir():
-        if not (found / META).is_file():
-            raise MissingFileError(
-                f"{found} is no checkpoint, or not all of it: it has no {META}. Resume from a directory that"
-                " Trainer.save_checkpoint or ModelCheckpoint made, copied whole"
-            )
-        rest = _read(found / META, weights_only, True)
-        if not isinstance(rest, dict) or "stored" not in rest:
-            raise DamagedFileError(
-                f"the checkpoint directory {found} was written by another strategy: consolidate it into one file with"
-                " that one's tools first (python -m lightning.pytorch.utilities.consolidate_checkpoint)"
-            )
-        return _join(rest, stored_tensors(found))
+        return _open_directory(found, weights_only)
     checkpoint = _read(found, weights_only, check)
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         raise DamagedFileError(
@@ -112,15 +121,37 @@ def open_checkpoint(path: Path, weights_only: bool | None = None, *, check: bool
     return checkpoint
 
 
-def consolidate(path: Path, target: Path) -> None:
+def _open_directory(directory: Path, weights_only: bool | None) -> dict[str, Any]:
+    if not (directory / META).is_file():
+        raise MissingFileError(
+            f"{directory} is no checkpoint, or not all of it: it has no {META}. Resume from a directory that"
+            " Trainer.save_checkpoint or ModelCheckpoint made, copied whole"
+        )
+    rest = _read(Path(inside(directory, META)), weights_only, True)
+    if not isinstance(rest, dict) or _STORED not in rest:
+        raise DamagedFileError(
+            f"the checkpoint directory {directory} was written by another strategy: consolidate it into one file with"
+            " that one's tools first (python -m lightning.pytorch.utilities.consolidate_checkpoint)"
+        )
+    with explained(directory, META):
+        stored = rest.pop(_STORED)
+        return _join(rest, stored["places"], stored_tensors(directory, stored["tensors"]))
+
+
+def consolidate(path: Path, target: Path, weights_only: bool = True) -> None:
     """Make one file of a checkpoint directory: what ``load_from_checkpoint`` takes. Not collective.
 
     All of the checkpoint is in memory meanwhile.
 
+    Args:
+        path: the directory.
+        target: the file.
+        weights_only: as for :func:`open_checkpoint`.
+
     Raises:
         CheckpointError: if it cannot be read.
     """
-    checkpoint = open_checkpoint(path, weights_only=False)
+    checkpoint = open_checkpoint(path, weights_only)
     whole: dict[int, Any] = {}
 
     def read(value: Any) -> Any:
@@ -137,6 +168,33 @@ def consolidate(path: Path, target: Path) -> None:
         for values in state["state"].values():
             values |= {key: read(value) for key, value in values.items()}
     save_file(checkpoint, target)
+
+
+def check_checkpoint(path: Path, weights_only: bool = True) -> int:
+    """Read all of a checkpoint of either kind and compare all checksums in it. Not collective.
+
+    Args:
+        path: the file or directory.
+        weights_only: as for :func:`open_checkpoint`.
+
+    Returns:
+        How many tensors of a directory were compared, 0 for a file, of which all is.
+
+    Raises:
+        CheckpointError: if it is not what was saved.
+    """
+    stored = list({id(value): value for value in _stored_in(open_checkpoint(path, weights_only))}.values())
+    for value in stored:
+        value.check()
+    return len(stored)
+
+
+def _stored_in(values: Any) -> Iterator[StoredTensor]:
+    if isinstance(values, StoredTensor):
+        yield values
+    elif isinstance(values, dict | list):
+        for value in values.values() if isinstance(values, dict) else values:
+            yield from _stored_in(value)
 
 
 class Background:
@@ -190,8 +248,8 @@ def detached(checkpoint: dict[str, Any]) -> dict[str, Any]:
     return {**copy.deepcopy(rest), **states}
 
 
-def _split(checkpoint: dict[str, Any]) -> tuple[dict[str, HeldTensor], dict[str, Any]]:
-    """The held tensors of a checkpoint's states by their names on disk, and the rest, which says where they belong."""
+def _split(checkpoint: dict[str, Any]) -> tuple[dict[str, HeldTensor], dict[str, Any], dict[str, Any]]:
+    """The held tensors of a checkpoint's states by their names on disk, the rest, and where in it they belong."""
     tensors: dict[str, HeldTensor] = {}
     stored: dict[int, str] = {}
 
@@ -224,12 +282,11 @@ def _split(checkpoint: dict[str, Any]) -> tuple[dict[str, HeldTensor], dict[str,
             }
             rest["optimizer_states"].append({**state, "state": {key: others for key, (others, _) in taken.items()}})
             where["optimizer_states"].append({key: named for key, (_, named) in taken.items()})
-    return tensors, {**rest, "stored": where}
+    return tensors, rest, where
 
 
-def _join(rest: dict[str, Any], tensors: dict[str, StoredTensor]) -> dict[str, Any]:
+def _join(rest: dict[str, Any], where: dict[str, Any], tensors: dict[str, StoredTensor]) -> dict[str, Any]:
     """The inverse of :func:`_split`: a checkpoint with stored tensors."""
-    where = rest.pop("stored")
     optimizers = where.pop("optimizer_states", ())
     for name, places in where.items():
         rest[name] |= {key: tensors[stored] for key, stored in places.items()}
@@ -241,6 +298,62 @@ def _join(rest: dict[str, Any], tensors: dict[str, StoredTensor]) -> dict[str, A
 
 def _beside(path: Path, what: str) -> Path:
     return path.with_name(f".{path.name}.{what}")
+
+
+@contextmanager
+def alone(path: Path, lock: Path) -> Iterator[None]:
+    """Within it no other process writes to a place; one that is killed keeps nobody out.
+
+    Args:
+        path: the place, for the message.
+        lock: the file that is there meanwhile.
+
+    Raises:
+        FileExistsError: if another process does.
+    """
+    while True:
+        held = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            _lock(held, path)
+            if _is_there(held, lock):
+                break
+        except BaseException:
+            os.close(held)
+            raise
+        os.close(held)  # whoever had it removed it meanwhile
+    try:
+        yield
+    finally:
+        lock.unlink(missing_ok=True)
+        with suppress(OSError):  # explicitly, for a process that was forked meanwhile has it open
+            fcntl.flock(held, fcntl.LOCK_UN)
+        os.close(held)
+
+
+def _lock(held: int, path: Path) -> None:
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise FileExistsError(
+            f"another run is saving into {path} at this moment: what is there and what that run saves stay as they"
+            " are, and nothing of this run was written. Give each run a directory of its own: for checkpoints by"
+            " ModelCheckpoint(dirpath=...) or Trainer(default_root_dir=...)"
+        ) from None
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
+        warnings.warn(
+            f"the file system of {path} has no locks: it will not be noticed if another run saves there at the same"
+            " time. Give each run a directory of its own",
+            stacklevel=2,
+        )
+
+
+def _is_there(held: int, lock: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(held), os.stat(lock))
+    except FileNotFoundError:
+        return False
 
 
 def _write(value: Any, path: Path) -> None:
@@ -272,12 +385,10 @@ def _remove(path: Path) -> None:
 
 def _read(path: Path, weights_only: bool | None, check: bool) -> Any:
     try:
-        if check:
-            check_archive(path, path.name)
-        return torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
-    except pickle.UnpicklingError:
-        raise  # it says what to do
-    except READING_ERRORS as error:
+        return load_archive(path, weights_only, check)
+    except CheckpointError:
+        raise
+    except Exception as error:  # what a damaged file raises is anything
         text = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise DamagedFileError(
             f"the checkpoint file {path} ({path.stat().st_size} bytes) cannot be read, it may be damaged or be"

@@ -4,7 +4,6 @@ The library's own writer wants all tensors of a file at once. But a file begins 
 names, dtypes and shapes, so it can be written before a single value is known; then each tensor has its place. The
 header is the library's: it is asked for one with empty tensors, which fixes the order, the names of the dtypes and the
 padding, so that the files are, byte for byte, those that ``safetensors.torch.save_file`` writes.
-
 """
 
 from __future__ import annotations
@@ -18,6 +17,8 @@ from typing import NamedTuple
 import torch
 from safetensors.torch import save
 from torch import Tensor
+
+from lightning_autotp.checkpoints.checksums import sha256_of
 
 
 class Described(NamedTuple):
@@ -48,6 +49,9 @@ class SafetensorsWriter:
 
     The files are there from the beginning, in their final size; they are whole once :meth:`finish` says so.
 
+    Attributes:
+        checksums: the SHA-256 of each file that is whole, by its name.
+
     Args:
         directory: where to; it must exist.
         files: the tensors' names by file name.
@@ -59,7 +63,9 @@ class SafetensorsWriter:
     """
 
     def __init__(self, directory: Path, files: Mapping[str, Sequence[str]], tensors: Mapping[str, Described]) -> None:
+        self.checksums: dict[str, str] = {}
         self._places: dict[str, _Place] = {}
+        self._missing = {name: set(held) for name, held in files.items()}
         for name, held in files.items():
             header, offsets = _header({tensor: tensors[tensor] for tensor in held})
             for tensor, offset in offsets.items():
@@ -67,7 +73,6 @@ class SafetensorsWriter:
             with open(directory / name, "wb") as file:
                 file.write(header)
                 file.truncate(len(header) + sum(tensors[tensor].nbytes for tensor in held))
-        self._missing = set(self._places)
 
     def write(self, name: str, pieces: Iterable[Tensor]) -> None:
         """Write one tensor.
@@ -90,7 +95,10 @@ class SafetensorsWriter:
                     file.write(_bytes(piece))
         if written != place.nbytes:
             raise RuntimeError(f"{name} is {place.nbytes} bytes long, but {written} bytes were given")
-        self._missing.discard(name)
+        missing = self._missing[place.path.name]
+        missing.discard(name)
+        if not missing:  # read back while the system still has it in memory
+            self.checksums[place.path.name] = sha256_of(place.path)
 
     def finish(self) -> None:
         """Check that nothing is missing.
@@ -98,10 +106,9 @@ class SafetensorsWriter:
         Raises:
             RuntimeError: if a tensor was not written.
         """
-        if self._missing:
-            raise RuntimeError(
-                f"{len(self._missing)} tensors were not written: {', '.join(sorted(self._missing)[:10])}"
-            )
+        missing = sorted(name for names in self._missing.values() for name in names)
+        if missing:
+            raise RuntimeError(f"{len(missing)} tensors were not written: {', '.join(missing[:10])}")
 
 
 def _header(tensors: Mapping[str, Described]) -> tuple[bytes, dict[str, int]]:

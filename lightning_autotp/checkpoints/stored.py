@@ -3,46 +3,48 @@
 Each rank writes the blocks it speaks for (:func:`~lightning_autotp.parameters.local_blocks.counted_blocks`) under the
 original name, as boxes of the original shape. So the files do not depend on the plan that was in force: any other plan,
 number of ranks or single process reads the boxes it wants, and torch's own tools read them as well.
+
+Where every box is and what its checksum is, :func:`write_tensors` returns as text, to be kept in a file that has
+checksums of its own; :func:`stored_tensors` reads by that. torch's own table of contents, ``.metadata``, is written for
+torch's tools and never read here: to unpickle it is to run what it says.
 """
 
 from __future__ import annotations
 
 import io
-import pickle
-import zipfile
-from collections.abc import Iterator, Mapping
+import json
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadPlan, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from lightning_autotp.building.checkpoint_reading import DamagedFileError, MissingFileError
+from lightning_autotp.building.checkpoint_reading import (
+    CheckpointError,
+    DamagedFileError,
+    MissingFileError,
+    inside,
+    load_archive,
+)
+from lightning_autotp.checkpoints.checksums import sha256_of
 from lightning_autotp.layouts.ownership import Run
 from lightning_autotp.parameters.local_blocks import counted_blocks, held_blocks, index, plain
 from lightning_autotp.parameters.meta import ParameterMeta
-from lightning_autotp.private.distributed_private import FileSystemReader
+from lightning_autotp.private.distributed_private import FileSystemWriter
 from lightning_autotp.ranks.group import TPGroup
 
 Box = tuple[Run, ...]
 
-READING_ERRORS = (
-    RuntimeError, ValueError, OSError, EOFError, KeyError, pickle.UnpicklingError, zipfile.BadZipFile,
-)  # fmt: skip
-"""What reading a damaged file may raise."""
+TORCHS_TABLE = ".metadata"
+"""torch's table of contents (the name is torch's)."""
 
 
 class HeldTensor:
@@ -79,14 +81,19 @@ class HeldTensor:
         return cls(original_shape(value, meta), plain(value), boxes)
 
     @property
-    def chunks(self) -> list[ChunkStorageMetadata]:
-        """The boxes as DCP describes them."""
-        return [
-            ChunkStorageMetadata(
-                offsets=torch.Size(start for start, _ in box), sizes=torch.Size(stop - start for start, stop in box)
-            )
-            for box in self._boxes
-        ]
+    def boxes(self) -> Iterable[Box]:
+        """The boxes of the original tensor."""
+        return self._boxes.keys()
+
+    def fill(self, box: Box, values: Tensor) -> None:
+        """Take what is held of a box of the original tensor from its values."""
+        for original, local in self._boxes.items():
+            if (common := _common(original, box)) is not None:
+                there = [
+                    (own[0] + run[0] - old[0], own[0] + run[1] - old[0])
+                    for own, run, old in zip(local, common, original, strict=True)
+                ]
+                self._local[index(tuple(there))].copy_(values[index(_within(common, box))])
 
     def at(self, offset: torch.Size | None) -> Tensor:
         """The box that begins at an offset of the original tensor: a view of the memory held."""
@@ -100,118 +107,108 @@ class HeldTensor:
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(self._local)
+        chunks = [
+            ChunkStorageMetadata(
+                offsets=torch.Size(start for start, _ in box), sizes=torch.Size(stop - start for start, stop in box)
+            )
+            for box in self._boxes
+        ]
         return [
             WriteItem(
                 MetadataIndex(fqn, chunk.offsets),
                 WriteItemType.SHARD,
                 tensor_data=TensorWriteData(chunk, properties, torch.Size(self.shape)),
             )
-            for chunk in self.chunks
+            for chunk in chunks
         ]
+
+
+class _Stored(NamedTuple):
+    """A box on disk: the bytes of a ``torch.save`` archive in a file, and their CRC-32."""
+
+    box: Box
+    file: str
+    offset: int
+    length: int
+    checksum: int
 
 
 class StoredTensor:
     """One tensor of a checkpoint directory; nothing of it is read yet.
 
     Attributes:
+        name: its name on disk.
         shape: its shape.
         dtype: its dtype.
     """
 
-    def __init__(self, name: str, metadata: TensorStorageMetadata, directory: _Directory) -> None:
-        self.name, self.shape, self.dtype = name, tuple(metadata.size), metadata.properties.dtype
-        self._metadata, self._directory = metadata, directory
+    def __init__(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, boxes: Sequence[_Stored], directory: Path
+    ) -> None:
+        self.name, self.shape, self.dtype = name, shape, dtype
+        self._boxes, self._directory = boxes, directory
 
     def read(self) -> Tensor:
         """The whole tensor, on the CPU. Not collective."""
         whole = torch.empty(self.shape, dtype=self.dtype)
         box = tuple((0, size) for size in self.shape)
-        self._read(HeldTensor(self.shape, whole, {box: box}))
+        self._fill(HeldTensor(self.shape, whole, {box: box}))
         return whole
 
     def read_into(self, tensor: Tensor, meta: ParameterMeta | None, group: TPGroup) -> None:
         """Fill a parameter, or what lies over the ranks as one does, with this process's part. Not collective."""
-        self._read(HeldTensor.to_fill(tensor, meta, group))
+        self._fill(HeldTensor.to_fill(tensor, meta, group))
 
-    def _read(self, held: HeldTensor) -> None:
-        if prod(self.shape) == 0:
-            return
-        items = create_read_items_for_chunk_list(self.name, self._metadata, held.chunks)
-        with self._directory.explained():
-            self._directory.reader.read_data(LoadPlan(items), _Placing(held)).wait()
+    def check(self) -> None:
+        """Compare the checksums of all of it with what is on disk.
 
+        Raises:
+            CheckpointError: if they differ, or a file cannot be read.
+        """
+        for stored in self._boxes:
+            self._bytes(stored)
 
-class _CheckedReader(FileSystemReader):
-    """Compares the checksum of every stored box that is read (a ``torch.save`` archive has one) before it is used."""
+    def _fill(self, held: HeldTensor) -> None:
+        for stored in self._boxes:
+            if any(_common(box, stored.box) is not None for box in held.boxes):
+                held.fill(stored.box, self._values(stored))
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self._checked: set[tuple[str, int]] = set()
+    def _values(self, stored: _Stored) -> Tensor:
+        content = self._bytes(stored)
+        with explained(self._directory, stored.file):
+            values: Tensor = load_archive(io.BytesIO(content))
+            shape = tuple(stop - start for start, stop in stored.box)
+            if tuple(values.shape) != shape or values.dtype != self.dtype:
+                raise ValueError(f"{self.name} is {values.dtype}{[*values.shape]} there, not {self.dtype}{[*shape]}")
+        return values
 
-    def opened(self, part: IO[bytes], file: str, offset: int, length: int) -> IO[bytes]:
-        """The box, checked."""
-        box = io.BytesIO(part.read(length))
-        if (file, offset) not in self._checked:
-            check_archive(box, file)
-            box.seek(0)
-            self._checked.add((file, offset))
-        return box
-
-
-def check_archive(file: Any, name: str) -> None:
-    """Compare the checksums of a ``torch.save`` archive with its contents, all of which are read.
-
-    Args:
-        file: a path or an open binary file.
-        name: what to call it.
-
-    Raises:
-        ValueError: if something in it changed since it was written.
-        zipfile.BadZipFile: if it is no archive, or not all of it.
-    """
-    with zipfile.ZipFile(file) as archive:
-        damaged = archive.testzip()
-    if damaged is not None:
-        raise ValueError(f"the checksum of {damaged} in {name} is not that of its contents")
+    def _bytes(self, stored: _Stored) -> bytes:
+        with explained(self._directory, stored.file), open(inside(self._directory, stored.file), "rb") as file:
+            file.seek(stored.offset)
+            content = file.read(stored.length)
+            if zlib.crc32(content) != stored.checksum:
+                raise ValueError(f"the checksum of {self.name} is not that of what was saved")
+        return content
 
 
-class _Directory:
-    """An open checkpoint directory."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.reader = _CheckedReader(path)
-        with self.explained():
-            self.metadata: Metadata = self.reader.read_metadata()
-            self.reader.set_up_storage_reader(self.metadata, is_coordinator=True)
-
-    @contextmanager
-    def explained(self) -> Iterator[None]:
-        """What goes wrong with the files within becomes a CheckpointError that names the directory."""
-        try:
-            yield
-        except FileNotFoundError as error:
-            raise MissingFileError(
-                f"the checkpoint {self.path} lacks the file {error.filename}: it was not copied whole, or is no"
-                " checkpoint of this strategy. Copy all of the directory, of every node"
-            ) from error
-        except READING_ERRORS as error:
-            text = (str(error).splitlines() or [type(error).__name__])[0][:200]
-            raise DamagedFileError(
-                f"the checkpoint {self.path} cannot be read, a file of it may be truncated or damaged: copy it again,"
-                f" or resume from an earlier one. ({text})"
-            ) from error
-
-
-class _Placing(dcp.DefaultLoadPlanner):
-    """Puts what is read where a held tensor has it."""
-
-    def __init__(self, held: HeldTensor) -> None:
-        super().__init__()
-        self._held = held
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return self._held.at(index.offset)
+@contextmanager
+def explained(directory: Path, file: str) -> Iterator[None]:
+    """What goes wrong with a file of a checkpoint directory within becomes a :class:`CheckpointError` that names it."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise MissingFileError(
+            f"the checkpoint {directory} lacks the file {file}: it was not copied whole. Copy all of the directory, of"
+            " every node"
+        ) from error
+    except CheckpointError:
+        raise
+    except Exception as error:  # what a damaged file raises is anything
+        text = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        raise DamagedFileError(
+            f"the checkpoint {directory} cannot be read: its file {file} is damaged, truncated or from another save"
+            f" ({text}). Copy the directory again, or resume from an earlier one"
+        ) from error
 
 
 class _Writing(dcp.DefaultSavePlanner):
@@ -230,36 +227,122 @@ def original_shape(tensor: Tensor, meta: ParameterMeta | None) -> tuple[int, ...
     return tuple(tensor.shape) if meta is None else meta.shape
 
 
-def write_tensors(
-    tensors: Mapping[str, HeldTensor | Tensor], directory: Path, process_group: dist.ProcessGroup | None
-) -> None:
+def write_tensors(tensors: Mapping[str, HeldTensor], directory: Path, process_group: dist.ProcessGroup | None) -> str:
     """Write tensors into an empty directory, each rank its own. Collective over ``process_group``.
 
     Args:
-        tensors: held tensors, and tensors that are the same on every rank (one rank writes them).
+        tensors: what this rank holds of each.
         directory: where to; the same file system for all ranks.
         process_group: all ranks that hold something.
+
+    Returns:
+        What :func:`stored_tensors` reads by: text that is to be kept.
 
     Raises:
         torch.distributed.checkpoint.api.CheckpointException: on every rank, if one could not write.
     """
-    dcp.save(
-        dict(tensors),
-        storage_writer=dcp.FileSystemWriter(directory, sync_files=True),
-        planner=_Writing(),
-        process_group=process_group,
-    )
+    writer = FileSystemWriter(directory)
+    metadata: Metadata = dcp.save(dict(tensors), storage_writer=writer, planner=_Writing(), process_group=process_group)
+    return _describe(metadata, directory) if dist.get_rank(process_group) == 0 else ""
 
 
-def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
+def stored_tensors(directory: Path, described: str) -> dict[str, StoredTensor]:
     """Every tensor in a directory that :func:`write_tensors` wrote, by name. Not collective.
 
+    No tensor is read, but everything else that shows that the directory is one save's, and whole: torch's table of
+    contents, which has that save's id, and the sizes of all files.
+
+    Args:
+        directory: where the files are.
+        described: what :func:`write_tensors` returned.
+
     Raises:
-        CheckpointError: if it cannot be read.
+        CheckpointError: if a file is missing, damaged or from another save.
     """
-    opened = _Directory(directory)
+    entries = json.loads(described)
+    for file, size in entries["files"].items():
+        with explained(directory, file):
+            found = Path(inside(directory, file)).stat().st_size
+            if found != size:
+                raise ValueError(f"it has {found} bytes, {size} were written")
+    with explained(directory, TORCHS_TABLE):
+        if _digest(directory) != entries["table"]:
+            raise ValueError("its checksum is not that of what was saved")
     return {
-        name: StoredTensor(name, entry, opened)
-        for name, entry in opened.metadata.state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
+        name: _stored_tensor(name, entry, entries["files"], directory) for name, entry in entries["tensors"].items()
     }
+
+
+def _describe(metadata: Metadata, directory: Path) -> str:
+    """What was written, where, as JSON."""
+    tensors: dict[str, dict[str, Any]] = {}
+    for name, entry in metadata.state_dict_metadata.items():
+        boxes = []
+        for chunk in entry.chunks:  # type: ignore[union-attr]
+            place = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+            box = [(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True)]
+            boxes.append((box, place.relative_path, place.offset, place.length, place.checksum))
+        tensors[name] = {
+            "dtype": str(entry.properties.dtype).removeprefix("torch."),  # type: ignore[union-attr]
+            "shape": list(entry.size),  # type: ignore[union-attr]
+            "boxes": boxes,
+        }
+    files = sorted({box[1] for entry in tensors.values() for box in entry["boxes"]})
+    sizes = {file: (directory / file).stat().st_size for file in files}
+    return json.dumps({"files": sizes, "table": _digest(directory), "tensors": tensors})
+
+
+def _digest(directory: Path) -> str:
+    return sha256_of(Path(inside(directory, TORCHS_TABLE)))
+
+
+def _stored_tensor(name: str, entry: dict[str, Any], files: Mapping[str, int], directory: Path) -> StoredTensor:
+    dtype = getattr(torch, entry["dtype"])
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{entry['dtype']} is no dtype")
+    shape = tuple(entry["shape"])
+    boxes = [_Stored(tuple((start, stop) for start, stop in box), *place) for box, *place in entry["boxes"]]
+    for stored in boxes:
+        # What memory is made for must be there.
+        nbytes = prod(stop - start for start, stop in stored.box) * dtype.itemsize
+        if not nbytes < stored.length <= files[stored.file] - stored.offset:
+            raise ValueError(f"{name} does not fit into {stored.file}")
+    if not _tile([stored.box for stored in boxes], shape):
+        raise ValueError(f"the parts of {name} on disk are not all of it, or overlap")
+    return StoredTensor(name, shape, dtype, boxes, directory)
+
+
+def _common(one: Box, other: Box) -> Box | None:
+    """What two boxes share, ``None`` if they share nothing."""
+    common = tuple((max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(one, other, strict=True))
+    return common if all(start < stop for start, stop in common) else None
+
+
+def _within(box: Box, outer: Box) -> Box:
+    """A box as seen from the beginning of one around it."""
+    return tuple((start - origin, stop - origin) for (start, stop), (origin, _) in zip(box, outer, strict=True))
+
+
+def _tile(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
+    """Whether boxes have every element of a shape once."""
+    solid = [box for box in boxes if all(start < stop for start, stop in box)]
+    if any(
+        len(box) != len(shape) or any(start < 0 or stop > size for (start, stop), size in zip(box, shape, strict=True))
+        for box in solid
+    ):
+        return False
+    if sum(prod(stop - start for start, stop in box) for box in solid) != prod(shape):
+        return False
+    if len(solid) < 2:
+        return True
+    # As many elements as there are: all are there unless two boxes share some. Only neighbours along the dim that is
+    # cut most often need to be compared.
+    dim = max(range(len(shape)), key=lambda dim: len({box[dim] for box in solid}))
+    solid.sort(key=lambda box: box[dim])
+    open_boxes: list[Box] = []
+    for box in solid:
+        open_boxes = [other for other in open_boxes if other[dim][1] > box[dim][0]]
+        if any(_common(box, other) is not None for other in open_boxes):
+            return False
+        open_boxes.append(box)
+    return True

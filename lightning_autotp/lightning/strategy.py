@@ -424,12 +424,15 @@ class AutoTPStrategy(ModelParallelStrategy):
             super().remove_checkpoint(filepath)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """A checkpoint of either kind: what is not this rank's part of a tensor is never read."""
+        """A checkpoint of either kind: what is not this rank's part of a tensor is never read.
+
+        Code that it names is run only with ``weights_only=False``, also where Lightning's own default for URLs is that.
+        """
         path = self.broadcast(checkpoint_path)
         self._finish_saving()
         with raise_together(None, f"reading the checkpoint {path}"):
             if "://" in str(path) or type(self.checkpoint_io) is not TorchCheckpointIO:
-                return Strategy.load_checkpoint(self, path, weights_only)
+                return Strategy.load_checkpoint(self, path, weights_only is not False)
             return open_checkpoint(Path(path), weights_only, check=self.is_global_zero)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

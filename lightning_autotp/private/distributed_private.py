@@ -6,20 +6,26 @@ on. Apart from :mod:`.torch_private`, for much of the package works without proc
 
 from __future__ import annotations
 
+import io
+import os
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.fsdp import fully_shard
 
 # Which elements of a DTensor are in this process. Their number is public (to_local), where they begin is not.
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 __all__ = [
-    "FileSystemReader",
+    "FileSystemWriter",
     "collectives",
     "compute_local_shape_and_global_offset",
     "default_store",
@@ -46,16 +52,49 @@ def is_outermost(module: nn.Module) -> None:
     fully_shard.state(module)._lazy_init()  # type: ignore[attr-defined]
 
 
-class FileSystemReader(dcp.FileSystemReader):
-    """torch's, of which :meth:`opened` may be overridden: the only place that has a stored tensor's bytes."""
+class FileSystemWriter(dcp.FileSystemWriter):
+    """torch's, which also notes each stored tensor's checksum: ``checksum`` of what its metadata has for the place."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path)
+        super().__init__(path, sync_files=True)
+        self.fs = self.noted = _Checksumming()
 
-    def opened(self, part: IO[bytes], file: str, offset: int, length: int) -> IO[bytes]:
-        """What to read of a stored tensor, given its place in a file."""
-        return part
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        """Write this rank's tensors. Everything between two positions that torch asks for is one of them."""
+        done = super().write_data(plan, planner)
+        for written in done.value():
+            place = written.storage_data
+            place.checksum = self.noted.checksums[place.relative_path, place.offset, place.length]
+        return done
 
-    def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
-        part = super()._slice_file(file, sinfo)
-        return self.opened(part, sinfo.relative_path, sinfo.offset, sinfo.length)
+
+class _Checksumming(FileSystem):
+    """Writes files, and knows the CRC-32 of what was written by the file's name, the position and the length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.checksums: dict[tuple[str, int, int], int] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        """Open a file to write, which is done from its beginning to its end."""
+        with _Summed(path, self.checksums) as stream:
+            yield stream
+
+
+class _Summed(io.BufferedWriter):
+    def __init__(self, path: str | os.PathLike[str], checksums: dict[tuple[str, int, int], int]) -> None:
+        super().__init__(io.FileIO(path, "wb"))
+        self.file, self.checksums = os.path.basename(path), checksums
+        self.begin, self.checksum = 0, 0
+
+    def write(self, data: Any) -> int:
+        self.checksum = zlib.crc32(data, self.checksum)
+        return super().write(data)
+
+    def tell(self) -> int:
+        position = super().tell()
+        if position > self.begin:
+            self.checksums[self.file, self.begin, position - self.begin] = self.checksum
+            self.begin, self.checksum = position, 0
+        return position
