@@ -183,14 +183,16 @@ def test_nobody_waits_for_a_rank_that_has_gone(tmp_path: Path, how: str) -> None
 
 
 @contextmanager
-def watch(others: list[Peer], monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[PeerWatch, Any, threading.Event]]:
+def watch(
+    others: list[Peer], monkeypatch: pytest.MonkeyPatch, timeout: float = PATIENCE, store: dist.Store | None = None
+) -> Iterator[tuple[PeerWatch, Any, threading.Event]]:
     """Rank 0 with other peers; the event is set when the process would be ended."""
     ended = threading.Event()
     monkeypatch.setattr(peers, "INTERVAL", 0.05)
     monkeypatch.setattr(peers, "GRACE", 0.3)
     monkeypatch.setattr(peers.os, "_exit", lambda _: ended.set())
-    store = dist.HashStore()
-    found = PeerWatch([Peer.this_process(0), *others], 0, store, "test")
+    store = store or dist.HashStore()
+    found = PeerWatch([Peer.this_process(0), *others], 0, store, "test", timeout, lambda: None)
     try:
         yield found, dist.PrefixStore("autotp/test", store), ended
     finally:
@@ -252,7 +254,7 @@ def test_the_first_to_fail_is_the_one_that_is_named(
     reported, look = threading.Event(), PeerWatch._found
 
     def look_afterwards(self: PeerWatch) -> str | None:
-        if threading.current_thread() is not threading.main_thread():
+        if threading.current_thread().name != "_report":
             reported.wait(PATIENCE)
         return look(self)
 
