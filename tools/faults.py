@@ -19,7 +19,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.metadata import version
-from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,9 +28,9 @@ import psutil
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "faults-measured.md"
 
-TIMEOUT = 20.0
+TIMEOUT = 30.0
 """Of the process group, in seconds."""
-AT_ONCE = 2
+AT_ONCE = 3
 """Jobs."""
 PATIENCE = 120.0
 """Seconds after which what has not ended counts as hanging, and is ended."""
@@ -59,8 +58,8 @@ FAULTS: dict[str, Callable[[], None]] = {
 }
 """What a rank may do, by name."""
 
-PLACES = ("planning", "loading", "first step", "saving", "validation", "on_train_end", "teardown")
-"""Where in a run, in its order."""
+PLACES = ("planning", "loading", "first step", "saving", "validation", "teardown")
+"""Where in a run, in its order, every fault is tried."""
 
 
 @dataclass(frozen=True)
@@ -76,9 +75,11 @@ class Case:
 
 
 CASES = [
-    Case(fault, place, rank)
-    for fault, place, rank in product(FAULTS, PLACES, (0, 1))
-    if rank != (fault == "SIGTERM to all") and (rank == 1 or place in ("planning", "first step", "teardown"))
+    *(Case(fault, place, 1) for place in PLACES for fault in ("raise", "sys.exit(0)", "kill -9", "SIGTERM", "SIGSTOP")),
+    *(Case(fault, "first step", 0) for fault in ("raise", "kill -9", "SIGTERM", "SIGTERM to all", "SIGSTOP")),
+    *(Case(fault, "planning", 0) for fault in ("sys.exit(0)", "os._exit(0)")),
+    Case("os._exit(0)", "planning", 1),
+    Case("raise", "on_train_end", 1),
 ]
 """All that the page has."""
 
@@ -249,6 +250,15 @@ def attempt(case: Case) -> Outcome:
         return Outcome(ended - began, code, said.read(), len(left), happened.exists())
 
 
+def attempt_until_reached(case: Case) -> Outcome:
+    """Run it again where its processes did not come together in time, as happens on a busy machine."""
+    for _ in range(3):
+        outcome = attempt(case)
+        if outcome.happened:
+            break
+    return outcome
+
+
 # --- the page ---
 
 
@@ -283,7 +293,7 @@ def main() -> None:
     chosen = [case for case in CASES if not words or any(word in str(case) for word in words)]
     outcomes = {}
     with ThreadPoolExecutor(AT_ONCE) as threads:
-        for case, outcome in zip(chosen, threads.map(attempt, chosen), strict=True):
+        for case, outcome in zip(chosen, threads.map(attempt_until_reached, chosen), strict=True):
             outcomes[case] = outcome
             if not words:
                 PAGE.write_text(to_markdown(outcomes))

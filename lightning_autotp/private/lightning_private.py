@@ -43,7 +43,6 @@ from torch.optim.swa_utils import AveragedModel
 __all__ = [
     "NOT_APPLICABLE",
     "DeferredSignals",
-    "Launcher",
     "ModelParallelStrategy",
     "ModelSummary",
     "WeightAveraging",
@@ -70,7 +69,7 @@ class Launcher(_SubprocessScriptLauncher):
     def __init__(self, strategy: ModelParallelStrategy) -> None:
         assert strategy.cluster_environment is not None
         super().__init__(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
-        self._strategy = strategy
+        self.strategy = strategy
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         """Call the function on every rank; where nobody else starts processes, and none were started, start them."""
@@ -78,15 +77,16 @@ class Launcher(_SubprocessScriptLauncher):
             if self.cluster_environment.creates_processes_externally:
                 result = function(*args, **kwargs)
             else:
-                result = super().launch(self._started, function, *args, trainer=trainer, **kwargs)
+                result = super().launch(self.started, function, *args, trainer=trainer, **kwargs)
         except _TunerExitException:
-            self._strategy.after_run()
+            self.strategy.after_run()
             raise
-        self._strategy.after_run()
+        self.strategy.after_run()
         return result
 
-    def _started(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._strategy.after_start(self.procs)
+    def started(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What is called when the processes have been started."""
+        self.strategy.after_start(self.procs)
         return function(*args, **kwargs)
 
 
@@ -161,18 +161,18 @@ class DeferredSignals:
 
     def __init__(self, trainer: Trainer, any_rank: Callable[[list[bool], bool], list[bool]]) -> None:
         self.agreed: SIGTERMException | None = None
-        self._trainer, self._any_rank = trainer, any_rank
-        self._asked_to_end = self._asked_to_requeue = False
-        self._requeue = trainer._signal_connector._slurm_sigusr_handler_fn
-        trainer._signal_connector._sigterm_notifier_fn = self._note_end  # type: ignore[assignment,method-assign]
-        trainer._signal_connector._slurm_sigusr_handler_fn = self._note_requeue  # type: ignore[assignment,method-assign]
+        self.trainer, self.any_rank = trainer, any_rank
+        self.asked_to_end = self.asked_to_requeue = False
+        self.requeue = trainer._signal_connector._slurm_sigusr_handler_fn
+        trainer._signal_connector._sigterm_notifier_fn = self.note_end  # type: ignore[assignment,method-assign]
+        trainer._signal_connector._slurm_sigusr_handler_fn = self.note_requeue  # type: ignore[assignment,method-assign]
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = self.between_batches  # type: ignore[method-assign]
 
     def restore(self) -> None:
         """Put Lightning's own back."""
         for name in ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"):
-            vars(self._trainer._signal_connector).pop(name, None)
-        vars(self._trainer.fit_loop.epoch_loop).pop("_broadcast_sigterm_tensor", None)
+            vars(self.trainer._signal_connector).pop(name, None)
+        vars(self.trainer.fit_loop.epoch_loop).pop("_broadcast_sigterm_tensor", None)
 
     def between_batches(self, everyone: bool = True) -> None:
         """Do what was asked for. Collective.
@@ -180,24 +180,26 @@ class DeferredSignals:
         Raises:
             SIGTERMException: on every rank, if one got SIGTERM: callbacks may still save. It is an exit with code 143.
         """
-        end, requeue = self._any_rank([self._asked_to_end, self._asked_to_requeue], everyone)
-        self._asked_to_end = self._asked_to_requeue = False
+        end, requeue = self.any_rank([self.asked_to_end, self.asked_to_requeue], everyone)
+        self.asked_to_end = self.asked_to_requeue = False
         if requeue:
-            self._requeue(signal.SIGUSR1, None)  # type: ignore[arg-type]
+            self.requeue(signal.SIGUSR1, None)  # type: ignore[arg-type]
         if end:
-            self._trainer._signal_connector.received_sigterm = True
+            self.trainer._signal_connector.received_sigterm = True
             rank_zero_info("lightning_autotp: a process of the job got SIGTERM, and all of them end here")
             error = SIGTERMException(self.ENDED)
             self.agreed = error if everyone else None
             raise error
 
-    def _note_end(self, signum: int, frame: Any) -> None:
-        if not self._asked_to_end and (launcher := self._trainer.strategy.launcher) is not None:
+    def note_end(self, signum: int, frame: Any) -> None:
+        """The handler of SIGTERM."""
+        if not self.asked_to_end and (launcher := self.trainer.strategy.launcher) is not None:
             launcher.kill(signum)
-        self._asked_to_end = True
+        self.asked_to_end = True
 
-    def _note_requeue(self, signum: int, frame: Any) -> None:
-        self._asked_to_requeue = True
+    def note_requeue(self, signum: int, frame: Any) -> None:
+        """The handler of the signal that SLURM sends before it ends a job."""
+        self.asked_to_requeue = True
 
 
 def use_distributed_sampler(trainer: Trainer, use: bool) -> None:
