@@ -2,6 +2,7 @@
 # make test          the test suite                                     (make test ARGS="-k llama")
 # make test-lowest   its fast tests with the lowest versions that pyproject.toml allows
 # make zoo           every architecture of transformers against one process   (make zoo ARGS="--only llama gpt2 --tp 4")
+# make faults        what a job does when a rank fails, and docs/faults-measured.md   (make faults ARGS="SIGSTOP 'kill -9'")
 # make lint          ruff and mypy
 # make setup         only the virtual environment: the others make it themselves
 # make clean         remove the environments and what the tools cached
@@ -14,7 +15,7 @@ JOBS ?= 2
 ARGS ?=
 BIN := $(VENV)/bin
 
-.PHONY: train test test-lowest zoo lint setup clean
+.PHONY: train test test-lowest zoo faults lint setup clean
 
 setup: $(VENV)/.installed
 
@@ -51,6 +52,9 @@ test-lowest:
 
 zoo: $(VENV)/.installed
 	PYTHONPATH=tools OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m zoo $(ARGS)
+
+faults: $(VENV)/.installed
+	HF_HUB_OFFLINE=1 $(BIN)/python tools/faults.py $(ARGS)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -234,3 +234,116 @@ def _(_: Any) -> None:
     metric._defaults["weight"] = torch.tensor(3.0)
     metric.reset()
     assert metric.weight == 3
+
+
+@canary("lightning.pytorch.utilities.exceptions._TunerExitException")
+def _(ended: Any) -> None:
+    """It ends a run, and is no error."""
+    from lightning.pytorch import LightningModule, Trainer
+
+    class Module(LightningModule):
+        def training_step(self, batch: Any) -> None: ...
+
+        def configure_optimizers(self) -> None: ...
+
+        def on_fit_start(self) -> None:
+            raise ended
+
+    fitting = Trainer(barebones=True, accelerator="cpu")
+    fitting.fit(Module(), torch.utils.data.DataLoader([0]))
+    assert fitting.state.finished
+
+
+@canary("lightning.pytorch.strategies.launchers._SubprocessScriptLauncher")
+def _(kind: Any) -> None:
+    """It gives what the function gives, and signals go to the processes in its list."""
+    from lightning.pytorch.plugins.environments import LightningEnvironment
+
+    sent = []
+
+    class Started:
+        pid = 0
+        send_signal = sent.append
+        poll = staticmethod(lambda: 0)
+        returncode = 0
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            patch.setenv(name, "0")
+        patch.delenv("LOCAL_RANK")
+        launcher = kind(LightningEnvironment(), 1, 1)
+        assert launcher.launch(lambda number, trainer=None: (number, list(launcher.procs)), 3) == (3, [])
+    launcher.procs.append(Started())
+    launcher.kill(9)
+    assert sent == [9]
+
+
+@canary(
+    "lightning.pytorch.strategies.Strategy._launcher", "lightning.pytorch.strategies.ModelParallelStrategy._timeout"
+)
+def _(_: Any) -> None:
+    from datetime import timedelta
+
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    made: Any = ModelParallelStrategy(timeout=timedelta(seconds=7))
+    assert made._timeout == timedelta(seconds=7)
+    made._launcher = "mine"
+    assert made.launcher == "mine"
+
+
+@canary(
+    "lightning.pytorch.Trainer._signal_connector",
+    "lightning.pytorch.trainer.connectors.signal_connector._SignalConnector._sigterm_notifier_fn",
+    "lightning.pytorch.trainer.connectors.signal_connector._SignalConnector._slurm_sigusr_handler_fn",
+)
+def _(_: Any) -> None:
+    """Handlers are looked up when they are registered, and received_sigterm is what the Trainer shows."""
+    import os
+    import signal
+
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.plugins.environments import SLURMEnvironment
+
+    got: list[int] = []
+    fitting = Trainer(barebones=True, accelerator="cpu", plugins=[SLURMEnvironment(auto_requeue=True)])
+    connector: Any = fitting._signal_connector
+    connector._sigterm_notifier_fn = connector._slurm_sigusr_handler_fn = lambda signum, frame: got.append(signum)
+    connector.register_signal_handlers()
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGUSR1)
+    finally:
+        connector.teardown()
+    assert got == [signal.SIGTERM, signal.SIGUSR1]
+    assert not fitting.received_sigterm
+    connector.received_sigterm = True
+    assert fitting.received_sigterm
+
+
+@canary("lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop._broadcast_sigterm_tensor")
+def _(_: Any) -> None:
+    """It is called before each batch, where there are several ranks."""
+    from lightning.pytorch import LightningModule, Trainer
+
+    class Module(LightningModule):
+        automatic_optimization = False
+
+        def on_train_start(self) -> None:
+            patch.setattr(torch.distributed, "is_initialized", lambda: True)
+            patch.setattr(Trainer, "world_size", 2)
+
+        def training_step(self, batch: Any) -> None:
+            called.append("step")
+            if len(called) == 4:
+                patch.undo()
+
+        def configure_optimizers(self) -> None: ...
+
+    called: list[str] = []
+    fitting = Trainer(barebones=True, accelerator="cpu", max_steps=2, max_epochs=1)
+    loop: Any = fitting.fit_loop.epoch_loop
+    loop._broadcast_sigterm_tensor = lambda: called.append("asked")
+    with pytest.MonkeyPatch.context() as patch:
+        fitting.fit(Module(), torch.utils.data.DataLoader([0, 1]))
+    assert called == ["asked", "step", "asked", "step"]

@@ -16,12 +16,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import faults
 import psutil
 import pytest
+import torch
 import torch.distributed as dist
 from distributed import PATIENCE, SCRIPT_ENVIRONMENT
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from test_strategy import Task, loader, trainer
+from trainer_ranks import run_trainer_ranks
 
-from lightning_autotp.ranks import peers
+from lightning_autotp import AutoTPStrategy
+from lightning_autotp.ranks import peers, started
 from lightning_autotp.ranks.peers import Peer, PeerWatch
 
 KILLS = 20
@@ -179,18 +185,135 @@ def test_nobody_waits_for_a_rank_that_has_gone(tmp_path: Path, how: str) -> None
         assert "failed: ValueError: planted on rank 1" in said
 
 
+# --- faults, as users meet them ---
+
+SHORT = [
+    ("raise, on_train_end, 1", 1, "rank 1 (process … on …) failed: ValueError: planted"),
+    ("raise, saving, 1", 1, "rank 1 (process … on …) failed: ValueError: planted"),
+    ("SIGTERM, first step, 1", 128 + signal.SIGTERM, "a process of the job got SIGTERM, and all of them end here"),
+]
+LONG = [
+    ("sys.exit(0), planning, 0", 1, "rank 0 (process … on …) failed: SystemExit: 0"),
+    ("kill -9, teardown, 1", 1, "rank 1 (process … on …) has died"),
+    (
+        "SIGTERM to all, first step, 0",
+        128 + signal.SIGTERM,
+        "a process of the job got SIGTERM, and all of them end here",
+    ),
+    ("SIGSTOP, first step, 0", 128 + signal.SIGKILL, "rank 0 (process … on …) is stopped"),
+    ("SIGSTOP, first step, 1", 1, "rank 1 (process … on …) is stopped"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "message"), [*SHORT, *(pytest.param(*one, marks=pytest.mark.slow) for one in LONG)]
+)
+def test_a_fault_ends_the_job_and_its_exit_code_says_so(
+    name: str, code: int, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(faults, "PATIENCE", ENDS_WITHIN)
+    [case] = [case for case in faults.CASES if str(case) == name]
+    outcome = faults.attempt(case)
+    assert outcome.happened, outcome.said
+    assert outcome.left == 0, outcome.said
+    assert outcome.message.startswith(message), outcome.said
+    assert outcome.code == code, outcome.said
+    assert ("Timed out" in outcome.said) <= (case.fault == "SIGSTOP"), outcome.said  # else nobody waited for so long
+
+
+def end_on_signal(folder: str, where: str) -> dict[str, Any]:
+    """Train, validate or predict until rank 1 gets SIGTERM, with a callback that saves then."""
+
+    class Interrupted(Task):
+        def interrupted(self, batch_idx: int, here: str) -> None:
+            if (here, batch_idx, self.trainer.global_rank) == (where, 2, 1):
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.interrupted(batch_idx, "fit")
+            return super().training_step(batch, batch_idx)
+
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            self.interrupted(batch_idx, "predict")
+            return self.model(**batch).loss
+
+    callbacks = [OnExceptionCheckpoint(folder)]
+    fitting = trainer(
+        AutoTPStrategy(plan_cache=False), 2, max_steps=1_000, callbacks=callbacks, enable_checkpointing=True
+    )
+    task = Interrupted("config")
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as raised:
+        getattr(fitting, where)(task, loader())
+    assert signal.getsignal(signal.SIGTERM) is before
+    return {"code": raised.value.code, "received": fitting.received_sigterm, "step": fitting.global_step}
+
+
+@pytest.mark.parametrize("where", ["fit", "predict"])
+def test_a_rank_that_gets_sigterm_ends_all_at_the_same_batch(tmp_path: Path, where: str) -> None:
+    found = run_trainer_ranks(end_on_signal, 2, str(tmp_path), where)
+    assert found == 2 * [{"code": 143, "received": True, "step": 3 if where == "fit" else 0}]
+    if where == "fit":  # callbacks were called on all ranks, and could save
+        saved = torch.load(tmp_path / "on_exception.ckpt", weights_only=False)
+        assert saved["global_step"] == 3
+        assert saved["state_dict"]["model.lm_head.weight"].shape == (67, 32)
+
+
+# --- the process that starts the others ---
+
+
+@pytest.mark.parametrize(
+    ("others", "code"),
+    [
+        (["pass"], None),
+        (["pass", "import sys; sys.exit(3)"], 3),
+        (["import os, signal; os.kill(os.getpid(), signal.SIGKILL)"], 1),
+        (["import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"], 1),
+    ],
+)
+def test_the_exit_code_says_if_another_failed(
+    others: list[str], code: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(started.os, "_exit", codes.append)
+    processes = [subprocess.Popen([sys.executable, "-c", other]) for other in others]
+    try:
+        started.wait_for(processes, 1.0)
+        assert [process.poll() for process in processes].count(None) == 0
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert codes == ([] if code is None else [code])
+
+
+def test_an_error_of_its_own_ends_the_others_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(started.os, "_exit", lambda _: pytest.fail("its own exit code stands"))
+    monkeypatch.setattr(started, "GRACE", 0.3)
+    monkeypatch.setattr(sys, "last_value", ValueError("uncaught"), raising=False)
+    process = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+    try:
+        started.wait_for([process], PATIENCE)
+        assert process.poll() == -signal.SIGKILL
+    finally:
+        process.kill()
+        process.communicate()
+
+
 # --- the watch itself ---
 
 
 @contextmanager
-def watch(others: list[Peer], monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[PeerWatch, Any, threading.Event]]:
+def watch(
+    others: list[Peer], monkeypatch: pytest.MonkeyPatch, timeout: float = PATIENCE, store: dist.Store | None = None
+) -> Iterator[tuple[PeerWatch, Any, threading.Event]]:
     """Rank 0 with other peers; the event is set when the process would be ended."""
     ended = threading.Event()
     monkeypatch.setattr(peers, "INTERVAL", 0.05)
     monkeypatch.setattr(peers, "GRACE", 0.3)
     monkeypatch.setattr(peers.os, "_exit", lambda _: ended.set())
-    store = dist.HashStore()
-    found = PeerWatch([Peer.this_process(0), *others], 0, store, "test")
+    store = store or dist.HashStore()
+    found = PeerWatch([Peer.this_process(0), *others], 0, store, "test", timeout, lambda: None)
     try:
         yield found, dist.PrefixStore("autotp/test", store), ended
     finally:
@@ -252,7 +375,7 @@ def test_the_first_to_fail_is_the_one_that_is_named(
     reported, look = threading.Event(), PeerWatch._found
 
     def look_afterwards(self: PeerWatch) -> str | None:
-        if threading.current_thread() is not threading.main_thread():
+        if threading.current_thread().name != "_report":
             reported.wait(PATIENCE)
         return look(self)
 
@@ -264,6 +387,31 @@ def test_the_first_to_fail_is_the_one_that_is_named(
         assert store.get("failed").decode() == "rank 1 failed: ValueError: no"
         assert not ended.wait(1)  # it is on its way out by itself
     assert "rank 1 failed: ValueError: no" in capsys.readouterr().err
+
+
+def test_a_stopped_neighbour_is_named_and_ended(other: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    peer, process = other(1)
+    with watch([peer], monkeypatch, timeout=1.0) as (_, store, ended):
+        process.send_signal(signal.SIGSTOP)
+        assert not ended.wait(0.5)  # it may go on
+        process.send_signal(signal.SIGCONT)
+        assert not ended.wait(2)
+        process.send_signal(signal.SIGSTOP)
+        assert ended.wait(PATIENCE)
+        assert store.get("failed").decode().startswith(f"{peer} is stopped (by SIGSTOP")
+        assert process.wait(PATIENCE) == -signal.SIGKILL
+
+
+def test_a_store_that_does_not_answer_ends_this_process(
+    other: Start, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    peer, _ = other(1)
+    over = threading.Event()
+    monkeypatch.setattr(PeerWatch, "_look", lambda *_: over.wait(PATIENCE))
+    with watch([peer], monkeypatch, timeout=1.0) as (_, _, ended):
+        assert ended.wait(PATIENCE)
+    over.set()
+    assert ", which keeps the job together, is gone or does not answer. Rank 0 cannot" in capsys.readouterr().err
 
 
 def test_a_silent_host_is_named(other: Start, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import lightning as L
 import pytest
+import torch
 from distributed import PATIENCE, SCRIPT_ENVIRONMENT
 from test_strategy import Task, loader, trainer
 
@@ -71,6 +72,34 @@ def started_by_srun(script: Path, tasks: int) -> list[dict[str, Any]]:
     for process, (_, errors) in zip(processes, done, strict=True):
         assert process.returncode == 0, errors
     return [json.loads(output.split("FOUND")[1]) for output, _ in done]
+
+
+REQUEUED = """
+import json, os, signal, sys
+import lightning as L
+import torch
+from test_strategy import Task, loader, trainer
+
+class Signalled(Task):
+    def training_step(self, batch, batch_idx):
+        if (self.trainer.global_rank, self.trainer.global_step) == (1, 1):
+            os.kill(os.getpid(), signal.SIGUSR1)  # "#SBATCH --signal=SIGUSR1@90", to one task before the others
+        return super().training_step(batch, batch_idx)
+
+L.seed_everything(3, verbose=False)
+fitting = trainer("autotp", 2, max_steps=4, num_nodes=1, default_root_dir=os.path.dirname(__file__))
+fitting.fit(Signalled("config"), loader())
+print("FOUND", json.dumps({"steps": fitting.global_step}))
+"""
+
+
+def test_a_requeue_signal_saves_on_all_ranks_at_once(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(REQUEUED)
+    assert started_by_srun(script, 2) == [{"steps": 4}, {"steps": 4}]
+    saved = torch.load(tmp_path / "hpc_ckpt_1.ckpt", weights_only=False)
+    assert saved["global_step"] == 2
+    assert saved["state_dict"]["model.lm_head.weight"].shape == (67, 32)
 
 
 def test_tasks_of_a_job_take_their_ranks_from_slurm(tmp_path: Path) -> None:

@@ -8,14 +8,16 @@ same random numbers (dropout on Invariant tensors must agree), and the data-para
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import uuid
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from subprocess import Popen
 from typing import Any, Literal
 
 import torch
@@ -52,6 +54,7 @@ from lightning_autotp.lightning.summary import ParallelSummary
 from lightning_autotp.pipeline import fill_local, make_local
 from lightning_autotp.private.distributed_private import default_store
 from lightning_autotp.private.lightning_private import (
+    DeferredSignals,
     ModelParallelStrategy,
     add_worker_init_fn,
     collect_rng_states,
@@ -64,6 +67,7 @@ from lightning_autotp.private.lightning_private import (
 )
 from lightning_autotp.ranks.agreement import check_same_batch, check_same_weights, raise_together
 from lightning_autotp.ranks.peers import Peer, PeerWatch
+from lightning_autotp.ranks.started import wait_for
 from lightning_autotp.solving.options import PlanOptions
 from lightning_autotp.training.adapters import find_adapted, save_adapter
 from lightning_autotp.training.batches import broadcast_loader, check_sampler
@@ -143,6 +147,8 @@ class AutoTPStrategy(ModelParallelStrategy):
         self._saving = Background()
         self._saving_group: dist.ProcessGroup | None = None
         self._peers: PeerWatch | None = None
+        self._signals: DeferredSignals | None = None
+        self._interrupted_by: BaseException | None = None
 
     # --- before there are processes ---
 
@@ -150,6 +156,15 @@ class AutoTPStrategy(ModelParallelStrategy):
         """Decide on the sizes."""
         devices = self.num_nodes * self.num_processes
         self.set_sizes(*parallel_sizes(devices, self.tensor_ranks, self.data_ranks))
+
+    def after_start(self, processes: list[Popen[bytes]]) -> None:
+        """This process ends when those it started have ended, and says if one failed."""
+        atexit.register(wait_for, processes, self.patience)
+
+    @property
+    def patience(self) -> float:
+        """Seconds that a rank waits for one that is stopped."""
+        return (self.timeout or default_pg_timeout).total_seconds()
 
     # --- groups ---
 
@@ -175,6 +190,7 @@ class AutoTPStrategy(ModelParallelStrategy):
         assert self.lightning_module is not None
         refuse_whole_copies(self.lightning_module.trainer.callbacks)  # type: ignore[attr-defined]
         super().setup_environment()
+        self._interrupted_by = None
         self._watch_peers()
         self._share_random_state()
 
@@ -201,6 +217,8 @@ class AutoTPStrategy(ModelParallelStrategy):
                 f"plan= is of one model, but {type(module).__name__} has {len(models)}: leave it out, and pin with"
                 " keep_whole= and cut="
             )
+        if self.world_size > 1:
+            self._signals = DeferredSignals(trainer, self._any_rank)
         for model, inputs in models:
             check_same_weights(model, None)
             make_local(model, self.tensor_parallel_group, inputs, options)
@@ -270,12 +288,31 @@ class AutoTPStrategy(ModelParallelStrategy):
         peers: list[Any] = [None] * self.world_size
         dist.all_gather_object(peers, Peer.this_process(self.global_rank))
         store = default_store()
-        self._peers = PeerWatch(peers, self.global_rank, store, run=self.broadcast(uuid.uuid4().hex))
+        self._peers = PeerWatch(
+            peers, self.global_rank, store, self.broadcast(uuid.uuid4().hex), self.patience, self.kill_processes
+        )
+
+    def _any_rank(self, asked: Sequence[bool], everyone: bool) -> list[bool]:
+        """Which of several questions any rank answers with yes. Collective, over every rank or one copy's."""
+        votes = torch.tensor(asked, dtype=torch.int32, device=self.root_device)
+        dist.all_reduce(votes, dist.ReduceOp.MAX, group=None if everyone else self.tensor_parallel_group)
+        return [bool(vote) for vote in votes.tolist()]
 
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other ranks, which may be waiting for this one."""
-        if self._peers is not None:
+        self._interrupted_by = exception
+        if self._peers is not None and not self._raised_by_all(exception):
             self._peers.report(exception)
+
+    def _raised_by_all(self, exception: BaseException) -> bool:
+        return self._signals is not None and exception is self._signals.agreed
+
+    def after_run(self) -> None:
+        """All hooks of a run are over: wait for the other ranks, which may have failed in one, then stop watching."""
+        if self._peers is not None:
+            if self._signals is not None:
+                self._signals.between_batches()  # an exchange
+            self._peers.close()
 
     def teardown(self) -> None:
         """Finish what is being saved, and leave the precision plugin and the callbacks as they were."""
@@ -286,7 +323,11 @@ class AutoTPStrategy(ModelParallelStrategy):
         try:
             self._saving.close()
         finally:
-            if self._peers is not None:
+            if self._signals is not None:
+                self._signals.restore()
+            if self._peers is not None and self._interrupted_by is not None:
+                if self._raised_by_all(self._interrupted_by):
+                    self.barrier()  # a launcher may end all processes when the first one has ended
                 self._peers.close()
             super().teardown()
 
@@ -339,6 +380,25 @@ class AutoTPStrategy(ModelParallelStrategy):
         assert self.lightning_module is not None
         if self.data_ranks != 1:
             in_parts_again(self.lightning_module)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """A step, unless the job has been asked to end."""
+        self._heed_signals()
+        return super().validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Likewise."""
+        self._heed_signals()
+        return super().test_step(*args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Likewise."""
+        self._heed_signals(everyone=self.data_ranks == 1)  # copies of the model may have different numbers of batches
+        return super().predict_step(*args, **kwargs)
+
+    def _heed_signals(self, everyone: bool = True) -> None:
+        if self._signals is not None:
+            self._signals.between_batches(everyone)
 
     # --- logging and decisions ---
 
@@ -398,7 +458,7 @@ class AutoTPStrategy(ModelParallelStrategy):
             checkpoint = detached(checkpoint)
             self._saving.submit(lambda: self._write_checkpoint(checkpoint, Path(path)))
         else:
-            with raise_together(None, f"writing the checkpoint {path}"):
+            with self._saving_together(f"writing the checkpoint {path}"):
                 self._write_checkpoint(checkpoint, Path(path))
 
     def _write_checkpoint(self, checkpoint: dict[str, Any], path: Path) -> None:
@@ -413,8 +473,16 @@ class AutoTPStrategy(ModelParallelStrategy):
         if self._saving_group is None:
             # The background's own, and for the CPU: what is saved is there.
             self._saving_group = dist.new_group(backend="gloo")
-        with raise_together(None, "writing a checkpoint in the background"):
+        with self._saving_together("writing a checkpoint in the background"):
             self._saving.wait()
+
+    def _saving_together(self, phase: str) -> AbstractContextManager[None]:
+        """One rank writes a file, and the others are told of its error. For a directory the ranks write together.
+
+        They tell each other of errors while they do. A rank with an error of another kind must not wait for peers that
+        wait for it in there: it raises at once, and they are ended.
+        """
+        return nullcontext() if self.writes_directories else raise_together(None, phase)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint, but not before the one that is being written in the background is finished."""

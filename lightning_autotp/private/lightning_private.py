@@ -6,8 +6,11 @@ is relied on. The classes are Lightning's own, with public names for what a clas
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 from functools import partial
+from subprocess import Popen
 from typing import Any
 
 import torch
@@ -23,15 +26,23 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimi
 from lightning.fabric.utilities.seed import _collect_rng_states as collect_rng_states
 from lightning.fabric.utilities.seed import _set_rng_states as set_rng_states
 from lightning.pytorch import LightningModule, Trainer, callbacks, strategies
+
+# Starts the script once for each other rank of this machine.
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities import model_summary
+
+# Ends a run that was only to tune something; nothing has failed.
+from lightning.pytorch.utilities.exceptions import SIGTERMException, _TunerExitException
 
 # How a summary writes numbers, and a cell without one.
 from lightning.pytorch.utilities.model_summary.model_summary import NOT_APPLICABLE, get_human_readable_count
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 __all__ = [
     "NOT_APPLICABLE",
+    "DeferredSignals",
     "ModelParallelStrategy",
     "ModelSummary",
     "WeightAveraging",
@@ -46,6 +57,37 @@ __all__ = [
     "training_data",
     "use_distributed_sampler",
 ]
+
+
+class Launcher(_SubprocessScriptLauncher):
+    """Lightning's, with a word when all hooks of a run are over. Its last public hook is before some of them.
+
+    Args:
+        strategy: whose it is.
+    """
+
+    def __init__(self, strategy: ModelParallelStrategy) -> None:
+        assert strategy.cluster_environment is not None
+        super().__init__(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
+        self.strategy = strategy
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        """Call the function on every rank; where nobody else starts processes, and none were started, start them."""
+        try:
+            if self.cluster_environment.creates_processes_externally:
+                result = function(*args, **kwargs)
+            else:
+                result = super().launch(self.started, function, *args, trainer=trainer, **kwargs)
+        except _TunerExitException:
+            self.strategy.after_run()
+            raise
+        self.strategy.after_run()
+        return result
+
+    def started(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What is called when the processes have been started."""
+        self.strategy.after_start(self.procs)
+        return function(*args, **kwargs)
 
 
 class ModelParallelStrategy(strategies.ModelParallelStrategy):
@@ -73,9 +115,91 @@ class ModelParallelStrategy(strategies.ModelParallelStrategy):
     def before_launch(self) -> None:
         """Called when the number of devices is known, before processes start. No public hook is."""
 
+    def after_start(self, processes: list[Popen[bytes]]) -> None:
+        """Called when this process has started those of the other ranks on its machine."""
+
+    def after_run(self) -> None:
+        """Called on every rank at the end of ``trainer.fit`` and its like, unless there was an error."""
+
+    def kill_processes(self) -> None:
+        """End the processes that this one started, at once."""
+        if self._launcher is not None:
+            self._launcher.kill(signal.SIGKILL)
+
+    @property
+    def timeout(self) -> timedelta | None:
+        """Of collectives. Lightning has it only as an argument."""
+        return self._timeout
+
     def _configure_launcher(self) -> None:
         self.before_launch()
-        super()._configure_launcher()
+        self._launcher = Launcher(self)
+
+
+# --- signals ---
+
+
+class DeferredSignals:
+    """What Lightning does when a signal arrives, done on all ranks together, between two batches.
+
+    Lightning's own handlers do it at once: for SIGTERM a broadcast, for SLURM's signal to requeue a checkpoint, which
+    takes all ranks here. But the ranks are at different places, and perhaps in another collective. So the handlers only
+    write down that a signal came, and an exchange before each batch (Lightning has one there already, before those of
+    training) says whether any rank has got one.
+
+    Args:
+        trainer: whose handlers are changed, from the next time that they are registered.
+        any_rank: given what this rank answers, and whether all ranks are asked or only those of one copy of the model,
+            which of the answers are yes on any rank. Collective.
+
+    Attributes:
+        agreed: the exception that was raised for SIGTERM on all ranks, if it was.
+    """
+
+    ENDED = 128 + signal.SIGTERM
+    """The exit code after SIGTERM: a shell's for a process that was ended by it."""
+
+    def __init__(self, trainer: Trainer, any_rank: Callable[[list[bool], bool], list[bool]]) -> None:
+        self.agreed: SIGTERMException | None = None
+        self.trainer, self.any_rank = trainer, any_rank
+        self.asked_to_end = self.asked_to_requeue = False
+        self.requeue = trainer._signal_connector._slurm_sigusr_handler_fn
+        trainer._signal_connector._sigterm_notifier_fn = self.note_end  # type: ignore[assignment,method-assign]
+        trainer._signal_connector._slurm_sigusr_handler_fn = self.note_requeue  # type: ignore[assignment,method-assign]
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = self.between_batches  # type: ignore[method-assign]
+
+    def restore(self) -> None:
+        """Put Lightning's own back."""
+        for name in ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"):
+            vars(self.trainer._signal_connector).pop(name, None)
+        vars(self.trainer.fit_loop.epoch_loop).pop("_broadcast_sigterm_tensor", None)
+
+    def between_batches(self, everyone: bool = True) -> None:
+        """Do what was asked for. Collective.
+
+        Raises:
+            SIGTERMException: on every rank, if one got SIGTERM: callbacks may still save. It is an exit with code 143.
+        """
+        end, requeue = self.any_rank([self.asked_to_end, self.asked_to_requeue], everyone)
+        self.asked_to_end = self.asked_to_requeue = False
+        if requeue:
+            self.requeue(signal.SIGUSR1, None)  # type: ignore[arg-type]
+        if end:
+            self.trainer._signal_connector.received_sigterm = True
+            rank_zero_info("lightning_autotp: a process of the job got SIGTERM, and all of them end here")
+            error = SIGTERMException(self.ENDED)
+            self.agreed = error if everyone else None
+            raise error
+
+    def note_end(self, signum: int, frame: Any) -> None:
+        """The handler of SIGTERM."""
+        if not self.asked_to_end and (launcher := self.trainer.strategy.launcher) is not None:
+            launcher.kill(signum)
+        self.asked_to_end = True
+
+    def note_requeue(self, signum: int, frame: Any) -> None:
+        """The handler of the signal that SLURM sends before it ends a job."""
+        self.asked_to_requeue = True
 
 
 def use_distributed_sampler(trainer: Trainer, use: bool) -> None:

@@ -4,11 +4,12 @@ A rank that raises, or is killed, leaves the others inside a collective, where n
 group's timeout (with NCCL, not even then at once). So each process has a thread that looks, every second,
 
 * whether a peer has reported an error (in the process group's store),
-* whether the peers on the same host are alive (by their process ids),
+* whether the peers on the same host are alive (by their process ids), and have not been stopped for too long,
 * and, on the first rank of each host, whether the other hosts have been heard of.
 
 When something is found, it is printed with the rank's number, and the process gets a little time to come out of its
-collective by itself, as it does with gloo; then it is ended.
+collective by itself, as it does with gloo; then it is ended. So are peers on the same host that are stopped: they
+cannot end by themselves.
 """
 
 from __future__ import annotations
@@ -18,19 +19,26 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
 
 import psutil
 import torch.distributed as dist
 
 from lightning_autotp.ranks.agreement import PeerError
 
+T = TypeVar("T")
+
 INTERVAL = 1.0
 """Seconds between two looks."""
-GRACE = 10.0
+GRACE = 5.0
 """Seconds that a process has to end by itself after a peer has failed."""
+ANSWER = 3.0
+"""Seconds that the store has to answer a rank that ends."""
 SILENCE = 60.0
 """Seconds after which a host that is not heard of counts as gone."""
 
@@ -50,12 +58,26 @@ class Peer:
         return cls(rank, socket.gethostname(), os.getpid(), psutil.Process().create_time())
 
     def is_alive(self) -> bool:
-        """Whether it runs; only on its own host."""
+        """Whether it runs, or is stopped; only on its own host."""
+        return self._status() != psutil.STATUS_ZOMBIE
+
+    def is_stopped(self) -> bool:
+        """Whether a signal (SIGSTOP, or Ctrl-Z in a terminal) has stopped it; only on its own host."""
+        return self._status() == psutil.STATUS_STOPPED
+
+    def kill(self) -> None:
+        """End it; only on its own host."""
+        with suppress(psutil.NoSuchProcess):
+            if self.is_alive():
+                psutil.Process(self.pid).kill()
+
+    def _status(self) -> str:
+        """What psutil says of it; one that has ended counts as a zombie."""
         try:
             process = psutil.Process(self.pid)
-            return process.create_time() == self.started and process.status() != psutil.STATUS_ZOMBIE
+            return process.status() if process.create_time() == self.started else psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
-            return False
+            return psutil.STATUS_ZOMBIE
 
     def __str__(self) -> str:
         return f"rank {self.rank} (process {self.pid} on {self.host})"
@@ -69,10 +91,22 @@ class PeerWatch:
         rank: this one's.
         store: what all processes share; this object makes a connection of its own.
         run: a name that no earlier watch with this store has had.
+        timeout: of collectives, in seconds: a peer that has been stopped for so long counts as gone.
+        before_end: called before this process is ended, to end those that it started.
     """
 
-    def __init__(self, peers: Sequence[Peer], rank: int, store: dist.Store, run: str) -> None:
+    def __init__(
+        self,
+        peers: Sequence[Peer],
+        rank: int,
+        store: dist.Store,
+        run: str,
+        timeout: float,
+        before_end: Callable[[], None],
+    ) -> None:
         self._peers, self._own = peers, peers[rank]
+        self._timeout, self._before_end = timeout, before_end
+        self._stopped = Counter[int]()  # looks at which a neighbour was stopped, by rank
         self._store = dist.PrefixStore(f"autotp/{run}", store.clone())  # type: ignore[attr-defined]
         self._neighbours = [peer for peer in peers if peer.host == self._own.host and peer.rank != rank]
         firsts: dict[str, Peer] = {}
@@ -95,44 +129,71 @@ class PeerWatch:
         text = (str(error).strip().splitlines() or [""])[0][:500]
         self._reported = f"{self._own} failed: {type(error).__name__}: {text}"
         try:
-            found = self._found()
-            if found is None and isinstance(error, RuntimeError):
-                # Perhaps a collective's: a process that is killed loses its connections before it is gone.
-                time.sleep(INTERVAL)
-                found = self._found()
-            if found is None:
-                self._store.compare_set("failed", "", self._reported)  # the first failure is the one that counts
+            _within(ANSWER, self._report, self._reported, isinstance(error, RuntimeError))
         except RuntimeError:  # the store is gone; the error is on its way out anyway
-            self._say(f"{self._peers[0]}, which keeps the job together, is gone")
+            self._say(self._without_store())
+
+    def _report(self, text: str, perhaps_collective: bool) -> None:
+        found = self._found()
+        if found is None and perhaps_collective:
+            # A process that is killed loses its connections before it is gone; one that is stopped lets it time out.
+            time.sleep(INTERVAL)
+            found = self._found(stopped_for=0.0)
+        if found is None:
+            self._store.compare_set("failed", "", text)  # the first failure is the one that counts
 
     def close(self) -> None:
         """Stop watching, and being watched."""
         self._ended.set()
-        self._thread.join()
-        with suppress(RuntimeError):  # without the store there is nobody to tell
-            self._store.set(f"done/{self._own.rank}", "")
+        self._thread.join(ANSWER)  # it may be waiting for the store
+        if self._said is not None:
+            self._kill_stopped()
+        if not self._thread.is_alive():
+            with suppress(RuntimeError):  # without the store there is nobody to tell
+                _within(ANSWER, self._store.set, f"done/{self._own.rank}", "")
 
     def _watch(self) -> None:
         beat = 0
         while not self._ended.wait(INTERVAL):
             beat += 1
             try:
-                if self._is_first and self._others:
-                    self._store.set(f"beat/{self._own.host}", str(beat))
-                found = self._found()
+                found = _within(self._timeout, self._look, beat)
             except RuntimeError:
-                found = f"{self._peers[0]}, which keeps the job together, is gone"
+                found = self._without_store()
             if found is not None:
                 self._say(found)
                 if not self._ended.wait(GRACE) and self._reported is None:
+                    self._kill_stopped()
+                    self._before_end()
                     sys.stderr.flush()
                     sys.stdout.flush()
                     # The main thread is inside a collective that will not return.
                     os._exit(1)
                 return
 
-    def _found(self) -> str | None:
-        """What has happened to a peer, if anything; every rank is told."""
+    def _look(self, beat: int) -> str | None:
+        if self._is_first and self._others:
+            self._store.set(f"beat/{self._own.host}", str(beat))
+        return self._found()
+
+    def _without_store(self) -> str:
+        """What has happened to the rank that has the store; nobody can be told."""
+        keeper = self._peers[0]
+        if keeper in self._neighbours and keeper.is_stopped():
+            return _stopped(keeper)
+        return f"{keeper}, which keeps the job together, is gone or does not answer"
+
+    def _kill_stopped(self) -> None:
+        for peer in self._neighbours:
+            if peer.is_stopped():
+                peer.kill()
+
+    def _found(self, stopped_for: float | None = None) -> str | None:
+        """What has happened to a peer, if anything; every rank is told.
+
+        Args:
+            stopped_for: seconds that a peer may be stopped, instead of the timeout of collectives.
+        """
         if self._store.check(["failed"]):
             text: str = self._store.get("failed").decode()
             if text == self._reported:
@@ -143,6 +204,11 @@ class PeerWatch:
             # One that has failed says so before it ends, one that has finished has stopped watching.
             if not peer.is_alive() and not self._store.check([f"done/{peer.rank}"]):
                 return self._tell(f"{peer} has died")
+            # In looks, not by the clock: Ctrl-Z stops all of them, this one too.
+            self._stopped[peer.rank] = self._stopped[peer.rank] + 1 if peer.is_stopped() else 0
+            allowed = self._timeout if stopped_for is None else stopped_for
+            if self._stopped[peer.rank] * INTERVAL > allowed:
+                return self._tell(_stopped(peer))
         now = time.monotonic()
         for first in self._others if self._is_first else ():
             key = f"beat/{first.host}"
@@ -170,3 +236,31 @@ class PeerWatch:
             file=sys.stderr,
             flush=True,
         )
+
+
+def _stopped(peer: Peer) -> str:
+    return f"{peer} is stopped (by SIGSTOP, or Ctrl-Z in a terminal) and takes no part any more"
+
+
+def _within(seconds: float, ask: Callable[..., T], *args: Any) -> T:
+    """What ``ask(*args)`` answers. Of a store whose process is stopped, it waits for ever.
+
+    Raises:
+        RuntimeError: if it does not answer in time, or its own error.
+    """
+    answers: SimpleQueue[tuple[T | None, RuntimeError | None]] = SimpleQueue()
+
+    def run() -> None:
+        try:
+            answers.put((ask(*args), None))
+        except RuntimeError as error:
+            answers.put((None, error))
+
+    threading.Thread(target=run, name=ask.__name__, daemon=True).start()
+    try:
+        answer, error = answers.get(timeout=seconds)
+    except Empty:
+        raise RuntimeError(f"no answer within {seconds:.0f} s") from None
+    if error is not None:
+        raise error
+    return answer  # type: ignore[return-value]

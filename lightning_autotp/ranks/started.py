@@ -1,0 +1,63 @@
+"""The process that started the others waits for them at its end, and its exit code says if one of them failed.
+
+A shell, a scheduler or a script sees only the exit code of the process that it started. Without this, a rank that fails
+after the first one has finished is a job that succeeded, and a rank that goes on is a process that nobody waits for.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from subprocess import Popen
+
+import psutil
+
+LOOK = 0.1
+"""Seconds between two looks."""
+GRACE = 10.0
+"""Seconds that the others have to end when this process ends with an error: more than
+:data:`lightning_autotp.ranks.peers.GRACE`, so that they can say why themselves."""
+
+
+def wait_for(started: Sequence[Popen[bytes]], patience: float) -> None:
+    """Wait for processes; end this one with their exit code if one of them failed. For ``atexit``.
+
+    If this process ends with an error itself, its own exit code stands, and the others have only a little time.
+
+    Args:
+        started: the processes.
+        patience: seconds that one may be stopped by a signal.
+    """
+    has_failed = getattr(sys, "last_value", None) is not None  # that of an uncaught exception; not of sys.exit
+    deadline = time.monotonic() + GRACE
+    stopped = Counter[int]()
+    while running := [process for process in started if process.poll() is None]:
+        time.sleep(LOOK)
+        for process in running:
+            stopped[process.pid] = stopped[process.pid] + 1 if _is_stopped(process) else 0
+            if stopped[process.pid] * LOOK > patience:
+                _say(f"process {process.pid} is stopped (by SIGSTOP, or Ctrl-Z in a terminal), and is ended")
+                process.kill()
+            elif has_failed and time.monotonic() > deadline:
+                process.kill()
+    failed = {process.pid: process.returncode for process in started if process.returncode}
+    if failed and not has_failed:
+        for pid, code in failed.items():
+            _say(f"process {pid}, another rank of this job, ended with exit code {code}, and so the job has failed")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(next((code for code in failed.values() if code > 0), 1))  # the only way at this point
+
+
+def _is_stopped(process: Popen[bytes]) -> bool:
+    try:
+        return psutil.Process(process.pid).status() == psutil.STATUS_STOPPED
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _say(text: str) -> None:
+    print(f"\nlightning_autotp: {text}", file=sys.stderr, flush=True)
