@@ -282,12 +282,11 @@ def _(kind: Any) -> None:
     "lightning.pytorch.strategies.Strategy._launcher", "lightning.pytorch.strategies.ModelParallelStrategy._timeout"
 )
 def _(_: Any) -> None:
-    from datetime import timedelta
-
+    from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
     from lightning.pytorch.strategies import ModelParallelStrategy
 
-    made: Any = ModelParallelStrategy(timeout=timedelta(seconds=7))
-    assert made._timeout == timedelta(seconds=7)
+    made: Any = ModelParallelStrategy()
+    assert made._timeout == default_pg_timeout
     made._launcher = "mine"
     assert made.launcher == "mine"
 
