@@ -145,12 +145,15 @@ class PeerWatch:
     def close(self) -> None:
         """Stop watching, and being watched."""
         self._ended.set()
-        self._thread.join(ANSWER)  # it may be waiting for the store
+        # It may be waiting for the store. A thread that is in there when the interpreter ends aborts the process, so
+        # where nothing has failed, a slow machine is waited for.
+        patience = self._timeout if self._said is None else ANSWER
+        self._thread.join(patience)
         if self._said is not None:
             self._kill_stopped()
         if not self._thread.is_alive():
             with suppress(RuntimeError):  # without the store there is nobody to tell
-                _within(ANSWER, self._store.set, f"done/{self._own.rank}", "")
+                _within(patience, self._store.set, f"done/{self._own.rank}", "")
 
     def _watch(self) -> None:
         beat = 0
