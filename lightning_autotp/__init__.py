@@ -3,7 +3,7 @@
 Importing it registers Lightning's ``strategy="autotp"``.
 """
 
-from lightning_autotp import metrics
+from lightning_autotp import losses, metrics
 from lightning_autotp.building.checkpoint_reading import CheckpointError
 from lightning_autotp.building.pretrained import meta_model
 from lightning_autotp.capture.capture import CaptureError
@@ -16,12 +16,16 @@ from lightning_autotp.lightning.strategy import AutoTPStrategy
 from lightning_autotp.lightning.summary import ParallelSummary
 from lightning_autotp.pipeline import make_plan, parallelize
 from lightning_autotp.proving.compare import VerificationError
+from lightning_autotp.proving.new_calls import UnprovedCall
 from lightning_autotp.ranks.agreement import PeerError
 from lightning_autotp.solving.cost import Profile
 from lightning_autotp.solving.planned import PlanMismatch
 from lightning_autotp.solving.solver import NothingToShard
 from lightning_autotp.training.adapters import save_adapter
+from lightning_autotp.training.checked import UnsoundUse, checked
 from lightning_autotp.training.gradients import clip_gradients_norm, full_gradients, grad_norms
+from lightning_autotp.training.penalties import penalty
+from lightning_autotp.training.whole_parameters import full_tensor
 
 __all__ = [
     "AutoTPStrategy",
@@ -34,18 +38,24 @@ __all__ = [
     "Plan",
     "PlanMismatch",
     "Profile",
+    "UnprovedCall",
+    "UnsoundUse",
     "VerificationError",
     "WeightAveraging",
+    "checked",
     "clip_gradients_norm",
     "export_checkpoint",
     "full_gradients",
     "full_state_dict",
+    "full_tensor",
     "grad_norms",
     "load_full_state_dict",
+    "losses",
     "make_plan",
     "meta_model",
     "metrics",
     "parallelize",
+    "penalty",
     "save_adapter",
     "save_pretrained",
 ]

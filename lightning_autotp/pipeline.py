@@ -15,16 +15,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_autotp.applying.replace import apply_plan
-from lightning_autotp.capture.capture import capture, capture_local, language_model_inputs
+from lightning_autotp.capture.capture import as_call, capture, capture_local, language_model_inputs, meta_copy
 from lightning_autotp.capture.fingerprint import fingerprint
-from lightning_autotp.checkpoints.refused import refuse_saving_parts
 from lightning_autotp.layouts.plan import Plan, SizePlan
 from lightning_autotp.layouts.step_size import TokensPerStep
 from lightning_autotp.operators.graph import Graph, Operator
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
 from lightning_autotp.parameters.state import parallel_models, parallel_state
+from lightning_autotp.parameters.unchanged import Unchanged
 from lightning_autotp.proving.compare import Mismatch, VerificationError, compare, cut_differently
 from lightning_autotp.proving.local_sizes import Unlocalizable, find_sizes
+from lightning_autotp.proving.new_calls import prove_new_calls
 from lightning_autotp.proving.read_plan import read_plan
 from lightning_autotp.ranks.agreement import raise_together
 from lightning_autotp.ranks.group import TPGroup
@@ -36,10 +37,11 @@ from lightning_autotp.solving.pins import pinned
 from lightning_autotp.solving.planned import PlanMismatch
 from lightning_autotp.solving.solution import Solution
 from lightning_autotp.solving.solver import solve
-from lightning_autotp.training.adapters import refuse_merging
 from lightning_autotp.training.data_parallel import generate_together, hook_gathered, shard_over_data
 from lightning_autotp.training.gradients import synchronize_gradients
 from lightning_autotp.training.loading import load_parameters
+from lightning_autotp.training.refused import refuse_methods, refuse_whole_states
+from lightning_autotp.training.user_hooks import show_whole_tensors
 
 
 def make_plan(
@@ -195,8 +197,10 @@ def make_local(
         dist.broadcast_object_list(message, group_src=0, group=process_group)
         with raise_together(process_group, "building the local model"):
             plan, solution = read_plan(Plan.from_json(message[0]), graph, IMPLEMENTATIONS)
+            original = meta_copy(model)
             apply_plan(model, plan, group)
             verify(model, solution, group.rank, inputs)
+            prove_new_calls(model, original, solution, as_call(inputs))
 
 
 def _plan(model: nn.Module, graph: Graph, inputs: Any, ranks: int, options: PlanOptions) -> Plan:
@@ -220,6 +224,8 @@ def _plan(model: nn.Module, graph: Graph, inputs: Any, ranks: int, options: Plan
 def fill_local(model: nn.Module, device: torch.device | str | None = None, data_mesh: DeviceMesh | None = None) -> None:
     """The second half: cut again over the data axis, give the parameters their values, arrange for gradient sums.
 
+    From then on the model looks before every forward whether it is still what was proved.
+
     Collective over both axes. Between the halves the parameters may be brought to another dtype.
     """
     process_group = parallel_state(model).group.process_group
@@ -232,8 +238,10 @@ def fill_local(model: nn.Module, device: torch.device | str | None = None, data_
     if data_mesh is not None:
         hook_gathered(model)
         generate_together(model)
-    refuse_merging(model)
-    refuse_saving_parts(model)
+    refuse_methods(model)
+    refuse_whole_states(model)
+    model.register_forward_pre_hook(Unchanged(), prepend=True)
+    show_whole_tensors(model)
 
 
 def verify(model: nn.Module, solution: Solution, rank: int, example_inputs: Any) -> None:

@@ -210,6 +210,40 @@ def _(_: Any) -> None:
     assert called == ["before", "after"]
 
 
+@canary("torch._has_compatible_shallow_copy_type")
+def _(alike: Any) -> None:
+    assert alike(torch.zeros(2), torch.zeros(2))
+
+
+@canary("torch._C._current_graph_task_id")
+def _(task: Any) -> None:
+    seen: list[int] = []
+    x = torch.zeros(2, requires_grad=True)
+    x.register_hook(lambda _: seen.append(task()))
+    x.sum().backward()
+    assert seen[0] >= 0
+    assert task() == -1
+
+
+@canary("torch.nn.Module._compiled_call_impl")
+def _(_: Any) -> None:
+    module = nn.Identity()
+    assert module._compiled_call_impl is None
+    module.compile(backend="eager")
+    assert module._compiled_call_impl is not None
+
+
+@canary("torch.utils.weak.WeakIdKeyDictionary")
+def _(kind: Any) -> None:
+    table, key = kind(), torch.zeros(2)
+    table[key] = "found"
+    assert key in table
+    assert torch.zeros(2) not in table
+    assert table[key] == "found"
+    del key
+    assert len(table) == 0
+
+
 @canary("torch._dynamo.eval_frame.OptimizedModule._orig_mod")
 def _(kind: Any) -> None:
     module = nn.Identity()
@@ -279,6 +313,68 @@ def _(_: Any) -> None:
         scaler.update()
         assert bool(found[-1][torch.device("cpu")]) is not steps
         assert torch.equal(weight, before) is not steps
+
+
+# --- torch: gradients, and lists of tensors ---
+
+
+@canary("torch.Tensor._post_accumulate_grad_hooks")
+def _(_: Any) -> None:
+    """Set to what it is, its hooks are called also of a tensor that another was swapped with."""
+    called = []
+    first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    assert first._post_accumulate_grad_hooks is None
+    first.register_post_accumulate_grad_hook(called.append)
+    assert list(first._post_accumulate_grad_hooks.values()) == [called.append]
+    torch.utils.swap_tensors(first, second)
+    first._post_accumulate_grad_hooks = first._post_accumulate_grad_hooks
+    first.sum().backward()
+    assert called == [first]
+
+
+class Counting(Tensor):
+    """A subclass that counts the functions that ask it."""
+
+    asked: list[Any]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.asked.append(func)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@canary("torch._foreach_norm")
+def _(norm: Any) -> None:
+    gradients = [torch.tensor([3.0, 4.0]), torch.tensor([[1.0, -7.0]])]
+    assert norm(gradients, 2, dtype=torch.float64)[0] == torch.tensor(5.0, dtype=torch.float64)
+    assert norm(gradients, float("inf"))[1] == 7
+    Counting.asked = []
+    norm([gradients[0].as_subclass(Counting)])
+    assert Counting.asked == [norm]
+
+
+@canary("torch._amp_foreach_non_finite_check_and_unscale_")
+def _(check: Any) -> None:
+    gradient, found = torch.tensor([4.0, float("inf")]), torch.zeros(1)
+    check([gradient], found, torch.tensor(0.5))
+    assert (gradient[0], found) == (2, 1)
+
+
+@canary("torch.utils._foreach_utils._foreach_supported_types")
+def _(types: Any) -> None:
+    """torch's clipping uses functions of lists for these classes, and asks for them anew."""
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = torch.tensor([3.0, 4.0]).as_subclass(Counting)
+    for there in (False, True):
+        Counting.asked = []
+        if there:
+            types.append(Counting)
+        try:
+            assert torch.nn.utils.clip_grad_norm_([parameter], 100.0) == 5
+        finally:
+            if there:
+                types.remove(Counting)
+        assert (torch._foreach_norm in Counting.asked) == there
 
 
 # --- torch.distributed ---

@@ -214,3 +214,14 @@ def _(_: Any) -> None:
     assert not is_fsdp_managed_module(module)
     module._is_fsdp_managed_module = True
     assert is_fsdp_managed_module(module)
+
+
+@canary("transformers.PreTrainedModel._init_weights")
+def _(_: Any) -> None:
+    model, initialized = copy.deepcopy(tiny()), []
+    for module in model.modules():
+        vars(module).pop("_is_hf_initialized", None)
+        if hasattr(module, "_init_weights"):
+            vars(module)["_init_weights"] = initialized.append
+    model.init_weights()
+    assert set(initialized) == set(model.modules())

@@ -246,8 +246,8 @@ def test_what_cannot_be_converted_is_said() -> None:
     group = TPGroup("", 0, 2)
     even, other = Shard(((0, Ownership.dealt(6, 2)),)), Shard(((1, Ownership.dealt(6, 2)),))
     both = Shard((*even.dims, *other.dims))
-    with pytest.raises(ValueError, match="no conversion from R to I"):
-        convert(torch.ones(6), REPLICATE, INVARIANT, group)
+    with pytest.raises(ValueError, match=r"no conversion from S\(0: 6 -> 3\) to P"):
+        convert(torch.ones(3), even, PARTIAL, group)
     with pytest.raises(ValueError, match=r"no conversion from S\(0: 6 -> 3\) to S\(1: 6 -> 3\)"):
         convert(torch.ones(3, 6), even, other, group)
     with pytest.raises(ValueError, match="2 sharded dims"):

@@ -27,6 +27,7 @@ from lightning_autotp.applying.changed_calls import CallMismatch
 from lightning_autotp.applying.replace import PlanMismatch, apply_plan
 from lightning_autotp.capture.capture import capture_local, meta_copy
 from lightning_autotp.layouts.plan import Plan
+from lightning_autotp.parameters.local_blocks import plain
 from lightning_autotp.parameters.state import parallel_state
 from lightning_autotp.pipeline import make_plan
 from lightning_autotp.proving.compare import compare, cut_differently
@@ -130,7 +131,7 @@ def _gradients_off(local: nn.Module, model: nn.Module) -> float:
         for block in meta.mapping:
             here, there = (
                 tensor[tuple(slice(*run) for run in runs)]
-                for tensor, runs in ((parameter.grad, block.local), (whole, block.original))
+                for tensor, runs in ((plain(parameter.grad), block.local), (whole, block.original))
             )
             difference = float((here - there).abs().max()) if here.numel() else 0.0
             if difference > ROUNDING * largest:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -38,7 +39,7 @@ def model_of(optimizer: Optimizer) -> nn.Module:
     """A module around the model that has the optimizer's cut parameters."""
     parameters = [p for group in optimizer.param_groups for p in group["params"] if hasattr(p, "cut")]
     around = nn.ModuleDict({"model": nn.ParameterList(parameters)})
-    metas = {str(place): p.cut for place, p in enumerate(parameters)}
+    metas = {str(at): replace(p.cut, names=(p.cut.name + " " * at,)) for at, p in enumerate(parameters)}  # no two tied
     around["model"].autotp = ParallelState(Plan("List", 2, ()), TPGroup("", 0, 2), metas)  # type: ignore[assignment]
     return around
 

@@ -19,7 +19,17 @@ from lightning_autotp import AutoTPStrategy, full_state_dict, grad_norms
 from lightning_autotp.parameters.state import parallel_models
 
 IDS = torch.randint(0, 67, (32, 9), generator=torch.Generator().manual_seed(2))
-VARIANTS = ("groups", "two optimizers", "frozen", "thawed", "unused", "accumulated", "clipped", "clipped values")
+VARIANTS = (
+    "groups",
+    "two optimizers",
+    "by torch",
+    "frozen",
+    "thawed",
+    "unused",
+    "accumulated",
+    "clipped",
+    "clipped values",
+)
 
 
 class Branching(nn.Module):
@@ -47,7 +57,7 @@ class Loop(L.LightningModule):
     def __init__(self, variant: str) -> None:
         super().__init__()
         self.variant = variant
-        self.automatic_optimization = variant != "two optimizers"
+        self.automatic_optimization = variant not in ("two optimizers", "by torch")
         self.model = Branching()
         self.seen: dict[str, Any] = {"losses": [], "norms": [], "rates": []}
         if variant == "frozen":
@@ -68,12 +78,27 @@ class Loop(L.LightningModule):
             loss = self.model(batch)
             self.seen["losses"].append(loss.item())
             self.manual_backward(loss)
-            self.clip_gradients(optimizer, gradient_clip_val=0.2, gradient_clip_algorithm="norm")
+            self._clip(optimizer)
             optimizer.step()
             optimizer.zero_grad()
             self.untoggle_optimizer(optimizer)
             scheduler.step()  # type: ignore[call-arg]
         return None
+
+    def _clip(self, optimizer: Any) -> None:
+        if self.variant == "two optimizers":
+            self.clip_gradients(optimizer, gradient_clip_val=0.2, gradient_clip_algorithm="norm")
+            return
+        # As in a loop without Lightning, with a frozen row and some noise.
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if self.model.table.weight.grad is not None:
+            self.model.table.weight.grad[:5] = 0
+        torch.manual_seed(self.global_step)  # what is drawn before the first step is another number of numbers
+        for parameter in parameters:
+            parameter.grad += 0.01 * torch.randn_like(parameter.grad)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, 0.2)
+        largest = torch.stack([parameter.grad.abs().max() for parameter in parameters]).max()
+        self.seen["losses"] += [norm.item(), largest.item()]
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         parallel = any(hasattr(module, "autotp") for module in self.modules())
@@ -88,7 +113,7 @@ class Loop(L.LightningModule):
     def configure_optimizers(self) -> Any:
         named = [(name, p) for name, p in self.named_parameters() if p.requires_grad]
         matrices, rest = [p for _, p in named if p.ndim > 1], [p for _, p in named if p.ndim < 2]
-        if self.variant == "two optimizers":
+        if self.variant in ("two optimizers", "by torch"):
             both = torch.optim.AdamW(matrices, lr=0.01), torch.optim.SGD(rest, lr=0.5, momentum=0.9)
             return list(both), [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8) for optimizer in both]
         if self.variant == "groups":
@@ -127,7 +152,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def run(strategy: Any, devices: int, variant: str) -> dict[str, Any]:
     L.seed_everything(3, verbose=False)
     task = Loop(variant)
-    options = {"max_steps": 16 if variant == "two optimizers" else 8, **OPTIONS.get(variant, {})}
+    options = {"max_steps": 16 if variant in ("two optimizers", "by torch") else 8, **OPTIONS.get(variant, {})}
     if variant == "thawed":
         options["callbacks"] = [Thaw()]
     fitting = trainer(strategy, devices, **options)

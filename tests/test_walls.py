@@ -31,7 +31,7 @@ ORDER = [
 ]
 """The folders, and the module that tells their story, each of which imports only from those before it."""
 
-ON_TOP = ["metrics", "cli", "__init__"]
+ON_TOP = ["losses", "metrics", "cli", "__init__"]
 """What lies beside them, for the user."""
 
 

@@ -9,6 +9,7 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_autotp.applying.changed_calls import CallChanges, CallMismatch, LocalForward, number
 from lightning_autotp.capture.tracer import torch_layer
@@ -55,15 +56,17 @@ def apply_plan(model: nn.Module, plan: Plan, group: TPGroup) -> None:
             set_size(model, size, size.local[group.rank])
     _change_calls(model, plan, group)
     for conversion in plan.conversions:
-        if conversion.call is not None:
-            continue
-        hook = BoundaryConversion(conversion, group)
-        module = model.get_submodule(conversion.module)
-        if conversion.side == "in":
-            module.register_forward_pre_hook(hook.before, with_kwargs=True)
-        else:
-            module.register_forward_hook(hook.after)
+        if conversion.call is None:
+            hook_boundary(model, BoundaryConversion(conversion, group))
     model.autotp = state  # type: ignore[assignment]
+
+
+def hook_boundary(model: nn.Module, conversion: BoundaryConversion, *, prepend: bool = False) -> RemovableHandle:
+    """Let a tensor change its layout where it enters or leaves a module; ``prepend``: before other hooks see it."""
+    module = model.get_submodule(conversion.plan.module)
+    if conversion.plan.side == "in":
+        return module.register_forward_pre_hook(conversion.before, with_kwargs=True, prepend=prepend)
+    return module.register_forward_hook(conversion.after, prepend=prepend)
 
 
 def _change_calls(model: nn.Module, plan: Plan, group: TPGroup) -> None:
@@ -210,11 +213,15 @@ class BoundaryConversion:
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Forward pre-hook with keyword arguments."""
-        return _replaced((args, kwargs), self.steps, self.convert, self)
+        return self.replaced((args, kwargs), self.convert)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Forward hook."""
-        return _replaced(output, self.steps, self.convert, self)
+        return self.replaced(output, self.convert)
+
+    def replaced(self, value: Any, change: Callable[[Any], Any]) -> Any:
+        """``value`` with what is at this place changed."""
+        return _replaced(value, self.steps, change, self)
 
     def __repr__(self) -> str:
         change = f"shown whole: {self.plan.target}" if self.plan.view else f"{self.plan.source} -> {self.plan.target}"

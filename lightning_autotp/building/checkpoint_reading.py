@@ -96,7 +96,7 @@ def _not_plain(file: str | os.PathLike[str], error: Exception) -> str:
         named = ""
     if not named:
         reasons = [line for line in str(error).splitlines() if "WeightsUnpickler error" in line]
-        named = (reasons or [_first_line(error)])[0].strip()[:200]
+        named = (reasons or [first_line(error)])[0].strip()[:200]
     return (
         f"{os.fspath(file)} holds more than tensors and plain values ({named}); nothing else is unpickled, since that"
         " runs code that the file names. If you trust who wrote it: weights_only=False, in trainer.fit() or"
@@ -266,7 +266,7 @@ def _explained(path: str) -> Iterator[None]:
             advice = "it has torch.save's old format: load it once and save it again with save_pretrained (safetensors)"
         raise DamagedFileError(
             f"{path} ({os.path.getsize(path)} bytes) cannot be read, it may be truncated: {advice}. "
-            f"({_first_line(error)})"
+            f"({first_line(error)})"
         ) from error
 
 
@@ -315,7 +315,8 @@ def files_kept_open() -> Iterator[None]:
         shelf.close()
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """What an error says, for a message of one's own: 200 characters at most, or its class."""
     return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 

@@ -13,7 +13,7 @@ import inspect
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers.utils
@@ -48,23 +48,35 @@ class CaptureError(RuntimeError):
     """The model could not be traced; the message names the module and the line."""
 
 
-def capture_local(model: nn.Module, example_inputs: Any, opaque: frozenset[str] = frozenset()) -> Graph:
+class Call(NamedTuple):
+    """Example inputs that are both positional and keyword arguments."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+def capture_local(
+    model: nn.Module, example_inputs: Any, opaque: frozenset[str] = frozenset(), *, training: bool = True
+) -> Graph:
     """Like :func:`capture`, but where the model's forward raises, the graph of what ran until then.
 
     For a model that may have been localized wrongly: the comparison then tells where it goes wrong. Modules that were
     ``opaque`` to the first trace are so to this one.
     """
-    return _capture(model, example_inputs, opaque, until_failure=True)
+    return _capture(model, example_inputs, opaque, training, until_failure=True)
 
 
-def capture(model: nn.Module, example_inputs: Any = None, opaque: frozenset[str] = frozenset()) -> Graph:
-    """Trace one training forward of ``model`` on the meta device.
+def capture(
+    model: nn.Module, example_inputs: Any = None, opaque: frozenset[str] = frozenset(), *, training: bool = True
+) -> Graph:
+    """Trace one forward of ``model`` on the meta device.
 
     Args:
         model: any module; it is neither changed nor run. Its parameters may be on any device, also on meta.
-        example_inputs: one batch: a tensor, a tuple of positional arguments, or a mapping of keyword arguments. May be
-            left out for a language model that takes ``input_ids`` and ``labels``.
+        example_inputs: one batch: a tensor, a tuple of positional arguments, a mapping of keyword arguments, or a
+            :class:`Call`. May be left out for a language model that takes ``input_ids`` and ``labels``.
         opaque: modules that are not looked into; more are found where a module's code depends on values.
+        training: whether all modules run in training mode; otherwise each in the mode that it is in.
 
     Returns:
         The graph, with module boundaries marked and operators that compute nothing left out.
@@ -75,7 +87,7 @@ def capture(model: nn.Module, example_inputs: Any = None, opaque: frozenset[str]
     inputs = language_model_inputs(model) if example_inputs is None else example_inputs
     while True:
         try:
-            return _capture(model, inputs, opaque)
+            return _capture(model, inputs, opaque, training)
         except _ValueNeeded as needed:
             path = needed.module  # or, where that is opaque already and cannot even be run, what is around it
             while path and _modules_like(model, path) <= opaque:
@@ -103,7 +115,7 @@ def _modules_like(model: nn.Module, path: str) -> frozenset[str]:
 
 
 def _capture(
-    model: nn.Module, example_inputs: Any, opaque: frozenset[str] = frozenset(), *, until_failure: bool = False
+    model: nn.Module, example_inputs: Any, opaque: frozenset[str], training: bool, *, until_failure: bool = False
 ) -> Graph:
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     real: dict[int, Tensor] = {}
@@ -117,8 +129,10 @@ def _capture(
         real[id(made)] = value.detach().cpu() if not value.is_meta else torch.zeros(value.shape, dtype=value.dtype)
         return made
 
-    args, kwargs = tree_map_only(Tensor, stand_in, _as_call(example_inputs))
-    traced = meta_copy(model, stand_in).train()
+    args, kwargs = tree_map_only(Tensor, stand_in, tuple(as_call(example_inputs)))
+    traced = meta_copy(model, stand_in)
+    if training:
+        traced.train()
     tracer = Tracer(traced, real)
     tracer.graph.opaque = opaque
     tracer.graph.example = step_size(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
@@ -230,12 +244,15 @@ def meta_copy(model: nn.Module, stand_in: Callable[[Tensor], Tensor] = _on_meta)
     return copy.deepcopy(model, memo)
 
 
-def _as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def as_call(inputs: Any) -> Call:
+    """The arguments that example inputs are."""
+    if isinstance(inputs, Call):
+        return inputs
     if isinstance(inputs, Mapping):
-        return (), dict(inputs)
+        return Call((), dict(inputs))
     if isinstance(inputs, tuple | list):
-        return tuple(inputs), {}
-    return (inputs,), {}
+        return Call(tuple(inputs), {})
+    return Call((inputs,), {})
 
 
 @contextlib.contextmanager

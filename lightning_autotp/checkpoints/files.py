@@ -34,6 +34,7 @@ from lightning_autotp.building.checkpoint_reading import (
     CheckpointError,
     DamagedFileError,
     MissingFileError,
+    first_line,
     inside,
     load_archive,
 )
@@ -389,8 +390,7 @@ def _read(path: Path, weights_only: bool | None, check: bool) -> Any:
     except CheckpointError:
         raise
     except Exception as error:  # what a damaged file raises is anything
-        text = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise DamagedFileError(
             f"the checkpoint file {path} ({path.stat().st_size} bytes) cannot be read, it may be damaged or be"
-            f" something else: copy it again, or resume from an earlier one. ({text})"
+            f" something else: copy it again, or resume from an earlier one. ({first_line(error)})"
         ) from error

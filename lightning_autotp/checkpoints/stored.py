@@ -31,6 +31,7 @@ from lightning_autotp.building.checkpoint_reading import (
     CheckpointError,
     DamagedFileError,
     MissingFileError,
+    first_line,
     inside,
     load_archive,
 )
@@ -204,10 +205,9 @@ def explained(directory: Path, file: str) -> Iterator[None]:
     except CheckpointError:
         raise
     except Exception as error:  # what a damaged file raises is anything
-        text = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise DamagedFileError(
             f"the checkpoint {directory} cannot be read: its file {file} is damaged, truncated or from another save"
-            f" ({text}). Copy the directory again, or resume from an earlier one"
+            f" ({first_line(error)}). Copy the directory again, or resume from an earlier one"
         ) from error
 
 

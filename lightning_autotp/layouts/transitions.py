@@ -66,6 +66,7 @@ TRANSITIONS: dict[Pair, Transition] = {
         Transition("R", "S", "",               ""),
         Transition("I", "P", "",               ""),
         Transition("R", "P", "",               ""),
+        Transition("R", "I", "",               ""),
         Transition("P", "S", "reduce_scatter", "all_gather"),
     )
 }  # fmt: skip

@@ -12,7 +12,8 @@ import atexit
 import os
 import sys
 import uuid
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -49,6 +50,7 @@ from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.layouts.step_size import TokensPerStep
 from lightning_autotp.lightning.averaging import refuse_whole_copies
 from lightning_autotp.lightning.discovery import fill_remaining, find_models, outermost, parallel_sizes
+from lightning_autotp.lightning.exchange import Exchange
 from lightning_autotp.lightning.first_batch import first_batch
 from lightning_autotp.lightning.summary import ParallelSummary
 from lightning_autotp.pipeline import fill_local, make_local
@@ -65,12 +67,15 @@ from lightning_autotp.private.lightning_private import (
     summarize_with,
     use_distributed_sampler,
 )
-from lightning_autotp.ranks.agreement import check_same_batch, check_same_weights, raise_together
+from lightning_autotp.private.torch_private import is_compiled
+from lightning_autotp.proving.new_calls import kind_of
+from lightning_autotp.ranks.agreement import check_same_weights, raise_together
 from lightning_autotp.ranks.peers import Peer, PeerWatch
 from lightning_autotp.ranks.started import wait_for
 from lightning_autotp.solving.options import PlanOptions
 from lightning_autotp.training.adapters import find_adapted, save_adapter
 from lightning_autotp.training.batches import broadcast_loader, check_sampler
+from lightning_autotp.training.checked import checked
 from lightning_autotp.training.data_parallel import gather_if_uneven, in_parts_again
 from lightning_autotp.training.gradients import average_gradients, clip_gradients_norm, clip_gradients_value
 from lightning_autotp.training.optimizers import check_optimizer
@@ -88,8 +93,12 @@ class AutoTPStrategy(ModelParallelStrategy):
         example_inputs: one batch as the model's ``forward`` takes it: a tensor, a tuple of positional arguments, a
             mapping of keyword arguments, or a function without arguments that returns one of these. Not needed for a
             model that takes ``input_ids``; otherwise the LightningModule's ``example_input_array`` serves too.
-        checked_batches: how many batches of each stage and epoch are compared over the ranks of a tensor-parallel
-            group.
+        checked_batches: how many training batches of each epoch are compared over the ranks of a tensor-parallel group
+            before they are used. Later ones are compared before the next one, with an exchange that is there anyway.
+        checked_steps: how many steps of each stage, with each kind of batch, run under
+            :func:`lightning_autotp.checked`: an error where the LightningModule's own code takes this rank's part of a
+            parameter for the whole one. A negative number checks all; 0 none. Models that ``torch.compile`` has
+            compiled are not checked.
         broadcast_batches: let only the first rank of a tensor-parallel group read its dataloaders (and run their
             workers); the others receive every batch from it, whatever can be pickled. Their datasets are not touched.
         save_distributed_checkpoint: write checkpoints as directories, each rank its own part, instead of one file of
@@ -120,6 +129,7 @@ class AutoTPStrategy(ModelParallelStrategy):
         data_parallel_size: int | Literal["auto"] = "auto",
         example_inputs: Any = None,
         checked_batches: int = 2,
+        checked_steps: int = 1,
         broadcast_batches: bool = False,
         save_distributed_checkpoint: bool = False,
         save_async: bool = False,
@@ -136,11 +146,13 @@ class AutoTPStrategy(ModelParallelStrategy):
         )
         self._example_inputs = example_inputs
         self._checked_batches = checked_batches
+        self._checked_steps = checked_steps
+        self._seen_steps = Counter[Hashable]()
         self._broadcast_batches = broadcast_batches
         self._plan_options = PlanOptions.given(
             tokens_per_step=tokens_per_step, keep_whole=keep_whole, cut=cut, plan=plan, plan_cache=plan_cache
         )
-        self._seen_batches: dict[Any, int] = {}
+        self._exchange: Exchange | None = None
         self._checked_groups: list[int] = []
         self._averaging: list[RemovableHandle] = []
         self._save_async = save_async
@@ -218,7 +230,11 @@ class AutoTPStrategy(ModelParallelStrategy):
                 " keep_whole= and cut="
             )
         if self.world_size > 1:
-            self._signals = DeferredSignals(trainer, self._any_rank)
+            copies, copy = self.distributed_sampler_kwargs["num_replicas"], self.distributed_sampler_kwargs["rank"]
+            self._exchange = Exchange(
+                trainer, self.tensor_parallel_group, self.root_device, copies, copy, self._checked_batches
+            )
+            self._signals = DeferredSignals(trainer, self._exchange)
         for model, inputs in models:
             check_same_weights(model, None)
             make_local(model, self.tensor_parallel_group, inputs, options)
@@ -242,7 +258,7 @@ class AutoTPStrategy(ModelParallelStrategy):
             # One copy of the model sees all the data, in the order one process would: Lightning's distributed sampler
             # would only shuffle it, even where the user's does not.
             use_distributed_sampler(trainer, False)
-        self._seen_batches.clear()
+        self._seen_steps.clear()
         summarize_with(ParallelSummary, trainer.callbacks)  # type: ignore[attr-defined]
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
@@ -291,12 +307,6 @@ class AutoTPStrategy(ModelParallelStrategy):
         self._peers = PeerWatch(
             peers, self.global_rank, store, self.broadcast(uuid.uuid4().hex), self.patience, self.kill_processes
         )
-
-    def _any_rank(self, asked: Sequence[bool], everyone: bool) -> list[bool]:
-        """Which of several questions any rank answers with yes. Collective, over every rank or one copy's."""
-        votes = torch.tensor(asked, dtype=torch.int32, device=self.root_device)
-        dist.all_reduce(votes, dist.ReduceOp.MAX, group=None if everyone else self.tensor_parallel_group)
-        return [bool(vote) for vote in votes.tolist()]
 
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other ranks, which may be waiting for this one."""
@@ -356,16 +366,10 @@ class AutoTPStrategy(ModelParallelStrategy):
         return dataloader
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Move a batch; the first few of each stage are compared over the tensor-parallel group."""
+        """Move a batch, and compare it over the tensor-parallel group, at once or with the next exchange."""
         batch = super().batch_to_device(batch, device, dataloader_idx)
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        place = trainer.state.stage, dataloader_idx, trainer.current_epoch
-        seen = self._seen_batches.get(place, 0)
-        if seen < self._checked_batches:
-            self._seen_batches[place] = seen + 1
-            where = f"batch {seen} of the {place[0]} data (dataloader {dataloader_idx}, epoch {place[2]})"
-            check_same_batch(batch, self.tensor_parallel_group, where)
+        if self._exchange is not None:
+            self._exchange.note(batch, dataloader_idx)
         return batch
 
     def on_predict_start(self) -> None:
@@ -381,24 +385,45 @@ class AutoTPStrategy(ModelParallelStrategy):
         if self.data_ranks != 1:
             in_parts_again(self.lightning_module)
 
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """A step; the first of a kind are watched. What it reads from a dataloader is compared as batches are."""
+        with self._watch_step("training", args):
+            return super().training_step(*self._noting(args), **kwargs)
+
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """A step, unless the job has been asked to end."""
-        self._heed_signals()
-        return super().validation_step(*args, **kwargs)
+        """Likewise, unless the job has been asked to end."""
+        self._between_batches()
+        with self._watch_step("validation", args):
+            return super().validation_step(*self._noting(args), **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """Likewise."""
-        self._heed_signals()
-        return super().test_step(*args, **kwargs)
+        self._between_batches()
+        with self._watch_step("test", args):
+            return super().test_step(*self._noting(args), **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Likewise."""
-        self._heed_signals(everyone=self.data_ranks == 1)  # copies of the model may have different numbers of batches
-        return super().predict_step(*args, **kwargs)
+        # Copies of the model may have different numbers of batches.
+        self._between_batches(everyone=self.data_ranks == 1)
+        with self._watch_step("prediction", args):
+            return super().predict_step(*self._noting(args), **kwargs)
 
-    def _heed_signals(self, everyone: bool = True) -> None:
+    def _watch_step(self, stage: str, args: Any) -> AbstractContextManager[Any]:
+        """A watch over the step, if it is one of the first with such a batch in its stage."""
+        assert self.lightning_module is not None
+        kind = stage, kind_of(args[:1])
+        if self._seen_steps[kind] == self._checked_steps or is_compiled(self.lightning_module):
+            return nullcontext()
+        self._seen_steps[kind] += 1
+        return checked(self.lightning_module, self.optimizers)
+
+    def _between_batches(self, everyone: bool = True) -> None:
         if self._signals is not None:
             self._signals.between_batches(everyone)
+
+    def _noting(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return args if self._exchange is None else self._exchange.noting(args)
 
     # --- logging and decisions ---
 

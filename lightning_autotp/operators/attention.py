@@ -14,7 +14,12 @@ def _attention_flops(shapes: Shapes) -> float:
     return 2 * prod(scores) * shapes["key"][-2] * (shapes["query"][-1] + features)
 
 
-@operator("aten.scaled_dot_product_attention.default", flops=_attention_flops)
+def _idle(shapes: Shapes) -> tuple[str, ...]:
+    """Where every query head has a key/value head of its own, code that repeats these has nothing to say."""
+    return ("enable_gqa",) if shapes["query"][-3:-2] == shapes["key"][-3:-2] == shapes["value"][-3:-2] else ()
+
+
+@operator("aten.scaled_dot_product_attention.default", flops=_attention_flops, idle=_idle)
 def scaled_dot_product_attention(site: Site) -> Dims | list[Dims]:
     """``query [b, h, s, d]``, ``key [b, h or h_kv, t, d]``, ``value [b, h or h_kv, t, e]`` -> ``[b, h, s, e]``.
 
@@ -37,7 +42,6 @@ def scaled_dot_product_attention(site: Site) -> Dims | list[Dims]:
     site.keep_whole(*needed, because="attention needs whole sequences and key features")
     if mask is not None and len(mask) > 2 and mask[-3].size != 1:
         site.tie(heads, mask[-3])
-    if site["dropout_p"]:
-        site.draws()
+    if site.draws(when=site["dropout_p"]):
         site.keep_whole(value[-1], because="attention's dropout draws one mask for all features of a value")
     return (*batch, heads, length, value[-1])

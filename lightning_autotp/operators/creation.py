@@ -74,9 +74,7 @@ def dropout(site: Site) -> Dims:
 
 def _dropped(site: Site) -> Dims:
     name, _ = site.operator.arguments[0]  # the in-place form calls it by another name
-    if site["p"] and site["train"]:
-        site.draws()
-    else:
+    if not site.draws(when=site["p"] and site["train"]):
         site.linear_in(name)
     return site.dims(name)
 
@@ -93,6 +91,5 @@ def feature_dropout(site: Site) -> Dims:
 @operator("aten.native_dropout.default")
 def native_dropout(site: Site) -> list[Dims]:
     """``(result, mask)``, both of the input's shape."""
-    if site["p"] and site["train"] is not False:
-        site.draws()
+    site.draws(when=site["p"] and site["train"] is not False)
     return [site.dims("input"), site.dims("input")]

@@ -35,6 +35,7 @@ class Record:
         offsets: ``(argument, tensor argument, dim argument)``: positions along a dim; local wherever the dim is.
         shares: ``(argument, tensor argument, dim)``: counts that shrink with a dim: a rank's count is the same share
             of the whole count as its part is of that dim.
+        idle: arguments that change nothing where a rank's tensors have these shapes: they are free there.
         identity: when it gives its first input as it is: ``"always"``, where that has the ``"same dtype"``, or never.
         reshapes: whether the result has the elements of the input in their row-major order, as long as these are as
             many.
@@ -56,6 +57,7 @@ class Record:
     sizes: tuple[str, ...] = ()
     offsets: tuple[tuple[str, str, str], ...] = ()
     shares: tuple[tuple[str, str, int], ...] = ()
+    idle: Callable[[Shapes], tuple[str, ...]] | None = None
     identity: Literal["", "always", "same dtype"] = ""
     reshapes: bool = False
     uniform: Callable[[Shapes, int], bool] | None = None

@@ -37,7 +37,8 @@ class Relation:
         added_last: inputs added once after the sum over a contracted dim (a bias): Invariant if that dim is sharded.
         needs_implementation: whether only a parallel implementation can run it with a contracted dim sharded: the plain
             operator's results on the ranks do not add up.
-        draws: whether it draws random numbers for its elements: on shards each rank draws its own.
+        draws: whether it draws random numbers for its elements: on shards each rank draws its own. ``None`` for an
+            operator that never does, ``False`` for one that does not with these arguments.
     """
 
     operator: Operator
@@ -48,7 +49,7 @@ class Relation:
     linear: set[int] = field(default_factory=set)
     added_last: set[int] = field(default_factory=set)
     needs_implementation: bool = False
-    draws: bool = False
+    draws: bool | None = None
 
 
 class Site:
@@ -138,12 +139,19 @@ class Site:
         """The operator sums over these dims."""
         self.relation.contracted.extend(dims)
 
-    def draws(self) -> None:
+    def draws(self, when: object = True) -> bool:
         """The operator draws random numbers for every element of what it makes, independent of the others.
 
         On shards each rank then draws its own; what all elements of a dim have in common must be kept whole.
+
+        Args:
+            when: the arguments with which it does so; if false, it draws nothing here.
+
+        Returns:
+            Whether it draws here.
         """
-        self.relation.draws = True
+        self.relation.draws = bool(when)
+        return self.relation.draws
 
     def linear_in(self, *names: str) -> None:
         """The operator is linear in these arguments, taken together.

@@ -16,6 +16,7 @@ function                              types  forward                   backward
 :func:`reduce_scatter`                P → S  reduce-scatter            all-gather
 :func:`keep_once`                     I → P  zeros but on one rank     identity
 :func:`keep_once_replicate`           R → P  zeros but on one rank     zeros but on one rank
+:func:`gradient_once`                 R → I  identity                  zeros but on one rank
 ====================================  =====  ========================  ==========================
 
 A shard's one sharded dim may be uneven, have several runs a rank, or be shared: where several ranks hold an index they
@@ -72,13 +73,13 @@ def _gather_parts(x: Tensor, group: TPGroup) -> Tensor:
 
 
 def _reduce_scatter_parts(parts: Tensor, group: TPGroup) -> Tensor:
-    """This rank's part, summed over the ranks: ``[ranks, ...] -> [...]``."""
+    """This rank's part, summed over the ranks: ``[ranks, size, ...] -> [size, ...]``."""
     if parts.is_meta or parts.numel() == 0:
         return parts.new_empty(parts.shape[1:])
-    part = collectives.wait_tensor(
-        collectives.reduce_scatter_tensor(parts.contiguous().view(-1), "sum", group.size, group.name)
+    # With its own shape, not as a view of a flat one: the model's code may go on to change it in place.
+    return collectives.wait_tensor(
+        collectives.reduce_scatter_tensor(parts.contiguous().flatten(0, 1), "sum", group.size, group.name)
     )
-    return part.view(parts.shape[1:])
 
 
 def gather_lengths(length: int, group: TPGroup, device: torch.device) -> list[int]:
@@ -161,9 +162,8 @@ def _reduce_scatter(x: Tensor, group: TPGroup, dim: int, ownership: Ownership) -
     """This rank's part of the sum of the ranks' whole tensors; every owner of a shared index gets its sum."""
     largest = max(ownership.local_size(rank) for rank in range(ownership.ranks))
     parts = [_pad(take_owned(x, dim, ownership, rank), dim, largest) for rank in range(ownership.ranks)]
-    return (
-        _reduce_scatter_parts(torch.stack(parts), group).narrow(dim, 0, ownership.local_size(group.rank)).contiguous()
-    )
+    part, size = _reduce_scatter_parts(torch.stack(parts), group), ownership.local_size(group.rank)
+    return part if size == largest else part.narrow(dim, 0, size).clone(memory_format=torch.contiguous_format)
 
 
 # --- what each transition computes, forward and backward side by side ---
@@ -229,6 +229,7 @@ WAYS: dict[Pair, Way] = {
     ("R", "S"): Way(_take, _place_part),
     ("I", "P"): Way(_keep_once, _same),
     ("R", "P"): Way(_keep_once, _keep_once),
+    ("R", "I"): Way(_same, _keep_once),
     ("P", "S"): Way(_sum_part, _gather_sum),
 }
 """For every row of :data:`~lightning_autotp.layouts.transitions.TRANSITIONS`, the two functions that do it."""
@@ -345,6 +346,11 @@ def keep_once(x: Tensor, group: TPGroup) -> Tensor:
 def keep_once_replicate(x: Tensor, group: TPGroup) -> Tensor:
     """R → P: as :func:`keep_once`; only rank 0's use counts for the gradient, too."""
     return convert(x, Replicate(), Partial(), group)
+
+
+def gradient_once(x: Tensor, group: TPGroup) -> Tensor:
+    """R → I: the tensor itself (no copy) for ranks that will do the same with it; one rank returns its gradient."""
+    return convert(x, Replicate(), Invariant(), group)
 
 
 def _only_dim(shard: Shard, x: Tensor, group: TPGroup) -> tuple[int, Ownership]:

@@ -16,19 +16,25 @@ from torch.distributed.tensor import DTensor
 from lightning_autotp.layouts.ownership import Run
 from lightning_autotp.parameters.meta import ParameterMeta, Slices
 from lightning_autotp.private.distributed_private import compute_local_shape_and_global_offset
+from lightning_autotp.private.torch_private import without_subclasses
 from lightning_autotp.ranks.group import TPGroup
 
 
 def plain(tensor: Tensor) -> Tensor:
     """The elements that are in this process, as an ordinary tensor without history. Not collective."""
-    local = tensor.detach()
+    local = _detached(tensor)
     return local.to_local() if isinstance(local, DTensor) else local
 
 
 def joined(tensor: Tensor) -> Tensor:
     """This rank's tensor-parallel part, whole over the data axis. Collective over the data axis for a ``DTensor``."""
-    local = tensor.detach()
+    local = _detached(tensor)
     return local.full_tensor() if isinstance(local, DTensor) else local
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    with without_subclasses():  # a part of a gradient that answers for the whole is an ordinary tensor, too
+        return tensor.detach()
 
 
 def is_cut(tensor: Tensor) -> bool:

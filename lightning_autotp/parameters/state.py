@@ -8,7 +8,7 @@ been moved to since, and of the parameter in it. Who has a parameter object, or 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_autotp.building.checkpoint_reading import CheckpointSource
 from lightning_autotp.building.recipe import take_recipe
-from lightning_autotp.layouts.plan import Plan
+from lightning_autotp.layouts.plan import ConversionPlan, Plan
 from lightning_autotp.parameters.local_blocks import reshard
 from lightning_autotp.parameters.meta import ParameterMeta
 from lightning_autotp.private.torch_private import children_of, parameters_of
@@ -62,6 +62,9 @@ class ParallelState:
         metas: what each parameter is, by every name it had when the model was divided; tied names share one meta.
         sources: the checkpoint files that the weights are from, by the path of the module that was built from them.
         gradient_sums: what sums a parameter's gradient over the ranks, by its first name, for those that need it.
+        parts: what its modules take and give that is not Invariant, each as the change of layout that would make it so.
+        outer: the paths of modules that take and give whole tensors where they are called by themselves.
+        modules: the paths of its modules when it was divided, each module's first one.
     """
 
     plan: Plan
@@ -69,6 +72,9 @@ class ParallelState:
     metas: dict[str, ParameterMeta]
     sources: dict[str, CheckpointSource] = field(default_factory=dict)
     gradient_sums: dict[str, Hook] = field(default_factory=dict)
+    parts: tuple[ConversionPlan, ...] = ()
+    outer: frozenset[str] = frozenset()
+    modules: tuple[str, ...] = ()
     # Weak: a part of the model that is thrown away is gone.
     _paths: WeakKeyDictionary[nn.Module, str] = field(default_factory=WeakKeyDictionary)
 
@@ -100,12 +106,17 @@ class ParallelState:
                 need_initialize=parameter.is_meta,
             )
             state.metas |= dict.fromkeys(aliases, meta)
+        state.modules = tuple(path for path, _ in model.named_modules())
         for path, module in model.named_modules():
             state._paths[module] = path
             source = vars(module).pop("autotp_source", None)
             if isinstance(source, CheckpointSource):
                 state.sources[path] = source
         return state
+
+    def path(self, module: nn.Module) -> str | None:
+        """A module's path when the model was divided; ``None`` for one that came later."""
+        return self._paths.get(module)
 
     def places(self, model: nn.Module) -> list[Place]:
         """Where the parameters of the model that carries this state are now, under all their names.
@@ -116,16 +127,16 @@ class ParallelState:
         Raises:
             RuntimeError: naming the parameters of which nothing is known, because they came later.
         """
-        modules = dict(_own_modules(model))
+        modules = dict(own_modules(model))
         occupied = {self._paths[module] for module in modules.values() if module in self._paths}
         places: list[Place] = []
         strangers: list[str] = []
         for path, module in modules.items():
             before = self._paths.get(module, None if path in occupied else path)
             for attribute in [name for name, parameter in parameters_of(module).items() if parameter is not None]:
-                name = None if before is None else _joined(before, attribute)
+                name = None if before is None else dotted(before, attribute)
                 if name is None or name not in self.metas:
-                    strangers.append(_joined(path, attribute))
+                    strangers.append(dotted(path, attribute))
                 else:
                     places.append(Place(name, module, attribute, self.metas[name]))
         if strangers:
@@ -146,6 +157,7 @@ class ParallelState:
         metas = {id(meta): replace(meta) for meta in self.metas.values()}
         made = ParallelState(self.plan, self.group, {name: metas[id(meta)] for name, meta in self.metas.items()})
         made.sources, made.gradient_sums = dict(self.sources), dict(self.gradient_sums)
+        made.parts, made.outer, made.modules = self.parts, self.outer, self.modules
         for module, path in self._paths.items():
             if id(module) in twins:
                 made._paths[twins[id(module)]] = path
@@ -175,32 +187,63 @@ class ParameterTable:
         group: the tensor-parallel group.
 
     Raises:
-        RuntimeError: if no parallel model is found, or there are parameters in one of which nothing is known or that do
-            not have the shape of this rank's part.
+        RuntimeError: if no parallel model is found, or there are parameters in one of which nothing is known, that do
+            not have the shape of this rank's part, or that are tied otherwise than when it was divided.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.group = model_group(module)
         reshard(module)
         # With the parameters: an id is one object's only as long as it lives.
-        self._found: dict[int, tuple[nn.Parameter, ParameterMeta]] = {}
-        misfits: list[str] = []
+        self._found: dict[int, tuple[nn.Parameter, ParameterMeta, Hook | None]] = {}
         for model, state in parallel_models(module):
-            for place in state.places(model):
+            places = state.places(model)
+            refuse_changes(model, misfits(places))
+            for place in places:
                 parameter, meta = place.parameter, place.meta
-                self._found[id(parameter)] = parameter, meta
-                if tuple(parameter.shape) != meta.local_shape:
-                    misfits.append(f"{place.name} is {tuple(parameter.shape)}, this rank's part {meta.local_shape}")
-        if misfits:
-            raise RuntimeError(
-                f"{len(misfits)} parameters no longer have the shape of this rank's part of them, something else was"
-                " put in their places:\n  " + "\n  ".join(misfits[:20])
-            )
+                self._found[id(parameter)] = parameter, meta, state.gradient_sums.get(meta.name)
 
     def meta(self, tensor: Any) -> ParameterMeta | None:
         """The meta of a parameter of the parallel models; ``None`` for what is outside of them: every rank has it."""
         found = self._found.get(id(tensor))
         return None if found is None else found[1]
+
+    def gradient_sum(self, tensor: Any) -> Hook | None:
+        """What sums a parameter's gradient over the ranks that share some of it; ``None`` where none do."""
+        found = self._found.get(id(tensor))
+        return None if found is None else found[2]
+
+
+def misfits(places: Iterable[Place]) -> list[str]:
+    """What is wrong with a model's parameters: another shape than this rank's part, or tied otherwise than before."""
+    wrong: list[str] = []
+    by_meta: dict[str, Place] = {}
+    by_parameter: dict[nn.Parameter, Place] = {}
+    for place in places:
+        parameter, meta = place.parameter, place.meta
+        tied, same = by_meta.setdefault(meta.name, place), by_parameter.setdefault(parameter, place)
+        if tuple(parameter.shape) != meta.local_shape:
+            wrong.append(f"{place.name} is {tuple(parameter.shape)}, this rank's part {meta.local_shape}")
+        elif tied.parameter is not parameter:
+            wrong.append(f"{tied.name} and {place.name} were tied, and are two parameters now")
+        elif same.meta.name != meta.name:
+            wrong.append(f"{same.name} and {place.name} were two parameters, and are tied now")
+    return wrong
+
+
+def refuse_changes(model: nn.Module, changes: list[str]) -> None:
+    """An error, if there are changes of a parallel model with which it would not compute what one process does.
+
+    Raises:
+        RuntimeError: naming them.
+    """
+    if changes:
+        raise RuntimeError(
+            f"the parallel {type(model).__name__} was changed after it was divided:\n  "
+            + "\n  ".join([*changes[:20], *["..."] * (len(changes) > 20)])
+            + "\nMake such changes while it is whole, in configure_model() or before parallelize(); load whole tensors"
+            " with lightning_autotp.load_full_state_dict"
+        )
 
 
 def is_parallel(module: object) -> bool:
@@ -234,7 +277,7 @@ def model_group(module: nn.Module) -> TPGroup:
     )
 
 
-def _own_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def own_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """A parallel model's modules by their paths, each once, without those of other parallel models in it."""
     done: set[nn.Module] = set()
     pending = [("", model)]
@@ -244,9 +287,10 @@ def _own_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             continue
         done.add(module)
         yield path, module
-        children = [(_joined(path, name), child) for name, child in children_of(module).items() if child is not None]
+        children = [(dotted(path, name), child) for name, child in children_of(module).items() if child is not None]
         pending += reversed(children)
 
 
-def _joined(path: str, name: str) -> str:
+def dotted(path: str, name: str) -> str:
+    """The path of what has a name in the module at a path."""
     return f"{path}.{name}" if path else name

@@ -7,6 +7,7 @@ on. A comment says what a name is for, and what public API would do instead, whe
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -42,14 +43,21 @@ from torch._subclasses.schema_check_mode import SchemaCheckMode
 # A tensor's memory, known without being kept.
 from torch.multiprocessing.reductions import StorageWeakRef
 
+# Which tensors torch gives to its functions of lists: those of exactly these classes.
+from torch.utils._foreach_utils import _foreach_supported_types
+
 # Sees every operator, below autograd. torch's notes on extending it name this class, under its private path.
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # Nested values, with the names of places in them. Nothing public.
 from torch.utils._pytree import keystr, tree_flatten, tree_leaves, tree_map, tree_map_only, tree_map_with_path
 
+# Tensors as keys by identity, not kept alive.
+from torch.utils.weak import WeakIdKeyDictionary
+
 __all__ = [
     "HANDING_OVER",
+    "LIST_UPDATES",
     "TO",
     "VIEW_GETTERS",
     "DataDependentOutputException",
@@ -62,10 +70,14 @@ __all__ = [
     "StorageWeakRef",
     "TorchDispatchMode",
     "TransformType",
+    "WeakIdKeyDictionary",
+    "accumulated_hooks",
+    "allow_foreach",
     "as_written",
     "assert_async",
     "buffers_of",
     "changes",
+    "check_and_unscale",
     "children_of",
     "custom_function_call",
     "data_of",
@@ -73,6 +85,7 @@ __all__ = [
     "dispatch_functorch",
     "drop_forward_hooks",
     "enable_python_dispatcher",
+    "foreach_norm",
     "get_interpreter_stack",
     "get_unwrapped",
     "gradient_hooks",
@@ -165,6 +178,15 @@ def gradient_hooks(tensor: Tensor) -> list[Callable[..., Any]]:
     return list(hooks.values())
 
 
+def accumulated_hooks(tensor: Tensor) -> list[Callable[..., Any]]:
+    """The hooks that are called when a tensor's gradient has been added to it, kept as the others are."""
+    hooks = tensor._post_accumulate_grad_hooks
+    if hooks is None:
+        return []
+    tensor._post_accumulate_grad_hooks = hooks
+    return list(hooks.values())
+
+
 @contextmanager
 def with_tensors(
     new_parameter: Callable[[Callable[..., Tensor]], Callable[..., Tensor]], attributes: Mapping[str, Any]
@@ -217,6 +239,28 @@ class PreDispatchMode(SchemaCheckMode):
         TorchDispatchMode.__init__(self, _dispatch_key=torch._C.DispatchKey.PreDispatch)
 
 
+# --- lists of tensors ---
+
+foreach_norm: Callable[..., tuple[Tensor, ...]] = torch._foreach_norm
+"""The norms of many tensors at once. Nothing public does it; ``torch.nn.utils.get_total_norm`` uses it."""
+
+check_and_unscale: Callable[..., None] = torch._amp_foreach_non_finite_check_and_unscale_
+"""What ``torch.amp.GradScaler`` does to a list of gradients; its second argument says whether one was not finite."""
+
+LIST_UPDATES = frozenset(
+    function
+    for name, function in vars(torch).items()
+    if re.match("_foreach_(?!mm|norm|powsum|max$)|_fused_(ad|sgd)", name)
+)
+"""Elementwise functions of lists of tensors, as torch's optimizers and its clipping use them. None is public."""
+
+
+def allow_foreach(kind: type[Tensor]) -> None:
+    """Let torch's clipping use functions of lists also for gradients of this class. Nothing public."""
+    if kind not in _foreach_supported_types:
+        _foreach_supported_types.append(kind)
+
+
 # --- modules ---
 
 
@@ -254,10 +298,51 @@ def drop_forward_hooks(module: nn.Module) -> None:
     module._forward_pre_hooks.clear()
 
 
+def is_operator(function: Any) -> bool:
+    """Whether a function is an operator itself, as modes get it that see operators. Nothing public."""
+    return isinstance(function, torch._ops.OpOverload)
+
+
+def moves_alike() -> Callable[..., bool]:
+    """What ``nn.Module.to()`` asks of a tensor and a moved one. Nothing public."""
+    return torch._has_compatible_shallow_copy_type
+
+
+def is_in_backward() -> bool:
+    """Whether a backward pass is running in this thread. Nothing public."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class ModuleHooks:
+    """A module's hooks, by number in the order in which they run; what is put there replaces them. Nothing public.
+
+    Attributes:
+        before: its forward pre-hooks.
+        after: its forward hooks.
+        backward: its backward hooks.
+        first: numbers of the hooks that were there when this object was made.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.before: dict[int, Callable[..., Any]] = module._forward_pre_hooks
+        self.after: dict[int, Callable[..., Any]] = module._forward_hooks
+        self.backward: dict[int, Callable[..., Any]] = module._backward_hooks
+        self.first = frozenset((*self.before, *self.after))
+
+    def numbers(self) -> tuple[int, ...]:
+        """The numbers of all hooks; another hook has another number."""
+        return (*self.before, *self.after, *self.backward)
+
+
 def uncompiled(module: nn.Module) -> nn.Module:
     """The module that ``torch.compile`` has wrapped, or the module itself. Nothing public."""
     inner: nn.Module = getattr(module, "_orig_mod", module)
     return inner
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` has compiled a module, or one in it. Nothing public."""
+    return any(uncompiled(child) is not child or child._compiled_call_impl is not None for child in module.modules())
 
 
 def as_written() -> AbstractContextManager[Any]:

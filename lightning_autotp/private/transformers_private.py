@@ -45,6 +45,7 @@ __all__ = [
     "CHAT_TEMPLATE_FILE",
     "FEATURE_EXTRACTOR_NAME",
     "FULL_TOKENIZER_FILE",
+    "INITIALIZES",
     "LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE",
     "PROCESSOR_NAME",
     "SAFE_WEIGHTS_INDEX_NAME",
@@ -65,6 +66,9 @@ __all__ = [
     "waits_for_copies",
     "with_loading_step",
 ]
+
+INITIALIZES = ("_init_weights",)
+"""A model's method that fills in a module's weights: what all others that do so call, and ``model.apply`` is given."""
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from typing import Any
 from lightning_autotp.layouts.places import Boundary, CallPoint
 from lightning_autotp.layouts.transitions import TRANSITIONS
 from lightning_autotp.layouts.types import Invariant, Layout, Shard, local_shape
-from lightning_autotp.operators import record
+from lightning_autotp.operators import Shapes, record
 from lightning_autotp.operators.graph import Graph, Operator, Ref, renamed
 from lightning_autotp.parameters.meta import ParameterMeta
 from lightning_autotp.solving.implementations import Use
@@ -62,7 +62,7 @@ class _Expected:
     outputs: tuple[tuple[Any, tuple[int, ...]], ...]
     origin: Operator
     free: frozenset[str] = frozenset()
-    own_numbers: bool = False
+    own_numbers: bool | None = False
 
 
 def compare(local: Graph, solution: Solution, rank: int) -> Mismatch | None:
@@ -73,6 +73,8 @@ def compare(local: Graph, solution: Solution, rank: int) -> Mismatch | None:
         if name not in names:
             return Mismatch(0, None, f"the local model does not use the parameter {name}")
         tensors[tensor] = names[name]
+        if tensor not in solution.layouts:
+            continue  # nothing in this call reads it
         shape = local_shape(solution.graph.tensors[tensor].shape, _layout(solution, tensor), rank)
         has = local.tensors[names[name]].shape
         if has != shape:
@@ -136,7 +138,8 @@ def _localized(solution: Solution, rank: int) -> Iterator[_Expected]:
                 names = yield from _operands(number, operator, solution, rank)
                 expected = _plain(operator, shapes, solution, rank)
                 arguments = tuple((key, renamed(value, names)) for key, value in expected.arguments)
-                yield replace(expected, arguments=arguments, own_numbers=operator.call in solution.drawing)
+                own_numbers = None if number in solution.not_drawing else operator.call in solution.drawing
+                yield replace(expected, arguments=arguments, own_numbers=own_numbers)
 
 
 def _operands(
@@ -260,7 +263,11 @@ def _plain(operator: Operator, shapes: Any, solution: Solution, rank: int) -> _E
         else (name, _Offset(local[name], dict(operator.arguments)[name]) if name in local else value)
         for name, value in operator.arguments
     )
-    return _Expected(operator.name, arguments, shapes, operator, frozenset(known.sizes if sharded else ()))
+    free = set(known.sizes if sharded else ())
+    if known.idle is not None:
+        here = Shapes(operator.arguments, operator.outputs, lambda tensor: _local_shape(solution, tensor, rank))
+        free.update(known.idle(here))
+    return _Expected(operator.name, arguments, shapes, operator, frozenset(free))
 
 
 @dataclass(frozen=True)
@@ -282,7 +289,7 @@ def _difference(expected: _Expected, found: Operator, local: Graph, tensors: dic
         return f"expected {expected.name}, found {found.name}"
     if found.boundary != (expected.origin.boundary if expected.name == "boundary" else None):
         return f"expected the boundary {expected.origin.boundary}, found {found.boundary}"
-    if found.own_numbers != expected.own_numbers:
+    if expected.own_numbers is not None and found.own_numbers != expected.own_numbers:
         who = ("the group's common", "its own")
         return f"{expected.name}: the rank must draw {who[expected.own_numbers]} random numbers, it draws the others"
     theirs = dict(found.arguments)

@@ -7,8 +7,10 @@ start, or made on another machine is proved like one that was just made.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
+from lightning_autotp.layouts.places import Boundary, CallPoint
 from lightning_autotp.layouts.plan import ConversionPlan, DrawPlan, ImplementationPlan, Plan
 from lightning_autotp.operators.graph import Graph
 from lightning_autotp.proving.local_sizes import made_local
@@ -40,12 +42,8 @@ def read_plan(
     difference = _other_model(plan, graph)
     if difference:
         raise PlanMismatch(f"the plan was made for another model: {difference}")
-    solution = solve(graph, plan.ranks, implementations, plan=plan, deal_tokens=deal_tokens)
-    made = {(call.module, call.call) for call in plan.made_local}
-    for operator in graph.operators:
-        if operator.call >= 0 and (graph.calls[operator.call].module, graph.calls[operator.call].site) in made:
-            solution = made_local(solution, operator) or solution
-    again = annotate(solution, plan.model, [(p.names, p.shape, p.itemsize) for p in plan.parameters], plan.sizes)
+    solution = _with_local_calls(plan, solve(graph, plan.ranks, implementations, plan=plan, deal_tokens=deal_tokens))
+    again = _annotated(plan, solution)
     for what, theirs, ours in (
         ("changes a layout", map(_change, plan.conversions), map(_change, again.conversions)),
         ("runs a parallel implementation", map(_use, plan.implementations), map(_use, again.implementations)),
@@ -55,6 +53,47 @@ def read_plan(
         if difference:
             raise PlanMismatch(f"where the plan {what}, {difference}")
     return replace(plan, conversions=again.conversions), solution
+
+
+def read_for_call(
+    plan: Plan, graph: Graph, implementations: Implementations, fixed: Collection[Boundary | CallPoint] = ()
+) -> tuple[tuple[ConversionPlan, ...], Solution]:
+    """The layouts that a plan means in another call of its model than the one that it was made for.
+
+    The call may pass other places than the plan knows, or not all of them. Where it needs a tensor in another layout
+    than it comes in there, its layout changes at a module's boundary at which the plan changes none.
+
+    Args:
+        plan: the plan.
+        graph: what the model runs in this call.
+        implementations: those that the plan may name.
+        fixed: places where no layout may change that the plan does not change.
+
+    Returns:
+        The changes of layout that this call needs and the plan does not have, and the layouts.
+
+    Raises:
+        PlanMismatch: if the operators' rules do not allow what the plan says in this call.
+    """
+    solved = solve(graph, plan.ranks, implementations, plan=plan, is_other_call=True, fixed=fixed)
+    solution = _with_local_calls(plan, solved)
+    planned = {_change(change) for change in plan.conversions}
+    needed = _annotated(plan, solution).conversions
+    return tuple(change for change in needed if _change(change) not in planned), solution
+
+
+def _with_local_calls(plan: Plan, solution: Solution) -> Solution:
+    """The solution where the plan's calls make tensors with local sizes."""
+    graph = solution.graph
+    made = {(call.module, call.call) for call in plan.made_local}
+    for operator in graph.operators:
+        if operator.call >= 0 and (graph.calls[operator.call].module, graph.calls[operator.call].site) in made:
+            solution = made_local(solution, operator) or solution
+    return solution
+
+
+def _annotated(plan: Plan, solution: Solution) -> Plan:
+    return annotate(solution, plan.model, [(p.names, p.shape, p.itemsize) for p in plan.parameters], plan.sizes)
 
 
 def _other_model(plan: Plan, graph: Graph) -> str:

@@ -43,6 +43,20 @@ SILENCE = 60.0
 """Seconds after which a host that is not heard of counts as gone."""
 
 
+def process_status(pid: int, started: float | None = None) -> str:
+    """What psutil says of a process on this host; one that has ended counts as a zombie.
+
+    Args:
+        pid: its id.
+        started: when it started, if another one may have got its id meanwhile.
+    """
+    try:
+        process = psutil.Process(pid)
+        return psutil.STATUS_ZOMBIE if started not in (None, process.create_time()) else process.status()
+    except psutil.NoSuchProcess:
+        return psutil.STATUS_ZOMBIE
+
+
 @dataclass(frozen=True)
 class Peer:
     """One process of the job."""
@@ -72,12 +86,7 @@ class Peer:
                 psutil.Process(self.pid).kill()
 
     def _status(self) -> str:
-        """What psutil says of it; one that has ended counts as a zombie."""
-        try:
-            process = psutil.Process(self.pid)
-            return process.status() if process.create_time() == self.started else psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return psutil.STATUS_ZOMBIE
+        return process_status(self.pid, self.started)
 
     def __str__(self) -> str:
         return f"rank {self.rank} (process {self.pid} on {self.host})"

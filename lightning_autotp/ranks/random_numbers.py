@@ -45,7 +45,7 @@ def own_numbers(group: TPGroup, device: torch.device) -> Iterator[None]:
         return
     before = torch.get_rng_state()
     seed = int(torch.randint(_SEEDS, (group.size,), device="cpu")[group.rank])
-    generator = _generator(device)
+    generator = default_generator(device)
     with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=_accelerator(device)):
         generator.manual_seed(seed)
         fresh = generator.get_state()
@@ -60,8 +60,8 @@ def are_own_numbers_noted() -> bool:
     return _noted.get()
 
 
-def _generator(device: torch.device) -> torch.Generator:
-    """The device's default generator."""
+def default_generator(device: torch.device) -> torch.Generator:
+    """The generator that a device draws from by default."""
     if device.type == "cpu":
         return torch.default_generator
     module = torch.get_device_module(device)

@@ -15,6 +15,8 @@ from subprocess import Popen
 
 import psutil
 
+from lightning_autotp.ranks.peers import process_status
+
 LOOK = 0.1
 """Seconds between two looks."""
 GRACE = 10.0
@@ -37,7 +39,8 @@ def wait_for(started: Sequence[Popen[bytes]], patience: float) -> None:
     while running := [process for process in started if process.poll() is None]:
         time.sleep(LOOK)
         for process in running:
-            stopped[process.pid] = stopped[process.pid] + 1 if _is_stopped(process) else 0
+            is_stopped = process_status(process.pid) == psutil.STATUS_STOPPED
+            stopped[process.pid] = stopped[process.pid] + 1 if is_stopped else 0
             if stopped[process.pid] * LOOK > patience:
                 _say(f"process {process.pid} is stopped (by SIGSTOP, or Ctrl-Z in a terminal), and is ended")
                 process.kill()
@@ -50,13 +53,6 @@ def wait_for(started: Sequence[Popen[bytes]], patience: float) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(next((code for code in failed.values() if code > 0), 1))  # the only way at this point
-
-
-def _is_stopped(process: Popen[bytes]) -> bool:
-    try:
-        return psutil.Process(process.pid).status() == psutil.STATUS_STOPPED
-    except psutil.NoSuchProcess:
-        return False
 
 
 def _say(text: str) -> None:

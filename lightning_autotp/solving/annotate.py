@@ -72,6 +72,18 @@ def annotate(
     )
 
 
+def parts_at_modules(solution: Solution) -> tuple[ConversionPlan, ...]:
+    """What modules take and give that is not Invariant, each as the change of layout that would make it so."""
+    found: dict[ConversionPlan, None] = {}
+    for operator in solution.graph.operators:
+        if isinstance(operator.boundary, Boundary):
+            tensor = operator.outputs[0]
+            layout, shape = solution.layouts.get(tensor, Invariant()), solution.graph.tensors[tensor].shape
+            if not isinstance(layout, Invariant):
+                found[_planned(Conversion(operator.boundary, layout, Invariant(), shape))] = None
+    return tuple(found)
+
+
 def explain(plan: Plan, solution: Solution) -> Plan:
     """The plan with the reasons why parameters are left whole."""
     found = {} if solution.reasons is None else solution.reasons.of_whole(solution.layouts)

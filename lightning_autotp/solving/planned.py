@@ -54,6 +54,7 @@ class Planned:
         touching: numbers of the candidates that cut a tensor.
         layout_of: the layout that a tensor has under a kind.
         implementations: those that the plan may name.
+        is_other_call: whether the graph is of another call than the plan's.
 
     Raises:
         PlanMismatch: if a layout of the plan is none that the model's dims can have.
@@ -67,8 +68,11 @@ class Planned:
         touching: Mapping[int, tuple[int, ...]],
         layout_of: Callable[[int, Kind], Layout],
         implementations: Implementations,
+        is_other_call: bool,
     ) -> None:
         self._plan, self._touching, self._layout_of = plan, touching, layout_of
+        self._is_free = is_other_call
+        self._layers = {use.module for use in plan.implementations if use.call is None}
         self._numbers = {(sharding.axes, sharding.dealt): number for number, sharding in enumerate(shardings)}
         layouts = {name: parameter.layout for parameter in plan.parameters for name in parameter.names}
         self.parameters = {
@@ -78,12 +82,14 @@ class Planned:
         }
         self.changes: dict[Boundary | CallPoint, Change] = {}
         self.slices: dict[CallPoint, Layout] = {}
+        self._shown: set[Boundary | CallPoint] = set()
         self.made_local = {(made.module, made.call) for made in plan.made_local}
         crossed = {operator.boundary: operator for operator in graph.operators if operator.boundary is not None}
         for change in plan.conversions:
             place = _place(change)
             operator = crossed.get(place)
             if change.view:
+                self._shown.add(place)
                 continue
             if operator is not None:
                 self.changes[place] = (
@@ -92,7 +98,7 @@ class Planned:
                 )
             elif isinstance(place, CallPoint):
                 self.slices[place] = change.target
-            else:
+            elif not is_other_call:
                 raise PlanMismatch(f"the plan changes a layout at {place}, where the model passes no tensor")
         aliases = {name: parameter.names[0] for parameter in plan.parameters for name in parameter.names}
         tensors = {aliases[name]: tensor for tensor, name in graph.parameters.items()}
@@ -116,6 +122,21 @@ class Planned:
         """The candidates that the plan uses."""
         kinds = (*self.parameters.values(), *(kind for change in self.changes.values() for kind in change))
         return frozenset(kind for kind in kinds if isinstance(kind, int))
+
+    def changes_alike(self, place: Boundary | CallPoint, change: Change) -> bool:
+        """Whether a tensor's kinds before and after a place are what the plan makes of them there."""
+        if place in self.changes:
+            return self.changes[place] == change
+        if change[0] == change[1]:
+            return True
+        # Parallel layers change layouts themselves, always alike. And no sum is put off: whether it was taken shows in
+        # no shape, and where activations are computed again in the backward pass it may be another call's turn.
+        is_boundary = isinstance(place, Boundary) and place.module not in self._layers
+        return self._is_free and is_boundary and change[0] != "P"
+
+    def shows(self, place: Boundary | CallPoint | None) -> bool:
+        """Whether a sharded tensor is shown as if it were whole to the code after a place."""
+        return place in self._shown
 
     def allows(self, place: CallPoint, target: Layout | None) -> bool:
         """Whether the plan makes a static operand this at its call; ``None``: leaves it as it is."""

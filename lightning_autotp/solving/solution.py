@@ -44,6 +44,7 @@ class Solution:
         slices: by operator (its position) and static tensor: how that operand becomes what the operator needs there.
         uses: operators (their positions) that a parallel implementation runs.
         drawing: calls, by number, that draw random numbers for a sharded tensor: each rank its own.
+        not_drawing: operators (their positions) that could draw random numbers, but do not with their arguments.
         made_local: calls, by number, whose static tensors the model's own code makes with local sizes.
         global_views: boundaries where a sharded tensor leaves the modules and must look whole to the user's code
             (logits).
@@ -62,6 +63,7 @@ class Solution:
     slices: dict[tuple[int, int], Conversion] = field(default_factory=dict)
     uses: dict[int, Use] = field(default_factory=dict)
     drawing: set[int] = field(default_factory=set)
+    not_drawing: set[int] = field(default_factory=set)
     made_local: set[int] = field(default_factory=set)
     global_views: list[Conversion] = field(default_factory=list)
     reasons: Reasons | None = field(default=None, repr=False, compare=False)
@@ -98,6 +100,8 @@ def read_solution(tables: Tables, kinds: dict[int, Kind], found: Assignment) -> 
                 _add_view(tables, solution, shown, seen)
         if relation.draws and any(isinstance(layouts[tensor], Shard) for tensor in operator.outputs):
             solution.drawing.add(operator.call)
+        if relation.draws is False:
+            solution.not_drawing.add(tables.position[id(operator)])
         _add_slices(tables, solution, relation, kinds)
     for tensor in tables.graph.outputs:
         if tensor in layouts:

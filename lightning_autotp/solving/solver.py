@@ -6,7 +6,7 @@ The :mod:`~lightning_autotp.solving.tables` of what every operator may run at ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from lightning_autotp.layouts.dims import leaves
 from lightning_autotp.layouts.places import Boundary, CallPoint
@@ -38,6 +38,8 @@ def solve(
     pinned: Mapping[str, int | None] | None = None,
     plan: Plan | None = None,
     deal_tokens: bool = False,
+    is_other_call: bool = False,
+    fixed: Collection[Boundary | CallPoint] = (),
 ) -> Solution:
     """Find the layouts of least cost.
 
@@ -51,6 +53,9 @@ def solve(
         pinned: parameters, by name, that are to be cut along this dim, or, with ``None``, to be left whole.
         plan: a plan to be followed: then the layouts are those that it means.
         deal_tokens: whether axes of activations that no parameter has (rows, tokens) may be dealt out, too.
+        is_other_call: whether the graph is of another call than the one that the plan was made for: it may leave out
+            places of the plan, and change layouts at boundaries of modules where the plan changes none.
+        fixed: places where no layout may change.
 
     Raises:
         NothingToShard: if no parameter can be divided.
@@ -60,7 +65,8 @@ def solve(
     """
     tables = Tables(graph, ranks, implementations, profile or Profile(), blocked or {}, tokens, deal_tokens)
     if plan is not None:
-        tables.follow(plan)
+        tables.follow(plan, is_other_call)
+    tables.fixed |= set(fixed)
     bound = 0.0
     while True:
         solution = _solve_once(tables, pinned or {})

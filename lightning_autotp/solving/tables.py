@@ -151,9 +151,11 @@ class Tables:
         numbers = sorted({number for dim in dims for axis in leaves(dim) for number in self.cutting.get(axis.id, ())})
         return tuple(number for number in numbers if shardable(dims, frozenset(self.shardings[number].axes)))
 
-    def follow(self, plan: Plan) -> None:
-        """Allow only what a plan says."""
-        self.planned = Planned(plan, self.graph, self.shardings, self.touching, self.layout, self.implementations)
+    def follow(self, plan: Plan, is_other_call: bool = False) -> None:
+        """Allow only what a plan says; in another call than its own also changes of layout where it has none."""
+        self.planned = Planned(
+            plan, self.graph, self.shardings, self.touching, self.layout, self.implementations, is_other_call
+        )
         used = self.planned.numbers
         self.touching = {tensor: tuple(n for n in numbers if n in used) for tensor, numbers in self.touching.items()}
 
@@ -179,7 +181,9 @@ class Tables:
                     costs = {self.planned.parameters[tensor]: 0.0}
                 problem.add((tensor,), {(codes[tensor][kind],): cost for kind, cost in costs.items()})
         for tensor in set(self.graph.outputs) & self.dims.keys():
-            allowed: list[Kind] = [I, *(self.touching[tensor] if self.view_boundary(tensor) else ())]
+            shown = self.view_boundary(tensor)
+            is_shown = shown is not None and (self.planned is None or self.planned.shows(shown.boundary))
+            allowed: list[Kind] = [I, *(self.touching[tensor] if is_shown else ())]
             problem.add((self.first.get(tensor, tensor),), {(codes[tensor][kind],): 0.0 for kind in allowed})
         self.tables = []
         for relation in self.relations:
@@ -239,7 +243,7 @@ class Tables:
         operator = relation.operator
         if operator.boundary is not None:
             found = (kinds[operator.inputs[0]], kinds[operator.outputs[0]])
-            return found == self.planned.changes.get(operator.boundary, (found[0], found[0]))
+            return self.planned.changes_alike(operator.boundary, found)
         targets = self.static_targets(relation, kinds)
         for tensor in relation.inputs:
             place = self.leaves.get((self.position[id(operator)], tensor))

@@ -1,4 +1,4 @@
-"""PEFT's adapters on a parallel model: saving them in PEFT's own format, and what cannot be done with shards.
+"""PEFT's adapters on a parallel model: saving them in PEFT's own format.
 
 To everything else an adapter is just more layers of the model: they are traced, planned, cut and loaded like others.
 Only what PEFT does with weights outside a forward has to know that a rank has parts of them. PEFT itself decides which
@@ -91,25 +91,3 @@ def _of_adapters(model: PeftModel, options: dict[str, Any]) -> dict[str, Tensor]
     wanted = {id(value) for value in saved}
     # A method that saves what it computes from its tensors gets them all.
     return {name: value for name, value in state.items() if id(value) in wanted or not wanted <= ours}
-
-
-def refuse_merging(model: nn.Module) -> None:
-    """Make an error of merging adapters into a local model: what one rank would add is a part, perhaps of a sum.
-
-    Args:
-        model: a parallel model; nothing happens if it has no adapters.
-    """
-    tuners = sys.modules.get("peft.tuners.tuners_utils")
-    if tuners is None:
-        return
-    for module in model.modules():
-        if isinstance(module, tuners.BaseTunerLayer):
-            module.merge = _refuse
-
-
-def _refuse(*_: Any, **__: Any) -> None:
-    raise RuntimeError(
-        "adapters cannot be merged on the ranks of a tensor-parallel model, where each has a part of them: save the"
-        " adapter (trainer.strategy.save_pretrained(directory)), load it in one process with"
-        " PeftModel.from_pretrained(base, directory), and call merge_and_unload() there"
-    )

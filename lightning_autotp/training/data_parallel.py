@@ -13,8 +13,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -59,6 +60,22 @@ def hook_gathered(model: nn.Module) -> None:
         for name in names:
             hook_gradient(model.get_parameter(name), state.gradient_sums[name])
         managers[path].reshard()
+
+
+def beside_fsdp(gradient: Tensor) -> Tensor:
+    """A hook for gradients on their way to parameters that FSDP2 has cut, past FSDP2. Not collective.
+
+    Raises:
+        RuntimeError: where second derivatives are wanted, which do not go through DTensors.
+    """
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "second derivatives (create_graph=True) do not go through parameters that FSDP2 has cut: train with one"
+            " copy of the model (data_parallel_size=1, no data_mesh)"
+        )
+    # FSDP2 adds to the same gradients on a stream of its own.
+    torch.get_device_module(gradient.device).synchronize()
+    return gradient
 
 
 def generate_together(model: nn.Module) -> None:

@@ -12,7 +12,8 @@ the new one has the hook, before they run.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -20,34 +21,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import Function
 from torch.utils.hooks import RemovableHandle
 
 from lightning_autotp.layouts.types import Shard
 from lightning_autotp.parameters.gathering import gather_to_cpu
 from lightning_autotp.parameters.local_blocks import counted_blocks, data_group, index, is_cut, plain
 from lightning_autotp.parameters.meta import ParameterMeta
+from lightning_autotp.parameters.part import PartOf
 from lightning_autotp.parameters.state import Hook, ParameterTable, Place, parallel_state
-from lightning_autotp.private.torch_private import children_of, gradient_hooks, parameters_of
+from lightning_autotp.private.torch_private import accumulated_hooks, children_of, gradient_hooks, parameters_of
 from lightning_autotp.ranks.group import TPGroup
+from lightning_autotp.training.counted import counted_elements, whole_norms
+from lightning_autotp.training.cut_gradient_parts import CutMark
+from lightning_autotp.training.gradient_parts import Mark, marked_like
+from lightning_autotp.training.linear_maps import linear, same
 
 Blocks = tuple[tuple[slice, ...], ...]
 """Index expressions of blocks of a local tensor."""
-
-
-class _Mixed(Function):
-    """A linear map over the ranks' gradients, and the one that second derivatives (``create_graph=True``) need."""
-
-    @staticmethod
-    def forward(ctx: Any, gradient: Tensor, mix: Hook, backward: Hook | None) -> Tensor:
-        ctx.mix, ctx.then = mix, backward
-        return mix(gradient)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        if ctx.then is None:
-            return gradient, None, None
-        return _Mixed.apply(gradient, ctx.then, ctx.mix), None, None
 
 
 @dataclass(frozen=True)
@@ -65,7 +55,7 @@ class GradientSum:
 
     def __call__(self, gradient: Tensor) -> Tensor:
         """What the ranks' gradients add up to. Collective."""
-        return _Mixed.apply(gradient, self._sum, None if self.is_replicated else self._sum)
+        return linear(gradient, self._sum, same if self.is_replicated else self._sum)
 
     def _sum(self, gradient: Tensor) -> Tensor:
         total = gradient.clone(memory_format=torch.contiguous_format)
@@ -103,15 +93,23 @@ def synchronize_gradients(model: nn.Module) -> list[RemovableHandle]:
     state = parallel_state(model)
     places = state.places(model)
     groups = _subgroups([place.meta for place in places], state.group)
+    hooks: dict[str, GradientHooks] = {}
     for meta in {place.meta.name: place.meta for place in places}.values():
         shared = _shared_elements(meta)
         if shared:
             parts = tuple((blocks, groups[ranks]) for ranks, blocks in sorted(shared.items()))
             state.gradient_sums[meta.name] = GradientSum(parts, not isinstance(meta.layout, Shard))
-    summed = [place for place in places if place.meta.name in state.gradient_sums and not is_cut(place.parameter)]
-    hooked = {place.parameter: state.gradient_sums[place.meta.name] for place in summed}  # tied ones once
-    handles = [hook_gradient(parameter, hook) for parameter, hook in hooked.items()]
-    return handles + _keep_hooked(model, summed, state.gradient_sums)
+        mark = None
+        if isinstance(meta.layout, Shard):
+            mark = Mark(PartOf(meta.name, meta.shape, meta.layout, state.group))
+        if shared or mark:
+            hooks[meta.name] = GradientHooks(state.gradient_sums.get(meta.name), mark)
+    hooked = [place for place in places if place.meta.name in hooks and not is_cut(place.parameter)]
+    attached = {place.parameter: hooks[place.meta.name] for place in hooked}  # tied ones once
+    handles = [handle for parameter, hook in attached.items() for handle in hook.attach(parameter)]
+    for parameter, meta in {place.parameter: place.meta for place in places if is_cut(place.parameter)}.items():
+        handles.append(_hook_accumulated(parameter, CutMark(meta, state.group).accumulated))
+    return handles + _keep_hooked(model, hooked, hooks)
 
 
 def average_gradients(model: nn.Module, group: dist.ProcessGroup) -> list[RemovableHandle]:
@@ -137,7 +135,7 @@ def average_gradients(model: nn.Module, group: dist.ProcessGroup) -> list[Remova
         return mean
 
     def average(gradient: Tensor) -> Tensor:
-        return _Mixed.apply(gradient, mean_of, mean_of)
+        return marked_like(linear(gradient.as_subclass(Tensor), mean_of, mean_of), gradient)
 
     return [hook_gradient(parameter, average) for parameter in model.parameters() if not is_cut(parameter)]
 
@@ -279,41 +277,70 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor]:
 
 def _norms(parameters: Sequence[Tensor], table: ParameterTable, norm_type: float) -> Tensor:
     """The norms of the original model's gradients, ``[parameters]``, zero for those without one. Collective."""
-    if not norm_type > 0:
-        raise ValueError(f"norm_type is {norm_type}; a gradient norm needs a positive one or infinity")
     device = parameters[0].device if parameters else torch.device("cpu")
     dtype = functools.reduce(torch.promote_types, (parameter.dtype for parameter in parameters), torch.float32)
     spread = next((found for parameter in parameters if (found := data_group(parameter)) is not None), None)
     # What FSDP2 does not manage is in every copy of the model: the first one counts it.
     is_first_copy = spread is None or dist.get_rank(spread) == 0
-    norms = torch.zeros(len(parameters), dtype=dtype, device=device)
+    elements = [torch.empty(0, dtype=dtype, device=device)] * len(parameters)
     for place, parameter in enumerate(parameters):
-        if parameter.grad is None or not (is_first_copy or is_cut(parameter)):
-            continue
-        gradient = plain(parameter.grad)
-        counted = counted_blocks(parameter, table.meta(parameter), table.group)
-        blocks = [gradient[index(block.local)] for block in counted]
-        parts = [torch.linalg.vector_norm(block, norm_type, dtype=dtype) for block in blocks if block.numel()]
-        if parts:
-            norms[place] = torch.linalg.vector_norm(torch.stack(parts), norm_type)
-    # The ranks' norms are gathered, not reduced: every rank computes the same bits, and a NaN stays one.
-    for process_group in (table.group.process_group, spread):
-        if process_group is not None:
-            everyone = [torch.empty_like(norms) for _ in range(dist.get_world_size(process_group))]
-            dist.all_gather(everyone, norms, group=process_group)
-            norms = torch.linalg.vector_norm(torch.stack(everyone), norm_type, dim=0)
-    return norms
+        if parameter.grad is not None and (is_first_copy or is_cut(parameter)):
+            blocks = counted_blocks(parameter, table.meta(parameter), table.group)
+            elements[place] = counted_elements(plain(parameter.grad), blocks)
+    groups = [table.group] if spread is None else [table.group, TPGroup.of(spread)]
+    return whole_norms(elements, norm_type, dtype, groups)
+
+
+@dataclass(frozen=True)
+class GradientHooks:
+    """What is done to a parameter's gradients in every backward pass; plain data.
+
+    Attributes:
+        total: sums what several ranks hold, if they do.
+        mark: lets what is a part answer for the whole.
+    """
+
+    total: Hook | None
+    mark: Mark | None
+
+    def attach(self, parameter: Tensor) -> list[RemovableHandle]:
+        """Put those hooks on a parameter that it does not have yet."""
+        wanted = [self.total] if self.total else []
+        if self.mark is not None:
+            wanted.append(self.mark.contribution)
+        there = gradient_hooks(parameter)
+        handles = [hook_gradient(parameter, hook) for hook in wanted if hook not in there]
+        if self.mark is not None and self.mark.accumulated not in accumulated_hooks(parameter):
+            handles.append(_hook_accumulated(parameter, self.mark.accumulated))
+        return handles
 
 
 def hook_gradient(parameter: Tensor, hook: Hook) -> RemovableHandle:
     """Apply ``hook`` in every backward pass; also for a parameter that is frozen now."""
-    # A frozen tensor takes no hook, but keeps one it has.
+    with _trainable(parameter):
+        return parameter.register_hook(hook)
+
+
+def _hook_accumulated(parameter: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
+    with _trainable(parameter):
+        handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)
+        return handle
+
+
+@contextmanager
+def _trainable(parameter: Tensor) -> Iterator[None]:
+    """A frozen tensor takes no hook, but keeps one it has."""
     trainable = parameter.requires_grad
     parameter.requires_grad_(True)
     try:
-        return parameter.register_hook(hook)
+        yield
     finally:
         parameter.requires_grad_(trainable)
+
+
+def keep_hooked(parameter: Tensor, hook: Hook | None) -> None:
+    """See to it that a parameter, which may not be the one of before, has its hook, if there is one."""
+    GradientHooks(hook, None).attach(parameter)
 
 
 class _Hooked:
@@ -323,32 +350,31 @@ class _Hooked:
         hooks: of its parameters, and of those right below it, which its own code may use, by their names in it.
     """
 
-    def __init__(self, hooks: dict[str, Hook]) -> None:
+    def __init__(self, hooks: dict[str, GradientHooks]) -> None:
         self.hooks = hooks
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        for name, hook in self.hooks.items():
+        for name, hooks in self.hooks.items():
             child, _, attribute = name.rpartition(".")
             owner = children_of(module).get(child) if child else module
             parameter = None if owner is None else parameters_of(owner).get(attribute)
-            if not isinstance(parameter, nn.Parameter):
-                continue
-            if hook not in gradient_hooks(parameter):
-                hook_gradient(parameter, hook)
+            if isinstance(parameter, nn.Parameter):
+                hooks.attach(parameter)
+            elif parameter is not None and parameter.requires_grad:
+                keep_hooked(parameter, hooks.total)  # what torch.func.functional_call is given may be any tensor
 
 
-def _keep_hooked(model: nn.Module, summed: list[Place], hooks: dict[str, Hook]) -> list[RemovableHandle]:
+def _keep_hooked(model: nn.Module, hooked: list[Place], hooks: dict[str, GradientHooks]) -> list[RemovableHandle]:
     """Let the modules that use these parameters see to it that they have their hooks."""
-    watched: dict[nn.Module, dict[str, Hook]] = {}
+    watched: dict[nn.Module, dict[str, GradientHooks]] = {}
     above = {child: (module, name) for module in model.modules() for name, child in module.named_children()}
-    for place in summed:
-        hook = hooks[place.meta.name]
-        watched.setdefault(place.module, {})[place.attribute] = hook
+    for place in hooked:
+        watched.setdefault(place.module, {})[place.attribute] = hooks[place.meta.name]
         if place.module is not model:
             parent, name = above[place.module]
-            watched.setdefault(parent, {})[f"{name}.{place.attribute}"] = hook
+            watched.setdefault(parent, {})[f"{name}.{place.attribute}"] = hooks[place.meta.name]
     return [module.register_forward_pre_hook(_Hooked(hooks)) for module, hooks in watched.items()]
 
 

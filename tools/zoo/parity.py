@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from lightning_autotp.capture.capture import step_size
 from lightning_autotp.layouts.step_size import TokensPerStep
+from lightning_autotp.parameters.local_blocks import plain
 from lightning_autotp.parameters.meta import ParameterMeta
 from lightning_autotp.parameters.state import parallel_state
 from lightning_autotp.pipeline import make_plan, parallelize
@@ -148,9 +149,9 @@ def _gradient_error(
 ) -> float:
     """The largest difference in this rank's part, relative to the whole gradient's largest element."""
     whole = wanted[meta.name]
+    local = torch.zeros_like(parameter) if parameter.grad is None else plain(parameter.grad)
     if whole is None:
-        return 0.0 if parameter.grad is None else float(parameter.grad.abs().max() > 0)
-    local = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        return float(bool(local.any()))
     difference = 0.0
     for block in meta.mapping:
         here = local[tuple(slice(*run) for run in block.local)]

@@ -1,0 +1,240 @@
+"""Calls of a parallel model that are not like the one it was proved for: each kind is proved when it first comes.
+
+A plan is proved for one call of the model. With other arguments, in another mode, or with other settings in its config
+the model may run other code. So before its forward, a cheap key tells kinds of calls apart. The first call of a kind is
+traced, on the original model and on the local one, both without weights, and compared as they were for the plan. Where
+the new code needs a tensor in another layout than it has, that is changed at the boundary of a module, in calls of this
+kind only.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Hashable, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_autotp.applying.replace import BoundaryConversion, hook_boundary
+from lightning_autotp.capture.capture import Call, CaptureError, capture, capture_local, meta_copy
+from lightning_autotp.layouts.places import Boundary
+from lightning_autotp.layouts.plan import ConversionPlan
+from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
+from lightning_autotp.parameters.state import parallel_state
+from lightning_autotp.private.torch_private import tree_leaves, tree_map_only
+from lightning_autotp.proving.compare import Mismatch, compare
+from lightning_autotp.proving.configs import ConfigWatch
+from lightning_autotp.proving.read_plan import read_for_call
+from lightning_autotp.ranks.agreement import raise_together
+from lightning_autotp.ranks.group import TPGroup
+from lightning_autotp.solving.annotate import parts_at_modules
+from lightning_autotp.solving.call_points import bare_modules, open_modules
+from lightning_autotp.solving.planned import PlanMismatch
+from lightning_autotp.solving.solution import Solution
+
+
+class UnprovedCall(RuntimeError):
+    """A parallel model is called in a way in which its parts would not compute what the original model does."""
+
+
+class CallProver:
+    """Forward pre-hook of a parallel model that proves each new kind of call. Collective where a kind is new.
+
+    Args:
+        model: the local model.
+        original: a copy on the meta device of the model it was before, see :func:`~lightning_autotp.capture.capture.
+            meta_copy`.
+        solution: what its plan means in the call that was proved for it.
+        example: that call.
+    """
+
+    def __init__(self, model: nn.Module, original: nn.Module, solution: Solution, example: Call) -> None:
+        state = parallel_state(model)
+        # Not the state itself: a deep copy of the model has one of its own.
+        self.model, self.plan, self.group = model, state.plan, state.group
+        self.original, self.local = original, meta_copy(model)  # the local one without this hook
+        self.configs = ConfigWatch(model, self.original, self.local, self.plan.sizes)
+        self.modules = list(model.modules())
+        first = kind_of(example), bytes([True] * len(self.modules)), self.configs.version()
+        state.parts = parts_at_modules(solution)
+        self.proved: dict[Hashable, tuple[ConversionPlan, ...]] = {first: state.parts}
+        self.running: Hashable = None
+        self.undescribed: set[str] = set()
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Before a forward of the model.
+
+        Raises:
+            UnprovedCall: if the parts do not compute what the model does in a call like this.
+            PeerError: on ranks where they do, if they do not on another one.
+        """
+        if torch.compiler.is_compiling():
+            return
+        call = Call(args, kwargs)
+        unknown: list[str] = []
+        arguments = kind_of(call, unknown)
+        if unknown:
+            self._say_unknown(unknown[0])
+            return
+        kind = arguments, bytes([module.training for module in self.modules]), self.configs.version()
+        self.running = kind
+        if kind not in self.proved:
+            if _is_traced(call):
+                return
+            with raise_together(self.group.process_group, "proving a new kind of call"):
+                self.proved[kind] = self._prove(kind, with_rows(call))
+        parallel_state(self.model).parts = self.proved[kind]
+
+    def _prove(self, kind: Hashable, call: Call) -> tuple[ConversionPlan, ...]:
+        """Trace both models in a call of this kind, and compare; returns what is not Invariant around modules then."""
+        original, local = self.original, self.local
+        for module, *copies in zip(self.modules, original.modules(), local.modules(), strict=True):
+            for copy in copies:
+                copy.training = module.training
+        try:
+            graph = capture(original, call, frozenset(self.plan.opaque), training=False)
+        except CaptureError as error:
+            warnings.warn(
+                f"a call of {self._who()} cannot be traced, and so nobody has proved that its parts compute what the"
+                f" model does when it is called so: {described(call, self.modules[0].training)}. ({error})",
+                stacklevel=2,
+            )
+            return parallel_state(self.model).parts
+        graph = open_modules(graph, bare_modules(graph, IMPLEMENTATIONS))
+        fixed: set[Boundary] = set()
+        differences: list[str] = []
+        while True:
+            try:
+                needed, solution = read_for_call(self.plan, graph, IMPLEMENTATIONS, fixed)
+            except PlanMismatch as error:
+                raise self._refusal(call, (differences or [str(error)])[0]) from error
+            difference = self._difference(needed, solution, call)
+            if difference is None:
+                break
+            differences.append(str(difference))
+            if not needed:
+                raise self._refusal(call, differences[0])
+            # Where sizes in Python code are those of the local model, a tensor cannot be whole: perhaps further on.
+            fixed |= {Boundary(change.module, change.side, change.key) for change in needed}
+        # Before the hooks with which the model collects outputs, as in the traces; each before the one after it.
+        for change in reversed(needed):
+            hook_boundary(self.model, _InKind(change, self.group, self, kind), prepend=True)
+        return parts_at_modules(solution)
+
+    def _difference(self, needed: tuple[ConversionPlan, ...], solution: Solution, call: Call) -> Mismatch | None:
+        """Where the local model, with these changes of layout, is not the same computation."""
+        local = self.local
+        handles = [
+            hook_boundary(local, BoundaryConversion(change, self.group), prepend=True) for change in reversed(needed)
+        ]
+        try:
+            traced = capture_local(local, call, solution.graph.opaque, training=False)
+            return compare(traced, solution, self.group.rank)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _refusal(self, call: Call, why: str) -> UnprovedCall:
+        return UnprovedCall(
+            f"{self._who()} is called in another way than it was traced, and its parts on the ranks would not compute"
+            f" what the whole model does then: {why}\nIt is called with"
+            f" {described(call, self.modules[0].training)}. Give example_inputs that are passed in this way, so that it"
+            " is planned for, or leave out what is new"
+        )
+
+    def _who(self) -> str:
+        return type(self.model).__name__
+
+    def _say_unknown(self, what: str) -> None:
+        """Say once that calls with an argument of a class are not proved, if gradients are computed in them."""
+        if what not in self.undescribed and torch.is_grad_enabled():
+            self.undescribed.add(what)
+            warnings.warn(
+                f"{self._who()} is called with a {what}, about which nothing is known: nobody has proved that its parts"
+                " compute what the model does in such a call",
+                stacklevel=3,
+            )
+
+
+class _InKind(BoundaryConversion):
+    """A change of layout in calls of one kind only."""
+
+    def __init__(self, plan: ConversionPlan, group: TPGroup, prover: CallProver, kind: Hashable) -> None:
+        super().__init__(plan, group)
+        self.prover, self.kind = prover, kind
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return super().before(module, args, kwargs) if self.prover.running == self.kind else None
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return super().after(module, args, output) if self.prover.running == self.kind else None
+
+
+def kind_of(value: Any, unknown: list[str] | None = None) -> Hashable:
+    """What of a call's arguments may decide which code runs: not values of tensors, nor their sizes but 1.
+
+    The number of rows, a tensor's first dim, may be 1 as well as any other: see :func:`with_rows`.
+
+    Args:
+        value: the arguments.
+        unknown: gets the classes of objects of whose contents nothing is known.
+    """
+    kind = type(value)
+    if value is None or kind is bool or kind is str or isinstance(value, torch.dtype | torch.device):
+        return value
+    if isinstance(value, Tensor):
+        return value.dtype, value.requires_grad, value.ndim, tuple([size == 1 for size in value.shape[1:]])
+    if kind is int:
+        return "int", min(max(value, -1), 2)
+    if kind is float:
+        return "float"
+    if isinstance(value, Mapping):
+        return tuple([(key, kind_of(item, unknown)) for key, item in value.items()])
+    if isinstance(value, list | tuple):
+        return (kind.__name__, *[kind_of(item, unknown) for item in value])
+    if is_dataclass(value):
+        return tuple([(field.name, kind_of(getattr(value, field.name), unknown)) for field in fields(value)])
+    if unknown is not None:
+        unknown.append(kind.__name__)
+    return kind.__name__
+
+
+def with_rows(call: Call) -> Call:
+    """A call with a single row as one with two of it: a dim of size 1 could be any dim, or none."""
+    sizes = {leaf.shape[0] for leaf in tree_leaves(tuple(call)) if isinstance(leaf, Tensor) and leaf.ndim}
+    if sizes != {1}:
+        return call
+    args, kwargs = tree_map_only(Tensor, lambda leaf: torch.cat([leaf, leaf]) if leaf.ndim else leaf, tuple(call))
+    return Call(args, kwargs)
+
+
+def _is_traced(call: Call) -> bool:
+    """Whether it has no values: another trace is under way."""
+    return any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves(tuple(call)))
+
+
+def described(call: Call, training: bool) -> str:
+    """A call in words."""
+    said = [_said(value) for value in call.args] + [f"{name}={_said(value)}" for name, value in call.kwargs.items()]
+    return f"({', '.join(said)}), in {'training' if training else 'evaluation'} mode"
+
+
+def _said(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return repr(value) if value is None or isinstance(value, bool | int | float | str) else type(value).__name__
+
+
+def prove_new_calls(model: nn.Module, original: nn.Module, solution: Solution, example: Call) -> None:
+    """Let a local model prove every kind of call that differs from the example's, when it comes for the first time.
+
+    Args:
+        model: the local model, proved for the example.
+        original: a copy of the model before, on the meta device.
+        solution: what its plan means in the example's call.
+        example: the call that it was proved for.
+    """
+    prover = CallProver(model, original, solution, example)
+    model.register_forward_pre_hook(prover, with_kwargs=True, prepend=True)

@@ -1,0 +1,188 @@
+"""What the ranks of a tensor-parallel group must have in common for the whole run: batches, and random numbers.
+
+Ranks that are given different batches compute nonsense without any error. So do ranks whose common stream of random
+numbers has come apart: they drop other elements of what each of them holds whole, and the weights that every rank has
+drift apart with it. Both is told by two numbers per rank and step, which may go along with any other reduction: a
+fingerprint, and its complement. If the largest of the first is the complement of the largest of the second, there is
+one fingerprint only. What it is that differs is exchanged when something does.
+
+Nothing here waits for a device, or for another rank, before that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_autotp.ranks.agreement import gather_objects
+from lightning_autotp.ranks.description import Part, combined, describe, difference
+from lightning_autotp.ranks.random_numbers import default_generator
+
+LOWEST = -(2**63)
+"""What a rank that says nothing contributes to the largest of several numbers."""
+
+
+@dataclass(frozen=True)
+class Account:
+    """What one rank has to say when fingerprints differ.
+
+    Attributes:
+        ranks: its tensor-parallel group, by their numbers among all processes.
+        places: which batches it was given since the last comparison.
+        batches: what is in them: paths and texts.
+        streams: the states of its random generators, likewise.
+        before: the last batch that was compared before, at which all was well.
+    """
+
+    ranks: tuple[int, ...]
+    places: tuple[str, ...]
+    batches: tuple[tuple[tuple[str, str], ...], ...]
+    streams: tuple[tuple[str, str], ...]
+    before: str | None
+
+
+class InCommon:
+    """Notes what this rank is given, and compares it with what the other ranks of its group are given.
+
+    Args:
+        group: the tensor-parallel group.
+        device: whose random numbers are compared, besides the CPU's.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group, self._device = group, device
+        self._noted: list[tuple[str, list[Part]]] = []
+        self._streams: tuple[tuple[str, str], ...] = ()
+        self._before: str | None = None
+
+    def note(self, batch: Any, where: str) -> None:
+        """Remember a batch's fingerprint until the next comparison. Not collective, and no device is waited for.
+
+        Args:
+            batch: any nesting of mappings, sequences, dataclasses, tensors, numpy's arrays and plain values; other
+                objects are not compared.
+            where: which batch this is.
+        """
+        self._noted.append((where, list(describe(batch, "batch"))))
+
+    def fingerprint(self) -> Tensor:
+        """Two numbers, int64, of the batches since the last comparison and of the generators as they are now.
+
+        Not collective, and no device is waited for.
+        """
+        self._streams = _streams(self._device)
+        texts, checksums = [repr(self._streams)], list[Tensor]()
+        for where, parts in self._noted:
+            texts.append(where)
+            for part in parts:
+                texts += part.path, part.text, repr(part.items)
+                if part.checksum is not None:
+                    checksums.append(part.checksum.to(self._device, non_blocking=True))
+        digest = hashlib.blake2b("\n".join(texts).encode(errors="surrogatepass"), digest_size=8).digest()
+        said = torch.tensor(int.from_bytes(digest, "little", signed=True), device=self._device)
+        fingerprint = combined([said, *checksums])
+        return torch.stack([fingerprint, ~fingerprint])
+
+    def settle(self, largest: Sequence[int], everyone: dist.ProcessGroup | None) -> None:
+        """Go on if the fingerprints are alike. Collective over ``everyone`` if any are not.
+
+        Args:
+            largest: the largest of all ranks' :meth:`fingerprint`, for one or several groups after one another.
+            everyone: the ranks that have these numbers; ``None`` is every process.
+
+        Raises:
+            RuntimeError: on all of these ranks, if those of any one group differ.
+        """
+        if all(first == ~second for first, second in zip(largest[::2], largest[1::2], strict=True)):
+            if self._noted:
+                self._before = self._noted[-1][0]
+            self._noted.clear()
+            return
+        numbers = range(dist.get_world_size()) if everyone is None else dist.get_process_group_ranks(everyone)
+        accounts = dict(zip(numbers, gather_objects(self._account(), everyone), strict=True))
+        groups = sorted({account.ranks for account in accounts.values()})
+        found = [text for ranks in groups for text in explain({rank: accounts[rank] for rank in ranks})]
+        raise RuntimeError("\n".join(found))
+
+    def compare(self) -> None:
+        """Compare at once, over this group. Collective.
+
+        Raises:
+            RuntimeError: on every rank, if any two ranks differ.
+        """
+        largest = self.fingerprint()
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
+        self.settle(largest.tolist(), self._group)
+
+    def _account(self) -> Account:
+        return Account(
+            ranks=tuple(dist.get_process_group_ranks(self._group)),
+            places=tuple(where for where, _ in self._noted),
+            batches=tuple(tuple(words for part in parts for words in part.in_words()) for _, parts in self._noted),
+            streams=self._streams,
+            before=self._before,
+        )
+
+
+def explain(accounts: Mapping[int, Account]) -> list[str]:
+    """What differs between the ranks of one group, and what to do.
+
+    Args:
+        accounts: what each of them says, by its number among all processes.
+    """
+    found = []
+    first = next(iter(accounts.values()))
+    places = {rank: [("the last one", ", ".join(said.places) or "none")] for rank, said in accounts.items()}
+    if (differing := difference(places)) is not None:
+        found.append(
+            f"the ranks of a tensor-parallel group are not at the same batch: {differing}. These ranks take every step"
+            " together. What to do: give them data of the same length, and skip batches on all of them or on none"
+        )
+    for number, where in enumerate(first.places if differing is None else ()):
+        batches = {rank: said.batches[number] for rank, said in accounts.items()}
+        if (differing := difference(batches)) is not None:
+            found.append(
+                f"{where} differs between the ranks of a tensor-parallel group: {differing}. These ranks work on one"
+                " batch together and must be given the same one. What to do: give a sampler of your own the same seed"
+                " on every rank and, with several data-parallel copies, the strategy's `distributed_sampler_kwargs`"
+                " (Lightning does it for ordinary samplers: leave Trainer(use_distributed_sampler=True) as it is); let"
+                " an iterable dataset split its data by data-parallel rank, not by global rank (`trainer.global_rank`,"
+                " RANK); seed random augmentation equally (`seed_everything(seed, workers=True)`)."
+            )
+    if (differing := difference({rank: said.streams for rank, said in accounts.items()})) is not None:
+        found.append(
+            f"the random numbers of the ranks of a tensor-parallel group have come apart{_when(first)}: {differing}."
+            " These ranks draw from one common stream, so that what each of them holds whole stays the same. Something"
+            " has drawn from torch's global generator on one rank otherwise than on another: for a tensor of which each"
+            " holds another part (`torch.randn_like(p.grad)`), or on some ranks only (`if rank == 0`), or has seeded it"
+            " by rank. What to do: draw for the whole tensor on every rank and take this rank's part of it, or draw"
+            " from a generator of your own (`generator=torch.Generator()`); call `seed_everything(seed)` with one seed."
+        )
+    return found
+
+
+def _when(account: Account) -> str:
+    alike = f"; at {account.before} they were still alike" if account.before is not None else ""
+    if account.places:
+        return f" at {account.places[-1]}{alike}"
+    return f" after {account.before}" if account.before is not None else ""
+
+
+def _streams(device: torch.device) -> tuple[tuple[str, str], ...]:
+    """The states of the generators that torch draws from by default. For CUDA that is a seed and an offset."""
+    kinds = dict.fromkeys(("cpu", device.type))
+    return tuple(
+        (f"the state of the {kind.upper()}'s generator", f"{zlib.crc32(_state(device, kind)):08x}") for kind in kinds
+    )
+
+
+def _state(device: torch.device, kind: str) -> Any:
+    generator = default_generator(device if kind == device.type else torch.device("cpu"))
+    return generator.get_state().numpy()

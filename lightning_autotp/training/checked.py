@@ -1,0 +1,182 @@
+"""A watch over the code around a parallel model: what it does with parameters must be what one process would do.
+
+A parameter of a parallel model looks like any other, but a rank may have only a part of it, or its gradient may be
+summed over the ranks. Inside the model that is proved to be right. Code outside of it, such as a penalty in the
+training step, knows nothing of it. While the watch is on, every torch function that such code calls on a parameter, or
+on what was made of one, is looked at: what gives the original model's values goes on, everything else is an error that
+names the line and what to write instead.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+
+from lightning_autotp.capture.call_sites import call_leaves, calling_frame, is_user_code, source_line
+from lightning_autotp.layouts.plan import ConversionPlan
+from lightning_autotp.layouts.types import Invariant, Replicate
+from lightning_autotp.parameters.meta import ParameterMeta
+from lightning_autotp.parameters.state import parallel_models
+from lightning_autotp.parameters.unchanged import check_unchanged
+from lightning_autotp.private.torch_private import WeakIdKeyDictionary
+
+
+class UnsoundUse(RuntimeError):
+    """Code outside of a parallel model uses a part of it as if it were whole."""
+
+
+_NOT_READING = frozenset({
+    "__delete__", "__format__", "__get__", "__hash__", "__len__", "__repr__", "__set__", "backward", "data_ptr",
+    "dim", "element_size", "get_device", "has_names", "is_complex", "is_contiguous", "is_floating_point",
+    "is_inference", "is_same_size", "is_shared", "is_signed", "is_tensor", "ndimension", "nelement", "numel",
+    "pin_memory", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad",
+    "share_memory_", "size", "storage_offset", "stride", "type", "untyped_storage",
+})  # fmt: skip
+"""Functions that compute nothing; getters but that of ``data``, and setters."""
+_ELEMENTWISE = frozenset({
+    "__abs__", "__add__", "__deepcopy__", "__iadd__", "__imul__", "__ipow__", "__isub__", "__itruediv__", "__mul__",
+    "__neg__", "__pow__", "__radd__", "__rmul__", "__rpow__", "__rsub__", "__rtruediv__", "__sub__", "__truediv__",
+    "_foreach_add", "_foreach_add_", "_foreach_copy_", "_foreach_lerp_", "_foreach_mul", "_foreach_mul_",
+    "_foreach_sub", "_foreach_zero_", "abs", "abs_", "add", "add_", "alias", "bfloat16", "clamp", "clamp_",
+    "clamp_max", "clamp_max_", "clamp_min", "clamp_min_", "clip", "clone", "contiguous", "copy_", "cpu", "cuda",
+    "detach", "detach_", "div", "div_", "divide", "double", "empty_like", "exp", "fill_", "float", "full_like",
+    "half", "lerp", "lerp_", "log", "mul", "mul_", "multiply", "neg", "neg_", "ones_like", "pow", "pow_",
+    "reciprocal", "rsqrt", "rsub", "sign", "sqrt", "sqrt_", "square", "square_", "sub", "sub_", "subtract", "to",
+    "true_divide", "type_as", "where", "zero_", "zeros_like",
+})  # fmt: skip
+"""Functions that do with each element by itself what they do: of a part they make the same part of the result."""
+
+
+class checked(TorchFunctionMode):
+    """Within it, code that uses parameters of a parallel model otherwise than through the model is checked.
+
+    What the model itself does, an optimizer's step and the functions of this package are not looked at. Not collective.
+
+    Example::
+
+        model = lightning_autotp.parallelize(model, group)
+        with lightning_autotp.checked(model):
+            loss = model(**batch).loss + 0.1 * model.lm_head.weight.square().sum()  # UnsoundUse
+        loss = model(**batch).loss + 0.1 * lightning_autotp.penalty(
+            model, lambda name, p: p.square(), parameters=[model.lm_head.weight]
+        )
+
+    Args:
+        module: a parallel model, or a module that holds some.
+        optimizers: whose steps may come within.
+
+    Raises:
+        RuntimeError: on entering, if the model was changed after it was divided.
+        UnsoundUse: where the rank's part of a parameter would be taken for the whole, or its gradient be counted once
+            for each rank.
+    """
+
+    def __init__(self, module: nn.Module, optimizers: Iterable[Optimizer] = ()) -> None:
+        super().__init__()
+        self._module, self._optimizers = module, list(optimizers)
+        self._paused = 0
+        self._hooks = ExitStack()
+        # Of which ranks have different parts: parameters, and what was made of them element by element.
+        self._parts = WeakIdKeyDictionary()
+        # Which every rank has, and whose gradients are summed over the ranks.
+        self._summed = WeakIdKeyDictionary()
+
+    def __enter__(self) -> checked:
+        for model, state in parallel_models(self._module):
+            check_unchanged(model)
+            for place in state.places(model):
+                if isinstance(place.meta.layout, Replicate):
+                    self._summed[place.parameter] = place.meta
+                elif not isinstance(place.meta.layout, Invariant):
+                    self._parts[place.parameter] = place.meta
+            parts: dict[str, list[ConversionPlan]] = {}
+            for part in state.parts:
+                if part.module and part.module not in state.outer:
+                    parts.setdefault(part.module, []).append(part)
+            for path, module in model.named_modules():
+                go_on = partial(self._after, parts.get(path, ()))
+                self._hooks.callback(module.register_forward_pre_hook(self._pause, prepend=True).remove)
+                self._hooks.callback(module.register_forward_hook(go_on, always_call=True).remove)
+        for optimizer in self._optimizers:
+            self._hooks.callback(optimizer.register_step_pre_hook(self._pause).remove)
+            self._hooks.callback(optimizer.register_step_post_hook(self._go_on).remove)
+        super().__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, traceback)
+        self._hooks.close()
+
+    def _pause(self, *_: Any) -> None:
+        self._paused += 1
+
+    def _go_on(self, *_: Any) -> None:
+        self._paused -= 1
+
+    def _after(self, parts: Sequence[ConversionPlan], module: nn.Module, args: Any, output: Any) -> None:
+        """After a module's forward: called from outside of its model, it may take or give what is not whole."""
+        self._go_on()
+        if self._paused or not parts or sys.exc_info()[0] is not None:
+            return
+        path, side = parts[0].module, {"in": "takes", "out": "gives"}[parts[0].side]
+        raise UnsoundUse(
+            f"{path} ({type(module).__name__}) is called by itself, not by the parallel model it is part of, and what"
+            f" it {side} lies over the ranks as {parts[0].source}\n  at {source_line(sys._getframe(1))}\nCall the whole"
+            f" model, or keep it whole: keep_whole=[{path + '.*'!r}]"
+        )
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._paused:
+            return func(*args, **kwargs)
+        tensors = [leaf for leaf in call_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        name = _name(func)
+        part = next((tensor for tensor in tensors if tensor in self._parts), None)
+        summed = next((tensor for tensor in tensors if tensor in self._summed), None)
+        if name in _NOT_READING or (part is None and summed is None) or not self._is_users(func):
+            return func(*args, **kwargs)
+        if summed is not None and summed.requires_grad and torch.is_grad_enabled() and name != "detach":
+            raise self._refusal(name, self._summed[summed], _SUMMED)
+        if part is None:
+            return func(*args, **kwargs)
+        meta = self._parts[part]
+        if name not in _ELEMENTWISE:
+            raise self._refusal(name, meta, _PART)
+        result = func(*args, **kwargs)
+        for made in call_leaves(result):
+            if isinstance(made, Tensor) and tuple(made.shape) == meta.local_shape:
+                self._parts[made] = meta
+        return result
+
+    def _is_users(self, func: Any) -> bool:
+        """Whether neither torch nor this package calls the function."""
+        return is_user_code(calling_frame(func, sys._getframe(2)).f_code.co_filename)
+
+    def _refusal(self, name: str, meta: ParameterMeta, why: str) -> UnsoundUse:
+        return UnsoundUse(
+            f"{name} on {meta.name}, or on what was made of it, outside of the model: {why.format(meta.layout)}"
+            f"\n  at {source_line(sys._getframe(2))}\nTake lightning_autotp.full_tensor(model, {meta.name!r}) for the"
+            " whole parameter with its gradient; lightning_autotp.penalty for a sum over elements;"
+            " lightning_autotp.full_gradients for gradients"
+        )
+
+
+_PART = "this rank has a part of it only ({})"
+_SUMMED = "its gradient is summed over the ranks, so what all of them add here would count several times"
+
+
+def _name(func: Any) -> str:
+    """The function's name, also of the getter of ``data``, which gives the elements under another object."""
+    name = str(getattr(func, "__name__", func))
+    return "detach" if name == "__get__" and getattr(func.__self__, "__name__", "") == "data" else name

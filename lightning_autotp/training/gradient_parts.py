@@ -1,0 +1,307 @@
+"""This rank's part of a gradient that answers for the whole one, so that user code and torch's own read it rightly.
+
+A sharded parameter's ``.grad`` has the elements that this rank holds. Read like any tensor it would silently mislead:
+its norm is another on every rank, its first rows are not the first rows. :class:`GradientPart` is that same tensor,
+the same memory and local shape, and Python functions on it (``__torch_function__``) fall in these groups:
+
+* **elementwise functions**, and those of lists of tensors that optimizers use, run on the plain tensor. What they give
+  is again a part of a whole, so ``p.grad.abs().norm()`` is right, too. Of other operands that have the whole shape (a
+  mask) this rank's part is taken;
+* **quantities over the whole tensor**, norms, sums, ``isnan(...).any()``, count every element of the whole once. They
+  are collective, and differentiable where second derivatives are wanted;
+* **random numbers** are drawn for the whole tensor, of which this rank takes its part;
+* **indices** are those of the whole tensor: ``p.grad[:100] = 0`` writes what this rank has of the first 100 rows;
+* **everything else is refused**, because a function that nobody looked at must not be silently wrong.
+
+Nothing is intercepted below Python: autograd adds into the plain memory, and keeps the object. Sizes
+(``p.grad.shape``, ``numel()``) are those of the part, as the parameter's own are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_autotp.parallel.collectives import copy_to_tensor_parallel
+from lightning_autotp.parameters.part import PartOf
+from lightning_autotp.private.torch_private import LIST_UPDATES, allow_foreach
+from lightning_autotp.ranks.group import TPGroup
+from lightning_autotp.training.counted import counted_elements, from_every_rank
+from lightning_autotp.training.whole_quantities import (
+    ELEMENTWISE,
+    IN_PLACE,
+    QUANTITIES,
+    PartOfGradient,
+    first_part,
+    misleading,
+    named,
+)
+
+
+class GradientPart(PartOfGradient):
+    """This rank's part of a gradient, or of what was computed from one elementwise; made by :func:`marked`.
+
+    Attributes:
+        part: what it is a part of.
+    """
+
+    part: PartOf
+
+    @property
+    def origin(self) -> str:
+        """The name of the parameter."""
+        return self.part.name
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """The shape of the whole gradient, or of the rows and columns of it that this is a part of."""
+        return self.part.shape
+
+    @property
+    def said(self) -> str:
+        """In words, what this is a part of."""
+        part = self.part
+        return f"the gradient of {part.name} ({list(part.local_shape)} of {list(part.shape)}, {part.layout})"
+
+    @property
+    def sharing(self) -> tuple[TPGroup, ...]:
+        """The tensor-parallel group."""
+        return (self.part.group,)
+
+    def counted(self) -> Tensor:
+        """The elements that this rank speaks for."""
+        return counted_elements(self, self.part.counted)
+
+
+allow_foreach(GradientPart)
+
+
+def marked(tensor: Tensor, part: PartOf) -> Tensor:
+    """The same tensor as one that answers for the whole."""
+    found = tensor.as_subclass(GradientPart)
+    found.part = part
+    return found
+
+
+def marked_like(tensor: Tensor, other: Tensor) -> Tensor:
+    """The same tensor, marked if ``other`` is."""
+    return marked(tensor, other.part) if isinstance(other, GradientPart) else tensor
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Hooks that mark a parameter's gradients; plain data."""
+
+    part: PartOf
+
+    def contribution(self, gradient: Tensor) -> Tensor:
+        """A tensor hook: for what a backward pass contributes, which the user's own hooks see after this one."""
+        return marked(gradient, self.part)
+
+    def accumulated(self, parameter: Tensor) -> None:
+        """A hook for when it has been accumulated: autograd keeps the object it adds to, but not the first one."""
+        if parameter.grad is not None and type(parameter.grad) is not GradientPart:
+            parameter.grad = marked(parameter.grad, self.part)
+
+
+# --- handlers: (function, its arguments) -> its result. Subclasses are not asked while they run. ---
+def _elementwise(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    gradient = first_part(args, kwargs)
+    part, shape = gradient.part, gradient.shape
+    written = args[0] if func in IN_PLACE else kwargs.get("out")
+    as_they_are = True
+    for x in (*args, *kwargs.values()) if kwargs else args:
+        if type(x) is GradientPart:
+            if x.part is not part and not x.part.is_laid_out_as(part):
+                raise misleading(func, gradient, f", with one of the gradient of {x.part.name}, which lies differently")
+        elif isinstance(x, Tensor) and x is not written and x.shape != shape:
+            as_they_are = False
+    if not as_they_are:
+        args = [_operand(x, part) if isinstance(x, Tensor) and x is not written else x for x in args]
+        kwargs = {name: _operand(x, part) if isinstance(x, Tensor) else x for name, x in kwargs.items()}
+    found = func(*args, **kwargs)
+    if found is written or type(found) is GradientPart or not isinstance(found, Tensor):
+        return found
+    if found.shape != shape:
+        raise misleading(func, gradient, f", with a tensor that is broadcast with it to {tuple(found.shape)}")
+    return marked(found, part)
+
+
+def _operand(x: Tensor, part: PartOf) -> Tensor:
+    """What goes with this rank's part: a plain tensor of its shape, or of the whole shape, or broadcast to these."""
+    if type(x) is GradientPart or (x.dim() == 0 and not x.requires_grad):
+        return x
+    if x.requires_grad and torch.is_grad_enabled():
+        sizes = x.shape[max(0, x.dim() - len(part.shape)) :]
+        before = len(part.shape) - len(sizes)
+        is_part = all(dim >= before and sizes[dim - before] == part.local_shape[dim] for dim, _ in part.layout.dims)
+        if not is_part:
+            x = copy_to_tensor_parallel(x, part.group)  # every rank has all of it
+    return part.take(x)
+
+
+def _of_lists(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Elementwise, on lists of tensors that are this rank's, some of them marked."""
+    found = func(*args, **kwargs)
+    if found is None or found is args[0]:
+        return found
+    lists = [x for x in args if isinstance(x, list | tuple)]
+    of = [
+        next((one for one in tensors if isinstance(one, GradientPart)), None) for tensors in zip(*lists, strict=False)
+    ]
+    return tuple(x if one is None else marked(x, one.part) for x, one in zip(found, of, strict=True))
+
+
+def _all_equal(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """``torch.equal``, ``torch.allclose``: whether they are everywhere."""
+    gradient = first_part(args, kwargs)
+    here = func(*(_operand(x, gradient.part) if type(x) is Tensor else x for x in args), **kwargs)
+    vote = torch.tensor(here, dtype=torch.int32, device=gradient.device)
+    return bool(from_every_rank(vote, gradient.part.group).all())
+
+
+def _draw_like(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    gradient = first_part(args, kwargs)
+    if args[:1] != (gradient,) and kwargs.get("input") is not gradient:
+        raise misleading(func, gradient)
+    options = {name: x for name, x in kwargs.items() if name != "input"}
+    drawn = func(_whole_like(gradient), *args[1:], **options)
+    return marked(gradient.part.take(drawn), gradient.part)
+
+
+def _draw_into(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    gradient, *others = args
+    if not isinstance(gradient, GradientPart) or any(isinstance(x, Tensor) for x in (*others, *kwargs.values())):
+        raise misleading(func, first_part(args, kwargs))
+    return gradient.copy_(gradient.part.take(func(_whole_like(gradient), *others, **kwargs)))
+
+
+def _whole_like(gradient: GradientPart) -> Tensor:
+    """An empty tensor of the whole shape, with the part's order in memory, in which random numbers are drawn."""
+    order = sorted(range(gradient.dim()), key=gradient.stride, reverse=True)
+    return torch.empty_permuted(gradient.part.shape, order, dtype=gradient.dtype, device=gradient.device)
+
+
+def _get_window(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    gradient, index = args
+    found = _window(gradient, _items(func, gradient, index)) if isinstance(gradient, GradientPart) else None
+    if found is None:
+        raise misleading(func, first_part(args, kwargs), f", with {_said(index)}")
+    return found
+
+
+def _set_window(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    gradient, index, value = args
+    if not isinstance(gradient, GradientPart):
+        raise misleading(func, first_part(args, kwargs), ", written to a part of another tensor")
+    if isinstance(index, Tensor) and index.dtype == torch.bool and (index.dim() > 1 or isinstance(index, GradientPart)):
+        _elementwise(Tensor.copy_, (gradient, torch.where(_operand(index, gradient.part), value, gradient)), {})
+        return
+    items = _items(func, gradient, index)
+    window = _window(gradient, items)
+    if window is not None:
+        if isinstance(value, Tensor):
+            _elementwise(Tensor.copy_, (window, value), {})
+        else:
+            window.fill_(value)
+        return
+    chosen = [dim for dim, item in enumerate(items) if not isinstance(item, slice) or item != slice(None)]
+    if len(chosen) != 1 or (isinstance(value, Tensor) and value.dim()):
+        raise misleading(func, gradient, f", with {_said(index)}")
+    # A single index, a step, a list or a mask, along one sharded dim: those of its elements that are here.
+    (dim,) = chosen
+    if gradient.part.layout.ownership(dim) is None:
+        func(gradient, (*[slice(None)] * dim, items[dim]), value)
+        return
+    selected = torch.zeros(gradient.part.shape[dim], dtype=torch.bool, device=gradient.device)
+    selected[items[dim]] = True
+    here = selected[gradient.part.indices(dim, gradient.device)]
+    func(gradient, (*[slice(None)] * dim, here), value)
+
+
+def _items(func: Callable[..., Any], gradient: GradientPart, index: Any) -> list[Any]:
+    """An index expression as items for the first dims, without an ellipsis."""
+    items = list(index) if isinstance(index, tuple) else [index]
+    ellipses = [place for place, item in enumerate(items) if item is Ellipsis]
+    if ellipses:
+        missing = gradient.dim() - len(items) + 1
+        items[ellipses[0] : ellipses[0] + 1] = [slice(None)] * missing
+    one_dim = all(
+        isinstance(item, int | slice | list) or (isinstance(item, Tensor) and item.dim() <= 1) for item in items
+    )
+    if (
+        len(items) > gradient.dim()
+        or not one_dim
+        or any(item is Ellipsis or item is True or item is False for item in items)
+    ):
+        raise misleading(func, gradient, f", with {_said(index)}")
+    return items
+
+
+def _window(gradient: GradientPart, items: Sequence[Any]) -> GradientPart | None:
+    found = gradient.part.window(items) if all(isinstance(item, int | slice) for item in items) else None
+    if found is None:
+        return None
+    local, part = found
+    view = Tensor.__getitem__(gradient, local).as_subclass(GradientPart)
+    view.part = part
+    return view
+
+
+def _said(index: Any) -> str:
+    return f"a tensor {tuple(index.shape)} as the index" if isinstance(index, Tensor) else f"the index {index!r}"
+
+
+def _communicate(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Sums over, or copies to, ranks that hold the same part."""
+    gradient = first_part(args, kwargs)
+    place = {dist.all_reduce: 2, dist.broadcast: 2}[func]
+    group = kwargs.get("group") if len(args) <= place else args[place]
+    if set(dist.get_process_group_ranks(group)) & _peers(gradient.part.group):
+        raise misleading(func, gradient, ", over ranks that hold other parts of it")
+    return func(*args, **kwargs)
+
+
+def _peers(group: TPGroup) -> set[int]:
+    return set(dist.get_process_group_ranks(group.process_group)) - {dist.get_rank()}
+
+
+def _copy(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    gradient = args[0]
+    return marked(func(gradient.as_subclass(Tensor), *args[1:], **kwargs), gradient.part)
+
+
+def _pickle(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return func(args[0].as_subclass(Tensor), *args[1:], **kwargs)
+
+
+def _write(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    gradient = args[0]
+    text = func(gradient.as_subclass(Tensor), *args[1:], **kwargs)
+    return f"this rank's part of {gradient.said}: {text}" if isinstance(gradient, GradientPart) else text
+
+
+# --- which functions are handled how ---
+
+_DRAWN_INTO = "normal_ uniform_ exponential_ cauchy_ log_normal_ geometric_ bernoulli_ random_"
+
+GradientPart.handlers = {
+    **QUANTITIES,
+    **dict.fromkeys(ELEMENTWISE, _elementwise),
+    **dict.fromkeys(LIST_UPDATES, _of_lists),
+    **dict.fromkeys(named("equal allclose"), _all_equal),
+    **dict.fromkeys(named("randn_like rand_like randint_like"), _draw_like),
+    **dict.fromkeys(named(_DRAWN_INTO), _draw_into),
+    **dict.fromkeys((dist.all_reduce, dist.broadcast), _communicate),
+    Tensor.__getitem__: _get_window,
+    Tensor.__setitem__: _set_window,
+    Tensor.__deepcopy__: _copy,
+    Tensor.__reduce_ex__: _pickle,
+    Tensor.__repr__: _write,
+    Tensor.__format__: _write,
+}

@@ -1,0 +1,127 @@
+"""A model's own methods that know nothing of other ranks: on a parallel model they are errors that say what to do.
+
+``model.save_pretrained()`` would write this rank's part, ``model.resize_token_embeddings()`` resize it, and
+``model.init_weights()`` draw as many random numbers as it has elements. An attribute of the model stands for each.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_autotp.parallel.embedding import VocabParallelEmbedding
+from lightning_autotp.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_autotp.parameters.state import parallel_state
+from lightning_autotp.private.transformers_private import INITIALIZES
+
+ON_WHOLE_TENSORS = (
+    "resize_token_embeddings",
+    "resize_decoder_token_embeddings",
+    "resize_position_embeddings",
+    "resize_positional_embeddings",
+    "resize_num_qa_labels",
+    "init_weights",
+    "initialize_weights",
+    *INITIALIZES,
+)
+DRAWS_WHOLE = {layer.reset_parameters for layer in (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)}
+"""What fills in this rank's part of what one process would draw."""
+
+
+class Refused:
+    """Stands for a method of a module.
+
+    Args:
+        module: the module.
+        name: of the method.
+        reason: why a parallel model has it not, and what to do instead.
+    """
+
+    def __init__(self, module: nn.Module, name: str, reason: str) -> None:
+        self._module, self._name, self._reason = module, name, reason
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Do nothing.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(f"{type(self._module).__name__}.{self._name} {self._reason}")
+
+
+class SavesWholeOnly(Refused):
+    """Stands for ``save_pretrained``, and does save a state dict of whole tensors."""
+
+    def __call__(self, *args: Any, state_dict: Any = None, **kwargs: Any) -> Any:
+        """Save a state dict of whole tensors.
+
+        Raises:
+            RuntimeError: without one.
+        """
+        if state_dict is None:
+            super().__call__()
+        kind: Any = type(self._module)
+        return kind.save_pretrained(self._module, *args, state_dict=state_dict, **kwargs)
+
+
+def refuse_methods(model: nn.Module) -> None:
+    """Make errors of the methods of a parallel model, and of the modules in it, that know only whole tensors."""
+    for module in model.modules():
+        if _has(module, "save_pretrained"):
+            vars(module)["save_pretrained"] = SavesWholeOnly(
+                module,
+                "save_pretrained",
+                "would write this rank's part of the model. Call trainer.strategy.save_pretrained(directory) or"
+                " lightning_autotp.save_pretrained(model, directory) instead (lightning_autotp.save_adapter for a"
+                " PeftModel), on every rank",
+            )
+        for name in ON_WHOLE_TENSORS:
+            if _has(module, name):
+                _refuse_on_parts(module, name)
+    for place in parallel_state(model).places(model):
+        resets = getattr(type(place.module), "reset_parameters", None)
+        if place.meta.is_parallel and callable(resets) and resets not in DRAWS_WHOLE:
+            _refuse_on_parts(place.module, "reset_parameters")
+    if (tuners := sys.modules.get("peft.tuners.tuners_utils")) is None:
+        return  # nobody imported PEFT, so nobody made an adapter with it
+    for module in model.modules():
+        if isinstance(module, tuners.BaseTunerLayer):
+            vars(module)["merge"] = Refused(
+                module,
+                "merge",
+                "would add this rank's part of an adapter: adapters cannot be merged on the ranks of a tensor-parallel"
+                " model. Save the adapter (trainer.strategy.save_pretrained(directory)), load it in one process with"
+                " PeftModel.from_pretrained(base, directory), and call merge_and_unload() there",
+            )
+
+
+def _has(module: nn.Module, name: str) -> bool:
+    return callable(getattr(type(module), name, None))
+
+
+def _refuse_on_parts(module: nn.Module, name: str) -> None:
+    vars(module)[name] = Refused(
+        module,
+        name,
+        "would treat this rank's part of the model as the whole. Call it while the model is whole, in configure_model()"
+        " or before parallelize()",
+    )
+
+
+def refuse_whole_states(model: nn.Module) -> None:
+    """Make an error of ``model.load_state_dict`` with whole tensors, before any is loaded, that says what to do."""
+    model.register_load_state_dict_pre_hook(_refuse_whole_tensors)
+
+
+def _refuse_whole_tensors(model: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
+    for name, meta in parallel_state(model).metas.items():
+        given = state.get(prefix + name)
+        if isinstance(given, Tensor) and tuple(given.shape) == meta.shape != meta.local_shape:
+            raise RuntimeError(
+                f"{prefix}{name} is whole in this state dict, {meta.shape}, and load_state_dict of a parallel"
+                f" {type(model).__name__} takes this rank's part, {meta.local_shape}: call"
+                " lightning_autotp.load_full_state_dict(model, state) instead"
+            )

@@ -1,0 +1,277 @@
+"""Tensors that are a rank's part of a gradient, and what of the whole gradient Python functions give of them.
+
+:class:`PartOfGradient` is the base of those; its functions (``__torch_function__``) are explicit tables, one for each
+class, and what is in none of them is refused. Here are the functions that give quantities over all elements, norms,
+sums, whether any is not a number: they count every element of the whole once, and are collective.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.overrides import resolve_name
+
+from lightning_autotp.parameters.local_blocks import plain
+from lightning_autotp.private.torch_private import (
+    VIEW_GETTERS,
+    check_and_unscale,
+    foreach_norm,
+    is_operator,
+    moves_alike,
+    without_subclasses,
+)
+from lightning_autotp.ranks.group import TPGroup
+from lightning_autotp.training.counted import from_every_rank, whole_norms
+
+Handler = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
+"""Takes a function and its arguments, and gives its result. Subclasses of tensors are not asked while it runs."""
+
+
+class PartOfGradient(Tensor):
+    """This rank's part of a gradient, or of what was computed from one elementwise.
+
+    Raises:
+        RuntimeError: by functions that would give another answer than of the whole gradient.
+    """
+
+    handlers: ClassVar[Mapping[Callable[..., Any], Handler]]
+
+    @property
+    def origin(self) -> str:
+        """The name of the parameter."""
+        raise NotImplementedError
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """The shape of the whole gradient."""
+        raise NotImplementedError
+
+    @property
+    def said(self) -> str:
+        """In words, what this is a part of."""
+        raise NotImplementedError
+
+    @property
+    def sharing(self) -> tuple[TPGroup, ...]:
+        """The ranks that share the whole one, and perhaps others that share theirs."""
+        raise NotImplementedError
+
+    def counted(self) -> Tensor:
+        """The elements that this rank speaks for, in any shape: every element of the whole has one rank that does."""
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        handler = cls.handlers.get(func)
+        if is_operator(func):
+            handler = as_it_is  # a mode that sees operators runs them
+        elif handler is None:
+            handler = _attribute if getattr(func, "__name__", "") in ("__get__", "__set__") else refuse
+        with without_subclasses():
+            return handler(func, args, kwargs or {})
+
+
+def first_part(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The part of a gradient among the arguments that says what a whole is."""
+    for x in args:
+        if isinstance(x, PartOfGradient):
+            return x
+    for x in (*args, *kwargs.values()):
+        for one in x if isinstance(x, list | tuple) else (x,):
+            if isinstance(one, PartOfGradient):
+                return one
+    raise AssertionError("called for a part of a gradient")
+
+
+def refuse(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The handler of everything that nobody looked at."""
+    raise misleading(func, first_part(args, kwargs))
+
+
+def misleading(func: Callable[..., Any], gradient: PartOfGradient, detail: str = "") -> RuntimeError:
+    """The error where a function would not give what it gives of the whole gradient."""
+    name = resolve_name(func) or getattr(func, "__name__", str(func))
+    return RuntimeError(
+        f"{name} was called on this rank's part of {gradient.said}{detail}: that is not what it would be on the"
+        f" whole gradient. lightning_autotp.full_gradients(model)[{gradient.origin!r}] is the whole one,"
+        " lightning_autotp.clip_gradients_norm(model, max_norm) clips. Elementwise functions, norms and sums over all"
+        " elements are right as they are, and, unless FSDP2 has cut the model, masks of the whole shape, slices of rows"
+        " or columns, randn_like and rand_like. What is meant for this rank's part alone takes it as a plain tensor:"
+        " gradient.as_subclass(torch.Tensor)"
+    )
+
+
+def as_it_is(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The handler of what is the same for the part."""
+    return func(*args, **kwargs)
+
+
+def _attribute(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """An attribute that is no tensor, such as its device."""
+    found = func(*args, **kwargs)
+    return refuse(func, args, kwargs) if isinstance(found, Tensor) else found
+
+
+def _list_norms(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor, ...]:
+    """The norms of a list of tensors; those of parts with one collective."""
+    tensors, ord_, dtype = _bound(("self", "ord", "dtype"), args, kwargs, ord=2, dtype=None)
+    parts = [x for x in tensors if isinstance(x, PartOfGradient)]
+    whole = [x for x in tensors if not isinstance(x, PartOfGradient)]
+    of_whole = iter(func(whole, ord_, dtype=dtype) if whole else ())
+    of_parts = iter(_norms(func, parts, float(ord_), dtype))
+    return tuple(next(of_parts) if isinstance(x, PartOfGradient) else next(of_whole) for x in tensors)
+
+
+def _norms(
+    func: Callable[..., Any], gradients: Sequence[PartOfGradient], norm_type: float, dtype: torch.dtype | None
+) -> list[Tensor]:
+    sharing = {gradient.sharing for gradient in gradients}
+    if len(sharing) > 1:
+        raise misleading(func, gradients[0], ", together with those of another model")
+    if not norm_type > 0:
+        raise misleading(func, gradients[0], f", with the order {norm_type}")
+    given = [dtype or gradient.dtype for gradient in gradients]
+    computed = torch.float32
+    for each in given:
+        computed = torch.promote_types(computed, each)
+    norms = whole_norms([gradient.counted() for gradient in gradients], norm_type, computed, *sharing)
+    return [norm.to(each) for norm, each in zip(norms, given, strict=True)]
+
+
+def _norm(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    gradient = first_part(args, kwargs)
+    order = "p" if func in _P_NORMS else "ord"
+    kwargs = {"self" if name in ("input", "A", "x") else name: x for name, x in kwargs.items()}
+    names = ["self", order, "dim", "keepdim", *(("out", "dtype") if func is torch.norm else ("dtype", "out"))]
+    defaults = {order: None, "dim": None, "keepdim": False, "dtype": None, "out": None}
+    given = defaults | dict(zip(names, args, strict=False)) | kwargs
+    norm_type = given[order]
+    if norm_type in (None, "fro"):
+        norm_type = 2.0
+    elif isinstance(norm_type, str) or (func is torch.linalg.norm and gradient.dim() != 1):
+        raise misleading(func, gradient, f", with the order {norm_type!r}")
+    if any(given[name] not in (None, False) for name in ("dim", "keepdim", "out")):
+        raise misleading(func, gradient, ", along some dims or into another tensor")
+    return _norms(func, [gradient], float(norm_type), given["dtype"])[0]
+
+
+def _bound(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any], **defaults: Any) -> list[Any]:
+    """The arguments of these names, in their order."""
+    given = defaults | dict(zip(names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in names}
+    return [given[name] for name in names]
+
+
+def _over_all(of_part: Callable[[Tensor], Tensor], of_ranks: Callable[[Tensor], Tensor]) -> Handler:
+    """A quantity over all elements, from that of each rank's and then over the ranks'."""
+
+    def handler(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+        gradient = first_part(args, kwargs)
+        if len(args) > 1 or kwargs:
+            raise misleading(func, gradient, ", along some dims or with options")
+        found = of_part(gradient.counted())
+        for group in gradient.sharing:
+            found = of_ranks(from_every_rank(found, group))
+        return found
+
+    return handler
+
+
+def _mean(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    total: Tensor = _SUM(func, args, kwargs)
+    return total / math.prod(first_part(args, kwargs).whole_shape)
+
+
+def _extreme(largest: bool) -> Handler:
+    sign = 1 if largest else -1
+    over_all = _over_all(
+        lambda x: (sign * x).amax() if x.numel() else x.sum() - math.inf, lambda x: x.amax(0)
+    )  # of nothing it is less than of anything
+
+    def handler(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+        if not first_part(args, kwargs).is_floating_point():
+            refuse(func, args, kwargs)
+        found: Tensor = sign * over_all(func, args, kwargs)
+        return found
+
+    return handler
+
+
+def _check_and_unscale(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Of ``torch.amp.GradScaler``: all ranks learn of what is not finite on one, and skip the same steps."""
+    gradients, found_inf, inverse_scale = args
+    func([plain(gradient) for gradient in gradients], found_inf, inverse_scale)
+    for group in first_part(args, kwargs).sharing:
+        found_inf.copy_(from_every_rank(found_inf, group).amax(0))
+
+
+def named(names: str, form: str = "{}") -> list[Callable[..., Any]]:
+    """The functions of these names, each in this form, in ``torch.Tensor`` and ``torch``."""
+    wanted = [form.format(name) for name in names.split()]
+    return [getattr(home, name) for name in wanted for home in (Tensor, torch) if callable(getattr(home, name, None))]
+
+
+def getters(names: str) -> list[Callable[..., Any]]:
+    """By which torch asks a subclass of tensors for these attributes."""
+    return [getattr(Tensor, name).__get__ for name in names.split()]
+
+
+_METADATA = (
+    "size dim ndimension numel nelement element_size get_device stride storage_offset is_floating_point is_complex"
+    " is_contiguous is_conj is_neg is_inference is_pinned is_same_size is_shared data_ptr untyped_storage record_stream"
+    " as_subclass register_hook retain_grad __len__ __hash__"
+)
+_P_NORMS = frozenset(named("norm"))
+_SUM = _over_all(lambda x: x.sum(), lambda x: x.sum(0))
+
+QUANTITIES: dict[Callable[..., Any], Handler] = {
+    **dict.fromkeys(named(_METADATA) + getters("grad") + VIEW_GETTERS, as_it_is),
+    moves_alike(): as_it_is,
+    **dict.fromkeys((*_P_NORMS, torch.linalg.norm, torch.linalg.vector_norm), _norm),
+    **dict.fromkeys(named("sum"), _SUM),
+    **dict.fromkeys(named("mean"), _mean),
+    **dict.fromkeys(named("max amax"), _extreme(largest=True)),
+    **dict.fromkeys(named("min amin"), _extreme(largest=False)),
+    **dict.fromkeys(named("any"), _over_all(lambda x: x.any(), lambda x: x.any(0))),
+    **dict.fromkeys(named("all"), _over_all(lambda x: x.all(), lambda x: x.all(0))),
+    **dict.fromkeys(named("count_nonzero"), _over_all(lambda x: x.count_nonzero(), lambda x: x.sum(0))),
+    foreach_norm: _list_norms,
+    check_and_unscale: _check_and_unscale,
+}
+"""What any part of a gradient gives: sizes that are the part's, and quantities over all elements."""
+
+FUNCTIONS = (
+    "abs absolute neg negative positive square sqrt rsqrt exp exp2 expm1 log log2 log10 log1p sign sgn signbit"
+    " reciprocal sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh sigmoid relu erf erfc floor ceil round"
+    " trunc fix frac isnan isinf isfinite isposinf isneginf logical_not bitwise_not nan_to_num clamp clip clamp_min"
+    " clamp_max add sub subtract mul multiply div divide true_divide floor_divide remainder fmod pow float_power atan2"
+    " arctan2 maximum minimum fmax fmin eq ne gt ge lt le not_equal greater greater_equal less less_equal isclose"
+    " logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor copysign hypot rsub xlogy lerp addcmul"
+    " addcdiv where masked_fill heaviside conj conj_physical resolve_conj resolve_neg clone"
+)
+OPERATORS = "add sub mul truediv floordiv mod pow and or xor"
+OTHER_OPERATORS = "radd rsub rmul rtruediv rfloordiv rmod rpow neg pos abs invert eq ne gt ge lt le"
+COPIES = (
+    "detach contiguous to float double half bfloat16 int long bool cpu cuda type_as zeros_like ones_like empty_like"
+    " full_like"
+)
+IN_PLACE = frozenset(
+    named(FUNCTIONS, "{}_") + named("copy_ zero_ fill_ detach_ requires_grad_") + named(OPERATORS, "__i{}__")
+)
+"""Elementwise functions that write their first argument."""
+
+ELEMENTWISE = (
+    frozenset(named(FUNCTIONS) + named(COPIES) + getters("data real"))
+    | frozenset(named(OPERATORS, "__{}__") + named(OTHER_OPERATORS, "__{}__"))
+    | IN_PLACE
+)
+"""Functions whose result at an index depends on their arguments there."""

@@ -1,0 +1,153 @@
+"""Code outside of a parallel model that uses its parameters: what gives the whole model's values goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import run_ranks
+from tiny import tiny_model
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+from trainer_ranks import run_trainer_ranks
+
+from lightning_autotp import AutoTPStrategy, UnsoundUse, checked, parallelize
+
+IDS = torch.randint(0, 100, (2, 9), generator=torch.Generator().manual_seed(1))
+
+Use = Callable[[Any, Tensor], Any]
+
+UNSOUND: dict[str, tuple[Use, str]] = {
+    "an own head": (lambda m, h: F.linear(h, m.lm_head.weight), "linear on lm_head.weight"),
+    "matmul": (lambda m, h: h @ m.lm_head.weight.t(), "on lm_head.weight"),
+    "rows of an embedding": (
+        lambda m, h: m.model.embed_tokens.weight[IDS], "__getitem__ on model.embed_tokens.weight"
+    ),
+    "lookup": (lambda m, h: F.embedding(IDS, m.model.embed_tokens.weight), "embedding on model.embed_tokens.weight"),
+    "L2 of a part": (lambda m, h: m.lm_head.weight.pow(2).sum(), "sum on lm_head.weight"),
+    "norm of data": (lambda m, h: m.lm_head.weight.data.norm(), "norm on lm_head.weight"),
+    "norm of a copy": (lambda m, h: (m.lm_head.weight.detach().clone() * 2).norm(), "norm on lm_head.weight"),
+    "L2 of all": (lambda m, h: sum(p.pow(2).sum() for p in m.parameters()), "sum on model.embed_tokens.weight"),
+    "new rows": (lambda m, h: m.lm_head.weight.data.__setitem__(slice(-5, None), 0), "__setitem__ on lm_head.weight"),
+    "noise": (lambda m, h: m.lm_head.weight.data.add_(torch.randn_like(m.lm_head.weight)), "randn_like on lm_head"),
+    "initialized": (lambda m, h: nn.init.normal_(m.lm_head.weight), "normal_ on lm_head.weight"),
+    "stacked": (lambda m, h: torch.stack([m.lm_head.weight.float()]), "stack on lm_head.weight"),
+}  # fmt: skip
+SOUND: dict[str, Use] = {
+    "the model": lambda m, h: m(input_ids=IDS, labels=IDS).loss.backward(),
+    "shapes": lambda m, h: (m.lm_head.weight.shape, m.lm_head.weight.dtype, m.lm_head.weight.device),
+    "scaled": lambda m, h: m.lm_head.weight.data.mul_(0.99),
+    "copied": lambda m, h: m.lm_head.weight.data.copy_(m.lm_head.weight.detach().clone()),
+    "frozen": lambda m, h: m.lm_head.weight.requires_grad_(False).requires_grad_(True),
+    "whole parameters": lambda m, h: m.model.norm.weight.pow(2).sum(),
+    "an average": lambda m, h: torch._foreach_lerp_(
+        [p.data.clone() for p in m.parameters()], [p.data for p in m.parameters()], 0.1
+    ),
+    "own tensors": lambda m, h: F.cross_entropy(h @ torch.ones(64, 5), torch.zeros(9, dtype=torch.long)),
+}
+
+
+def uses(rank: int, size: int) -> None:
+    model: Any = tiny_model("llama")
+    parallelize(model, dist.group.WORLD, plan_cache=False)
+    hidden = torch.randn(9, 64)
+    for name, (use, text) in UNSOUND.items():
+        with checked(model), pytest.raises(UnsoundUse) as raised:
+            use(model, hidden)
+        assert text in str(raised.value), name
+        assert "test_checked.py:" in str(raised.value), name
+        assert "full_tensor" in str(raised.value), name
+    for use in SOUND.values():
+        with checked(model):
+            use(model, hidden)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with checked(model, [optimizer]):
+        optimizer.step()
+
+
+def test_uses_of_a_part_are_errors_and_others_go_on() -> None:
+    run_ranks(uses, 2)
+
+
+def summed(rank: int, size: int) -> None:
+    """A norm over heads: every rank has its weight, and its gradients are summed."""
+    model: Any = tiny_model("qwen3")
+    parallelize(model, dist.group.WORLD, plan_cache=False)
+    weight = model.model.layers[0].self_attn.q_norm.weight
+    with checked(model):
+        with pytest.raises(UnsoundUse, match="its gradient is summed over the ranks"):
+            weight.square()
+        weight.detach().square().sum()
+        with torch.no_grad():
+            weight.square().sum()
+
+
+def test_a_penalty_on_a_parameter_whose_gradient_is_summed_would_count_on_every_rank() -> None:
+    run_ranks(summed, 3)
+
+
+def submodules(rank: int, size: int) -> None:
+    model: Any = tiny_model("llama")
+    parallelize(model, dist.group.WORLD, plan_cache=False)
+    with checked(model):
+        model.model(input_ids=IDS)  # gives what is whole
+        with pytest.raises(UnsoundUse, match=r"q_proj .* is called by itself"):
+            model.model.layers[0].self_attn.q_proj(torch.randn(2, 64))
+
+
+def test_a_submodule_called_by_itself_must_give_what_is_whole() -> None:
+    run_ranks(submodules, 2)
+
+
+class Penalised(L.LightningModule):
+    """Adds a penalty on the head in the step that it is told to."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.at = at
+        self.losses: list[float] = []
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "model"):
+            self.model = tiny_model("llama")
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self.model(input_ids=batch, labels=batch).loss
+        if batch_idx == self.at:
+            loss = loss + self.model.lm_head.weight.square().sum()
+        self.losses.append(float(loss))
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+
+def fit(at: int, checked_steps: int) -> str:
+    trainer = L.Trainer(
+        strategy=AutoTPStrategy(plan_cache=False, checked_steps=checked_steps),
+        accelerator="cpu", devices=2, max_steps=3, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    task = Penalised(at)
+    try:
+        trainer.fit(task, DataLoader(IDS.repeat(4, 1), batch_size=2))
+    except UnsoundUse as error:
+        return str(error)
+    return f"{len(task.losses)} steps"
+
+
+def fits() -> list[str]:
+    return [fit(0, 1), fit(2, 1), fit(2, -1), fit(0, 0)]
+
+
+def test_first_steps_of_training_are_checked() -> None:
+    for first, later, always, never in run_trainer_ranks(fits, 2):
+        assert "sum on model.lm_head.weight" in first or "sum on lm_head.weight" in first
+        assert "loss + self.model.lm_head.weight.square().sum()" in first
+        assert later == never == "3 steps"  # what begins later is seen where more steps are checked
+        assert "sum on" in always

@@ -1,0 +1,217 @@
+"""Calls that are not like the traced one: right, with the plan as it is or layouts changed for them, or refused."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import run_ranks
+from test_mixtures import MIXTURES, SIZES
+from tiny import tiny_config
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from lightning_autotp import PeerError, UnprovedCall, full_gradients, parallelize
+from lightning_autotp.parallel import TPGroup
+from lightning_autotp.proving import new_calls
+
+OTHER_MIXTURES: dict[str, dict[str, Any]] = {
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+}
+NO_DROPOUT = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+
+
+def made(family: str) -> PreTrainedModel:
+    """A small model; attention maps can be returned."""
+    torch.manual_seed(0)
+    if family in MIXTURES | OTHER_MIXTURES:
+        config = AutoConfig.for_model(family, **(SIZES | (MIXTURES | OTHER_MIXTURES)[family]))
+    else:
+        config = tiny_config(family, **(NO_DROPOUT if family == "gpt2" else {}))
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager")  # type: ignore[no-any-return]
+
+
+IDS = torch.randint(3, 100, (2, 9), generator=torch.Generator().manual_seed(1))
+PADDED = torch.tensor([[1] * 7 + [0] * 2, [1] * 9])
+COLLECTED = ("attentions", "hidden_states", "router_logits")
+
+
+def loss_of(model: nn.Module, arguments: dict[str, Any], collected: bool) -> Tensor:
+    """The loss, and with it what the call collected of inner activations."""
+    output = model(input_ids=IDS, labels=IDS, **arguments)
+    loss: Tensor = output.loss
+    for name in COLLECTED if collected else ():
+        for tensor in output.get(name) or ():
+            loss = loss + tensor.float().pow(2).mean() + tensor.flatten()[0]
+    return loss
+
+
+def worst(model: nn.Module, reference: nn.Module) -> float:
+    """The largest relative difference of a gradient."""
+    ours = full_gradients(model)
+    return max(
+        float((ours[name] - p.grad).norm() / (p.grad.norm() + 1e-6))
+        for name, p in reference.named_parameters()
+        if p.grad is not None
+    )
+
+
+CALLS: list[tuple[dict[str, Any], bool, bool]] = [
+    # arguments, training mode, whether a loss is taken of what is collected
+    ({"attention_mask": PADDED}, True, False),
+    ({}, False, False),
+    ({"output_hidden_states": True}, True, True),
+    ({"output_attentions": True}, True, True),
+    ({"output_attentions": True, "output_hidden_states": True}, False, True),
+]
+ROUTED: list[tuple[dict[str, Any], bool, bool]] = [
+    ({"output_router_logits": True}, True, False),
+    ({"output_router_logits": True, "attention_mask": PADDED}, True, True),
+]
+
+
+def other_calls(rank: int, size: int, families: list[str]) -> None:
+    """Every call against one process; then the first kind again, and an option set in the config."""
+    for family in families:
+        reference, model = made(family), made(family)
+        parallelize(model, dist.group.WORLD, plan_cache=False)
+        is_mixture = family in MIXTURES | OTHER_MIXTURES
+
+        def check(arguments: dict[str, Any], training: bool, collected: bool, family: str = family) -> None:
+            losses = []
+            for each in (model, reference):  # noqa: B023
+                each.train(training)
+                each.zero_grad()
+                losses.append(loss_of(each, arguments, collected))
+                losses[-1].backward()
+            assert torch.allclose(*losses, rtol=1e-5), (family, arguments, losses)
+            assert worst(model, reference) < 2e-5, (family, arguments, worst(model, reference))  # noqa: B023
+
+        for call in CALLS + (ROUTED if is_mixture else []):
+            check(*call)
+        check({"use_cache": False}, True, False)
+        if is_mixture:
+            for each in (model, reference):
+                each.config.output_router_logits = True
+            check({}, True, True)
+            with mock.patch.object(new_calls, "capture", side_effect=AssertionError("this kind is proved")):
+                check({}, True, True)
+            for each in (model, reference):
+                each.config.output_router_logits = False
+            check({}, True, False)
+
+
+@pytest.mark.parametrize(
+    ("size", "families"),
+    [(2, ["llama", "olmoe", "qwen3_moe"]), (3, ["gpt2", "gpt_oss"]), (4, ["mixtral", "granitemoe", "qwen2_moe"])],
+)
+def test_calls_with_other_arguments_modes_and_settings_are_as_in_one_process(size: int, families: list[str]) -> None:
+    run_ranks(other_calls, size, families)
+
+
+class Options:
+    """A config."""
+
+    def __init__(self) -> None:
+        self.width, self.scale = 12, "plain"
+
+
+class Normalising(nn.Module):
+    """Feed-forward; in evaluation, or when it is told to, the inner features are divided by their norm."""
+
+    def __init__(self, options: Options) -> None:
+        super().__init__()
+        self.options = options
+        self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 6)
+
+    def forward(self, x: Tensor, normalise: bool = False) -> Tensor:
+        inner = torch.relu(self.up(x))
+        if normalise or not self.training:
+            inner = inner / inner.norm(dim=-1, keepdim=True)
+        if self.options.scale == "twice":
+            inner = inner * 2
+        out: Tensor = self.down(inner)
+        return out
+
+
+def refused(rank: int, size: int) -> None:
+    torch.manual_seed(0)
+    model = Normalising(Options())
+    inputs = torch.randn(5, 6)
+    parallelize(model, dist.group.WORLD, example_inputs=inputs, plan_cache=False)
+    model(inputs)
+    for call in (lambda: model(inputs, normalise=True), lambda: model.eval()(inputs)):
+        with pytest.raises((UnprovedCall, PeerError), match=r"whole model does then") as raised:
+            call()
+        assert "norm" in str(raised.value)
+        assert "Normalising is called in another way" in str(raised.value)
+    model.train()
+    model(inputs)
+
+
+def test_a_path_on_which_parts_compute_something_else_is_refused_on_every_rank() -> None:
+    run_ranks(refused, 3)
+
+
+def settings(rank: int, size: int) -> None:
+    """A setting that the model reads from its config counts as another kind, and is proved anew."""
+    torch.manual_seed(0)
+    model, reference = Normalising(Options()), Normalising(Options())
+    reference.load_state_dict(model.state_dict())
+    inputs = torch.randn(5, 6)
+    parallelize(model, dist.group.WORLD, example_inputs=inputs, plan_cache=False)
+    assert torch.allclose(model(inputs[:1]), reference(inputs[:1]), rtol=1e-5)
+    for scale in ("twice", "plain", "twice"):
+        model.options.scale = reference.options.scale = scale
+        assert torch.allclose(model(inputs), reference(inputs), rtol=1e-5)
+
+
+def test_settings_are_noticed() -> None:
+    run_ranks(settings, 2)
+
+
+def config_copies(rank: int, size: int) -> None:
+    """Modules with a copy of the config for their local sizes see what is set in the model's own."""
+    model = made("llama")
+    parallelize(model, dist.group.WORLD, plan_cache=False)
+    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+    model.config.set_later = "yes"
+    model.config.rope_scaling_note = 3
+    model(input_ids=IDS, labels=IDS)
+    assert all(config.set_later == "yes" for config in configs.values())
+
+
+def test_what_is_set_in_the_config_reaches_every_copy_of_it() -> None:
+    run_ranks(config_copies, 2)
+
+
+def test_kinds_of_calls() -> None:
+    kind = new_calls.kind_of
+    ids = torch.zeros(2, 9, dtype=torch.long)
+    assert kind({"ids": ids}) == kind({"ids": torch.ones(3, 4, dtype=torch.long)})
+    assert kind({"ids": ids}) == kind({"ids": ids[:1]})
+    assert kind({"ids": ids}) != kind({"ids": ids[:, :1]})  # broadcast, perhaps
+    assert kind({"ids": ids}) != kind({"ids": ids.float()})
+    assert kind({"keep": 0}) != kind({"keep": 1})
+    assert kind({"keep": 5}) == kind({"keep": 7})
+    assert kind([True]) != kind([1])
+    assert kind((ids, None)) != kind((ids,))
+
+
+def unknown(rank: int, size: int) -> None:
+    torch.manual_seed(0)
+    model = Normalising(Options())
+    inputs = torch.randn(5, 6)
+    parallelize(model, TPGroup.of(dist.group.WORLD).process_group, example_inputs=inputs, plan_cache=False)
+    with pytest.warns(UserWarning, match="called with a object, about which nothing is known"):
+        model(inputs, object())
+    with torch.no_grad():
+        model(inputs, object())
+
+
+def test_what_cannot_be_described_is_said() -> None:
+    run_ranks(unknown, 2)
