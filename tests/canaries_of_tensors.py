@@ -67,6 +67,47 @@ def _(disable: Any) -> None:
         assert x.size() == (2,)
 
 
+@canary("torch.overrides._pop_mode_temporarily", "torch.overrides._len_torch_function_stack")
+def _(_: Any) -> None:
+    from torch.overrides import TorchFunctionMode, _len_torch_function_stack, _pop_mode_temporarily
+
+    class Counts(TorchFunctionMode):
+        seen = 0
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.seen += 1
+            return func(*args, **(kwargs or {}))
+
+    before = _len_torch_function_stack()
+    with Counts() as mode:
+        assert _len_torch_function_stack() == before + 1
+        torch.ones(2)
+        with _pop_mode_temporarily() as taken:
+            assert taken is mode
+            torch.ones(2)
+        torch.ones(2)
+    assert mode.seen == 2
+
+
+@canary("torch.utils._python_dispatch._disable_current_modes")
+def _(disable: Any) -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Counts(TorchDispatchMode):
+        seen = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.seen += 1
+            return func(*args, **(kwargs or {}))
+
+    with Counts() as mode:
+        torch.ones(2)
+        with disable():
+            torch.ones(2)
+        torch.ones(2)
+    assert mode.seen == 2
+
+
 @canary("torch.Tensor._make_wrapper_subclass")
 def _(make: Any) -> None:
     made = make(Wrapping, [10**9, 10**9], dtype=torch.float64, device=torch.device("cpu"))

@@ -31,7 +31,7 @@ from lightning_autotp.ranks import peers, started
 from lightning_autotp.ranks.peers import Peer, PeerWatch
 
 KILLS = 20
-STEPS = 160
+STEPS = 400
 ENDS_WITHIN = 300.0
 """Seconds; nearly all of them are for a machine that does other things too. Whoever waits for the process group waits
 half an hour."""
@@ -49,8 +49,6 @@ folder, how, devices, steps = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sy
 class Watched(Task):
     def training_step(self, batch, batch_idx):
         step, rank = self.trainer.global_step, self.trainer.global_rank
-        with open(f"{folder}/pid-{rank}", "w") as file:
-            file.write(str(os.getpid()))
         if how == "fails" and step == 3 and rank == 1:
             raise ValueError("planted on rank 1")
         if how == "hangs" and step == 3 and rank == 1:
@@ -60,6 +58,8 @@ class Watched(Task):
         if rank == 0:
             with open(f"{folder}/losses", "a") as file:
                 file.write(json.dumps([step, loss.item()]) + "\\n")
+        with open(f"{folder}/pid-{rank}", "w") as file:
+            file.write(str(os.getpid()))
         time.sleep(0.02)
         return loss
 

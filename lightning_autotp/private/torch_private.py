@@ -10,7 +10,7 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -43,11 +43,15 @@ from torch._subclasses.schema_check_mode import SchemaCheckMode
 # A tensor's memory, known without being kept.
 from torch.multiprocessing.reductions import StorageWeakRef
 
+# Modes that see functions, taken off and put back.
+from torch.overrides import _len_torch_function_stack, _pop_mode_temporarily
+
 # Which tensors torch gives to its functions of lists: those of exactly these classes.
 from torch.utils._foreach_utils import _foreach_supported_types
 
-# Sees every operator, below autograd. torch's notes on extending it name this class, under its private path.
-from torch.utils._python_dispatch import TorchDispatchMode
+# Sees every operator, below autograd (torch's notes on extending it name this class, under its private path); and such
+# modes taken off and put back.
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 # Nested values, with the names of places in them. Nothing public.
 from torch.utils._pytree import keystr, tree_flatten, tree_leaves, tree_map, tree_map_only, tree_map_with_path
@@ -108,6 +112,7 @@ __all__ = [
     "uncompiled",
     "unset_fake_temporarily",
     "with_tensors",
+    "without_modes",
     "without_subclasses",
     "wrapper",
 ]
@@ -352,6 +357,16 @@ def as_written() -> AbstractContextManager[Any]:
     has been compiled.
     """
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+
+
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """Within it no mode sees functions or operators that was active before."""
+    with ExitStack() as stack:
+        for _ in range(_len_torch_function_stack()):
+            stack.enter_context(_pop_mode_temporarily())
+        stack.enter_context(_disable_current_modes())
+        yield
 
 
 @contextmanager

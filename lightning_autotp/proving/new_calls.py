@@ -23,7 +23,7 @@ from lightning_autotp.layouts.places import Boundary
 from lightning_autotp.layouts.plan import ConversionPlan
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
 from lightning_autotp.parameters.state import parallel_state
-from lightning_autotp.private.torch_private import tree_leaves, tree_map_only
+from lightning_autotp.private.torch_private import tree_leaves, tree_map_only, without_modes
 from lightning_autotp.proving.compare import Mismatch, compare
 from lightning_autotp.proving.configs import ConfigWatch
 from lightning_autotp.proving.read_plan import read_for_call
@@ -83,7 +83,8 @@ class CallProver:
         if kind not in self.proved:
             if _is_traced(call):
                 return
-            with raise_together(self.group.process_group, "proving a new kind of call"):
+            # The user's modes see what the model computes, not the traces.
+            with without_modes(), raise_together(self.group.process_group, "proving a new kind of call"):
                 self.proved[kind] = self._prove(kind, with_rows(call))
         parallel_state(self.model).parts = self.proved[kind]
 
