@@ -31,7 +31,7 @@ from lightning_autotp.ranks import peers, started
 from lightning_autotp.ranks.peers import Peer, PeerWatch
 
 KILLS = 20
-STEPS = 400
+STEPS = 240
 ENDS_WITHIN = 300.0
 """Seconds; nearly all of them are for a machine that does other things too. Whoever waits for the process group waits
 half an hour."""
@@ -103,6 +103,14 @@ class Job:
             time.sleep(0.05)
         raise AssertionError(f"the ranks did not start training:\n{self.said()}")
 
+    def wait_for_steps(self, count: int) -> None:
+        """Return after so many steps more."""
+        wanted = len(losses(self.folder)) + count
+        deadline = time.monotonic() + PATIENCE
+        while len(losses(self.folder)) < wanted and self.process.poll() is None:
+            assert time.monotonic() < deadline, self.said()
+            time.sleep(0.01)
+
     def end(self, pids: list[int]) -> str:
         """Wait until no process is left; what they said."""
         deadline = time.monotonic() + ENDS_WITHIN
@@ -132,7 +140,9 @@ def running(pid: int) -> bool:
 
 
 def losses(folder: Path) -> list[tuple[int, float]]:
-    return [tuple(json.loads(line)) for line in (folder / "losses").read_text().splitlines()]
+    """The steps and losses that were written; of a line that is being written nothing yet."""
+    lines = (folder / "losses").read_text().splitlines(keepends=True)
+    return [tuple(json.loads(line)) for line in lines if line.endswith("\n")]
 
 
 @pytest.mark.slow
@@ -144,7 +154,8 @@ def test_a_run_killed_twenty_times_has_the_losses_of_one_that_was_not(tmp_path: 
     for _ in range(KILLS):
         job = Job(killed)
         pids = job.wait_for_training()
-        time.sleep(draw.uniform(0, 0.8))
+        job.wait_for_steps(draw.randrange(12))
+        time.sleep(draw.uniform(0, 0.05))
         rank = draw.randrange(2)
         os.kill(pids[rank], signal.SIGKILL)
         said = job.end(pids)

@@ -12,6 +12,7 @@ from distributed import run_ranks
 from test_mixtures import MIXTURES, SIZES
 from tiny import tiny_config
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from lightning_autotp import PeerError, UnprovedCall, full_gradients, parallelize
@@ -215,3 +216,59 @@ def unknown(rank: int, size: int) -> None:
 
 def test_what_cannot_be_described_is_said() -> None:
     run_ranks(unknown, 2)
+
+
+class Grouped(nn.Module):
+    """Feed-forward; when it is told to, the inner features are normalised in groups, as many as an attribute says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 6)
+        self.groups = 4
+
+    def forward(self, x: Tensor, grouped: bool) -> Tensor:
+        inner = self.up(x).tanh()
+        if grouped:
+            inner = inner.unflatten(-1, (self.groups, 3)).softmax(-1).flatten(-2)
+        out: Tensor = self.down(inner)
+        return out
+
+
+class Recomputed(nn.Module):
+    """Its block's activations are not kept for the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.block = nn.LayerNorm(6), Grouped()
+
+    def forward(self, x: Tensor, grouped: bool = False) -> Tensor:
+        out: Tensor = checkpoint(self.block, self.first(x), grouped, use_reentrant=False)
+        return out
+
+
+def local_in_one_kind(rank: int, size: int) -> None:
+    """An attribute that only some calls read is this rank's size in these, also where they are computed again."""
+    torch.manual_seed(0)
+    model, reference = Recomputed(), Recomputed()
+    reference.load_state_dict(model.state_dict())
+    inputs = torch.randn(5, 6)
+    parallelize(model, dist.group.WORLD, example_inputs=inputs, plan_cache=False)
+    for grouped in (True, False, True):
+        found, wanted = model(inputs, grouped), reference(inputs, grouped)
+        assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-6)
+        with torch.no_grad():
+            model(inputs, not grouped)
+        assert model.block.groups == 4
+        for each, output in ((model, found), (reference, wanted)):
+            each.zero_grad()
+            output.pow(2).sum().backward()
+        assert worst(model, reference) < 2e-5
+    both = model(inputs, True) + model(inputs, False)
+    with pytest.raises(UnprovedCall, match="after calls of different kinds"):
+        both.sum().backward()
+    model(inputs, True).sum().backward()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_size_is_local_in_the_calls_that_need_it(size: int) -> None:
+    run_ranks(local_in_one_kind, size)

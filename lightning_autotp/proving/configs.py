@@ -36,26 +36,23 @@ class ConfigWatch:
     Args:
         model: the local model.
         original: a copy of the original model.
-        local: another copy of the local model.
         sizes: the plan's sizes, some of which are entries of configs.
-
     """
 
-    def __init__(self, model: nn.Module, original: nn.Module, local: nn.Module, sizes: Iterable[SizePlan]) -> None:
+    def __init__(self, model: nn.Module, original: nn.Module, sizes: Iterable[SizePlan]) -> None:
         own: dict[tuple[str, str], set[str]] = {}
         for size in sizes:
             head, _, name = size.attribute.rpartition(".")
             if head:
                 own.setdefault((size.module, head), set()).add(name)
         found: dict[int, _Config] = {}
-        models = [dict(each.named_modules()) for each in (model, original, local)]
+        modules = dict(model.named_modules())
         for path, attribute, config in _configs(original):
-            kept = frozenset(own.get((path, attribute), ()))
-            here, _, there = (getattr(modules[path], attribute, None) for modules in models)
-            if here is None or there is None:
+            here = getattr(modules[path], attribute, None)
+            if here is None:
                 continue
             entry = found.setdefault(id(config), _Config(here, [(config, frozenset())]))
-            entry.copies += [(here, kept), (there, kept)]
+            entry.copies.append((here, frozenset(own.get((path, attribute), ()))))
         self._configs = list(found.values())
         for entry in self._configs:
             distinct = {id(copy): (copy, kept) for copy, kept in entry.copies if copy is not entry.watched}

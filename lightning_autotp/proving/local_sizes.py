@@ -15,10 +15,10 @@ from dataclasses import replace
 
 from torch import nn
 
-from lightning_autotp.applying.replace import apply_plan
-from lightning_autotp.capture.capture import capture_local, meta_copy
+from lightning_autotp.applying.replace import BoundaryConversion, apply_plan, hook_boundary
+from lightning_autotp.capture.capture import Call, capture_local, meta_copy
 from lightning_autotp.layouts.places import Boundary, CallSite
-from lightning_autotp.layouts.plan import Plan, SizePlan
+from lightning_autotp.layouts.plan import ConversionPlan, Plan, SizePlan
 from lightning_autotp.layouts.types import Shard, local_shape
 from lightning_autotp.operators import Shapes, record
 from lightning_autotp.operators.graph import Operator
@@ -59,9 +59,47 @@ def find_sizes(
     Raises:
         Unlocalizable: if no choice of sizes gives the right trace.
     """
-    search = _Search(model, example_inputs, solution, plan_with)
+
+    def difference(solution: Solution, sizes: tuple[SizePlan, ...], rank: int) -> Mismatch | None:
+        local = meta_copy(model)
+        apply_plan(local, plan_with(solution, sizes), TPGroup("", rank, solution.ranks))
+        return compare(capture_local(local, example_inputs, solution.graph.opaque), solution, rank)
+
+    search = _Search(model, solution, difference, in_calls=True)
     sizes = search.find((), _representatives(solution))
     return plan_with(search.solution, sizes), search.solution
+
+
+def find_sizes_of_call(
+    model: nn.Module, call: Call, plan: Plan, changes: Iterable[ConversionPlan], solution: Solution
+) -> tuple[tuple[SizePlan, ...], Solution]:
+    """The attributes that must be local in another call than the one that a plan was made for, beside the plan's sizes.
+
+    Args:
+        model: the original model, in the call's modes.
+        call: the call.
+        plan: the plan.
+        changes: those of layout, at modules' boundaries, that the call needs beside the plan's.
+        solution: the layouts in this call.
+
+    Returns:
+        These sizes, and the solution that is carried out with them, proven on one rank of every kind.
+
+    Raises:
+        Unlocalizable: if no choice of sizes gives the right trace.
+    """
+
+    def difference(solution: Solution, sizes: tuple[SizePlan, ...], rank: int) -> Mismatch | None:
+        local, group = meta_copy(model), TPGroup("", rank, solution.ranks)
+        apply_plan(local, replace(plan, sizes=sizes), group)
+        for change in reversed(tuple(changes)):
+            # Before the hooks with which the model collects outputs, as in the traces; each before the one after it.
+            hook_boundary(local, BoundaryConversion(change, group), prepend=True)
+        return compare(capture_local(local, call, solution.graph.opaque, training=False), solution, rank)
+
+    search = _Search(model, solution, difference, in_calls=False)
+    sizes = search.find(plan.sizes, _representatives(solution))
+    return sizes[len(plan.sizes) :], search.solution
 
 
 def adapted(solution: Solution, mismatch: Mismatch) -> Solution | None:
@@ -117,14 +155,24 @@ def _representatives(solution: Solution) -> list[int]:
 
 
 class _Search:
+    """A search for sizes.
+
+    Args:
+        model: the original model.
+        solution: the layouts.
+        difference: where the local model of a rank, with these sizes, departs from a solution.
+        in_calls: whether numbers in the arguments of calls may be made local, and not only attributes.
+    """
+
     def __init__(
         self,
         model: nn.Module,
-        example_inputs: object,
         solution: Solution,
-        plan_with: Callable[[Solution, tuple[SizePlan, ...]], Plan],
+        difference: Callable[[Solution, tuple[SizePlan, ...], int], Mismatch | None],
+        *,
+        in_calls: bool,
     ) -> None:
-        self.model, self.example_inputs, self.solution, self.plan_with = model, example_inputs, solution, plan_with
+        self.model, self.solution, self.difference, self.in_calls = model, solution, difference, in_calls
         self.traces: dict[tuple[tuple[SizePlan, ...], int], Mismatch | None] = {}
         self.deepest: dict[int, float] = {}
         self.idle = 0
@@ -167,9 +215,7 @@ class _Search:
 
     def _trace(self, sizes: tuple[SizePlan, ...], rank: int) -> Mismatch | None:
         if (sizes, rank) not in self.traces:
-            local = meta_copy(self.model)
-            apply_plan(local, self.plan_with(self.solution, sizes), TPGroup("", rank, self.solution.ranks))
-            after = compare(capture_local(local, self.example_inputs, self.solution.graph.opaque), self.solution, rank)
+            after = self.difference(self.solution, sizes, rank)
             self.traces[sizes, rank] = after
             reached = math.inf if after is None else after.position
             self.idle += 1
@@ -203,7 +249,8 @@ class _Search:
                     )
                     if change:
                         yield change
-        yield from self._literals(mismatch, sizes)
+        if self.in_calls:
+            yield from self._literals(mismatch, sizes)
 
     def _literals(self, mismatch: Mismatch, sizes: tuple[SizePlan, ...]) -> Iterator[tuple[SizePlan, ...]]:
         """Numbers in the arguments of the call itself, made local in every module like it."""

@@ -3,8 +3,8 @@
 A plan is proved for one call of the model. With other arguments, in another mode, or with other settings in its config
 the model may run other code. So before its forward, a cheap key tells kinds of calls apart. The first call of a kind is
 traced, on the original model and on the local one, both without weights, and compared as they were for the plan. Where
-the new code needs a tensor in another layout than it has, that is changed at the boundary of a module, in calls of this
-kind only.
+the new code needs a tensor in another layout than it has, that is changed at the boundary of a module, and where it
+reads a size that must be this rank's, the attribute is set while its module runs: in calls of this kind only.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_autotp.applying.replace import BoundaryConversion, hook_boundary
-from lightning_autotp.capture.capture import Call, CaptureError, capture, capture_local, meta_copy
+from lightning_autotp.applying.replace import BoundaryConversion, hook_boundary, set_size
+from lightning_autotp.capture.capture import Call, CaptureError, capture
 from lightning_autotp.layouts.places import Boundary
-from lightning_autotp.layouts.plan import ConversionPlan
+from lightning_autotp.layouts.plan import ConversionPlan, SizePlan
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
 from lightning_autotp.parameters.state import parallel_state
-from lightning_autotp.private.torch_private import tree_leaves, tree_map_only, without_modes
-from lightning_autotp.proving.compare import Mismatch, compare
+from lightning_autotp.private.torch_private import is_in_backward, tree_leaves, tree_map_only, without_modes
 from lightning_autotp.proving.configs import ConfigWatch
+from lightning_autotp.proving.local_sizes import Unlocalizable, find_sizes_of_call
 from lightning_autotp.proving.read_plan import read_for_call
 from lightning_autotp.ranks.agreement import raise_together
 from lightning_autotp.ranks.group import TPGroup
@@ -44,8 +44,8 @@ class CallProver:
 
     Args:
         model: the local model.
-        original: a copy on the meta device of the model it was before, see :func:`~lightning_autotp.capture.capture.
-            meta_copy`.
+        original: a copy on the meta device of the model it was before
+            (:func:`~lightning_autotp.capture.capture.meta_copy`).
         solution: what its plan means in the call that was proved for it.
         example: that call.
     """
@@ -54,13 +54,15 @@ class CallProver:
         state = parallel_state(model)
         # Not the state itself: a deep copy of the model has one of its own.
         self.model, self.plan, self.group = model, state.plan, state.group
-        self.original, self.local = original, meta_copy(model)  # the local one without this hook
-        self.configs = ConfigWatch(model, self.original, self.local, self.plan.sizes)
+        self.original = original
+        self.configs = ConfigWatch(model, original, self.plan.sizes)
         self.modules = list(model.modules())
         first = kind_of(example), bytes([True] * len(self.modules)), self.configs.version()
         state.parts = parts_at_modules(solution)
         self.proved: dict[Hashable, tuple[ConversionPlan, ...]] = {first: state.parts}
         self.running: Hashable = None
+        self.with_gradients: set[Hashable] = set()  # kinds whose backward passes may be still to come
+        self.was_backward = False
         self.undescribed: set[str] = set()
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -79,23 +81,48 @@ class CallProver:
             self._say_unknown(unknown[0])
             return
         kind = arguments, bytes([module.training for module in self.modules]), self.configs.version()
-        self.running = kind
-        if kind not in self.proved:
-            if _is_traced(call):
-                return
+        if kind not in self.proved and not _is_traced(call):
             # The user's modes see what the model computes, not the traces.
             with without_modes(), raise_together(self.group.process_group, "proving a new kind of call"):
                 self.proved[kind] = self._prove(kind, with_rows(call))
-        parallel_state(self.model).parts = self.proved[kind]
+        self._runs(kind)
+        if kind in self.proved:
+            parallel_state(self.model).parts = self.proved[kind]
+
+    def is_running(self, kind: Hashable) -> bool:
+        """Whether a module runs in a call of this kind, be it again in a backward pass (activation checkpointing).
+
+        Raises:
+            UnprovedCall: if it runs again, and calls of different kinds have been waiting for their backward passes.
+        """
+        if not is_in_backward():
+            return self.running == kind
+        self.was_backward = True
+        if len(self.with_gradients) > 1:
+            raise UnprovedCall(
+                f"a backward pass computes activations of {self._who()} again (activation checkpointing) after calls of"
+                " different kinds, between which layouts differ, and which of them it was is not known: call backward"
+                " after each of them, call it in the same way each time, or turn activation checkpointing off"
+            )
+        return kind in self.with_gradients
+
+    def _runs(self, kind: Hashable) -> None:
+        """Note that a call of this kind begins."""
+        self.running = kind
+        if torch.is_grad_enabled():
+            if self.was_backward:
+                self.with_gradients, self.was_backward = set(), False
+            self.with_gradients.add(kind)
 
     def _prove(self, kind: Hashable, call: Call) -> tuple[ConversionPlan, ...]:
-        """Trace both models in a call of this kind, and compare; returns what is not Invariant around modules then."""
-        original, local = self.original, self.local
-        for module, *copies in zip(self.modules, original.modules(), local.modules(), strict=True):
-            for copy in copies:
-                copy.training = module.training
+        """Trace both models in a call of this kind, and compare; returns what is not Invariant around modules then.
+
+        What every rank needs is worked out on each, so that all come to the same.
+        """
+        for module, copied in zip(self.modules, self.original.modules(), strict=True):
+            copied.training = module.training
         try:
-            graph = capture(original, call, frozenset(self.plan.opaque), training=False)
+            graph = capture(self.original, call, frozenset(self.plan.opaque), training=False)
         except CaptureError as error:
             warnings.warn(
                 f"a call of {self._who()} cannot be traced, and so nobody has proved that its parts compute what the"
@@ -105,39 +132,29 @@ class CallProver:
             return parallel_state(self.model).parts
         graph = open_modules(graph, bare_modules(graph, IMPLEMENTATIONS))
         fixed: set[Boundary] = set()
-        differences: list[str] = []
+        first: Exception | None = None
         while True:
             try:
-                needed, solution = read_for_call(self.plan, graph, IMPLEMENTATIONS, fixed)
+                changes, solution = read_for_call(self.plan, graph, IMPLEMENTATIONS, fixed)
             except PlanMismatch as error:
-                raise self._refusal(call, (differences or [str(error)])[0]) from error
-            difference = self._difference(needed, solution, call)
-            if difference is None:
+                raise self._refusal(call, first or error) from error
+            try:
+                sizes, solution = find_sizes_of_call(self.original, call, self.plan, changes, solution)
                 break
-            differences.append(str(difference))
-            if not needed:
-                raise self._refusal(call, differences[0])
+            except Unlocalizable as error:
+                first = first or error
+                if not changes:
+                    raise self._refusal(call, first) from error
             # Where sizes in Python code are those of the local model, a tensor cannot be whole: perhaps further on.
-            fixed |= {Boundary(change.module, change.side, change.key) for change in needed}
+            fixed |= {Boundary(change.module, change.side, change.key) for change in changes}
         # Before the hooks with which the model collects outputs, as in the traces; each before the one after it.
-        for change in reversed(needed):
+        for change in reversed(changes):
             hook_boundary(self.model, _InKind(change, self.group, self, kind), prepend=True)
+        for size in sizes:
+            _SizeInKind(self.model, size, self, kind).hook()
         return parts_at_modules(solution)
 
-    def _difference(self, needed: tuple[ConversionPlan, ...], solution: Solution, call: Call) -> Mismatch | None:
-        """Where the local model, with these changes of layout, is not the same computation."""
-        local = self.local
-        handles = [
-            hook_boundary(local, BoundaryConversion(change, self.group), prepend=True) for change in reversed(needed)
-        ]
-        try:
-            traced = capture_local(local, call, solution.graph.opaque, training=False)
-            return compare(traced, solution, self.group.rank)
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _refusal(self, call: Call, why: str) -> UnprovedCall:
+    def _refusal(self, call: Call, why: Exception) -> UnprovedCall:
         return UnprovedCall(
             f"{self._who()} is called in another way than it was traced, and its parts on the ranks would not compute"
             f" what the whole model does then: {why}\nIt is called with"
@@ -167,10 +184,34 @@ class _InKind(BoundaryConversion):
         self.prover, self.kind = prover, kind
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return super().before(module, args, kwargs) if self.prover.running == self.kind else None
+        return super().before(module, args, kwargs) if self.prover.is_running(self.kind) else None
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return super().after(module, args, output) if self.prover.running == self.kind else None
+        return super().after(module, args, output) if self.prover.is_running(self.kind) else None
+
+
+class _SizeInKind:
+    """An attribute of a module, or an entry of its config, that is this rank's while it runs in calls of one kind."""
+
+    def __init__(self, model: nn.Module, size: SizePlan, prover: CallProver, kind: Hashable) -> None:
+        self.model, self.size, self.prover, self.kind = model, size, prover, kind
+        self.attribute = size.attribute.partition(".")[0]
+        self.before: list[Any] = []  # the attribute's value before each run that is under way
+
+    def hook(self) -> None:
+        """Set it from now on; before other hooks of the module see it."""
+        module = self.model.get_submodule(self.size.module)
+        module.register_forward_pre_hook(self._set, prepend=True)
+        module.register_forward_hook(self._set_back, always_call=True)
+
+    def _set(self, module: nn.Module, args: Any) -> None:
+        if self.prover.is_running(self.kind):
+            self.before.append(getattr(module, self.attribute))
+            set_size(self.model, self.size, self.size.local[self.prover.group.rank])
+
+    def _set_back(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self.before:
+            setattr(module, self.attribute, self.before.pop())
 
 
 def kind_of(value: Any, unknown: list[str] | None = None) -> Hashable:

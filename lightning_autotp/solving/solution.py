@@ -104,7 +104,7 @@ def read_solution(tables: Tables, kinds: dict[int, Kind], found: Assignment) -> 
             solution.not_drawing.add(tables.position[id(operator)])
         _add_slices(tables, solution, relation, kinds)
     for tensor in tables.graph.outputs:
-        if tensor in layouts:
+        if isinstance(layouts.get(tensor), Shard):  # and not one that is whole further on
             _add_view(tables, solution, tensor, seen)
     return solution
 
