@@ -17,16 +17,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import faults
+import lightning as L
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
 from distributed import PATIENCE, SCRIPT_ENVIRONMENT
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from test_strategy import Task, loader, trainer
 from trainer_ranks import run_trainer_ranks
 
 from lightning_autotp import AutoTPStrategy
+from lightning_autotp.private.lightning_private import DeferredSignals
 from lightning_autotp.ranks import peers, started
 from lightning_autotp.ranks.peers import Peer, PeerWatch
 
@@ -43,6 +46,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from test_strategy import BLOCKS, Task
 from lightning_autotp import AutoTPStrategy
+from lightning_autotp.private.lightning_private import DeferredSignals
 
 folder, how, devices, steps = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 
@@ -296,6 +300,24 @@ def test_the_exit_code_says_if_another_failed(
             process.kill()
             process.wait()
     assert codes == ([] if code is None else [code])
+
+
+def test_a_signal_that_comes_during_an_exchange_is_for_the_next_one() -> None:
+    asked: list[list[bool]] = []
+
+    def alone(answers: list[bool], everyone: bool) -> list[bool]:
+        asked.append(answers)
+        if len(asked) == 1:
+            signals.note_end(signal.SIGTERM, None)
+        return answers
+
+    fitting = L.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+    signals = DeferredSignals(fitting, alone)
+    signals.between_batches()
+    with pytest.raises(SIGTERMException):
+        signals.between_batches()
+    assert asked == [[False, False], [True, False]]
+    assert signals.agreed is not None
 
 
 def test_an_error_of_its_own_ends_the_others_soon(monkeypatch: pytest.MonkeyPatch) -> None:

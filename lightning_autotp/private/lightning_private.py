@@ -181,7 +181,9 @@ class DeferredSignals:
             SIGTERMException: on every rank, if one got SIGTERM: callbacks may still save. It is an exit with code 143.
         """
         end, requeue = self.any_rank([self.asked_to_end, self.asked_to_requeue], everyone)
-        self.asked_to_end = self.asked_to_requeue = False
+        # A signal that came in the meantime was not sent. Unless another rank had it, it is for the next exchange.
+        self.asked_to_end = self.asked_to_end and not end
+        self.asked_to_requeue = self.asked_to_requeue and not requeue
         if requeue:
             self.requeue(signal.SIGUSR1, None)  # type: ignore[arg-type]
         if end:
