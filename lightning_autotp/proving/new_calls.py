@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_autotp.applying.replace import BoundaryConversion, hook_boundary
 from lightning_autotp.capture.capture import Call, CaptureError, capture, capture_local, meta_copy
@@ -23,7 +24,7 @@ from lightning_autotp.layouts.places import Boundary
 from lightning_autotp.layouts.plan import ConversionPlan
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
 from lightning_autotp.parameters.state import parallel_state
-from lightning_autotp.private.torch_private import tree_leaves, tree_map_only, without_modes
+from lightning_autotp.private.torch_private import ModuleHooks, tree_leaves, tree_map_only, without_modes
 from lightning_autotp.proving.compare import Mismatch, compare
 from lightning_autotp.proving.configs import ConfigWatch
 from lightning_autotp.proving.read_plan import read_for_call
@@ -51,17 +52,32 @@ class CallProver:
     """
 
     def __init__(self, model: nn.Module, original: nn.Module, solution: Solution, example: Call) -> None:
-        state = parallel_state(model)
-        # Not the state itself: a deep copy of the model has one of its own.
-        self.model, self.plan, self.group = model, state.plan, state.group
-        self.original, self.local = original, meta_copy(model)  # the local one without this hook
-        self.configs = ConfigWatch(model, self.original, self.local, self.plan.sizes)
+        # Not its state: a deep copy of the model has one of its own.
+        self.model, self.group, self.example = model, parallel_state(model).group, example
         self.modules = list(model.modules())
-        first = kind_of(example), bytes([True] * len(self.modules)), self.configs.version()
+        self.undescribed: set[str] = set()
+        self.hooks: list[RemovableHandle] = []
+        self.begin(original, meta_copy(model), solution)  # the local one without this hook
+
+    def begin(self, original: nn.Module, local: nn.Module, solution: Solution) -> None:
+        """Forget what was proved of other kinds of calls: only the example's is, of these two.
+
+        Args:
+            original: a copy of the original model on the meta device.
+            local: a copy of the local one, likewise, without hooks that came after it was divided.
+            solution: what the plan means in the example's call.
+        """
+        state = parallel_state(self.model)
+        self.plan, self.original, self.local = state.plan, original, local
+        here = dict(zip((path for path, _ in original.named_modules()), self.modules, strict=True))
+        self.configs = ConfigWatch(here, original, local, self.plan.sizes)
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks.clear()
+        first = kind_of(self.example), bytes([True] * len(self.modules)), self.configs.version()
         state.parts = parts_at_modules(solution)
         self.proved: dict[Hashable, tuple[ConversionPlan, ...]] = {first: state.parts}
         self.running: Hashable = None
-        self.undescribed: set[str] = set()
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Before a forward of the model.
@@ -121,7 +137,7 @@ class CallProver:
             fixed |= {Boundary(change.module, change.side, change.key) for change in needed}
         # Before the hooks with which the model collects outputs, as in the traces; each before the one after it.
         for change in reversed(needed):
-            hook_boundary(self.model, _InKind(change, self.group, self, kind), prepend=True)
+            self.hooks.append(hook_boundary(self.model, _InKind(change, self.group, self, kind), prepend=True))
         return parts_at_modules(solution)
 
     def _difference(self, needed: tuple[ConversionPlan, ...], solution: Solution, call: Call) -> Mismatch | None:
@@ -226,6 +242,11 @@ def _said(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     return repr(value) if value is None or isinstance(value, bool | int | float | str) else type(value).__name__
+
+
+def call_prover(model: nn.Module) -> CallProver:
+    """What proves the new kinds of calls of a parallel model."""
+    return next(hook for hook in ModuleHooks(model).before.values() if isinstance(hook, CallProver))
 
 
 def prove_new_calls(model: nn.Module, original: nn.Module, solution: Solution, example: Call) -> None:
