@@ -1,4 +1,4 @@
-"""A model's trace, on which plans are made and read, and the proof that a local model computes what the original does."""
+"""A model's trace, on which plans are made and read, and the proof that a local model computes the same."""
 
 from __future__ import annotations
 

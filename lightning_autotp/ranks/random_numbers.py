@@ -58,7 +58,8 @@ def own_numbers(group: TPGroup, device: torch.device) -> Iterator[None]:
 
 def share_random_state(group: TPGroup, device: torch.device) -> None:
     """Let all ranks go on with the first one's random state, of the CPU and of a device. Collective over ``group``."""
-    generators = [default_generator(of) for of in {torch.device("cpu"), device}]
+    devices = [torch.device("cpu"), *([device] if device.type != "cpu" else [])]
+    generators = [default_generator(of) for of in devices]
     states = [generator.get_state() for generator in generators]
     dist.broadcast_object_list(states, group_src=0, group=group.process_group)
     for generator, state in zip(generators, states, strict=True):

@@ -159,9 +159,9 @@ def _refuse_optimized(model: nn.Module, places: Iterable[Place]) -> None:
     if found:
         optimizer, name = found
         raise RuntimeError(
-            f"{type(model).__name__}.{METHOD} replaces {name}, which a {optimizer} has already: it would go on with the"
-            " old one. Resize before the optimizer is made: in configure_model(), at the beginning of"
-            " configure_optimizers(), or, without Lightning, before you make it"
+            f"{type(model).__name__}.{METHOD} replaces {name}, which an optimizer ({optimizer}) has already: it"
+            " would go on with the old one. Resize before the optimizer is made: in configure_model(), at the beginning"
+            " of configure_optimizers(), or, without Lightning, before you make it"
         )
 
 
@@ -169,7 +169,7 @@ def _optimized(replaced: Mapping[int, str]) -> tuple[str, str] | None:
     """The class of an optimizer, and the name of one of these parameters that it has."""
     for found in gc.get_objects():
         if issubclass(type(found), Optimizer):  # the class itself: an object may answer for another one
-            for group in found.param_groups:
+            for group in getattr(found, "param_groups", ()):
                 for parameter in group["params"]:
                     if id(parameter) in replaced:
                         return type(found).__name__, replaced[id(parameter)]
@@ -187,7 +187,7 @@ def _proved(model: nn.Module, prover: CallProver, resized: Resized) -> tuple[Pla
         verify(local, solution, state.group.rank, prover.example)
     except (ValueError, CaptureError, PlanMismatch, VerificationError) as error:
         raise RuntimeError(
-            f"{type(model).__name__}.{METHOD}: the model cannot be divided as it is with these sizes: {error}\n{_BEFORE}"
+            f"{type(model).__name__}.{METHOD}: the model cannot be divided as it is at this size: {error}\n{_BEFORE}"
         ) from error
     parameters = [(parameter.names, parameter.shape, parameter.itemsize) for parameter in plan.parameters]
     written = annotate(solution, plan.model, parameters, plan.sizes)
