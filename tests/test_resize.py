@@ -13,7 +13,7 @@ import torch.distributed as dist
 from distributed import run_ranks
 from test_changes_after import gradients_of
 from test_state import Around
-from test_strategy import Task, error_of, fit, tiny_config
+from test_strategy import Task, assert_parity, error_of, fit, tiny_config
 from tiny import tiny_model, token_batch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -223,7 +223,7 @@ def calls(model: Any) -> dict[str, Any]:
     """Values of other kinds of calls than the one that was traced."""
     seen: dict[str, Any] = {}
     mask = torch.ones_like(IDS)
-    mask[0, :3] = 0
+    mask[0, -3:] = 0
     hooked: list[Tensor] = []
     handle = model.get_output_embeddings().register_forward_hook(lambda *given: hooked.append(given[-1]))
     with torch.no_grad():
@@ -396,7 +396,8 @@ def two_by_two(rank: int, world_size: int) -> str:
 
 def test_several_copies_are_refused() -> None:
     for seen in run_ranks(two_by_two, 4):
-        assert seen.startswith("RuntimeError: GPT2LMHeadModel.resize_token_embeddings: FSDP2 has dealt the parameters")
+        assert seen.startswith("RuntimeError: ")
+        assert "GPT2LMHeadModel.resize_token_embeddings: FSDP2 has dealt the parameters out" in seen
 
 
 # --- with the Trainer ---
@@ -430,33 +431,27 @@ class Resizing(Task):
 def fitted(directory: str, ranks: int) -> dict[str, Any]:
     torch.manual_seed(7)
     task = Resizing("configure_optimizers")
-    seen = {"fitted": fit("autotp", ranks, task, save=f"{directory}/{ranks}.ckpt"), "refused": task.refused}
+    path = f"{directory}/{ranks}.ckpt"
+    seen = {"fitted": fit("autotp", ranks, task, save=path, max_steps=3), "refused": task.refused}
     torch.manual_seed(8)
-    again = Resizing("configure_optimizers")
-    seen["resumed"] = fit("autotp", ranks, again, ckpt_path=f"{directory}/{ranks}.ckpt", max_steps=6)
+    seen["resumed"] = fit("autotp", ranks, Resizing("configure_optimizers"), ckpt_path=path, max_steps=6)
     return seen
 
 
 def test_with_the_trainer(tmp_path: Path) -> None:
     torch.manual_seed(7)
-    wanted = fit("auto", 1, Resizing("configure_optimizers"))
+    wanted = fit("auto", 1, Resizing("configure_optimizers"), max_steps=3)
+    found = run_trainer_ranks(fitted, 2, str(tmp_path), 2)
     torch.manual_seed(9)
-    for ranks in (2, 3):
-        found = run_trainer_ranks(fitted, ranks, str(tmp_path), ranks)
-        resumed = fit("auto", 1, Resizing("configure_model"), ckpt_path=tmp_path / f"{ranks}.ckpt", max_steps=6)
-        for seen in found:
-            torch.testing.assert_close(seen["fitted"]["losses"], wanted["losses"], rtol=1e-6, atol=0)
-            for name, value in wanted["weights"].items():
-                torch.testing.assert_close(seen["fitted"]["weights"][name], value, rtol=1e-5, atol=1e-6)
-            for mine, theirs in zip(seen["fitted"]["gradients"], wanted["gradients"], strict=True):
-                for name, value in theirs.items():
-                    torch.testing.assert_close(mine[name], value, rtol=1e-4, atol=1e-6)
-            assert all(map(torch.equal, seen["fitted"]["random"][:1], wanted["random"][:1]))
-            assert "which an optimizer (AdamW) has already" in seen["refused"]
-            torch.testing.assert_close(seen["resumed"]["losses"], resumed["losses"], rtol=1e-6, atol=0)
-            for name, value in resumed["weights"].items():
-                torch.testing.assert_close(seen["resumed"]["weights"][name], value, rtol=1e-5, atol=1e-6)
-        assert resumed["weights"]["model.lm_head.weight"].shape[0] == 73
+    resumed = fit("auto", 1, Resizing("configure_model"), ckpt_path=tmp_path / "2.ckpt", max_steps=6)
+    assert len(resumed["losses"]) == 3
+    for name in ("model.model.embed_tokens.weight", "model.lm_head.weight"):
+        assert wanted["weights"][name].shape[0] == resumed["weights"][name].shape[0] == 73
+    for seen in found:
+        assert_parity(seen["fitted"], wanted)
+        assert torch.equal(seen["fitted"]["random"][0], wanted["random"][0])
+        assert "which an optimizer (AdamW) has already" in seen["refused"]
+        assert_parity(seen["resumed"], resumed)
 
 
 # --- in one process ---
