@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_autotp.applying.replace import apply_plan
-from lightning_autotp.capture.capture import as_call, capture, capture_local, language_model_inputs, meta_copy
+from lightning_autotp.capture.capture import as_call, language_model_inputs, meta_copy
 from lightning_autotp.capture.fingerprint import fingerprint
 from lightning_autotp.layouts.plan import Plan, SizePlan
 from lightning_autotp.layouts.step_size import TokensPerStep
@@ -23,14 +23,14 @@ from lightning_autotp.operators.graph import Graph, Operator
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
 from lightning_autotp.parameters.state import parallel_models, parallel_state
 from lightning_autotp.parameters.unchanged import Unchanged
-from lightning_autotp.proving.compare import Mismatch, VerificationError, compare, cut_differently
+from lightning_autotp.proving.compare import Mismatch, VerificationError
 from lightning_autotp.proving.local_sizes import Unlocalizable, find_sizes
 from lightning_autotp.proving.new_calls import prove_new_calls
 from lightning_autotp.proving.read_plan import read_plan
+from lightning_autotp.proving.verify import trace, verify
 from lightning_autotp.ranks.agreement import raise_together
 from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.solving.annotate import annotate, explain
-from lightning_autotp.solving.call_points import bare_modules, open_modules
 from lightning_autotp.solving.cost import Profile
 from lightning_autotp.solving.options import PlanOptions
 from lightning_autotp.solving.pins import pinned
@@ -41,6 +41,7 @@ from lightning_autotp.training.data_parallel import generate_together, hook_gath
 from lightning_autotp.training.gradients import synchronize_gradients
 from lightning_autotp.training.loading import load_parameters
 from lightning_autotp.training.refused import refuse_methods, refuse_whole_states
+from lightning_autotp.training.resizing import resize_together
 from lightning_autotp.training.user_hooks import show_whole_tensors
 
 
@@ -79,12 +80,6 @@ def make_plan(
     inputs = language_model_inputs(model) if example_inputs is None else example_inputs
     with collecting_rarely():
         return _solved(model, trace(model, inputs), inputs, tensor_parallel_size, options)
-
-
-def trace(model: nn.Module, example_inputs: Any) -> Graph:
-    """The model's graph, with every place in it where a layout may change."""
-    graph = capture(model, example_inputs)
-    return open_modules(graph, bare_modules(graph, IMPLEMENTATIONS))
 
 
 def _solved(model: nn.Module, graph: Graph, inputs: Any, ranks: int, options: PlanOptions) -> tuple[Plan, Solution]:
@@ -239,24 +234,10 @@ def fill_local(model: nn.Module, device: torch.device | str | None = None, data_
         hook_gathered(model)
         generate_together(model)
     refuse_methods(model)
+    resize_together(model)
     refuse_whole_states(model)
     model.register_forward_pre_hook(Unchanged(), prepend=True)
     show_whole_tensors(model)
-
-
-def verify(model: nn.Module, solution: Solution, rank: int, example_inputs: Any) -> None:
-    """Prove that a local model computes what the original one does.
-
-    Its parameters must be cut as the solution says, and the second capture must be the localized first one.
-
-    Raises:
-        VerificationError: naming the first parameter, or operator, module and source line that differ.
-    """
-    difference = cut_differently(parallel_state(model).metas, solution) or compare(
-        capture_local(model, example_inputs, solution.graph.opaque), solution, rank
-    )
-    if difference is not None:
-        raise VerificationError(f"the local model of rank {rank} is not the same computation: {difference}")
 
 
 def _unlocalizable(operator: Operator, mismatch: Mismatch) -> str:

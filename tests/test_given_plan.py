@@ -19,8 +19,9 @@ from lightning_autotp import pipeline
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.layouts.types import Invariant, Shard
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
-from lightning_autotp.pipeline import make_plan, parallelize, trace
+from lightning_autotp.pipeline import make_plan, parallelize
 from lightning_autotp.proving.read_plan import read_plan
+from lightning_autotp.proving.verify import trace
 from lightning_autotp.solving.options import PlanOptions
 from lightning_autotp.solving.plan_cache import PlanCache
 from lightning_autotp.solving.planned import PlanMismatch

@@ -18,8 +18,9 @@ from transformers import AutoConfig, AutoModel
 from lightning_autotp.layouts.plan import ParameterPlan, Plan, Reason
 from lightning_autotp.layouts.types import Shard
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
-from lightning_autotp.pipeline import make_plan, trace
+from lightning_autotp.pipeline import make_plan
 from lightning_autotp.proving.read_plan import read_plan
+from lightning_autotp.proving.verify import trace
 from lightning_autotp.solving.cost import Profile
 from lightning_autotp.solving.implementations import Implementations
 from lightning_autotp.solving.solver import solve

@@ -15,8 +15,9 @@ from lightning_autotp.layouts.ownership import Ownership
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.layouts.types import Invariant, Shard
 from lightning_autotp.parallel.linear import RowParallelLinear
-from lightning_autotp.pipeline import make_plan, verify
+from lightning_autotp.pipeline import make_plan
 from lightning_autotp.proving.compare import VerificationError
+from lightning_autotp.proving.verify import verify
 from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.solving.solution import Solution
 

@@ -22,6 +22,7 @@ from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
 from lightning_autotp.parallel.local_parameters import LocalParameters, localize_parameter
 from lightning_autotp.parallel.logits import VocabParallelLogits
 from lightning_autotp.parameters.state import ParallelState
+from lightning_autotp.private.torch_private import ModuleHooks
 from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.solving.planned import PlanMismatch
 
@@ -67,6 +68,24 @@ def hook_boundary(model: nn.Module, conversion: BoundaryConversion, *, prepend: 
     if conversion.plan.side == "in":
         return module.register_forward_pre_hook(conversion.before, with_kwargs=True, prepend=prepend)
     return module.register_forward_hook(conversion.after, prepend=prepend)
+
+
+def follow_conversions(model: nn.Module, plan: Plan) -> None:
+    """Let the conversions in a local model be those of another plan, which changes layouts at the same places."""
+    planned = {_place(conversion): conversion for conversion in plan.conversions}
+    for module in model.modules():
+        hooks = ModuleHooks(module)
+        changes: list[Any] = [*hooks.before.values(), *hooks.after.values()]
+        if isinstance(forward := vars(module).get("forward"), LocalForward):
+            changes += [change for at in forward.changes.values() for _, change in (*at.arguments, *at.results)]
+        for change in changes:
+            conversion = getattr(change, "__self__", None)
+            if isinstance(conversion, BoundaryConversion):
+                conversion.plan = planned[_place(conversion.plan)]
+
+
+def _place(conversion: ConversionPlan) -> tuple[Any, ...]:
+    return conversion.module, conversion.side, conversion.key, conversion.call, conversion.view
 
 
 def _change_calls(model: nn.Module, plan: Plan, group: TPGroup) -> None:

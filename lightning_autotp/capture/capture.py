@@ -222,12 +222,13 @@ def language_model_inputs(model: nn.Module) -> dict[str, Any]:
     return inputs
 
 
-def _on_meta(value: Tensor) -> Tensor:
+def on_meta(value: Tensor) -> Tensor:
+    """A tensor, or parameter, like this one on the meta device."""
     meta = value.detach().to("meta")
     return nn.Parameter(meta, requires_grad=value.requires_grad) if isinstance(value, nn.Parameter) else meta
 
 
-def meta_copy(model: nn.Module, stand_in: Callable[[Tensor], Tensor] = _on_meta) -> nn.Module:
+def meta_copy(model: nn.Module, stand_in: Callable[[Tensor], Tensor] = on_meta) -> nn.Module:
     """A deep copy of ``model`` with every tensor on the meta device; the original's tensors are not copied.
 
     ``stand_in`` makes the tensor, or parameter, that takes the place of one of the model's.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from lightning_autotp.layouts.ownership import Ownership, Run, merge_runs
@@ -214,6 +214,23 @@ class Cut:
             return self.of_size(sum(sizes))
         rank = max(range(self.ranks), key=self._step)
         return _grown(self, self._solve(sizes[rank], lambda units: _grown(self, units).local_size(rank)))
+
+    def dealt_anew(self, units: Mapping[int, int]) -> Cut:
+        """The cut where the model has other numbers of units of some axes, which are dealt out evenly.
+
+        Args:
+            units: how many, by the axes' numbers in the model's graph; an axis that has as many stays as it is.
+        """
+        dim, held = self.dim, [list(runs) for runs in self.held]
+        there = {axis.id: axis for axis in leaves(dim)}
+        for number, axis in enumerate(self.axes):
+            before = there.get(number)
+            if before is None or (now := units.get(axis, before.size)) == before.size:
+                continue
+            dim = _resized(dim, before, now)
+            for runs, dealt in zip(held, Ownership.dealt(now, self.ranks).held, strict=True):
+                runs[number] = dealt
+        return replace(self, dim=dim, held=tuple(map(tuple, held)))
 
     @property
     def is_told_by_one(self) -> bool:

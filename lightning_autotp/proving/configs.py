@@ -6,7 +6,7 @@ own config afterwards must reach these copies, as in the original model, where t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,25 +34,24 @@ class ConfigWatch:
     """The configs of a parallel model.
 
     Args:
-        model: the local model.
+        here: the local model's modules, by the paths that they have in the original one.
         original: a copy of the original model.
         sizes: the plan's sizes, some of which are entries of configs.
     """
 
-    def __init__(self, model: nn.Module, original: nn.Module, sizes: Iterable[SizePlan]) -> None:
+    def __init__(self, here: Mapping[str, nn.Module], original: nn.Module, sizes: Iterable[SizePlan]) -> None:
         own: dict[tuple[str, str], set[str]] = {}
         for size in sizes:
             head, _, name = size.attribute.rpartition(".")
             if head:
                 own.setdefault((size.module, head), set()).add(name)
         found: dict[int, _Config] = {}
-        modules = dict(model.named_modules())
         for path, attribute, config in _configs(original):
-            here = getattr(modules[path], attribute, None)
-            if here is None:
+            ours = getattr(here[path], attribute, None)
+            if ours is None:
                 continue
-            entry = found.setdefault(id(config), _Config(here, [(config, frozenset())]))
-            entry.copies.append((here, frozenset(own.get((path, attribute), ()))))
+            entry = found.setdefault(id(config), _Config(ours, [(config, frozenset())]))
+            entry.copies.append((ours, frozenset(own.get((path, attribute), ()))))
         self._configs = list(found.values())
         for entry in self._configs:
             distinct = {id(copy): (copy, kept) for copy, kept in entry.copies if copy is not entry.watched}

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_autotp.applying.replace import BoundaryConversion, hook_boundary, set_size
 from lightning_autotp.capture.capture import Call, CaptureError, capture
@@ -23,7 +24,13 @@ from lightning_autotp.layouts.places import Boundary
 from lightning_autotp.layouts.plan import ConversionPlan, SizePlan
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
 from lightning_autotp.parameters.state import parallel_state
-from lightning_autotp.private.torch_private import is_in_backward, tree_leaves, tree_map_only, without_modes
+from lightning_autotp.private.torch_private import (
+    ModuleHooks,
+    is_in_backward,
+    tree_leaves,
+    tree_map_only,
+    without_modes,
+)
 from lightning_autotp.proving.configs import ConfigWatch
 from lightning_autotp.proving.local_sizes import Unlocalizable, find_sizes_of_call
 from lightning_autotp.proving.read_plan import read_for_call
@@ -51,19 +58,33 @@ class CallProver:
     """
 
     def __init__(self, model: nn.Module, original: nn.Module, solution: Solution, example: Call) -> None:
-        state = parallel_state(model)
-        # Not the state itself: a deep copy of the model has one of its own.
-        self.model, self.plan, self.group = model, state.plan, state.group
-        self.original = original
-        self.configs = ConfigWatch(model, original, self.plan.sizes)
+        # Not its state: a deep copy of the model has one of its own.
+        self.model, self.group, self.example = model, parallel_state(model).group, example
         self.modules = list(model.modules())
-        first = kind_of(example), bytes([True] * len(self.modules)), self.configs.version()
+        self.undescribed: set[str] = set()
+        self.hooks: list[RemovableHandle] = []
+        self.begin(original, solution)
+
+    def begin(self, original: nn.Module, solution: Solution) -> None:
+        """Forget what was proved of other kinds of calls: only the example's is, of this model.
+
+        Args:
+            original: a copy of the original model on the meta device.
+            solution: what the plan means in the example's call.
+        """
+        state = parallel_state(self.model)
+        self.plan, self.original = state.plan, original
+        here = dict(zip((path for path, _ in original.named_modules()), self.modules, strict=True))
+        self.configs = ConfigWatch(here, original, self.plan.sizes)
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks.clear()
+        first = kind_of(self.example), bytes([True] * len(self.modules)), self.configs.version()
         state.parts = parts_at_modules(solution)
         self.proved: dict[Hashable, tuple[ConversionPlan, ...]] = {first: state.parts}
         self.running: Hashable = None
         self.with_gradients: set[Hashable] = set()  # kinds whose backward passes may be still to come
         self.was_backward = False
-        self.undescribed: set[str] = set()
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Before a forward of the model.
@@ -149,9 +170,9 @@ class CallProver:
             fixed |= {Boundary(change.module, change.side, change.key) for change in changes}
         # Before the hooks with which the model collects outputs, as in the traces; each before the one after it.
         for change in reversed(changes):
-            hook_boundary(self.model, _InKind(change, self.group, self, kind), prepend=True)
+            self.hooks.append(hook_boundary(self.model, _InKind(change, self.group, self, kind), prepend=True))
         for size in sizes:
-            _SizeInKind(self.model, size, self, kind).hook()
+            self.hooks += _SizeInKind(self.model, size, self, kind).hook()
         return parts_at_modules(solution)
 
     def _refusal(self, call: Call, why: Exception) -> UnprovedCall:
@@ -198,11 +219,11 @@ class _SizeInKind:
         self.attribute = size.attribute.partition(".")[0]
         self.before: list[Any] = []  # the attribute's value before each run that is under way
 
-    def hook(self) -> None:
+    def hook(self) -> list[RemovableHandle]:
         """Set it from now on; before other hooks of the module see it."""
         module = self.model.get_submodule(self.size.module)
-        module.register_forward_pre_hook(self._set, prepend=True)
-        module.register_forward_hook(self._set_back, always_call=True)
+        before = module.register_forward_pre_hook(self._set, prepend=True)
+        return [before, module.register_forward_hook(self._set_back, always_call=True)]
 
     def _set(self, module: nn.Module, args: Any) -> None:
         if self.prover.is_running(self.kind):
@@ -267,6 +288,11 @@ def _said(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     return repr(value) if value is None or isinstance(value, bool | int | float | str) else type(value).__name__
+
+
+def call_prover(model: nn.Module) -> CallProver:
+    """What proves the new kinds of calls of a parallel model."""
+    return next(hook for hook in ModuleHooks(model).before.values() if isinstance(hook, CallProver))
 
 
 def prove_new_calls(model: nn.Module, original: nn.Module, solution: Solution, example: Call) -> None:

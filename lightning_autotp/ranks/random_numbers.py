@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 import torch
+import torch.distributed as dist
 
 from lightning_autotp.ranks.group import TPGroup
 
@@ -53,6 +54,16 @@ def own_numbers(group: TPGroup, device: torch.device) -> Iterator[None]:
         is_drawn = not torch.equal(generator.get_state(), fresh)
     if not is_drawn:
         torch.set_rng_state(before)
+
+
+def share_random_state(group: TPGroup, device: torch.device) -> None:
+    """Let all ranks go on with the first one's random state, of the CPU and of a device. Collective over ``group``."""
+    devices = [torch.device("cpu"), *([device] if device.type != "cpu" else [])]
+    generators = [default_generator(of) for of in devices]
+    states = [generator.get_state() for generator in generators]
+    dist.broadcast_object_list(states, group_src=0, group=group.process_group)
+    for generator, state in zip(generators, states, strict=True):
+        generator.set_state(state)
 
 
 def are_own_numbers_noted() -> bool:

@@ -12,7 +12,7 @@ the new one has the hook, before they run.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
@@ -29,7 +29,13 @@ from lightning_autotp.parameters.local_blocks import counted_blocks, data_group,
 from lightning_autotp.parameters.meta import ParameterMeta
 from lightning_autotp.parameters.part import PartOf
 from lightning_autotp.parameters.state import Hook, ParameterTable, Place, parallel_state
-from lightning_autotp.private.torch_private import accumulated_hooks, children_of, gradient_hooks, parameters_of
+from lightning_autotp.private.torch_private import (
+    ModuleHooks,
+    accumulated_hooks,
+    children_of,
+    gradient_hooks,
+    parameters_of,
+)
 from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.training.counted import counted_elements, whole_norms
 from lightning_autotp.training.cut_gradient_parts import CutMark
@@ -71,7 +77,7 @@ class GradientSum:
         return total
 
 
-def synchronize_gradients(model: nn.Module) -> list[RemovableHandle]:
+def synchronize_gradients(model: nn.Module, only: Collection[str] | None = None) -> list[RemovableHandle]:
     """Sum, in every backward pass, the gradients of elements that several ranks hold over exactly those ranks.
 
     Collective over the model's group, and so is every backward pass afterwards. Where some ranks, not all, share a
@@ -87,11 +93,19 @@ def synchronize_gradients(model: nn.Module) -> list[RemovableHandle]:
     ascending order, and each of a set's buffers lists its elements in the original tensor's order. So no two ranks
     wait for each other in different collectives.
 
+    Args:
+        model: a parallel model.
+        only: the first names of parameters that have become others since the call for all of them; only these get new
+            hooks then, and what modules knew of them is forgotten.
+
     Returns:
         The hooks' handles.
     """
     state = parallel_state(model)
     places = state.places(model)
+    if only is not None:
+        places = [place for place in places if place.meta.name in only]
+        _forget(model, places)
     groups = _subgroups([place.meta for place in places], state.group)
     hooks: dict[str, GradientHooks] = {}
     for meta in {place.meta.name: place.meta for place in places}.values():
@@ -357,13 +371,34 @@ class _Hooked:
         if torch.compiler.is_compiling():
             return
         for name, hooks in self.hooks.items():
-            child, _, attribute = name.rpartition(".")
-            owner = children_of(module).get(child) if child else module
+            owner, attribute = _owner(module, name)
             parameter = None if owner is None else parameters_of(owner).get(attribute)
             if isinstance(parameter, nn.Parameter):
                 hooks.attach(parameter)
             elif parameter is not None and parameter.requires_grad:
                 keep_hooked(parameter, hooks.total)  # what torch.func.functional_call is given may be any tensor
+
+    def forget(self, module: nn.Module, gone: Collection[tuple[nn.Module | None, str]]) -> None:
+        """Leave these parameters, each by the module that has it and its name there, as they are from now on."""
+        self.hooks = {name: hooks for name, hooks in self.hooks.items() if _owner(module, name) not in gone}
+
+
+def _owner(module: nn.Module, name: str) -> tuple[nn.Module | None, str]:
+    """Which module has a parameter of this name in ``module`` or right below it, and the parameter's name there."""
+    child, _, attribute = name.rpartition(".")
+    return children_of(module).get(child) if child else module, attribute
+
+
+def _forget(model: nn.Module, places: list[Place]) -> None:
+    """What hooks these parameters have to have is not known any more."""
+    state = parallel_state(model)
+    for place in places:
+        state.gradient_sums.pop(place.meta.name, None)
+    gone = {(place.module, place.attribute) for place in places}
+    for module in model.modules():
+        for hook in ModuleHooks(module).before.values():
+            if isinstance(hook, _Hooked):
+                hook.forget(module, gone)
 
 
 def _keep_hooked(model: nn.Module, hooked: list[Place], hooks: dict[str, GradientHooks]) -> list[RemovableHandle]:

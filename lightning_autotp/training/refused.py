@@ -1,7 +1,7 @@
 """A model's own methods that know nothing of other ranks: on a parallel model they are errors that say what to do.
 
-``model.save_pretrained()`` would write this rank's part, ``model.resize_token_embeddings()`` resize it, and
-``model.init_weights()`` draw as many random numbers as it has elements. An attribute of the model stands for each.
+``model.save_pretrained()`` would write this rank's part, and ``model.init_weights()`` draw as many random numbers as it
+has elements. An attribute of the model stands for each.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from lightning_autotp.parameters.state import parallel_state
 from lightning_autotp.private.transformers_private import INITIALIZES
 
 ON_WHOLE_TENSORS = (
-    "resize_token_embeddings",
     "resize_decoder_token_embeddings",
     "resize_position_embeddings",
     "resize_positional_embeddings",

@@ -1,0 +1,36 @@
+"""A model's trace, on which plans are made and read, and the proof that a local model computes the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from lightning_autotp.capture.capture import capture, capture_local
+from lightning_autotp.operators.graph import Graph
+from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
+from lightning_autotp.parameters.state import parallel_state
+from lightning_autotp.proving.compare import VerificationError, compare, cut_differently
+from lightning_autotp.solving.call_points import bare_modules, open_modules
+from lightning_autotp.solving.solution import Solution
+
+
+def trace(model: nn.Module, example_inputs: Any) -> Graph:
+    """The model's graph, with every place in it where a layout may change."""
+    graph = capture(model, example_inputs)
+    return open_modules(graph, bare_modules(graph, IMPLEMENTATIONS))
+
+
+def verify(model: nn.Module, solution: Solution, rank: int, example_inputs: Any) -> None:
+    """Prove that a local model computes what the original one does.
+
+    Its parameters must be cut as the solution says, and the second capture must be the localized first one.
+
+    Raises:
+        VerificationError: naming the first parameter, or operator, module and source line that differ.
+    """
+    difference = cut_differently(parallel_state(model).metas, solution) or compare(
+        capture_local(model, example_inputs, solution.graph.opaque), solution, rank
+    )
+    if difference is not None:
+        raise VerificationError(f"the local model of rank {rank} is not the same computation: {difference}")
