@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -29,12 +30,19 @@ from lightning_autotp.parameters.local_blocks import counted_blocks, data_group,
 from lightning_autotp.parameters.meta import ParameterMeta
 from lightning_autotp.parameters.part import PartOf
 from lightning_autotp.parameters.state import Hook, ParameterTable, Place, parallel_state
-from lightning_autotp.private.torch_private import accumulated_hooks, children_of, gradient_hooks, parameters_of
+from lightning_autotp.private.torch_private import (
+    accumulated_hooks,
+    children_of,
+    gradient_hooks,
+    hook_tables,
+    parameters_of,
+)
 from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.training.counted import counted_elements, whole_norms
 from lightning_autotp.training.cut_gradient_parts import CutMark
 from lightning_autotp.training.gradient_parts import Mark, marked_like
 from lightning_autotp.training.linear_maps import linear, same
+from lightning_autotp.training.running import Running
 
 Blocks = tuple[tuple[slice, ...], ...]
 """Index expressions of blocks of a local tensor."""
@@ -343,31 +351,91 @@ def keep_hooked(parameter: Tensor, hook: Hook | None) -> None:
     GradientHooks(hook, None).attach(parameter)
 
 
+class _AllHooked:
+    """Forward pre-hook of a parallel model: its parameters have their hooks, also those that took others' places.
+
+    Where all is as it was at the last look, which is found by comparing objects, none of them is asked. A copy of it,
+    on a copy of the model, has seen nothing so far.
+
+    Args:
+        places: where the parameters are.
+        hooks: theirs.
+    """
+
+    def __init__(self, places: list[Place], hooks: list[GradientHooks]) -> None:
+        self._places, self._hooks = places, hooks
+        self._seen: _Seen | None = None
+
+    def __call__(self, model: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling() or (self._seen is not None and self._seen.are_there()):
+            return
+        tables = [parameters_of(place.module) for place in self._places]
+        names = [place.attribute for place in self._places]
+        found = list(map(dict.get, tables, names))
+        for parameter, hooks in zip(found, self._hooks, strict=True):
+            _attach(parameter, hooks)
+        # What is there for one call (torch.func.functional_call) is not kept alive.
+        is_lasting = all(isinstance(parameter, nn.Parameter) for parameter in found)
+        self._seen = _Seen(tables, names, found) if is_lasting else None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _AllHooked, (self._places, self._hooks)
+
+
+class _Seen:
+    """Parameters that have their hooks, with objects that are others where a hook could be missing."""
+
+    def __init__(self, tables: list[Any], names: list[str], parameters: list[Any]) -> None:
+        self._tables, self._names, self._parameters = tables, names, parameters
+        # Where the contents of two tensors are swapped, so are the dicts of their attributes.
+        self._attributes = list(map(_ATTRIBUTES, parameters))
+        self._hooks = hook_tables(parameters)
+        self._lengths = list(map(len, filter(None, self._hooks)))
+
+    def are_there(self) -> bool:
+        """Whether they still are, and nothing was done to their hooks."""
+        parameters = self._parameters
+        return (
+            all(map(is_, map(dict.get, self._tables, self._names), parameters))
+            and all(map(is_, map(_ATTRIBUTES, parameters), self._attributes))
+            and all(map(is_, hook_tables(parameters), self._hooks))
+            and list(map(len, filter(None, self._hooks))) == self._lengths
+        )
+
+
+_ATTRIBUTES = attrgetter("__dict__")
+
+
 class _Hooked:
-    """Forward pre-hook of a module: its parameters have their hooks, also those that are not the ones of before.
+    """Forward pre-hook of a module: as :class:`_AllHooked`, where it is not the whole model that runs.
 
     Args:
         hooks: of its parameters, and of those right below it, which its own code may use, by their names in it.
+        running: whether the model runs, which has looked.
     """
 
-    def __init__(self, hooks: dict[str, GradientHooks]) -> None:
-        self.hooks = hooks
+    def __init__(self, hooks: dict[str, GradientHooks], running: Running) -> None:
+        self.hooks, self.running = hooks, running
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling():
+        if self.running.depth > 0 or torch.compiler.is_compiling():
             return
         for name, hooks in self.hooks.items():
             child, _, attribute = name.rpartition(".")
             owner = children_of(module).get(child) if child else module
-            parameter = None if owner is None else parameters_of(owner).get(attribute)
-            if isinstance(parameter, nn.Parameter):
-                hooks.attach(parameter)
-            elif parameter is not None and parameter.requires_grad:
-                keep_hooked(parameter, hooks.total)  # what torch.func.functional_call is given may be any tensor
+            _attach(None if owner is None else parameters_of(owner).get(attribute), hooks)
+
+
+def _attach(parameter: Tensor | None, hooks: GradientHooks) -> None:
+    if isinstance(parameter, nn.Parameter):
+        hooks.attach(parameter)
+    elif parameter is not None and parameter.requires_grad:
+        keep_hooked(parameter, hooks.total)  # what torch.func.functional_call is given may be any tensor
 
 
 def _keep_hooked(model: nn.Module, hooked: list[Place], hooks: dict[str, GradientHooks]) -> list[RemovableHandle]:
-    """Let the modules that use these parameters see to it that they have their hooks."""
+    """Let the model, and the modules that use these parameters, see to it that they have their hooks."""
+    running = Running()
     watched: dict[nn.Module, dict[str, GradientHooks]] = {}
     above = {child: (module, name) for module in model.modules() for name, child in module.named_children()}
     for place in hooked:
@@ -375,7 +443,13 @@ def _keep_hooked(model: nn.Module, hooked: list[Place], hooks: dict[str, Gradien
         if place.module is not model:
             parent, name = above[place.module]
             watched.setdefault(parent, {})[f"{name}.{place.attribute}"] = hooks[place.meta.name]
-    return [module.register_forward_pre_hook(_Hooked(hooks)) for module, hooks in watched.items()]
+    watched.pop(model, None)
+    looking = _AllHooked(hooked, [hooks[place.meta.name] for place in hooked])
+    return [
+        *running.watch(model),
+        model.register_forward_pre_hook(looking),
+        *(module.register_forward_pre_hook(_Hooked(hooks, running)) for module, hooks in watched.items()),
+    ]
 
 
 def _shared_elements(meta: ParameterMeta) -> dict[tuple[int, ...], Blocks]:
