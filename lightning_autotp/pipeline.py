@@ -23,6 +23,7 @@ from lightning_autotp.operators.graph import Graph, Operator
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
 from lightning_autotp.parameters.state import parallel_models, parallel_state
 from lightning_autotp.parameters.unchanged import Unchanged
+from lightning_autotp.parameters.written import watch_writes
 from lightning_autotp.proving.compare import Mismatch, VerificationError, compare, cut_differently
 from lightning_autotp.proving.local_sizes import Unlocalizable, find_sizes
 from lightning_autotp.proving.new_calls import prove_new_calls
@@ -240,6 +241,7 @@ def fill_local(model: nn.Module, device: torch.device | str | None = None, data_
         generate_together(model)
     refuse_methods(model)
     refuse_whole_states(model)
+    watch_writes(model)
     model.register_forward_pre_hook(Unchanged(), prepend=True)
     show_whole_tensors(model)
 

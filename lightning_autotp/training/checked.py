@@ -27,6 +27,7 @@ from lightning_autotp.layouts.types import Invariant, Replicate
 from lightning_autotp.parameters.meta import ParameterMeta
 from lightning_autotp.parameters.state import parallel_models
 from lightning_autotp.parameters.unchanged import check_unchanged
+from lightning_autotp.parameters.written import known_writes
 from lightning_autotp.private.torch_private import WeakIdKeyDictionary
 
 
@@ -109,6 +110,7 @@ class checked(TorchFunctionMode):
         for optimizer in self._optimizers:
             self._hooks.callback(optimizer.register_step_pre_hook(self._pause).remove)
             self._hooks.callback(optimizer.register_step_post_hook(self._go_on).remove)
+        self._hooks.enter_context(known_writes(self._module))
         super().__enter__()
         return self
 

@@ -20,14 +20,13 @@ from lightning_autotp.applying.replace import BoundaryConversion
 from lightning_autotp.layouts.plan import ConversionPlan
 from lightning_autotp.parallel.logits import VocabParallelLogits
 from lightning_autotp.parameters.state import parallel_state
+from lightning_autotp.parameters.written import OUTER
 from lightning_autotp.private.torch_private import ModuleHooks, hooks_given
 from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.training.running import Running
 
 _LIBRARIES = frozenset({"torch", "transformers", "peft", "lightning_autotp"})
 """Their hooks belong to the model's own code, or know of parts."""
-_OUTER = 2
-"""Modules so deep in the model may be called by themselves: its base model, embeddings and head."""
 
 
 def show_whole_tensors(model: nn.Module) -> None:
@@ -41,7 +40,7 @@ def show_whole_tensors(model: nn.Module) -> None:
     running.watch(model)
     state = parallel_state(model)
     for path in {part.module for part in state.parts}:
-        if 0 < len(path.split(".")) <= _OUTER:
+        if 0 < len(path.split(".")) <= OUTER:
             alone = _CalledAlone(path, model, running)
             module = model.get_submodule(path)
             module.register_forward_pre_hook(alone.before, with_kwargs=True, prepend=True)
