@@ -21,9 +21,9 @@ from lightning_autotp.layouts.plan import Plan, SizePlan
 from lightning_autotp.layouts.step_size import TokensPerStep
 from lightning_autotp.operators.graph import Graph, Operator
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
+from lightning_autotp.parameters.first_use import watch_writes
 from lightning_autotp.parameters.state import parallel_models, parallel_state
 from lightning_autotp.parameters.unchanged import Unchanged
-from lightning_autotp.parameters.written import watch_writes
 from lightning_autotp.proving.compare import Mismatch, VerificationError, compare, cut_differently
 from lightning_autotp.proving.local_sizes import Unlocalizable, find_sizes
 from lightning_autotp.proving.new_calls import prove_new_calls

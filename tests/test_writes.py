@@ -17,7 +17,7 @@ from trainer_ranks import run_trainer_ranks
 from transformers import AutoModelForCausalLM
 
 from lightning_autotp import checked, full_gradients, full_state_dict, full_tensor, load_full_state_dict, parallelize
-from lightning_autotp.parameters.written import watch_writes
+from lightning_autotp.parameters.first_use import watch_writes
 
 
 def weight(model: Any) -> Any:

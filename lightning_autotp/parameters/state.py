@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
@@ -20,11 +20,9 @@ from lightning_autotp.building.recipe import take_recipe
 from lightning_autotp.layouts.plan import ConversionPlan, Plan
 from lightning_autotp.parameters.local_blocks import reshard
 from lightning_autotp.parameters.meta import ParameterMeta
+from lightning_autotp.parameters.written import Written
 from lightning_autotp.private.torch_private import children_of, parameters_of
 from lightning_autotp.ranks.group import TPGroup
-
-if TYPE_CHECKING:
-    from lightning_autotp.parameters.written import Written
 
 Hook = Callable[[Tensor], Tensor]
 """Takes what a backward pass contributes to a gradient, and returns what is to be added instead."""

@@ -24,10 +24,10 @@ from torch.overrides import TorchFunctionMode
 from lightning_autotp.capture.call_sites import call_leaves, calling_frame, is_user_code, source_line
 from lightning_autotp.layouts.plan import ConversionPlan
 from lightning_autotp.layouts.types import Invariant, Replicate
+from lightning_autotp.parameters.first_use import known_writes
 from lightning_autotp.parameters.meta import ParameterMeta
 from lightning_autotp.parameters.state import parallel_models
 from lightning_autotp.parameters.unchanged import check_unchanged
-from lightning_autotp.parameters.written import known_writes
 from lightning_autotp.private.torch_private import WeakIdKeyDictionary
 
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from lightning_autotp.parallel.embedding import VocabParallelEmbedding
 from lightning_autotp.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_autotp.parameters.first_use import known_writes
 from lightning_autotp.parameters.state import parallel_state
-from lightning_autotp.parameters.written import known_writes
 from lightning_autotp.private.transformers_private import INITIALIZES
 
 ON_WHOLE_TENSORS = (

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from lightning_autotp.applying.replace import BoundaryConversion
 from lightning_autotp.layouts.plan import ConversionPlan
 from lightning_autotp.parallel.logits import VocabParallelLogits
+from lightning_autotp.parameters.first_use import OUTER
 from lightning_autotp.parameters.state import parallel_state
-from lightning_autotp.parameters.written import OUTER
 from lightning_autotp.private.torch_private import ModuleHooks, hooks_given
 from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.training.running import Running
