@@ -21,6 +21,7 @@ from lightning_autotp.layouts.plan import Plan, SizePlan
 from lightning_autotp.layouts.step_size import TokensPerStep
 from lightning_autotp.operators.graph import Graph, Operator
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
+from lightning_autotp.parameters.first_use import watch_writes
 from lightning_autotp.parameters.state import parallel_models, parallel_state
 from lightning_autotp.parameters.unchanged import Unchanged
 from lightning_autotp.proving.compare import Mismatch, VerificationError
@@ -236,6 +237,7 @@ def fill_local(model: nn.Module, device: torch.device | str | None = None, data_
     refuse_methods(model)
     resize_together(model)
     refuse_whole_states(model)
+    watch_writes(model)
     model.register_forward_pre_hook(Unchanged(), prepend=True)
     show_whole_tensors(model)
 

@@ -373,6 +373,26 @@ def _(_: Any) -> None:
     assert called == [first]
 
 
+@canary("torch.utils.hooks.RemovableHandle.next_id")
+def _(_: Any) -> None:
+    """Every hook of a module or a tensor counts, and nothing counts down."""
+    from torch.utils.hooks import RemovableHandle
+
+    module, tensor = nn.Linear(2, 2), nn.Parameter(torch.ones(2))
+    for register in (
+        lambda: module.register_forward_hook(print),
+        lambda: module.register_forward_pre_hook(print),
+        lambda: module.register_full_backward_hook(print),
+        lambda: tensor.register_hook(print),
+    ):
+        before = RemovableHandle.next_id
+        handle = register()
+        assert RemovableHandle.next_id > before
+        assert handle.id >= before
+        handle.remove()
+        assert RemovableHandle.next_id > before
+
+
 class Counting(Tensor):
     """A subclass that counts the functions that ask it."""
 

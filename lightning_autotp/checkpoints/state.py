@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_autotp.checkpoints.stored import HeldTensor, StoredTensor, original_shape
+from lightning_autotp.parameters.first_use import known_writes
 from lightning_autotp.parameters.gathering import gather_to_cpu
 from lightning_autotp.parameters.local_blocks import fill, is_cut
 from lightning_autotp.parameters.meta import ParameterMeta
@@ -98,14 +99,14 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], strict: boo
             f"the state dict does not fit {type(model).__name__} ({len(problems)} problems):\n  "
             + "\n  ".join(sorted(problems))
         )
-    loaded: set[int] = set()
-    with torch.no_grad():
+    loaded: dict[int, Tensor] = {}
+    with torch.no_grad(), known_writes(model, loaded.values()):
         for name, value in own.items():
             if name not in state or id(value) in loaded:
                 continue
             if isinstance(value, Tensor):
                 _take(value, table.meta(value), state[name], table.group)
-                loaded.add(id(value))
+                loaded[id(value)] = value
             else:
                 model.get_submodule(name.rpartition(".")[0]).set_extra_state(state[name])
     return IncompatibleKeys(missing, unexpected)

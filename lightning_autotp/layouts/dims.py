@@ -186,6 +186,19 @@ class Cut:
         """The map, at the length that the dim had in the trace."""
         return numbered_ownership(self.dim, self.held)
 
+    def is_like(self, other: Cut) -> bool:
+        """Whether it is the same cut, perhaps of a batch of another size."""
+        return self._pattern() == other._pattern()
+
+    def _pattern(self) -> tuple[object, ...]:
+        """The cut without what a batch decides."""
+        given = {axis for axis in leaves(self.dim) if axis.id < FIXED or axis.id in self.grows}
+        dim = self.dim
+        for axis in given:
+            dim = _resized(dim, axis, 1)
+        held = tuple(tuple(runs for number, runs in enumerate(rank) if number not in self.grows) for rank in self.held)
+        return dim, held, self.grows
+
     def of_size(self, size: int) -> Ownership:
         """The map where the whole dim is so long.
 

@@ -8,7 +8,8 @@ places where Lightning's have them: ``state_dict`` is the average, ``current_mod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_autotp.checkpoints.state import load_full_state_dict
+from lightning_autotp.parameters.first_use import known_writes
 from lightning_autotp.parameters.local_blocks import plain, reshard
 from lightning_autotp.parameters.state import parallel_models
 from lightning_autotp.private import lightning_private as private
@@ -68,9 +70,12 @@ class _LocalAverages(private.WeightAveraging):
             made[id(model)].autotp = state.of_copy(made)
         self.average = _HeldAverages(twin, device=device, **self.average_options)
 
-    def before_exchange(self, pl_module: LightningModule) -> None:
-        """What an evaluation has left gathered would be taken for this rank's part."""
+    @contextmanager
+    def exchanging(self, pl_module: LightningModule) -> Iterator[None]:
+        """Element by element, once what an evaluation has left gathered is this rank's part again."""
         reshard(pl_module)
+        with known_writes(pl_module):
+            yield
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """The averages as one process would have them. Collective."""

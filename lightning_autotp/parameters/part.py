@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -42,6 +43,12 @@ class PartOf:
         owned = owned_boxes(self.shape, self.layout, self.group.rank)
         blocks = (Slices(here, self.name, there, ranks) for here, there, ranks in owned)
         return tuple(block for block in blocks if block.ranks[0] == self.group.rank)
+
+    @cached_property
+    def counts_all(self) -> bool:
+        """Whether this rank speaks for all of its part."""
+        sizes = (math.prod(stop - start for start, stop in block.local) for block in self.counted)
+        return sum(sizes) == math.prod(self.local_shape)
 
     def is_laid_out_as(self, other: PartOf) -> bool:
         """Whether a rank's elements are at the same places in both whole tensors."""

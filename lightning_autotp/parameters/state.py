@@ -20,6 +20,7 @@ from lightning_autotp.building.recipe import take_recipe
 from lightning_autotp.layouts.plan import ConversionPlan, Plan
 from lightning_autotp.parameters.local_blocks import reshard
 from lightning_autotp.parameters.meta import ParameterMeta
+from lightning_autotp.parameters.written import Written
 from lightning_autotp.private.torch_private import children_of, parameters_of
 from lightning_autotp.ranks.group import TPGroup
 
@@ -65,6 +66,7 @@ class ParallelState:
         parts: what its modules take and give that is not Invariant, each as the change of layout that would make it so.
         outer: the paths of modules that take and give whole tensors where they are called by themselves.
         modules: the paths of its modules when it was divided, each module's first one.
+        written: which of its parts were written since set-up, until it is used for the first time; not of a copy.
     """
 
     plan: Plan
@@ -75,6 +77,7 @@ class ParallelState:
     parts: tuple[ConversionPlan, ...] = ()
     outer: frozenset[str] = frozenset()
     modules: tuple[str, ...] = ()
+    written: Written | None = None
     # Weak: a part of the model that is thrown away is gone.
     _paths: WeakKeyDictionary[nn.Module, str] = field(default_factory=WeakKeyDictionary)
 
@@ -167,7 +170,7 @@ class ParallelState:
         return self.of_copy(memo)  # the modules were copied before: they come first in the model that carries this
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_paths": dict(self._paths)}
+        return {**vars(self), "_paths": dict(self._paths), "written": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _paths=WeakKeyDictionary(state["_paths"]))

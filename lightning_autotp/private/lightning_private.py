@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
 from subprocess import Popen
@@ -243,16 +244,17 @@ class WeightAveraging(callbacks.WeightAveraging):
         """What an ``AveragedModel`` is to be made with, besides the model and the device."""
         return {"use_buffers": self._use_buffers, **self._kwargs}
 
-    def before_exchange(self, pl_module: LightningModule) -> None:
-        """Called before the average and the model are exchanged, or one copied to the other. No public hook is."""
+    def exchanging(self, pl_module: LightningModule) -> AbstractContextManager[None]:
+        """Around the exchange of the average and the model, or a copy of one to the other. No public hook is."""
+        return nullcontext()
 
     def _swap_models(self, pl_module: LightningModule) -> None:
-        self.before_exchange(pl_module)
-        super()._swap_models(pl_module)
+        with self.exchanging(pl_module):
+            super()._swap_models(pl_module)
 
     def _copy_average_to_current(self, pl_module: LightningModule) -> None:
-        self.before_exchange(pl_module)
-        super()._copy_average_to_current(pl_module)
+        with self.exchanging(pl_module):
+            super()._copy_average_to_current(pl_module)
 
 
 # --- the summary ---

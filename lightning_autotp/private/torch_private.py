@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -55,6 +55,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 # Nested values, with the names of places in them. Nothing public.
 from torch.utils._pytree import keystr, tree_flatten, tree_leaves, tree_map, tree_map_only, tree_map_with_path
+from torch.utils.hooks import RemovableHandle
 
 # Tensors as keys by identity, not kept alive.
 from torch.utils.weak import WeakIdKeyDictionary
@@ -93,6 +94,8 @@ __all__ = [
     "get_interpreter_stack",
     "get_unwrapped",
     "gradient_hooks",
+    "hook_tables",
+    "hooks_given",
     "is_functorch_wrapped_tensor",
     "is_meta",
     "keystr",
@@ -183,6 +186,15 @@ def gradient_hooks(tensor: Tensor) -> list[Callable[..., Any]]:
     return list(hooks.values())
 
 
+def hook_tables(tensors: Sequence[Tensor]) -> list[dict[int, Callable[..., Any]] | None]:
+    """What holds the hooks on tensors' gradients, first those of :func:`gradient_hooks`, then of the others."""
+    return [*map(_GRADIENT_HOOKS, tensors), *map(_ACCUMULATED_HOOKS, tensors)]
+
+
+_GRADIENT_HOOKS = vars(torch._C.TensorBase)["_backward_hooks"].__get__
+_ACCUMULATED_HOOKS = vars(torch._C.TensorBase)["_post_accumulate_grad_hooks"].__get__
+
+
 def accumulated_hooks(tensor: Tensor) -> list[Callable[..., Any]]:
     """The hooks that are called when a tensor's gradient has been added to it, kept as the others are."""
     hooks = tensor._post_accumulate_grad_hooks
@@ -261,7 +273,12 @@ LIST_UPDATES = frozenset(
 
 
 def allow_foreach(kind: type[Tensor]) -> None:
-    """Let torch's clipping use functions of lists also for gradients of this class. Nothing public."""
+    """Let torch's clipping use functions of lists also for gradients of this class. Nothing public.
+
+    For the whole process, and not undone: torch asks for a tensor's exact class, so that nothing changes for tensors of
+    other classes, and any code may clip at any time. Without it a norm of each gradient is taken by itself, which is
+    one collective for each.
+    """
     if kind not in _foreach_supported_types:
         _foreach_supported_types.append(kind)
 
@@ -318,6 +335,11 @@ def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def hooks_given() -> int:
+    """How many hooks any module or tensor of this process has been given so far; undocumented."""
+    return RemovableHandle.next_id
+
+
 class ModuleHooks:
     """A module's hooks, by number in the order in which they run; what is put there replaces them. Nothing public.
 
@@ -333,6 +355,10 @@ class ModuleHooks:
         self.after: dict[int, Callable[..., Any]] = module._forward_hooks
         self.backward: dict[int, Callable[..., Any]] = module._backward_hooks
         self.first = frozenset((*self.before, *self.after))
+
+    def tables(self) -> tuple[Sized, ...]:
+        """What holds the hooks, now and later."""
+        return self.before, self.after, self.backward
 
     def numbers(self) -> tuple[int, ...]:
         """The numbers of all hooks; another hook has another number."""

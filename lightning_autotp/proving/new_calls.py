@@ -12,6 +12,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Hashable, Mapping
 from dataclasses import fields, is_dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -40,6 +41,8 @@ from lightning_autotp.solving.annotate import parts_at_modules
 from lightning_autotp.solving.call_points import bare_modules, open_modules
 from lightning_autotp.solving.planned import PlanMismatch
 from lightning_autotp.solving.solution import Solution
+
+_TRAINING = attrgetter("training")
 
 
 class UnprovedCall(RuntimeError):
@@ -101,7 +104,7 @@ class CallProver:
         if unknown:
             self._say_unknown(unknown[0])
             return
-        kind = arguments, bytes([module.training for module in self.modules]), self.configs.version()
+        kind = arguments, bytes(map(_TRAINING, self.modules)), self.configs.version()
         if kind not in self.proved and not _is_traced(call):
             # The user's modes see what the model computes, not the traces.
             with without_modes(), raise_together(self.group.process_group, "proving a new kind of call"):

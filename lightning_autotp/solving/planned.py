@@ -141,26 +141,30 @@ class Planned:
     def allows(self, place: CallPoint, target: Layout | None) -> bool:
         """Whether the plan makes a static operand this at its call; ``None``: leaves it as it is."""
         planned = self.slices.get(place)
-        if isinstance(planned, Shard) and isinstance(target, Shard) and planned.cuts and target.cuts:
-            return _by_axis(planned) == _by_axis(target)  # the batch may be longer than the plan's
-        return planned == target
+        return planned == target or (planned is not None and target is not None and _is_like(planned, target))
 
     def _kind(self, tensor: int, layout: Layout, what: str) -> Kind:
         """The kind that a layout is of a tensor."""
         if not isinstance(layout, Shard):
             return layout.letter
+        numbers: Sequence[int] = self._touching.get(tensor, ())
         if layout.cuts:
-            number = self._numbers.get((layout.cuts[0].axes, layout.cuts[0].held))
-            if number is not None and number in self._touching.get(tensor, ()):
-                return number
-        for number in self._touching.get(tensor, ()):
-            if self._layout_of(tensor, number) == layout:
+            # The plan's own axes first. In another call's graph other axes may have their numbers.
+            planned = self._numbers.get((layout.cuts[0].axes, layout.cuts[0].held))
+            numbers = sorted(numbers, key=lambda number: number != planned)
+        for number in numbers:
+            if _is_like(self._layout_of(tensor, number), layout):
                 return number
         raise PlanMismatch(f"{what} is planned as {layout}, but the model's code allows no such cut of it")
 
 
-def _by_axis(shard: Shard) -> list[tuple[int, object, object]]:
-    return [(dim, cut.axes, cut.held) for (dim, _), cut in zip(shard.dims, shard.cuts, strict=True)]
+def _is_like(layout: Layout, other: Layout) -> bool:
+    """Whether two layouts are the same, perhaps of batches of different sizes."""
+    if not isinstance(layout, Shard) or not isinstance(other, Shard) or not (layout.cuts and other.cuts):
+        return layout == other
+    if [dim for dim, _ in layout.dims] != [dim for dim, _ in other.dims]:
+        return False
+    return all(cut.is_like(theirs) for cut, theirs in zip(layout.cuts, other.cuts, strict=True))
 
 
 def _place(change: ConversionPlan) -> Boundary | CallPoint:

@@ -75,7 +75,7 @@ class GradientPart(PartOfGradient):
 
     def counted(self) -> Tensor:
         """The elements that this rank speaks for."""
-        return counted_elements(self, self.part.counted)
+        return self if self.part.counts_all else counted_elements(self, self.part.counted)
 
 
 allow_foreach(GradientPart)
@@ -119,7 +119,7 @@ def _elementwise(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
         if type(x) is GradientPart:
             if x.part is not part and not x.part.is_laid_out_as(part):
                 raise misleading(func, gradient, f", with one of the gradient of {x.part.name}, which lies differently")
-        elif isinstance(x, Tensor) and x is not written and x.shape != shape:
+        elif type(x) is not float and x is not written and isinstance(x, Tensor) and x.shape != shape:
             as_they_are = False
     if not as_they_are:
         args = [_operand(x, part) if isinstance(x, Tensor) and x is not written else x for x in args]

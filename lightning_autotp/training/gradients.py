@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from lightning_autotp.private.torch_private import (
     accumulated_hooks,
     children_of,
     gradient_hooks,
+    hook_tables,
     parameters_of,
 )
 from lightning_autotp.ranks.group import TPGroup
@@ -41,6 +43,7 @@ from lightning_autotp.training.counted import counted_elements, whole_norms
 from lightning_autotp.training.cut_gradient_parts import CutMark
 from lightning_autotp.training.gradient_parts import Mark, marked_like
 from lightning_autotp.training.linear_maps import linear, same
+from lightning_autotp.training.running import Running
 
 Blocks = tuple[tuple[slice, ...], ...]
 """Index expressions of blocks of a local tensor."""
@@ -357,30 +360,103 @@ def keep_hooked(parameter: Tensor, hook: Hook | None) -> None:
     GradientHooks(hook, None).attach(parameter)
 
 
+Places = Collection[tuple[nn.Module | None, str]]
+"""Where parameters are: a module, and the name there."""
+
+
+class _AllHooked:
+    """Forward pre-hook of a parallel model: its parameters have their hooks, also those that took others' places.
+
+    Where all is as it was at the last look, which is found by comparing objects, none of them is asked. A copy of it,
+    on a copy of the model, has seen nothing so far.
+
+    Args:
+        places: where the parameters are.
+        hooks: theirs.
+    """
+
+    def __init__(self, places: list[Place], hooks: list[GradientHooks]) -> None:
+        self._places, self._hooks = places, hooks
+        self._seen: _Seen | None = None
+
+    def __call__(self, model: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling() or (self._seen is not None and self._seen.are_there()):
+            return
+        tables = [parameters_of(place.module) for place in self._places]
+        names = [place.attribute for place in self._places]
+        found = list(map(dict.get, tables, names))
+        for parameter, hooks in zip(found, self._hooks, strict=True):
+            _attach(parameter, hooks)
+        # What is there for one call (torch.func.functional_call) is not kept alive.
+        is_lasting = all(isinstance(parameter, nn.Parameter) for parameter in found)
+        self._seen = _Seen(tables, names, found) if is_lasting else None
+
+    def forget(self, model: nn.Module, gone: Places) -> None:
+        """Leave the parameters at these places as they are from now on."""
+        kept = [
+            (place, hooks)
+            for place, hooks in zip(self._places, self._hooks, strict=True)
+            if (place.module, place.attribute) not in gone
+        ]
+        self._places, self._hooks = [place for place, _ in kept], [hooks for _, hooks in kept]
+        self._seen = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _AllHooked, (self._places, self._hooks)
+
+
+class _Seen:
+    """Parameters that have their hooks, with objects that are others where a hook could be missing."""
+
+    def __init__(self, tables: list[Any], names: list[str], parameters: list[Any]) -> None:
+        self._tables, self._names, self._parameters = tables, names, parameters
+        # Where the contents of two tensors are swapped, so are the dicts of their attributes.
+        self._attributes = list(map(_ATTRIBUTES, parameters))
+        self._hooks = hook_tables(parameters)
+        self._lengths = list(map(len, filter(None, self._hooks)))
+
+    def are_there(self) -> bool:
+        """Whether they still are, and nothing was done to their hooks."""
+        parameters = self._parameters
+        return (
+            all(map(is_, map(dict.get, self._tables, self._names), parameters))
+            and all(map(is_, map(_ATTRIBUTES, parameters), self._attributes))
+            and all(map(is_, hook_tables(parameters), self._hooks))
+            and list(map(len, filter(None, self._hooks))) == self._lengths
+        )
+
+
+_ATTRIBUTES = attrgetter("__dict__")
+
+
 class _Hooked:
-    """Forward pre-hook of a module: its parameters have their hooks, also those that are not the ones of before.
+    """Forward pre-hook of a module: as :class:`_AllHooked`, where it is not the whole model that runs.
 
     Args:
         hooks: of its parameters, and of those right below it, which its own code may use, by their names in it.
+        running: whether the model runs, which has looked.
     """
 
-    def __init__(self, hooks: dict[str, GradientHooks]) -> None:
-        self.hooks = hooks
+    def __init__(self, hooks: dict[str, GradientHooks], running: Running) -> None:
+        self.hooks, self.running = hooks, running
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling():
+        if self.running.depth > 0 or torch.compiler.is_compiling():
             return
         for name, hooks in self.hooks.items():
             owner, attribute = _owner(module, name)
-            parameter = None if owner is None else parameters_of(owner).get(attribute)
-            if isinstance(parameter, nn.Parameter):
-                hooks.attach(parameter)
-            elif parameter is not None and parameter.requires_grad:
-                keep_hooked(parameter, hooks.total)  # what torch.func.functional_call is given may be any tensor
+            _attach(None if owner is None else parameters_of(owner).get(attribute), hooks)
 
-    def forget(self, module: nn.Module, gone: Collection[tuple[nn.Module | None, str]]) -> None:
-        """Leave these parameters, each by the module that has it and its name there, as they are from now on."""
+    def forget(self, module: nn.Module, gone: Places) -> None:
+        """Leave the parameters at these places as they are from now on."""
         self.hooks = {name: hooks for name, hooks in self.hooks.items() if _owner(module, name) not in gone}
+
+
+def _attach(parameter: Tensor | None, hooks: GradientHooks) -> None:
+    if isinstance(parameter, nn.Parameter):
+        hooks.attach(parameter)
+    elif parameter is not None and parameter.requires_grad:
+        keep_hooked(parameter, hooks.total)  # what torch.func.functional_call is given may be any tensor
 
 
 def _owner(module: nn.Module, name: str) -> tuple[nn.Module | None, str]:
@@ -397,12 +473,13 @@ def _forget(model: nn.Module, places: list[Place]) -> None:
     gone = {(place.module, place.attribute) for place in places}
     for module in model.modules():
         for hook in ModuleHooks(module).before.values():
-            if isinstance(hook, _Hooked):
+            if isinstance(hook, _AllHooked | _Hooked):
                 hook.forget(module, gone)
 
 
 def _keep_hooked(model: nn.Module, hooked: list[Place], hooks: dict[str, GradientHooks]) -> list[RemovableHandle]:
-    """Let the modules that use these parameters see to it that they have their hooks."""
+    """Let the model, and the modules that use these parameters, see to it that they have their hooks."""
+    running = Running()
     watched: dict[nn.Module, dict[str, GradientHooks]] = {}
     above = {child: (module, name) for module in model.modules() for name, child in module.named_children()}
     for place in hooked:
@@ -410,7 +487,13 @@ def _keep_hooked(model: nn.Module, hooked: list[Place], hooks: dict[str, Gradien
         if place.module is not model:
             parent, name = above[place.module]
             watched.setdefault(parent, {})[f"{name}.{place.attribute}"] = hooks[place.meta.name]
-    return [module.register_forward_pre_hook(_Hooked(hooks)) for module, hooks in watched.items()]
+    watched.pop(model, None)
+    looking = _AllHooked(hooked, [hooks[place.meta.name] for place in hooked])
+    return [
+        *running.watch(model),
+        model.register_forward_pre_hook(looking),
+        *(module.register_forward_pre_hook(_Hooked(hooks, running)) for module, hooks in watched.items()),
+    ]
 
 
 def _shared_elements(meta: ParameterMeta) -> dict[tuple[int, ...], Blocks]:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor, nn
 
 from lightning_autotp.parallel.embedding import VocabParallelEmbedding
 from lightning_autotp.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_autotp.parameters.first_use import known_writes
 from lightning_autotp.parameters.state import parallel_state
 from lightning_autotp.private.transformers_private import INITIALIZES
 
@@ -66,6 +68,25 @@ class SavesWholeOnly(Refused):
         return kind.save_pretrained(self._module, *args, state_dict=state_dict, **kwargs)
 
 
+class _Known:
+    """Stands for a method of a module in a parallel model that writes into parts what is theirs.
+
+    A copy of the module does not bring the model with it: writes into copies are not watched.
+    """
+
+    def __init__(self, model: nn.Module | None, module: nn.Module, name: str) -> None:
+        self._model, self._module, self._name = model, module, name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it."""
+        kind: Any = type(self._module)
+        with nullcontext() if self._model is None else known_writes(self._model):
+            return getattr(kind, self._name)(self._module, *args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Known, (None, self._module, self._name)
+
+
 def refuse_methods(model: nn.Module) -> None:
     """Make errors of the methods of a parallel model, and of the modules in it, that know only whole tensors."""
     for module in model.modules():
@@ -82,8 +103,11 @@ def refuse_methods(model: nn.Module) -> None:
                 _refuse_on_parts(module, name)
     for place in parallel_state(model).places(model):
         resets = getattr(type(place.module), "reset_parameters", None)
-        if place.meta.is_parallel and callable(resets) and resets not in DRAWS_WHOLE:
-            _refuse_on_parts(place.module, "reset_parameters")
+        if place.meta.is_parallel and callable(resets):
+            if resets in DRAWS_WHOLE:
+                vars(place.module)["reset_parameters"] = _Known(model, place.module, "reset_parameters")
+            else:
+                _refuse_on_parts(place.module, "reset_parameters")
     if (tuners := sys.modules.get("peft.tuners.tuners_utils")) is None:
         return  # nobody imported PEFT, so nobody made an adapter with it
     for module in model.modules():

@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from lightning_autotp.applying.replace import BoundaryConversion
 from lightning_autotp.layouts.plan import ConversionPlan
 from lightning_autotp.parallel.logits import VocabParallelLogits
+from lightning_autotp.parameters.first_use import OUTER
 from lightning_autotp.parameters.state import parallel_state
-from lightning_autotp.private.torch_private import ModuleHooks, is_in_backward
+from lightning_autotp.private.torch_private import ModuleHooks, hooks_given
 from lightning_autotp.ranks.group import TPGroup
+from lightning_autotp.training.running import Running
 
 _LIBRARIES = frozenset({"torch", "transformers", "peft", "lightning_autotp"})
 """Their hooks belong to the model's own code, or know of parts."""
-_OUTER = 2
-"""Modules so deep in the model may be called by themselves: its base model, embeddings and head."""
 
 
 def show_whole_tensors(model: nn.Module) -> None:
@@ -36,12 +36,11 @@ def show_whole_tensors(model: nn.Module) -> None:
     as the model without its head. These calls are collective where their tensors are divided.
     """
     model.register_forward_pre_hook(_NewHooks(model))
-    running = _Running()
-    model.register_forward_pre_hook(running.begin, prepend=True)
-    model.register_forward_hook(running.end, always_call=True)
+    running = Running()
+    running.watch(model)
     state = parallel_state(model)
     for path in {part.module for part in state.parts}:
-        if 0 < len(path.split(".")) <= _OUTER:
+        if 0 < len(path.split(".")) <= OUTER:
             alone = _CalledAlone(path, model, running)
             module = model.get_submodule(path)
             module.register_forward_pre_hook(alone.before, with_kwargs=True, prepend=True)
@@ -49,26 +48,10 @@ def show_whole_tensors(model: nn.Module) -> None:
             state.outer |= {path}
 
 
-class _Running:
-    """Whether a parallel model is running, perhaps again: in a backward pass activations are computed anew."""
-
-    def __init__(self) -> None:
-        self.depth = 0
-
-    def begin(self, *_: Any) -> None:
-        self.depth += 1
-
-    def end(self, *_: Any) -> None:
-        self.depth -= 1
-
-    def __bool__(self) -> bool:
-        return bool(self.depth) or is_in_backward()
-
-
 class _CalledAlone:
     """Hooks of a module that take and give whole tensors where it is called from outside of its model."""
 
-    def __init__(self, path: str, model: nn.Module, running: _Running) -> None:
+    def __init__(self, path: str, model: nn.Module, running: Running) -> None:
         self.path, self.model, self.running = path, model, running
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -95,6 +78,8 @@ class _NewHooks:
         self.model = model  # not its state: a deep copy of the model has one of its own
         self.places = [(path, module, ModuleHooks(module)) for path, module in model.named_modules() if path]
         self.known = [hooks.numbers() for _, _, hooks in self.places]
+        self.tables = [table for _, _, hooks in self.places for table in hooks.tables()]
+        self.given, self.count = -1, 0
 
     def __call__(self, model: nn.Module, args: Any) -> None:
         """Before the model's forward.
@@ -104,10 +89,15 @@ class _NewHooks:
         """
         if torch.compiler.is_compiling():
             return
+        # Nobody has added a hook anywhere, and here there are as many as before.
+        given, count = hooks_given(), sum(map(len, self.tables))
+        if (given, count) == (self.given, self.count):
+            return
         for index, (path, _, hooks) in enumerate(self.places):
             if hooks.numbers() != self.known[index]:
                 self._wrap(path, hooks)
                 self.known[index] = hooks.numbers()
+        self.given, self.count = given, count
 
     def _wrap(self, path: str, hooks: ModuleHooks) -> None:
         if hooks.backward and any(part.module == path for part in parallel_state(self.model).parts):

@@ -38,6 +38,9 @@ class PartOfGradient(Tensor):
         RuntimeError: by functions that would give another answer than of the whole gradient.
     """
 
+    # Optimizers ask each gradient in each step, and a plain attribute takes no call. It is never true: a parameter with
+    # sparse gradients stays whole.
+    is_sparse = False
     handlers: ClassVar[Mapping[Callable[..., Any], Handler]]
 
     @property
@@ -72,13 +75,15 @@ class PartOfGradient(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        handler = cls.handlers.get(func)
-        if is_operator(func):
-            handler = as_it_is  # a mode that sees operators runs them
-        elif handler is None:
-            handler = _attribute if getattr(func, "__name__", "") in ("__get__", "__set__") else refuse
+        handler = cls.handlers.get(func) or _unlisted(func)
         with without_subclasses():
             return handler(func, args, kwargs or {})
+
+
+def _unlisted(func: Callable[..., Any]) -> Handler:
+    if is_operator(func):
+        return as_it_is  # a mode that sees operators runs them
+    return _attribute if getattr(func, "__name__", "") in ("__get__", "__set__") else refuse
 
 
 def first_part(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -230,11 +235,12 @@ _METADATA = (
     " is_contiguous is_conj is_neg is_inference is_pinned is_same_size is_shared data_ptr untyped_storage record_stream"
     " as_subclass register_hook retain_grad __len__ __hash__"
 )
+_GETTERS = "grad grad_fn requires_grad is_leaf shape dtype device layout is_cpu is_cuda is_meta itemsize nbytes"
 _P_NORMS = frozenset(named("norm"))
 _SUM = _over_all(lambda x: x.sum(), lambda x: x.sum(0))
 
 QUANTITIES: dict[Callable[..., Any], Handler] = {
-    **dict.fromkeys(named(_METADATA) + getters("grad") + VIEW_GETTERS, as_it_is),
+    **dict.fromkeys(named(_METADATA) + getters(_GETTERS) + VIEW_GETTERS, as_it_is),
     moves_alike(): as_it_is,
     **dict.fromkeys((*_P_NORMS, torch.linalg.norm, torch.linalg.vector_norm), _norm),
     **dict.fromkeys(named("sum"), _SUM),

@@ -1,0 +1,129 @@
+"""Writes into parts between set-up and the first forward: nobody but this package knows how to write into a part.
+
+After set-up a parameter looks as always, but a rank may have only a part of it. What code writes into it in place may
+mean the whole: random numbers of its shape, its last rows, a row by its index. A write that does with each element the
+same is right; afterwards nobody can tell which of the two it was. So the values of parts have checksums from set-up to
+the first use of the model, and what was written by code that nobody looked at is an error. Loading, this package's
+callbacks and code inside ``checked`` are known; later writes are an optimizer's, too, and not looked at here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from lightning_autotp.layouts.types import Shard
+from lightning_autotp.parameters.state import parallel_models, parallel_state
+from lightning_autotp.parameters.written import Written
+from lightning_autotp.ranks.agreement import gather_objects
+
+OUTER = 2
+"""Modules so deep in a model may be called by themselves: its base model, embeddings and head."""
+
+
+@contextmanager
+def known_writes(module: nn.Module, filled: Collection[Tensor] = ()) -> Iterator[None]:
+    """Within it what writes into parts of the parallel models in a module is known to be right. Not collective.
+
+    Args:
+        module: the module.
+        filled: parameters that are filled anew within; may be said until the end.
+    """
+    watched = [(model, state.written) for model, state in parallel_models(module) if state.written is not None]
+    for model, written in watched:
+        written.begin_known(_parts(model))
+    try:
+        yield
+    finally:
+        for model, written in watched:
+            written.end_known(_parts(model), filled)
+
+
+def watch_writes(model: nn.Module) -> None:
+    """Find writes into the parts of a parallel model from now on until it is used for the first time. Not collective.
+
+    That use is collective over its tensor-parallel group.
+    """
+    state = parallel_state(model)
+    state.written = Written(_parts(model))
+    first = _FirstUse(model)
+    first.handles = [
+        model.register_forward_pre_hook(first.of_model, prepend=True),
+        model.register_load_state_dict_pre_hook(_begin_known),
+        model.register_load_state_dict_post_hook(_end_known),
+    ]
+    for path, module in model.named_modules():
+        if path and len(path.split(".")) <= OUTER:
+            first.handles.append(module.register_forward_pre_hook(first.of_module, prepend=True))
+
+
+class _FirstUse:
+    """Hooks of a parallel model and of modules in it, until it has run. Those of a copy do nothing."""
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        self.model = model
+        self.handles: list[RemovableHandle] = []
+
+    def of_model(self, model: nn.Module, args: Any) -> None:
+        """Before a forward. Collective.
+
+        Raises:
+            RuntimeError: on every rank, naming the parts that were written on any.
+        """
+        if torch.compiler.is_compiling():
+            return
+        state = parallel_state(model)
+        written = state.written
+        if written is not None:
+            found = gather_objects(written.close(_parts(model)), state.group.process_group)
+            _refuse(model, list(dict.fromkeys(name for names in found for name in names)))
+        state.written = None
+        for handle in self.handles:
+            handle.remove()
+
+    def of_module(self, module: nn.Module, args: Any) -> None:
+        """Before a forward of a module in it that is called by itself, perhaps on one rank alone. Not collective."""
+        if self.model is None or torch.compiler.is_compiling():
+            return
+        written = parallel_state(self.model).written
+        if written is not None:
+            _refuse(self.model, written.close(_parts(self.model)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _FirstUse, ()
+
+
+def _begin_known(model: nn.Module, *_: Any) -> None:
+    if (written := parallel_state(model).written) is not None:
+        written.begin_known(_parts(model))
+
+
+def _end_known(model: nn.Module, keys: Any) -> None:
+    if (written := parallel_state(model).written) is not None:
+        missing = [f".{key}" for key in keys.missing_keys]
+        parts = _parts(model)
+        given = [part for name, part in parts.items() if not any(key.endswith(f".{name}") for key in missing)]
+        written.end_known(parts, given)
+
+
+def _refuse(model: nn.Module, names: Sequence[str]) -> None:
+    if names:
+        raise RuntimeError(
+            f"{', '.join(names[:5])}{f' and {len(names) - 5} others' * (len(names) > 5)} of the parallel"
+            f" {type(model).__name__} were written in place after it was divided, when each rank has only a part of"
+            " them, by code that nobody has looked at: rows by their index or random numbers would be others in the"
+            " whole tensor. Write while the model is whole, in configure_model() or before parallelize(); or write into"
+            " a whole tensor (lightning_autotp.full_tensor(model, name).detach().clone()) and load it with"
+            " lightning_autotp.load_full_state_dict(model, {name: tensor}, strict=False). What does the same with each"
+            " element is right: run it inside `with lightning_autotp.checked(model):`"
+        )
+
+
+def _parts(model: nn.Module) -> dict[str, nn.Parameter]:
+    places = parallel_state(model).places(model)
+    return {place.meta.name: place.parameter for place in places if isinstance(place.meta.layout, Shard)}
