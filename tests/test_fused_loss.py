@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,6 +19,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+from trainer_ranks import run_trainer_ranks
 
 from lightning_autotp import full_gradients, parallelize
 from lightning_autotp.layouts.ownership import Ownership
@@ -398,6 +401,64 @@ def test_precision_second_derivatives_and_errors() -> None:
         assert "targets must be classes of the whole vocabulary, in [0, 131)" in said["no class"]
         assert "view size is not compatible" in said["a view that does not fit"]
         assert "in place" in said["in place"]
+
+
+# --- training ---
+
+
+class Returns(L.LightningModule):
+    """Computes its own loss, returns the logits with it, and looks at them after the optimizer's step."""
+
+    def __init__(self, automatic: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = automatic
+        self.losses: list[Tensor] = []
+        self.seen: list[Tensor] = []
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "model"):
+            self.model = tiny_model("llama")
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        logits = self.model(input_ids=batch["input_ids"]).logits
+        loss = F.cross_entropy(logits[:, :-1].float().flatten(0, 1), batch["labels"][:, 1:].flatten())
+        if not self.automatic_optimization:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return {"loss": loss, "logits": logits}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(outputs["loss"].detach())
+        self.seen.append(outputs["logits"].detach().exp().mean(-1))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+def train(devices: int) -> list[tuple[list[Tensor], list[Tensor]]]:
+    results = []
+    for automatic in (True, False):
+        L.seed_everything(1, verbose=False)
+        task = Returns(automatic)
+        trainer = L.Trainer(
+            accelerator="cpu", devices=devices, strategy="autotp" if devices > 1 else "auto", max_epochs=1,
+            accumulate_grad_batches=2 if automatic else 1, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(task, DataLoader([token_batch(seed) for seed in range(4)], batch_size=None))
+        results.append((task.losses, task.seen))
+    return results
+
+
+def test_logits_that_a_step_returns_are_those_before_the_step() -> None:
+    wanted = train(1)
+    for found in run_trainer_ranks(train, 2, 2):
+        for (losses, seen), (wanted_losses, wanted_seen) in zip(found, wanted, strict=True):
+            assert wanted_losses[0] != wanted_losses[-1]
+            torch.testing.assert_close(losses, wanted_losses, rtol=1e-5, atol=0)
+            torch.testing.assert_close(seen, wanted_seen, rtol=1e-4, atol=1e-5)
 
 
 # --- models ---

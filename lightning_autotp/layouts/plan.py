@@ -310,7 +310,8 @@ class Plan:
             found = f"another plan could save {self.gap:.1%} at most" if self.gap else "exact: no plan is cheaper"
             lines.append(f"priced for a step of {self.priced_for}; {found}")
         lines += [
-            f"{head}: a loss is computed a few tokens at a time, exactly; logits only where something else needs them"
+            f"{head}: its loss is computed a few tokens at a time, exactly (with one copy of the model); all logits"
+            " only where something else needs them"
             for head in self.losses_in_parts
         ]
         for parameter in self.parameters:

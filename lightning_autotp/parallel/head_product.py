@@ -15,7 +15,7 @@ gradients, the autocast and the weights of the time when it ran. If these weight
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -190,11 +190,33 @@ class HeadProduct:
         """
         self.check()
         with torch.inference_mode(False), torch.set_grad_enabled(self.differentiable):
-            with self.autocast.again():
-                x = F.linear(self.features.movedim(self.dim, -1), self.weight, self.bias).movedim(-1, self.dim)
-            for step in self.steps:
-                x = step(x)
-            return x
+            return self._computed(self.features, self.weight, self.bias)
+
+    def _computed(self, features: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        with self.autocast.again():
+            x = F.linear(features.movedim(self.dim, -1), weight, bias).movedim(-1, self.dim)
+        for step in self.steps:
+            x = step(x)
+        return x
+
+    def gradients(self, grad: Tensor, wanted: Sequence[bool]) -> list[Tensor | None]:
+        """The gradients of features, weight and bias, from that of the values. Not collective.
+
+        Args:
+            grad: the gradient of the values.
+            wanted: of which of the three.
+        """
+        self.check()
+        with torch.enable_grad():
+            # Under other objects: hooks on the parameters are called when these gradients arrive there, not now, too.
+            features, weight = self.features.view_as(self.features), self.weight.view_as(self.weight)
+            bias = None if self.bias is None else self.bias.view_as(self.bias)
+            value = self._computed(features, weight, bias)
+        sources = [
+            x for x, is_wanted in zip((features, weight, bias), wanted, strict=True) if is_wanted and x is not None
+        ]
+        found = iter(torch.autograd.grad(value, sources, grad, create_graph=torch.is_grad_enabled()))
+        return [next(found) if is_wanted else None for is_wanted in wanted]
 
     def check(self) -> None:
         """Raise if the values cannot be computed any more.

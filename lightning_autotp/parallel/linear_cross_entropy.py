@@ -45,6 +45,10 @@ PART_LOGITS = 2**26
 """Logits of a part, where it has more tokens: 256 MiB in fp32."""
 
 
+SUM_CLASSES = 8192
+"""Rows of the weight's gradient that a product in a lower precision is added to at once."""
+
+
 def vocab_parallel_linear_cross_entropy(
     product: HeadProduct,
     target: Tensor,
@@ -181,7 +185,9 @@ class _Gradients:
             if self.weight.dtype == gradient.dtype:
                 self.weight.addmm_(gradient.T, features)
             else:
-                self.weight.add_(gradient.T @ features)
+                rows = zip(self.weight.split(SUM_CLASSES), gradient.T.split(SUM_CLASSES), strict=True)
+                for total, of_rows in rows:
+                    total.add_(of_rows @ features)
         if self.bias is not None:
             self.bias.add_(gradient.sum(0, dtype=self.bias.dtype))
 
@@ -286,8 +292,10 @@ def _differentiable(
     work: _Work, features: Tensor, weight: Tensor, bias: Tensor | None, grad: Tensor, *, is_summed: bool
 ) -> Sequence[Tensor | None]:
     """The gradients as differentiable functions of everything, from all logits at once. Collective."""
+    # Under other objects: hooks on the parameters are called when these gradients arrive there, and not now, too.
+    features, weight = features.view_as(features), weight.view_as(weight)
+    bias = None if bias is None else bias.view_as(bias)
     losses = token_losses(work.logits(features, weight, bias), 1, work.targets)
-    pairs = zip((features, weight, bias), work.wanted, strict=True)
-    sources = [x for x, wanted in pairs if wanted and x is not None]
+    sources = [x for x, wanted in zip((features, weight, bias), work.wanted, strict=True) if wanted and x is not None]
     found = iter(torch.autograd.grad(losses.sum() if is_summed else losses, sources, grad, create_graph=True))
     return [next(found) if wanted else None for wanted in work.wanted]

@@ -302,10 +302,7 @@ class _WrapProduct(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         product, ownership, group = ctx.where
         local = _local_gradient(grad, product.dim, ownership, group)
-        sources = (product.features, product.weight, product.bias)
-        wanted = [x for x, needed in zip(sources, ctx.needs_input_grad, strict=False) if needed]
-        found = iter(torch.autograd.grad(product.compute(), wanted, local, create_graph=torch.is_grad_enabled()))
-        return *(next(found) if needed else None for needed in ctx.needs_input_grad[:3]), None, None, None
+        return *product.gradients(local, ctx.needs_input_grad[:3]), None, None, None
 
 
 def _local_gradient(grad: Tensor, dim: int, ownership: Ownership, group: TPGroup) -> Tensor:
@@ -387,7 +384,8 @@ def _cast_product(
     if found.device != logits.device:
         return None
     if found.dtype != logits.dtype:
-        made = product.stepped(lambda x: x.to(found.dtype), is_cast=True)
+        dtype = found.dtype
+        made = product.stepped(lambda x: x.to(dtype), is_cast=True)
     elif product.like.is_contiguous() or func is not Tensor.contiguous:
         return logits
     else:
