@@ -18,6 +18,7 @@ from lightning_autotp.layouts.places import CallSite
 from lightning_autotp.layouts.plan import ConversionPlan, ImplementationPlan, Plan, SizePlan
 from lightning_autotp.layouts.types import Invariant, Layout, Shard, local_shape
 from lightning_autotp.parallel.collectives import convert, gather_lengths
+from lightning_autotp.parallel.head import compute_when_needed
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
 from lightning_autotp.parallel.local_parameters import LocalParameters, localize_parameter
 from lightning_autotp.parallel.logits import VocabParallelLogits
@@ -58,6 +59,8 @@ def apply_plan(model: nn.Module, plan: Plan, group: TPGroup) -> None:
     _change_calls(model, plan, group)
     for conversion in plan.conversions:
         if conversion.call is None:
+            if conversion.view and conversion.side == "out" and not conversion.key:
+                compute_when_needed(model.get_submodule(conversion.module))
             hook_boundary(model, BoundaryConversion(conversion, group))
     model.autotp = state  # type: ignore[assignment]
 
@@ -192,6 +195,10 @@ class BoundaryConversion:
             raise PlanMismatch(
                 f"{self} expects a tensor at {self.plan.key or 'its output'}, found {type(tensor).__name__}"
             )
+        if isinstance(tensor, VocabParallelLogits):  # of a head, which shows them so itself
+            if self.plan.view:
+                return tensor
+            tensor = tensor.local
         if self.plan.view and isinstance(self.plan.target, Shard):
             return VocabParallelLogits(tensor, self.plan.target, self.group)
         if tensor.is_meta and tensor.shape == self._local_shape():

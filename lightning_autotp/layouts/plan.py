@@ -277,6 +277,13 @@ class Plan:
         sharded = sum(math.prod(p.shape) for p in self.parameters if isinstance(p.layout, Shard))
         return sharded / max(total, 1)
 
+    @property
+    def losses_in_parts(self) -> tuple[str, ...]:
+        """Heads whose logits are computed where something needs them, and a cross-entropy of a few tokens at a time."""
+        column = {use.module for use in self.implementations if use.name == "column" and use.call is None}
+        shown = [change for change in self.conversions if change.view and change.call is None]
+        return tuple(x.module for x in shown if x.side == "out" and not x.key and x.module in column)
+
     def table(self, rank: int = 0) -> Group:
         """The plan for rich to print: what is sharded, one rank's shapes and bytes, and what stayed whole."""
         table = Table(
@@ -302,6 +309,11 @@ class Plan:
         if self.priced_for:
             found = f"another plan could save {self.gap:.1%} at most" if self.gap else "exact: no plan is cheaper"
             lines.append(f"priced for a step of {self.priced_for}; {found}")
+        lines += [
+            f"{head}: its loss is computed a few tokens at a time, exactly (with one copy of the model); all logits"
+            " only where something else needs them"
+            for head in self.losses_in_parts
+        ]
         for parameter in self.parameters:
             if parameter.reason:
                 lines.append(f"whole on every rank: {parameter.names[0]}: {parameter.reason}")

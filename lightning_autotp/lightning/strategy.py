@@ -53,6 +53,7 @@ from lightning_autotp.lightning.discovery import fill_remaining, find_models, ou
 from lightning_autotp.lightning.exchange import Exchange
 from lightning_autotp.lightning.first_batch import first_batch
 from lightning_autotp.lightning.summary import ParallelSummary
+from lightning_autotp.parallel.head_product import compute_undone
 from lightning_autotp.pipeline import fill_local, make_local
 from lightning_autotp.private.distributed_private import default_store
 from lightning_autotp.private.lightning_private import (
@@ -276,7 +277,13 @@ class AutoTPStrategy(ModelParallelStrategy):
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Make a step; parameter groups added since the last one, such as thawed layers, are checked first."""
         self._check_optimizers()
-        return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+        def then_compute() -> Any:
+            result = closure()
+            compute_undone()  # logits that the training step returned, for callbacks to look at
+            return result
+
+        return super().optimizer_step(optimizer, then_compute, model, **kwargs)
 
     def _check_optimizers(self) -> None:
         groups = [len(optimizer.param_groups) for optimizer in self.optimizers]

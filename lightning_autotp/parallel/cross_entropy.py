@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -41,70 +42,116 @@ from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.solving.implementations import Implementation
 
 
-class _TokenLoss(Function):
-    """Per-token loss ``[N, C/tp, ...], [N, ...] -> [N, ...]`` in ``target_weight``'s dtype, zero where ignored.
+@dataclass(frozen=True)
+class Targets:
+    """What a loss is computed from besides the logits. Every class has one owner.
 
-    ``target`` is a class everywhere, ``target_weight`` its weight (zero where ignored), ``class_weight`` this rank's
-    classes' weights and ``total_weight`` the sum of all classes'. Every class has one owner.
+    Attributes:
+        classes: a class everywhere, ``[N, ...]``.
+        ignored: where the class counts for nothing.
+        weight: the class's weight, zero where ignored, in the dtype of the computation.
+        class_weight: the weights of this rank's classes, along the logits' class dim.
+        total_weight: the sum of all classes' weights.
+        label_smoothing: how much of the target is spread over all classes.
+        ownership: which classes each rank has.
+        group: the tensor-parallel group.
     """
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        target: Tensor,
-        ignored: Tensor,
-        target_weight: Tensor,
-        class_weight: Tensor | None,
-        total_weight: Tensor | float,
-        dim: int,
-        ownership: Ownership,
-        group: TPGroup,
-        label_smoothing: float,
-    ) -> Tensor:
-        x = logits.to(target_weight.dtype)
-        positions, mine = local_positions(target, ownership, group.rank)
+    classes: Tensor
+    ignored: Tensor
+    weight: Tensor
+    class_weight: Tensor | None
+    total_weight: Tensor | float
+    label_smoothing: float
+    ownership: Ownership
+    group: TPGroup
+
+    def rows(self, start: int, stop: int) -> Targets:
+        """Those of some tokens."""
+        part = slice(start, stop)
+        return replace(self, classes=self.classes[part], ignored=self.ignored[part], weight=self.weight[part])
+
+    def losses(self, x: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The losses from logits ``x``, which become ``exp(x - max)``. Collective.
+
+        Args:
+            x: ``[N, C/tp, ...]``, in the dtype of the computation.
+            dim: where its classes are.
+
+        Returns:
+            The losses ``[N, ...]``, zero where ignored; the largest logits; the logarithms of ``sum exp(x - max)``.
+        """
+        positions, mine = local_positions(self.classes, self.ownership, self.group.rank)
         # A rank without classes still takes part in the reductions.
-        largest = x.amax(dim) if x.shape[dim] else torch.full_like(target_weight, float("-inf"))
-        largest = reduce_values(largest, group, "max")
-        x = x - largest.unsqueeze(dim)
+        largest = x.amax(dim) if x.shape[dim] else torch.full_like(self.weight, float("-inf"))
+        largest = reduce_values(largest, self.group, "max")
+        x.sub_(largest.unsqueeze(dim))
         if x.shape[dim]:
             target_logit = x.gather(dim, positions.unsqueeze(dim)).squeeze(dim).masked_fill(~mine, 0)
         else:
-            target_logit = torch.zeros_like(target_weight)
-        sums = [x.exp().sum(dim), target_logit]
-        if label_smoothing:
-            sums.append((x if class_weight is None else x * class_weight).sum(dim))
-        sums = list(reduce_values(torch.stack(sums), group).unbind(0))
+            target_logit = torch.zeros_like(self.weight)
+        smoothed = (
+            [(x if self.class_weight is None else x * self.class_weight).sum(dim)] if self.label_smoothing else []
+        )
+        sums = [x.exp_().sum(dim), target_logit, *smoothed]
+        sums = list(reduce_values(torch.stack(sums), self.group).unbind(0))
         log_sum = sums[0].log()
-        loss = (1 - label_smoothing) * target_weight * (log_sum - sums[1])
-        if label_smoothing:
-            loss = loss + label_smoothing / ownership.size * (log_sum * total_weight - sums[2])
+        loss = (1 - self.label_smoothing) * self.weight * (log_sum - sums[1])
+        if self.label_smoothing:
+            loss = loss + self.label_smoothing / self.ownership.size * (log_sum * self.total_weight - sums[2])
+        return loss.masked_fill(self.ignored, 0), largest, log_sum
 
-        ctx.save_for_backward(logits, largest + log_sum, positions, mine, ignored, target_weight, class_weight)
-        ctx.total_weight, ctx.dim, ctx.classes, ctx.label_smoothing = total_weight, dim, ownership.size, label_smoothing
-        ctx.group = group
-        return loss.masked_fill(ignored, 0)
+    def gradient_factors(self, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """For a gradient of the losses: the factors of ``-[c = y]`` and of ``-w_c`` in that of the logits."""
+        grad = grad.masked_fill(self.ignored, 0)
+        return (1 - self.label_smoothing) * self.weight * grad, self.label_smoothing / self.ownership.size * grad
+
+    def gradient_(self, softmax: Tensor, grad: Tensor) -> Tensor:
+        """The gradient of the logits ``[N, C/tp]``, in the place of their softmax."""
+        on_target, on_all = self.gradient_factors(grad)
+        result = softmax.mul_((on_target + on_all * self.total_weight).unsqueeze(1))
+        if self.label_smoothing:
+            result.sub_(on_all.unsqueeze(1) * (1 if self.class_weight is None else self.class_weight))
+        if result.shape[1]:
+            positions, mine = local_positions(self.classes, self.ownership, self.group.rank)
+            result.scatter_add_(1, positions.unsqueeze(1), on_target.masked_fill(~mine, 0).neg().unsqueeze(1))
+        return result
+
+
+class _TokenLoss(Function):
+    """Per-token loss ``[N, C/tp, ...] -> [N, ...]`` in the targets' dtype, zero where ignored. Collective."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, dim: int, targets: Targets) -> Tensor:
+        loss, largest, log_sum = targets.losses(logits.to(targets.weight.dtype, copy=True), dim)
+        ctx.save_for_backward(logits, largest + log_sum)
+        ctx.targets, ctx.dim = targets, dim
+        return loss
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        logits, log_sum, positions, mine, ignored, target_weight, class_weight = ctx.saved_tensors
-        dim = ctx.dim
+        logits, log_sum = ctx.saved_tensors
+        targets, dim = ctx.targets, ctx.dim
         if torch.is_grad_enabled():  # under create_graph=True
-            grad = copy_to_tensor_parallel(grad, ctx.group)
-            log_sum = _log_sum(logits.to(target_weight.dtype), log_sum, dim, ctx.group)
-        grad = grad.masked_fill(ignored, 0)
-        on_target = (1 - ctx.label_smoothing) * target_weight * grad
-        on_all = ctx.label_smoothing / ctx.classes * grad
-        softmax = (logits.to(target_weight.dtype) - log_sum.unsqueeze(dim)).exp()
-        result = softmax * (on_target + on_all * ctx.total_weight).unsqueeze(dim)
-        if ctx.label_smoothing:
-            result = result - on_all.unsqueeze(dim) * (1 if class_weight is None else class_weight)
+            grad = copy_to_tensor_parallel(grad, targets.group)
+            log_sum = _log_sum(logits.to(targets.weight.dtype), log_sum, dim, targets.group)
+        on_target, on_all = targets.gradient_factors(grad)
+        softmax = (logits.to(targets.weight.dtype) - log_sum.unsqueeze(dim)).exp()
+        result = softmax * (on_target + on_all * targets.total_weight).unsqueeze(dim)
+        if targets.label_smoothing:
+            result = result - on_all.unsqueeze(dim) * (1 if targets.class_weight is None else targets.class_weight)
         if result.shape[dim]:
+            positions, mine = local_positions(targets.classes, targets.ownership, targets.group.rank)
             result = result.scatter_add(
                 dim, positions.unsqueeze(dim), on_target.masked_fill(~mine, 0).neg().unsqueeze(dim)
             )
-        return result.to(logits.dtype), *[None] * 9
+        return result.to(logits.dtype), None, None
+
+
+def token_losses(logits: Tensor, dim: int, targets: Targets) -> Tensor:
+    """The losses of logits ``[N, C/tp, ...]`` with their classes in ``dim``: ``[N, ...]``, Invariant. Collective."""
+    losses: Tensor = _TokenLoss.apply(logits, dim, targets)
+    return losses
 
 
 def _log_sum(x: Tensor, log_sum: Tensor, dim: int, group: TPGroup) -> Tensor:
@@ -144,19 +191,41 @@ def vocab_parallel_cross_entropy(
         ValueError: for shapes or options that do not fit.
     """
     dim = 0 if logits.dim() == 1 else 1
-    _check(logits, target, ownership, group, weight, reduction, label_smoothing, dim)
+    check(logits, target, ownership, group, weight, reduction, label_smoothing)
     if logits.is_meta:
         inputs = [logits, target] if weight is None else [logits, target, weight]
         shape = target.shape if reduction == "none" else ()
         return recording.record(VOCAB_CROSS_ENTROPY.primitive, inputs, shape, ownership.digest)
 
+    logits, ownership = _one_owner_each(logits, dim, ownership, group.rank)
+    targets = prepared(logits, target, ownership, group, weight, ignore_index, label_smoothing)
+    loss = token_losses(logits, dim, targets)
+    if reduction != "none":
+        loss = loss.sum()
+    return reduced(loss, targets, reduction, logits)
+
+
+def prepared(
+    logits: Tensor,
+    target: Tensor,
+    ownership: Ownership,
+    group: TPGroup,
+    weight: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+) -> Targets:
+    """The targets of a loss on logits with this dtype and number of dims, checked. Not collective.
+
+    Raises:
+        IndexError: for a target that is no class, on every rank (on an accelerator: an assertion on the device).
+    """
+    dim = 0 if logits.dim() == 1 else 1
     ignored = target == ignore_index
     check_indices(
         target,
         ignored | ((target >= 0) & (target < ownership.size)),
         f"targets must be classes of the whole vocabulary, in [0, {ownership.size}), or ignore_index={ignore_index}",
     )
-    logits, ownership = _one_owner_each(logits, dim, ownership, group.rank)
     target = target.long().masked_fill(ignored, 0)
     precision = torch.promote_types(logits.dtype, torch.float32)
     class_weight: Tensor | None = None
@@ -168,14 +237,14 @@ def vocab_parallel_cross_entropy(
         target_weight = weight[target].masked_fill(ignored, 0)
         class_weight = take_owned(weight, 0, ownership, group.rank).view(-1, *[1] * (logits.dim() - dim - 1))
         total_weight = weight.sum()
-    loss = _TokenLoss.apply(
-        logits, target, ignored, target_weight, class_weight, total_weight, dim, ownership, group, label_smoothing
-    )
-    if reduction != "none":
-        loss = loss.sum()
+    return Targets(target, ignored, target_weight, class_weight, total_weight, label_smoothing, ownership, group)
+
+
+def reduced(loss: Tensor, targets: Targets, reduction: str, logits: Tensor) -> Tensor:
+    """The loss that ``F.cross_entropy`` would return on logits of this dtype, from the losses or their sum."""
     if reduction == "mean":
-        loss = loss / target_weight.sum()
-    return loss if torch.is_autocast_enabled(logits.device.type) else loss.to(logits.dtype)
+        loss = loss / targets.weight.sum()
+    return loss if torch.is_autocast_enabled(targets.classes.device.type) else loss.to(logits.dtype)
 
 
 class VocabParallelCrossEntropyLoss(nn.CrossEntropyLoss):
@@ -243,7 +312,7 @@ def _one_owner_each(logits: Tensor, dim: int, ownership: Ownership, rank: int) -
     return torch.cat(pieces, dim), Ownership(ownership.size, held)
 
 
-def _check(
+def check(
     logits: Tensor,
     target: Tensor,
     ownership: Ownership,
@@ -251,8 +320,9 @@ def _check(
     weight: Tensor | None,
     reduction: str,
     label_smoothing: float,
-    dim: int,
 ) -> None:
+    """Raise a ValueError for shapes or options of a loss that do not fit."""
+    dim = 0 if logits.dim() == 1 else 1
     local = ownership.local_size(group.rank)
     if logits.dim() == 0 or logits.shape[dim] != local:
         raise ValueError(

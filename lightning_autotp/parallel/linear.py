@@ -181,14 +181,16 @@ class ColumnParallelLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """``[batch, ..., in] -> [batch, ..., out/tp]``; see the class for the flags. Collective."""
-        if self.sequence_parallel:
-            input = all_gather_replicate(input, self.group, _sequence_shard(input, self.group, gathered=False))
-        elif not self.input_is_replicated:
-            input = copy_to_tensor_parallel(input, self.group)
-        output = F.linear(input, self.weight, self.bias)
+        output = F.linear(self.replicated(input), self.weight, self.bias)
         if self.gather_output:
             output = all_gather(output, self.group, Shard(((output.dim() - 1, self.ownership),)))
         return output
+
+    def replicated(self, input: Tensor) -> Tensor:
+        """The input as the product takes it, Replicate: ``[batch, ..., in]``. Collective as the flags say."""
+        if self.sequence_parallel:
+            return all_gather_replicate(input, self.group, _sequence_shard(input, self.group, gathered=False))
+        return input if self.input_is_replicated else copy_to_tensor_parallel(input, self.group)
 
     def extra_repr(self) -> str:
         """What ``repr`` shows: whole and local sizes, and the flags."""

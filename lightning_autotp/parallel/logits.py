@@ -9,7 +9,9 @@ on it (``__torch_function__``) fall in five groups, each an explicit table below
 * a *copy* of the logits at one position (``logits[:, -1].clone()``) that is made without gradients is gathered, without
   a word: the next token will be sampled from it, by many functions that need it whole;
 * ``F.cross_entropy`` with class indices becomes
-  :func:`~lightning_autotp.parallel.cross_entropy.vocab_parallel_cross_entropy`;
+  :func:`~lightning_autotp.parallel.cross_entropy.vocab_parallel_cross_entropy`, or
+  :func:`~lightning_autotp.parallel.linear_cross_entropy.vocab_parallel_linear_cross_entropy` where nothing has needed
+  the local part so far;
 * **everything else first gathers** the logits into an ordinary tensor (and says so, once per function), because a
   function that nobody looked at must not be silently wrong.
 
@@ -24,6 +26,9 @@ shards. This is one subclass, alive where the logits are, for any ownership map.
 A plain operand that requires a gradient (a learned temperature) is Invariant and meets a shard, so it goes through *f*
 first. Code that bypasses ``__torch_function__`` (a custom ``autograd.Function``) is still right: the wrapper is a node
 of the autograd graph whose backward takes this rank's slice, and operators on it below Python gather.
+
+The local part itself may not be computed yet (:class:`~lightning_autotp.parallel.head_product.HeadProduct`): views,
+casts and functions of single elements with numbers leave it so, and so does the loss. Everything else computes it.
 
 All functions that gather, and the loss, are collective.
 """
@@ -54,6 +59,8 @@ from lightning_autotp.parallel.collectives import (
     transition_backward,
 )
 from lightning_autotp.parallel.cross_entropy import vocab_parallel_cross_entropy
+from lightning_autotp.parallel.head_product import HeadProduct
+from lightning_autotp.parallel.linear_cross_entropy import vocab_parallel_linear_cross_entropy
 from lightning_autotp.parallel.whole_dim import after_index, after_reshape
 from lightning_autotp.private.torch_private import (
     VIEW_GETTERS,
@@ -76,7 +83,7 @@ class VocabParallelLogits(Tensor):
         group: the tensor-parallel group.
 
     Attributes:
-        local: the plain local tensor.
+        local: the plain local tensor; computed when it is first asked for, if it was not yet.
         shard: the layout.
         group: the tensor-parallel group.
         one_position: whether these are the logits at a single position, taken without gradients.
@@ -92,10 +99,10 @@ class VocabParallelLogits(Tensor):
         VocabParallelLogits(shape=(8, 131), local=(8, 66), S(1: 131 -> [66, 65]), rank 0 of 2, torch.float32, meta)
     """
 
-    local: Tensor
     shard: Shard
     group: TPGroup
     one_position: bool
+    _source: Tensor | HeadProduct
 
     @staticmethod
     def __new__(cls, local: Tensor, shard: Shard, group: TPGroup) -> VocabParallelLogits:
@@ -119,6 +126,30 @@ class VocabParallelLogits(Tensor):
     def __init__(self, local: Tensor, shard: Shard, group: TPGroup) -> None:
         super().__init__()
 
+    @classmethod
+    def of_product(cls, product: HeadProduct, ownership: Ownership, group: TPGroup) -> VocabParallelLogits:
+        """Logits whose local part is computed when something needs it.
+
+        Args:
+            product: this rank's part.
+            ownership: which part of the vocabulary each rank has.
+            group: the tensor-parallel group.
+        """
+        sources = (product.features, product.weight, product.bias)
+        if product.differentiable and any(x is not None and x.requires_grad for x in sources):
+            return _WrapProduct.apply(*sources, product, ownership, group)
+        return _make(product, product.dim, ownership, group)
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's part, a plain tensor. Not collective."""
+        return self._source.value() if isinstance(self._source, HeadProduct) else self._source
+
+    @property
+    def product(self) -> HeadProduct | None:
+        """What the local part is to be computed from, if it was not yet."""
+        return self._source if isinstance(self._source, HeadProduct) and not self._source.is_done else None
+
     @property
     def vocab_dim(self) -> int:
         """The sharded dim."""
@@ -134,8 +165,9 @@ class VocabParallelLogits(Tensor):
         return all_gather(self.local, self.group, self.shard)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        local = self.local if self.product is None else self.product.like
         return (
-            f"{type(self).__name__}(shape={tuple(self.shape)}, local={tuple(self.local.shape)}, {self.shard}, "
+            f"{type(self).__name__}(shape={tuple(self.shape)}, local={tuple(local.shape)}, {self.shard}, "
             f"rank {self.group.rank} of {self.group.size}, {self.dtype}, {self.device})"
         )
 
@@ -184,7 +216,14 @@ class VocabParallelLogits(Tensor):
         if schema_of(func).is_mutable:
             raise _in_place_error(str(func), next(x for x in tree_leaves((args, kwargs)) if isinstance(x, cls)))
         _say_gathered(func, args, kwargs)
-        args, kwargs = tree_map(lambda x: x.full() if isinstance(x, cls) else x, (args, kwargs))
+
+        def whole(x: Any) -> Any:
+            if not isinstance(x, cls):
+                return x
+            # Here no gradients are recorded, so values that are computed now are for this function only.
+            return all_gather(x.local if x.product is None else x.product.compute(), x.group, x.shard)
+
+        args, kwargs = tree_map(whole, (args, kwargs))
         return func(*args, **kwargs)
 
 
@@ -239,24 +278,69 @@ class _Wrap(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        # A backward written in Python on the wrapper's values may return sharded ones; a slice of those would gather.
         group, dim, ownership = ctx.where
-        if isinstance(grad, VocabParallelLogits):
-            if (grad.vocab_dim, grad.ownership) == (dim, ownership):
-                return keep_first_owned(grad.local, dim, ownership, group.rank), None, None, None
-            grad = grad.full()
-        return transition_backward(grad, ("S", "I"), group, dim, ownership), None, None, None
+        return _local_gradient(grad, dim, ownership, group), None, None, None
 
 
-def _make(local: Tensor, dim: int, ownership: Ownership, group: TPGroup) -> VocabParallelLogits:
-    shape = [ownership.size if at == dim else size for at, size in enumerate(local.shape)]
+class _WrapProduct(Function):
+    """As :class:`_Wrap`, of a product: who uses the wrapper below Python has its gradient go through the product."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        features: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        product: HeadProduct,
+        ownership: Ownership,
+        group: TPGroup,
+    ) -> VocabParallelLogits:
+        ctx.where = product, ownership, group
+        return _make(product, product.dim, ownership, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        product, ownership, group = ctx.where
+        local = _local_gradient(grad, product.dim, ownership, group)
+        return *product.gradients(local, ctx.needs_input_grad[:3]), None, None, None
+
+
+def _local_gradient(grad: Tensor, dim: int, ownership: Ownership, group: TPGroup) -> Tensor:
+    """This rank's part of a wrapper's gradient."""
+    # A backward written in Python on the wrapper's values may return sharded ones; a slice of those would gather.
+    if isinstance(grad, VocabParallelLogits):
+        if (grad.vocab_dim, grad.ownership) == (dim, ownership):
+            return keep_first_owned(grad.local, dim, ownership, group.rank)
+        grad = grad.full()
+    return transition_backward(grad, ("S", "I"), group, dim, ownership)
+
+
+def _make(source: Tensor | HeadProduct, dim: int, ownership: Ownership, group: TPGroup) -> VocabParallelLogits:
+    if isinstance(source, HeadProduct):
+        like, local = source.like, source.features.new_empty(0, dtype=source.like.dtype)
+    else:
+        like = local = source
+    shape = [ownership.size if at == dim else size for at, size in enumerate(like.shape)]
     made: VocabParallelLogits = wrapper(VocabParallelLogits, shape, local)
-    made.local, made.shard, made.group = local, Shard(((dim, ownership),)), group
+    made._source, made.shard, made.group = source, Shard(((dim, ownership),)), group
     made.one_position = False
     return made
 
 
 # --- functions that stay sharded. Each handler answers NotImplemented to have the logits gathered. ---
+
+
+def _view(logits: VocabParallelLogits, view: Callable[[Tensor], Tensor], dim: int) -> VocabParallelLogits:
+    """A view that leaves the vocabulary whole, in ``dim`` afterwards, and means the same for any number of classes."""
+    if (product := logits.product) is not None:
+        return _rewrap_product(logits, product.viewed(view(product.features), dim, view(product.like)))
+    return _rewrap(logits, view(logits.local), dim)
+
+
+def _rewrap_product(like: VocabParallelLogits, product: HeadProduct) -> VocabParallelLogits:
+    made = VocabParallelLogits.of_product(product, like.ownership, like.group)
+    made.one_position = like.one_position
+    return made
 
 
 def _rewrap(like: VocabParallelLogits, local: Tensor, dim: int) -> VocabParallelLogits:
@@ -270,6 +354,8 @@ def _cast(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
     logits = args[0]
     if not isinstance(logits, VocabParallelLogits):
         return NotImplemented
+    if logits.product is not None and (cast := _cast_product(logits, logits.product, func, args, kwargs)) is not None:
+        return cast
     args, kwargs = tree_map(lambda x: x.local if isinstance(x, VocabParallelLogits) else x, (args, kwargs))
     local = func(*args, **kwargs)
     if local is logits.local:
@@ -279,6 +365,32 @@ def _cast(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
     made = _rewrap(logits, local, logits.vocab_dim)
     is_copy = func in _COPIES or kwargs.get("copy") or local.dtype != logits.dtype  # the same on every rank
     return made.full() if logits.one_position and is_copy else made
+
+
+def _cast_product(
+    logits: VocabParallelLogits,
+    product: HeadProduct,
+    func: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> VocabParallelLogits | None:
+    """A cast of logits that are not computed yet; ``None`` for a copy, on which the weights' changes have no effect."""
+    others = tree_leaves((args[1:], kwargs))
+    if func in _SNAPSHOTS or logits.one_position or any(isinstance(x, VocabParallelLogits | bool) for x in others):
+        return None
+    if "memory_format" in kwargs:
+        return None
+    found = func(product.features.new_empty(0, dtype=product.like.dtype), *args[1:], **kwargs)
+    if found.device != logits.device:
+        return None
+    if found.dtype != logits.dtype:
+        dtype = found.dtype
+        made = product.stepped(lambda x: x.to(dtype), is_cast=True)
+    elif product.like.is_contiguous() or func is not Tensor.contiguous:
+        return logits
+    else:
+        made = product.viewed(product.features, product.dim, product.like.contiguous())
+    return _rewrap_product(logits, made)
 
 
 def _pointwise(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -295,6 +407,15 @@ def _pointwise(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
             return NotImplemented
     if kwargs.get("inplace") or kwargs.get("out") is not None:
         return NotImplemented
+
+    if logits.product is not None and len(tensors) == 1:
+        call = tree_map(lambda leaf: _HERE if leaf is logits else leaf, (args, kwargs))
+
+        def step(x: Tensor) -> Tensor:
+            args, kwargs = tree_map(lambda leaf: x if leaf is _HERE else leaf, call)
+            return func(*args, **kwargs)
+
+        return _rewrap_product(logits, logits.product.stepped(step))
 
     def local_operand(x: Any) -> Any:
         if isinstance(x, VocabParallelLogits):
@@ -318,13 +439,18 @@ def _reshape(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
     dim = after_reshape(logits.shape, logits.vocab_dim, sizes)
     if dim is None:
         return NotImplemented
-    local_size = logits.local.shape[logits.vocab_dim]
-    if local_size == 0:
-        # Among no elements no size can be inferred.
-        sizes = [size if size != -1 else -logits.numel() // math.prod(sizes) for size in sizes]
-    if local_size == 0 or sizes[dim] != -1:
-        sizes[dim] = local_size
-    return _rewrap(logits, func(logits.local, sizes), dim)
+
+    def sized(x: Tensor) -> list[int]:
+        own = x.shape[logits.vocab_dim]
+        # Among no elements (of a rank without classes) no size can be inferred.
+        found = sizes if own else [size if size != -1 else -logits.numel() // math.prod(sizes) for size in sizes]
+        return [own if at == dim and size != -1 else size for at, size in enumerate(found)]
+
+    if (product := logits.product) is not None:
+        # Hidden states may lie otherwise in memory than the logits would.
+        features = product.features.reshape(sized(product.features))
+        return _rewrap_product(logits, product.viewed(features, dim, func(product.like, sized(product.like))))
+    return _rewrap(logits, func(logits.local, sized(logits.local)), dim)
 
 
 def _flatten(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -336,7 +462,7 @@ def _flatten(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
     shape = list(logits.shape)
     sizes = [*shape[:start], math.prod(shape[start : end + 1]), *shape[end + 1 :]]
     dim = after_reshape(shape, logits.vocab_dim, sizes)
-    return NotImplemented if dim is None else _rewrap(logits, logits.local.flatten(start, end), dim)
+    return NotImplemented if dim is None else _view(logits, lambda x: x.flatten(start, end), dim)
 
 
 def _permute(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -346,7 +472,7 @@ def _permute(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
     if kwargs or len(dims) != logits.dim():
         return NotImplemented
     order = [dim % logits.dim() for dim in dims]
-    return _rewrap(logits, func(logits.local, dims), order.index(logits.vocab_dim))
+    return _view(logits, lambda x: func(x, dims), order.index(logits.vocab_dim))
 
 
 def _transpose(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -355,16 +481,15 @@ def _transpose(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
     logits = args[0]
     first, second = (dim % logits.dim() for dim in args[1:])
     moved = {first: second, second: first}.get(logits.vocab_dim, logits.vocab_dim)
-    return _rewrap(logits, func(logits.local, *args[1:]), moved)
+    return _view(logits, lambda x: func(x, *args[1:]), moved)
 
 
 def _unsqueeze(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if kwargs or len(args) != 2:
         return NotImplemented
     logits, dim = args
-    local = func(logits.local, dim)
-    dim %= local.dim()
-    return _rewrap(logits, local, logits.vocab_dim + (dim <= logits.vocab_dim))
+    at = dim % (logits.dim() + 1)
+    return _view(logits, lambda x: func(x, dim), logits.vocab_dim + (at <= logits.vocab_dim))
 
 
 def _squeeze(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -376,9 +501,8 @@ def _squeeze(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
     if logits.vocab_dim in dims:
         return NotImplemented
     # Named dims, because a rank's part of the vocabulary may have one element where the whole has more.
-    return _rewrap(
-        logits, logits.local.squeeze(tuple(dims)), logits.vocab_dim - sum(dim < logits.vocab_dim for dim in dims)
-    )
+    before = sum(dim < logits.vocab_dim for dim in dims)
+    return _view(logits, lambda x: x.squeeze(tuple(dims)), logits.vocab_dim - before)
 
 
 def _register_hook(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -391,6 +515,8 @@ def _register_hook(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[s
             return None if found is None else found.local
         return take_owned(found, logits.vocab_dim, logits.ownership, logits.group.rank)
 
+    if isinstance(source := logits._source, HeadProduct):
+        source.hook()
     return logits.local.register_hook(on_local)
 
 
@@ -402,8 +528,16 @@ def _getitem(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
     found = after_index(logits.shape, logits.vocab_dim, index if isinstance(index, tuple) else (index,))
     if found is None or any(isinstance(item, VocabParallelLogits) for item in found.index):
         return NotImplemented
-    local = func(logits.local, found.index)
-    part = _rewrap(logits, local, local.dim() - found.from_right)
+    if (product := logits.product) is not None:
+        features = func(product.features, found.index)
+        dim = features.dim() - found.from_right
+        sizes = [product.like.shape[product.dim] if at == dim else size for at, size in enumerate(features.shape)]
+        picks = any(isinstance(item, Tensor) for item in found.index)  # as many as its values say: not on meta
+        like = product.like.new_empty(sizes) if picks else func(product.like, found.index)
+        part = _rewrap_product(logits, product.viewed(features, dim, like))
+    else:
+        local = func(logits.local, found.index)
+        part = _rewrap(logits, local, local.dim() - found.from_right)
     is_last_dim = logits.vocab_dim == logits.dim() - 1
     if is_last_dim and len(found.index) > 1 and type(found.index[-2]) is int and not torch.is_grad_enabled():
         part.one_position = True
@@ -426,11 +560,15 @@ def _cross_entropy(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[s
     if not stays:
         return NotImplemented
     options = {name: call.arguments[name] for name in ("ignore_index", "reduction", "label_smoothing")}
-    return vocab_parallel_cross_entropy(logits.local, target, logits.ownership, logits.group, weight, **options)
+    product = logits.product
+    if product is None or logits.ownership.is_shared or torch.compiler.is_compiling():
+        return vocab_parallel_cross_entropy(logits.local, target, logits.ownership, logits.group, weight, **options)
+    return vocab_parallel_linear_cross_entropy(product, target, logits.ownership, logits.group, weight, **options)
 
 
 def _is_contiguous(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    return func(args[0].local, *args[1:], **kwargs)
+    logits: VocabParallelLogits = args[0]
+    return func(logits.local if logits.product is None else logits.product.like, *args[1:], **kwargs)
 
 
 def _record(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -445,6 +583,8 @@ def _record(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any
 
 _CROSS_ENTROPY = inspect.signature(F.cross_entropy)
 _COPIES = (Tensor.clone, torch.clone)
+_SNAPSHOTS = (*_COPIES, Tensor.detach, torch.detach)
+_HERE = object()
 
 
 def _recorders() -> tuple[Any, ...]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from lightning_autotp.parallel.head import VocabParallelHead
 from lightning_autotp.parameters.local_blocks import fsdp_modules, is_cut, reshard
 from lightning_autotp.parameters.state import is_parallel, parallel_state
 from lightning_autotp.private.distributed_private import is_outermost
@@ -35,6 +36,9 @@ def shard_over_data(model: nn.Module, mesh: DeviceMesh) -> None:
         model: a model whose parameters are its tensor-parallel part.
         mesh: the data-parallel ranks, which hold the same tensor-parallel part.
     """
+    for module in model.modules():
+        if isinstance(module, VocabParallelHead):
+            module.compute_at_once()  # FSDP2 gathers its weight for its forward
     scalars = {parameter for parameter in model.parameters() if parameter.dim() == 0}
     for block in [*repeated_blocks(model), model]:
         fully_shard(block, mesh=mesh, ignored_params=scalars)

@@ -1,0 +1,275 @@
+"""The product of hidden states with a head's weight, left undone until somebody needs its values.
+
+A loss can be computed from the hidden states a few tokens at a time
+(:mod:`~lightning_autotp.parallel.linear_cross_entropy`), so that the logits of all tokens are never in memory. What
+code does with logits on their way to the loss does not hinder that:
+
+* views that leave the vocabulary whole (shifts, slices, masks, flattening) are the same views of the hidden states;
+* casts, and functions of single elements with numbers (a scale, a soft cap), are noted as *steps* and done on each
+  part.
+
+Whatever else needs the values gets them from :meth:`HeadProduct.value`, as the head would have given them: with the
+gradients, the autocast and the weights of the time when it ran. If these weights are gone, that is an error.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_autotp.private.torch_private import changes, storage_key
+
+
+class Autocast(NamedTuple):
+    """What autocast does on one type of device.
+
+    Attributes:
+        device: the type of device.
+        enabled: whether it is on.
+        dtype: what it casts to.
+    """
+
+    device: str
+    enabled: bool
+    dtype: torch.dtype
+
+    @classmethod
+    def now(cls, device: torch.device) -> Autocast:
+        """What it does at this moment."""
+        kind = device.type
+        return cls(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Within it autocast does what it did then; what it casts is not kept."""
+        with torch.autocast(self.device, self.dtype, self.enabled, cache_enabled=False):
+            yield
+
+
+@dataclass(frozen=True)
+class Step:
+    """A function of single elements that was called on a product.
+
+    Attributes:
+        function: the function of the tensor.
+        autocast: what autocast did then.
+        widens: whether it is a cast that loses nothing.
+    """
+
+    function: Callable[[Tensor], Tensor]
+    autocast: Autocast
+    widens: bool
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``[...] -> [...]``, also of a part."""
+        with self.autocast.again():
+            return self.function(x)
+
+
+class _Source(NamedTuple):
+    name: str
+    tensor: Tensor
+    memory: int
+    changes: int
+
+
+@dataclass
+class _Uses:
+    """What became of the logits of one run of a head, under all their views."""
+
+    in_a_loss: bool = False
+    is_hooked: bool = False
+
+
+class HeadProduct:
+    """``steps(features @ weight^T + bias)`` of this rank's classes, not computed yet.
+
+    Attributes:
+        features: ``[..., hidden, ...]``, of type Replicate.
+        dim: where the hidden size is in them, and the classes are in the product.
+        weight: ``[vocab/tp, hidden]``.
+        bias: ``[vocab/tp]``.
+        dtype: of the product itself.
+        like: a tensor on meta with the shape, strides and dtype that it has after the steps.
+        steps: what was done with it since.
+        autocast: what autocast did when the head ran.
+        differentiable: whether gradients were recorded, then and at every step.
+    """
+
+    def __init__(
+        self,
+        features: Tensor,
+        dim: int,
+        weight: Tensor,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        like: Tensor,
+        steps: tuple[Step, ...],
+        autocast: Autocast,
+        differentiable: bool,
+        sources: tuple[_Source, ...],
+        uses: _Uses,
+    ) -> None:
+        self.features, self.dim, self.weight, self.bias = features, dim, weight, bias
+        self.dtype, self.like, self.steps = dtype, like, steps
+        self.autocast, self.differentiable = autocast, differentiable
+        self._sources, self._uses = sources, uses
+        self._value: Tensor | None = None
+        _all.add(self)
+
+    @classmethod
+    def of(cls, features: Tensor, weight: Tensor, bias: Tensor | None) -> HeadProduct:
+        """``F.linear`` of ``[..., hidden]``, ``[vocab/tp, hidden]`` and ``[vocab/tp]``."""
+        differentiable = torch.is_grad_enabled()
+        if not differentiable:
+            features = features.clone()  # nothing would tell if code went on to change them in place
+        with torch.no_grad():
+            dtype = F.linear(features.new_empty(0, features.shape[-1]), weight[:0]).dtype
+        like = torch.empty(*features.shape[:-1], weight.shape[0], dtype=dtype, device="meta")
+        named = {"the hidden states": features, "the weight": weight, "the bias": bias}
+        sources = tuple(_Source(name, x, storage_key(x), changes(x)) for name, x in named.items() if x is not None)
+        autocast = Autocast.now(features.device)
+        return cls(
+            features, features.dim() - 1, weight, bias, dtype, like, (), autocast, differentiable, sources, _Uses()
+        )
+
+    def _after(self, features: Tensor, dim: int, like: Tensor, *steps: Step) -> HeadProduct:
+        return HeadProduct(
+            features,
+            dim,
+            self.weight,
+            self.bias,
+            self.dtype,
+            like,
+            (*self.steps, *steps),
+            self.autocast,
+            self.differentiable and torch.is_grad_enabled(),
+            self._sources,
+            self._uses,
+        )
+
+    def viewed(self, features: Tensor, dim: int, like: Tensor) -> HeadProduct:
+        """A view that leaves the classes whole: the same view of the features, with its dim, and of :attr:`like`."""
+        return self._after(features, dim, like)
+
+    def stepped(self, function: Callable[[Tensor], Tensor], *, is_cast: bool = False) -> HeadProduct:
+        """The product after a function of single elements."""
+        with torch.no_grad():
+            dtype = function(self.features.new_empty(0, dtype=self.like.dtype)).dtype
+        widens = is_cast and torch.promote_types(self.like.dtype, dtype) == dtype
+        step = Step(function, Autocast.now(self.features.device), widens)
+        return self._after(self.features, self.dim, torch.empty_like(self.like, dtype=dtype), step)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the values are there."""
+        return self._value is not None
+
+    def value(self) -> Tensor:
+        """The product's values, computed once; with a gradient where it was to have one. Not collective.
+
+        Raises:
+            RuntimeError: if what it is made of has changed, or has a hook that would not see this gradient.
+        """
+        if self._value is None:
+            self._value = self.compute()
+        return self._value
+
+    def compute(self) -> Tensor:
+        """The values, computed anew.
+
+        Raises:
+            RuntimeError: as :meth:`value`.
+        """
+        self.check()
+        with torch.inference_mode(False), torch.set_grad_enabled(self.differentiable):
+            return self._computed(self.features, self.weight, self.bias)
+
+    def _computed(self, features: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        with self.autocast.again():
+            x = F.linear(features.movedim(self.dim, -1), weight, bias).movedim(-1, self.dim)
+        for step in self.steps:
+            x = step(x)
+        return x
+
+    def gradients(self, grad: Tensor, wanted: Sequence[bool]) -> list[Tensor | None]:
+        """The gradients of features, weight and bias, from that of the values. Not collective.
+
+        Args:
+            grad: the gradient of the values.
+            wanted: of which of the three.
+        """
+        self.check()
+        with torch.enable_grad():
+            # Under other objects: hooks on the parameters are called when these gradients arrive there, not now, too.
+            features, weight = self.features.view_as(self.features), self.weight.view_as(self.weight)
+            bias = None if self.bias is None else self.bias.view_as(self.bias)
+            value = self._computed(features, weight, bias)
+        sources = [
+            x for x, is_wanted in zip((features, weight, bias), wanted, strict=True) if is_wanted and x is not None
+        ]
+        found = iter(torch.autograd.grad(value, sources, grad, create_graph=torch.is_grad_enabled()))
+        return [next(found) if is_wanted else None for is_wanted in wanted]
+
+    def check(self) -> None:
+        """Raise if the values cannot be computed any more.
+
+        Raises:
+            RuntimeError: if what it is made of has changed, or has a hook that would not see this gradient.
+        """
+        if (problem := self.problem()) is not None:
+            raise RuntimeError(problem)
+
+    def problem(self) -> str | None:
+        """Why the values cannot be computed any more, if they cannot."""
+        for source in self._sources:
+            if (storage_key(source.tensor), changes(source.tensor)) != (source.memory, source.changes):
+                return (
+                    f"these logits were not needed until now, and {source.name} that they are made of changed since the"
+                    " model ran (in an optimizer's step, perhaps): use them before, or keep a copy (logits.detach())"
+                )
+        if self._uses.is_hooked and self.differentiable:
+            return (
+                "a hook was added to the gradient of these logits after this view of them was made, and would not see"
+                " what the view adds: add the hook first"
+            )
+        return None
+
+    def use_in_loss(self) -> None:
+        """Note that a loss is computed from the hidden states. Raises what :meth:`check` does."""
+        self.check()
+        self._uses.in_a_loss = self._uses.in_a_loss or (self.differentiable and torch.is_grad_enabled())
+
+    def hook(self) -> None:
+        """Note that there will be a hook on the gradient of :meth:`value`.
+
+        Raises:
+            RuntimeError: if the hook would miss the gradient of a loss.
+        """
+        if self._uses.in_a_loss:
+            raise RuntimeError(
+                "the loss was computed a few tokens at a time, without these logits, so a hook on their gradient would"
+                " not see it: add the hook before the loss is computed, in a forward hook of the head"
+            )
+        self.value()
+        self._uses.is_hooked = True
+
+
+_all: weakref.WeakSet[HeadProduct] = weakref.WeakSet()
+
+
+def compute_undone() -> None:
+    """Compute the logits that somebody still has, because an optimizer is about to change the weights. Not collective.
+
+    Those that nobody has are gone, and cost nothing.
+    """
+    for product in list(_all):
+        if not product.is_done and product.weight.requires_grad and product.problem() is None:
+            product.value()
