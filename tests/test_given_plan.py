@@ -20,7 +20,7 @@ from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.layouts.types import Invariant, Shard
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
 from lightning_autotp.pipeline import make_plan, parallelize
-from lightning_autotp.proving.read_plan import read_plan
+from lightning_autotp.proving.read_plan import read_for_call, read_plan
 from lightning_autotp.proving.verify import trace
 from lightning_autotp.solving.options import PlanOptions
 from lightning_autotp.solving.plan_cache import PlanCache
@@ -66,6 +66,17 @@ def test_a_plan_holds_for_batches_of_other_sizes() -> None:
     other = reads(plan, "gpt2", **ids(2, 17), use_cache=False)
     assert other.parameters == plan.parameters
     assert [c.shape for c in other.conversions] != [c.shape for c in plan.conversions]
+
+
+def test_a_plan_of_many_layers_is_read_in_another_call() -> None:
+    """Its axes have other numbers there, which are also numbers of other axes of the same sizes."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_config("llama", num_hidden_layers=20))
+    plan, _ = make_plan(model, 2)
+    changes, solution = read_for_call(plan, trace(model, ids(3, 11)), IMPLEMENTATIONS)
+    assert not changes
+    layouts = {name: solution.layouts[tensor] for tensor, name in solution.graph.parameters.items()}
+    assert layouts == {name: parameter.layout for parameter in plan.parameters for name in parameter.names}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
