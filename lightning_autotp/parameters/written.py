@@ -6,7 +6,6 @@ have the part's shape, so who made it knows what it is.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
@@ -23,12 +22,10 @@ class _Values(NamedTuple):
     """What a part held when it was looked at.
 
     Attributes:
-        parameter: the object.
-        memory: what its values were in.
+        memory: what its values were in. (Not the parameter: a weak reference would keep ``module.to()`` from swapping.)
         sum: their checksum.
     """
 
-    parameter: weakref.ref[nn.Parameter]
     memory: StorageWeakRef
     sum: Tensor
 
@@ -80,7 +77,7 @@ class Written:
         changed = []
         for name, parameter in parts.items():
             before = self._values.get(name)
-            if before is None or before.parameter() is not parameter:
+            if before is None:
                 continue
             now = _values(parameter)
             if now.memory == before.memory and int(now.sum) != int(before.sum):
@@ -90,4 +87,4 @@ class Written:
 
 def _values(parameter: nn.Parameter) -> _Values:
     held = plain(parameter)
-    return _Values(weakref.ref(parameter), StorageWeakRef(held.untyped_storage()), checksum(held))
+    return _Values(StorageWeakRef(held.untyped_storage()), checksum(held))
