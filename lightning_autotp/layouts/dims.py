@@ -192,12 +192,17 @@ class Cut:
 
     def _pattern(self) -> tuple[object, ...]:
         """The cut without what a batch decides."""
-        given = {axis for axis in leaves(self.dim) if axis.id < FIXED or axis.id in self.grows}
-        dim = self.dim
-        for axis in given:
-            dim = _resized(dim, axis, 1)
         held = tuple(tuple(runs for number, runs in enumerate(rank) if number not in self.grows) for rank in self.held)
-        return dim, held, self.grows
+        return self._lasting(self.dim), held, self.grows
+
+    def _lasting(self, dim: Dim) -> object:
+        """What a dim is made of without factors whose sizes a batch gives."""
+        if isinstance(dim, Axis):
+            return dim.id if dim.id in self.grows else dim
+        if isinstance(dim, Concat):
+            return tuple(map(self._lasting, dim.sections))
+        factors = (factor for factor in dim.factors if any(axis.id >= FIXED for axis in leaves(factor)))
+        return [self._lasting(factor) for factor in factors]
 
     def of_size(self, size: int) -> Ownership:
         """The map where the whole dim is so long.

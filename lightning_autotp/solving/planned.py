@@ -160,8 +160,10 @@ class Planned:
 
 def _is_like(layout: Layout, other: Layout) -> bool:
     """Whether two layouts are the same, perhaps of batches of different sizes."""
+    if layout == other:  # be the dims spelled otherwise in another call
+        return True
     if not isinstance(layout, Shard) or not isinstance(other, Shard) or not (layout.cuts and other.cuts):
-        return layout == other
+        return False
     if [dim for dim, _ in layout.dims] != [dim for dim, _ in other.dims]:
         return False
     return all(cut.is_like(theirs) for cut, theirs in zip(layout.cuts, other.cuts, strict=True))
