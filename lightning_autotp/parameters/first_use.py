@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_autotp.layouts.types import Shard
 from lightning_autotp.parameters.state import parallel_models, parallel_state
 from lightning_autotp.parameters.written import Written
+from lightning_autotp.private.torch_private import without_modes
 from lightning_autotp.ranks.agreement import gather_objects
 
 OUTER = 2
@@ -80,7 +81,8 @@ class _FirstUse:
         state = parallel_state(model)
         written = state.written
         if written is not None:
-            found = gather_objects(written.close(_parts(model)), state.group.process_group)
+            with without_modes():  # the user's see what the model computes, not this
+                found = gather_objects(written.close(_parts(model)), state.group.process_group)
             _refuse(model, list(dict.fromkeys(name for names in found for name in names)))
         state.written = None
         for handle in self.handles:
