@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_autotp.parallel.logits import VocabParallelLogits
+from lightning_autotp.parallel.logits import check_vocab_is_last
 
 __all__ = ["token_log_probs"]
 
@@ -62,5 +62,4 @@ def _check(logits: Tensor, tokens: Tensor) -> None:
             f"logits of shape {tuple(logits.shape)} need tokens of shape {tuple(logits.shape[:-1])}, one id for each"
             f" position, not {tuple(tokens.shape)}: the vocabulary is the last dim"
         )
-    if isinstance(logits, VocabParallelLogits) and logits.vocab_dim != logits.dim() - 1:
-        raise ValueError(f"{logits!r} are sharded in dim {logits.vocab_dim}, but the vocabulary must be the last dim")
+    check_vocab_is_last(logits)

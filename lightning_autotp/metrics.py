@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from lightning_autotp.parallel.collectives import keep_first_owned, reduce_values
 from lightning_autotp.parallel.embedding import check_indices, local_positions
-from lightning_autotp.parallel.logits import VocabParallelLogits
+from lightning_autotp.parallel.logits import VocabParallelLogits, check_vocab_is_last
 from lightning_autotp.private.torchmetrics_private import Metric
 
 __all__ = ["CrossEntropy", "Perplexity", "TokenAccuracy"]
@@ -205,5 +205,4 @@ def _check(preds: Tensor, target: Tensor) -> None:
             f"logits of shape {tuple(preds.shape)} need targets of shape {tuple(preds.shape[:-1])}, not"
             f" {tuple(target.shape)}: the vocabulary is the last dim"
         )
-    if isinstance(preds, VocabParallelLogits) and preds.vocab_dim != preds.dim() - 1:
-        raise ValueError(f"{preds!r} are sharded in dim {preds.vocab_dim}, but the vocabulary must be the last dim")
+    check_vocab_is_last(preds)

@@ -227,6 +227,16 @@ class VocabParallelLogits(Tensor):
         return func(*args, **kwargs)
 
 
+def check_vocab_is_last(logits: Tensor) -> None:
+    """Refuse logits that are sharded in another dim than the last.
+
+    Raises:
+        ValueError: if they are.
+    """
+    if isinstance(logits, VocabParallelLogits) and logits.vocab_dim != logits.dim() - 1:
+        raise ValueError(f"{logits!r} are sharded in dim {logits.vocab_dim}, but the vocabulary must be the last dim")
+
+
 class GatheredLogits(Tensor):
     """A view of logits that were gathered for it: an ordinary tensor to read, but not to write.
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_autotp.applying.replace import BoundaryConversion, hook_boundary, set_size
-from lightning_autotp.capture.capture import Call, CaptureError, capture
+from lightning_autotp.capture.capture import Call, CaptureError
 from lightning_autotp.layouts.places import Boundary
 from lightning_autotp.layouts.plan import ConversionPlan, SizePlan
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
@@ -35,10 +35,10 @@ from lightning_autotp.private.torch_private import (
 from lightning_autotp.proving.configs import ConfigWatch
 from lightning_autotp.proving.local_sizes import Unlocalizable, find_sizes_of_call
 from lightning_autotp.proving.read_plan import read_for_call
+from lightning_autotp.proving.verify import trace
 from lightning_autotp.ranks.agreement import raise_together
 from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.solving.annotate import parts_at_modules
-from lightning_autotp.solving.call_points import bare_modules, open_modules
 from lightning_autotp.solving.planned import PlanMismatch
 from lightning_autotp.solving.solution import Solution
 
@@ -146,7 +146,7 @@ class CallProver:
         for module, copied in zip(self.modules, self.original.modules(), strict=True):
             copied.training = module.training
         try:
-            graph = capture(self.original, call, frozenset(self.plan.opaque), training=False)
+            graph = trace(self.original, call, frozenset(self.plan.opaque), training=False)
         except CaptureError as error:
             warnings.warn(
                 f"a call of {self._who()} cannot be traced, and so nobody has proved that its parts compute what the"
@@ -154,7 +154,6 @@ class CallProver:
                 stacklevel=2,
             )
             return parallel_state(self.model).parts
-        graph = open_modules(graph, bare_modules(graph, IMPLEMENTATIONS))
         fixed: set[Boundary] = set()
         first: Exception | None = None
         while True:

@@ -15,9 +15,11 @@ from lightning_autotp.solving.call_points import bare_modules, open_modules
 from lightning_autotp.solving.solution import Solution
 
 
-def trace(model: nn.Module, example_inputs: Any) -> Graph:
-    """The model's graph, with every place in it where a layout may change."""
-    graph = capture(model, example_inputs)
+def trace(
+    model: nn.Module, example_inputs: Any, opaque: frozenset[str] = frozenset(), *, training: bool = True
+) -> Graph:
+    """The model's graph, with every place in it where a layout may change; arguments are those of ``capture``."""
+    graph = capture(model, example_inputs, opaque, training=training)
     return open_modules(graph, bare_modules(graph, IMPLEMENTATIONS))
 
 

@@ -140,8 +140,7 @@ class Planned:
 
     def allows(self, place: CallPoint, target: Layout | None) -> bool:
         """Whether the plan makes a static operand this at its call; ``None``: leaves it as it is."""
-        planned = self.slices.get(place)
-        return planned == target or (planned is not None and target is not None and _is_like(planned, target))
+        return _is_like(self.slices.get(place), target)
 
     def _kind(self, tensor: int, layout: Layout, what: str) -> Kind:
         """The kind that a layout is of a tensor."""
@@ -158,7 +157,7 @@ class Planned:
         raise PlanMismatch(f"{what} is planned as {layout}, but the model's code allows no such cut of it")
 
 
-def _is_like(layout: Layout, other: Layout) -> bool:
+def _is_like(layout: Layout | None, other: Layout | None) -> bool:
     """Whether two layouts are the same, perhaps of batches of different sizes."""
     if layout == other:  # be the dims spelled otherwise in another call
         return True
