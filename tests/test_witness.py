@@ -86,11 +86,9 @@ def declared(group: dist.ProcessGroup) -> dict[Any, Callable[..., Any]]:
 
         return rule
 
-    def token_loss(
-        output: Any, *, logits: Any, target: Any, ignored: Any, target_weight: Any, class_weight: Any, total_weight: Any
-    ) -> None:
+    def token_loss(output: Any, *, logits: Any, targets: cross_entropy.Targets) -> None:
         spmd.assert_type(logits, {axis: V})
-        rules.ignore(target, ignored, target_weight)
+        rules.ignore(targets.classes, targets.ignored, targets.weight)
         spmd.assert_type(output, {axis: I})
 
     axis = group

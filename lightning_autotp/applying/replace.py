@@ -18,7 +18,7 @@ from lightning_autotp.layouts.places import CallSite
 from lightning_autotp.layouts.plan import ConversionPlan, ImplementationPlan, Plan, SizePlan
 from lightning_autotp.layouts.types import Invariant, Layout, Shard, local_shape
 from lightning_autotp.parallel.collectives import convert, gather_lengths
-from lightning_autotp.parallel.head import compute_when_needed
+from lightning_autotp.parallel.head import VocabParallelHead, compute_when_needed
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
 from lightning_autotp.parallel.local_parameters import LocalParameters, localize_parameter
 from lightning_autotp.parallel.logits import VocabParallelLogits
@@ -60,7 +60,7 @@ def apply_plan(model: nn.Module, plan: Plan, group: TPGroup) -> None:
     for conversion in plan.conversions:
         if conversion.call is None:
             if conversion.view and conversion.side == "out" and not conversion.key:
-                compute_when_needed(model.get_submodule(conversion.module))
+                _show_whole(model.get_submodule(conversion.module), conversion)
             hook_boundary(model, BoundaryConversion(conversion, group))
     model.autotp = state  # type: ignore[assignment]
 
@@ -180,6 +180,17 @@ def set_size(model: nn.Module, size: SizePlan, value: int) -> None:
             f"{size.module}.{size.attribute} is {getattr(owner, name, None)}, the plan says {size.whole}"
         )
     setattr(owner, name, value)
+
+
+def _show_whole(module: nn.Module, conversion: ConversionPlan) -> None:
+    """Let the layer whose output is shown whole leave it uncomputed if it can; it shows what its weight is."""
+    compute_when_needed(module)
+    shown = [owned for _, owned in conversion.target.dims] if isinstance(conversion.target, Shard) else []
+    if isinstance(module, VocabParallelHead) and shown != [module.ownership]:
+        raise PlanMismatch(
+            f"{conversion.module} is planned to show {conversion.target}, but the vocabulary of its weight lies over"
+            f" the ranks as {module.ownership}"
+        )
 
 
 class BoundaryConversion:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_autotp.layouts.places import Boundary, CallPoint, CallSite, said_of
@@ -183,6 +183,19 @@ class Graph:
             if tensor in producers:
                 place(producers[tensor])
         self.operators = list(placed.values())
+
+    def varying_after(self, places: Collection[Boundary]) -> Graph:
+        """This graph where static tensors that pass these places are not static, nor what is computed from them."""
+        varying: set[int] = set()
+        for operator in self.operators:
+            if operator.boundary in places or not varying.isdisjoint(operator.inputs):
+                tensors = (*operator.inputs, *operator.outputs) if operator.boundary in places else operator.outputs
+                varying.update(tensor for tensor in tensors if self.tensors[tensor].is_static)
+        infos = list(self.tensors)
+        for tensor in varying:
+            floating = infos[tensor].dtype.startswith(("float", "bfloat", "complex"))
+            infos[tensor] = replace(infos[tensor], is_static=False, is_differentiable=floating)
+        return replace(self, tensors=infos)
 
     def producers(self) -> dict[int, Operator]:
         """The operator that makes each tensor."""

@@ -159,6 +159,9 @@ def relate(graph: Graph, untied: frozenset[int] = frozenset()) -> tuple[list[Rel
         if all(graph.tensors[tensor].is_static for tensor in called.inputs):
             continue
         axes.operator = called
+        for tensor in called.inputs:
+            if tensor not in dims and not graph.tensors[tensor].is_static:  # an input that varies
+                dims[tensor] = tuple(axes.new(size) for size in graph.tensors[tensor].shape)
         site = Site(called, graph, dims, axes)
         known = record(called.name)
         if known is not None and known.rule is not None:

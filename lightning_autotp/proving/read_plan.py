@@ -16,7 +16,7 @@ from lightning_autotp.operators.graph import Graph
 from lightning_autotp.proving.local_sizes import made_local
 from lightning_autotp.solving.annotate import annotate
 from lightning_autotp.solving.implementations import Implementations
-from lightning_autotp.solving.planned import PlanMismatch, module_digests
+from lightning_autotp.solving.planned import PlanMismatch, changing_places, module_digests
 from lightning_autotp.solving.solution import Solution
 from lightning_autotp.solving.solver import solve
 
@@ -75,6 +75,7 @@ def read_for_call(
     Raises:
         PlanMismatch: if the operators' rules do not allow what the plan says in this call.
     """
+    graph = graph.varying_after(changing_places(plan))  # inputs here that the model computes in the plan's call, too
     solved = solve(graph, plan.ranks, implementations, plan=plan, is_other_call=True, fixed=fixed)
     solution = _with_local_calls(plan, solved)
     planned = {_change(change) for change in plan.conversions}

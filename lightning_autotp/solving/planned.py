@@ -7,10 +7,11 @@ other tensors follow from the operators' rules: the solver finds them, with no m
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from lightning_autotp.layouts.places import Boundary, CallPoint
-from lightning_autotp.layouts.plan import ConversionPlan, Plan
+from lightning_autotp.layouts.plan import ConversionPlan, ImplementationPlan, Plan
+from lightning_autotp.layouts.transitions import Pair
 from lightning_autotp.layouts.types import Layout, Shard
 from lightning_autotp.operators import record
 from lightning_autotp.operators.graph import Graph
@@ -42,6 +43,13 @@ def module_digests(graph: Graph) -> tuple[tuple[str, str], ...]:
         said = repr((operator.name, str(operator.boundary or ""), len(operator.inputs), parameters, dims))
         sums[operator.module] = zlib.crc32(said.encode(), sums.get(operator.module, 0))
     return tuple((module, f"{value:08x}") for module, value in sorted(sums.items()))
+
+
+def changing_places(plan: Plan) -> set[Boundary]:
+    """Where tensors that enter or leave modules change their layout, at boundaries or in parallel layers."""
+    places = [_place(change) for change in plan.conversions if not change.view]
+    layers = [place for use in plan.implementations if use.call is None for place, _ in _layer_changes(use)]
+    return {place for place in (*places, *layers) if isinstance(place, Boundary)}
 
 
 class Planned:
@@ -110,10 +118,8 @@ class Planned:
             except KeyError as error:
                 raise PlanMismatch(f"{use.module}: {error.args[0]}") from None
             operand = tensors.get(aliases.get(f"{use.module}.{entry.operand}", ""))
-            inside = {"in": use.input, "out": use.output if use.output and use.output[0] != "P" else None}
-            for side, pair in inside.items():
-                place = Boundary(use.module, side, "[0][0]" if side == "in" else "")
-                if pair is not None and operand is not None and place in crossed:
+            for place, pair in _layer_changes(use):
+                if operand is not None and place in crossed:
                     before, after = (self.parameters[operand] if letter == "S" else letter for letter in pair)
                     self.changes[place] = (before, after)
 
@@ -166,6 +172,14 @@ def _is_like(layout: Layout | None, other: Layout | None) -> bool:
     if [dim for dim, _ in layout.dims] != [dim for dim, _ in other.dims]:
         return False
     return all(cut.is_like(theirs) for cut, theirs in zip(layout.cuts, other.cuts, strict=True))
+
+
+def _layer_changes(use: ImplementationPlan) -> Iterator[tuple[Boundary, Pair]]:
+    """Where a parallel layer changes layouts itself, and how; the sum of its results is a part of its product."""
+    if use.input is not None:
+        yield Boundary(use.module, "in", "[0][0]"), use.input
+    if use.output is not None and use.output[0] != "P":
+        yield Boundary(use.module, "out", ""), use.output
 
 
 def _place(change: ConversionPlan) -> Boundary | CallPoint:

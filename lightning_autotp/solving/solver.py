@@ -162,7 +162,7 @@ def _converted_differently(solution: Solution) -> set[Boundary | CallPoint]:
     """Places that are passed several times, and not with the same conversion each time."""
     seen: dict[Boundary | CallPoint, set[tuple[Layout, Layout] | None]] = {}
     for operator in solution.graph.operators:
-        if operator.boundary is not None and operator.outputs[0] in solution.layouts:
+        if operator.boundary is not None and solution.layouts.keys() >= {operator.inputs[0], operator.outputs[0]}:
             pair = (solution.layouts[operator.inputs[0]], solution.layouts[operator.outputs[0]])
             seen.setdefault(operator.boundary, set()).add(pair if pair[0] != pair[1] else None)
     return {place for place, pairs in seen.items() if len(pairs) > 1}

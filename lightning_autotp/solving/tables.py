@@ -180,6 +180,8 @@ class Tables:
                 if self.planned is not None:
                     costs = {self.planned.parameters[tensor]: 0.0}
                 problem.add((tensor,), {(codes[tensor][kind],): cost for kind, cost in costs.items()})
+        for tensor in self.dims.keys() - self.producer.keys() - self.graph.parameters.keys():
+            problem.add((tensor,), {(codes[tensor][I],): 0.0})  # an input: what the caller gives is whole
         for tensor in set(self.graph.outputs) & self.dims.keys():
             shown = self.view_boundary(tensor)
             is_shown = shown is not None and (self.planned is None or self.planned.shows(shown.boundary))
