@@ -13,7 +13,7 @@ from test_mixtures import MIXTURES, SIZES
 from tiny import tiny_config
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
 from lightning_autotp import PeerError, UnprovedCall, full_gradients, parallelize
 from lightning_autotp.parallel import TPGroup
@@ -34,6 +34,19 @@ def made(family: str) -> PreTrainedModel:
     else:
         config = tiny_config(family, **(NO_DROPOUT if family == "gpt2" else {}))
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager")  # type: ignore[no-any-return]
+
+
+def encoder_decoder(family: str) -> PreTrainedModel:
+    """A small one, with as few operators as it can have."""
+    torch.manual_seed(0)
+    sizes = {"d_model": 48, "vocab_size": 100, "decoder_start_token_id": 2}
+    if family == "bart":
+        sizes |= dict.fromkeys(("encoder_layers", "decoder_layers"), 1)
+        sizes |= dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 6)
+        sizes |= dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 72) | {"dropout": 0}
+    else:
+        sizes |= {"d_kv": 8, "num_heads": 6, "d_ff": 72, "num_layers": 1, "dropout_rate": 0}
+    return AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model(family, **sizes))  # type: ignore[no-any-return]
 
 
 IDS = torch.randint(3, 100, (2, 9), generator=torch.Generator().manual_seed(1))
@@ -137,6 +150,33 @@ class Normalising(nn.Module):
             inner = inner * 2
         out: Tensor = self.down(inner)
         return out
+
+
+def encoded(rank: int, size: int, families: list[str]) -> None:
+    """The encoder's outputs are given: what the model computes in its own call is an input, also with a gradient."""
+    for family in families:
+        reference, model = encoder_decoder(family), encoder_decoder(family)
+        example = {"input_ids": IDS, "decoder_input_ids": IDS, "labels": IDS}
+        parallelize(model, dist.group.WORLD, example_inputs=example, plan_cache=False)
+        for needs_gradient in (False, True):
+            losses, gradients = [], []
+            for each in (model, reference):
+                each.zero_grad()
+                hidden = torch.randn(2, 9, each.config.d_model, generator=torch.Generator().manual_seed(2))
+                hidden.requires_grad_(needs_gradient)
+                loss = each(encoder_outputs=(hidden,), decoder_input_ids=IDS, labels=IDS).loss
+                loss.backward()
+                losses.append(loss.detach())
+                gradients.append(hidden.grad)
+            assert torch.allclose(*losses, rtol=1e-5), (family, losses)
+            assert worst(model, reference) < 2e-5, (family, worst(model, reference))
+            if needs_gradient:
+                assert torch.allclose(*gradients, rtol=1e-4, atol=1e-7), family
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_what_a_module_inside_gives_may_be_given_instead(size: int) -> None:
+    run_ranks(encoded, size, ["bart", "t5"])
 
 
 def refused(rank: int, size: int) -> None:
