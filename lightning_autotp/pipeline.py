@@ -230,6 +230,7 @@ def fill_local(model: nn.Module, device: torch.device | str | None = None, data_
         device = device or data_mesh.device_type
     with raise_together(process_group, "loading the weights"):
         load_parameters(model, device=device)
+    parallel_state(model).running.watch(model)
     synchronize_gradients(model)
     if data_mesh is not None:
         hook_gathered(model)

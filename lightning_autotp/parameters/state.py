@@ -20,6 +20,7 @@ from lightning_autotp.building.recipe import take_recipe
 from lightning_autotp.layouts.plan import ConversionPlan, Plan
 from lightning_autotp.parameters.local_blocks import reshard
 from lightning_autotp.parameters.meta import ParameterMeta
+from lightning_autotp.parameters.running import Running
 from lightning_autotp.parameters.written import Written
 from lightning_autotp.private.torch_private import children_of, parameters_of
 from lightning_autotp.ranks.group import TPGroup
@@ -67,6 +68,7 @@ class ParallelState:
         outer: the paths of modules that take and give whole tensors where they are called by themselves.
         modules: the paths of its modules when it was divided, each module's first one.
         written: which of its parts were written since set-up, until it is used for the first time; not of a copy.
+        running: whether it is running; a copy is not.
     """
 
     plan: Plan
@@ -78,6 +80,7 @@ class ParallelState:
     outer: frozenset[str] = frozenset()
     modules: tuple[str, ...] = ()
     written: Written | None = None
+    running: Running = field(default_factory=Running)
     # Weak: a part of the model that is thrown away is gone.
     _paths: WeakKeyDictionary[nn.Module, str] = field(default_factory=WeakKeyDictionary)
 
@@ -155,12 +158,13 @@ class ParallelState:
         """The state of a copy of the model.
 
         Args:
-            twins: the copies of its modules, by the ids of these.
+            twins: the copies of its modules, and of what a deep copy has copied besides, by the ids of these.
         """
         metas = {id(meta): replace(meta) for meta in self.metas.values()}
         made = ParallelState(self.plan, self.group, {name: metas[id(meta)] for name, meta in self.metas.items()})
         made.sources, made.gradient_sums = dict(self.sources), dict(self.gradient_sums)
         made.parts, made.outer, made.modules = self.parts, self.outer, self.modules
+        made.running = twins.get(id(self.running), made.running)  # which hooks of a deep copy know
         for module, path in self._paths.items():
             if id(module) in twins:
                 made._paths[twins[id(module)]] = path

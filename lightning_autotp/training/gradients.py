@@ -29,6 +29,7 @@ from lightning_autotp.parameters.gathering import gather_to_cpu
 from lightning_autotp.parameters.local_blocks import counted_blocks, data_group, index, is_cut, plain
 from lightning_autotp.parameters.meta import ParameterMeta
 from lightning_autotp.parameters.part import PartOf
+from lightning_autotp.parameters.running import Running
 from lightning_autotp.parameters.state import Hook, ParameterTable, Place, parallel_state
 from lightning_autotp.private.torch_private import (
     ModuleHooks,
@@ -43,7 +44,6 @@ from lightning_autotp.training.counted import counted_elements, whole_norms
 from lightning_autotp.training.cut_gradient_parts import CutMark
 from lightning_autotp.training.gradient_parts import Mark, marked_like
 from lightning_autotp.training.linear_maps import linear, same
-from lightning_autotp.training.running import Running
 
 Blocks = tuple[tuple[slice, ...], ...]
 """Index expressions of blocks of a local tensor."""
@@ -479,7 +479,7 @@ def _forget(model: nn.Module, places: list[Place]) -> None:
 
 def _keep_hooked(model: nn.Module, hooked: list[Place], hooks: dict[str, GradientHooks]) -> list[RemovableHandle]:
     """Let the model, and the modules that use these parameters, see to it that they have their hooks."""
-    running = Running()
+    running = parallel_state(model).running
     watched: dict[nn.Module, dict[str, GradientHooks]] = {}
     above = {child: (module, name) for module in model.modules() for name, child in module.named_children()}
     for place in hooked:
@@ -490,7 +490,6 @@ def _keep_hooked(model: nn.Module, hooked: list[Place], hooks: dict[str, Gradien
     watched.pop(model, None)
     looking = _AllHooked(hooked, [hooks[place.meta.name] for place in hooked])
     return [
-        *running.watch(model),
         model.register_forward_pre_hook(looking),
         *(module.register_forward_pre_hook(_Hooked(hooks, running)) for module, hooks in watched.items()),
     ]

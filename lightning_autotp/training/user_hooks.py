@@ -23,7 +23,6 @@ from lightning_autotp.parameters.first_use import OUTER
 from lightning_autotp.parameters.state import parallel_state
 from lightning_autotp.private.torch_private import ModuleHooks, hooks_given
 from lightning_autotp.ranks.group import TPGroup
-from lightning_autotp.training.running import Running
 
 _LIBRARIES = frozenset({"torch", "transformers", "peft", "lightning_autotp"})
 """Their hooks belong to the model's own code, or know of parts."""
@@ -36,12 +35,10 @@ def show_whole_tensors(model: nn.Module) -> None:
     as the model without its head. These calls are collective where their tensors are divided.
     """
     model.register_forward_pre_hook(_NewHooks(model))
-    running = Running()
-    running.watch(model)
     state = parallel_state(model)
     for path in {part.module for part in state.parts}:
         if 0 < len(path.split(".")) <= OUTER:
-            alone = _CalledAlone(path, model, running)
+            alone = _CalledAlone(path, model)
             module = model.get_submodule(path)
             module.register_forward_pre_hook(alone.before, with_kwargs=True, prepend=True)
             module.register_forward_hook(alone.after)
@@ -51,14 +48,14 @@ def show_whole_tensors(model: nn.Module) -> None:
 class _CalledAlone:
     """Hooks of a module that take and give whole tensors where it is called from outside of its model."""
 
-    def __init__(self, path: str, model: nn.Module, running: Running) -> None:
-        self.path, self.model, self.running = path, model, running
+    def __init__(self, path: str, model: nn.Module) -> None:
+        self.path, self.model = path, model
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Forward pre-hook: what does not come Invariant in the model is made what it is there."""
-        if self.running:
-            return None
         state = parallel_state(self.model)
+        if state.running:
+            return None
         changed = {place.key for place in state.plan.conversions if (place.module, place.side) == (self.path, "in")}
         changed |= {"[0][0]" for use in state.plan.implementations if use.module == self.path and use.input}
         taken = [part for part in _parts(self.model, self.path, "in") if part.key not in changed]
@@ -66,9 +63,8 @@ class _CalledAlone:
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Forward hook."""
-        if self.running:
-            return None
-        return _whole(output, _parts(self.model, self.path, "out"), parallel_state(self.model).group)[0]
+        state = parallel_state(self.model)
+        return None if state.running else _whole(output, _parts(self.model, self.path, "out"), state.group)[0]
 
 
 class _NewHooks:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from lightning_autotp.private.torch_private import is_in_backward
 
@@ -20,12 +19,10 @@ class Running:
     def __init__(self) -> None:
         self.depth = 0
 
-    def watch(self, model: nn.Module) -> list[RemovableHandle]:
+    def watch(self, model: nn.Module) -> None:
         """Hook a model, also for forwards that fail."""
-        return [
-            model.register_forward_pre_hook(self._begin, prepend=True),
-            model.register_forward_hook(self._end, always_call=True),
-        ]
+        model.register_forward_pre_hook(self._begin, prepend=True)
+        model.register_forward_hook(self._end, always_call=True)
 
     def _begin(self, *_: Any) -> None:
         self.depth += 1
