@@ -20,7 +20,7 @@ from lightning_autotp import parallelize
 
 PACKAGE = Path(lightning_autotp.__file__).parent
 LOOKS = ("parameters/unchanged.py", "proving/new_calls.py", "proving/configs.py", "training/user_hooks.py",
-         "training/running.py", "training/gradients.py", "parameters/state.py")  # fmt: skip
+         "parameters/running.py", "training/gradients.py", "parameters/state.py")  # fmt: skip
 """Files whose functions look at the model before it runs."""
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": torch.optim.AdamW,
