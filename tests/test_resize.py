@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
@@ -429,20 +430,20 @@ class Resizing(Task):
 
 
 def fitted(directory: str, ranks: int) -> dict[str, Any]:
-    torch.manual_seed(7)
+    L.seed_everything(7, verbose=False)
     task = Resizing("configure_optimizers")
     path = f"{directory}/{ranks}.ckpt"
     seen = {"fitted": fit("autotp", ranks, task, save=path, max_steps=3), "refused": task.refused}
-    torch.manual_seed(8)
+    L.seed_everything(8, verbose=False)
     seen["resumed"] = fit("autotp", ranks, Resizing("configure_optimizers"), ckpt_path=path, max_steps=6)
     return seen
 
 
 def test_with_the_trainer(tmp_path: Path) -> None:
-    torch.manual_seed(7)
+    L.seed_everything(7, verbose=False)
     wanted = fit("auto", 1, Resizing("configure_optimizers"), max_steps=3)
     found = run_trainer_ranks(fitted, 2, str(tmp_path), 2)
-    torch.manual_seed(9)
+    L.seed_everything(9, verbose=False)
     resumed = fit("auto", 1, Resizing("configure_model"), ckpt_path=tmp_path / "2.ckpt", max_steps=6)
     assert len(resumed["losses"]) == 3
     for name in ("model.model.embed_tokens.weight", "model.lm_head.weight"):

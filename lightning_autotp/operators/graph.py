@@ -185,11 +185,17 @@ class Graph:
         self.operators = list(placed.values())
 
     def varying_after(self, places: Collection[Boundary]) -> Graph:
-        """This graph where static tensors that pass these places are not static, nor what is computed from them."""
+        """This graph where what passes these places is not static, nor what is computed from it.
+
+        Left out are places that others pass, too: constants may go through a layer beside its activations.
+        """
+        crossings = [operator for operator in self.operators if operator.boundary is not None]
+        passed = {crossed.boundary for crossed in crossings if not self.tensors[crossed.inputs[0]].is_static}
         varying: set[int] = set()
         for operator in self.operators:
-            if operator.boundary in places or not varying.isdisjoint(operator.inputs):
-                tensors = (*operator.inputs, *operator.outputs) if operator.boundary in places else operator.outputs
+            is_there = operator.boundary in places and operator.boundary not in passed
+            if is_there or not varying.isdisjoint(operator.inputs):
+                tensors = (*operator.inputs, *operator.outputs) if is_there else operator.outputs
                 varying.update(tensor for tensor in tensors if self.tensors[tensor].is_static)
         infos = list(self.tensors)
         for tensor in varying:
