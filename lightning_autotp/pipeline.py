@@ -6,6 +6,7 @@ import gc
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
@@ -78,9 +79,16 @@ def make_plan(
             cut as it was said.
     """
     options = PlanOptions.given(tokens_per_step=tokens_per_step, keep_whole=keep_whole, cut=cut, profile=profile)
-    inputs = language_model_inputs(model) if example_inputs is None else example_inputs
+    inputs, options = _example(model, example_inputs, options)
     with collecting_rarely():
         return _solved(model, trace(model, inputs), inputs, tensor_parallel_size, options)
+
+
+def _example(model: nn.Module, example_inputs: Any, options: PlanOptions) -> tuple[Any, PlanOptions]:
+    """The batch to trace with, and the options that say where it comes from."""
+    made_up = example_inputs is None
+    source = options.traced_with or ("a made-up batch" if made_up else "example_inputs")
+    return language_model_inputs(model) if made_up else example_inputs, replace(options, traced_with=source)
 
 
 def _solved(model: nn.Module, graph: Graph, inputs: Any, ranks: int, options: PlanOptions) -> tuple[Plan, Solution]:
@@ -95,7 +103,7 @@ def _solved(model: nn.Module, graph: Graph, inputs: Any, ranks: int, options: Pl
         return solve(graph, ranks, IMPLEMENTATIONS, options.profile, blocked, options.tokens, pins)
 
     def plan_with(solution: Solution, sizes: tuple[SizePlan, ...]) -> Plan:
-        return annotate(solution, type(model).__name__, parameters, sizes)
+        return annotate(solution, type(model).__name__, parameters, sizes, options.traced_with)
 
     blocked: dict[int, str] = {}
     solution = solve_around(blocked)
@@ -183,13 +191,13 @@ def make_local(
     if parallel_models(model):
         raise RuntimeError(f"{type(model).__name__} is, or holds, a model that was parallelized already: do it once")
     group = TPGroup.of(process_group)
-    inputs = language_model_inputs(model) if example_inputs is None else example_inputs
+    inputs, options = _example(model, example_inputs, options or PlanOptions())
     message: list[Any] = [None]
     with collecting_rarely():
         with raise_together(process_group, "planning"):
             graph = trace(model, inputs)  # every rank its own, at the same time: what a plan is proved against
             if group.rank == 0:
-                message = [_plan(model, graph, inputs, group.size, options or PlanOptions()).to_json()]
+                message = [_plan(model, graph, inputs, group.size, options).to_json()]
         dist.broadcast_object_list(message, group_src=0, group=process_group)
         with raise_together(process_group, "building the local model"):
             plan, solution = read_plan(Plan.from_json(message[0]), graph, IMPLEMENTATIONS)
@@ -203,7 +211,7 @@ def _plan(model: nn.Module, graph: Graph, inputs: Any, ranks: int, options: Plan
     """The plan that is given, or was kept, or is made now."""
     if options.plan is not None:
         return options.plan
-    settings = (ranks, options.tokens, options.keep_whole, options.cut, options.profile)
+    settings = (ranks, options.tokens, options.keep_whole, options.cut, options.profile, options.traced_with)
     key = fingerprint(model, inputs, *settings, *(version(name) for name in ("torch", "transformers")))
     kept = options.cache.find(key)
     if kept is not None:

@@ -207,12 +207,7 @@ def language_model_inputs(model: nn.Module) -> dict[str, Any]:
             f"{type(model).__name__}.forward takes {', '.join(names) or 'nothing'}: give example_inputs (one batch as "
             "your training step passes it), or set the LightningModule's example_input_array."
         )
-    taken = {size for parameter in model.parameters() for size in parameter.shape}
-    config = getattr(model, "config", None)
-    if config is not None:
-        taken |= {value for value in vars(config).values() if isinstance(value, int)}
-    batch = next((size for size in _BATCH_PRIMES if size not in taken), _BATCH_PRIMES[-1])
-    sequence = next((size for size in _SEQUENCE_PRIMES if size not in taken), _SEQUENCE_PRIMES[-1])
+    batch, sequence = _sizes_apart(model)
     ids = torch.zeros(batch, sequence, dtype=torch.long, device="meta")
     inputs: dict[str, Any] = {"input_ids": ids}
     if "labels" in names:
@@ -220,6 +215,37 @@ def language_model_inputs(model: nn.Module) -> dict[str, Any]:
     if "use_cache" in names:
         inputs["use_cache"] = False
     return inputs
+
+
+def in_small(model: nn.Module, call: Call) -> Call:
+    """A call with a batch of sentences as one with few short ones, of sizes that collide with none of the model's.
+
+    Only where all tensors are integers ``[rows, tokens]`` or ``[rows]``, which mean the same for any number of both;
+    any other call is given back. Values are cut off or repeated.
+    """
+    tensors = [leaf for leaf in tree_leaves(tuple(call)) if isinstance(leaf, Tensor)]
+    longest = max((tensor.shape for tensor in tensors), key=len, default=torch.Size())
+    if len(longest) != 2 or any(t.is_floating_point() or t.shape != longest[: t.ndim] or not t.ndim for t in tensors):
+        return call
+    numbers = [torch.arange(size) for size in _sizes_apart(model)]
+
+    def one(value: Tensor) -> Tensor:
+        for dim in range(value.ndim):
+            value = value.index_select(dim, (numbers[dim] % value.shape[dim]).to(value.device))
+        return value
+
+    return Call(*tree_map_only(Tensor, one, tuple(call)))
+
+
+def _sizes_apart(model: nn.Module) -> tuple[int, int]:
+    """A number of rows and of tokens that is no size of the model's."""
+    taken = {size for parameter in model.parameters() for size in parameter.shape}
+    config = getattr(model, "config", None)
+    if config is not None:
+        taken |= {value for value in vars(config).values() if isinstance(value, int)}
+    rows = next((size for size in _BATCH_PRIMES if size not in taken), _BATCH_PRIMES[-1])
+    tokens = next((size for size in _SEQUENCE_PRIMES if size not in taken), _SEQUENCE_PRIMES[-1])
+    return rows, tokens
 
 
 def on_meta(value: Tensor) -> Tensor:

@@ -209,6 +209,7 @@ class Plan:
         communication: what one step of the traced batch communicates.
         priced_for: the size of the step that it is the cheapest for, and who said so.
         gap: the share of a step's price that another plan could save at most; 0 where this is the cheapest.
+        traced_with: where the call that was traced comes from.
     """
 
     model: str
@@ -224,6 +225,7 @@ class Plan:
     communication: tuple[Communication, ...] = ()
     priced_for: str = ""
     gap: float = 0.0
+    traced_with: str = ""
 
     def to_json(self) -> str:
         """The plan as JSON text."""
@@ -252,6 +254,7 @@ class Plan:
                 communication=tuple(_decode(Communication, item) for item in data["communication"]),
                 priced_for=data["priced_for"],
                 gap=data["gap"],
+                traced_with=data["traced_with"],
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"this is not a plan written by Plan.to_json: {error!r}") from error
@@ -309,6 +312,8 @@ class Plan:
         if self.priced_for:
             found = f"another plan could save {self.gap:.1%} at most" if self.gap else "exact: no plan is cheaper"
             lines.append(f"priced for a step of {self.priced_for}; {found}")
+        if self.traced_with:
+            lines.append(f"traced with {self.traced_with}")
         lines += [
             f"{head}: its loss is computed a few tokens at a time, exactly (with one copy of the model); all logits"
             " only where something else needs them"

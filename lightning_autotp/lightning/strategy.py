@@ -15,7 +15,6 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from subprocess import Popen
@@ -47,14 +46,13 @@ from lightning_autotp.checkpoints.state import (
     load_full_state_dict,
 )
 from lightning_autotp.layouts.plan import Plan
-from lightning_autotp.layouts.step_size import TokensPerStep
 from lightning_autotp.lightning.averaging import refuse_whole_copies
 from lightning_autotp.lightning.discovery import fill_remaining, find_models, outermost, parallel_sizes
 from lightning_autotp.lightning.exchange import Exchange
-from lightning_autotp.lightning.first_batch import first_batch
+from lightning_autotp.lightning.models_local import make_models_local
 from lightning_autotp.lightning.summary import ParallelSummary
 from lightning_autotp.parallel.head_product import compute_undone
-from lightning_autotp.pipeline import fill_local, make_local
+from lightning_autotp.pipeline import fill_local
 from lightning_autotp.private.distributed_private import default_store
 from lightning_autotp.private.lightning_private import (
     DeferredSignals,
@@ -70,7 +68,7 @@ from lightning_autotp.private.lightning_private import (
 )
 from lightning_autotp.private.torch_private import is_compiled
 from lightning_autotp.proving.new_calls import kind_of
-from lightning_autotp.ranks.agreement import check_same_weights, raise_together
+from lightning_autotp.ranks.agreement import raise_together
 from lightning_autotp.ranks.peers import Peer, PeerWatch
 from lightning_autotp.ranks.started import wait_for
 from lightning_autotp.solving.options import PlanOptions
@@ -92,8 +90,11 @@ class AutoTPStrategy(ModelParallelStrategy):
         tensor_parallel_size: ranks that share one copy; ``"auto"``: all devices divided by ``data_parallel_size``.
         data_parallel_size: copies that train on different data and average their gradients; ``"auto"``: one.
         example_inputs: one batch as the model's ``forward`` takes it: a tensor, a tuple of positional arguments, a
-            mapping of keyword arguments, or a function without arguments that returns one of these. Not needed for a
-            model that takes ``input_ids``; otherwise the LightningModule's ``example_input_array`` serves too.
+            mapping of keyword arguments, or a function without arguments that returns one of these. Where it is left
+            out, and there is no ``example_input_array`` for a model that is none of Hugging Face's, the call that the
+            first training step makes serves, if a ``DataLoader`` over a map-style dataset was given to
+            ``trainer.fit``: ``training_step`` runs once in a forked process, until it calls the model. Else a batch is
+            made up, for a model that takes ``input_ids``.
         checked_batches: how many training batches of each epoch are compared over the ranks of a tensor-parallel group
             before they are used. Later ones are compared before the next one, with an exchange that is there anyway.
         checked_steps: how many steps of each stage, with each kind of batch, run under
@@ -221,11 +222,7 @@ class AutoTPStrategy(ModelParallelStrategy):
         module = self.lightning_module
         with raise_together(None, "looking for the model to parallelize"):
             models = find_models(module, self._example_inputs)
-        options = self._plan_options
-        if options.tokens == TokensPerStep():
-            found = self.broadcast(first_batch(trainer) if self.is_global_zero else None)
-            options = replace(options, tokens=found or options.tokens)
-        if options.plan is not None and len(models) > 1:
+        if self._plan_options.plan is not None and len(models) > 1:
             raise ValueError(
                 f"plan= is of one model, but {type(module).__name__} has {len(models)}: leave it out, and pin with"
                 " keep_whole= and cut="
@@ -236,9 +233,7 @@ class AutoTPStrategy(ModelParallelStrategy):
                 trainer, self.tensor_parallel_group, self.root_device, copies, copy, self._checked_batches
             )
             self._signals = DeferredSignals(trainer, self._exchange)
-        for model, inputs in models:
-            check_same_weights(model, None)
-            make_local(model, self.tensor_parallel_group, inputs, options)
+        make_models_local(trainer, models, self.tensor_parallel_group, self._plan_options)
         # Before the parameters take memory: what is on meta becomes of the precision's dtype, and then real.
         self.model = self.precision_plugin.convert_module(module)
         copies = self.device_mesh["data_parallel"] if self.data_ranks != 1 else None

@@ -32,6 +32,7 @@ def annotate(
     model: str,
     parameters: Sequence[tuple[tuple[str, ...], tuple[int, ...], int]],
     sizes: tuple[SizePlan, ...] = (),
+    traced_with: str = "",
 ) -> Plan:
     """Write the solution down as a plan.
 
@@ -40,6 +41,7 @@ def annotate(
         model: the model's class name.
         parameters: for every parameter its names, whole shape and bytes per element.
         sizes: sizes in Python that must be local.
+        traced_with: where the call that was traced comes from.
     """
     layouts = {name: solution.layouts.get(tensor, Invariant()) for tensor, name in solution.graph.parameters.items()}
     implementations = _implementations(solution)
@@ -69,6 +71,7 @@ def annotate(
         communication=_communication(solution),
         priced_for=f"{solution.step} ({solution.step_source})",
         gap=solution.gap,
+        traced_with=traced_with,
     )
 
 

@@ -24,6 +24,7 @@ class PlanOptions:
         profile: the hardware.
         plan: a plan that is there already: nothing of the above counts then.
         cache: where plans are kept for the next start.
+        traced_with: where the call that is traced comes from, if there is more to say than whether it was given.
     """
 
     tokens: TokensPerStep = field(default_factory=TokensPerStep)
@@ -32,6 +33,7 @@ class PlanOptions:
     profile: Profile = field(default_factory=Profile)
     plan: Plan | None = None
     cache: PlanCache = field(default_factory=lambda: PlanCache(None))
+    traced_with: str = ""
 
     @classmethod
     def given(

@@ -13,15 +13,18 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from tiny import tiny_model
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 from trainer_ranks import run_trainer_ranks
 
 from lightning_autotp import AutoTPStrategy
-from lightning_autotp.layouts.step_size import NOMINAL_TOKENS, StepSize
-from lightning_autotp.lightning import first_batch
-from lightning_autotp.lightning.first_batch import batch_size_of
+from lightning_autotp.layouts.step_size import NOMINAL_TOKENS, StepSize, TokensPerStep
+from lightning_autotp.lightning import first_step
+from lightning_autotp.lightning.first_step import first_step_with
+from lightning_autotp.parameters.state import is_parallel
+from lightning_autotp.proving.new_calls import call_prover
 
 
 class Sentences(Dataset[dict[str, Tensor]]):
@@ -50,6 +53,10 @@ def padded(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 def states() -> Any:
     return torch.get_rng_state().tolist(), np.random.get_state(legacy=True)[1].tolist(), random.getstate()
+
+
+def batch_size_of(loader: Any) -> TokensPerStep:
+    return first_step_with(loader, L.LightningModule()).tokens
 
 
 def test_looking_changes_nothing(capfd: pytest.CaptureFixture[str]) -> None:
@@ -136,13 +143,16 @@ def dies() -> Any:
             "a OwnBatches of your own",
         ),
         (DataLoader(Items(fails), batch_size=2), "raised KeyError: 'no such sample'"),
-        (DataLoader(Items(dies), batch_size=2), "the process that read the first batch ended"),
+        (
+            DataLoader(Items(dies), batch_size=2),
+            "the process that looked at the first step ended (reading the first batch)",
+        ),
         (DataLoader(Items(lambda: time.sleep(60)), batch_size=2), "took more than 1 s"),
         (DataLoader(Items(lambda: "text"), batch_size=2), "no tensors"),
     ],
 )
 def test_what_is_not_known(loader: Any, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(first_batch, "SECONDS", 1.0 if "1 s" in why else 20.0)
+    monkeypatch.setattr(first_step, "SECONDS", 1.0 if "1 s" in why else 20.0)
     tokens = batch_size_of(loader)
     assert tokens.size is None
     assert tokens.number == NOMINAL_TOKENS
@@ -204,3 +214,121 @@ def test_the_strategy_prices_for_the_first_batch() -> None:
     assert first["hook"].startswith("4 x 4096 tokens (nominal: train_dataloader() is not called ahead of time")
     assert first["said"] == "1 x 2048 tokens (as tokens_per_step says)"
     assert first["both said"] == "2 x 300 tokens (as tokens_per_step says)"
+
+
+class Pictures(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(48, 64), nn.Linear(64, 10)
+
+    def forward(self, pictures: Tensor, *, scale: float) -> Tensor:
+        result: Tensor = self.down(torch.relu(self.up(pictures.flatten(1) * scale)))
+        return result
+
+
+class Steps(L.LightningModule):
+    """Trains with any step, and keeps each step's loss."""
+
+    def __init__(self, make: Callable[[], dict[str, nn.Module]], step: Callable[[Any, Any], Tensor]) -> None:
+        super().__init__()
+        self.make, self.step = make, step
+        self.losses: list[float] = []
+        self.steps = 0
+
+    def configure_model(self) -> None:
+        if not list(self.children()):
+            torch.manual_seed(0)
+            for name, model in self.make().items():
+                self.add_module(name, model)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.steps += 1
+        self.log("steps", self.steps)
+        loss = self.step(self, batch)
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def llama() -> dict[str, nn.Module]:
+    return {"model": tiny_model("llama", num_hidden_layers=1)}
+
+
+def by_position(module: Any, batch: Any) -> Tensor:
+    logits = module.model(batch["input_ids"], torch.ones_like(batch["labels"])).logits
+    return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+
+def pictures(module: Any, batch: Any) -> Tensor:
+    return nn.functional.cross_entropy(module.model(batch[0], scale=2.0), batch[1])
+
+
+def distilled(module: Any, batch: Any) -> Tensor:
+    with torch.no_grad():
+        taught = module.teacher(batch["input_ids"]).logits
+    loss: Tensor = module.student(**batch).loss
+    return loss + nn.functional.mse_loss(module.student(batch["input_ids"]).logits, taught)
+
+
+def talks_first(module: Any, batch: Any) -> Tensor:
+    """Asks the other ranks before it calls the model: not possible ahead of time, and not in the parent's name."""
+    asked = torch.ones(1)
+    if module.trainer.world_size > 1:
+        dist.all_reduce(asked)
+    loss: Tensor = module.model(**batch).loss
+    return loss * asked / asked
+
+
+def needs_more(module: Any, batch: Any) -> Tensor:
+    loss: Tensor = module.model(**batch).loss * module.trainer.optimizers[0].param_groups[0]["lr"]
+    return loss
+
+
+STEPS: dict[str, tuple[Any, Any, Any, str]] = {
+    "by position": (llama, by_position, "sentences", "its batch cut to a few short sentences"),
+    "pictures": (lambda: {"model": Pictures()}, pictures, "pictures", "the call of the first training step"),
+    "distilled": (
+        lambda: {"teacher": llama()["model"], "student": llama()["model"]}, distilled, "sentences",
+        "its batch cut to a few short sentences",
+    ),
+    "talks first": (llama, talks_first, "sentences", "a made-up batch, as the first training step is not known"),
+    "needs more": (llama, needs_more, "sentences", "its batch cut to a few short sentences"),
+}  # fmt: skip
+
+
+def trained(name: str, ranks: int) -> tuple[list[float], list[tuple[str, int]], int]:
+    """The losses of two steps; where each model's traced call is from, and how many kinds of calls were proved."""
+    make, step, data, _ = STEPS[name]
+    if data == "pictures":
+        items: Any = [(torch.full((3, 4, 4), float(i)), i) for i in range(10)]
+        loader: Any = DataLoader(items, batch_size=5)
+    else:
+        loader = DataLoader(Sentences(), batch_size=3, collate_fn=padded)
+    task = Steps(make, step)
+    trainer = L.Trainer(
+        accelerator="cpu", devices=ranks, max_steps=2, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, strategy=AutoTPStrategy(ranks) if ranks > 1 else "auto",
+    )  # fmt: skip
+    trainer.fit(task, loader)
+    models = [model for model in task.children() if is_parallel(model)]
+    proved = [(model.autotp.plan.traced_with, len(call_prover(model).proved)) for model in models]
+    return task.losses, proved, task.steps
+
+
+def all_trained() -> dict[str, Any]:
+    return {name: trained(name, 2) for name in STEPS}
+
+
+def test_the_call_of_the_first_step_is_the_planned_one() -> None:
+    """So the first step proves no other kind of call, and nothing of the look ahead remains."""
+    first, second = run_trainer_ranks(all_trained, 2)
+    assert first == second
+    for name, (_, _, _, source) in STEPS.items():
+        losses, proved, steps = first[name]
+        assert losses == pytest.approx(trained(name, 1)[0], rel=1e-5), name
+        assert steps == 2, name
+        kinds = {"distilled": [1, 2], "talks first": [2]}.get(name, [1])
+        assert [kinds for _, kinds in proved] == kinds, name
+        assert all(source in said for said, _ in proved), (name, proved)

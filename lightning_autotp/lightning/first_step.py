@@ -1,0 +1,258 @@
+"""The first training step, looked at before training without a trace: how much data it has, how it calls the models.
+
+A plan is proved for one call of the model, and priced for the tokens of a step. Where nobody says what these are, the
+training data and ``training_step`` do: if a :class:`~torch.utils.data.DataLoader` over a map-style dataset was given to
+``trainer.fit``, its first ``batch_size`` samples are read and collated, and ``training_step`` runs with them until it
+calls the models. That happens in a forked process, as in a loader's worker: what it changes (random numbers that
+augmentations draw, files that a dataset opens, caches it fills, attributes that a step sets) is gone with it, and the
+loader itself and its sampler are not asked. Its copies of the parent's sockets are closed first, so that it cannot talk
+to other ranks in the parent's name. A stream cannot be read without moving it on, and hooks such as
+``train_dataloader()`` may do anything: these are not touched.
+"""
+
+from __future__ import annotations
+
+import inspect
+import multiprocessing
+import os
+import pickle
+import stat
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass, fields, is_dataclass, replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_autotp.capture.capture import Call, meta_copy, on_meta, step_size
+from lightning_autotp.layouts.step_size import StepSize, TokensPerStep
+from lightning_autotp.private.lightning_private import training_data
+from lightning_autotp.private.torch_private import tree_map_only
+from lightning_autotp.proving.new_calls import kind_of
+
+SECONDS = 20.0
+"""How long looking at the first step may take."""
+
+LARGEST = 2**20
+"""Elements of an integer tensor whose values are kept: code may ask for them (lengths, masks, sizes of pictures)."""
+
+
+@dataclass(frozen=True)
+class FirstStep:
+    """What is known of the first training step.
+
+    Attributes:
+        tokens: how much data it has.
+        calls: how it calls each of the models that were asked for; ``None`` where that is not known. Floating-point
+            tensors are on the meta device.
+        why: why a call is not known.
+    """
+
+    tokens: TokensPerStep
+    calls: tuple[Call | None, ...] = ()
+    why: str = ""
+
+
+def first_step(trainer: Trainer, models: Sequence[nn.Module] = ()) -> FirstStep:
+    """What the trainer's first training step is given, and how it calls these models."""
+    if trainer.state.fn != TrainerFn.FITTING:
+        return _unseen("nothing is trained", models)
+    data, hook = training_data(trainer)
+    if hook:
+        return _unseen(f"{hook}() is not called ahead of time", models)
+    return first_step_with(data, trainer.lightning_module, models)
+
+
+def first_step_with(loader: Any, module: LightningModule, models: Sequence[nn.Module] = ()) -> FirstStep:
+    """What a module's first training step is given by this loader, and how it calls these models.
+
+    Without models ``training_step`` does not run, and only the data are looked at.
+    """
+    why = _unreadable(loader)
+    if why:
+        return _unseen(why, models)
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=_look, args=(loader, module, models, there), daemon=True)
+    deadline = time.monotonic() + SECONDS
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # forking beside other threads, as a loader's workers are
+            process.start()
+        there.close()
+        size = _answer(here, deadline, "reading the first batch")
+        calls = _answer(here, deadline, "training_step") if models and isinstance(size, StepSize) else size
+    except (OSError, AssertionError) as error:  # a daemon may have no children
+        size = calls = f"no process could be started to read the first batch: {error}"
+    finally:
+        here.close()
+        if process.pid is not None:
+            process.kill()
+            process.join()
+    read = isinstance(size, StepSize)
+    tokens = TokensPerStep(size=size, source="as the first batch of the training data") if read else _unknown(size)
+    if isinstance(calls, tuple):
+        return FirstStep(tokens, calls, "training_step does not call it before it needs values of another model")
+    return replace(_unseen(str(calls), models), tokens=tokens)
+
+
+def _unseen(why: str, models: Sequence[nn.Module]) -> FirstStep:
+    return FirstStep(_unknown(why), (None,) * len(models), why)
+
+
+def _unknown(why: str) -> TokensPerStep:
+    return TokensPerStep(source=f"nominal: {why}; tokens_per_step says it")
+
+
+def _unreadable(loader: Any) -> str:
+    """Why a loader's first batch cannot be known before training; empty if it can."""
+    if not isinstance(loader, DataLoader):
+        return f"a {type(loader).__name__} cannot be looked into before training"
+    if isinstance(loader.dataset, IterableDataset):
+        return "a stream cannot be looked into before training"
+    if loader.batch_sampler is not None and loader.batch_size is None:
+        return f"a {type(loader.batch_sampler).__name__} of your own makes the batches"
+    if sys.platform != "linux":
+        return "the training data are looked into on Linux only"
+    return ""
+
+
+def _answer(pipe: Connection, deadline: float, what: str) -> Any:
+    """What the forked process says next, or what went wrong with it."""
+    try:
+        if pipe.poll(max(0.0, deadline - time.monotonic())):
+            return pickle.loads(pipe.recv_bytes())
+    except EOFError:
+        return f"the process that looked at the first step ended ({what})"
+    return f"{what} took more than {SECONDS:.0f} s"
+
+
+# --- in the forked process ---
+
+
+class _AllCalled(BaseException):
+    """Every model has been called: the rest of the step does not run. Not caught by ``except Exception``."""
+
+
+def _look(loader: DataLoader[Any], module: LightningModule, models: Sequence[nn.Module], pipe: Connection) -> None:
+    """Send the batch's size, then the models' calls; or what went wrong."""
+
+    def send(found: Any) -> None:
+        pipe.send_bytes(pickle.dumps(found))
+
+    torch.set_num_threads(1)  # threads of before the fork do not run here
+    torch.compiler.set_stance("force_eager")
+    dist.group.WORLD = None  # a collective raises, instead of waiting for ranks that know nothing of it
+    _close_sockets()  # and whatever else talks cannot do it in the parent's name
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        for stream in (1, 2):
+            os.dup2(nowhere.fileno(), stream)
+        doing = "reading the first batch"
+        try:
+            batch = _collated(loader)
+            size = step_size(_tensors(batch))
+            if size == StepSize():
+                return send("the first batch holds no tensors of more than one row")
+            send(size)
+            doing = "training_step, run ahead of time,"
+            if models:
+                send(_calls(module, models, batch))
+        except BaseException as error:  # whatever a dataset or a step does, planning goes on
+            send(f"{doing} raised {type(error).__name__}: {error}")
+
+
+def _close_sockets() -> None:
+    for number in map(int, os.listdir("/proc/self/fd")):
+        try:
+            if stat.S_ISSOCK(os.fstat(number).st_mode):
+                os.close(number)
+        except OSError:
+            pass  # the one that lists the directory
+
+
+def _collated(loader: DataLoader[Any]) -> Any:
+    """What the loader would make of the dataset's first samples."""
+    dataset: Any = loader.dataset
+    if loader.batch_sampler is None:
+        return loader.collate_fn(dataset[0])
+    indices = list(range(min(loader.batch_size or 1, len(dataset))))
+    together = getattr(dataset, "__getitems__", None)
+    return loader.collate_fn(together(indices) if callable(together) else [dataset[index] for index in indices])
+
+
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    if isinstance(batch, Tensor):
+        yield batch
+    elif is_dataclass(batch):
+        yield from _tensors([getattr(batch, field.name) for field in fields(batch)])
+    elif isinstance(batch, Mapping | list | tuple):
+        for item in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from _tensors(item)
+
+
+def _calls(module: LightningModule, models: Sequence[nn.Module], batch: Any) -> tuple[Call | None, ...]:
+    """How ``training_step`` calls the models, with this batch on the CPU.
+
+    Raises:
+        BaseException: whatever the step raises before it has called one of them.
+    """
+    found: dict[nn.Module, Call] = {}
+
+    def recorded(model: nn.Module) -> Any:
+        copied = meta_copy(model) if len(models) > 1 else model
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            found.setdefault(model, _portable(Call(args, kwargs)))
+            if len(found) == len(models):
+                raise _AllCalled
+            args, kwargs = tree_map_only(Tensor, on_meta, (args, kwargs))
+            return copied(*args, **kwargs)
+
+        return forward
+
+    for model, forward in [(model, recorded(model)) for model in models]:
+        vars(model)["forward"] = forward
+    for name in ("log", "log_dict"):  # there is nothing to log to yet
+        vars(module)[name] = lambda *_, **__: None
+    precision = module.trainer.precision_plugin
+    batch = module.on_after_batch_transfer(module.on_before_batch_transfer(precision.convert_input(batch), 0), 0)
+    taken = inspect.signature(module.training_step).parameters
+    try:
+        with precision.train_step_context():
+            module.training_step(batch, *([0] if len(taken) > 1 else []))
+    except _AllCalled:
+        pass
+    except BaseException:
+        if not found:
+            raise
+    if not found:
+        raise RuntimeError("it does not call the model's forward")
+    return tuple(found.get(model) for model in models)
+
+
+def _portable(call: Call) -> Call:
+    """A call that can be sent, with values only of integers, which code may ask for.
+
+    Raises:
+        TypeError: if it has an argument of a class of which nothing is known.
+    """
+    unknown: list[str] = []
+    kind_of(call, unknown)
+    if unknown:
+        raise TypeError(f"the model is called with a {unknown[0]}, about which nothing is known")
+
+    def one(value: Tensor) -> Tensor:
+        if value.is_floating_point() or value.is_complex() or value.numel() > LARGEST:
+            return on_meta(value).requires_grad_(value.requires_grad)
+        return value.detach().clone()
+
+    return Call(*tree_map_only(Tensor, one, tuple(call)))
