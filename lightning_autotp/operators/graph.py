@@ -63,6 +63,11 @@ class TensorInfo:
             count *= size
         return count
 
+    @property
+    def is_floating(self) -> bool:
+        """Whether its elements are floating-point or complex numbers, which gradients can flow through."""
+        return self.dtype.startswith(("float", "bfloat", "complex"))
+
 
 @dataclass(frozen=True)
 class Operator:
@@ -191,16 +196,15 @@ class Graph:
         """
         crossings = [operator for operator in self.operators if operator.boundary is not None]
         passed = {crossed.boundary for crossed in crossings if not self.tensors[crossed.inputs[0]].is_static}
-        varying: set[int] = set()
+        begin, varying = set(places) - passed, set[int]()
         for operator in self.operators:
-            is_there = operator.boundary in places and operator.boundary not in passed
+            is_there = operator.boundary in begin
             if is_there or not varying.isdisjoint(operator.inputs):
                 tensors = (*operator.inputs, *operator.outputs) if is_there else operator.outputs
                 varying.update(tensor for tensor in tensors if self.tensors[tensor].is_static)
         infos = list(self.tensors)
         for tensor in varying:
-            floating = infos[tensor].dtype.startswith(("float", "bfloat", "complex"))
-            infos[tensor] = replace(infos[tensor], is_static=False, is_differentiable=floating)
+            infos[tensor] = replace(infos[tensor], is_static=False, is_differentiable=infos[tensor].is_floating)
         return replace(self, tensors=infos)
 
     def producers(self) -> dict[int, Operator]:

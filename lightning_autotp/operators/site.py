@@ -173,10 +173,7 @@ class Site:
         self._linear([chosen], tensors)
 
     def _linear(self, tensors: Sequence[int], others: Sequence[int]) -> None:
-        is_rounded = any(
-            not self._graph.tensors[tensor].dtype.startswith(("float", "bfloat", "complex"))
-            for tensor in self.operator.outputs
-        )
+        is_rounded = not all(self._graph.tensors[tensor].is_floating for tensor in self.operator.outputs)
         if not is_rounded and not set(tensors) & set(others):
             self.relation.linear |= set(tensors)
 
