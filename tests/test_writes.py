@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -256,6 +257,76 @@ def copies(rank: int, size: int) -> dict[str, str]:
     last_rows(model)
     assert "written in place" in refused(lambda: loss_of(model))
     return {**found, "written": refused(lambda: loss_of(model))}  # and it stays an error
+
+
+# --- after the first use ---
+
+
+def stepped(model: Any) -> None:
+    for optimizer in (
+        torch.optim.AdamW(model.parameters(), lr=1e-3),
+        torch.optim.SGD(model.parameters(), foreach=False),
+    ):
+        loss_of(model).backward()
+        optimizer.step()
+
+
+def loaded_later(model: Any) -> None:
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+    load_full_state_dict(model, full_state_dict(model))
+
+
+def looked_at_once(model: Any) -> None:
+    for run in (in_checked(halved), halved):
+        run(model)
+        loss_of(model)
+
+
+def of_a_copy(model: Any) -> None:
+    other = copy.deepcopy(model)
+    loss_of(other)
+    halved(other)
+    del other
+
+
+def before_a_step(model: Any) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_of(model).backward()
+    last_rows(model)
+    optimizer.step()
+
+
+def after_moving(model: Any) -> None:
+    model.to(torch.float32).to(torch.float64)
+    loss_of(model)
+    halved(model)
+
+
+KNOWN_LATER = (stepped, loaded_later, looked_at_once, of_a_copy, whole_rows)
+UNKNOWN_LATER = (last_rows, halved, random_numbers, before_a_step, after_moving)
+
+
+def later_warnings(rank: int, size: int) -> dict[str, list[str]]:
+    found, original = {}, parallel("llama")
+    for change in (*KNOWN_LATER, *UNKNOWN_LATER):
+        model = copy.deepcopy(original)
+        loss_of(model)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            change(model)
+            loss_of(model)
+            loss_of(model)
+        found[change.__name__] = [str(one.message) for one in said if "nobody has looked at" in str(one.message)]
+    return found
+
+
+def test_writes_after_the_first_use_are_warned_of_once() -> None:
+    """An optimizer's, a loader's and those that were looked at are not."""
+    for found in run_ranks(later_warnings, 2):
+        assert {name for name, said in found.items() if said} == {change.__name__ for change in UNKNOWN_LATER}
+        for change in UNKNOWN_LATER:
+            (said,) = found[change.__name__]
+            assert "model.layers.0.mlp.up_proj.weight" in said or "others were written" in said
 
 
 # --- with the Trainer ---

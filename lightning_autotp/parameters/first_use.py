@@ -4,7 +4,8 @@ After set-up a parameter looks as always, but a rank may have only a part of it.
 mean the whole: random numbers of its shape, its last rows, a row by its index. A write that does with each element the
 same is right; afterwards nobody can tell which of the two it was. So the values of parts have checksums from set-up to
 the first use of the model, and what was written by code that nobody looked at is an error. Loading, this package's
-callbacks and code inside ``checked`` are known; later writes are an optimizer's, too, and not looked at here.
+callbacks and code inside ``checked`` are known. Later only the number of writes is looked at
+(:mod:`~lightning_autotp.parameters.later_writes`).
 """
 
 from __future__ import annotations
@@ -28,21 +29,26 @@ OUTER = 2
 
 
 @contextmanager
-def known_writes(module: nn.Module, filled: Collection[Tensor] = ()) -> Iterator[None]:
+def known_writes(module: nn.Module, filled: Collection[Tensor] = (), *, is_looked_at: bool = False) -> Iterator[None]:
     """Within it what writes into parts of the parallel models in a module is known to be right. Not collective.
 
     Args:
         module: the module.
         filled: parameters that are filled anew within; may be said until the end.
+        is_looked_at: whether it is because code is looked at, which may run again later.
     """
-    watched = [(model, state.written) for model, state in parallel_models(module) if state.written is not None]
-    for model, written in watched:
-        written.begin_known(_parts(model))
+    watched = list(parallel_models(module))
+    for model, state in watched:
+        if state.written is not None:
+            state.written.begin_known(_parts(model))
+        state.later_writes.begin_known(is_looked_at)
     try:
         yield
     finally:
-        for model, written in watched:
-            written.end_known(_parts(model), filled)
+        for model, state in watched:
+            if state.written is not None:
+                state.written.end_known(_parts(model), filled)
+            state.later_writes.end_known()
 
 
 def watch_writes(model: nn.Module) -> None:
@@ -55,9 +61,9 @@ def watch_writes(model: nn.Module) -> None:
     first = _FirstUse(model)
     first.handles = [
         model.register_forward_pre_hook(first.of_model, prepend=True),
-        model.register_load_state_dict_pre_hook(_begin_known),
-        model.register_load_state_dict_post_hook(_end_known),
     ]
+    model.register_load_state_dict_pre_hook(_before_loading)
+    model.register_load_state_dict_post_hook(_after_loading)
     for path, module in model.named_modules():
         if path and len(path.split(".")) <= OUTER:
             first.handles.append(module.register_forward_pre_hook(first.of_module, prepend=True))
@@ -100,17 +106,21 @@ class _FirstUse:
         return _FirstUse, ()
 
 
-def _begin_known(model: nn.Module, *_: Any) -> None:
-    if (written := parallel_state(model).written) is not None:
-        written.begin_known(_parts(model))
+def _before_loading(model: nn.Module, *_: Any) -> None:
+    state = parallel_state(model)
+    if state.written is not None:
+        state.written.begin_known(_parts(model))
+    state.later_writes.check()
 
 
-def _end_known(model: nn.Module, keys: Any) -> None:
-    if (written := parallel_state(model).written) is not None:
+def _after_loading(model: nn.Module, keys: Any) -> None:
+    state = parallel_state(model)
+    if state.written is not None:
         missing = [f".{key}" for key in keys.missing_keys]
         parts = _parts(model)
         given = [part for name, part in parts.items() if not any(key.endswith(f".{name}") for key in missing)]
-        written.end_known(parts, given)
+        state.written.end_known(parts, given)
+    state.later_writes.note()
 
 
 def _refuse(model: nn.Module, names: Sequence[str]) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lightning_autotp.building.checkpoint_reading import CheckpointSource
 from lightning_autotp.building.recipe import take_recipe
 from lightning_autotp.layouts.plan import ConversionPlan, Plan
+from lightning_autotp.parameters.later_writes import LaterWrites
 from lightning_autotp.parameters.local_blocks import reshard
 from lightning_autotp.parameters.meta import ParameterMeta
 from lightning_autotp.parameters.running import Running
@@ -68,6 +69,7 @@ class ParallelState:
         outer: the paths of modules that take and give whole tensors where they are called by themselves.
         modules: the paths of its modules when it was divided, each module's first one.
         written: which of its parts were written since set-up, until it is used for the first time; not of a copy.
+        later_writes: which of its parts were written after that, by whom nobody knows.
         running: whether it is running; a copy is not.
     """
 
@@ -80,6 +82,7 @@ class ParallelState:
     outer: frozenset[str] = frozenset()
     modules: tuple[str, ...] = ()
     written: Written | None = None
+    later_writes: LaterWrites = field(default_factory=LaterWrites)
     running: Running = field(default_factory=Running)
     # Weak: a part of the model that is thrown away is gone.
     _paths: WeakKeyDictionary[nn.Module, str] = field(default_factory=WeakKeyDictionary)

@@ -83,11 +83,16 @@ class Unchanged:
 
     def __call__(self, model: nn.Module, args: Any) -> None:
         """Before a forward."""
-        if torch.compiler.is_compiling() or (self._seen is not None and self._seen.are_there()):
+        if torch.compiler.is_compiling():
+            return
+        later_writes = parallel_state(model).later_writes
+        if self._seen is not None and self._seen.are_there():
+            later_writes.check()
             return
         self._seen = None
         check_unchanged(model)
         seen = _Objects(model)
+        later_writes.watch(seen.parts)
         # What is there for one call (torch.func.functional_call) is not kept alive.
         self._seen = seen if seen.is_lasting else None
 
@@ -106,8 +111,9 @@ class _Objects:
         # Views: they follow what is put into the tables.
         self._live = [*(table.values() for table in tables if table), (_END,)]
         self._objects = list(chain.from_iterable(self._live))
-        self._parts = list({place.parameter: None for place in state.places(model) if place.meta.is_parallel})
-        self._sizes = list(map(Tensor.numel, self._parts))
+        places = [place for place in state.places(model) if place.meta.is_parallel]
+        self.parts = {place.meta.name: place.parameter for place in places}
+        self._sizes = list(map(Tensor.numel, self.parts.values()))
         self.is_lasting = all(isinstance(part, nn.Module | nn.Parameter | None) for part in self._objects[:-1])
 
     def are_there(self) -> bool:
@@ -115,5 +121,5 @@ class _Objects:
         return (
             all(map(is_, chain.from_iterable(self._live), self._objects))
             and not any(self._empty)
-            and list(map(Tensor.numel, self._parts)) == self._sizes
+            and list(map(Tensor.numel, self.parts.values())) == self._sizes
         )

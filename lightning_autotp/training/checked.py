@@ -110,7 +110,7 @@ class checked(TorchFunctionMode):
         for optimizer in self._optimizers:
             self._hooks.callback(optimizer.register_step_pre_hook(self._pause).remove)
             self._hooks.callback(optimizer.register_step_post_hook(self._go_on).remove)
-        self._hooks.enter_context(known_writes(self._module))
+        self._hooks.enter_context(known_writes(self._module, is_looked_at=True))
         super().__enter__()
         return self
 
