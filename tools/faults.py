@@ -147,9 +147,10 @@ def job(fault: str, place: str, rank: int, folder: Path) -> None:
             self.model = AutoModelForCausalLM.from_config(config)
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            reach("first step")
+            loss = self.model(**batch).loss
+            reach("first step")  # what is before the model's call runs once in a process of its own, ahead of time
             time.sleep(0.02)
-            return self.model(**batch).loss
+            return loss
 
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             reach("validation")

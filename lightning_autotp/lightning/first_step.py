@@ -16,6 +16,7 @@ import inspect
 import multiprocessing
 import os
 import pickle
+import signal
 import stat
 import sys
 import time
@@ -149,6 +150,8 @@ def _look(loader: DataLoader[Any], module: LightningModule, models: Sequence[nn.
     def send(found: Any) -> None:
         pipe.send_bytes(pickle.dumps(found))
 
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)  # threads of before the fork do not run here
     torch.compiler.set_stance("force_eager")
     dist.group.WORLD = None  # a collective raises, instead of waiting for ranks that know nothing of it
