@@ -39,6 +39,21 @@ def _(attribute: Any) -> None:
         assert x.shape == (3,)
 
 
+@canary("torch._C.TensorBase._version")
+def _(attribute: Any) -> None:
+    """Writes in place count, also those of optimizers on lists; those through ``.data`` do not."""
+    x = nn.Parameter(torch.ones(3))
+    before = attribute.__get__(x)
+    with torch.no_grad():
+        x.mul_(2)
+        x[1] = 0
+        torch._foreach_add_([x], 1.0)
+    counted = attribute.__get__(x)
+    assert counted >= before + 3
+    x.data.mul_(2)
+    assert attribute.__get__(x) == counted
+
+
 @canary("torch.nn.Parameter.__new__")
 def _(_: Any) -> None:
     new = nn.Parameter.__dict__["__new__"]

@@ -20,7 +20,8 @@ from lightning_autotp import parallelize
 
 PACKAGE = Path(lightning_autotp.__file__).parent
 LOOKS = ("parameters/unchanged.py", "proving/new_calls.py", "proving/configs.py", "training/user_hooks.py",
-         "parameters/running.py", "training/gradients.py", "parameters/state.py")  # fmt: skip
+         "parameters/running.py", "training/gradients.py", "parameters/state.py",
+         "parameters/later_writes.py")  # fmt: skip
 """Files whose functions look at the model before it runs."""
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": torch.optim.AdamW,
@@ -90,7 +91,13 @@ def test_looks_before_a_forward_are_no_more_calls_in_a_larger_model(small: Any, 
         hooked = ("training/gradients.py", "_Hooked.__call__")
         assert few["forward"].pop(hooked) == few["hooked modules"]  # nothing but that call in each
         assert many["forward"].pop(hooked) == many["hooked modules"] > few["hooked modules"]
-        looks = ("parameters/unchanged.py", "proving/new_calls.py", "training/user_hooks.py", "training/gradients.py")
+        looks = (
+            "parameters/later_writes.py",
+            "parameters/unchanged.py",
+            "proving/new_calls.py",
+            "training/user_hooks.py",
+            "training/gradients.py",
+        )
         assert {file for file, _ in few["forward"]} >= set(looks)
         assert few["forward"] == many["forward"]
 
@@ -106,6 +113,9 @@ def test_optimizers_on_lists_of_gradients_ask_no_single_one(small: Any, large: A
 def test_a_function_of_a_marked_gradient_takes_no_more_than_its_handler(large: Any, optimizer: str) -> None:
     for found in large:
         called = {name: count for (_, name), count in found[f"{optimizer}, False"].items()}
+        hooks = ("before_step", "after_step")
+        looks = [*(f"LaterWrites.__init__.<locals>.{hook}" for hook in hooks), "LaterWrites.check", "LaterWrites.note"]
+        assert [called.pop(look) for look in looks] == [1] * len(looks)  # once a step, whatever the model's size
         asked = called.pop("PartOfGradient.__torch_function__")
         assert asked % found["marked"] == 0
         assert called.pop("_elementwise") == called.pop("first_part") == asked

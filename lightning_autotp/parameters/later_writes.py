@@ -11,13 +11,12 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Mapping
-from operator import attrgetter
 from typing import Any
 
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-_version = attrgetter("_version")
+from lightning_autotp.private.torch_private import writes_into
 
 
 class LaterWrites:
@@ -50,11 +49,11 @@ class LaterWrites:
 
     def note(self) -> None:
         """What was written until now is right."""
-        self._versions = list(map(_version, self._parts))
+        self._versions = list(map(writes_into, self._parts))
 
     def check(self) -> None:
         """Warn if parts were written since the last look, unless a known writer is under way."""
-        versions = list(map(_version, self._parts))
+        versions = list(map(writes_into, self._parts))
         if versions == self._versions:
             return
         changed = {name for name, old, new in zip(self._names, self._versions, versions, strict=True) if old != new}

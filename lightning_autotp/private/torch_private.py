@@ -118,6 +118,7 @@ __all__ = [
     "without_modes",
     "without_subclasses",
     "wrapper",
+    "writes_into",
 ]
 
 
@@ -128,6 +129,9 @@ is_meta: Callable[[Tensor], bool] = vars(torch._C.TensorBase)["is_meta"].__get__
 device_of: Callable[[Tensor], torch.device] = vars(torch._C.TensorBase)["device"].__get__
 data_of: Callable[[Tensor], Tensor] = vars(torch._C.TensorBase)["data"].__get__
 set_data_of: Callable[[Tensor, Tensor], None] = vars(torch._C.TensorBase)["data"].__set__
+
+# How often a tensor was written in place, by which autograd knows that what it kept has changed. Nothing public.
+writes_into: Callable[[Tensor], int] = vars(torch._C.TensorBase)["_version"].__get__
 
 without_subclasses = torch._C.DisableTorchFunctionSubclass
 """Within it functions take a subclass of tensors for what it is, and do not ask it. Nothing public."""
