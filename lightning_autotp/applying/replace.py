@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_autotp.applying.changed_calls import CallChanges, CallMismatch, LocalForward, number
 from lightning_autotp.capture.tracer import torch_layer
 from lightning_autotp.layouts.dims import UnknownSize
+from lightning_autotp.layouts.listing import listed
 from lightning_autotp.layouts.places import CallSite
 from lightning_autotp.layouts.plan import ConversionPlan, ImplementationPlan, Plan, SizePlan
 from lightning_autotp.layouts.types import Invariant, Layout, Shard, local_shape
@@ -121,7 +122,7 @@ def _check_parameters(model: nn.Module, plan: Plan) -> None:
     shapes = {name: parameter.shape for parameter in plan.parameters for name in parameter.names}
     strangers = sorted(found.keys() ^ shapes.keys())
     if strangers:
-        raise PlanMismatch(f"the plan was made for another model: they differ in {', '.join(strangers[:5])}")
+        raise PlanMismatch(f"the plan was made for another model: they differ in {listed(strangers)}")
     for name, shape in found.items():
         if shape != shapes[name]:
             raise PlanMismatch(f"{name} has shape {list(shape)}, the plan says {list(shapes[name])}")

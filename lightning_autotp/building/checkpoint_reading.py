@@ -24,6 +24,7 @@ from torch import Tensor
 
 from lightning_autotp.building.recorder import _trim
 from lightning_autotp.building.weight_conversion import CHUNK_BYTES
+from lightning_autotp.layouts.listing import listed
 from lightning_autotp.layouts.ownership import Run
 
 _DTYPES = {
@@ -91,7 +92,7 @@ def _check_records(file: str | os.PathLike[str], contents: bool) -> None:
 
 def _not_plain(file: str | os.PathLike[str], error: Exception) -> str:
     try:
-        named = ", ".join(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))[:10])
+        named = listed(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file)))
     except Exception:
         named = ""
     if not named:

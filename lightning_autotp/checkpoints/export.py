@@ -29,6 +29,7 @@ from lightning_autotp.checkpoints.files import alone
 from lightning_autotp.checkpoints.reversal import ExportPlan, Step, describe_conversions, plan_export, skeleton
 from lightning_autotp.checkpoints.safetensors_writer import Described, SafetensorsWriter
 from lightning_autotp.checkpoints.stored import original_shape
+from lightning_autotp.layouts.listing import listed
 from lightning_autotp.parameters.gathering import whole_tensor
 from lightning_autotp.parameters.state import ParameterTable, is_parallel, parallel_state
 from lightning_autotp.private.transformers_private import (
@@ -249,7 +250,7 @@ def _described(
     if other:
         raise ValueError(
             f"the model's state dict has values that are no tensors, which safetensors files cannot hold:"
-            f" {', '.join(other[:10])}. Save full_state_dict(model) with torch.save instead"
+            f" {listed(other)}. Save full_state_dict(model) with torch.save instead"
         )
     tensors: dict[str, tuple[Described, Hashable]] = {}
     for name, value in state.items():

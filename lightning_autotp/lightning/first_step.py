@@ -43,7 +43,7 @@ from lightning_autotp.proving.new_calls import kind_of
 SECONDS = 20.0
 """How long looking at the first step may take."""
 
-LARGEST = 2**20
+MOST_VALUES = 2**20
 """Elements of an integer tensor whose values are kept: code may ask for them (lengths, masks, sizes of pictures)."""
 
 
@@ -222,7 +222,8 @@ def _calls(module: LightningModule, models: Sequence[nn.Module], batch: Any) -> 
 
         return forward
 
-    for model, forward in [(model, recorded(model)) for model in models]:
+    forwards = list(map(recorded, models))
+    for model, forward in zip(models, forwards, strict=True):
         vars(model)["forward"] = forward
     for name in ("log", "log_dict"):  # there is nothing to log to yet
         vars(module)[name] = lambda *_, **__: None
@@ -254,7 +255,7 @@ def _portable(call: Call) -> Call:
         raise TypeError(f"the model is called with a {unknown[0]}, about which nothing is known")
 
     def one(value: Tensor) -> Tensor:
-        if value.is_floating_point() or value.is_complex() or value.numel() > LARGEST:
+        if value.is_floating_point() or value.is_complex() or value.numel() > MOST_VALUES:
             return on_meta(value).requires_grad_(value.requires_grad)
         return value.detach().clone()
 

@@ -39,39 +39,46 @@ def make_models_local(
         CaptureError: if a model cannot be traced; and whatever else :func:`~lightning_autotp.parallelize` raises.
     """
     asked = [model for model, inputs in models if inputs is None and options.plan is None]
+    is_price_unknown = options.plan is None and options.tokens == TokensPerStep()
     step = FirstStep(options.tokens)
-    if asked or options.tokens == TokensPerStep():
+    if asked or is_price_unknown:
         with raise_together(None, "looking at the first training step"):
             found = first_step(trainer, asked) if trainer.is_global_zero else None
         step = trainer.strategy.broadcast(found) or step
-        if options.tokens == TokensPerStep():
+        if is_price_unknown:
             options = replace(options, tokens=step.tokens)
     calls = dict(zip(asked, step.calls, strict=True))
     for model, inputs in models:
         check_same_weights(model, None)
-        if model not in calls:
+        if model in calls:
+            _make_local_for_call(model, calls[model], step.why, group, options)
+        else:
             make_local(model, group, inputs, options)
-            continue
-        why = step.why
-        examples = list(_examples(model, calls[model]))
-        for last, (example, source) in zip([False] * (len(examples) - 1) + [True], examples, strict=True):
-            try:
-                made_up = f"a made-up batch, as the first training step is not known: {why}"
-                make_local(model, group, example, replace(options, traced_with=source or made_up))
-                break
-            except CaptureError as error:
-                if is_parallel(model):
-                    raise
-                if last:
-                    raise CaptureError(f"{error} (The first training step does not serve instead: {why})") from error
-                why = str(error)
+
+
+def _make_local_for_call(
+    model: nn.Module, call: Call | None, why: str, group: dist.ProcessGroup, options: PlanOptions
+) -> None:
+    """Make a model local for the call of the training step; where that is not known or not traced, for one made up."""
+    for example, source in _examples(model, call):
+        try:
+            make_local(model, group, example, replace(options, traced_with=source))
+            return
+        except CaptureError as error:
+            if is_parallel(model):
+                raise
+            why = str(error)
+    source = f"a made-up batch, as the first training step is not known: {why}"
+    try:
+        make_local(model, group, None, replace(options, traced_with=source))
+    except CaptureError as error:
+        raise CaptureError(f"{error} (The first training step does not serve instead: {why})") from error
 
 
 def _examples(model: nn.Module, call: Call | None) -> Iterator[tuple[Any, str]]:
-    """What to trace a model with, best first, and where that comes from; at last a batch that is made up."""
+    """The call of the training step in forms that a trace may take, best first, each with where it comes from."""
     if call is not None:
         small = in_small(model, call)
         if small is not call:
             yield small, "the call of the first training step, its batch cut to a few short sentences"
         yield with_rows(call), "the call of the first training step"
-    yield None, ""

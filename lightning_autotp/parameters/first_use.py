@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_autotp.layouts.listing import listed
 from lightning_autotp.layouts.types import Shard
 from lightning_autotp.parameters.state import parallel_models, parallel_state
 from lightning_autotp.parameters.written import Written
@@ -126,7 +127,7 @@ def _after_loading(model: nn.Module, keys: Any) -> None:
 def _refuse(model: nn.Module, names: Sequence[str]) -> None:
     if names:
         raise RuntimeError(
-            f"{', '.join(names[:5])}{f' and {len(names) - 5} others' * (len(names) > 5)} of the parallel"
+            f"{listed(names)} of the parallel"
             f" {type(model).__name__} were written in place after it was divided, when each rank has only a part of"
             " them, by code that nobody has looked at: rows by their index or random numbers would be others in the"
             " whole tensor. Write while the model is whole, in configure_model() or before parallelize(); or write into"

@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from lightning_autotp.layouts.listing import listed
 from lightning_autotp.private.torch_private import writes_into
 
 
@@ -64,7 +65,7 @@ class LaterWrites:
         elif (unknown := sorted(changed - self._looked_at)) and not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"{', '.join(unknown[:5])}{f' and {len(unknown) - 5} others' * (len(unknown) > 5)} were written in"
+                f"{listed(unknown)} were written in"
                 " place, not by an optimizer, by code that nobody has looked at. Each rank has only a part of them:"
                 " what does the same with each element is right; rows by their index or random numbers would be others"
                 " in the whole tensor. Run that code once inside `with lightning_autotp.checked(model):`, which tells",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 
 from lightning_autotp.layouts.dims import leaves
+from lightning_autotp.layouts.listing import listed
 from lightning_autotp.layouts.places import Boundary, CallPoint
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.layouts.step_size import TokensPerStep
@@ -174,4 +175,4 @@ def _impossible(name: str, dim: int, obstacle: object) -> str:
 
 def _listed(pinned: Mapping[str, int | None]) -> str:
     shown = [f"{name} {'whole' if dim is None else f'along dim {dim}'}" for name, dim in pinned.items()]
-    return ", ".join(shown[:5]) + ", ..." * (len(shown) > 5)
+    return listed(shown)

@@ -25,6 +25,7 @@ from lightning_autotp.building.checkpoint_reading import (
 )
 from lightning_autotp.building.recipe import Recipe
 from lightning_autotp.building.weight_conversion import Blocks
+from lightning_autotp.layouts.listing import listed
 from lightning_autotp.parameters.local_blocks import held_blocks, plain, with_values
 from lightning_autotp.parameters.meta import ParameterMeta
 from lightning_autotp.parameters.state import Place, model_group, parallel_models
@@ -72,7 +73,7 @@ def load_parameters(model: nn.Module, device: torch.device | str | None = None) 
     if empty:
         raise CheckpointError(
             f"nothing is known to fill {len(empty)} parameters from, which were made on the meta device elsewhere, or"
-            f" belong to another parallel model, too: {', '.join(empty[:10])}{', ...' * (len(empty) > 10)}. Build the"
+            f" belong to another parallel model, too: {listed(empty)}. Build the"
             " model in configure_model()"
         )
     wrong = [

@@ -1,0 +1,18 @@
+"""Lists of names in messages."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from itertools import islice
+
+MOST = 5
+
+
+def listed(names: Collection[str]) -> str:
+    """The first few of these names, and how many others there are.
+
+    >>> listed(["a", "b"]), listed("abcdefg")
+    ('a, b', 'a, b, c, d, e and 2 more')
+    """
+    shown = ", ".join(islice(names, MOST))
+    return f"{shown} and {len(names) - MOST} more" if len(names) > MOST else shown
