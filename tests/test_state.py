@@ -311,7 +311,7 @@ def test_a_module_that_uses_anothers_parameter_sees_to_its_sum(two: list[dict[st
 @pytest.mark.parametrize(
     ("case", "said"),
     [
-        ("adapter", "model.layers.1.self_attn.q_proj.lora_B.default.weight, lm_head.lora_A.default.weight, ..."),
+        ("adapter", "model.layers.1.self_attn.q_proj.lora_B.default.weight, lm_head.lora_A.default.weight and 1 more"),
         ("saved module", "lora_B.default.weight, lm_head.modules_to_save.default.weight"),
         ("parametrization", "model.layers.1.mlp.up_proj.parametrizations.weight.original came into the parallel"),
         ("other shape", "lm_head.weight is (70, 32), this rank's part ("),
