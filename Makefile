@@ -1,5 +1,6 @@
 # make train         fine-tune SmolLM2-135M-Instruct on two processes   (make train ARGS="--compare --max-steps 10")
 # make test          the test suite                                     (make test ARGS="-k llama")
+# make test-nightly  what CI has no time for: the same tests for more models and numbers of ranks
 # make test-lowest   its fast tests with the lowest versions that pyproject.toml allows
 # make zoo           every architecture of transformers against one process   (make zoo ARGS="--only llama gpt2 --tp 4")
 # make faults        what a job does when a rank fails, and docs/faults-measured.md   (make faults ARGS="SIGSTOP 'kill -9'")
@@ -15,7 +16,7 @@ JOBS ?= 2
 ARGS ?=
 BIN := $(VENV)/bin
 
-.PHONY: train test test-lowest zoo faults lint setup clean
+.PHONY: train test test-nightly test-lowest zoo faults lint setup clean
 
 setup: $(VENV)/.installed
 
@@ -40,11 +41,14 @@ test: $(VENV)/.installed
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TRANSFORMERS_VERBOSITY=error TOKENIZERS_PARALLELISM=false \
 		$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
+test-nightly:
+	$(MAKE) test ARGS="-m nightly $(ARGS)"
+
 # The tests of what other libraries' versions decide: reading their models and checkpoints, tracing, planning, training
 # through the Trainer, saving, adapters, averages, metrics, commands and private APIs. (The rules' tests ask torch alone,
 # of which both sets have the same version.)
-LOWEST = capture elimination solver plan verify calls strategy callbacks two_copies peft checkpoint \
-	checkpoint_files pretrained export metrics private versions
+LOWEST = capture elimination solver plan verify calls strategy callbacks peft checkpoint pretrained metrics \
+	private versions
 
 test-lowest:
 	$(MAKE) test VENV=.venv-lowest CONSTRAINTS=constraints-lowest.txt EXTRAS=dev \

@@ -39,7 +39,7 @@ def token_log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
 
     Example:
         >>> token_log_probs(torch.zeros(1, 3, 8), torch.tensor([[5, 0, -100]]))  # -log(8)
-        tensor([[-2.0794, -2.0794, 0.0000]])
+        tensor([[-2.0794, -2.0794,  0.0000]])
     """
     _check(logits, tokens)
     exact = logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -380,7 +380,15 @@ def on_every_rank(rank: int, world_size: int, family: str) -> dict[str, Any]:
     return seen
 
 
-@pytest.fixture(scope="module", params=[(family, ranks) for family in FAMILIES for ranks in (2, 3)], ids=str)
+ALL = [(family, ranks) for family in FAMILIES for ranks in (2, 3)]
+IN_CI = [("phi", 3), ("gpt2", 2)]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(one, marks=[] if one in IN_CI else pytest.mark.nightly) for one in ALL],
+    ids=str,
+)
 def found(request: pytest.FixtureRequest) -> tuple[str, list[dict[str, Any]]]:
     family, ranks = request.param
     return family, run_ranks(on_every_rank, ranks, family)

@@ -157,7 +157,7 @@ def every_check(rank: int, ranks: int) -> int:
     return count
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_the_loss_is_that_of_the_whole_logits(ranks: int) -> None:
     assert run_ranks(every_check, ranks) == [6 * 3 * 3 * 2 * 3] * ranks
 

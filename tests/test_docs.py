@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
+import doctest
 import importlib
 import inspect
 import io
@@ -27,6 +28,7 @@ import lightning_autotp
 from lightning_autotp.operators import registry
 
 ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "lightning_autotp"
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [*sorted(ROOT.glob("*.md")), *DOCS]
 OPERATORS_PAGE = ROOT / "docs" / "adding-an-operator.md"
@@ -239,3 +241,17 @@ def test_quoted_messages_are_real() -> None:
         length = min(len(quote), 20)
         pieces = [quote[start : start + length] for start in range(len(quote) - length + 1)]
         assert any(piece in text for piece in pieces for text in strings), quote
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for path in PACKAGE.rglob("*.py")
+        if ">>>" in path.read_text()
+    ],
+)
+def test_examples_in_docstrings_print_what_they_say(module: str) -> None:
+    result = doctest.testmod(importlib.import_module(module))
+    assert result.attempted > 0
+    assert result.failed == 0

@@ -33,7 +33,6 @@ from lightning_autotp.private.lightning_private import DeferredSignals
 from lightning_autotp.ranks import peers, started
 from lightning_autotp.ranks.peers import Peer, PeerWatch
 
-KILLS = 20
 STEPS = 240
 ENDS_WITHIN = 300.0
 """Seconds; nearly all of them are for a machine that does other things too. Whoever waits for the process group waits
@@ -151,11 +150,12 @@ def losses(folder: Path) -> list[tuple[int, float]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_a_run_killed_twenty_times_has_the_losses_of_one_that_was_not(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.nightly)])
+def test_a_run_killed_many_times_has_the_losses_of_one_that_was_not(tmp_path: Path, kills: int) -> None:
     draw = random.Random(0)
     killed = tmp_path / "killed"
     killed.mkdir()
-    for _ in range(KILLS):
+    for _ in range(kills):
         job = Job(killed)
         pids = job.wait_for_training()
         job.wait_for_steps(draw.randrange(12))
@@ -202,12 +202,12 @@ def test_nobody_waits_for_a_rank_that_has_gone(tmp_path: Path, how: str) -> None
 
 # --- faults, as users meet them ---
 
-SHORT = [
-    ("raise, on_train_end, 1", 1, "rank 1 (process … on …) failed: ValueError: planted"),
+IN_CI = [
     ("raise, saving, 1", 1, "rank 1 (process … on …) failed: ValueError: planted"),
     ("SIGTERM, first step, 1", 128 + signal.SIGTERM, "a process of the job got SIGTERM, and all of them end here"),
 ]
-LONG = [
+NIGHTLY = [
+    ("raise, on_train_end, 1", 1, "rank 1 (process … on …) failed: ValueError: planted"),
     ("sys.exit(0), planning, 0", 1, "rank 0 (process … on …) failed: SystemExit: 0"),
     ("kill -9, teardown, 1", 1, "rank 1 (process … on …) has died"),
     (
@@ -221,7 +221,7 @@ LONG = [
 
 
 @pytest.mark.parametrize(
-    ("name", "code", "message"), [*SHORT, *(pytest.param(*one, marks=pytest.mark.slow) for one in LONG)]
+    ("name", "code", "message"), [*IN_CI, *(pytest.param(*one, marks=pytest.mark.nightly) for one in NIGHTLY)]
 )
 def test_a_fault_ends_the_job_and_its_exit_code_says_so(
     name: str, code: int, message: str, monkeypatch: pytest.MonkeyPatch

@@ -182,7 +182,7 @@ def trio() -> list[dict[str, dict[str, Any]]]:
     return run_trainer_ranks(on_ranks, 3, RANKS[3])
 
 
-@pytest.fixture(params=[2, 3])
+@pytest.fixture(params=[2, pytest.param(3, marks=pytest.mark.nightly)])
 def together(request: pytest.FixtureRequest) -> tuple[int, list[dict[str, dict[str, Any]]]]:
     """Both of them."""
     return request.param, request.getfixturevalue({2: "pair", 3: "trio"}[request.param])

@@ -50,7 +50,7 @@ def reads(plan: Plan, family: str, **batch: Any) -> Plan:
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "bloom", "phi3"])
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_a_plan_read_back_is_what_the_solver_meant(family: str, ranks: int) -> None:
     plan, solution = make_plan(meta_model(family), ranks)
     again, found = read_plan(Plan.from_json(plan.to_json()), solution.graph, IMPLEMENTATIONS)

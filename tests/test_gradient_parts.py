@@ -27,7 +27,7 @@ from lightning_autotp.training.gradients import synchronize_gradients
 
 Named = dict[str, nn.Parameter]
 
-RANKS = [2, 3, 4]
+RANKS = [pytest.param(2, marks=pytest.mark.nightly), 3, pytest.param(4, marks=pytest.mark.nightly)]
 
 
 def gradients_of(named: Named) -> dict[str, Tensor]:

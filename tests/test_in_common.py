@@ -436,7 +436,7 @@ QUIET = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("case", QUIET)
 def test_runs_in_which_nothing_differs(world_size: int, case: str, folder: Any) -> None:
     for seen in ranks(world_size, folder):

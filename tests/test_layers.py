@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import doctest
-import importlib
 import pickle
 
 import pytest
@@ -417,10 +415,3 @@ def test_what_cannot_be_made_parallel_is_said() -> None:
     normed = nn.utils.parametrizations.weight_norm(nn.Linear(6, 7))
     with pytest.raises(ValueError, match="no parameter 'weight' of its own"):
         ColumnParallelLinear.convert(normed, SEVEN, GROUP)
-
-
-@pytest.mark.parametrize("name", ["linear", "embedding", "logits"])
-def test_the_examples_in_the_docstrings_run(name: str) -> None:
-    result = doctest.testmod(importlib.import_module(f"lightning_autotp.parallel.{name}"))
-    assert result.attempted > 0
-    assert result.failed == 0

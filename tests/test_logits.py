@@ -391,7 +391,7 @@ def every_check(rank: int, ranks: int) -> int:
     return len(ownerships)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_functions_on_sharded_logits_are_those_on_whole_ones(ranks: int) -> None:
     run_ranks(every_check, ranks)
 

@@ -50,6 +50,7 @@ ARCHITECTURES = {
     "bamba": "causal",
     "t5": "seq2seq",
 }
+IN_CI = ("llama", "gpt2", "mixtral", "t5")
 OUTCOMES = BUILDING, CUTS, TRACE, PARITY, EQUIVALENT = "building", "cuts", "trace", "parity", "equivalent"
 PAGE = Path(__file__).parent.parent / "docs" / "planted-mistakes.md"
 LOSS_TOLERANCE, GRADIENT_TOLERANCE, ROUNDING = 1e-5, 1e-4, 1e-7
@@ -183,7 +184,9 @@ def is_explained(name: str, mutation: Mutation) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in IN_CI else pytest.mark.nightly) for name in ARCHITECTURES]
+)
 def test_verification_finds_mistakes_of_the_execution(name: str) -> None:
     """All of them, before anything runs."""
     _, _, plan, solution, mutations = planned(name)
@@ -194,6 +197,7 @@ def test_verification_finds_mistakes_of_the_execution(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_parity_finds_all_others() -> None:
     found = judged()
     assert table(found) in PAGE.read_text(), f"the page's table is to be:\n{table(found)}"

@@ -121,7 +121,11 @@ def other_calls(rank: int, size: int, families: list[str]) -> None:
 
 @pytest.mark.parametrize(
     ("size", "families"),
-    [(2, ["llama", "olmoe", "qwen3_moe"]), (3, ["gpt2", "gpt_oss"]), (4, ["mixtral", "granitemoe", "qwen2_moe"])],
+    [
+        pytest.param(2, ["llama", "olmoe", "qwen3_moe"], marks=pytest.mark.nightly),
+        (3, ["gpt2", "gpt_oss"]),
+        pytest.param(4, ["mixtral", "granitemoe", "qwen2_moe"], marks=pytest.mark.nightly),
+    ],
 )
 def test_calls_with_other_arguments_modes_and_settings_are_as_in_one_process(size: int, families: list[str]) -> None:
     run_ranks(other_calls, size, families)
@@ -174,7 +178,7 @@ def encoded(rank: int, size: int, families: list[str]) -> None:
                 assert torch.allclose(*gradients, rtol=1e-4, atol=1e-7), family
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_what_a_module_inside_gives_may_be_given_instead(size: int) -> None:
     run_ranks(encoded, size, ["bart", "t5"])
 

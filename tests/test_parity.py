@@ -85,7 +85,9 @@ def ranks(number: int) -> list[dict[str, dict[str, Any]]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [2, 3, 4])
+@pytest.mark.parametrize(
+    "number", [pytest.param(2, marks=pytest.mark.nightly), 3, pytest.param(4, marks=pytest.mark.nightly)]
+)
 def test_twenty_steps_equal_one_process(number: int) -> None:
     results = ranks(number)
     for family in SHAPES:

@@ -141,7 +141,14 @@ def wanted() -> Callable[[str], dict[str, dict[str, Any]]]:
 
 @pytest.mark.parametrize(
     ("family", "ranks"),
-    [("llama", 2), ("llama", 4), ("tied llama", 3), ("gpt2", 2), ("gpt2", 4), ("phi", 3)],
+    [
+        ("llama", 4),
+        ("gpt2", 2),
+        *(
+            pytest.param(*one, marks=pytest.mark.nightly)
+            for one in [("llama", 2), ("tied llama", 3), ("gpt2", 4), ("phi", 3)]
+        ),
+    ],
 )
 def test_as_in_one_process(family: str, ranks: int, wanted: Callable[[str], dict[str, dict[str, Any]]]) -> None:
     theirs = wanted(family)

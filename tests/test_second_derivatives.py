@@ -73,7 +73,9 @@ def local_products(rank: int, size: int) -> dict[str, tuple[float, dict[str, Ten
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize(
+    "ranks", [2, pytest.param(3, marks=pytest.mark.nightly), pytest.param(4, marks=pytest.mark.nightly)]
+)
 def test_hessian_vector_products(ranks: int) -> None:
     results = run_ranks(local_products, ranks)
     for family in FAMILIES:
@@ -145,7 +147,7 @@ def penalties_on_conversions(rank: int, size: int) -> int:
     return len(maps(size))
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_gradient_penalties_through_conversions(ranks: int) -> None:
     assert all(count == 6 for count in run_ranks(penalties_on_conversions, ranks))
 
@@ -176,6 +178,6 @@ def penalties_on_the_loss(rank: int, size: int) -> int:
     return len(maps(size))
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_gradient_penalties_through_the_vocabulary_parallel_loss(ranks: int) -> None:
     assert all(count == 6 for count in run_ranks(penalties_on_the_loss, ranks))

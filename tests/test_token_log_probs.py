@@ -87,7 +87,7 @@ def mistakes(logits: Tensor, tokens: Tensor) -> dict[str, tuple[Tensor, Tensor]]
     }
 
 
-@pytest.mark.parametrize("number", [2, 3])
+@pytest.mark.parametrize("number", [pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_every_map_equals_one_process(number: int) -> None:
     for seen in run_ranks(on_every_map, number):
         for name, ownership in maps(number).items():

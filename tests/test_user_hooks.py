@@ -69,7 +69,13 @@ def collecting(rank: int, size: int, families: list[str]) -> None:
         assert worst(model, reference) < 2e-5
 
 
-@pytest.mark.parametrize(("size", "families"), [(2, ["llama", "gpt2"]), (3, ["llama", "mixtral"]), (4, ["gpt2"])])
+@pytest.mark.parametrize(
+    ("size", "families"),
+    [
+        (2, ["llama", "gpt2"]),
+        *(pytest.param(*one, marks=pytest.mark.nightly) for one in [(3, ["llama", "mixtral"]), (4, ["gpt2"])]),
+    ],
+)
 def test_losses_on_activations_that_hooks_collect(size: int, families: list[str]) -> None:
     run_ranks(collecting, size, families)
 
@@ -105,7 +111,7 @@ def adapting(rank: int, size: int) -> None:
     assert worst(model, reference) < 2e-5
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_adapters_by_hooks_are_as_in_one_process(size: int) -> None:
     run_ranks(adapting, size)
 
@@ -159,7 +165,10 @@ def alone(rank: int, size: int, families: list[str]) -> None:
         assert worst(model, reference) < 2e-5
 
 
-@pytest.mark.parametrize(("size", "families"), [(2, ["llama", "gpt2", "mixtral"]), (3, ["llama", "gpt2"])])
+@pytest.mark.parametrize(
+    ("size", "families"),
+    [pytest.param(2, ["llama", "gpt2", "mixtral"], marks=pytest.mark.nightly), (3, ["llama", "gpt2"])],
+)
 def test_the_base_model_embeddings_and_head_called_by_themselves(size: int, families: list[str]) -> None:
     run_ranks(alone, size, families)
 

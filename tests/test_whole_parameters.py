@@ -140,7 +140,9 @@ def every_layout(rank: int, size: int) -> dict[str, Any]:
     return seen
 
 
-@pytest.fixture(scope="module", params=[2, 3, 4])
+@pytest.fixture(
+    scope="module", params=[pytest.param(2, marks=pytest.mark.nightly), 3, pytest.param(4, marks=pytest.mark.nightly)]
+)
 def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     return run_ranks(every_layout, request.param)
 
@@ -232,7 +234,9 @@ def higher_orders(rank: int, size: int) -> dict[tuple[str, int], tuple[Tensor, d
     return seen
 
 
-@pytest.mark.parametrize("number", [2, 3, 4])
+@pytest.mark.parametrize(
+    "number", [2, pytest.param(3, marks=pytest.mark.nightly), pytest.param(4, marks=pytest.mark.nightly)]
+)
 def test_higher_derivatives_on_every_layout(number: int) -> None:
     results = run_ranks(higher_orders, number)
     for case, order in results[0]:
@@ -390,7 +394,9 @@ def real_models(rank: int, size: int) -> dict[tuple[str, str], tuple[Tensor, dic
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [2, 3, 4])
+@pytest.mark.parametrize(
+    "number", [pytest.param(2, marks=pytest.mark.nightly), 3, pytest.param(4, marks=pytest.mark.nightly)]
+)
 def test_real_models(number: int) -> None:
     results = run_ranks(real_models, number)
     for family in FAMILIES:

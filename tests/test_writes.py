@@ -214,7 +214,9 @@ def wrong_ones(rank: int, size: int, family: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("family", "size"), [("llama", 2), ("gpt2", 2), ("phi", 3)])
+@pytest.mark.parametrize(
+    ("family", "size"), [("llama", 2), pytest.param("gpt2", 2, marks=pytest.mark.nightly), ("phi", 3)]
+)
 def test_writes_that_are_known_give_one_processs_results(family: str, size: int) -> None:
     ranks = run_ranks(right_ones, size, family)
     for change in RIGHT:
@@ -232,7 +234,9 @@ def test_writes_that_are_known_give_one_processs_results(family: str, size: int)
                 )
 
 
-@pytest.mark.parametrize(("family", "size"), [("llama", 2), ("gpt2", 2), ("phi", 3)])
+@pytest.mark.parametrize(
+    ("family", "size"), [("llama", 2), pytest.param("gpt2", 2, marks=pytest.mark.nightly), ("phi", 3)]
+)
 def test_other_writes_are_errors_on_every_rank_before_the_first_use(family: str, size: int) -> None:
     for found in run_ranks(wrong_ones, size, family):
         for change, (name, error) in found.items():

@@ -34,7 +34,7 @@ ON_TWO_RANKS = (
 ON_FOUR_RANKS = ("causal:llama", "causal:falcon")
 
 # The causal models are planned in so many tests, each every so many-th model.
-PARTS = 8
+PARTS = 16
 # The causal models with less than nine tenths of their parameters sharded, and the share that they have at least.
 LESS_SHARDED = {"blt": 0.8, "dbrx": 0.2, "longcat_flash": 0.6}
 
@@ -45,7 +45,11 @@ def parity(*names: str, ranks: int = 2) -> list[Verdict]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("names", ON_TWO_RANKS, ids=" ".join)
+@pytest.mark.parametrize(
+    "names",
+    [ON_TWO_RANKS[0], *(pytest.param(names, marks=pytest.mark.nightly) for names in ON_TWO_RANKS[1:])],
+    ids=" ".join,
+)
 def test_loss_and_gradients_equal_one_process(names: tuple[str, ...]) -> None:
     for verdict in parity(*names):
         check(verdict)
@@ -194,7 +198,7 @@ def test_command_line_spelling() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.nightly) for part in range(1, PARTS))])
 def test_every_causal_model_is_planned(part: int) -> None:
     torch.set_num_threads(1)
     plans = [plan_one(name, "causal", 2) for name in architectures("causal")[part::PARTS]]
