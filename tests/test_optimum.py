@@ -19,7 +19,7 @@ from lightning_autotp.capture.capture import capture
 from lightning_autotp.layouts.types import Shard
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
 from lightning_autotp.solving import solver
-from lightning_autotp.solving.call_points import bare_modules, open_modules
+from lightning_autotp.solving.call_points import open_calls
 from lightning_autotp.solving.cost import Profile
 from lightning_autotp.solving.tables import Tables
 
@@ -212,7 +212,7 @@ def solved_rounds(monkeypatch: pytest.MonkeyPatch, name: str, ranks: int, profil
     tokens = torch.zeros(2, 5, dtype=torch.long, device="meta")
     states = torch.empty(2, 5, HIDDEN, device="meta")
     graph = capture(model, (tokens, tokens) if make is Tied else (states,))
-    solver.solve(open_modules(graph, bare_modules(graph, IMPLEMENTATIONS)), ranks, IMPLEMENTATIONS, profile)
+    solver.solve(open_calls(graph, IMPLEMENTATIONS), ranks, IMPLEMENTATIONS, profile)
     return rounds
 
 

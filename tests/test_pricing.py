@@ -19,7 +19,7 @@ from lightning_autotp.layouts.types import Layout, Shard
 from lightning_autotp.operators.graph import Graph
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
 from lightning_autotp.pipeline import make_plan
-from lightning_autotp.solving.call_points import bare_modules, open_modules
+from lightning_autotp.solving.call_points import open_calls
 from lightning_autotp.solving.cost import Profile
 from lightning_autotp.solving.pricing import NOMINAL_LENGTH
 from lightning_autotp.solving.solution import Solution
@@ -36,7 +36,7 @@ def ids(*shape: int) -> Tensor:
 def traced(model: nn.Module, rows: int, length: int) -> Graph:
     batch = {"input_ids": ids(rows, length), "labels": ids(rows, length), "use_cache": False}
     graph = capture(model, batch)
-    return open_modules(graph, bare_modules(graph, IMPLEMENTATIONS))
+    return open_calls(graph, IMPLEMENTATIONS)
 
 
 def layouts(solution: Solution) -> dict[str, Layout]:

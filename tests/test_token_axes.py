@@ -18,7 +18,7 @@ from lightning_autotp.proving.compare import compare
 from lightning_autotp.proving.read_plan import read_plan
 from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.solving.annotate import annotate
-from lightning_autotp.solving.call_points import bare_modules, open_modules
+from lightning_autotp.solving.call_points import open_calls
 from lightning_autotp.solving.cost import Profile
 from lightning_autotp.solving.solution import Solution
 from lightning_autotp.solving.solver import solve
@@ -68,7 +68,7 @@ class Experts(nn.Module):
 def solved(model: nn.Module, batch: Tensor, ranks: int, *, deal_tokens: bool = True) -> Solution:
     """The cheapest layouts with matrices that are cut: else every rank would take its tokens through all of them."""
     graph = capture(model, batch)
-    graph = open_modules(graph, bare_modules(graph, IMPLEMENTATIONS))
+    graph = open_calls(graph, IMPLEMENTATIONS)
     pins: dict[str, int | None] = {"up": 0, "down": 0}
     if isinstance(model, Blocks):
         pins = {f"{name}.{n}": dim for n in range(2) for name, dim in (("up", 1), ("down", 0), ("norm", None))}

@@ -25,7 +25,7 @@ from lightning_autotp.parallel.collectives import all_reduce, owner_rows, take_o
 from lightning_autotp.parallel.local_parameters import LocalParameters, become, localize_parameter
 from lightning_autotp.private.torch_private import assert_async
 from lightning_autotp.ranks.group import TPGroup
-from lightning_autotp.solving.implementations import Implementation
+from lightning_autotp.solving.implementations import LEFT, Implementation
 
 _Embedding = TypeVar("_Embedding", bound="VocabParallelEmbedding")
 
@@ -234,7 +234,7 @@ def _build(
     local: LocalParameters,
 ) -> None:
     (_, ownership), *_ = layout.dims
-    VocabParallelEmbedding.convert(module, ownership, group, local=local)
+    VocabParallelEmbedding.convert(module, ownership, group, local=local, reduce_output=use.output != LEFT)
 
 
 VOCAB = Implementation(
@@ -243,7 +243,7 @@ VOCAB = Implementation(
     layer="Embedding",
     operand="weight",
     dims=(0,),
-    outputs=(("P", "I"),),
+    outputs=(("P", "I"), LEFT),
     primitive="vocab_parallel_lookup",
     reads=("weight", "indices"),
     build=_build,

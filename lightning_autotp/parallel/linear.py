@@ -36,13 +36,14 @@ from lightning_autotp.parallel.collectives import (
     all_gather_replicate,
     all_reduce,
     copy_to_tensor_parallel,
+    keep_once,
     reduce_scatter,
     scatter,
     take_owned,
 )
 from lightning_autotp.parallel.local_parameters import LocalParameters, become, localize_parameter
 from lightning_autotp.ranks.group import TPGroup
-from lightning_autotp.solving.implementations import Implementation
+from lightning_autotp.solving.implementations import LEFT, Implementation
 
 SEQUENCE_DIM = 1
 _Column = TypeVar("_Column", bound="ColumnParallelLinear")
@@ -219,7 +220,8 @@ class RowParallelLinear(nn.Linear):
     ================  ======================================================  ===========================
 
     The forward is collective unless ``reduce_output=False``; the backward is when ``sequence_parallel`` (all-gather) or
-    when the input is not parallel. The bias is added once, after the reduction, so it is the same on every rank.
+    when the input is not parallel. The bias is added once, after the reduction, so it is the same on every rank; in a
+    sum that is left to the caller it counts once.
 
     Args:
         in_features: input features of the whole layer.
@@ -229,7 +231,7 @@ class RowParallelLinear(nn.Linear):
         bias: whether there is a bias.
         input_is_parallel: the input is this rank's features already; otherwise the layer takes them from a whole input.
         sequence_parallel: cut the output over its dim 1, evenly (reduce-scatter instead of all-reduce).
-        reduce_output: ``False`` leaves the sum to the caller (and allows no bias).
+        reduce_output: ``False`` leaves the sum to the caller, who may add other such sums to it first.
         device: where to make the (empty) parameters.
         dtype: their dtype.
 
@@ -302,8 +304,8 @@ class RowParallelLinear(nn.Linear):
                 f"a row-parallel layer needs one owner for every input feature, but the map {ownership} shares some: "
                 "their products would be added more than once"
             )
-        if not reduce_output and (sequence_parallel or self.bias is not None):
-            raise ValueError("reduce_output=False leaves a pending sum: it allows neither sequence_parallel nor a bias")
+        if not reduce_output and sequence_parallel:
+            raise ValueError("reduce_output=False leaves a pending sum: it does not allow sequence_parallel")
         self.ownership, self.group = ownership, group
         self.input_is_parallel = input_is_parallel
         self.sequence_parallel = sequence_parallel
@@ -331,6 +333,8 @@ class RowParallelLinear(nn.Linear):
             bias = copy_to_tensor_parallel(bias, self.group) if bias is not None else None
         elif self.reduce_output:
             output = all_reduce(output, self.group)
+        elif bias is not None:
+            bias = keep_once(bias, self.group)
         return output if bias is None else output + bias
 
     def extra_repr(self) -> str:
@@ -396,7 +400,14 @@ def _build_row(
     local: LocalParameters,
 ) -> None:
     (_, ownership), *_ = layout.dims
-    RowParallelLinear.convert(module, ownership, group, local=local, input_is_parallel=use.input is None)
+    RowParallelLinear.convert(
+        module,
+        ownership,
+        group,
+        local=local,
+        input_is_parallel=use.input is None,
+        reduce_output=use.output != LEFT,
+    )
 
 
 COLUMN = Implementation(
@@ -417,7 +428,7 @@ ROW = Implementation(
     operand="weight",
     dims=(1,),
     inputs=(("I", "S"),),
-    outputs=(("P", "I"),),
+    outputs=(("P", "I"), LEFT),
     added_last="bias",
     build=_build_row,
 )

@@ -20,7 +20,7 @@ from lightning_autotp.layouts.types import Invariant, Layout, Shard, local_shape
 from lightning_autotp.operators import Shapes, record
 from lightning_autotp.operators.graph import Graph, Operator, Ref, renamed
 from lightning_autotp.parameters.meta import ParameterMeta
-from lightning_autotp.solving.implementations import Use
+from lightning_autotp.solving.implementations import LEFT, Use
 from lightning_autotp.solving.solution import Conversion, Solution
 
 
@@ -216,7 +216,8 @@ def _implemented(use: Use, operator: Operator, shapes: Any, solution: Solution) 
     (target, shape) = shapes[0]
     added = dict(operator.arguments).get(entry.added_last) if entry.added_last else None
     total = ("total", target) if added else target
-    result = ("partial", target) if use.output else total
+    change = None if use.output == LEFT else use.output
+    result = ("partial", target) if change is not None else total
     if entry.primitive:
         reads = tuple(value for name in entry.reads if (value := operator.argument(name)) is not None)
         maps = _maps(_layout(solution, operator.argument(entry.operand).tensor))
@@ -225,9 +226,14 @@ def _implemented(use: Use, operator: Operator, shapes: Any, solution: Solution) 
     else:
         arguments = tuple((key, None if key == entry.added_last else value) for key, value in operator.arguments)
         yield _Expected(operator.name, arguments, ((result, shape),), operator)
-    if use.output:
-        yield _Expected(f"record:{TRANSITIONS[use.output].name}", (("input", (result,)),), ((total, shape),), operator)
+    if change is not None:
+        yield _Expected(f"record:{TRANSITIONS[change].name}", (("input", (result,)),), ((total, shape),), operator)
     if added:
+        if use.output == LEFT:  # it counts once
+            once, name = ("once", target), f"record:{TRANSITIONS['I', 'P'].name}"
+            whole = solution.graph.tensors[added.tensor].shape
+            yield _Expected(name, (("input", (added,)),), ((once, whole),), operator)
+            added = once
         yield _Expected(
             "aten.add.Tensor", (("self", total), ("other", added), ("alpha", 1)), ((target, shape),), operator
         )

@@ -11,7 +11,7 @@ from lightning_autotp.operators.graph import Graph
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
 from lightning_autotp.parameters.state import parallel_state
 from lightning_autotp.proving.compare import VerificationError, compare, cut_differently
-from lightning_autotp.solving.call_points import bare_modules, open_modules
+from lightning_autotp.solving.call_points import open_calls
 from lightning_autotp.solving.solution import Solution
 
 
@@ -20,7 +20,7 @@ def trace(
 ) -> Graph:
     """The model's graph, with every place in it where a layout may change; arguments are those of ``capture``."""
     graph = capture(model, example_inputs, opaque, training=training)
-    return open_modules(graph, bare_modules(graph, IMPLEMENTATIONS))
+    return open_calls(graph, IMPLEMENTATIONS)
 
 
 def verify(model: nn.Module, solution: Solution, rank: int, example_inputs: Any) -> None:

@@ -1,8 +1,11 @@
 """More places where a layout may change: the arguments and results of single calls inside a module.
 
-Boundaries of modules suffice where a model is made of the usual layers. A module that keeps bare parameters (experts, a
-transposed linear, an attention in one piece) is opened: before every call in its own code that reads a parameter, and
-after it, the solver may convert a tensor.
+Boundaries of modules suffice where a model is made of the usual layers, one after the other. Elsewhere the solver may
+convert a tensor before and after single calls in a module's own code:
+
+* calls that read a parameter, in modules that keep bare ones (experts, a transposed linear, an attention in one piece);
+* additions of what several modules inside gave (attention and MLP side by side, as in GPT-J; embeddings of words and of
+  positions), so that the ranks' parts are added first and summed over the ranks once.
 """
 
 from __future__ import annotations
@@ -11,29 +14,19 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import replace
 
-from lightning_autotp.layouts.places import CallPoint
+from lightning_autotp.layouts.places import Boundary, CallPoint
 from lightning_autotp.operators.graph import Graph, Operator, Ref, renamed
 from lightning_autotp.solving.implementations import Implementations
 
 
-def bare_modules(graph: Graph, implementations: Implementations) -> frozenset[str]:
-    """Modules that use a matrix in other ways than those layers do that have a parallel implementation."""
-    return frozenset(
-        operator.module
-        for operator in graph.operators
-        if operator.boundary is None and not implementations.is_layer(operator)
-        for tensor in operator.inputs
-        if tensor in graph.parameters and len(graph.tensors[tensor].shape) > 1
-    )
-
-
-def open_modules(graph: Graph, modules: Collection[str]) -> Graph:
-    """The graph with points at the arguments and results of those calls in these modules that read a parameter.
+def open_calls(graph: Graph, implementations: Implementations) -> Graph:
+    """The graph with points at the arguments and results of calls at which layouts may change.
 
     A point is an operator called ``boundary``; a tensor has the same index after it as before in ``graph`` where it is
     a result, and a new one where it is an argument.
     """
-    if not modules:
+    calls = _reading_bare_matrices(graph, implementations) | _adding_results(graph)
+    if not calls:
         return graph
     opened = Graph(
         list(graph.tensors),
@@ -47,13 +40,8 @@ def open_modules(graph: Graph, modules: Collection[str]) -> Graph:
     )
     of_call: dict[int, list[Operator]] = {}
     for operator in graph.operators:
-        if operator.call >= 0 and operator.module in modules:
+        if operator.call in calls:
             of_call.setdefault(operator.call, []).append(operator)
-    of_call = {
-        call: mine
-        for call, mine in of_call.items()
-        if any(tensor in graph.parameters for operator in mine for tensor in operator.inputs)
-    }
     argument_names: dict[int, dict[int, Ref]] = {}
     for operator in graph.operators:
         mine = of_call.get(operator.call, [])
@@ -77,6 +65,54 @@ def open_modules(graph: Graph, modules: Collection[str]) -> Graph:
             opened.operators.append(_point(operator, fresh[tensor], tensor, point))
     opened.static_on_demand()
     return opened
+
+
+def _reading_bare_matrices(graph: Graph, implementations: Implementations) -> set[int]:
+    """Calls that read a parameter, in modules that use a matrix otherwise than layers with an implementation do."""
+    reading = [
+        (operator, tensor)
+        for operator in graph.operators
+        if operator.boundary is None
+        for tensor in operator.inputs
+        if tensor in graph.parameters
+    ]
+    bare = {
+        operator.module
+        for operator, tensor in reading
+        if not implementations.is_layer(operator) and len(graph.tensors[tensor].shape) > 1
+    }
+    return {operator.call for operator, _ in reading if operator.call >= 0 and operator.module in bare}
+
+
+def _adding_results(graph: Graph) -> set[int]:
+    """Calls in a module's own code that add what at least two modules inside of it gave, and nothing else reads."""
+    readers = Counter(tensor for operator in graph.operators for tensor in operator.inputs)
+    readers.update(graph.outputs)
+    producers = graph.producers()
+
+    def added(tensor: int, module: str) -> tuple[list[int], int]:
+        """The additions of the module's that a tensor is made by, and how many results of modules go into them."""
+        operator = producers.get(tensor)
+        if operator is None or readers[tensor] > 1:
+            return [], 0
+        if isinstance(operator.boundary, Boundary):
+            return [], operator.boundary.side == "out"
+        if operator.module != module or operator.name not in (_ADD, _DROPOUT):
+            return [], 0
+        found = [added(t, module) for t in operator.inputs if not graph.tensors[t].is_static]
+        calls = [call for calls, _ in found for call in calls]
+        return calls + [operator.call] * (operator.name == _ADD), sum(results for _, results in found)
+
+    opened: set[int] = set()
+    for operator in graph.operators:
+        if operator.name == _ADD:
+            found = [added(tensor, operator.module) for tensor in operator.inputs]
+            if sum(results for _, results in found) > 1:
+                opened.update([operator.call, *(call for calls, _ in found for call in calls)])
+    return opened
+
+
+_ADD, _DROPOUT = "aten.add.Tensor", "aten.dropout.default"
 
 
 def _argument_points(opened: Graph, first: Operator, mine: list[Operator]) -> dict[int, Ref]:

@@ -17,6 +17,9 @@ from lightning_autotp.layouts.types import Layout, Shard
 from lightning_autotp.operators.graph import Operator, Ref
 
 Shape = tuple[float, ...]
+LEFT: Pair = ("P", "P")
+"""The sum of the ranks' products is left to what comes after: the result is Partial."""
+
 Communicates = Callable[[Mapping[str, Shape]], tuple[tuple[str, float], ...]]
 
 
@@ -32,8 +35,10 @@ class Implementation:
         dims: in one of which that argument must be cut, and in no other.
         inputs: changes of type that it makes on the module's first input by itself.
         outputs: changes of type that it makes on its result by itself: of a result that lies like its operands
-            (``S -> I``), or of the ranks' products (``P -> I``), of which one must happen.
-        added_last: an argument that it adds after such a sum (a bias); it has the type of the result.
+            (``S -> I``), or of the ranks' products (``P -> I``), of which one must happen: :data:`LEFT` is to leave
+            their sum to what comes after.
+        added_last: an argument that it adds after such a sum (a bias); it has the type of the result, or is Invariant
+            where the sum is left: then it counts once.
         primitive: the primitive that it is in a trace of the local model, where it is not the operator itself.
         reads: the arguments that the primitive reads.
         shown: an argument that reaches it through the user's code as a tensor that looks whole (logits).
@@ -79,7 +84,7 @@ class Implementation:
             result: bytes of the whole result.
             shapes: whole shapes of its tensor arguments, by name.
         """
-        if after is not None:
+        if after is not None and after != LEFT:
             yield from ((kind, result) for kind in TRANSITIONS[after].collectives)
         if self.communicates is not None:
             yield from self.communicates(shapes)

@@ -25,7 +25,7 @@ from lightning_autotp.solving.call_points import private_draws, static_operands
 from lightning_autotp.solving.candidates import candidates, squares
 from lightning_autotp.solving.cost import Profile, typical_matrix
 from lightning_autotp.solving.elimination import Elimination, Table
-from lightning_autotp.solving.implementations import Implementation, Implementations, Use, operand_of
+from lightning_autotp.solving.implementations import LEFT, Implementation, Implementations, Use, operand_of
 from lightning_autotp.solving.planned import Planned
 from lightning_autotp.solving.pricing import ScaledSizes
 from lightning_autotp.solving.repeated_modules import twins
@@ -328,7 +328,9 @@ class Tables:
                 sent = entry.sent(after, self.bytes[outputs[0]], self._shapes(relation))
                 extra = sum(self.profile.collective(kind, size, self.ranks) for kind, size in sent)
                 result: Kind = after[1] if after else I
-                found.append((kinds | dict.fromkeys([*outputs, *(added & set(inputs))], result), cost + extra))
+                last: Kind = I if after == LEFT else result
+                types = dict.fromkeys(outputs, result) | dict.fromkeys(added & set(inputs), last)
+                found.append((kinds | types, cost + extra))
         plain = not summing and not relation.needs_implementation
         if plain and all(tensor in self.dims or self._convertible(relation, tensor) for tensor in added):
             found.append((kinds | dict.fromkeys([*outputs, *(added & set(inputs))], P), cost))
