@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from lightning_autotp.capture.capture import as_call, language_model_inputs, met
 from lightning_autotp.capture.fingerprint import fingerprint
 from lightning_autotp.layouts.plan import Plan, SizePlan
 from lightning_autotp.layouts.step_size import TokensPerStep
+from lightning_autotp.layouts.types import Shard
 from lightning_autotp.operators.graph import Graph, Operator
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
 from lightning_autotp.parameters.first_use import watch_writes
@@ -46,6 +47,10 @@ from lightning_autotp.training.refused import refuse_methods, refuse_whole_state
 from lightning_autotp.training.resizing import resize_together
 from lightning_autotp.training.user_hooks import show_whole_tensors
 
+SEQUENCE_PARALLEL_PRICE = 1.0
+"""All-reduces that an activation held whole may cost where sequence parallelism is asked for: more than dealing it out
+costs beside what is communicated anyway."""
+
 
 def make_plan(
     model: nn.Module,
@@ -56,6 +61,7 @@ def make_plan(
     keep_whole: Iterable[str] = (),
     cut: Mapping[str, int] | None = None,
     profile: Profile | None = None,
+    sequence_parallel: bool | Literal["auto"] = False,
 ) -> tuple[Plan, Solution]:
     """Work out how to split a model: no weights, no process group, no GPU needed.
 
@@ -68,6 +74,8 @@ def make_plan(
         keep_whole: names of parameters or modules, or patterns of them (``"model.vision_tower.*"``), that stay whole.
         cut: the dim along which the parameters of a name or pattern are cut (``{"lm_head.weight": 0}``).
         profile: the hardware to plan for.
+        sequence_parallel: deal out the tokens between sharded regions (norms, dropouts, residual adds), so that each
+            rank holds its tokens' activations there; ``"auto"``: where that costs no time.
 
     Returns:
         The plan, and the solver's solution behind it.
@@ -78,7 +86,13 @@ def make_plan(
         ValueError: if ``tokens_per_step`` is no positive number, a pattern matches nothing, or a parameter cannot be
             cut as it was said.
     """
-    options = PlanOptions.given(tokens_per_step=tokens_per_step, keep_whole=keep_whole, cut=cut, profile=profile)
+    options = PlanOptions.given(
+        tokens_per_step=tokens_per_step,
+        keep_whole=keep_whole,
+        cut=cut,
+        profile=profile,
+        sequence_parallel=sequence_parallel,
+    )
     inputs, options = _example(model, example_inputs, options)
     with collecting_rarely():
         return _solved(model, trace(model, inputs), inputs, tensor_parallel_size, options)
@@ -98,9 +112,24 @@ def _solved(model: nn.Module, graph: Graph, inputs: Any, ranks: int, options: Pl
         names.setdefault(parameter, []).append(name)
     parameters = [(tuple(aliases), tuple(p.shape), p.element_size()) for p, aliases in names.items()]
     pins = pinned(list(names.values()), options.keep_whole, dict(options.cut))
+    profile = options.profile
+    if options.sequence_parallel is True and not profile.activation_price:
+        profile = replace(profile, activation_price=SEQUENCE_PARALLEL_PRICE, all_reduce_passes=2.0)
+
+    deal_tokens, undealt = options.sequence_parallel is not False, set[int]()
 
     def solve_around(blocked: Mapping[int, str]) -> Solution:
-        return solve(graph, ranks, IMPLEMENTATIONS, options.profile, blocked, options.tokens, pins)
+        return solve(
+            graph,
+            ranks,
+            IMPLEMENTATIONS,
+            profile,
+            blocked,
+            options.tokens,
+            pins,
+            deal_tokens=deal_tokens,
+            undealt=undealt,
+        )
 
     def plan_with(solution: Solution, sizes: tuple[SizePlan, ...]) -> Plan:
         return annotate(solution, type(model).__name__, parameters, sizes, options.traced_with)
@@ -112,6 +141,11 @@ def _solved(model: nn.Module, graph: Graph, inputs: Any, ranks: int, options: Pl
             plan, solution = find_sizes(model, inputs, solution, plan_with)
             return explain(plan, solution), solution
         except Unlocalizable as error:
+            measured = set(_dealt_and_measured(solution, error.mismatch)) - undealt
+            if measured:  # code there asks for the number of tokens, and is to find all of them
+                undealt |= measured
+                solution = solve_around(blocked)
+                continue
             # Nothing is sharded where sizes cannot be made local; the plan reports it.
             operators = next(
                 (found for found in _around(graph, error.mismatch.operator) if found - blocked.keys()), None
@@ -120,6 +154,14 @@ def _solved(model: nn.Module, graph: Graph, inputs: Any, ranks: int, options: Pl
                 raise VerificationError(str(error)) from error
             blocked |= {at: _unlocalizable(graph.operators[at], error.mismatch) for at in operators - blocked.keys()}
             solution = solve_around(blocked)
+
+
+def _dealt_and_measured(solution: Solution, mismatch: Mismatch) -> Iterator[int]:
+    """Tensors of dealt tokens whose shapes are asked for by the code that went another way."""
+    for tensor in solution.graph.measured.get(mismatch.module, ()):
+        layout = solution.layouts.get(tensor)
+        if isinstance(layout, Shard) and layout.grows:
+            yield tensor
 
 
 def parallelize(
@@ -133,6 +175,7 @@ def parallelize(
     profile: Profile | None = None,
     plan: Plan | str | os.PathLike[str] | None = None,
     plan_cache: bool | str | os.PathLike[str] = True,
+    sequence_parallel: bool | Literal["auto"] = False,
     device: torch.device | str | None = None,
     data_mesh: DeviceMesh | None = None,
 ) -> nn.Module:
@@ -152,6 +195,7 @@ def parallelize(
             The first rank's counts.
         plan_cache: where plans are kept, so that the next start of the same model need not plan: a directory, ``True``
             for ``$LIGHTNING_AUTOTP_PLANS`` or the user's cache directory, ``False`` for nowhere.
+        sequence_parallel: whether tokens are dealt out between sharded regions, as for :func:`make_plan`.
         device: where this rank's parameters live; by default the device of ``data_mesh``, or without one where they
             are, and the CPU for those on meta.
         data_mesh: the ranks that hold the same part of other copies of the model, as one dim of a device mesh. Then
@@ -178,6 +222,7 @@ def parallelize(
         profile=profile,
         plan=plan,
         plan_cache=plan_cache,
+        sequence_parallel=sequence_parallel,
     )
     make_local(model, process_group, example_inputs, options)
     fill_local(model, device, data_mesh)
@@ -211,7 +256,15 @@ def _plan(model: nn.Module, graph: Graph, inputs: Any, ranks: int, options: Plan
     """The plan that is given, or was kept, or is made now."""
     if options.plan is not None:
         return options.plan
-    settings = (ranks, options.tokens, options.keep_whole, options.cut, options.profile, options.traced_with)
+    settings = (
+        ranks,
+        options.tokens,
+        options.keep_whole,
+        options.cut,
+        options.profile,
+        options.sequence_parallel,
+        options.traced_with,
+    )
     key = fingerprint(model, inputs, *settings, *(version(name) for name in ("torch", "transformers")))
     kept = options.cache.find(key)
     if kept is not None:

@@ -103,7 +103,7 @@ def one_step(rank: int, ranks: int, kind: str, tokens: list[int]) -> list[tuple[
     solution = solved(meta_copy(model), torch.zeros(7, width, device="meta"), ranks)
     plan = Plan.from_json(planned(model, solution).to_json())
     group = TPGroup.of(dist.group.WORLD)  # type: ignore[arg-type]
-    plan, expected = read_plan(plan, solution.graph, IMPLEMENTATIONS, deal_tokens=True)
+    plan, expected = read_plan(plan, solution.graph, IMPLEMENTATIONS)
     local = meta_copy(model)
     apply_plan(local, plan, group)
     assert compare(capture_local(local, torch.zeros(7, width, device="meta")), expected, rank) is None

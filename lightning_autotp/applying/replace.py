@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_autotp.applying.changed_calls import CallChanges, CallMismatch, LocalForward, number
+from lightning_autotp.applying.lengths import Lengths
 from lightning_autotp.capture.tracer import torch_layer
 from lightning_autotp.layouts.dims import UnknownSize
 from lightning_autotp.layouts.listing import listed
@@ -57,12 +58,13 @@ def apply_plan(model: nn.Module, plan: Plan, group: TPGroup) -> None:
     for size in plan.sizes:
         if size.call is None:
             set_size(model, size, size.local[group.rank])
-    _change_calls(model, plan, group)
+    lengths = Lengths()
+    _change_calls(model, plan, group, lengths)
     for conversion in plan.conversions:
         if conversion.call is None:
             if conversion.view and conversion.side == "out" and not conversion.key:
                 _show_whole(model.get_submodule(conversion.module), conversion)
-            hook_boundary(model, BoundaryConversion(conversion, group))
+            hook_boundary(model, BoundaryConversion(conversion, group, lengths))
     model.autotp = state  # type: ignore[assignment]
 
 
@@ -92,7 +94,7 @@ def _place(conversion: ConversionPlan) -> tuple[Any, ...]:
     return conversion.module, conversion.side, conversion.key, conversion.call, conversion.view
 
 
-def _change_calls(model: nn.Module, plan: Plan, group: TPGroup) -> None:
+def _change_calls(model: nn.Module, plan: Plan, group: TPGroup, lengths: Lengths) -> None:
     """Conversions, sizes and random numbers at calls inside modules."""
     changes: dict[str, dict[CallSite, CallChanges]] = {}
 
@@ -104,7 +106,7 @@ def _change_calls(model: nn.Module, plan: Plan, group: TPGroup) -> None:
             here = at(conversion.module, conversion.call)
             here.converts = True
             places = here.arguments if conversion.side == "argument" else here.results
-            places.append((int(conversion.key), BoundaryConversion(conversion, group).convert))
+            places.append((int(conversion.key), BoundaryConversion(conversion, group, lengths).convert))
     for size in plan.sizes:
         if size.call is not None:
             local = number(size.whole, size.local[group.rank])
@@ -195,10 +197,16 @@ def _show_whole(module: nn.Module, conversion: ConversionPlan) -> None:
 
 
 class BoundaryConversion:
-    """A hook that changes one tensor's layout where it enters or leaves a module. Collective."""
+    """A hook that changes one tensor's layout where it enters or leaves a module. Collective.
 
-    def __init__(self, plan: ConversionPlan, group: TPGroup) -> None:
-        self.plan, self.group = plan, group
+    Args:
+        plan: the change.
+        group: the ranks.
+        lengths: of the axes that this one and others in the same call deal out and gather; none are known by default.
+    """
+
+    def __init__(self, plan: ConversionPlan, group: TPGroup, lengths: Lengths | None = None) -> None:
+        self.plan, self.group, self.lengths = plan, group, lengths or Lengths()
         self.steps = _steps(plan.key)
 
     def convert(self, tensor: Any) -> Any:
@@ -226,12 +234,20 @@ class BoundaryConversion:
         (dim, ownership), rank = shard.dims[0], self.group.rank
         found = tensor.shape[dim]
         planned = ownership.local_size(rank) if shard is source else ownership.size
-        if len(shard.cuts) != 1 or (found == planned and (tensor.is_meta or shard.cuts[0].is_told_by_one)):
+        axis = shard.cuts[0].grown_axis if len(shard.cuts) == 1 else None
+        if len(shard.cuts) != 1 or (
+            axis is None and found == planned and (tensor.is_meta or shard.cuts[0].is_told_by_one)
+        ):
             return source, target
         try:
             cut = shard.cuts[0]
             if shard is target:
-                now = cut.of_size(found)
+                units = cut.units_of(found)
+                now = cut.of_units(units)
+                if axis is not None:
+                    self.lengths.note(axis, units)
+            elif axis is not None and (whole := self.lengths.whole(axis)) is not None:
+                now = cut.of_units(whole)
             elif cut.is_told_by_one or tensor.is_meta:
                 now = cut.of_local_size(rank, found)
             else:

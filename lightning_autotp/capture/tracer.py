@@ -39,6 +39,9 @@ from lightning_autotp.private.torch_private import (
 from lightning_autotp.ranks.random_numbers import are_own_numbers_noted
 
 # Functions that make a tensor of numbers alone: those that are operators, and those that take what Python holds.
+_MEASURING = frozenset([Tensor.shape.__get__, Tensor.size, Tensor.__len__, Tensor.numel])  # type: ignore[attr-defined]
+"""Functions that tell a tensor's shape, or something of it."""
+
 _FACTORIES = {getattr(torch, known.name.split(".")[1]) for known in records() if known.factory}
 _CONSTANTS = {torch.tensor, torch.as_tensor, torch.asarray}
 
@@ -411,6 +414,8 @@ class Calls(TorchFunctionMode):
         if func in _CONSTANTS:
             self._constant(func, args, kwargs, result)
         if len(self.tracer.graph.operators) == recorded:  # it looked at a shape
+            if func in _MEASURING and isinstance(leaves[0], Ref):
+                self.tracer.graph.measured.setdefault(self.tracer.modules[-1], set()).add(leaves[0].tensor)
             del calls[number:]
             return result
         results = tuple(self._leaf(leaf) for leaf in call_leaves(result))

@@ -210,7 +210,24 @@ class Cut:
         Raises:
             UnknownSize: if the length does not tell it.
         """
-        return _grown(self, self._solve(size, lambda units: _resized(self.dim, self._variable(), units).size))
+        return self.of_units(self.units_of(size))
+
+    def units_of(self, size: int) -> int:
+        """How many units the axis has whose size the batch gives, where the whole dim is so long.
+
+        Raises:
+            UnknownSize: if the length does not tell it.
+        """
+        return self._solve(size, lambda units: _resized(self.dim, self._variable(), units).size)
+
+    def of_units(self, units: int) -> Ownership:
+        """The map where the axis whose size the batch gives has so many units."""
+        return _grown(self, units)
+
+    @property
+    def grown_axis(self) -> int | None:
+        """The number in the model's graph of the axis that is dealt out and whose size the batch gives."""
+        return next((self.axes[number] for number in self.grows), None)
 
     def of_local_size(self, rank: int, size: int) -> Ownership:
         """The map where ``rank``'s part of the dim is so long.

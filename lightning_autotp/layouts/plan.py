@@ -227,6 +227,12 @@ class Plan:
     gap: float = 0.0
     traced_with: str = ""
 
+    @property
+    def deals_tokens(self) -> bool:
+        """Whether tokens of sequences are dealt out to the ranks somewhere."""
+        layouts = [layout for change in self.conversions for layout in (change.source, change.target)]
+        return any(isinstance(layout, Shard) and layout.grows for layout in layouts)
+
     def to_json(self) -> str:
         """The plan as JSON text."""
         return json.dumps(_encode(self), indent=1)

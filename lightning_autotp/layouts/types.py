@@ -80,6 +80,11 @@ class Shard:
         ordered = sorted(cuts.items())
         return cls(tuple((dim, cut.ownership()) for dim, cut in ordered), tuple(cut for _, cut in ordered))
 
+    @property
+    def grows(self) -> bool:
+        """Whether what is dealt out are rows or tokens, of which each batch has another number."""
+        return any(cut.grows for cut in self.cuts)
+
     def ownership(self, dim: int) -> Ownership | None:
         """The map of ``dim``, or ``None`` where every rank holds it whole."""
         return dict(self.dims).get(dim)

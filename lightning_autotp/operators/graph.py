@@ -140,6 +140,7 @@ class Graph:
         failure: what the model's code raised, where it did not come to its end.
         example: rows and tokens of the batch that was traced.
         integers: by module, the integers that its code read: its own attributes, and as ``config.NAME`` its config's.
+        measured: by module, the tensors whose shapes its code asked for.
     """
 
     tensors: list[TensorInfo] = field(default_factory=list)
@@ -151,6 +152,7 @@ class Graph:
     failure: str = ""
     example: StepSize = field(default_factory=StepSize)
     integers: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    measured: dict[str, set[int]] = field(default_factory=dict)
 
     def loose(self) -> list[int]:
         """Tensors that no operator makes and that are no parameters (inputs, buffers, constants), as they are used."""

@@ -229,8 +229,9 @@ class _Search:
         for operator in operators:
             for tensor in (*operator.outputs, *operator.inputs):
                 layout = self.solution.layouts.get(tensor)
-                for _, owned in layout.dims if isinstance(layout, Shard) else ():
-                    found.setdefault((owned.size, owned.local_sizes))
+                if isinstance(layout, Shard) and not layout.grows:  # a number of tokens is another in each batch
+                    for _, owned in layout.dims:
+                        found.setdefault((owned.size, owned.local_sizes))
         return found
 
     def _candidates(self, mismatch: Mismatch, sizes: tuple[SizePlan, ...]) -> Iterator[tuple[SizePlan, ...]]:
@@ -261,7 +262,7 @@ class _Search:
         # A number that must be local, or one that follows another tensor's part and must stay whole.
         lengths = self._lengths([mismatch.operator])
         for tensor in mismatch.operator.outputs:
-            for size in graph.tensors[tensor].shape:
+            for size in {*graph.tensors[tensor].shape} - {*graph.example.lengths}:
                 lengths.setdefault((size, (size,) * self.solution.ranks))
         taken = {(size.module, size.attribute, size.call) for size in sizes}
         for leaf, value in enumerate(call.arguments):

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_autotp.applying.lengths import Lengths
 from lightning_autotp.applying.replace import BoundaryConversion, hook_boundary, set_size
 from lightning_autotp.capture.capture import Call, CaptureError
 from lightning_autotp.layouts.places import Boundary
@@ -171,8 +172,9 @@ class CallProver:
             # Where sizes in Python code are those of the local model, a tensor cannot be whole: perhaps further on.
             fixed |= {Boundary(change.module, change.side, change.key) for change in changes}
         # Before the hooks with which the model collects outputs, as in the traces; each before the one after it.
+        lengths = Lengths()  # of axes of this call's graph
         for change in reversed(changes):
-            self.hooks.append(hook_boundary(self.model, _InKind(change, self.group, self, kind), prepend=True))
+            self.hooks.append(hook_boundary(self.model, _InKind(change, self.group, lengths, self, kind), prepend=True))
         for size in sizes:
             self.hooks += _SizeInKind(self.model, size, self, kind).hook()
         return parts_at_modules(solution)
@@ -202,8 +204,10 @@ class CallProver:
 class _InKind(BoundaryConversion):
     """A change of layout in calls of one kind only."""
 
-    def __init__(self, plan: ConversionPlan, group: TPGroup, prover: CallProver, kind: Hashable) -> None:
-        super().__init__(plan, group)
+    def __init__(
+        self, plan: ConversionPlan, group: TPGroup, lengths: Lengths, prover: CallProver, kind: Hashable
+    ) -> None:
+        super().__init__(plan, group, lengths)
         self.prover, self.kind = prover, kind
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:

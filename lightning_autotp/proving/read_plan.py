@@ -21,16 +21,13 @@ from lightning_autotp.solving.solution import Solution
 from lightning_autotp.solving.solver import solve
 
 
-def read_plan(
-    plan: Plan, graph: Graph, implementations: Implementations, *, deal_tokens: bool = False
-) -> tuple[Plan, Solution]:
+def read_plan(plan: Plan, graph: Graph, implementations: Implementations) -> tuple[Plan, Solution]:
     """The layouts that a plan means.
 
     Args:
         plan: the plan.
         graph: what the plan's model runs, with its calls opened as for the solver.
         implementations: those that the plan may name.
-        deal_tokens: whether the plan may deal out axes of activations that no parameter has.
 
     Returns:
         The plan, at the sizes of the graph's batch, which may be another than that it was made with; and the layouts.
@@ -42,7 +39,7 @@ def read_plan(
     difference = _other_model(plan, graph)
     if difference:
         raise PlanMismatch(f"the plan was made for another model: {difference}")
-    solution = _with_local_calls(plan, solve(graph, plan.ranks, implementations, plan=plan, deal_tokens=deal_tokens))
+    solution = _with_local_calls(plan, solve(graph, plan.ranks, implementations, plan=plan))
     again = _annotated(plan, solution)
     for what, theirs, ours in (
         ("changes a layout", map(_change, plan.conversions), map(_change, again.conversions)),

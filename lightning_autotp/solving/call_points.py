@@ -37,6 +37,7 @@ def open_calls(graph: Graph, implementations: Implementations) -> Graph:
         graph.opaque,
         example=graph.example,
         integers=graph.integers,
+        measured=graph.measured,
     )
     of_call: dict[int, list[Operator]] = {}
     for operator in graph.operators:

@@ -35,6 +35,7 @@ class Profile:
         latency: seconds per collective.
         all_reduce_passes: how often an all-reduced byte crosses the link (1 in a switch, 2 in a ring).
         matrix_price: all-reduces of a hidden state that one matrix held whole may cost.
+        activation_price: all-reduces of an activation that this activation held whole may cost.
     """
 
     flops: float = 4e14
@@ -43,6 +44,7 @@ class Profile:
     latency: float = 1e-5
     all_reduce_passes: float = 1.0
     matrix_price: float = 10.0
+    activation_price: float = 0.0
 
     def collective(self, kind: str, size: float, ranks: int) -> float:
         """Seconds of an ``"all_reduce"``, ``"all_gather"`` or ``"reduce_scatter"`` of ``size`` (whole) bytes."""
@@ -66,6 +68,12 @@ class Profile:
             ranks: size of the group.
         """
         return self.matrix_price * self.collective("all_reduce", hidden, ranks) * share * size / matrix
+
+    def activation(self, size: float, share: float, ranks: int) -> float:
+        """Seconds charged for holding ``share`` of an activation of ``size`` bytes."""
+        if not self.activation_price:
+            return 0.0
+        return self.activation_price * self.collective("all_reduce", size, ranks) * share
 
 
 def typical_matrix(parameters: Sequence[tuple[tuple[int, ...], int]]) -> float:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.layouts.step_size import TokensPerStep
@@ -24,6 +25,7 @@ class PlanOptions:
         profile: the hardware.
         plan: a plan that is there already: nothing of the above counts then.
         cache: where plans are kept for the next start.
+        sequence_parallel: whether tokens are dealt out between sharded regions; ``"auto"``: where that costs no time.
         traced_with: where the call that is traced comes from, if there is more to say than whether it was given.
     """
 
@@ -33,6 +35,7 @@ class PlanOptions:
     profile: Profile = field(default_factory=Profile)
     plan: Plan | None = None
     cache: PlanCache = field(default_factory=lambda: PlanCache(None))
+    sequence_parallel: bool | Literal["auto"] = False
     traced_with: str = ""
 
     @classmethod
@@ -45,6 +48,7 @@ class PlanOptions:
         profile: Profile | None = None,
         plan: Plan | str | os.PathLike[str] | None = None,
         plan_cache: bool | str | os.PathLike[str] = False,
+        sequence_parallel: bool | Literal["auto"] = False,
     ) -> PlanOptions:
         """The options as a user writes them; see :func:`lightning_autotp.parallelize`.
 
@@ -52,6 +56,8 @@ class PlanOptions:
             ValueError: for a number of tokens that is none, for options that exclude each other, or where the file of a
                 plan is missing or holds none.
         """
+        if sequence_parallel not in (True, False, "auto"):
+            raise ValueError(f'sequence_parallel is {sequence_parallel!r}: it must be True, False or "auto"')
         keep_whole = (keep_whole,) if isinstance(keep_whole, str) else tuple(keep_whole)
         if plan is not None and (keep_whole or cut):
             raise ValueError("plan= is followed as it is: give keep_whole= and cut= when the plan is made, or edit it")
@@ -62,6 +68,7 @@ class PlanOptions:
             profile=profile or Profile(),
             plan=plan if isinstance(plan, Plan) or plan is None else read(Path(plan)),
             cache=PlanCache.of(plan_cache),
+            sequence_parallel=sequence_parallel,
         )
 
 

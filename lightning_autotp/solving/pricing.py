@@ -87,6 +87,12 @@ class ScaledSizes:
         """The ids of the axes whose sizes the batch gives."""
         return frozenset(self._kinds)
 
+    @property
+    def sequence(self) -> frozenset[int]:
+        """The ids of the axes of tokens; of rows, where the model takes no sequences."""
+        kinds = (_TOKENS, _BOTH) if self._example.lengths else (_ROWS, _TOKENS, _BOTH)
+        return frozenset(axis for axis, kind in self._kinds.items() if kind in kinds)
+
     def shape(self, tensor: int, dims: Dims) -> tuple[float, ...]:
         """The tensor's shape, from its resolved dims."""
         if tensor in self._graph.parameters:

@@ -39,6 +39,7 @@ def solve(
     pinned: Mapping[str, int | None] | None = None,
     plan: Plan | None = None,
     deal_tokens: bool = False,
+    undealt: Collection[int] = (),
     is_other_call: bool = False,
     fixed: Collection[Boundary | CallPoint] = (),
 ) -> Solution:
@@ -53,7 +54,8 @@ def solve(
         tokens: the step to price for.
         pinned: parameters, by name, that are to be cut along this dim, or, with ``None``, to be left whole.
         plan: a plan to be followed: then the layouts are those that it means.
-        deal_tokens: whether axes of activations that no parameter has (rows, tokens) may be dealt out, too.
+        deal_tokens: whether the tokens of sequences may be dealt out, too.
+        undealt: tensors whose tokens may not be.
         is_other_call: whether the graph is of another call than the one that the plan was made for: it may leave out
             places of the plan, and change layouts at boundaries of modules where the plan changes none.
         fixed: places where no layout may change.
@@ -64,7 +66,8 @@ def solve(
         PlanMismatch: if the operators' rules do not allow what the plan says.
         RuntimeError: if too many layouts hang together, and no solution was found in the time for them.
     """
-    tables = Tables(graph, ranks, implementations, profile or Profile(), blocked or {}, tokens, deal_tokens)
+    deal_tokens = deal_tokens or (plan is not None and plan.deals_tokens)
+    tables = Tables(graph, ranks, implementations, profile or Profile(), blocked or {}, tokens, deal_tokens, undealt)
     if plan is not None:
         tables.follow(plan, is_other_call)
     tables.fixed |= set(fixed)

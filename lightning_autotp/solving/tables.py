@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cached_property
 
 from lightning_autotp.layouts.dims import Dim, leaves, shardable, touches
@@ -50,7 +50,8 @@ class Tables:
         profile: the hardware.
         blocked: positions of operators at which nothing may be sharded, and why.
         tokens: the step to price for.
-        deal_tokens: whether axes of activations that no parameter has (rows, tokens) may be dealt out, too.
+        deal_tokens: whether the tokens of sequences may be dealt out, too.
+        undealt: tensors whose tokens may not be, because the model's code asks how many there are.
 
     Attributes:
         axes: every axis of the graph's tensors.
@@ -77,6 +78,7 @@ class Tables:
         blocked: Mapping[int, str],
         tokens: TokensPerStep | None = None,
         deal_tokens: bool = False,
+        undealt: Collection[int] = (),
     ) -> None:
         self.graph, self.ranks, self.implementations, self.profile = graph, ranks, implementations, profile
         self.fixed: set[Boundary | CallPoint] = set()
@@ -130,12 +132,16 @@ class Tables:
         self.growing = self.sizes.growing - {axis.id for dim in of_parameters for axis in leaves(dim)}
         self.shardings = candidates([self.dims[tensor] for tensor in graph.parameters if tensor in self.dims], ranks)
         if deal_tokens:
-            self.shardings += candidates(self.dims.values(), ranks, self.growing)
+            self.shardings += candidates(self.dims.values(), ranks, self.growing & self.sizes.sequence)
         self.cutting: dict[int, list[int]] = {}
         for number, sharding in enumerate(self.shardings):
             for axis in sharding.axes:
                 self.cutting.setdefault(axis, []).append(number)
         self.touching = {tensor: self._touching(dims) for tensor, dims in self.dims.items()}
+        for tensor in self.touching.keys() & set(undealt):
+            self.touching[tensor] = tuple(
+                n for n in self.touching[tensor] if self.growing.isdisjoint(self.shardings[n].axes)
+            )
 
     def _first_runs(self, relations: list[Relation]) -> dict[int, int]:
         """For tensors of a module's later runs the one that stands for them: their dims are the same axes."""
@@ -187,6 +193,11 @@ class Tables:
             is_shown = shown is not None and (self.planned is None or self.planned.shows(shown.boundary))
             allowed: list[Kind] = [I, *(self.touching[tensor] if is_shown else ())]
             problem.add((self.first.get(tensor, tensor),), {(codes[tensor][kind],): 0.0 for kind in allowed})
+        if self.profile.activation_price and self.planned is None:
+            for tensor in self.dims.keys() - self.graph.parameters.keys() - self.first.keys():
+                if self.graph.tensors[tensor].is_differentiable:
+                    held = ((code, self._held(tensor, kind)) for kind, code in codes[tensor].items())
+                    problem.add((tensor,), {(code,): cost for code, cost in held})
         self.tables = []
         for relation in self.relations:
             tensors = [t for t in (*relation.inputs, *relation.outputs) if t in self.dims]
@@ -212,6 +223,11 @@ class Tables:
             if isinstance(layout, Shard):
                 shared = any(owned.is_shared for _, owned in layout.dims)
                 yield number, self._memory(size, 1 / self.ranks) + (sync if shared else 0.0)
+
+    def _held(self, tensor: int, kind: Kind) -> float:
+        """The price of the memory of an activation."""
+        share = self._largest_share(tensor, kind) if isinstance(kind, int) else 1.0
+        return self.profile.activation(self.bytes[tensor], share, self.ranks)
 
     def _memory(self, size: int, share: float) -> float:
         return self.profile.memory(size, share, self.matrix, self.hidden, self.ranks)
