@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +16,8 @@ from torch import Tensor
 
 from lightning_autotp import full_gradients, make_plan, parallelize
 from lightning_autotp.layouts.types import Replicate
+from lightning_autotp.parallel import gathered
+from lightning_autotp.parallel.linear import ColumnParallelLinear
 
 FAMILIES = ("llama", "gemma2", "olmo2", "phi3", "gpt_neox")
 BATCHES = ((2, 17), (1, 16), (3, 5), (2, 64))
@@ -22,8 +26,17 @@ BATCHES = ((2, 17), (1, 16), (3, 5), (2, 64))
 def test_the_solver_finds_megatrons_pattern() -> None:
     """Row-parallel products are reduce-scattered, column-parallel ones gather; norms are on each rank's tokens."""
     plan, _ = make_plan(meta_model("llama"), 2, sequence_parallel=True)
-    changes = Counter(change.source.letter + change.target.letter for change in plan.conversions)
-    assert changes == {"PS": 5, "SR": 5}
+    changes = {
+        f"{change.module}.{change.side}": change.source.letter + change.target.letter
+        for change in plan.conversions
+        if change.module.startswith("model.layers.1")
+    }
+    assert changes == {
+        "model.layers.1.self_attn.in": "SR",
+        "model.layers.1.self_attn.o_proj.out": "PS",
+        "model.layers.1.mlp.in": "SR",
+        "model.layers.1.mlp.down_proj.out": "PS",
+    }
     layouts = {name: parameter.layout for parameter in plan.parameters for name in parameter.names}
     assert all(isinstance(layout, Replicate) for name, layout in layouts.items() if "norm" in name)
 
@@ -71,3 +84,42 @@ def test_training_equals_one_process(family: str, size: int) -> None:
             assert ours.keys() == theirs.keys()
             for name, value in theirs.items():
                 torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def kept(rank: int, size: int) -> dict[str, Any]:
+    """What of the gathered inputs is alive after a forward, and how often each is gathered again in the backward."""
+    inputs = token_batch(0, 2, 32)
+    model = parallelize(
+        tiny_model("llama"),
+        dist.group.WORLD,  # type: ignore[arg-type]
+        example_inputs=inputs,
+        sequence_parallel=True,
+        plan_cache=False,
+    )
+    alive = []
+
+    def look(module: Any, args: Any) -> None:
+        alive.append(weakref.ref(args[0].untyped_storage()))
+
+    for module in model.modules():
+        if isinstance(module, ColumnParallelLinear) and module.out_features != 131:
+            module.register_forward_pre_hook(look)
+    loss = model(**inputs).loss
+    found: dict[str, Any] = {"seen": len(alive), "alive": sum(ref() is not None for ref in alive)}
+    gathers = Counter[int]()
+    whole = gathered._Gathered.whole
+
+    def counted(self: Any) -> Tensor:
+        gathers[id(self)] += self.again is None
+        return whole(self)
+
+    with mock.patch.object(gathered._Gathered, "whole", counted):
+        loss.backward()
+    return {**found, "gathers": sorted(gathers.values())}
+
+
+def test_gathered_inputs_are_not_kept_for_the_backward_pass() -> None:
+    for found in run_ranks(kept, 2):
+        assert found["seen"] == 10  # q, k, v, gate and up of two layers
+        assert found["alive"] == 0
+        assert found["gathers"] == [1, 1, 1, 1]  # one for attention and one for the MLP of each

@@ -20,6 +20,7 @@ from lightning_autotp.layouts.places import CallSite
 from lightning_autotp.layouts.plan import ConversionPlan, ImplementationPlan, Plan, SizePlan
 from lightning_autotp.layouts.types import Invariant, Layout, Shard, local_shape
 from lightning_autotp.parallel.collectives import convert, gather_lengths
+from lightning_autotp.parallel.gathered import keep_part
 from lightning_autotp.parallel.head import VocabParallelHead, compute_when_needed
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
 from lightning_autotp.parallel.local_parameters import LocalParameters, localize_parameter
@@ -223,7 +224,11 @@ class BoundaryConversion:
             return VocabParallelLogits(tensor, self.plan.target, self.group)
         if tensor.is_meta and tensor.shape == self._local_shape():
             return tensor  # in a trace that looks for sizes: the comparison tells that nothing was converted here
-        return convert(tensor, *self._for_this_batch(tensor), self.group)
+        source, target = self._for_this_batch(tensor)
+        result = convert(tensor, source, target, self.group)
+        if isinstance(self.plan.source, Shard) and self.plan.source.grows:
+            keep_part(result, tensor, lambda part: convert(part, source, Invariant(), self.group))
+        return result
 
     def _for_this_batch(self, tensor: Tensor) -> tuple[Layout, Layout]:
         """The planned layouts, where the sharded dim (heads of every token, say) is as long as this batch makes it."""

@@ -41,6 +41,7 @@ from lightning_autotp.parallel.collectives import (
     scatter,
     take_owned,
 )
+from lightning_autotp.parallel.gathered import saving_part
 from lightning_autotp.parallel.local_parameters import LocalParameters, become, localize_parameter
 from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.solving.implementations import LEFT, Implementation
@@ -182,7 +183,9 @@ class ColumnParallelLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """``[batch, ..., in] -> [batch, ..., out/tp]``; see the class for the flags. Collective."""
-        output = F.linear(self.replicated(input), self.weight, self.bias)
+        input = self.replicated(input)
+        with saving_part(input):
+            output = F.linear(input, self.weight, self.bias)
         if self.gather_output:
             output = all_gather(output, self.group, Shard(((output.dim() - 1, self.ownership),)))
         return output
