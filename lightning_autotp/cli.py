@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jsonargparse import auto_cli
@@ -31,6 +31,7 @@ def plan(
     keep_whole: list[str] | None = None,
     cut: dict[str, int] | None = None,
     why: str | None = None,
+    sequence_parallel: bool | Literal["auto"] = False,
     json: Path | None = None,
 ) -> None:
     """Print how a causal language model would be split: no weights, no GPU and no process group needed.
@@ -42,6 +43,7 @@ def plan(
         keep_whole: names or patterns of parameters or modules that stay whole, such as '[lm_head, model.vision*]'.
         cut: by name or pattern, the dim along which parameters are cut, such as '{lm_head.weight: 0}'.
         why: name or pattern of parameters or modules of which to say, for each dim that is not cut, why not.
+        sequence_parallel: deal out the tokens between sharded regions; 'auto': where that costs no time.
         json: file to write the plan to, for AutoTPStrategy(plan=...).
     """
     console = Console()
@@ -50,7 +52,14 @@ def plan(
         config = AutoConfig.from_pretrained(model)
         with torch.device("meta"):
             skeleton = AutoModelForCausalLM.from_config(config)
-        result, _ = make_plan(skeleton, tp, tokens_per_step=tokens, keep_whole=keep_whole or (), cut=cut)
+        result, _ = make_plan(
+            skeleton,
+            tp,
+            tokens_per_step=tokens,
+            keep_whole=keep_whole or (),
+            cut=cut,
+            sequence_parallel=sequence_parallel,
+        )
         asked = meant(why, [parameter.names for parameter in result.parameters], "why") if why is not None else ()
     except (CaptureError, NothingToShard, VerificationError, OSError, ValueError) as error:
         raise SystemExit(f"lightning-autotp plan: {error}") from error

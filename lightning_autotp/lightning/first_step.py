@@ -99,8 +99,12 @@ def first_step_with(loader: Any, module: LightningModule, models: Sequence[nn.Mo
         if process.pid is not None:
             process.kill()
             process.join()
-    read = isinstance(size, StepSize)
-    tokens = TokensPerStep(size=size, source="as the first batch of the training data") if read else _unknown(size)
+    if size == StepSize():
+        tokens = _unknown("the first batch holds no tensors of more than one row")
+    elif isinstance(size, StepSize):
+        tokens = TokensPerStep(size=size, source="as the first batch of the training data")
+    else:
+        tokens = _unknown(size)
     if isinstance(calls, tuple):
         return FirstStep(tokens, calls, "training_step does not call it before it needs values of another model")
     return replace(_unseen(str(calls), models), tokens=tokens)
@@ -162,10 +166,7 @@ def _look(loader: DataLoader[Any], module: LightningModule, models: Sequence[nn.
         doing = "reading the first batch"
         try:
             batch = _collated(loader)
-            size = step_size(_tensors(batch))
-            if size == StepSize():
-                return send("the first batch holds no tensors of more than one row")
-            send(size)
+            send(step_size(_tensors(batch)))
             doing = "training_step, run ahead of time,"
             if models:
                 send(_calls(module, models, batch))

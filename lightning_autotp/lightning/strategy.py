@@ -117,6 +117,8 @@ class AutoTPStrategy(ModelParallelStrategy):
             edited since.
         plan_cache: where plans are kept, so that the next start of the same model need not plan: a directory, ``True``
             for ``$LIGHTNING_AUTOTP_PLANS`` or the user's cache directory, ``False`` for nowhere.
+        sequence_parallel: deal out the tokens between sharded regions (norms, dropouts, residual adds), so that each
+            rank holds its tokens' activations there; ``"auto"``: where that costs no time.
         process_group_backend: by default the one for the device: nccl or gloo.
         timeout: of collectives.
 
@@ -140,6 +142,7 @@ class AutoTPStrategy(ModelParallelStrategy):
         cut: Mapping[str, int] | None = None,
         plan: Plan | str | os.PathLike[str] | None = None,
         plan_cache: bool | str | os.PathLike[str] = True,
+        sequence_parallel: bool | Literal["auto"] = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
@@ -152,7 +155,12 @@ class AutoTPStrategy(ModelParallelStrategy):
         self._seen_steps = Counter[Hashable]()
         self._broadcast_batches = broadcast_batches
         self._plan_options = PlanOptions.given(
-            tokens_per_step=tokens_per_step, keep_whole=keep_whole, cut=cut, plan=plan, plan_cache=plan_cache
+            tokens_per_step=tokens_per_step,
+            keep_whole=keep_whole,
+            cut=cut,
+            plan=plan,
+            plan_cache=plan_cache,
+            sequence_parallel=sequence_parallel,
         )
         self._exchange: Exchange | None = None
         self._checked_groups: list[int] = []

@@ -36,7 +36,7 @@ Kind = str | int
 I, R, P = "I", "R", "P"  # noqa: E741 (the field's own names for the types)
 _TYPES: dict[str, Layout] = {I: Invariant(), R: Replicate(), P: Partial()}
 # Among placements of equal cost, one inside a parallel layer is preferred to one at another module, and that to one at
-# a call.
+# a call; and a sum is taken early.
 _ELSEWHERE = 1e-9
 
 
@@ -297,7 +297,7 @@ class Tables:
         linear = relation.linear
         if linear and all(tensor in self.dims or self._convertible(relation, tensor) for tensor in linear):
             kinds: dict[int, Kind] = {tensor: P if tensor in linear else R for tensor in inputs}
-            yield kinds | dict.fromkeys(outputs, P), self._compute(relation, None)
+            yield kinds | dict.fromkeys(outputs, P), self._compute(relation, None) + _ELSEWHERE
         numbers = dict.fromkeys(n for tensor in (*inputs, *outputs) for n in self.touching[tensor])
         for number in numbers:
             found = self.sharded(relation, number)
