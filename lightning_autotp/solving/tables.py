@@ -343,6 +343,7 @@ class Tables:
             for after in entry.results():
                 sent = entry.sent(after, self.bytes[outputs[0]], self._shapes(relation))
                 extra = sum(self.profile.collective(kind, size, self.ranks) for kind, size in sent)
+                extra += _ELSEWHERE * (after == LEFT)
                 result: Kind = after[1] if after else I
                 last: Kind = I if after == LEFT else result
                 types = dict.fromkeys(outputs, result) | dict.fromkeys(added & set(inputs), last)
