@@ -21,11 +21,14 @@ from lightning_autotp.parallel import (
     TPGroup,
     VocabParallelEmbedding,
     all_gather,
+    all_gather_replicate,
     all_reduce,
     copy_to_tensor_parallel,
+    reduce_scatter,
     scatter,
     vocab_parallel_lookup,
 )
+from lightning_autotp.parallel.gathered import keep_part
 from lightning_autotp.parallel.local_parameters import LocalParameters
 
 
@@ -69,13 +72,10 @@ def check_column(group: TPGroup, name: str, ownership: Ownership, whole: nn.Line
     truth = whole(truth_input)
     upstream = torch.randn(truth.shape, generator=torch.Generator().manual_seed(2))
     truth.backward(upstream)
-    sequence = Shard(((1, Ownership.dealt(x.shape[1], group.size)),))
     for flags in (
         {},
         {"gather_output": True},
         {"input_is_replicated": True},
-        {"sequence_parallel": True},
-        {"sequence_parallel": True, "gather_output": True},
     ):
         what = f"column {name} {flags}"
         layer = ColumnParallelLinear.convert(copy.deepcopy(whole), ownership, group, **flags)
@@ -84,8 +84,6 @@ def check_column(group: TPGroup, name: str, ownership: Ownership, whole: nn.Line
         entering: Tensor = mine
         if flags.get("input_is_replicated"):
             entering = copy_to_tensor_parallel(mine, group)
-        if flags.get("sequence_parallel"):
-            entering = scatter(mine, group, sequence)
         y = layer(entering)
         if flags.get("gather_output"):
             assert_near(y, truth, what)
@@ -108,32 +106,24 @@ def check_row(group: TPGroup, name: str, ownership: Ownership, whole: nn.Linear)
     truth = whole(truth_input)
     upstream = torch.randn(truth.shape, generator=torch.Generator().manual_seed(2))
     truth.backward(upstream)
-    sequence = Shard(((1, Ownership.dealt(x.shape[1], group.size)),))
-    for flags in ({}, {"input_is_parallel": False}, {"sequence_parallel": True}, {"reduce_output": False}):
+    for flags in ({}, {"input_is_parallel": False}, {"reduce_output": False}):
         what = f"row {name} {flags}"
-        linear = copy.deepcopy(whole)
-        bias = linear.bias
-        if flags.get("reduce_output") is False:
-            linear.bias = None
-        layer = RowParallelLinear.convert(linear, ownership, group, **flags)
+        layer = RowParallelLinear.convert(copy.deepcopy(whole), ownership, group, **flags)
         layer.zero_grad()
         mine = x.clone().requires_grad_()
         y = layer(mine if flags.get("input_is_parallel") is False else scatter(mine, group, shard))
-        if flags.get("sequence_parallel"):
-            assert_near(y, part(truth, sequence, group.rank), what)
-            y = all_gather(y, group, sequence)
         if flags.get("reduce_output") is False:
-            y = all_reduce(y, group) + bias
+            y = all_reduce(y, group)
         assert_near(y, truth, what)
         y.backward(upstream)
         assert mine.grad is not None
         assert truth_input.grad is not None
         assert_near(mine.grad, truth_input.grad, f"input gradient of {what}")
         assert_gradient(layer.weight, whole.weight, 1, ownership, f"weight gradient of {what}")
-        assert bias.grad is not None
+        assert layer.bias.grad is not None
         assert whole.bias.grad is not None
         # Invariant: every rank has all of it.
-        assert_near(bias.grad, whole.bias.grad, f"bias gradient of {what}")
+        assert_near(layer.bias.grad, whole.bias.grad, f"bias gradient of {what}")
 
 
 def check_embedding(group: TPGroup, name: str, ownership: Ownership) -> None:
@@ -203,25 +193,26 @@ def check_block(group: TPGroup) -> None:
     assert seen[0] == (2, 3, seven.local_size(group.rank))
 
 
-def check_sequence_parallel_chain(group: TPGroup) -> None:
-    """column → row over a sharded sequence, with only this rank's tokens in between."""
+def check_dealt_tokens(group: TPGroup) -> None:
+    """column → row with only this rank's tokens around them, unevenly dealt; gathered inputs are not kept."""
     torch.manual_seed(0)
     up, down = nn.Linear(6, 7), nn.Linear(7, 6)
     seven = Ownership.dealt(7, group.size)
-    local_up = ColumnParallelLinear.convert(copy.deepcopy(up), seven, group, sequence_parallel=True)
-    local_down = RowParallelLinear.convert(copy.deepcopy(down), seven, group, sequence_parallel=True)
-    sequence = Shard(((1, Ownership.dealt(2 * group.size, group.size)),))
-    x = torch.randn(3, 2 * group.size, 6, requires_grad=True)
-    y = all_gather(local_down(local_up(scatter(x, group, sequence)).tanh()), group, sequence)
+    local_up = ColumnParallelLinear.convert(copy.deepcopy(up), seven, group, input_is_replicated=True)
+    local_down = RowParallelLinear.convert(copy.deepcopy(down), seven, group, reduce_output=False)
+    sequence = Shard(((1, Ownership.dealt(2 * group.size + 1, group.size)),))
+    x = torch.randn(3, 2 * group.size + 1, 6, requires_grad=True)
+    mine = scatter(x, group, sequence)
+    whole = all_gather_replicate(mine, group, sequence)
+    keep_part(whole, mine, lambda part: all_gather(part, group, sequence))
+    y = all_gather(reduce_scatter(local_down(local_up(whole).tanh()), group, sequence), group, sequence)
     truth = down(up(x).tanh())
-    assert_near(y, truth, "sequence parallel")
-    (gradient,) = torch.autograd.grad(y.square().sum(), x)
-    (expected,) = torch.autograd.grad(truth.square().sum(), x)
-    assert_near(gradient, expected, "sequence parallel input gradient")
-    with pytest.raises(ValueError, match="its length 7 is no multiple of"):
-        local_down(torch.zeros(3, 7, seven.local_size(group.rank)))
-    with pytest.raises(ValueError, match=r"needs an activation \[batch, seq, features\]"):
-        local_up(torch.zeros(3, 6))
+    assert_near(y, truth, "dealt tokens")
+    gradients = torch.autograd.grad(y.square().sum(), [x, local_up.weight, local_down.bias])
+    expected = torch.autograd.grad(truth.square().sum(), [x, up.weight, down.bias])
+    assert_near(gradients[0], expected[0], "input gradient with dealt tokens")
+    assert_near(gradients[1], part(expected[1], Shard(((0, seven),)), group.rank), "weight gradient with dealt tokens")
+    assert_near(gradients[2], expected[2], "bias gradient with dealt tokens")
 
 
 def check_initialization(group: TPGroup) -> None:
@@ -251,7 +242,7 @@ def every_layer(rank: int, ranks: int) -> int:
             check_row(group, name, ownership, nn.Linear(ownership.size, 5))
         check_embedding(group, name, ownership)
     check_block(group)
-    check_sequence_parallel_chain(group)
+    check_dealt_tokens(group)
     check_initialization(group)
     return rank
 
@@ -287,11 +278,6 @@ def nodes_of(layer: nn.Module, x: Tensor) -> list[str]:
             ["linear", "shard_to_invariant"],
         ),
         (
-            lambda: ColumnParallelLinear(6, 7, SEVEN, GROUP, sequence_parallel=True, device="meta"),
-            (2, 3, 6),
-            ["shard_to_replicate", "linear"],
-        ),
-        (
             lambda: RowParallelLinear(7, 6, SEVEN, GROUP, device="meta"),
             (2, 3, 4),
             ["linear", "partial_to_invariant", "add.Tensor"],
@@ -307,9 +293,9 @@ def nodes_of(layer: nn.Module, x: Tensor) -> list[str]:
             ["linear"],
         ),
         (
-            lambda: RowParallelLinear(7, 6, SEVEN, GROUP, False, sequence_parallel=True, device="meta"),
-            (2, 4, 4),
-            ["linear", "partial_to_shard"],
+            lambda: RowParallelLinear(7, 6, SEVEN, GROUP, reduce_output=False, device="meta"),
+            (2, 3, 4),
+            ["linear", "invariant_to_partial", "add.Tensor"],
         ),
         (
             lambda: VocabParallelEmbedding(7, 6, SEVEN, GROUP, device="meta"),
@@ -391,10 +377,6 @@ def test_what_cannot_be_made_parallel_is_said() -> None:
     shared = Ownership(7, (((0, 4),), ((3, 7),)))
     with pytest.raises(ValueError, match="one owner for every input feature"):
         RowParallelLinear(7, 6, shared, GROUP)
-    with pytest.raises(ValueError, match="neither sequence_parallel nor a bias"):
-        RowParallelLinear(7, 6, SEVEN, GROUP, reduce_output=False)
-    with pytest.raises(ValueError, match="exclude each other"):
-        ColumnParallelLinear(6, 7, SEVEN, GROUP, input_is_replicated=True, sequence_parallel=True)
     with pytest.raises(ValueError, match="does not fit out_features=8"):
         ColumnParallelLinear(6, 8, SEVEN, GROUP)
     with pytest.raises(ValueError, match="does not fit num_embeddings=8"):

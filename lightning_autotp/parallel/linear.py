@@ -33,11 +33,9 @@ from lightning_autotp.layouts.plan import ImplementationPlan
 from lightning_autotp.layouts.types import Shard
 from lightning_autotp.parallel.collectives import (
     all_gather,
-    all_gather_replicate,
     all_reduce,
     copy_to_tensor_parallel,
     keep_once,
-    reduce_scatter,
     scatter,
     take_owned,
 )
@@ -46,7 +44,6 @@ from lightning_autotp.parallel.local_parameters import LocalParameters, become, 
 from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.solving.implementations import LEFT, Implementation
 
-SEQUENCE_DIM = 1
 _Column = TypeVar("_Column", bound="ColumnParallelLinear")
 _Row = TypeVar("_Row", bound="RowParallelLinear")
 
@@ -59,16 +56,15 @@ class ColumnParallelLinear(nn.Linear):
     ================  ======================================================  ===========================
     input             ``[batch, ..., in]``                                    Invariant
     .                 ``[batch, ..., in]`` (``input_is_replicated``)          Replicate
-    .                 ``[batch, seq/tp, in]`` (``sequence_parallel``)         Shard(1)
     weight            ``[out/tp, in]``                                        Shard(0)
     bias              ``[out/tp]``                                            Shard(0)
     output            ``[batch, ..., out/tp]``                                Shard(-1)
     .                 ``[batch, ..., out]`` (``gather_output``)               Invariant
     ================  ======================================================  ===========================
 
-    Forward and backward are collective, as the flags say: the input gradient is all-reduced (reduce-scattered when
-    ``sequence_parallel``), unless ``input_is_replicated``: then that is the caller's, who does it once for all the
-    layers with this input.
+    Forward and backward are collective, as the flags say: the input gradient is all-reduced, unless
+    ``input_is_replicated``: then that is the caller's, who does it once for all the layers with this input. Where the
+    caller has gathered the input (sequence parallelism), the backward gathers it again.
 
     Args:
         in_features: input features.
@@ -78,7 +74,6 @@ class ColumnParallelLinear(nn.Linear):
         bias: whether there is a bias.
         gather_output: make the output whole on every rank.
         input_is_replicated: the input has gone through ``copy_to_tensor_parallel`` already.
-        sequence_parallel: the input is cut over its dim 1, evenly; it is gathered first.
         device: where to make the (empty) parameters.
         dtype: their dtype.
 
@@ -105,7 +100,6 @@ class ColumnParallelLinear(nn.Linear):
         *,
         gather_output: bool = False,
         input_is_replicated: bool = False,
-        sequence_parallel: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -116,7 +110,7 @@ class ColumnParallelLinear(nn.Linear):
         local = ownership.local_size(group.rank)
         self.weight = nn.Parameter(torch.empty(local, in_features, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(local, device=device, dtype=dtype)) if bias else None  # type: ignore[assignment]
-        self._configure(ownership, group, gather_output, input_is_replicated, sequence_parallel)
+        self._configure(ownership, group, gather_output, input_is_replicated)
 
     @classmethod
     def convert(
@@ -127,7 +121,6 @@ class ColumnParallelLinear(nn.Linear):
         *,
         gather_output: bool = False,
         input_is_replicated: bool = False,
-        sequence_parallel: bool = False,
         local: LocalParameters | None = None,
     ) -> _Column:
         """Make an existing layer (on meta or with values) column-parallel, in place. Not collective.
@@ -138,7 +131,6 @@ class ColumnParallelLinear(nn.Linear):
             group: the tensor-parallel group.
             gather_output: see the class.
             input_is_replicated: see the class.
-            sequence_parallel: see the class.
             local: see :func:`~lightning_autotp.parallel.local_parameters.localize_parameter`.
 
         Returns:
@@ -151,7 +143,7 @@ class ColumnParallelLinear(nn.Linear):
         layer = become(linear, cls, nn.Linear)
         for name in ("weight",) if linear.bias is None else ("weight", "bias"):
             localize_parameter(layer, name, 0, ownership, group, local)
-        layer._configure(ownership, group, gather_output, input_is_replicated, sequence_parallel)
+        layer._configure(ownership, group, gather_output, input_is_replicated)
         return layer
 
     def _configure(
@@ -160,16 +152,10 @@ class ColumnParallelLinear(nn.Linear):
         group: TPGroup,
         gather_output: bool,
         input_is_replicated: bool,
-        sequence_parallel: bool,
     ) -> None:
-        if input_is_replicated and sequence_parallel:
-            raise ValueError(
-                "input_is_replicated and sequence_parallel exclude each other: the input is one or the other"
-            )
         self.ownership, self.group = ownership, group
         self.gather_output = gather_output
         self.input_is_replicated = input_is_replicated
-        self.sequence_parallel = sequence_parallel
 
     def reset_parameters(self) -> None:
         """Fill in this rank's part of what ``nn.Linear`` would draw with the same seed, by drawing all of it."""
@@ -192,8 +178,6 @@ class ColumnParallelLinear(nn.Linear):
 
     def replicated(self, input: Tensor) -> Tensor:
         """The input as the product takes it, Replicate: ``[batch, ..., in]``. Collective as the flags say."""
-        if self.sequence_parallel:
-            return all_gather_replicate(input, self.group, _sequence_shard(input, self.group, gathered=False))
         return input if self.input_is_replicated else copy_to_tensor_parallel(input, self.group)
 
     def extra_repr(self) -> str:
@@ -204,7 +188,7 @@ class ColumnParallelLinear(nn.Linear):
         )
         if self.input_is_replicated:
             text += ", input_is_replicated=True"
-        return text + (", sequence_parallel=True" if self.sequence_parallel else "")
+        return text
 
 
 class RowParallelLinear(nn.Linear):
@@ -218,13 +202,12 @@ class RowParallelLinear(nn.Linear):
     weight            ``[out, in/tp]``                                        Shard(1)
     bias              ``[out]``                                               Invariant
     output            ``[batch, ..., out]``                                   Invariant
-    .                 ``[batch, seq/tp, out]`` (``sequence_parallel``)        Shard(1)
     .                 ``[batch, ..., out]`` (not ``reduce_output``)           Partial
     ================  ======================================================  ===========================
 
-    The forward is collective unless ``reduce_output=False``; the backward is when ``sequence_parallel`` (all-gather) or
-    when the input is not parallel. The bias is added once, after the reduction, so it is the same on every rank; in a
-    sum that is left to the caller it counts once.
+    The forward is collective unless ``reduce_output=False``; the backward is when the input is not parallel. The bias
+    is added once, after the reduction, so it is the same on every rank; in a sum that is left to the caller it counts
+    once.
 
     Args:
         in_features: input features of the whole layer.
@@ -233,7 +216,6 @@ class RowParallelLinear(nn.Linear):
         group: the tensor-parallel group.
         bias: whether there is a bias.
         input_is_parallel: the input is this rank's features already; otherwise the layer takes them from a whole input.
-        sequence_parallel: cut the output over its dim 1, evenly (reduce-scatter instead of all-reduce).
         reduce_output: ``False`` leaves the sum to the caller, who may add other such sums to it first.
         device: where to make the (empty) parameters.
         dtype: their dtype.
@@ -259,7 +241,6 @@ class RowParallelLinear(nn.Linear):
         bias: bool = True,
         *,
         input_is_parallel: bool = True,
-        sequence_parallel: bool = False,
         reduce_output: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -271,7 +252,7 @@ class RowParallelLinear(nn.Linear):
             torch.empty(out_features, ownership.local_size(group.rank), device=device, dtype=dtype)
         )
         self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None  # type: ignore[assignment]
-        self._configure(ownership, group, input_is_parallel, sequence_parallel, reduce_output)
+        self._configure(ownership, group, input_is_parallel, reduce_output)
 
     @classmethod
     def convert(
@@ -281,7 +262,6 @@ class RowParallelLinear(nn.Linear):
         group: TPGroup,
         *,
         input_is_parallel: bool = True,
-        sequence_parallel: bool = False,
         reduce_output: bool = True,
         local: LocalParameters | None = None,
     ) -> _Row:
@@ -291,7 +271,7 @@ class RowParallelLinear(nn.Linear):
         """
         layer = become(linear, cls, nn.Linear)
         localize_parameter(layer, "weight", 1, ownership, group, local)
-        layer._configure(ownership, group, input_is_parallel, sequence_parallel, reduce_output)
+        layer._configure(ownership, group, input_is_parallel, reduce_output)
         return layer
 
     def _configure(
@@ -299,7 +279,6 @@ class RowParallelLinear(nn.Linear):
         ownership: Ownership,
         group: TPGroup,
         input_is_parallel: bool,
-        sequence_parallel: bool,
         reduce_output: bool,
     ) -> None:
         if ownership.is_shared:
@@ -307,11 +286,8 @@ class RowParallelLinear(nn.Linear):
                 f"a row-parallel layer needs one owner for every input feature, but the map {ownership} shares some: "
                 "their products would be added more than once"
             )
-        if not reduce_output and sequence_parallel:
-            raise ValueError("reduce_output=False leaves a pending sum: it does not allow sequence_parallel")
         self.ownership, self.group = ownership, group
         self.input_is_parallel = input_is_parallel
-        self.sequence_parallel = sequence_parallel
         self.reduce_output = reduce_output
 
     def reset_parameters(self) -> None:
@@ -330,11 +306,7 @@ class RowParallelLinear(nn.Linear):
             input = scatter(input, self.group, Shard(((input.dim() - 1, self.ownership),)))
         output = F.linear(input, self.weight)
         bias: Tensor | None = self.bias
-        if self.sequence_parallel:
-            output = reduce_scatter(output, self.group, _sequence_shard(output, self.group, gathered=True))
-            # Each rank adds the bias to its own tokens, so its gradient is a sum over the ranks.
-            bias = copy_to_tensor_parallel(bias, self.group) if bias is not None else None
-        elif self.reduce_output:
+        if self.reduce_output:
             output = all_reduce(output, self.group)
         elif bias is not None:
             bias = keep_once(bias, self.group)
@@ -346,8 +318,6 @@ class RowParallelLinear(nn.Linear):
             f"in_features={_sizes(self.ownership, self.group)}, out_features={self.out_features}, "
             f"bias={self.bias is not None}, input_is_parallel={self.input_is_parallel}"
         )
-        if self.sequence_parallel:
-            text += ", sequence_parallel=True"
         return text + ("" if self.reduce_output else ", reduce_output=False")
 
 
@@ -361,20 +331,6 @@ def _check_map(ownership: Ownership, size: int, what: str, group: TPGroup) -> No
             f"the ownership map ({ownership} over {ownership.ranks} ranks) does not fit {what}={size} "
             f"in a group of {group.size}: make it with that size and number of ranks"
         )
-
-
-def _sequence_shard(x: Tensor, group: TPGroup, *, gathered: bool) -> Shard:
-    """The layout of a sequence-parallel activation, from its whole (``gathered``) or its local tensor."""
-    if x.dim() < 3:
-        raise ValueError(f"sequence_parallel needs an activation [batch, seq, features], got shape {tuple(x.shape)}")
-    length = x.shape[SEQUENCE_DIM] if gathered else x.shape[SEQUENCE_DIM] * group.size
-    if length % group.size:
-        # A rank sees only its own tokens, so it could not tell how long an unevenly cut sequence is.
-        raise ValueError(
-            f"sequence_parallel cuts the sequence evenly: its length {length} is no multiple of {group.size}; "
-            "pad the batches to one (pad_to_multiple_of in the collator), or turn sequence_parallel off"
-        )
-    return Shard(((SEQUENCE_DIM, Ownership.dealt(length, group.size)),))
 
 
 def _build_column(
