@@ -20,7 +20,7 @@ from lightning_autotp.capture.capture import as_call, language_model_inputs, met
 from lightning_autotp.capture.fingerprint import fingerprint
 from lightning_autotp.layouts.plan import Plan, SizePlan
 from lightning_autotp.layouts.step_size import TokensPerStep
-from lightning_autotp.layouts.types import Shard
+from lightning_autotp.layouts.types import Layout, Shard
 from lightning_autotp.operators.graph import Graph, Operator
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
 from lightning_autotp.parameters.first_use import watch_writes
@@ -47,7 +47,7 @@ from lightning_autotp.training.refused import refuse_methods, refuse_whole_state
 from lightning_autotp.training.resizing import resize_together
 from lightning_autotp.training.user_hooks import show_whole_tensors
 
-SEQUENCE_PARALLEL_PRICE = 1.0
+SEQUENCE_PARALLEL_PRICE = 4.0
 """All-reduces that an activation held whole may cost where sequence parallelism is asked for: more than dealing it out
 costs beside what is communicated anyway."""
 
@@ -112,24 +112,18 @@ def _solved(model: nn.Module, graph: Graph, inputs: Any, ranks: int, options: Pl
         names.setdefault(parameter, []).append(name)
     parameters = [(tuple(aliases), tuple(p.shape), p.element_size()) for p, aliases in names.items()]
     pins = pinned(list(names.values()), options.keep_whole, dict(options.cut))
-    profile = options.profile
-    if options.sequence_parallel is True and not profile.activation_price:
-        profile = replace(profile, activation_price=SEQUENCE_PARALLEL_PRICE, all_reduce_passes=2.0)
-
-    deal_tokens, undealt = options.sequence_parallel is not False, set[int]()
+    undealt: set[int] = set()
 
     def solve_around(blocked: Mapping[int, str]) -> Solution:
-        return solve(
-            graph,
-            ranks,
-            IMPLEMENTATIONS,
-            profile,
-            blocked,
-            options.tokens,
-            pins,
-            deal_tokens=deal_tokens,
-            undealt=undealt,
-        )
+        profile, tokens = options.profile, options.tokens
+        solution = solve(graph, ranks, IMPLEMENTATIONS, profile, blocked, tokens, pins)
+        if options.sequence_parallel is False:
+            return solution
+        if options.sequence_parallel is True:
+            profile = replace(profile, activation_price=SEQUENCE_PARALLEL_PRICE, all_reduce_passes=2.0)
+        # Parameters stay cut as they are without: the memory of activations is not to be paid for with theirs.
+        cuts = pins | {name: _cut(solution.layouts.get(tensor)) for tensor, name in graph.parameters.items()}
+        return solve(graph, ranks, IMPLEMENTATIONS, profile, blocked, tokens, cuts, deal_tokens=True, undealt=undealt)
 
     def plan_with(solution: Solution, sizes: tuple[SizePlan, ...]) -> Plan:
         return annotate(solution, type(model).__name__, parameters, sizes, options.traced_with)
@@ -154,6 +148,11 @@ def _solved(model: nn.Module, graph: Graph, inputs: Any, ranks: int, options: Pl
                 raise VerificationError(str(error)) from error
             blocked |= {at: _unlocalizable(graph.operators[at], error.mismatch) for at in operators - blocked.keys()}
             solution = solve_around(blocked)
+
+
+def _cut(layout: Layout | None) -> int | None:
+    """The dim along which a parameter is cut."""
+    return layout.dims[0][0] if isinstance(layout, Shard) else None
 
 
 def _dealt_and_measured(solution: Solution, mismatch: Mismatch) -> Iterator[int]:

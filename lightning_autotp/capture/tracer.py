@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_autotp.capture import vmap as transforms
-from lightning_autotp.capture.call_sites import call_key, call_leaves, calling_frame, source_line
+from lightning_autotp.capture.call_sites import call_key, call_leaves, calling_frame, is_user_code, source_line
 from lightning_autotp.capture.recording import RECORD
 from lightning_autotp.capture.schemas import named_arguments, written_through
 from lightning_autotp.capture.static_values import Concrete, NoValue
@@ -414,7 +414,7 @@ class Calls(TorchFunctionMode):
         if func in _CONSTANTS:
             self._constant(func, args, kwargs, result)
         if len(self.tracer.graph.operators) == recorded:  # it looked at a shape
-            if func in _MEASURING and isinstance(leaves[0], Ref):
+            if func in _MEASURING and isinstance(leaves[0], Ref) and is_user_code(caller.f_code.co_filename):
                 self.tracer.graph.measured.setdefault(self.tracer.modules[-1], set()).add(leaves[0].tensor)
             del calls[number:]
             return result

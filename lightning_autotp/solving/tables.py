@@ -194,8 +194,9 @@ class Tables:
             allowed: list[Kind] = [I, *(self.touching[tensor] if is_shown else ())]
             problem.add((self.first.get(tensor, tensor),), {(codes[tensor][kind],): 0.0 for kind in allowed})
         if self.profile.activation_price and self.planned is None:
-            for tensor in self.dims.keys() - self.graph.parameters.keys() - self.first.keys():
-                if self.graph.tensors[tensor].is_differentiable:
+            for tensor in self.producer.keys() & self.dims.keys() - self.first.keys():
+                is_made = self.producer[tensor].operator.boundary is None  # else it is what was made before
+                if is_made and self.graph.tensors[tensor].is_differentiable:
                     held = ((code, self._held(tensor, kind)) for kind, code in codes[tensor].items())
                     problem.add((tensor,), {(code,): cost for code, cost in held})
         self.tables = []
