@@ -23,6 +23,7 @@ def zoo(
     page: Path | None = None,
     plan_only: bool = False,
     limit: float = 120.0,
+    sequence_parallel: bool = False,
 ) -> None:
     """Try every architecture of transformers: a tiny model, parallelized, against one process.
 
@@ -36,6 +37,7 @@ def zoo(
         page: the page to write, instead of ``docs/zoo.md``.
         plan_only: only plan, in one process, and run nothing; writes no page of its own accord either.
         limit: seconds that one architecture may take.
+        sequence_parallel: deal out the tokens between sharded regions.
     """
     console = Console()
     groups = tuple(GROUPS) if group == "all" else (group,)
@@ -47,12 +49,12 @@ def zoo(
             "--only takes names such as llama or gpt2"
         )
     verdicts = []
-    for verdict in run(chosen, tp, limit, plan_only):
+    for verdict in run(chosen, tp, limit, plan_only, sequence_parallel):
         verdicts.append(verdict)
         console.print(summary(verdict), markup=False, highlight=False, soft_wrap=True)
     console.print(totals_table(verdicts))
     options = f"--group {group} --tp {tp}" + f" --only {' '.join(only or ())}" * bool(only) + " --plan-only" * plan_only
-    options += f" --page {page}" if page else ""
+    options += " --sequence-parallel" * sequence_parallel + (f" --page {page}" if page else "")
     command = f'make zoo ARGS="{options}"'
     if json is not None:
         json.write_text(to_json(verdicts, command))
@@ -64,7 +66,7 @@ def zoo(
 
 
 def spelled_out(arguments: list[str]) -> list[str]:
-    """``--only NAME NAME``, ``--plan-only`` and dashes in names, in the parser's own spelling."""
+    """``--only NAME NAME``, flags without a value and dashes in names, in the parser's own spelling."""
     spelled: list[str] = []
     names: list[str] | None = None
     for argument in arguments:
@@ -79,7 +81,8 @@ def spelled_out(arguments: list[str]) -> list[str]:
             name, equals, value = argument.partition("=")
             if name.startswith("--"):
                 name = "--" + name[2:].replace("-", "_")
-            spelled.append("--plan_only=true" if argument == "--plan-only" else name + equals + value)
+            is_flag = argument in ("--plan-only", "--sequence-parallel")
+            spelled.append(name + (equals + value if not is_flag else "=true"))
     return spelled
 
 

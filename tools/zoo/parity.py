@@ -48,7 +48,7 @@ def _tokens(batch: dict[str, Any]) -> TokensPerStep:
     return TokensPerStep(size=step_size(tensors), source="as the batch that is run")
 
 
-def plan_one(name: str, group: str, ranks: int) -> Verdict:
+def plan_one(name: str, group: str, ranks: int, sequence_parallel: bool = False) -> Verdict:
     """Plan one architecture in this process, without running it."""
     is_text = group != "image"
     least = {"causal": LEAST_ALL_REDUCES.get(name, 2.0), "masked": 2.0, "seq2seq": 2.5}.get(group, 0.0)
@@ -59,7 +59,13 @@ def plan_one(name: str, group: str, ranks: int) -> Verdict:
     try:
         model, batch = prepare(name, group, _EXAMPLE)
         started = time.perf_counter()
-        plan, solution = make_plan(model, ranks, example_inputs=batch, tokens_per_step=_tokens(batch))
+        plan, solution = make_plan(
+            model,
+            ranks,
+            example_inputs=batch,
+            tokens_per_step=_tokens(batch),
+            sequence_parallel=sequence_parallel,
+        )
         verdict.seconds = time.perf_counter() - started
         describe_plan(verdict, plan, solution, layer_count(model.config) if is_text else None)
         verdict.outcome = "planned"
@@ -68,7 +74,9 @@ def plan_one(name: str, group: str, ranks: int) -> Verdict:
     return verdict
 
 
-def run_one(name: str, group: str, process_group: dist.ProcessGroup, seed: int = 0) -> dict[str, Any]:
+def run_one(
+    name: str, group: str, process_group: dist.ProcessGroup, seed: int = 0, sequence_parallel: bool = False
+) -> dict[str, Any]:
     """Compare this rank's loss and gradients with one process's. Collective over ``process_group``.
 
     In fp32; where any rank finds differences there, or nothing above rounding to compare, in fp64 to tolerances ten
@@ -80,19 +88,24 @@ def run_one(name: str, group: str, process_group: dist.ProcessGroup, seed: int =
         out of tolerance, or nothing), ``compared`` (how many gradients are so large that a difference out of tolerance
         is none of rounding) and ``unused`` (share of the parameters that the batch does not train).
     """
-    found = _compare(name, group, process_group, seed, torch.float32)
+    found = _compare(name, group, process_group, seed, torch.float32, sequence_parallel)
     unclear = torch.tensor(float(bool(found["wrong"]) or not found["compared"]))
     dist.all_reduce(unclear, dist.ReduceOp.MAX, group=process_group)
     if not unclear.item():
         return found
-    finer = _compare(name, group, process_group, seed, torch.float64)
+    finer = _compare(name, group, process_group, seed, torch.float64, sequence_parallel)
     # A model may compute in fp32 whatever its weights are: then fp64 is no finer, and fp32's tolerances hold for both.
     is_equal = finer["loss_error"] <= LOSS_TOLERANCE and finer["gradient_error"] <= GRADIENT_TOLERANCE
     return found if finer["wrong"] and is_equal and not found["wrong"] else finer
 
 
 def _compare(
-    name: str, group: str, process_group: dist.ProcessGroup, seed: int, precision: torch.dtype
+    name: str,
+    group: str,
+    process_group: dist.ProcessGroup,
+    seed: int,
+    precision: torch.dtype,
+    sequence_parallel: bool,
 ) -> dict[str, Any]:
     """The comparison in one precision."""
     tighter = 1.0 if precision == torch.float32 else 1e-4
@@ -104,7 +117,13 @@ def _compare(
     torch.manual_seed(seed)
     wanted = model(**batch).loss
     wanted.backward()
-    parallelize(local, process_group, example_inputs=example, tokens_per_step=_tokens(example))
+    parallelize(
+        local,
+        process_group,
+        example_inputs=example,
+        tokens_per_step=_tokens(example),
+        sequence_parallel=sequence_parallel,
+    )
     torch.manual_seed(seed)
     found = local(**batch).loss
     found.backward()

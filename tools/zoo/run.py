@@ -35,10 +35,13 @@ class Ranks:
         ranks: number of tensor-parallel ranks.
         limit: seconds that one architecture may take.
         plan_only: only plan, in one process, and run nothing.
+        sequence_parallel: deal out the tokens between sharded regions.
     """
 
-    def __init__(self, ranks: int, limit: float = 120.0, plan_only: bool = False) -> None:
-        self.ranks, self.limit, self.plan_only = ranks, limit, plan_only
+    def __init__(
+        self, ranks: int, limit: float = 120.0, plan_only: bool = False, sequence_parallel: bool = False
+    ) -> None:
+        self.ranks, self.limit, self.plan_only, self.sequence_parallel = ranks, limit, plan_only, sequence_parallel
         self.size = 1 if plan_only else ranks
         self._processes: list[multiprocessing.process.BaseProcess] = []
         self._pipes: list[Connection] = []
@@ -54,7 +57,7 @@ class Ranks:
         if not self._processes:
             self._start()
         for pipe in self._pipes:
-            pipe.send((name, group))
+            pipe.send((name, group, self.sequence_parallel))
         answers: dict[int, dict[str, Any]] = {}
         deadline = time.monotonic() + self.limit
         while len(answers) < self.size:
@@ -124,10 +127,14 @@ class Ranks:
 
 
 def run(
-    architectures: Iterable[tuple[str, str]], ranks: int, limit: float = 120.0, plan_only: bool = False
+    architectures: Iterable[tuple[str, str]],
+    ranks: int,
+    limit: float = 120.0,
+    plan_only: bool = False,
+    sequence_parallel: bool = False,
 ) -> Iterator[Verdict]:
     """The verdict on each ``(group, name)``, in order, as it comes."""
-    with Ranks(ranks, limit, plan_only) as workers:
+    with Ranks(ranks, limit, plan_only, sequence_parallel) as workers:
         for group, name in architectures:
             yield workers.verdict(name, group)
 
@@ -140,8 +147,8 @@ def _rank(pipe: Connection, rank: int, ranks: int, store: str, plan_only: bool) 
     try:
         pipe.send("ready")
         while True:
-            name, mapping = pipe.recv()
-            pipe.send(_findings(name, mapping, rank, ranks, group))
+            name, mapping, sequence_parallel = pipe.recv()
+            pipe.send(_findings(name, mapping, rank, ranks, group, sequence_parallel))
     except (EOFError, BrokenPipeError):
         return
 
@@ -154,9 +161,11 @@ def _join(rank: int, ranks: int, store: str) -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-def _findings(name: str, mapping: str, rank: int, ranks: int, group: dist.ProcessGroup | None) -> dict[str, Any]:
+def _findings(
+    name: str, mapping: str, rank: int, ranks: int, group: dist.ProcessGroup | None, sequence_parallel: bool
+) -> dict[str, Any]:
     """The first rank's verdict on the plan; then, where there is a group, what each rank's run found."""
-    verdict = plan_one(name, mapping, ranks) if rank == 0 else None
+    verdict = plan_one(name, mapping, ranks, sequence_parallel) if rank == 0 else None
     outcome = [verdict.outcome if verdict is not None else None]
     if group is not None:
         dist.broadcast_object_list(outcome, src=0, group=group)
@@ -165,7 +174,7 @@ def _findings(name: str, mapping: str, rank: int, ranks: int, group: dist.Proces
         findings["error"] = verdict.reason if verdict is not None else "PeerError"
     elif outcome[0] == "planned" and group is not None:
         try:
-            findings |= run_one(name, mapping, group)
+            findings |= run_one(name, mapping, group, sequence_parallel=sequence_parallel)
         except Exception as error:  # whatever goes wrong with one architecture is its verdict
             findings["error"] = f"{type(error).__name__}: {error}"
     return findings
