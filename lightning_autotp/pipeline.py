@@ -18,38 +18,29 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_autotp.applying.replace import apply_plan
 from lightning_autotp.capture.capture import as_call, language_model_inputs, meta_copy
 from lightning_autotp.capture.fingerprint import fingerprint
-from lightning_autotp.layouts.plan import Plan, SizePlan
+from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.layouts.step_size import TokensPerStep
-from lightning_autotp.layouts.types import Layout, Shard
-from lightning_autotp.operators.graph import Graph, Operator
+from lightning_autotp.operators.graph import Graph
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
 from lightning_autotp.parameters.first_use import watch_writes
 from lightning_autotp.parameters.state import parallel_models, parallel_state
 from lightning_autotp.parameters.unchanged import Unchanged
-from lightning_autotp.proving.compare import Mismatch, VerificationError
-from lightning_autotp.proving.local_sizes import Unlocalizable, find_sizes
+from lightning_autotp.proving.feasible import feasible_plan
 from lightning_autotp.proving.new_calls import prove_new_calls
 from lightning_autotp.proving.read_plan import read_plan
 from lightning_autotp.proving.verify import trace, verify
 from lightning_autotp.ranks.agreement import raise_together
 from lightning_autotp.ranks.group import TPGroup
-from lightning_autotp.solving.annotate import annotate, explain
 from lightning_autotp.solving.cost import Profile
 from lightning_autotp.solving.options import PlanOptions
-from lightning_autotp.solving.pins import pinned
 from lightning_autotp.solving.planned import PlanMismatch
 from lightning_autotp.solving.solution import Solution
-from lightning_autotp.solving.solver import solve
 from lightning_autotp.training.data_parallel import generate_together, hook_gathered, shard_over_data
 from lightning_autotp.training.gradients import synchronize_gradients
 from lightning_autotp.training.loading import load_parameters
 from lightning_autotp.training.refused import refuse_methods, refuse_whole_states
 from lightning_autotp.training.resizing import resize_together
 from lightning_autotp.training.user_hooks import show_whole_tensors
-
-SEQUENCE_PARALLEL_PRICE = 4.0
-"""All-reduces that an activation held whole may cost where sequence parallelism is asked for: more than dealing it out
-costs beside what is communicated anyway."""
 
 
 def make_plan(
@@ -95,7 +86,7 @@ def make_plan(
     )
     inputs, options = _example(model, example_inputs, options)
     with collecting_rarely():
-        return _solved(model, trace(model, inputs), inputs, tensor_parallel_size, options)
+        return feasible_plan(model, trace(model, inputs), inputs, tensor_parallel_size, options)
 
 
 def _example(model: nn.Module, example_inputs: Any, options: PlanOptions) -> tuple[Any, PlanOptions]:
@@ -103,64 +94,6 @@ def _example(model: nn.Module, example_inputs: Any, options: PlanOptions) -> tup
     made_up = example_inputs is None
     source = options.traced_with or ("a made-up batch" if made_up else "example_inputs")
     return language_model_inputs(model) if made_up else example_inputs, replace(options, traced_with=source)
-
-
-def _solved(model: nn.Module, graph: Graph, inputs: Any, ranks: int, options: PlanOptions) -> tuple[Plan, Solution]:
-    """The cheapest plan that can be carried out."""
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    parameters = [(tuple(aliases), tuple(p.shape), p.element_size()) for p, aliases in names.items()]
-    pins = pinned(list(names.values()), options.keep_whole, dict(options.cut))
-    undealt: set[int] = set()
-
-    def solve_around(blocked: Mapping[int, str]) -> Solution:
-        profile, tokens = options.profile, options.tokens
-        solution = solve(graph, ranks, IMPLEMENTATIONS, profile, blocked, tokens, pins)
-        if options.sequence_parallel is False:
-            return solution
-        if options.sequence_parallel is True:
-            profile = replace(profile, activation_price=SEQUENCE_PARALLEL_PRICE, all_reduce_passes=2.0)
-        # Parameters stay cut as they are without: the memory of activations is not to be paid for with theirs.
-        cuts = pins | {name: _cut(solution.layouts.get(tensor)) for tensor, name in graph.parameters.items()}
-        return solve(graph, ranks, IMPLEMENTATIONS, profile, blocked, tokens, cuts, deal_tokens=True, undealt=undealt)
-
-    def plan_with(solution: Solution, sizes: tuple[SizePlan, ...]) -> Plan:
-        return annotate(solution, type(model).__name__, parameters, sizes, options.traced_with)
-
-    blocked: dict[int, str] = {}
-    solution = solve_around(blocked)
-    while True:
-        try:
-            plan, solution = find_sizes(model, inputs, solution, plan_with)
-            return explain(plan, solution), solution
-        except Unlocalizable as error:
-            measured = set(_dealt_and_measured(solution, error.mismatch)) - undealt
-            if measured:  # code there asks for the number of tokens, and is to find all of them
-                undealt |= measured
-                solution = solve_around(blocked)
-                continue
-            # Nothing is sharded where sizes cannot be made local; the plan reports it.
-            operators = next(
-                (found for found in _around(graph, error.mismatch.operator) if found - blocked.keys()), None
-            )
-            if operators is None:
-                raise VerificationError(str(error)) from error
-            blocked |= {at: _unlocalizable(graph.operators[at], error.mismatch) for at in operators - blocked.keys()}
-            solution = solve_around(blocked)
-
-
-def _cut(layout: Layout | None) -> int | None:
-    """The dim along which a parameter is cut."""
-    return layout.dims[0][0] if isinstance(layout, Shard) else None
-
-
-def _dealt_and_measured(solution: Solution, mismatch: Mismatch) -> Iterator[int]:
-    """Tensors of dealt tokens whose shapes are asked for by the code that went another way."""
-    for tensor in solution.graph.measured.get(mismatch.module, ()):
-        layout = solution.layouts.get(tensor)
-        if isinstance(layout, Shard) and layout.grows:
-            yield tensor
 
 
 def parallelize(
@@ -272,7 +205,7 @@ def _plan(model: nn.Module, graph: Graph, inputs: Any, ranks: int, options: Plan
             return kept
         except PlanMismatch:
             pass  # the model's code was another
-    plan, _ = _solved(model, graph, inputs, ranks, options)
+    plan, _ = feasible_plan(model, graph, inputs, ranks, options)
     options.cache.keep(key, plan)
     return plan
 
@@ -303,13 +236,6 @@ def fill_local(model: nn.Module, device: torch.device | str | None = None, data_
     show_whole_tensors(model)
 
 
-def _unlocalizable(operator: Operator, mismatch: Mismatch) -> str:
-    """Why nothing is sharded at an operator."""
-    there = mismatch.operator
-    place = "" if there is None or str(operator) == str(there) else f" ({there})"
-    return f"a size in the Python code could not be made local{place}: {mismatch.message}"
-
-
 @contextmanager
 def collecting_rarely() -> Iterator[None]:
     """Planning makes many small objects that live to its end: looking for dead ones takes a quarter of the time."""
@@ -319,29 +245,3 @@ def collecting_rarely() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
-
-
-def _around(graph: Graph, operator: Operator | None) -> Iterator[frozenset[int]]:
-    """Positions of operators, in growing regions: those that the same line of code runs, then modules around it.
-
-    Modules with the same line are alike, and so each region takes them all.
-    """
-    if operator is None:
-        return
-    alike = [
-        (position, other)
-        for position, other in enumerate(graph.operators)
-        if other is operator
-        or (other.name == operator.name and other.boundary is None and other.source == operator.source != "")
-    ]
-    yield frozenset(position for position, _ in alike)
-    paths = {other.module for _, other in alike}
-    while True:
-        yield frozenset(
-            position
-            for position, other in enumerate(graph.operators)
-            if any(other.module == path or other.module.startswith(f"{path}.") or not path for path in paths)
-        )
-        if paths == {""}:
-            return
-        paths = {path.rpartition(".")[0] for path in paths}

@@ -11,11 +11,10 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from torch import nn
-
 from lightning_autotp.layouts.ownership import Ownership, merge_runs
 from lightning_autotp.layouts.plan import ConversionPlan, ImplementationPlan, ParameterPlan, Plan, SizePlan
 from lightning_autotp.layouts.types import Invariant, Layout, Partial, Replicate, Shard
+from lightning_autotp.solving.implementations import LEFT
 from lightning_autotp.solving.solution import Conversion, Solution
 
 PLAN, SOLUTION = "plan", "solution"
@@ -31,7 +30,6 @@ class Mutation:
         where: the parameter, module or call.
         plan: the corrupted plan.
         solution: what the local model is verified against.
-        unreduced: a row-parallel layer that leaves out its reduction.
     """
 
     kind: str
@@ -39,12 +37,6 @@ class Mutation:
     where: str
     plan: Plan
     solution: Solution
-    unreduced: str = ""
-
-    def after(self, model: nn.Module) -> None:
-        """What is corrupted in the local model itself."""
-        if self.unreduced:
-            model.get_submodule(self.unreduced).reduce_output = False  # type: ignore[assignment]
 
     def __str__(self) -> str:
         return f"{self.kind} ({self.stage}) at {self.where}"
@@ -179,8 +171,12 @@ def _of_layers(plan: Plan, solution: Solution) -> Iterator[Mutation]:
         return replace(plan, implementations=uses)
 
     for kind in ("row", "vocab"):
-        for layer in [x for x in layers if x.name == kind][:1]:
-            yield Mutation("layer's all-reduce dropped", PLAN, layer.module, plan, solution, unreduced=layer.module)
+        for layer in [x for x in layers if x.name == kind and x.output == ("P", "I")][:1]:
+            left = changed(layer, replace(layer, output=LEFT))
+            yield Mutation("layer's all-reduce dropped", PLAN, layer.module, left, solution)
+        for layer in [x for x in layers if x.name == kind and x.output == LEFT][:1]:
+            taken = changed(layer, replace(layer, output=("P", "I")))
+            yield Mutation("layer's sum taken that is left", PLAN, layer.module, taken, solution)
     for layer in [x for x in layers if x.name == "column" and x.input is not None][:1]:
         without = changed(layer, replace(layer, input=None))
         kind = "all-reduce of a layer's input gradient dropped"
@@ -194,7 +190,8 @@ def _of_layers(plan: Plan, solution: Solution) -> Iterator[Mutation]:
         ungathered = changed(layer, replace(layer, output=None))
         yield Mutation("layer's gather dropped", PLAN, layer.module, ungathered, solution)
     for kind in ("row", "vocab", "column"):
-        for layer in [x for x in layers if x.name == kind][-1:]:
+        # A row-parallel layer that leaves its sum does what an ordinary one does with its part.
+        for layer in [x for x in layers if x.name == kind and (kind, x.output) != ("row", LEFT)][-1:]:
             yield Mutation(f"{kind} layer left ordinary", PLAN, layer.module, changed(layer), solution)
 
 

@@ -274,9 +274,15 @@ def test_the_second_start_finds_the_plan(tmp_path: Path, monkeypatch: pytest.Mon
     def solved(*_: Any) -> Any:
         raise AssertionError("planned again")
 
-    monkeypatch.setattr(pipeline, "_solved", solved)
+    monkeypatch.setattr(pipeline, "feasible_plan", solved)
     assert planned(meta_model("llama"), tmp_path) == first
-    for other in ({"ranks": 3}, {"tokens_per_step": 300}, {"keep_whole": ["lm_head"]}, {"cut": {"lm_head.weight": 0}}):
+    for other in (
+        {"ranks": 3},
+        {"tokens_per_step": 300},
+        {"keep_whole": ["lm_head"]},
+        {"cut": {"lm_head.weight": 0}},
+        {"sequence_parallel": True},
+    ):
         with pytest.raises(AssertionError, match="planned again"):
             planned(meta_model("llama"), tmp_path, **other)
     with pytest.raises(AssertionError, match="planned again"):

@@ -281,12 +281,21 @@ class Cut:
         """How much a rank's part grows with every unit of the axis whose size a batch gives."""
         return _grown(self, 1).local_size(rank) - _grown(self, 0).local_size(rank)
 
+    @property
+    def is_told_by_all(self) -> bool:
+        """Whether the lengths of all ranks' parts tell the map: a batch gives the size of one axis at most."""
+        return len(self._variables()) <= 1
+
     def _variable(self) -> Axis | None:
         """The one axis whose size a batch gives."""
-        found = {axis.id: axis for axis in leaves(self.dim) if axis.id < FIXED or axis.id in self.grows}
+        found = self._variables()
         if len(found) > 1:
             raise UnknownSize(f"the batch gives the sizes of {len(found)} of its axes")
-        return next(iter(found.values()), None)
+        return found[0] if found else None
+
+    def _variables(self) -> list[Axis]:
+        """The axes whose sizes a batch gives."""
+        return list({axis.id: axis for axis in leaves(self.dim) if axis.id < FIXED or axis.id in self.grows}.values())
 
     def _solve(self, size: int, length: Callable[[int], int]) -> int:
         """How many units the batch gives that axis, so that the length is ``size``: it is linear in them."""

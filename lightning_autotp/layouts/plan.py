@@ -210,6 +210,7 @@ class Plan:
         priced_for: the size of the step that it is the cheapest for, and who said so.
         gap: the share of a step's price that another plan could save at most; 0 where this is the cheapest.
         traced_with: where the call that was traced comes from.
+        whole_tokens: where sequence parallelism was asked for, and tokens are not dealt out all the same: why.
     """
 
     model: str
@@ -226,6 +227,7 @@ class Plan:
     priced_for: str = ""
     gap: float = 0.0
     traced_with: str = ""
+    whole_tokens: tuple[str, ...] = ()
 
     @property
     def deals_tokens(self) -> bool:
@@ -261,6 +263,7 @@ class Plan:
                 priced_for=data["priced_for"],
                 gap=data["gap"],
                 traced_with=data["traced_with"],
+                whole_tokens=tuple(data["whole_tokens"]),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"this is not a plan written by Plan.to_json: {error!r}") from error
@@ -320,6 +323,9 @@ class Plan:
             lines.append(f"priced for a step of {self.priced_for}; {found}")
         if self.traced_with:
             lines.append(f"traced with {self.traced_with}")
+        if self.deals_tokens:
+            lines.append("sequence parallel: between sharded regions each rank has a part of the tokens")
+        lines += [f"every rank has all tokens: {why}" for why in self.whole_tokens]
         lines += [
             f"{head}: its loss is computed a few tokens at a time, exactly (with one copy of the model); all logits"
             " only where something else needs them"

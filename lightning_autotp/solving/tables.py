@@ -194,11 +194,9 @@ class Tables:
             allowed: list[Kind] = [I, *(self.touching[tensor] if is_shown else ())]
             problem.add((self.first.get(tensor, tensor),), {(codes[tensor][kind],): 0.0 for kind in allowed})
         if self.profile.activation_price and self.planned is None:
-            for tensor in self.producer.keys() & self.dims.keys() - self.first.keys():
-                is_made = self.producer[tensor].operator.boundary is None  # else it is what was made before
-                if is_made and self.graph.tensors[tensor].is_differentiable:
-                    held = ((code, self._held(tensor, kind)) for kind, code in codes[tensor].items())
-                    problem.add((tensor,), {(code,): cost for code, cost in held})
+            for tensor in self._kept() - self.first.keys():
+                held = ((code, self._held(tensor, kind)) for kind, code in codes[tensor].items())
+                problem.add((tensor,), {(code,): cost for code, cost in held})
         self.tables = []
         for relation in self.relations:
             tensors = [t for t in (*relation.inputs, *relation.outputs) if t in self.dims]
@@ -212,6 +210,18 @@ class Tables:
             problem.add(scope, rows)
             self.tables.append(problem.tables[-1])
         return problem, domains
+
+    def _kept(self) -> set[int]:
+        """Activations that are kept for the backward pass: what operators read that are not linear in all they read."""
+        kept: set[int] = set()
+        for relation in reversed(self.relations):
+            operator, read = relation.operator, self.dims.keys() & relation.inputs.keys()
+            if operator.boundary is not None:  # gives what it is given
+                kept |= read if kept.intersection(relation.outputs) else set()
+            elif not read <= relation.linear:
+                kept |= read
+        of_operators = {t for t, relation in self.producer.items() if relation.operator.boundary is None}
+        return {t for t in kept & of_operators if self.graph.tensors[t].is_differentiable}
 
     def _parameter(self, tensor: int) -> Iterator[tuple[Kind, float]]:
         size = self.graph.tensors[tensor].bytes
@@ -415,11 +425,23 @@ class Tables:
                 cost += self.profile.latency if before == "S" else _ELSEWHERE
             if isinstance(operator.boundary, CallPoint):
                 cost += _ELSEWHERE
-            befores = self.touching[source] if before == "S" else (before,)
-            afters = self.touching[target] if after == "S" else (after,)
+            befores = self._changeable(source) if before == "S" else (before,)
+            afters = self._changeable(target) if after == "S" else (after,)
             for left in befores:
                 for right in afters:
                     yield {source: left, target: right}, cost
+
+    def _changeable(self, tensor: int) -> tuple[int, ...]:
+        """The candidates that a tensor can be brought to, and from, in a batch of any size.
+
+        Not a part of the tokens where rows and tokens are one dim: its length does not tell how many there are of each.
+        """
+        layouts = ((number, self.layout(tensor, number)) for number in self.touching[tensor])
+        return tuple(
+            number
+            for number, layout in layouts
+            if not (isinstance(layout, Shard) and layout.grows) or all(cut.is_told_by_all for cut in layout.cuts)
+        )
 
     def layout(self, tensor: int, kind: Kind) -> Layout:
         """The layout of a tensor of this kind."""

@@ -1,0 +1,182 @@
+"""The cheapest plan that can be carried out: sizes in Python code can be made local, and the local trace agrees."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from lightning_autotp.layouts.plan import Plan, SizePlan
+from lightning_autotp.layouts.types import Layout, Shard
+from lightning_autotp.operators.graph import Graph, Operator
+from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
+from lightning_autotp.proving.compare import Mismatch, VerificationError
+from lightning_autotp.proving.local_sizes import Unlocalizable, find_sizes
+from lightning_autotp.solving.annotate import annotate, explain
+from lightning_autotp.solving.cost import Profile
+from lightning_autotp.solving.options import PlanOptions
+from lightning_autotp.solving.pins import pinned
+from lightning_autotp.solving.solution import Solution
+from lightning_autotp.solving.solver import solve
+
+SEQUENCE_PARALLEL_PRICE = 4.0
+"""All-reduces that an activation held whole may cost where sequence parallelism is asked for: more than dealing it out
+costs beside what is communicated anyway."""
+
+
+def feasible_plan(
+    model: nn.Module, graph: Graph, inputs: Any, ranks: int, options: PlanOptions
+) -> tuple[Plan, Solution]:
+    """The cheapest plan that can be carried out, and the solver's solution behind it.
+
+    Args:
+        model: the model.
+        graph: what it runs with ``inputs``, from :func:`~lightning_autotp.proving.verify.trace`.
+        inputs: the batch that was traced.
+        ranks: size of the tensor-parallel group.
+        options: what the plan is made for.
+
+    Raises:
+        NothingToShard: if no parameter can be divided.
+        ValueError: if parameters cannot be cut as the options say.
+        VerificationError: if no plan can be carried out.
+    """
+    search = _Search(model, graph, inputs, ranks, options)
+    plan, solution = search.with_whole_tokens()
+    return search.with_dealt_tokens(plan, solution) if options.sequence_parallel else (plan, solution)
+
+
+class _Search:
+    """Plans of one model; those that cannot be carried out say what the next one must leave whole."""
+
+    def __init__(self, model: nn.Module, graph: Graph, inputs: Any, ranks: int, options: PlanOptions) -> None:
+        self.model, self.graph, self.inputs, self.ranks, self.options = model, graph, inputs, ranks, options
+        names: dict[nn.Parameter, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            names.setdefault(parameter, []).append(name)
+        self.parameters = [(tuple(aliases), tuple(p.shape), p.element_size()) for p, aliases in names.items()]
+        self.pins = pinned(list(names.values()), options.keep_whole, dict(options.cut))
+        self.blocked: dict[int, str] = {}
+
+    def with_whole_tokens(self) -> tuple[Plan, Solution]:
+        """The plan where every rank has all tokens. Where sizes cannot be made local, nothing is divided."""
+        while True:
+            solution = self._solved(self.pins, self.options.profile)
+            try:
+                plan, solution = self._carried_out(solution)
+                return explain(plan, solution), solution
+            except Unlocalizable as error:
+                mismatch = error.mismatch
+                regions = _around(self.graph, mismatch.operator)
+                found = next((found for found in regions if found - self.blocked.keys()), None)
+                if found is None:
+                    raise VerificationError(str(error)) from error
+                positions = found - self.blocked.keys()
+                self.blocked |= {at: _unlocalizable(self.graph.operators[at], mismatch) for at in positions}
+
+    def with_dealt_tokens(self, plan: Plan, solution: Solution) -> tuple[Plan, Solution]:
+        """The plan where each rank has a part of the tokens between sharded regions.
+
+        Parameters stay cut as they are without: the memory of activations is not to be paid for with theirs. Where
+        dealt tokens cannot be carried out, because code asks how many there are, every rank has them all.
+
+        Args:
+            plan: the plan with whole tokens.
+            solution: the solution behind it.
+        """
+        profile = self.options.profile
+        if self.options.sequence_parallel is True:
+            profile = replace(profile, activation_price=SEQUENCE_PARALLEL_PRICE, all_reduce_passes=2.0)
+        cuts = self.pins | {name: _cut(solution.layouts.get(at)) for at, name in self.graph.parameters.items()}
+        undealt: dict[int, str] = {}
+        while True:
+            dealt = self._solved(cuts, profile, deal_tokens=True, undealt=undealt)
+            try:
+                found, dealt = self._carried_out(dealt)
+                break
+            except Unlocalizable as error:
+                mismatch = error.mismatch
+                regions = (region & _dealt(dealt) for region in _tensors_near(self.graph, mismatch))
+                more = next((region for region in regions if region - undealt.keys()), None)
+                if more is None:
+                    raise VerificationError(str(error)) from error
+                undealt |= dict.fromkeys(more, f"{mismatch.module or 'the model'}: {mismatch.message}")
+        reasons = {parameter.names: parameter.reasons for parameter in plan.parameters}
+        parameters = tuple(replace(parameter, reasons=reasons[parameter.names]) for parameter in found.parameters)
+        whole = tuple(dict.fromkeys(undealt.values()))
+        if not found.deals_tokens and not whole:
+            whole = ("dealing them out costs more than it saves",)
+        return replace(found, parameters=parameters, whole_tokens=whole), dealt
+
+    def _solved(self, pins: Mapping[str, int | None], profile: Profile, **dealing: Any) -> Solution:
+        tokens = self.options.tokens
+        return solve(self.graph, self.ranks, IMPLEMENTATIONS, profile, self.blocked, tokens, pins, **dealing)
+
+    def _carried_out(self, solution: Solution) -> tuple[Plan, Solution]:
+        def plan_with(solution: Solution, sizes: tuple[SizePlan, ...]) -> Plan:
+            return annotate(solution, type(self.model).__name__, self.parameters, sizes, self.options.traced_with)
+
+        return find_sizes(self.model, self.inputs, solution, plan_with)
+
+
+def _cut(layout: Layout | None) -> int | None:
+    """The dim along which a parameter is cut."""
+    return layout.dims[0][0] if isinstance(layout, Shard) else None
+
+
+def _unlocalizable(operator: Operator, mismatch: Mismatch) -> str:
+    """Why nothing is sharded at an operator."""
+    there = mismatch.operator
+    place = "" if there is None or str(operator) == str(there) else f" ({there})"
+    return f"a size in the Python code could not be made local{place}: {mismatch.message}"
+
+
+def _dealt(solution: Solution) -> set[int]:
+    """The tensors of which each rank has a part of the tokens."""
+    return {at for at, layout in solution.layouts.items() if isinstance(layout, Shard) and layout.grows}
+
+
+def _tensors_near(graph: Graph, mismatch: Mismatch) -> Iterator[set[int]]:
+    """Tensors that may be why code went another way: those whose shapes it asks for; then those of growing regions.
+
+    In all layers alike, so that not each of them is found for itself.
+    """
+    here = _in_any_layer(mismatch.module)
+    yield {at for path, measured in graph.measured.items() if _in_any_layer(path) == here for at in measured}
+    for positions in _around(graph, mismatch.operator):
+        found = [graph.operators[position] for position in positions]
+        yield {tensor for operator in found for tensor in (*operator.inputs, *operator.outputs)}
+    yield set(range(len(graph.tensors)))
+
+
+def _in_any_layer(module: str) -> str:
+    return re.sub(r"\d+", "*", module)
+
+
+def _around(graph: Graph, operator: Operator | None) -> Iterator[frozenset[int]]:
+    """Positions of operators, in growing regions: those that the same line of code runs, then modules around it.
+
+    Modules with the same line are alike, and so each region takes them all.
+    """
+    if operator is None:
+        return
+    alike = [
+        (position, other)
+        for position, other in enumerate(graph.operators)
+        if other is operator
+        or (other.name == operator.name and other.boundary is None and other.source == operator.source != "")
+    ]
+    yield frozenset(position for position, _ in alike)
+    paths = {other.module for _, other in alike}
+    while True:
+        yield frozenset(
+            position
+            for position, other in enumerate(graph.operators)
+            if any(other.module == path or other.module.startswith(f"{path}.") or not path for path in paths)
+        )
+        if paths == {""}:
+            return
+        paths = {path.rpartition(".")[0] for path in paths}
