@@ -166,6 +166,9 @@ def table(found: dict[str, list[tuple[Mutation, str]]]) -> str:
 def is_explained(name: str, mutation: Mutation) -> str:
     """Why a mistake changes nothing that a training step could show; nothing where there is no such reason."""
     _, _, plan, *_ = planned(name)
+    unchanging = {use.module for use in plan.implementations if use.input is None and use.output is None}
+    if mutation.kind == "column layer left ordinary" and mutation.where in unchanging:
+        return "a column-parallel layer that changes no layout does what an ordinary one does with its part"
     lookups = {f"{use.module}.weight" for use in plan.implementations if use.name == "vocab"}
     untied = {p.names[0] for p in plan.parameters if len(p.names) == 1}
     if mutation.stage == SOLUTION and mutation.where in lookups & untied:

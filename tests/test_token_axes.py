@@ -73,7 +73,10 @@ def solved(model: nn.Module, batch: Tensor, ranks: int, *, deal_tokens: bool = T
     if isinstance(model, Blocks):
         pins = {f"{name}.{n}": dim for n in range(2) for name, dim in (("up", 1), ("down", 0), ("norm", None))}
     few = TokensPerStep(size=StepSize(7))  # for many it would gather the matrices instead
-    return solve(graph, ranks, IMPLEMENTATIONS, SLOW_MEMORY, tokens=few, pinned=pins, deal_tokens=deal_tokens)
+    whole = solve(graph, ranks, IMPLEMENTATIONS, SLOW_MEMORY, tokens=few, pinned=pins)
+    if not deal_tokens:
+        return whole
+    return solve(graph, ranks, IMPLEMENTATIONS, SLOW_MEMORY, tokens=few, pinned=pins, dealt_on=whole)
 
 
 def planned(model: nn.Module, solution: Solution) -> Plan:

@@ -22,7 +22,7 @@ from lightning_autotp.solving.pins import pinned
 from lightning_autotp.solving.solution import Solution
 from lightning_autotp.solving.solver import solve
 
-SEQUENCE_PARALLEL_PRICE = 4.0
+SEQUENCE_PARALLEL_PRICE = 8.0
 """All-reduces that an activation held whole may cost where sequence parallelism is asked for: more than dealing it out
 costs beside what is communicated anyway."""
 
@@ -93,7 +93,7 @@ class _Search:
         cuts = self.pins | {name: _cut(solution.layouts.get(at)) for at, name in self.graph.parameters.items()}
         undealt: dict[int, str] = {}
         while True:
-            dealt = self._solved(cuts, profile, deal_tokens=True, undealt=undealt)
+            dealt = self._solved(cuts, profile, dealt_on=solution, undealt=undealt)
             try:
                 found, dealt = self._carried_out(dealt)
                 break
@@ -102,8 +102,9 @@ class _Search:
                 regions = (region & _dealt(dealt) for region in _tensors_near(self.graph, mismatch))
                 more = next((region for region in regions if region - undealt.keys()), None)
                 if more is None:
-                    raise VerificationError(str(error)) from error
-                undealt |= dict.fromkeys(more, f"{mismatch.module or 'the model'}: {mismatch.message}")
+                    return replace(plan, whole_tokens=(str(mismatch),)), solution
+                why = f"{mismatch.module or 'the model'}: code there needs them ({mismatch.message})"
+                undealt |= dict.fromkeys(more, why)
         reasons = {parameter.names: parameter.reasons for parameter in plan.parameters}
         parameters = tuple(replace(parameter, reasons=reasons[parameter.names]) for parameter in found.parameters)
         whole = tuple(dict.fromkeys(undealt.values()))

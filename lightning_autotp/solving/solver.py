@@ -38,7 +38,7 @@ def solve(
     tokens: TokensPerStep | None = None,
     pinned: Mapping[str, int | None] | None = None,
     plan: Plan | None = None,
-    deal_tokens: bool = False,
+    dealt_on: Solution | None = None,
     undealt: Collection[int] = (),
     is_other_call: bool = False,
     fixed: Collection[Boundary | CallPoint] = (),
@@ -54,7 +54,7 @@ def solve(
         tokens: the step to price for.
         pinned: parameters, by name, that are to be cut along this dim, or, with ``None``, to be left whole.
         plan: a plan to be followed: then the layouts are those that it means.
-        deal_tokens: whether the tokens of sequences may be dealt out, too.
+        dealt_on: a solution with whole tokens: activations are divided as there, or their tokens are dealt out.
         undealt: tensors whose tokens may not be.
         is_other_call: whether the graph is of another call than the one that the plan was made for: it may leave out
             places of the plan, and change layouts at boundaries of modules where the plan changes none.
@@ -66,8 +66,10 @@ def solve(
         PlanMismatch: if the operators' rules do not allow what the plan says.
         RuntimeError: if too many layouts hang together, and no solution was found in the time for them.
     """
-    deal_tokens = deal_tokens or (plan is not None and plan.deals_tokens)
-    tables = Tables(graph, ranks, implementations, profile or Profile(), blocked or {}, tokens, deal_tokens, undealt)
+    deal_tokens = dealt_on is not None or (plan is not None and plan.deals_tokens)
+    tables = Tables(graph, ranks, implementations, profile or Profile(), blocked or {}, tokens, deal_tokens)
+    if dealt_on is not None:
+        tables.deal_on(dealt_on.kinds, undealt)
     if plan is not None:
         tables.follow(plan, is_other_call)
     tables.fixed |= set(fixed)

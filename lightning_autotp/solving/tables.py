@@ -51,7 +51,6 @@ class Tables:
         blocked: positions of operators at which nothing may be sharded, and why.
         tokens: the step to price for.
         deal_tokens: whether the tokens of sequences may be dealt out, too.
-        undealt: tensors whose tokens may not be, because the model's code asks how many there are.
 
     Attributes:
         axes: every axis of the graph's tensors.
@@ -78,7 +77,6 @@ class Tables:
         blocked: Mapping[int, str],
         tokens: TokensPerStep | None = None,
         deal_tokens: bool = False,
-        undealt: Collection[int] = (),
     ) -> None:
         self.graph, self.ranks, self.implementations, self.profile = graph, ranks, implementations, profile
         self.fixed: set[Boundary | CallPoint] = set()
@@ -138,10 +136,6 @@ class Tables:
             for axis in sharding.axes:
                 self.cutting.setdefault(axis, []).append(number)
         self.touching = {tensor: self._touching(dims) for tensor, dims in self.dims.items()}
-        for tensor in self.touching.keys() & set(undealt):
-            self.touching[tensor] = tuple(
-                n for n in self.touching[tensor] if self.growing.isdisjoint(self.shardings[n].axes)
-            )
 
     def _first_runs(self, relations: list[Relation]) -> dict[int, int]:
         """For tensors of a module's later runs the one that stands for them: their dims are the same axes."""
@@ -164,6 +158,17 @@ class Tables:
         )
         used = self.planned.numbers
         self.touching = {tensor: tuple(n for n in numbers if n in used) for tensor, numbers in self.touching.items()}
+
+    def deal_on(self, divided: Mapping[int, Kind], undealt: Collection[int]) -> None:
+        """Allow only tokens to be dealt out besides what is divided already.
+
+        Args:
+            divided: the tensors' kinds where every rank has all tokens.
+            undealt: tensors whose tokens may not be dealt out, because the model's code asks how many there are.
+        """
+        for tensor, numbers in self.touching.items():
+            dealt = [n for n in numbers if self.growing.intersection(self.shardings[n].axes) and tensor not in undealt]
+            self.touching[tensor] = tuple(n for n in numbers if n == divided.get(tensor) or n in dealt)
 
     def price(self, kinds: Mapping[int, Kind]) -> float:
         """What these layouts cost."""
@@ -194,9 +199,10 @@ class Tables:
             allowed: list[Kind] = [I, *(self.touching[tensor] if is_shown else ())]
             problem.add((self.first.get(tensor, tensor),), {(codes[tensor][kind],): 0.0 for kind in allowed})
         if self.profile.activation_price and self.planned is None:
-            for tensor in self._kept() - self.first.keys():
-                held = ((code, self._held(tensor, kind)) for kind, code in codes[tensor].items())
-                problem.add((tensor,), {(code,): cost for code, cost in held})
+            for tensor in self._kept & self.producer.keys() - self.first.keys():
+                if self.producer[tensor].operator.boundary is None:
+                    held = ((code, self._held(tensor, kind)) for kind, code in codes[tensor].items())
+                    problem.add((tensor,), {(code,): cost for code, cost in held})
         self.tables = []
         for relation in self.relations:
             tensors = [t for t in (*relation.inputs, *relation.outputs) if t in self.dims]
@@ -211,17 +217,17 @@ class Tables:
             self.tables.append(problem.tables[-1])
         return problem, domains
 
+    @cached_property
     def _kept(self) -> set[int]:
         """Activations that are kept for the backward pass: what operators read that are not linear in all they read."""
         kept: set[int] = set()
         for relation in reversed(self.relations):
-            operator, read = relation.operator, self.dims.keys() & relation.inputs.keys()
-            if operator.boundary is not None:  # gives what it is given
+            read = self.dims.keys() & relation.inputs.keys()
+            if relation.operator.boundary is not None:  # gives what it is given
                 kept |= read if kept.intersection(relation.outputs) else set()
             elif not read <= relation.linear:
-                kept |= read
-        of_operators = {t for t, relation in self.producer.items() if relation.operator.boundary is None}
-        return {t for t in kept & of_operators if self.graph.tensors[t].is_differentiable}
+                kept |= {tensor for tensor in read if self.graph.tensors[tensor].is_differentiable}
+        return kept
 
     def _parameter(self, tensor: int) -> Iterator[tuple[Kind, float]]:
         size = self.graph.tensors[tensor].bytes
@@ -236,7 +242,9 @@ class Tables:
                 yield number, self._memory(size, 1 / self.ranks) + (sync if shared else 0.0)
 
     def _held(self, tensor: int, kind: Kind) -> float:
-        """The price of the memory of an activation."""
+        """The price of the memory of an activation that is kept. Of a sum that is still to be taken, it is the sum."""
+        if kind == P or not self.profile.activation_price or self.planned is not None or tensor not in self._kept:
+            return 0.0
         share = self._largest_share(tensor, kind) if isinstance(kind, int) else 1.0
         return self.profile.activation(self.bytes[tensor], share, self.ranks)
 
@@ -429,7 +437,8 @@ class Tables:
             afters = self._changeable(target) if after == "S" else (after,)
             for left in befores:
                 for right in afters:
-                    yield {source: left, target: right}, cost
+                    kept = self._held(target, right) if before == "P" else 0.0  # what is gathered is gathered again
+                    yield {source: left, target: right}, cost + kept
 
     def _changeable(self, tensor: int) -> tuple[int, ...]:
         """The candidates that a tensor can be brought to, and from, in a batch of any size.
