@@ -13,10 +13,10 @@ from torch._dynamo.utils import counters
 from trainer_ranks import run_trainer_ranks
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from lightning_autotp import full_state_dict
+from lightning_autotp import AutoTPStrategy, full_state_dict
 
 STEPS = 2
-CASES = ("blocks", "inductor", "whole", "late", "changed calls")
+CASES = ("blocks", "inductor", "whole", "late", "changed calls", "sequence parallel")
 
 
 def config(case: str) -> Any:
@@ -64,7 +64,8 @@ def train(case: str, devices: int) -> dict[str, Any]:
     torch._dynamo.reset()
     counters.clear()
     task = Compiled(case, enabled=devices > 1)
-    trainer("autotp" if devices > 1 else "auto", devices, max_steps=STEPS).fit(task, loader())
+    strategy = AutoTPStrategy(devices, 1, sequence_parallel=case == "sequence parallel") if devices > 1 else "auto"
+    trainer(strategy, devices, max_steps=STEPS).fit(task, loader())
     task.seen["weights"] = full_state_dict(task) if devices > 1 else task.state_dict()
     task.seen["graphs"] = counters["stats"]["unique_graphs"]
     task.seen["breaks"] = dict(counters["graph_break"])
@@ -89,11 +90,16 @@ def test_compiled_ranks_equal_one_process(case: str, two: list[dict[str, dict[st
         assert_parity(seen[case], wanted)
 
 
-@pytest.mark.parametrize("case", ["blocks", "inductor"])
-def test_blocks_are_one_graph_each(case: str, two: list[dict[str, dict[str, Any]]]) -> None:
+@pytest.mark.parametrize("case", ["blocks", "inductor", "sequence parallel"])
+def test_blocks_are_whole_graphs(case: str, two: list[dict[str, dict[str, Any]]]) -> None:
     for seen in two:
         assert seen[case]["breaks"] == {}
-        assert seen[case]["graphs"] == 1  # both blocks run the same code
+
+
+@pytest.mark.parametrize("case", ["blocks", "inductor"])
+def test_both_blocks_run_the_same_code(case: str, two: list[dict[str, dict[str, Any]]]) -> None:
+    for seen in two:
+        assert seen[case]["graphs"] == 1
 
 
 def test_names_do_not_tell(two: list[dict[str, dict[str, Any]]]) -> None:

@@ -113,6 +113,7 @@ HALF = STEPS // 2
 def four_ranks(directory: str) -> dict[str, Any]:
     folder, seen = Path(directory), {}
     seen["parity"] = trained(AutoTPStrategy(2, 2), 4)
+    seen["sequence parallel"] = trained(AutoTPStrategy(2, 2, sequence_parallel=True), 4)
     seen["clipped"] = trained(AutoTPStrategy(2, 2), 4, **CLIPPED)
     seen["by value"] = trained(AutoTPStrategy(2, 2), 4, **BY_VALUE)
     for name, options in FORMATS.items():
@@ -143,8 +144,9 @@ def assert_copies(found: list[dict[str, Any]], wanted: dict[str, Any]) -> None:
         assert_parity({**seen, "losses": losses.mean(0).tolist()}, wanted)
 
 
-def test_two_copies_on_two_ranks_equal_one_process(four: list[dict[str, Any]]) -> None:
-    assert_copies([seen["parity"] for seen in four], alone(four, "parity"))
+@pytest.mark.parametrize("case", ["parity", "sequence parallel"])
+def test_two_copies_on_two_ranks_equal_one_process(four: list[dict[str, Any]], case: str) -> None:
+    assert_copies([seen[case] for seen in four], alone(four, case))
 
 
 @pytest.mark.parametrize(("case", "options"), [("clipped", CLIPPED), ("by value", BY_VALUE)])

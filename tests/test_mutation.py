@@ -176,6 +176,8 @@ def is_explained(name: str, mutation: Mutation) -> str:
     read_only = ("sliding_window", "q_lora_rank")  # by these attentions, which then do nothing with it
     if mutation.kind == "size made local that stays whole" and mutation.where.split(":")[1].endswith(read_only):
         return "the module reads the number and does not compute with it"
+    if mutation.kind == "Replicate to Invariant dropped" and mutation.where.endswith("experts.argument1"):
+        return "numbers of experts have no gradient"
     if mutation.kind == "Invariant to Shard cut elsewhere" and "EncDecAttention" in mutation.where:
         return "the position bias of cross-attention is the same for every head: zeros"
     return ""

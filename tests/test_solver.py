@@ -11,6 +11,7 @@ from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.layouts.types import Invariant, Replicate, Shard
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
 from lightning_autotp.pipeline import make_plan
+from lightning_autotp.solving.implementations import LEFT
 from lightning_autotp.solving.solution import Solution
 from lightning_autotp.solving.solver import NothingToShard, solve
 
@@ -134,6 +135,16 @@ def test_every_matrix_of_the_families_is_sharded(family: str) -> None:
     plan, _ = make_plan(meta_model(family), 2)
     whole = [p.names[0] for p in plan.parameters if len(p.shape) > 1 and not isinstance(p.layout, Shard)]
     assert whole == []
+
+
+@pytest.mark.parametrize("family", ["cohere", "phi"])
+def test_attention_and_mlp_side_by_side_are_summed_once(family: str) -> None:
+    """One all-reduce in a block's forward, and one in its backward."""
+    plan, _ = make_plan(meta_model(family), 2)
+    changes = [change.source.letter + change.target.letter for change in plan.conversions if ".1" in change.module]
+    assert sorted(change for change in changes if change != "IP") == ["IR", "PI"]
+    uses = [use for use in plan.implementations if ".layers.1." in use.module]
+    assert {(use.input, use.output) for use in uses} == {(None, None), (None, LEFT)}
 
 
 def test_norm_over_sharded_heads_sums_its_gradient() -> None:
