@@ -403,8 +403,9 @@ class Calls(TorchFunctionMode):
         site = CallSite(*key, occurrence)
         calls = self.tracer.graph.calls
         number = len(calls)
-        leaves = tuple(self._leaf(leaf) for leaf in call_leaves((args, kwargs)))
-        calls.append(Call(self.tracer.modules[-1], site, leaves, ()))
+        given = call_leaves((args, kwargs))
+        leaves = [self._leaf(leaf) for leaf in given]
+        calls.append(Call(self.tracer.modules[-1], site, tuple(leaves), ()))
         before, self.current = self.current, (number, source_line(caller))
         recorded = len(self.tracer.graph.operators)
         try:
@@ -418,8 +419,10 @@ class Calls(TorchFunctionMode):
                 self.tracer.graph.measured.setdefault(self.tracer.modules[-1], set()).add(leaves[0].tensor)
             del calls[number:]
             return result
+        # A tensor that Python's numbers alone made is recorded where it is read first: now it is known.
+        arguments = tuple(self._leaf(leaf) if ref is None else ref for leaf, ref in zip(given, leaves, strict=True))
         results = tuple(self._leaf(leaf) for leaf in call_leaves(result))
-        calls[number] = replace(calls[number], results=results)
+        calls[number] = replace(calls[number], arguments=arguments, results=results)
         return result
 
     def _constant(self, func: Any, args: Any, kwargs: Any, result: Tensor) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from itertools import product
 
 from torch import nn
 
@@ -223,11 +224,13 @@ class _Search:
                 self.deepest[rank], self.idle = reached, 0
         return self.traces[sizes, rank]
 
-    def _lengths(self, operators: Iterable[Operator]) -> dict[tuple[int, tuple[int, ...]], None]:
+    def _lengths(
+        self, operators: Iterable[Operator], *, outputs_only: bool = False
+    ) -> dict[tuple[int, tuple[int, ...]], None]:
         """Lengths of the sharded dims that operators handle, whole and on every rank, in order of appearance."""
         found: dict[tuple[int, tuple[int, ...]], None] = {}
         for operator in operators:
-            for tensor in (*operator.outputs, *operator.inputs):
+            for tensor in (*operator.outputs, *(() if outputs_only else operator.inputs)):
                 layout = self.solution.layouts.get(tensor)
                 if isinstance(layout, Shard) and not layout.grows:  # a number of tokens is another in each batch
                     for _, owned in layout.dims:
@@ -236,46 +239,78 @@ class _Search:
 
     def _candidates(self, mismatch: Mismatch, sizes: tuple[SizePlan, ...]) -> Iterator[tuple[SizePlan, ...]]:
         """Integers of a module there that equal a sharded length in it, made local in every module like it."""
-        taken = {(size.module, size.attribute) for size in sizes if size.call is None}
+        yield from self._sections(mismatch, sizes)
         first = self._lengths([mismatch.operator] if mismatch.operator is not None else [])
         for path in _running(mismatch):
             for whole, local in first | self.lengths.get(path, {}):
-                for attribute in self._integers(path, whole):
-                    change = tuple(
-                        SizePlan(twin, attribute, whole, local)
-                        for twin in self._twins(path)
-                        if (whole, local) in self.lengths.get(twin, {})
-                        and attribute in self._integers(twin, whole)
-                        and (twin, attribute) not in taken
-                    )
-                    if change:
-                        yield change
+                yield from self._attributes(path, whole, local, sizes)
         if self.in_calls:
             yield from self._literals(mismatch, sizes)
+
+    def _sections(self, mismatch: Mismatch, sizes: tuple[SizePlan, ...]) -> Iterator[tuple[SizePlan, ...]]:
+        """The lengths of all sections of a split together: with one of them alone they do not add up."""
+        operator = mismatch.operator
+        if operator is None or operator.call < 0 or len(operator.outputs) < 2:
+            return
+        numbers = self.solution.graph.calls[operator.call].arguments
+        lengths = [length for length in self._lengths([operator], outputs_only=True) if length[0] in numbers]
+        if len(lengths) < 2:
+            return
+        choices = []
+        for whole, local in lengths:
+            ways = list(self._attributes(operator.module, whole, local, sizes))
+            if self.in_calls:
+                leaves = [str(leaf) for leaf, value in enumerate(numbers) if value == whole]
+                written = [change for leaf in leaves for change in self._literal(operator, leaf, whole, local, sizes)]
+                ways.append(tuple(size for change in written for size in change))
+            choices.append(ways)
+        for ways in product(*choices):
+            yield tuple(change for way in ways for change in way)
+
+    def _attributes(
+        self, path: str, whole: int, local: tuple[int, ...], sizes: tuple[SizePlan, ...]
+    ) -> Iterator[tuple[SizePlan, ...]]:
+        """Integers that a module reads, made local in every module like it, each by itself."""
+        taken = {(size.module, size.attribute) for size in sizes if size.call is None}
+        for attribute in self._integers(path, whole):
+            change = tuple(
+                SizePlan(twin, attribute, whole, local)
+                for twin in self._twins(path)
+                if (whole, local) in self.lengths.get(twin, {})
+                and attribute in self._integers(twin, whole)
+                and (twin, attribute) not in taken
+            )
+            if change:
+                yield change
 
     def _literals(self, mismatch: Mismatch, sizes: tuple[SizePlan, ...]) -> Iterator[tuple[SizePlan, ...]]:
         """Numbers in the arguments of the call itself, made local in every module like it."""
         graph = self.solution.graph
         if mismatch.operator is None or mismatch.operator.call < 0:
             return
-        call = graph.calls[mismatch.operator.call]
         # A number that must be local, or one that follows another tensor's part and must stay whole.
         lengths = self._lengths([mismatch.operator])
         for tensor in mismatch.operator.outputs:
             for size in {*graph.tensors[tensor].shape} - {*graph.example.lengths}:
                 lengths.setdefault((size, (size,) * self.solution.ranks))
-        taken = {(size.module, size.attribute, size.call) for size in sizes}
-        for leaf, value in enumerate(call.arguments):
+        for leaf, value in enumerate(graph.calls[mismatch.operator.call].arguments):
             for whole, local in lengths:
-                if value != whole:
-                    continue
-                change = tuple(
-                    SizePlan(twin, str(leaf), whole, local, call.site)
-                    for twin in self._twins(call.module)
-                    if self._has_length(twin, call.site, whole, local) and (twin, str(leaf), call.site) not in taken
-                )
-                if change:
-                    yield change
+                if value == whole:
+                    yield from self._literal(mismatch.operator, str(leaf), whole, local, sizes)
+
+    def _literal(
+        self, operator: Operator, leaf: str, whole: int, local: tuple[int, ...], sizes: tuple[SizePlan, ...]
+    ) -> Iterator[tuple[SizePlan, ...]]:
+        """One argument of an operator's call, made local in every module like it."""
+        call = self.solution.graph.calls[operator.call]
+        taken = {(size.module, size.attribute, size.call) for size in sizes}
+        change = tuple(
+            SizePlan(twin, leaf, whole, local, call.site)
+            for twin in self._twins(call.module)
+            if self._has_length(twin, call.site, whole, local) and (twin, leaf, call.site) not in taken
+        )
+        if change:
+            yield change
 
     def _has_length(self, module: str, site: CallSite, whole: int, local: tuple[int, ...]) -> bool:
         """Whether a call handles a dim of this length, cut like this or (where it is whole) not at all."""
