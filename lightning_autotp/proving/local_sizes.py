@@ -258,14 +258,14 @@ class _Search:
             return
         choices = []
         for whole, local in lengths:
-            ways = list(self._attributes(operator.module, whole, local, sizes))
+            ways: list[tuple[SizePlan, ...]] = list(self._attributes(operator.module, whole, local, sizes))
             if self.in_calls:
                 leaves = [str(leaf) for leaf, value in enumerate(numbers) if value == whole]
-                written = [change for leaf in leaves for change in self._literal(operator, leaf, whole, local, sizes)]
-                ways.append(tuple(size for change in written for size in change))
+                together = [change for leaf in leaves for change in self._literal(operator, leaf, whole, local, sizes)]
+                ways.append(tuple(size for change in together for size in change))
             choices.append(ways)
-        for ways in product(*choices):
-            yield tuple(change for way in ways for change in way)
+        for chosen in product(*choices):
+            yield tuple(size for change in chosen for size in change)
 
     def _attributes(
         self, path: str, whole: int, local: tuple[int, ...], sizes: tuple[SizePlan, ...]
