@@ -33,12 +33,14 @@ class CallChanges:
         results: changes after it.
         converts: whether one of them changes a tensor's layout, and not only a number.
         draws_in: the group in which each rank draws its own random numbers at this call.
+        run: what makes the call, from its function, arguments and keyword arguments.
     """
 
     arguments: list[tuple[int, Change]] = field(default_factory=list)
     results: list[tuple[int, Change]] = field(default_factory=list)
     converts: bool = False
     draws_in: TPGroup | None = None
+    run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None = None
 
 
 class CallMismatch(RuntimeError):
@@ -92,7 +94,7 @@ class LocalForward:
 
     def _is_expected(self, changes: CallChanges) -> bool:
         """Whether a call is made in this mode: one that only draws random numbers may be left out in eval mode."""
-        return bool(changes.arguments or changes.results or self.module.training)
+        return bool(changes.arguments or changes.results or changes.run or self.module.training)
 
     def _is_needed(self, site: CallSite, mode: _LocalCalls) -> bool:
         """Whether the run is another computation without this call."""
@@ -135,7 +137,7 @@ class _LocalCalls(TorchFunctionMode):
             for leaf, change in changes.arguments:
                 args, kwargs = replace_leaf((args, kwargs), leaf, change)
             with _numbers(changes.draws_in, (args, kwargs)):
-                result = func(*args, **kwargs)
+                result = func(*args, **kwargs) if changes.run is None else changes.run(func, args, kwargs)
             for leaf, change in changes.results:
                 result = replace_leaf(result, leaf, change)
         except _NoLeaf as error:

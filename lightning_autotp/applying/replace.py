@@ -6,6 +6,7 @@ import copy
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ from lightning_autotp.parallel.logits import VocabParallelLogits
 from lightning_autotp.parameters.state import ParallelState
 from lightning_autotp.private.torch_private import ModuleHooks
 from lightning_autotp.ranks.group import TPGroup
+from lightning_autotp.solving.implementations import Implementation
 from lightning_autotp.solving.planned import PlanMismatch
 
 
@@ -114,6 +116,10 @@ def _change_calls(model: nn.Module, plan: Plan, group: TPGroup, lengths: Lengths
             at(size.module, size.call).arguments.append((int(size.attribute), local))
     for draw in plan.draws:
         at(draw.module, draw.call).draws_in = group
+    for use in plan.implementations:
+        if use.call is not None and (run := _implementation(use).run) is not None:
+            here = at(use.module, use.call)
+            here.converts, here.run = True, partial(run, use, group)
     for path, calls in changes.items():
         module = model.get_submodule(path)
         module.forward = LocalForward(module, path, calls)
@@ -153,10 +159,7 @@ def _make_parallel(
 ) -> None:
     """Turn a layer into its parallel implementation."""
     module = model.get_submodule(use.module)
-    try:
-        entry = IMPLEMENTATIONS[use.name]
-    except KeyError as error:
-        raise PlanMismatch(f"{use.module}: {error.args[0]}") from None
+    entry = _implementation(use)
     layout = layouts.get(f"{use.module}.{entry.operand}")
     if not entry.fits(layout) or entry.build is None:
         raise PlanMismatch(
@@ -165,6 +168,13 @@ def _make_parallel(
     if torch_layer(module) != entry.layer:
         raise PlanMismatch(f"{use.module} is a {type(module).__name__}: it cannot become {use.name}-parallel")
     entry.build(module, use, layout, group, local)
+
+
+def _implementation(use: ImplementationPlan) -> Implementation:
+    try:
+        return IMPLEMENTATIONS[use.name]
+    except KeyError as error:
+        raise PlanMismatch(f"{use.module}: {error.args[0]}") from None
 
 
 def set_size(model: nn.Module, size: SizePlan, value: int) -> None:

@@ -286,6 +286,11 @@ class Cut:
         """Whether the lengths of all ranks' parts tell the map: a batch gives the size of one axis at most."""
         return len(self._variables()) <= 1
 
+    @property
+    def is_fixed(self) -> bool:
+        """Whether the dim is as long in every batch."""
+        return not self._variables()
+
     def _variable(self) -> Axis | None:
         """The one axis whose size a batch gives."""
         found = self._variables()

@@ -98,6 +98,7 @@ class ImplementationPlan:
         input: the change of type that it makes on its input by itself, such as ``("I", "R")``.
         output: the one that it makes on its result.
         call: which call, where it is no whole layer.
+        layout: how the call's operand lies, where the call is made in another way than by the model.
     """
 
     module: str
@@ -105,6 +106,7 @@ class ImplementationPlan:
     input: Pair | None = None
     output: Pair | None = None
     call: CallSite | None = None
+    layout: Layout | None = None
 
 
 @dataclass(frozen=True)
@@ -387,7 +389,7 @@ def _decode(kind: Any, item: dict[str, Any]) -> Any:
     for field in fields(kind):
         value = item[field.name]
         if field.name in ("layout", "source", "target"):
-            value = decode_layout(value)
+            value = None if value is None else decode_layout(value)
         elif field.name == "reasons":
             value = tuple(Reason(**reason) for reason in value)
         elif field.name == "call" and value is not None:

@@ -31,10 +31,14 @@ def sum_(site: Site) -> Dims:
 
 @operator("aten.mean.default", "aten.mean.dim")
 def mean(site: Site) -> Dims:
-    """A mean divides by the dim's length, so the dim stays whole; a Partial passes."""
+    """A mean divides by the dim's length, which only an implementation knows on a rank; a Partial passes."""
     dims = site.dims("self")
     reduced = _reduced(site, len(dims))
-    site.keep_whole(*(dims[index] for index in reduced), because="a mean over the dim needs all of it")
+    if dict(site.operator.arguments).get("dtype") is None:
+        site.contract(*(dims[index] for index in reduced))
+        site.relation.needs_implementation = True
+    else:
+        site.keep_whole(*(dims[index] for index in reduced), because="a mean in another dtype needs the whole dim")
     site.linear_in("self")
     return _without(dims, reduced, bool(dict(site.operator.arguments).get("keepdim")))
 

@@ -151,7 +151,7 @@ def expand(site: Site) -> Dims:
     return tuple(dim if dim.size == size else site.new(size) for dim, size in zip(padded, site.shape, strict=True))
 
 
-@operator("aten.repeat_interleave.self_int", sizes=("repeats",), reshapes=True)
+@operator("aten.repeat_interleave.self_int", sizes=("repeats", "output_size"), reshapes=True)
 def repeat_interleave(site: Site) -> Dims | list[Dims]:
     """Every index followed by its copies: the dim is the outer factor, the copies the inner one."""
     dims = list(site.dims("self"))

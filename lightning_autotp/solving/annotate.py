@@ -20,6 +20,7 @@ from lightning_autotp.layouts.plan import (
 from lightning_autotp.layouts.transitions import TRANSITIONS
 from lightning_autotp.layouts.types import Invariant, Replicate, Shard
 from lightning_autotp.operators.graph import Operator, Ref
+from lightning_autotp.solving.implementations import operand_of
 from lightning_autotp.solving.planned import module_digests
 from lightning_autotp.solving.solution import Conversion, Solution
 
@@ -120,7 +121,9 @@ def _implementations(solution: Solution) -> tuple[ImplementationPlan, ...]:
         entry, operator = use.implementation, solution.graph.operators[position]
         if not entry.layer:
             site = solution.graph.calls[operator.call].site if operator.call >= 0 else None
-            found[ImplementationPlan(operator.module, entry.name, output=use.output, call=site)] = None
+            operand = operand_of(operator, entry.operand) if entry.run is not None else None
+            layout = None if operand is None else solution.layouts[operand]
+            found[ImplementationPlan(operator.module, entry.name, output=use.output, call=site, layout=layout)] = None
             continue
         before, after = at.get((operator.module, *_OWN_INPUT)), at.get((operator.module, *_OWN_OUTPUT))
         taken = before.pair if before is not None and before.pair in entry.inputs else None

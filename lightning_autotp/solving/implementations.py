@@ -32,7 +32,7 @@ class Implementation:
         operator: the operator it stands for.
         layer: the class in ``torch.nn`` whose forward must run the operator; empty for a call anywhere.
         operand: the argument whose cut picks this implementation.
-        dims: in one of which that argument must be cut, and in no other.
+        dims: in one of which that argument must be cut, and in no other; empty for any one.
         inputs: changes of type that it makes on the module's first input by itself.
         outputs: changes of type that it makes on its result by itself: of a result that lies like its operands
             (``S -> I``), or of the ranks' products (``P -> I``), of which one must happen: :data:`LEFT` is to leave
@@ -46,12 +46,14 @@ class Implementation:
             arguments' whole shapes.
         build: makes a module this implementation: ``(module, plan of the layer, layout of the operand, group,
             parameters that are local already)``; ``None`` where nothing has to be replaced.
+        run: makes a call in another way than the model does: ``(plan of the call, group, function, arguments, keyword
+            arguments)``.
     """
 
     name: str
     operator: str
     operand: str
-    dims: tuple[int, ...]
+    dims: tuple[int, ...] = ()
     layer: str = ""
     inputs: tuple[Pair, ...] = ()
     outputs: tuple[Pair, ...] = ()
@@ -61,6 +63,7 @@ class Implementation:
     shown: str = ""
     communicates: Communicates | None = None
     build: Callable[..., None] | None = None
+    run: Callable[..., Any] | None = None
 
     @property
     def sums(self) -> bool:
@@ -69,7 +72,9 @@ class Implementation:
 
     def fits(self, layout: Layout | None) -> bool:
         """Whether the operand may lie so."""
-        return isinstance(layout, Shard) and len(layout.dims) == 1 and layout.dims[0][0] in self.dims
+        if not isinstance(layout, Shard) or len(layout.dims) != 1:
+            return False
+        return not self.dims or layout.dims[0][0] in self.dims
 
     def results(self) -> tuple[Pair | None, ...]:
         """The changes of type that may end the sum of its products; ``None`` where the result is Invariant at once."""

@@ -91,6 +91,7 @@ class Planned:
         self.changes: dict[Boundary | CallPoint, Change] = {}
         self.slices: dict[CallPoint, Layout] = {}
         self._shown: set[Boundary | CallPoint] = set()
+        self.runs = {(x.module, x.call): (x.name, x.output) for x in plan.implementations if x.layout is not None}
         self.made_local = {(made.module, made.call) for made in plan.made_local}
         crossed = {operator.boundary: operator for operator in graph.operators if operator.boundary is not None}
         for change in plan.conversions:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from functools import cached_property
 
@@ -281,6 +282,11 @@ class Tables:
         if operator.boundary is not None:
             found = (kinds[operator.inputs[0]], kinds[operator.outputs[0]])
             return self.planned.changes_alike(operator.boundary, found)
+        if operator.call >= 0:
+            use, call = self.use(relation, kinds), self.graph.calls[operator.call]
+            run = (use.implementation.name, use.output) if use is not None and use.implementation.run else None
+            if run != self.planned.runs.get((call.module, call.site)) and self._operators_of_calls[operator.call] == 1:
+                return False
         targets = self.static_targets(relation, kinds)
         for tensor in relation.inputs:
             place = self.leaves.get((self.position[id(operator)], tensor))
@@ -388,8 +394,19 @@ class Tables:
                 continue
             if entry.layer and tensor not in self.graph.parameters:
                 continue  # computed from others, so that the layer has nothing to cut
+            if entry.run is not None and not self._can_run(operator, self.layout(tensor, kinds[tensor])):
+                continue
             if not entry.shown or self.view_boundary(tensor) is not None:
                 yield entry
+
+    def _can_run(self, operator: Operator, layout: Layout) -> bool:
+        """Whether a call can be made in another way: it runs nothing else, on parts as long in every batch."""
+        is_fixed = isinstance(layout, Shard) and all(cut.is_fixed for cut in layout.cuts)
+        return is_fixed and operator.call >= 0 and self._operators_of_calls[operator.call] == 1
+
+    @cached_property
+    def _operators_of_calls(self) -> Counter[int]:
+        return Counter(operator.call for operator in self.graph.operators if operator.boundary is None)
 
     def _convertible(self, relation: Relation, tensor: int) -> bool:
         """Whether a static operand can be sliced, or made Partial, at the operator's call."""
