@@ -105,8 +105,10 @@ def expand(draw: Draw, name: str) -> Any:
 
 @case("aten.repeat_interleave.self_int")
 def repeat_interleave(draw: Draw, name: str) -> Any:
-    shape = draw.shape()
-    return draw.tape.call(name, draw.operand(*shape), draw.one(1, 2, 3, 4), draw.dim(shape))
+    shape, repeats = draw.shape(), draw.one(1, 2, 3, 4)
+    dim = draw.dim(shape)
+    size = draw.one(None, shape[dim] * repeats)
+    return draw.tape.call(name, draw.operand(*shape), repeats, dim, output_size=size)
 
 
 @case("aten.repeat.default")

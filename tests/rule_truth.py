@@ -34,6 +34,7 @@ from lightning_autotp.operators import Relation, record, relate
 from lightning_autotp.operators.graph import Call, Graph, Operator, Ref, TensorInfo
 from lightning_autotp.parallel.embedding import vocab_parallel_lookup
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
+from lightning_autotp.parallel.mean import addend
 from lightning_autotp.solving.cost import Profile
 from lightning_autotp.solving.tables import Tables
 
@@ -67,7 +68,8 @@ class Combination:
     def is_contracted(self) -> bool:
         """Whether the operator's results are to be added up."""
         sharded = any(isinstance(self.layouts.get(tensor), Shard) for tensor in self.relation.inputs)
-        return sharded and any(isinstance(self.layouts[t], Partial | Invariant) for t in self.relation.outputs)
+        summed = (Partial, Invariant, Replicate) if self.relation.needs_implementation else (Partial, Invariant)
+        return sharded and any(isinstance(self.layouts[t], summed) for t in self.relation.outputs)
 
 
 class Tape:
@@ -183,6 +185,11 @@ class Tape:
                 lookup = layout.ownership(0) if isinstance(layout, Shard) else None
             else:
                 arguments = arguments | {"bias": None}
+        of_mean: Ownership | None = None
+        if operator.name == "aten.mean.dim" and combination.is_contracted:
+            # As for layers, the sum over the ranks is not run.
+            ((_, of_mean),) = layouts[arguments["self"].tensor].dims
+            layouts |= dict.fromkeys(operator.outputs, PARTIAL)
         whole = {tensor: self._leaf(tensor, self.values[tensor]) for tensor in dict.fromkeys(operator.inputs)}
         results = _run(operator.name, arguments, whole)
         cotangents = [self.draw(*result.shape).to(result.dtype) for result in results]
@@ -205,6 +212,9 @@ class Tape:
                     found = _run(
                         operator.name, self._localized(operator, arguments, layouts, local, shapes, rank), local
                     )
+                    if of_mean is not None:
+                        part = local[arguments["self"].tensor]
+                        found = [addend(found[0], part, of_mean.local_size(rank) / of_mean.size)]
             except (RuntimeError, IndexError, ValueError) as error:
                 raise Untrue(f"rank {rank} cannot run {_text(combination)}: {error}") from error
             if len(found) != len(results):
@@ -258,6 +268,8 @@ class Tape:
         known = record(operator.name)
         changed: dict[str, Any] = {}
         for name in known.sizes if known else ():
+            if arguments[name] is None:
+                continue
             changed[name] = _local_size(name, arguments, local, shapes)
         for name, tensor_name, dim in known.shares if known else ():
             shape = local[arguments[tensor_name].tensor].shape
@@ -441,6 +453,8 @@ def _local_size(name: str, arguments: dict[str, Any], local: Mapping[int, Tensor
             return _over(shapes[0][arguments["dim"]], shape[arguments["dim"]])
         padded = (1,) * (len(shapes[0]) - len(shape)) + tuple(shape)
         return [_over(size, here) for size, here in zip(shapes[0], padded, strict=True)]
+    if name == "output_size":  # repeat_interleave
+        return shapes[0][arguments["dim"]]
     if name == "sizes":  # unflatten
         dim = arguments["dim"] % local[arguments["self"].tensor].ndim
         return shapes[0][dim : dim + len(arguments["sizes"])]

@@ -45,7 +45,7 @@ CONTRACTING = {
         f"aten.{name}.default"
         for name in ("addmm", "addmv", "baddbmm", "addbmm", "bilinear", "_grouped_mm", "embedding")
     ),
-    *("aten.sum.dim_IntList", "transformers.grouped_mm_fallback.default", "aten.convolution.default"),
+    *("aten.sum.dim_IntList", "aten.mean.dim", "transformers.grouped_mm_fallback.default", "aten.convolution.default"),
     *(f"aten.conv{n}d.{overload}" for n in (1, 2, 3) for overload in ("default", "padding")),
     *("aten.conv_transpose1d.default", "aten.conv_transpose2d.input", "aten.conv_transpose3d.input"),
 }
@@ -70,7 +70,7 @@ NEEDED: list[tuple[str, tuple[Any, ...]]] = [
     *((f"aten.{name}.int", (1,)) for name in ("softmax", "log_softmax", "unbind")),
     *((f"aten.{name}.default", (1,)) for name in ("cumsum", "sort", "argmax")),
     *((f"aten.{name}.default", ([1],)) for name in ("amax", "logsumexp", "flip")),
-    *((f"aten.{name}.dim", ([1],)) for name in ("mean", "var", "std")),
+    *((f"aten.{name}.dim", ([1],)) for name in ("var", "std")),
     ("aten.max.dim", (1,)),
     ("aten.select.int", (1, 0)),
     ("aten.slice.Tensor", (1, 1, 6, 4)),

@@ -47,10 +47,14 @@ def mean_of_parts(
     if x.is_meta:
         part = recording.record(MEAN.primitive, [x], _shape(*args, **kwargs), ownership.digest)
     else:
-        mine = mean(*args, **kwargs)
-        part = mine * (planned / ownership.size) if planned else torch.zeros_like(mine) + x.sum()
+        part = addend(mean(*args, **kwargs), x, planned / ownership.size)
     assert use.output is not None
     return convert(part, Partial(), Replicate() if use.output[1] == "R" else Invariant(), group)
+
+
+def addend(mean: Tensor, part: Tensor, share: float) -> Tensor:
+    """What this rank adds to a mean: the mean of its part, which is this share of the whole. Not collective."""
+    return mean * share if share else torch.zeros_like(mean) + part.sum()  # of nothing the mean is nan
 
 
 def _shape(input: Tensor, dim: int | Sequence[int], keepdim: bool = False) -> list[int]:

@@ -20,6 +20,7 @@ from lightning_autotp.parameters.meta import ParameterMeta
 from lightning_autotp.parameters.state import parallel_state
 from lightning_autotp.pipeline import make_plan, parallelize
 from zoo.configs import LEAST_ALL_REDUCES, LEFT_OUT
+from zoo.counting import counted, divided
 from zoo.inputs import training_batch
 from zoo.models import build, layer_count, stir
 from zoo.verdict import GRADIENT_TOLERANCE, LOSS_TOLERANCE, Verdict, describe_plan
@@ -86,7 +87,8 @@ def run_one(
     Returns:
         ``precision`` (32 or 64), ``loss_error``, ``gradient_error``, ``worst`` (a parameter's name), ``wrong`` (what is
         out of tolerance, or nothing), ``compared`` (how many gradients are so large that a difference out of tolerance
-        is none of rounding) and ``unused`` (share of the parameters that the batch does not train).
+        is none of rounding), ``unused`` (share of the parameters that the batch does not train) and ``counted`` (share
+        of the FLOPs of forward and backward that the ranks divide among them).
     """
     found = _compare(name, group, process_group, seed, torch.float32, sequence_parallel)
     unclear = torch.tensor(float(bool(found["wrong"]) or not found["compared"]))
@@ -115,8 +117,7 @@ def _compare(
     batch = _converted(batch, precision)
     local = copy.deepcopy(model)
     torch.manual_seed(seed)
-    wanted = model(**batch).loss
-    wanted.backward()
+    wanted, flops = _step(model, batch)
     parallelize(
         local,
         process_group,
@@ -125,8 +126,9 @@ def _compare(
         sequence_parallel=sequence_parallel,
     )
     torch.manual_seed(seed)
-    found = local(**batch).loss
-    found.backward()
+    found, mine = _step(local, batch)
+    everywhere = torch.tensor(mine)
+    dist.all_reduce(everywhere, group=process_group)
     loss_error = abs(found.item() - wanted.item()) / max(abs(wanted.item()), 1e-12)
     gradients = {n: p.grad for n, p in model.named_parameters(remove_duplicate=False)}
     largest = max((float(g.abs().max()) for g in gradients.values() if g is not None), default=0.0)
@@ -151,7 +153,20 @@ def _compare(
         "wrong": wrong,
         "compared": sum(g is not None and float(g.abs().max()) > visible for g in gradients.values()),
         "unused": unused / total,
+        "counted": divided(flops, int(everywhere), process_group.size()),
     }
+
+
+def _step(model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, int]:
+    """The loss, and the FLOPs of the forward and the backward."""
+    losses: list[Tensor] = []
+
+    def run() -> None:
+        losses.append(model(**batch).loss)
+        losses[0].backward()
+
+    flops = counted(run)
+    return losses[0], flops
 
 
 def _converted(batch: dict[str, Any], precision: torch.dtype) -> dict[str, Any]:

@@ -19,7 +19,7 @@ GROUP_TITLES = {
     "masked": "Masked language models",
     "image": "Image classifiers",
 }
-_COLUMNS = ("architecture", "parity", "sharded", "FLOPs", "all-reduces", "what stays whole, and why")
+_COLUMNS = ("architecture", "parity", "sharded", "FLOPs", "counted", "all-reduces", "what stays whole, and why")
 _MOST_REASONS = 2
 _LONGEST_REASON = 220
 
@@ -44,9 +44,10 @@ def summary(verdict: Verdict) -> str:
     why += [f"{left.share:.1%} whole: {left.example}: {_shortened(left.reason)}" for left in verdict.left[:1]]
     if not verdict.parameters:
         return f"{verdict.name:26} {verdict.outcome:8} {'; '.join(why)}".rstrip()
+    counted = f" ({verdict.counted:.0%} counted)" if verdict.counted else ""
     numbers = (
-        f"{verdict.sharded:6.1%} sharded, {verdict.flops:4.0%} of the FLOPs, {verdict.all_reduces:.1f} all-reduces per"
-        f" layer, planned in {verdict.seconds:4.1f} s"
+        f"{verdict.sharded:6.1%} sharded, {verdict.flops:4.0%} of the FLOPs{counted}, {verdict.all_reduces:.1f}"
+        f" all-reduces per layer, planned in {verdict.seconds:4.1f} s"
     )
     errors = f", loss {verdict.loss_error:.0e}, gradient {verdict.gradient_error:.0e}" if verdict.is_parity else ""
     errors += " in fp64" * (verdict.is_parity and verdict.precision == 64)
@@ -106,7 +107,9 @@ def to_markdown(verdicts: Sequence[Verdict], command: str, versions: Mapping[str
         "- *sharded*: how much of the parameters (embeddings included) each rank holds only a part of. In brackets, how"
         " much of them this batch does not train.",
         "- *FLOPs*: how much of the matrix products in the layers the ranks divide among them. The rest every rank"
-        " computes whole.",
+        " computes whole. By the plan, forward only.",
+        "- *counted*: how much of all FLOPs of a forward and backward, the head's included, they divide, as torch's"
+        " counter sees it on the ranks.",
         "- *all-reduces*: how often, per layer and forward, the ranks add up results, *of* the fewest known for such a"
         " layer: one for each part that ends in a row-parallel product, one for parts side by side. After `+`, gathers"
         " and scatters. Counted are those in the layers: an embedding whose features the first layer gathers shows its"
@@ -116,7 +119,7 @@ def to_markdown(verdicts: Sequence[Verdict], command: str, versions: Mapping[str
     ]
     for group in groups:
         lines += ["", f"## {GROUP_TITLES[group]}", "", "| " + " | ".join(_COLUMNS) + " |"]
-        lines.append("| --- | --- | ---: | ---: | ---: | --- |")
+        lines.append("| --- | --- | ---: | ---: | ---: | ---: | --- |")
         for verdict in verdicts:
             if verdict.group == group:
                 lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in _row(verdict)) + " |")
@@ -125,9 +128,9 @@ def to_markdown(verdicts: Sequence[Verdict], command: str, versions: Mapping[str
 
 def _row(verdict: Verdict) -> tuple[str, ...]:
     if verdict.outcome == "left out":
-        return verdict.name, "left out", "", "", "", verdict.reason
+        return verdict.name, "left out", "", "", "", "", verdict.reason
     if not verdict.parameters:
-        return verdict.name, verdict.outcome, "", "", "", _shortened(verdict.reason)
+        return verdict.name, verdict.outcome, "", "", "", "", _shortened(verdict.reason)
     unused = f" ({verdict.unused:.0%})" if verdict.unused >= 0.005 else ""
     others = f" + {verdict.other_collectives:.1f}" if verdict.other_collectives else ""
     reasons = [_shortened(verdict.reason)] if verdict.reason else []
@@ -142,6 +145,7 @@ def _row(verdict: Verdict) -> tuple[str, ...]:
         + " (fp64)" * (verdict.precision == 64),
         f"{verdict.sharded:.1%}{unused}",
         f"{verdict.flops:.0%}",
+        f"{verdict.counted:.0%}" if verdict.counted else "",
         f"{verdict.all_reduces:.1f}" + (f" of {verdict.least:g}" if verdict.least else "") + others,
         "; ".join(reasons),
     )

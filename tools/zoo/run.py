@@ -94,6 +94,7 @@ class Ranks:
         verdict.loss_error = max(answer["loss_error"] for answer in answers.values())
         verdict.gradient_error, verdict.worst = worst["gradient_error"], worst["worst"]
         verdict.unused, verdict.precision = worst["unused"], worst["precision"]
+        verdict.counted = worst["counted"]
         verdict.outcome, verdict.reason = ("wrong", worst["wrong"]) if worst["wrong"] else ("parity", "")
         return verdict
 

@@ -50,6 +50,7 @@ class Verdict:
         sharded: share of them that is sharded.
         unused: share of them that the batch does not train (another modality's tower).
         flops: share of the matrix-product FLOPs in the layers whose operands are sharded.
+        counted: share of the FLOPs of a whole forward and backward that the ranks divide, as torch counts them.
         all_reduces: all-reduces per layer in forward.
         least: the fewest known for such a layer; 0 where none is (convolutional stages).
         other_collectives: gathers and scatters per layer in forward.
@@ -70,6 +71,7 @@ class Verdict:
     sharded: float = 0.0
     unused: float = 0.0
     flops: float = 0.0
+    counted: float = 0.0
     all_reduces: float = 0.0
     least: float = 0.0
     other_collectives: float = 0.0
