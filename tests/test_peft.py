@@ -14,9 +14,9 @@ from test_strategy import Task, assert_parity, blocks, error_of, tiny_config, tr
 from torch import nn
 from torch.utils.data import DataLoader
 from trainer_ranks import run_trainer_ranks
-from transformers import AutoModelForCausalLM, GPT2Config
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
-from lightning_autotp import full_gradients, full_state_dict, meta_model
+from lightning_autotp import full_gradients, full_state_dict, make_plan, meta_model
 from lightning_autotp.training.adapters import find_adapted, save_adapter
 
 STEPS = 6  # two epochs of three batches
@@ -98,8 +98,6 @@ def tune(
     seen["trainable"] = [name for name, parameter in task.named_parameters() if parameter.requires_grad]
     if devices > 1 and save is None and ckpt_path is None:
         fitting.strategy.save_pretrained(folder / f"{case} of {devices}")
-        plan = task.model.get_base_model().autotp.plan
-        seen["kinds"] = {use.module: use.name for use in plan.implementations}
         seen["merging"] = error_of(task.model.merge_adapter)
     return seen
 
@@ -204,17 +202,27 @@ def test_the_saved_adapter_is_pefts_own(
             assert torch.equal(got[name.removeprefix("model.")], weight)
 
 
-def test_the_base_is_cut_as_without_an_adapter(two: list[dict[str, Any]]) -> None:
+def test_the_base_is_cut_as_without_an_adapter() -> None:
     """The large matrices as ever; of each pair of factors the one at the cut side is cut with them."""
-    kinds = {name.split("layers.0.")[1]: kind for name, kind in two[0]["lora"]["kinds"].items() if "layers.0." in name}
-    for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
-        assert kinds[f"{name}.base_layer"] == "column"
-        assert kinds[f"{name}.lora_B.default"] == "column"
-        assert f"{name}.lora_A.default" not in kinds
-    for name in ("self_attn.o_proj", "mlp.down_proj"):
-        assert kinds[f"{name}.base_layer"] == "row"
-        assert kinds[f"{name}.lora_A.default"] == "row"
-        assert f"{name}.lora_B.default" not in kinds
+
+    def kinds(model: Any) -> dict[str, str]:
+        plan, _ = make_plan(model, 8, tokens_per_step=(4, 4096))
+        uses = [
+            use
+            for use in plan.implementations
+            if use.module.startswith("model.layers.0.") and use.name in ("column", "row")
+        ]
+        return {use.module.removeprefix("model.layers.0."): use.name for use in uses}
+
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
+    with torch.device("meta"):
+        base = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=128_256, num_hidden_layers=2, **sizes))
+    without = kinds(base)
+    assert len(without) == 7
+    found = kinds(get_peft_model(base, LoraConfig(r=16, target_modules="all-linear")).get_base_model())
+    assert {name: found[f"{name}.base_layer"] for name in without} == without
+    for name, kind in without.items():
+        assert found[f"{name}.lora_B.default" if kind == "column" else f"{name}.lora_A.default"] == kind
 
 
 @pytest.mark.parametrize("case", [*CASES, "decomposed"])

@@ -18,6 +18,7 @@ from lightning_autotp import full_gradients, make_plan, parallelize
 from lightning_autotp.layouts.types import Replicate
 from lightning_autotp.parallel import gathered
 from lightning_autotp.parallel.linear import ColumnParallelLinear
+from lightning_autotp.proving.new_calls import UnprovedCall
 
 FAMILIES = ("llama", "gemma2", "olmo2", "phi3", "gpt_neox")
 BATCHES = ((2, 17), (1, 16), (3, 5), (2, 64))
@@ -123,3 +124,36 @@ def test_gathered_inputs_are_not_kept_for_the_backward_pass() -> None:
         assert found["seen"] == 10  # q, k, v, gate and up of two layers
         assert found["alive"] == 0
         assert found["gathers"] == [1, 1, 1, 1]  # one for attention and one for the MLP of each
+
+
+def called_alone(model: Any) -> Tensor:
+    """A loss that calls the base model, the embeddings and the head by themselves."""
+    batch = token_batch(0, 2, 17)
+    ids = batch["input_ids"]
+    hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
+    logits = model.lm_head(hidden)
+    loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    return loss + hidden.pow(2).mean() + model.get_input_embeddings()(ids).pow(3).mean()
+
+
+def alone(rank: int, size: int) -> None:
+    torch.set_default_dtype(torch.float64)
+    reference, model = tiny_model("llama"), tiny_model("llama")
+    parallelize(model, dist.group.WORLD, example_inputs=token_batch(0, 5, 61), sequence_parallel=True, plan_cache=False)  # type: ignore[arg-type]
+    losses = []
+    for each in (model, reference):
+        loss = called_alone(each)
+        loss.backward()
+        losses.append(loss.detach())
+    assert torch.allclose(*losses)
+    for name, gradient in full_gradients(model).items():
+        assert torch.allclose(gradient, reference.get_parameter(name).grad), name
+    embeds = model.get_input_embeddings()(token_batch(0, 2, 17)["input_ids"])
+    with pytest.raises(RuntimeError, match=r"model is called by itself with a tensor at \[1\]\['inputs_embeds'\]"):
+        model.model(inputs_embeds=embeds)
+    with pytest.raises(UnprovedCall, match="called in another way than it was traced"):
+        model(inputs_embeds=embeds)
+
+
+def test_modules_called_by_themselves_take_and_give_all_tokens() -> None:
+    run_ranks(alone, 2)

@@ -244,6 +244,7 @@ VOCAB = Implementation(
     operand="weight",
     dims=(0,),
     outputs=(("P", "I"), LEFT),
+    given_instead=True,
     primitive="vocab_parallel_lookup",
     reads=("weight", "indices"),
     build=_build,

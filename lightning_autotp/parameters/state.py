@@ -67,6 +67,7 @@ class ParallelState:
         sources: the checkpoint files that the weights are from, by the path of the module that was built from them.
         gradient_sums: what sums a parameter's gradient over the ranks, by its first name, for those that need it.
         parts: what its modules take and give that is not Invariant, each as the change of layout that would make it so.
+        given: the tensors that its modules were given in the call that was planned: ``(module, key)``.
         outer: the paths of modules that take and give whole tensors where they are called by themselves.
         modules: the paths of its modules when it was divided, each module's first one.
         written: which of its parts were written since set-up, until it is used for the first time; not of a copy.
@@ -80,6 +81,7 @@ class ParallelState:
     sources: dict[str, CheckpointSource] = field(default_factory=dict)
     gradient_sums: dict[str, Hook] = field(default_factory=dict)
     parts: tuple[ConversionPlan, ...] = ()
+    given: frozenset[tuple[str, str]] = frozenset()
     outer: frozenset[str] = frozenset()
     modules: tuple[str, ...] = ()
     written: Written | None = None
@@ -167,7 +169,7 @@ class ParallelState:
         metas = {id(meta): replace(meta) for meta in self.metas.values()}
         made = ParallelState(self.plan, self.group, {name: metas[id(meta)] for name, meta in self.metas.items()})
         made.sources, made.gradient_sums = dict(self.sources), dict(self.gradient_sums)
-        made.parts, made.outer, made.modules = self.parts, self.outer, self.modules
+        made.parts, made.given, made.outer, made.modules = self.parts, self.given, self.outer, self.modules
         made.running = twins.get(id(self.running), made.running)  # which hooks of a deep copy know
         for module, path in self._paths.items():
             if id(module) in twins:

@@ -39,7 +39,7 @@ from lightning_autotp.proving.read_plan import read_for_call
 from lightning_autotp.proving.verify import trace
 from lightning_autotp.ranks.agreement import raise_together
 from lightning_autotp.ranks.group import TPGroup
-from lightning_autotp.solving.annotate import parts_at_modules
+from lightning_autotp.solving.annotate import inputs_of_modules, parts_at_modules
 from lightning_autotp.solving.planned import PlanMismatch
 from lightning_autotp.solving.solution import Solution
 
@@ -84,7 +84,7 @@ class CallProver:
             hook.remove()
         self.hooks.clear()
         first = kind_of(self.example), bytes([True] * len(self.modules)), self.configs.version()
-        state.parts = parts_at_modules(solution)
+        state.parts, state.given = parts_at_modules(solution), inputs_of_modules(solution.graph)
         self.proved: dict[Hashable, tuple[ConversionPlan, ...]] = {first: state.parts}
         self.running: Hashable = None
         self.with_gradients: set[Hashable] = set()  # kinds whose backward passes may be still to come

@@ -19,7 +19,7 @@ from lightning_autotp.layouts.plan import (
 )
 from lightning_autotp.layouts.transitions import TRANSITIONS
 from lightning_autotp.layouts.types import Invariant, Replicate, Shard
-from lightning_autotp.operators.graph import Operator, Ref
+from lightning_autotp.operators.graph import Graph, Operator, Ref
 from lightning_autotp.solving.implementations import operand_of
 from lightning_autotp.solving.planned import module_digests
 from lightning_autotp.solving.solution import Conversion, Solution
@@ -86,6 +86,12 @@ def parts_at_modules(solution: Solution) -> tuple[ConversionPlan, ...]:
             if not isinstance(layout, Invariant):
                 found[_planned(Conversion(operator.boundary, layout, Invariant(), shape))] = None
     return tuple(found)
+
+
+def inputs_of_modules(graph: Graph) -> frozenset[tuple[str, str]]:
+    """Which tensors modules are given: ``(module, key)``, with the key of a :class:`Boundary`."""
+    boundaries = [operator.boundary for operator in graph.operators]
+    return frozenset((at.module, at.key) for at in boundaries if isinstance(at, Boundary) and at.side == "in")
 
 
 def explain(plan: Plan, solution: Solution) -> Plan:

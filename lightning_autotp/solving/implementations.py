@@ -37,6 +37,8 @@ class Implementation:
         outputs: changes of type that it makes on its result by itself: of a result that lies like its operands
             (``S -> I``), or of the ranks' products (``P -> I``), of which one must happen: :data:`LEFT` is to leave
             their sum to what comes after.
+        given_instead: whether callers may give its result to the model themselves (``inputs_embeds``), which is no sum
+            that is to be taken: so its own is left only where tokens are dealt out for it.
         added_last: an argument that it adds after such a sum (a bias); it has the type of the result, or is Invariant
             where the sum is left: then it counts once.
         primitive: the primitive that it is in a trace of the local model, where it is not the operator itself.
@@ -57,6 +59,7 @@ class Implementation:
     layer: str = ""
     inputs: tuple[Pair, ...] = ()
     outputs: tuple[Pair, ...] = ()
+    given_instead: bool = False
     added_last: str = ""
     primitive: str = ""
     reads: tuple[str, ...] = ()
@@ -76,9 +79,14 @@ class Implementation:
             return False
         return not self.dims or layout.dims[0][0] in self.dims
 
-    def results(self) -> tuple[Pair | None, ...]:
-        """The changes of type that may end the sum of its products; ``None`` where the result is Invariant at once."""
-        after = tuple(pair for pair in self.outputs if pair[0] == "P")
+    def results(self, deal_tokens: bool) -> tuple[Pair | None, ...]:
+        """The changes of type that may end the sum of its products; ``None`` where the result is Invariant at once.
+
+        Args:
+            deal_tokens: whether the tokens of sequences may be dealt out.
+        """
+        may_leave = deal_tokens or not self.given_instead
+        after = tuple(pair for pair in self.outputs if pair[0] == "P" and (may_leave or pair != LEFT))
         return after or (None,)
 
     def sent(self, after: Pair | None, result: float, shapes: Mapping[str, Shape]) -> Iterator[tuple[str, float]]:

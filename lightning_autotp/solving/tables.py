@@ -128,6 +128,7 @@ class Tables:
         self.matrix = typical_matrix([(tensor.shape, tensor.bytes) for tensor in divisible])
         self.hidden = statistics.median(crossing or [1])
         of_parameters = [dim for tensor in graph.parameters for dim in self.dims.get(tensor, ())]
+        self.deal_tokens = deal_tokens
         self.growing = self.sizes.growing - {axis.id for dim in of_parameters for axis in leaves(dim)}
         self.shardings = candidates([self.dims[tensor] for tensor in graph.parameters if tensor in self.dims], ranks)
         if deal_tokens:
@@ -365,7 +366,7 @@ class Tables:
         added = relation.added_last
         summing = [entry for entry in self._implementations(relation.operator, kinds) if entry.sums]
         for entry in summing:
-            for after in entry.results():
+            for after in entry.results(self.deal_tokens):
                 sent = entry.sent(after, self.bytes[outputs[0]], self._shapes(relation))
                 extra = sum(self.profile.collective(kind, size, self.ranks) for kind, size in sent)
                 extra += _ELSEWHERE * (after == LEFT)
@@ -508,7 +509,7 @@ class Tables:
         for entry in self._implementations(operator, kinds):
             if not entry.sums:
                 return Use(entry)
-            for after in entry.results():
+            for after in entry.results(self.deal_tokens):
                 if result == (after[1] if after else I):
                     return Use(entry, after)
         return None

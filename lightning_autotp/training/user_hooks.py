@@ -18,10 +18,12 @@ from torch import Tensor, nn
 
 from lightning_autotp.applying.replace import BoundaryConversion
 from lightning_autotp.layouts.plan import ConversionPlan
+from lightning_autotp.layouts.types import Invariant
 from lightning_autotp.parallel.logits import VocabParallelLogits
 from lightning_autotp.parameters.first_use import OUTER
+from lightning_autotp.parameters.running import Running
 from lightning_autotp.parameters.state import parallel_state
-from lightning_autotp.private.torch_private import ModuleHooks, hooks_given
+from lightning_autotp.private.torch_private import ModuleHooks, hooks_given, keystr, tree_map_with_path
 from lightning_autotp.ranks.group import TPGroup
 
 _LIBRARIES = frozenset({"torch", "transformers", "peft", "lightning_autotp"})
@@ -35,36 +37,72 @@ def show_whole_tensors(model: nn.Module) -> None:
     as the model without its head. These calls are collective where their tensors are divided.
     """
     model.register_forward_pre_hook(_NewHooks(model))
-    state = parallel_state(model)
+    state, by_itself = parallel_state(model), Running()
     for path in {part.module for part in state.parts}:
-        if 0 < len(path.split(".")) <= OUTER:
-            alone = _CalledAlone(path, model)
+        if path and len(path.split(".")) <= OUTER:
+            alone = _CalledAlone(path, model, by_itself)
             module = model.get_submodule(path)
+            by_itself.watch(module)
             module.register_forward_pre_hook(alone.before, with_kwargs=True, prepend=True)
             module.register_forward_hook(alone.after)
             state.outer |= {path}
 
 
 class _CalledAlone:
-    """Hooks of a module that take and give whole tensors where it is called from outside of its model."""
+    """Hooks of a module that take and give whole tensors where it is called from outside of its model.
 
-    def __init__(self, path: str, model: nn.Module) -> None:
-        self.path, self.model = path, model
+    Args:
+        path: the module.
+        model: its model.
+        by_itself: whether a module that has such hooks is running: those in it are not called from outside.
+    """
+
+    def __init__(self, path: str, model: nn.Module, by_itself: Running) -> None:
+        self.path, self.model, self.by_itself = path, model, by_itself
+
+    @property
+    def _is_inside(self) -> bool:
+        return bool(parallel_state(self.model).running or self.by_itself.depth > 0)
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Forward pre-hook: what does not come Invariant in the model is made what it is there."""
-        state = parallel_state(self.model)
-        if state.running:
+        """Forward pre-hook: what does not come Invariant in the model is made what it is there.
+
+        Raises:
+            RuntimeError: where tokens are dealt out, for a tensor that the module is not given in the model.
+        """
+        if self._is_inside:
             return None
-        changed = {place.key for place in state.plan.conversions if (place.module, place.side) == (self.path, "in")}
+        state = parallel_state(self.model)
+        if state.plan.deals_tokens:
+            self._check(state.given, args, kwargs)
+        changes = [hook.__self__ for hook in ModuleHooks(module).before.values() if _is_planned(hook)]
+        changed = {change.plan.key for change in changes}
         changed |= {"[0][0]" for use in state.plan.implementations if use.module == self.path and use.input}
         taken = [part for part in _parts(self.model, self.path, "in") if part.key not in changed]
-        return _divided((args, kwargs), taken, state.group)
+        value = _divided((args, kwargs), taken, state.group)
+        for change in changes:
+            if not isinstance(change.plan.source, Invariant):
+                given = replace(change.plan, source=Invariant(), target=change.plan.source)
+                value = change.replaced(value, BoundaryConversion(given, state.group, change.lengths).convert)
+        return value
+
+    def _check(self, given: frozenset[tuple[str, str]], args: Any, kwargs: Any) -> None:
+        def one(path: Any, value: Any) -> None:
+            has_tokens = isinstance(value, Tensor) and value.is_floating_point()
+            if has_tokens and (self.path, keystr(path)) not in given:
+                raise RuntimeError(
+                    f"{self.path} is called by itself with a tensor at {keystr(path)}, where the model that was planned"
+                    " gives it none: how its tokens are to lie over the ranks is not known. Call it with the arguments"
+                    " that the model calls it with, call the whole model, or plan with sequence_parallel=False"
+                )
+
+        tree_map_with_path(one, (args, kwargs))
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Forward hook."""
-        state = parallel_state(self.model)
-        return None if state.running else _whole(output, _parts(self.model, self.path, "out"), state.group)[0]
+        if self._is_inside:
+            return None
+        return _whole(output, _parts(self.model, self.path, "out"), parallel_state(self.model).group)[0]
 
 
 class _NewHooks:
@@ -172,6 +210,11 @@ def _divided(value: Any, parts: Sequence[ConversionPlan], group: TPGroup) -> Any
 def _converts(hook: Any) -> bool:
     """Whether a hook is one that changes a layout."""
     return isinstance(getattr(hook, "__self__", None), BoundaryConversion)
+
+
+def _is_planned(hook: Any) -> bool:
+    """Whether a hook is a change of layout of the plan, in every kind of call."""
+    return type(getattr(hook, "__self__", None)) is BoundaryConversion
 
 
 def _package(hook: Any) -> str:
