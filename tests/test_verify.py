@@ -104,11 +104,11 @@ def test_collective_done_twice() -> None:
         check("llama", repeat)
 
 
-def test_missing_gather() -> None:
+def test_a_mean_of_a_part_only() -> None:
     def drop(plan: Plan) -> Plan:
-        return replace(
-            plan, conversions=tuple(c for c in plan.conversions if not c.module.endswith("0.self_attn.k_norm"))
-        )
+        uses = tuple(u for u in plan.implementations if not u.module.endswith("0.self_attn.k_norm"))
+        assert len(uses) == len(plan.implementations) - 1
+        return replace(plan, implementations=uses)
 
     with pytest.raises(VerificationError):
         check("olmo2", drop)

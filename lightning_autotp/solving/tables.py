@@ -30,6 +30,7 @@ from lightning_autotp.solving.implementations import LEFT, Implementation, Imple
 from lightning_autotp.solving.planned import Planned
 from lightning_autotp.solving.pricing import ScaledSizes
 from lightning_autotp.solving.repeated_modules import twins
+from lightning_autotp.solving.residual import residual_axes
 
 Kind = str | int
 """The type of a tensor: ``I``, ``R``, ``P``, or the number of the candidate that cuts it."""
@@ -401,9 +402,20 @@ class Tables:
                 yield entry
 
     def _can_run(self, operator: Operator, layout: Layout) -> bool:
-        """Whether a call can be made in another way: it runs nothing else, on parts as long in every batch."""
-        is_fixed = isinstance(layout, Shard) and all(cut.is_fixed for cut in layout.cuts)
-        return is_fixed and operator.call >= 0 and self._operators_of_calls[operator.call] == 1
+        """Whether a call can be made in another way: it runs nothing else, on parts as long in every batch.
+
+        Not on features of the residual stream. Their statistics could be summed, too, but every layer would gather them
+        again: what sequence parallelism saves, with more collectives.
+        """
+        if not isinstance(layout, Shard) or not all(cut.is_fixed for cut in layout.cuts):
+            return False
+        if self._residual.intersection(axis for cut in layout.cuts for axis in cut.axes):
+            return False
+        return operator.call >= 0 and self._operators_of_calls[operator.call] == 1
+
+    @cached_property
+    def _residual(self) -> frozenset[int]:
+        return residual_axes(self.relations)
 
     @cached_property
     def _operators_of_calls(self) -> Counter[int]:
