@@ -378,12 +378,16 @@ class Tables:
         plain = not summing and not relation.needs_implementation
         if plain and all(tensor in self.dims or self._convertible(relation, tensor) for tensor in added):
             found.append((kinds | dict.fromkeys([*outputs, *(added & set(inputs))], P), cost))
-        return found or self._unsummed(relation)
+        return found or self._unsummed(relation, kinds)
 
-    def _unsummed(self, relation: Relation) -> str:
+    def _unsummed(self, relation: Relation, kinds: Mapping[int, Kind]) -> str:
         """Why the ranks' parts of an operator's sum do not give its result."""
         if not relation.needs_implementation:
             return "what it adds to the sum over the dim must count once, which cannot be arranged at this call"
+        for entry in self.implementations.of(relation.operator):
+            tensor = operand_of(relation.operator, entry.operand)
+            if entry.run is not None and tensor is not None and tensor in kinds:
+                return self._obstacle(relation.operator, self.layout(tensor, kinds[tensor]))
         declared = ", ".join(entry.name for entry in self.implementations.of(relation.operator))
         fitting = f"none of those declared ({declared}) fits here" if declared else "none is declared"
         return f"only a parallel implementation can run it on parts of the dim, and {fitting}"
@@ -396,22 +400,24 @@ class Tables:
                 continue
             if entry.layer and tensor not in self.graph.parameters:
                 continue  # computed from others, so that the layer has nothing to cut
-            if entry.run is not None and not self._can_run(operator, self.layout(tensor, kinds[tensor])):
+            if entry.run is not None and self._obstacle(operator, self.layout(tensor, kinds[tensor])):
                 continue
             if not entry.shown or self.view_boundary(tensor) is not None:
                 yield entry
 
-    def _can_run(self, operator: Operator, layout: Layout) -> bool:
-        """Whether a call can be made in another way: it runs nothing else, on parts as long in every batch.
+    def _obstacle(self, operator: Operator, layout: Layout) -> str:
+        """Why a call cannot be made in another way; empty if it can.
 
-        Not on features of the residual stream. Their statistics could be summed, too, but every layer would gather them
-        again: what sequence parallelism saves, with more collectives.
+        Features of the residual stream could be reduced, too, but every layer would gather them again: what sequence
+        parallelism saves, with more collectives.
         """
         if not isinstance(layout, Shard) or not all(cut.is_fixed for cut in layout.cuts):
-            return False
+            return "it reduces the dim, which must be as long in every batch to be reduced in parts"
         if self._residual.intersection(axis for cut in layout.cuts for axis in cut.axes):
-            return False
-        return operator.call >= 0 and self._operators_of_calls[operator.call] == 1
+            return "it reduces the features of the residual stream, which every layer would have to gather again"
+        if operator.call < 0 or self._operators_of_calls[operator.call] != 1:
+            return "it reduces the dim in a call that runs other operators, too"
+        return ""
 
     @cached_property
     def _residual(self) -> frozenset[int]:

@@ -75,7 +75,7 @@ class _CalledAlone:
         state = parallel_state(self.model)
         if state.plan.deals_tokens:
             self._check(state.given, args, kwargs)
-        changes = [hook.__self__ for hook in ModuleHooks(module).before.values() if _is_planned(hook)]
+        changes = _planned_changes(module)
         changed = {change.plan.key for change in changes}
         changed |= {"[0][0]" for use in state.plan.implementations if use.module == self.path and use.input}
         taken = [part for part in _parts(self.model, self.path, "in") if part.key not in changed]
@@ -212,9 +212,10 @@ def _converts(hook: Any) -> bool:
     return isinstance(getattr(hook, "__self__", None), BoundaryConversion)
 
 
-def _is_planned(hook: Any) -> bool:
-    """Whether a hook is a change of layout of the plan, in every kind of call."""
-    return type(getattr(hook, "__self__", None)) is BoundaryConversion
+def _planned_changes(module: nn.Module) -> list[BoundaryConversion]:
+    """The plan's changes of layout where tensors enter a module; not those for some kinds of calls only."""
+    owners = [getattr(hook, "__self__", None) for hook in ModuleHooks(module).before.values()]
+    return [owner for owner in owners if type(owner) is BoundaryConversion]
 
 
 def _package(hook: Any) -> str:
