@@ -45,10 +45,9 @@ test-nightly:
 	$(MAKE) test ARGS="-m nightly $(ARGS)"
 
 # The tests of what other libraries' versions decide: reading their models and checkpoints, tracing, planning, training
-# through the Trainer, saving, adapters, averages, metrics, commands and private APIs. (The rules' tests ask torch alone,
+# through the Trainer, saving, metrics, commands and private APIs. (The rules' tests ask torch alone,
 # of which both sets have the same version.)
-LOWEST = capture elimination solver plan verify calls strategy callbacks peft checkpoint pretrained metrics \
-	private versions
+LOWEST = capture elimination solver plan verify calls strategy checkpoint pretrained metrics private versions
 
 test-lowest:
 	$(MAKE) test VENV=.venv-lowest CONSTRAINTS=constraints-lowest.txt EXTRAS=dev \

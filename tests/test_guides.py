@@ -259,6 +259,7 @@ def ranks(pages: dict[str, list[str]], source: str, folder: str) -> dict[str, tu
     return found
 
 
+@pytest.mark.nightly
 def test_every_block_runs(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     pages = {page.name: found for page in PAGES if page != OPERATORS_PAGE and (found := blocks(page, "python"))}

@@ -23,6 +23,7 @@ def last_loss(output: str) -> float:
     return float(re.findall(r"loss[ =:]+(?:after \d+ steps: )?([0-9.]+)", output)[-1])
 
 
+@pytest.mark.nightly
 def test_lora(tiny: Path, tmp_path: Path) -> None:
     for devices in ("1", "2"):
         run(
@@ -41,6 +42,7 @@ def test_lora(tiny: Path, tmp_path: Path) -> None:
     torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.nightly
 def test_pretraining(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)
     common = (str(EXAMPLES / "pretrain.py"), "--text", "text.txt", "--hidden_size", "64", "--layers", "2")
@@ -93,6 +95,7 @@ def test_instruction_tuning(tiny: Path, tmp_path: Path) -> None:
         torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.nightly
 def test_a_plain_loop(tiny: Path, tmp_path: Path) -> None:
     outputs = {}
     for ranks in ("1", "2"):

@@ -143,6 +143,7 @@ def test_an_architecture_that_fails_does_not_stop_the_next() -> None:
     check(good)
 
 
+@pytest.mark.nightly
 def test_ranks_that_do_not_answer_are_ended_and_replaced() -> None:
     with Ranks(1, limit=0.01, plan_only=True) as ranks:
         late = ranks.verdict("llama", "causal")
