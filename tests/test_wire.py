@@ -28,6 +28,7 @@ from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.layouts.transitions import TRANSITIONS
 from lightning_autotp.layouts.types import Layout, Replicate, Shard
 from lightning_autotp.pipeline import make_plan
+from lightning_autotp.solving.annotate import gathered_again
 from lightning_autotp.solving.solution import Solution
 
 BATCH, LENGTH = 3, 17
@@ -94,6 +95,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gathered column": ("wide", {"inner": 48}),
     "gathered uneven column": ("wide", {"inner": 49}),
     "input without gradient": ("features", {}),
+    "sequence parallel": ("llama", {}),
+    "sequence parallel mixture": ("mixtral", {"num_local_experts": 4, "intermediate_size": 96}),
 }
 
 
@@ -113,7 +116,8 @@ def one_step(rank: int, world_size: int) -> dict[str, tuple[Plan, Counter[str], 
     found = {}
     for case in CASES:
         model, batch = build(case)
-        local = parallelize(model.train(), dist.group.WORLD, example_inputs=batch)
+        options = {"sequence_parallel": case.startswith("sequence parallel")}
+        local = parallelize(model.train(), dist.group.WORLD, example_inputs=batch, **options)
         wire = Wire()
         with wire:
             output = local(**batch)
@@ -137,7 +141,8 @@ def on_the_wire(plan: Plan, solution: Solution, rank: int) -> dict[str, tuple[in
     planned = {c.kind: (c.calls, c.bytes) for c in plan.communication if c.kind != "gradient sum"}
     for change in solution.conversions:
         shard = change.source if isinstance(change.source, Shard) else change.target
-        for kind in {"all_gather", "reduce_scatter"} & set(TRANSITIONS[change.pair].collectives):
+        again = ["all_gather"] * (change.boundary in gathered_again(solution))
+        for kind in (kind for kind in (*TRANSITIONS[change.pair].collectives, *again) if kind != "all_reduce"):
             assert isinstance(shard, Shard)
             ((_, owned),) = shard.dims
             size = math.prod(change.shape) * 4
@@ -177,7 +182,9 @@ def is_even(plan: Plan, solution: Solution) -> bool:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_calls_and_bytes(case: str, ranks: int) -> None:
     model, batch = build(case)
-    plan, solution = make_plan(model, ranks, example_inputs=batch)
+    plan, solution = make_plan(
+        model, ranks, example_inputs=batch, sequence_parallel=case.startswith("sequence parallel")
+    )
     for rank, found in enumerate(steps(ranks)):
         used, calls, size = found[case]
         assert used == plan

@@ -377,6 +377,7 @@ COLUMN = Implementation(
     dims=(0,),
     inputs=(("I", "R"),),
     outputs=(("S", "I"),),
+    keeps_part="input",
     build=_build_column,
 )
 

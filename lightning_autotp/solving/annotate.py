@@ -21,6 +21,7 @@ from lightning_autotp.layouts.transitions import TRANSITIONS
 from lightning_autotp.layouts.types import Invariant, Replicate, Shard
 from lightning_autotp.operators.graph import Graph, Operator, Ref
 from lightning_autotp.solving.implementations import operand_of
+from lightning_autotp.solving.kept_parts import kept_in_parts
 from lightning_autotp.solving.planned import module_digests
 from lightning_autotp.solving.solution import Conversion, Solution
 
@@ -159,6 +160,16 @@ def _communication(solution: Solution) -> tuple[Communication, ...]:
     return tuple(Communication(kind, len(sizes), sum(sizes)) for kind, sizes in sorted(moved.items()))
 
 
+def gathered_again(solution: Solution) -> frozenset[Boundary | CallPoint]:
+    """Where tokens are gathered whose parts are kept for the backward pass, which gathers them again."""
+    graph = solution.graph
+    runs = ((graph.operators[position], use.implementation) for position, use in solution.uses.items())
+    kept = kept_in_parts(graph, runs, {change.boundary.module for change in solution.global_views})
+    places = {operator.boundary for operator in graph.operators if kept.intersection(operator.outputs)}
+    changes = [change for change in solution.conversions if isinstance(change.source, Shard) and change.source.grows]
+    return frozenset(change.boundary for change in changes if change.boundary in places)
+
+
 def collectives(solution: Solution) -> Iterator[tuple[str, int, Operator | None]]:
     """Every collective of one step of the traced batch: its kind, its whole bytes, and the operator it belongs to.
 
@@ -166,11 +177,14 @@ def collectives(solution: Solution) -> Iterator[tuple[str, int, Operator | None]
     """
     graph, tensors = solution.graph, solution.graph.tensors
     crossings = {operator.boundary: operator for operator in reversed(graph.operators) if operator.boundary}
+    again = gathered_again(solution)
     for change in solution.conversions:
         operator = crossings[change.boundary]
         size = math.prod(change.shape) * tensors[operator.outputs[0]].itemsize
         for kind in TRANSITIONS[change.pair].collectives:
             yield kind, size, operator
+        if change.boundary in again:
+            yield "all_gather", size, operator
     for position, use in solution.uses.items():
         operator = graph.operators[position]
         shapes = {name: tensors[value.tensor].shape for name, value in operator.arguments if isinstance(value, Ref)}

@@ -39,6 +39,8 @@ class Implementation:
             their sum to what comes after.
         given_instead: whether callers may give its result to the model themselves (``inputs_embeds``), which is no sum
             that is to be taken: so its own is left only where tokens are dealt out for it.
+        keeps_part: an argument of which it keeps this rank's part for the backward pass where its tokens were
+            gathered; the backward gathers it again.
         added_last: an argument that it adds after such a sum (a bias); it has the type of the result, or is Invariant
             where the sum is left: then it counts once.
         primitive: the primitive that it is in a trace of the local model, where it is not the operator itself.
@@ -60,6 +62,7 @@ class Implementation:
     inputs: tuple[Pair, ...] = ()
     outputs: tuple[Pair, ...] = ()
     given_instead: bool = False
+    keeps_part: str = ""
     added_last: str = ""
     primitive: str = ""
     reads: tuple[str, ...] = ()

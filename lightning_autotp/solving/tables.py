@@ -27,6 +27,7 @@ from lightning_autotp.solving.candidates import candidates, squares
 from lightning_autotp.solving.cost import Profile, typical_matrix
 from lightning_autotp.solving.elimination import Elimination, Table
 from lightning_autotp.solving.implementations import LEFT, Implementation, Implementations, Use, operand_of
+from lightning_autotp.solving.kept_parts import kept_in_parts
 from lightning_autotp.solving.planned import Planned
 from lightning_autotp.solving.pricing import ScaledSizes
 from lightning_autotp.solving.repeated_modules import twins
@@ -473,8 +474,21 @@ class Tables:
             afters = self._changeable(target) if after == "S" else (after,)
             for left in befores:
                 for right in afters:
-                    kept = self._held(target, right) if before == "P" else 0.0  # what is gathered is gathered again
+                    kept = self._held(target, right) if before == "P" else 0.0
+                    if isinstance(left, int) and target in self._kept_in_parts and self._is_dealt(source, left):
+                        kept += self.profile.collective("all_gather", self.bytes[source], self.ranks)
                     yield {source: left, target: right}, cost + kept
+
+    @cached_property
+    def _kept_in_parts(self) -> frozenset[int]:
+        shown = [operator for tensor in self.graph.outputs if (operator := self.view_boundary(tensor)) is not None]
+        runs = ((op, entry) for op in self.graph.operators for entry in self.implementations.of(op))
+        return kept_in_parts(self.graph, runs, {operator.module for operator in shown})
+
+    def _is_dealt(self, tensor: int, number: int) -> bool:
+        """Whether this candidate deals the tensor's tokens out."""
+        layout = self.layout(tensor, number)
+        return isinstance(layout, Shard) and bool(layout.grows)
 
     def _changeable(self, tensor: int) -> tuple[int, ...]:
         """The candidates that a tensor can be brought to, and from, in a batch of any size.
