@@ -38,8 +38,8 @@ Kind = str | int
 
 I, R, P = "I", "R", "P"  # noqa: E741 (the field's own names for the types)
 _TYPES: dict[str, Layout] = {I: Invariant(), R: Replicate(), P: Partial()}
-# Among placements of equal cost, one inside a parallel layer is preferred to one at another module, and that to one at
-# a call; and a sum is taken early.
+# Among placements of equal cost, one inside a parallel layer is preferred to one where another module is entered, that
+# to one where it is left, and that to one at a call; and a sum is taken early.
 _ELSEWHERE = 1e-9
 
 
@@ -468,6 +468,7 @@ class Tables:
             cost = sum(self.profile.collective(kind, self.bytes[source], self.ranks) for kind in change.collectives)
             if operator.module not in self.layers:  # a gather launches kernels of its own, unless a layer does it
                 cost += self.profile.latency if before == "S" else _ELSEWHERE
+                cost += _ELSEWHERE * (operator.boundary.side == "out")
             if isinstance(operator.boundary, CallPoint):
                 cost += _ELSEWHERE
             befores = self._changeable(source) if before == "S" else (before,)
