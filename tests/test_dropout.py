@@ -341,9 +341,9 @@ def test_default_dropout_is_sharded_like_none(family: str, attention: str) -> No
     assert dropping.sharded_fraction == plain.sharded_fraction
     assert not plain.draws
     functions = {draw.call.function for draw in dropping.draws}
-    assert functions == {"scaled_dot_product_attention" if attention == "sdpa" else "dropout"} | (
-        {"dropout"} if family == "t5" else set()
-    )
+    drawing = "scaled_dot_product_attention" if attention == "sdpa" else "dropout"
+    assert drawing in functions
+    assert functions <= {drawing, "dropout"}  # of embeddings, too, where these are cut along their features
     assert Plan.from_json(dropping.to_json()) == dropping
 
 
