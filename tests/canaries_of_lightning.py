@@ -25,6 +25,24 @@ def _(add: Any) -> None:
         assert loader.worker_init_fn.keywords == {"rank": 3}
 
 
+@canary("lightning.pytorch.core.optimizer._init_optimizers_and_lr_schedulers")
+def _(make: Any) -> None:
+    import lightning as L
+
+    class Two(L.LightningModule):
+        def configure_optimizers(self) -> Any:
+            made = [torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1) for _ in range(2)]
+            return made, [torch.optim.lr_scheduler.StepLR(made[0], 1)]
+
+    module = Two()
+    module.automatic_optimization = False
+    module.trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    optimizers, schedulers = make(module)
+    assert (len(optimizers), len(schedulers)) == (2, 1)
+    module.trainer.strategy.optimizers = optimizers
+    assert [one.optimizer for one in module.optimizers()] == optimizers
+
+
 @canary("lightning.fabric.utilities.optimizer._optimizers_to_device")
 def _(move: Any) -> None:
     weight = nn.Parameter(torch.ones(2))

@@ -428,8 +428,8 @@ def test_ranks_that_see_different_batches_are_told_what_to_do(two: list[dict[str
     [
         ("quadratic", "LBFGS computes its update from whole tensors"),
         ("one rank fails", "FileNotFoundError: weights are not on this node"),
-        ("nothing there", "it holds no Hugging Face model and has none"),
-        ("two there", "has several children with parameters (other, model)"),
+        ("nothing there", "it holds no Hugging Face model and no child with parameters"),
+        ("two there", "AutoTPStrategy(models=[...]) names those that shall be"),
         ("different weights", "the ranks built different weights: model.embed_tokens.weight"),
         ("no checkpoint", "none does not exist"),
         ("cut", "cut.ckpt (3000 bytes) cannot be read"),

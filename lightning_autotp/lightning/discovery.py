@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
+from torchmetrics import Metric
 from transformers import PreTrainedModel
 
 from lightning_autotp.building.recipe import take_recipe
+from lightning_autotp.layouts.listing import listed
 from lightning_autotp.parameters.state import is_parallel
 from lightning_autotp.private.torch_private import parameters_of, uncompiled
 
@@ -33,30 +35,75 @@ def parallel_sizes(devices: int, tensor: int | str, data: int | str) -> tuple[in
     return ranks, copies
 
 
-def find_models(module: nn.Module, example_inputs: Any = None) -> list[tuple[nn.Module, Any]]:
+def find_models(
+    module: nn.Module, example_inputs: Any = None, names: Sequence[str] = ()
+) -> list[tuple[nn.Module, Any]]:
     """The models inside a training module to parallelize, with their inputs; none that are parallel already.
 
-    They are its Hugging Face models, wherever they are; without any, its one child that has parameters.
+    They are those that are named; else its Hugging Face models, wherever they are; without any, its children that have
+    parameters, also those in lists and dicts of modules.
+
+    Args:
+        module: the training module.
+        example_inputs: for its model; where there are several, or they are named, perhaps a mapping from their names;
+            or a function that returns either.
+        names: of the models in it (``"student"``, ``"nets.generator"``).
 
     Raises:
-        ValueError: if there is no such child, or there are several.
+        ValueError: if there is no model, or none of a name.
     """
     inputs = example_inputs() if callable(example_inputs) else example_inputs
-    models = list(outermost(module, PreTrainedModel))
+    models = _named(module, names) if names else _hugging_face(module)
     if not models:
-        children = {
-            name: child for name, child in module.named_children() if next(child.parameters(), None) is not None
-        }
-        if len(children) != 1:
-            found = f"has several children with parameters ({', '.join(children)})" if children else "has none"
+        models = dict(_children(module))
+        if not models:
             raise ValueError(
                 f"looking for the model to parallelize in {type(module).__name__}: it holds no Hugging Face model and"
-                f" {found}. Build the model in configure_model() or __init__() and assign it to one attribute (parts"
-                " that belong together into one nn.Module)"
+                " no child with parameters. Build the model in configure_model() or __init__() and assign it to an"
+                " attribute"
             )
-        models = [uncompiled(child) for child in children.values()]
-        inputs = inputs if inputs is not None else getattr(module, "example_input_array", None)
-    return [(model, inputs) for model in models if not is_parallel(model)]
+        if inputs is None and len(models) == 1:
+            inputs = getattr(module, "example_input_array", None)
+    given = set(inputs) & models.keys() if isinstance(inputs, Mapping) and (names or len(models) > 1) else set()
+    if given and (strangers := sorted(set(inputs) - given)):
+        raise ValueError(
+            f"example_inputs are for {listed(sorted(given))}, and also for {listed(strangers)}, but the models of"
+            f" {type(module).__name__} are {listed(list(models))}"
+        )
+    found = {name: inputs.get(name) if given else inputs for name in models}
+    return [(model, found[name]) for name, model in models.items() if not is_parallel(model)]
+
+
+def _named(module: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
+    """Models by their names.
+
+    Raises:
+        ValueError: if there is none of a name, or one is inside another.
+    """
+    inside = dict(module.named_modules())
+    for name in names:
+        if name not in inside or not name:
+            raise ValueError(
+                f"models= names {name!r}, which {type(module).__name__} does not have; its children are"
+                f" {listed([child for child, _ in module.named_children()])}"
+            )
+        if around := next((other for other in names if name.startswith(f"{other}.")), None):
+            raise ValueError(f"models= names {name!r}, which is inside {around!r}: name one of them")
+    return {name: uncompiled(inside[name]) for name in names}
+
+
+def _hugging_face(module: nn.Module) -> dict[str, nn.Module]:
+    names = {inner: name for name, inner in module.named_modules()}
+    return {names[model]: model for model in outermost(module, PreTrainedModel)}
+
+
+def _children(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The modules with parameters that can be called, but for metrics."""
+    for name, child in module.named_children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from _children(child, f"{path}{name}.")
+        elif not isinstance(child, Metric) and next(child.parameters(), None) is not None:
+            yield path + name, uncompiled(child)
 
 
 def outermost(module: nn.Module, kind: type[nn.Module]) -> Iterator[nn.Module]:

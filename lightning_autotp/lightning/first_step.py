@@ -37,7 +37,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_autotp.capture.capture import Call, meta_copy, on_meta, step_size
 from lightning_autotp.capture.nested import map_tensors, tensors_in
 from lightning_autotp.layouts.step_size import StepSize, TokensPerStep
-from lightning_autotp.private.lightning_private import training_data
+from lightning_autotp.private.lightning_private import make_optimizers, training_data
 from lightning_autotp.proving.new_calls import kind_of
 
 SECONDS = 20.0
@@ -216,8 +216,14 @@ def _calls(module: LightningModule, models: Sequence[nn.Module], batch: Any) -> 
     forwards = list(map(recorded, models))
     for model, forward in zip(models, forwards, strict=True):
         vars(model)["forward"] = forward
-    for name in ("log", "log_dict"):  # there is nothing to log to yet
+    for name in ("log", "log_dict", "manual_backward", "clip_gradients"):  # there is nothing to log to yet
         vars(module)[name] = lambda *_, **__: None
+    for child in module.children():  # the others, which have no values either
+        if any(parameter.is_meta for parameter in child.parameters()):
+            for inner in set(child.modules()) - {part for model in models for part in model.modules()}:
+                inner.register_forward_pre_hook(_inputs_on_meta, with_kwargs=True)
+    if not module.automatic_optimization:
+        _give_optimizers(module)
     precision = module.trainer.precision_plugin
     batch = module.on_after_batch_transfer(module.on_before_batch_transfer(precision.convert_input(batch), 0), 0)
     taken = inspect.signature(module.training_step).parameters
@@ -232,6 +238,19 @@ def _calls(module: LightningModule, models: Sequence[nn.Module], batch: Any) -> 
     if not found:
         raise RuntimeError("it does not call the model's forward")
     return tuple(found.get(model) for model in models)
+
+
+def _inputs_on_meta(_: nn.Module, args: Any, kwargs: Any) -> Any:
+    return map_tensors(on_meta, (args, kwargs))
+
+
+def _give_optimizers(module: LightningModule) -> None:
+    """Optimizers for a step that asks for them; they do nothing."""
+    strategy = module.trainer.strategy
+    strategy.optimizers, strategy.lr_scheduler_configs = make_optimizers(module)
+    asked = module.optimizers()
+    for optimizer in asked if isinstance(asked, list) else [asked]:
+        vars(optimizer)["step"] = lambda *_, **__: None
 
 
 def _portable(call: Call) -> Call:

@@ -72,7 +72,10 @@ def _make_local_for_call(
     try:
         make_local(model, group, None, replace(options, traced_with=source))
     except CaptureError as error:
-        raise CaptureError(f"{error} (The first training step does not serve instead: {why})") from error
+        raise CaptureError(
+            f"{error} (The first training step does not serve instead: {why}. If this {type(model).__name__} need not"
+            " be divided, AutoTPStrategy(models=[...]) names those that shall be)"
+        ) from error
 
 
 def _examples(model: nn.Module, call: Call | None) -> Iterator[tuple[Any, str]]:

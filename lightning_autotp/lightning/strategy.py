@@ -94,7 +94,8 @@ class AutoTPStrategy(ModelParallelStrategy):
             out, and there is no ``example_input_array`` for a model that is none of Hugging Face's, the call that the
             first training step makes serves, if a ``DataLoader`` over a map-style dataset was given to
             ``trainer.fit``: ``training_step`` runs once in a forked process, until it calls the model. Else a batch is
-            made up, for a model that takes ``input_ids``.
+            made up, for a model that takes ``input_ids``. Of several models, a mapping from their names gives each its
+            own (``{"student": ..., "teacher": ...}``).
         checked_batches: how many training batches of each epoch are compared over the ranks of a tensor-parallel group
             before they are used. Later ones are compared before the next one, with an exchange that is there anyway.
         checked_steps: how many steps of each stage, with each kind of batch, run under
@@ -121,6 +122,8 @@ class AutoTPStrategy(ModelParallelStrategy):
             rank holds its tokens' activations there; ``"auto"``: where that costs no time.
         process_group_backend: by default the one for the device: nccl or gloo.
         timeout: of collectives.
+        models: names of the LightningModule's models to divide (``["student"]``), where it should not be all: its
+            Hugging Face models or, without any, its children with parameters.
 
     Raises:
         ValueError: if ``tokens_per_step`` is no positive number, or the plan's file holds none; when the Trainer is
@@ -145,11 +148,12 @@ class AutoTPStrategy(ModelParallelStrategy):
         sequence_parallel: bool | Literal["auto"] = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
+        models: Sequence[str] = (),
     ) -> None:
         super().__init__(
             data_parallel_size, tensor_parallel_size, save_distributed_checkpoint, process_group_backend, timeout
         )
-        self._example_inputs = example_inputs
+        self._example_inputs, self._models = example_inputs, models
         self._checked_batches = checked_batches
         self._checked_steps = checked_steps
         self._seen_steps = Counter[Hashable]()
@@ -229,7 +233,7 @@ class AutoTPStrategy(ModelParallelStrategy):
         self.accelerator.setup(trainer)
         module = self.lightning_module
         with raise_together(None, "looking for the model to parallelize"):
-            models = find_models(module, self._example_inputs)
+            models = find_models(module, self._example_inputs, self._models)
         if self._plan_options.plan is not None and len(models) > 1:
             raise ValueError(
                 f"plan= is of one model, but {type(module).__name__} has {len(models)}: leave it out, and pin with"

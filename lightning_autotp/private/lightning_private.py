@@ -28,6 +28,9 @@ from lightning.fabric.utilities.seed import _collect_rng_states as collect_rng_s
 from lightning.fabric.utilities.seed import _set_rng_states as set_rng_states
 from lightning.pytorch import LightningModule, Trainer, callbacks, strategies
 
+# What configure_optimizers() returns, in whichever form, as lists of optimizers and of schedulers.
+from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers as make_optimizers
+
 # Starts the script once for each other rank of this machine.
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities import model_summary
@@ -51,6 +54,7 @@ __all__ = [
     "collect_rng_states",
     "default_pg_timeout",
     "get_human_readable_count",
+    "make_optimizers",
     "optimizers_to_device",
     "set_rng_states",
     "summarize_as_before",
