@@ -160,12 +160,12 @@ def _make_parallel(
     """Turn a layer into its parallel implementation."""
     module = model.get_submodule(use.module)
     entry = _implementation(use)
-    layout = layouts.get(f"{use.module}.{entry.operand}")
+    layout = use.layout if entry.is_module else layouts.get(f"{use.module}.{entry.operand}")
     if not entry.fits(layout) or entry.build is None:
         raise PlanMismatch(
             f"{use.module} is planned as {use.name}-parallel, but its {entry.operand} lies over the ranks as {layout}"
         )
-    if torch_layer(module) != entry.layer:
+    if entry.layer and torch_layer(module) != entry.layer:
         raise PlanMismatch(f"{use.module} is a {type(module).__name__}: it cannot become {use.name}-parallel")
     entry.build(module, use, layout, group, local)
 

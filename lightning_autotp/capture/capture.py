@@ -20,6 +20,7 @@ import transformers.utils
 from torch import Tensor, nn
 
 from lightning_autotp.capture.call_sites import is_user_code
+from lightning_autotp.capture.experts import noting_experts
 from lightning_autotp.capture.integer_reads import note_integers
 from lightning_autotp.capture.opaque import LARGEST, OpaqueForward
 from lightning_autotp.capture.static_values import NoValue
@@ -151,7 +152,9 @@ def _run(traced: nn.Module, args: Any, kwargs: Any, tracer: Tracer, fake: FakeTe
     with contextlib.ExitStack() as context:
         context.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        for mode in (quiet_fake_tensors(), _marked_boundaries(traced, tracer), enable_python_dispatcher()):
+        # Experts are noted by what they are given after the marks, and what they return before them.
+        marks = (noting_experts(traced, tracer), _marked_boundaries(traced, tracer))
+        for mode in (quiet_fake_tensors(), *marks, enable_python_dispatcher()):
             context.enter_context(mode)
         for layer in (fake, tracer, tracer.calls):
             context.enter_context(layer)

@@ -168,6 +168,10 @@ class Tracer(PreDispatchMode):
         """
         return self.concrete.value(self._read(tensor).tensor)
 
+    def number_of(self, tensor: Tensor) -> int:
+        """The number of a tensor's present value in the graph."""
+        return self._read(tensor).tensor
+
     def note(self, name: str, inputs: Sequence[Tensor], result: Any) -> None:
         """Add an operator of this name to the graph."""
         self._note(name, (("input", tuple(self._read(tensor) for tensor in inputs)),), result, [])
