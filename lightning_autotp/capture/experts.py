@@ -34,7 +34,8 @@ class ExpertInputs:
     @classmethod
     def found_in(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExpertInputs | None:
         """These arguments of a call; ``None`` where it has other tensors, or it cannot be told which is which."""
-        places: dict[Place, Any] = {**dict(enumerate(args)), **kwargs}
+        places: dict[Place, Any] = dict(enumerate(args))
+        places.update(kwargs)
         tensors = {place: value for place, value in places.items() if isinstance(value, Tensor)}
         index = [place for place, tensor in tensors.items() if not tensor.is_floating_point()]
         if len(tensors) != 3 or len(index) != 1 or any(tensor.ndim != 2 for tensor in tensors.values()):

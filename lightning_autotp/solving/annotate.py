@@ -127,8 +127,8 @@ def _implementations(solution: Solution) -> tuple[ImplementationPlan, ...]:
     for position, use in sorted(solution.uses.items()):
         entry, operator = use.implementation, solution.graph.operators[position]
         if entry.is_module:
-            layout = solution.layouts[operator.argument(entry.operand).tensor]
-            found[ImplementationPlan(operator.module, entry.name, output=use.output, layout=layout)] = None
+            cut = solution.layouts[operator.argument(entry.operand).tensor]
+            found[ImplementationPlan(operator.module, entry.name, output=use.output, layout=cut)] = None
             continue
         if not entry.layer:
             site = solution.graph.calls[operator.call].site if operator.call >= 0 else None
