@@ -335,8 +335,13 @@ def moves_alike() -> Callable[..., bool]:
 
 
 def is_in_backward() -> bool:
-    """Whether a backward pass is running in this thread. Nothing public."""
-    return torch._C._current_graph_task_id() != -1
+    """Whether a backward pass is running in this thread."""
+    return backward_pass() != -1
+
+
+def backward_pass() -> int:
+    """The number of the backward pass that is running in this thread; -1 if none is. Nothing public."""
+    return torch._C._current_graph_task_id()
 
 
 def hooks_given() -> int:
