@@ -21,9 +21,12 @@ from lightning_autotp import full_gradients, make_plan, parallelize
 from lightning_autotp.layouts.ownership import Ownership
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.layouts.types import Shard
+from lightning_autotp.operators import count_flops
+from lightning_autotp.operators.graph import EXPERTS
 from lightning_autotp.parallel.experts import WholeExperts
 from lightning_autotp.proving.experts import prove_experts
 from lightning_autotp.proving.verify import trace
+from lightning_autotp.solving.expert_modules import with_whole_experts
 from lightning_autotp.solving.planned import PlanMismatch
 
 WHOLE = "whole experts"
@@ -170,6 +173,16 @@ def products(experts: Ownership | None) -> list[int]:
             whole(tokens, index, torch.rand(64, 2)).sum().backward()
         counted.append(counter.get_total_flops())
     return counted
+
+
+def test_flops_are_those_of_the_products_that_run() -> None:
+    model = Model(Experts)
+    graph = with_whole_experts(trace(model, IDS), {"experts"})
+    (called,) = [operator for operator in graph.operators if operator.name == EXPERTS]
+    index = torch.stack([torch.randperm(4)[:2] for _ in range(IDS.numel())])
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model.experts(torch.randn(IDS.numel(), 16), index, torch.rand(IDS.numel(), 2))
+    assert count_flops(called, lambda tensor: graph.tensors[tensor].shape) == counter.get_total_flops() > 0
 
 
 def test_every_product_runs_on_one_rank() -> None:

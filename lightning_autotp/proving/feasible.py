@@ -227,7 +227,7 @@ def _in_any_layer(module: str) -> str:
 
 
 def _around(graph: Graph, operator: Operator | None) -> Iterator[frozenset[int]]:
-    """Positions of operators, in growing regions: those that the same line of code runs, then modules around it.
+    """Positions of operators, in growing regions: those that one line of code runs, its module's own, modules around.
 
     Modules with the same line are alike, and so each region takes them all.
     """
@@ -241,6 +241,7 @@ def _around(graph: Graph, operator: Operator | None) -> Iterator[frozenset[int]]
     ]
     yield frozenset(position for position, _ in alike)
     paths = {other.module for _, other in alike}
+    yield frozenset(position for position, other in enumerate(graph.operators) if other.module in paths)
     while True:
         yield frozenset(
             position
