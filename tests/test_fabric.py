@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from distributed import PATIENCE, SCRIPT_ENVIRONMENT
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
-from test_strategy import Regression, Task, blocks, error_of, tiny_config
+from test_strategy import blocks, error_of, tiny_config
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler
-from torchmetrics import SumMetric
 from trainer_ranks import run_trainer_ranks
 from transformers import AutoModelForCausalLM
 
@@ -25,6 +22,8 @@ from lightning_autotp import AutoTPFabricStrategy, export_checkpoint, full_gradi
 from lightning_autotp.cli import check, consolidate
 from lightning_autotp.parallel.logits import VocabParallelLogits
 
+STATEFUL: dict[str, Any] = {"kind": "Adagrad", "initial_accumulator_value": 0.1, "in_memory": True}
+"""An optimizer that makes its state when it is made."""
 STEPS = 4
 HALF = STEPS // 2
 CLIPS: dict[str, dict[str, Any]] = {
@@ -54,13 +53,13 @@ def run(
     steps: int = STEPS,
     skip: int = 0,
     data: Any = None,
-    build: Any = None,
+    in_memory: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """A hand-written loop: two batches a step, two groups of parameters, clipping; checkpoints before and after."""
     fabric.seed_everything(3, verbose=False)
-    with fabric.init_module():
-        model = AutoModelForCausalLM.from_config(tiny_config()).train() if build is None else build()
+    with nullcontext() if in_memory else fabric.init_module():
+        model = AutoModelForCausalLM.from_config(tiny_config()).train()
     matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     others = [parameter for parameter in model.parameters() if parameter.dim() == 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others}]
@@ -126,8 +125,8 @@ class Plain(nn.Module):
         self.net = nn.Sequential(nn.Embedding(67, 16), nn.Linear(16, 40), nn.Tanh(), nn.Linear(40, 16))
         self.head = nn.Linear(16, 67)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.head(self.net(ids))
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.head(self.net(input_ids))
 
 
 IDS = torch.stack([block["input_ids"] for block in blocks()])
@@ -178,9 +177,9 @@ def two_ranks(directory: str) -> dict[str, Any]:
     for name in ("half at 1.ckpt", "half at 2.ckpt", "half in parts"):
         seen[name] = run(fabric, load=folder / name, skip=HALF)
     seen["own"] = own_loss(fabric)
-    seen["with state"] = run(fabric, kind="Adagrad", build=lambda: AutoModelForCausalLM.from_config(tiny_config()))
+    seen["with state"] = run(fabric, **STATEFUL)
     seen["order"] = order_of(fabric)
-    seen["workers"] = [batch for batch in fabric.setup_dataloaders(augmenting())]
+    seen["workers"] = list(fabric.setup_dataloaders(augmenting()))
     seen["read once"] = order_of(two(AutoTPFabricStrategy(broadcast_batches=True)))
     seen["reduced"] = [fabric.all_reduce(torch.tensor(2.0), reduce_op=how).item() for how in ("sum", "mean")]
     seen["decisions"] = [fabric.strategy.reduce_boolean_decision(rank == 0, all=every) for every in (True, False)]
@@ -206,6 +205,7 @@ def loading(fabric: Fabric, folder: Path) -> dict[str, Any]:
         plain = Plain()
         if fabric.is_global_zero:
             torch.save(plain.state_dict(), folder / "raw.pt")
+        seen["plain"] = plain.state_dict()
     fabric.barrier()
     fabric.load_raw(folder / "raw.pt", model)
     seen["raw"] = whole(model)
@@ -290,7 +290,7 @@ def alone(folder: Path) -> dict[str, Any]:
     }
     run(fabric, steps=HALF, save=folder / "half at 1.ckpt")
     seen["own"] = own_loss(fabric)
-    seen["with state"] = run(fabric, kind="Adagrad")
+    seen["with state"] = run(fabric, **STATEFUL)
     seen["order"] = order_of(fabric)
     return seen
 
@@ -298,3 +298,110 @@ def alone(folder: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def found(alone: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
     return run_trainer_ranks(two_ranks, 2, str(folder))
+
+
+@pytest.mark.parametrize("case", [*CLIPS, "with state"])
+def test_a_loop_is_that_of_one_process(case: str, alone: dict[str, Any], found: list[dict[str, Any]]) -> None:
+    for seen in found:
+        assert_same(seen[case], alone[case])
+        assert all(map(torch.equal, seen[case]["batches"], alone[case]["batches"]))
+
+
+def test_clipping_does_something(alone: dict[str, Any]) -> None:
+    assert min(alone["norm"]["norms"]) > 2 * CLIPS["norm"]["max_norm"]
+    assert min(alone["largest"]["norms"]) > 2 * CLIPS["largest"]["max_norm"]
+    assert max(gradient.abs().max() for gradient in alone["value"]["gradients"][0].values()) > 1e-2
+
+
+@pytest.mark.parametrize("file", ["half at 1.ckpt", "half at 2.ckpt", "half in parts"])
+def test_checkpoints_load_at_any_size(
+    file: str, alone: dict[str, Any], found: list[dict[str, Any]], folder: Path
+) -> None:
+    """One of plain Fabric, too; and plain Fabric loads the file that two ranks wrote."""
+    wanted = alone["norm"]
+    loaded = [seen[file] for seen in found]
+    if file == "half at 2.ckpt":
+        loaded.append(run(fabric_of(), load=folder / file, skip=HALF))
+    if file == "half in parts":
+        consolidate(folder / file, folder / "consolidated.ckpt")
+        loaded.append(run(fabric_of(), load=folder / "consolidated.ckpt", skip=HALF))
+    for seen in loaded:
+        step, rest = seen["loaded"]
+        assert step == HALF
+        assert rest["notes"] == {"seed": 3}
+        assert_close(seen["weights"], wanted["weights"])
+        torch.testing.assert_close(
+            torch.tensor(seen["losses"]), torch.tensor(wanted["losses"][2 * HALF :]), rtol=1e-5, atol=0
+        )
+
+
+def test_a_checkpoint_is_exported_and_checked(found: list[dict[str, Any]], folder: Path) -> None:
+    for name in ("half at 2.ckpt", "half in parts"):
+        check(folder / name)
+        export_checkpoint(folder / name, folder / f"exported {name}")
+        exported = AutoModelForCausalLM.from_pretrained(folder / f"exported {name}").state_dict()
+        saved = found[0]["everything"]["model"]
+        assert exported.keys() == saved.keys()
+        assert all(torch.allclose(exported[key], saved[key], atol=1e-5) for key in exported)
+    assert len(AutoModelForCausalLM.from_pretrained(folder / "exported").state_dict()) == len(saved)
+
+
+def test_what_is_loaded_by_itself(found: list[dict[str, Any]]) -> None:
+    for seen in found:
+        assert seen["alike"] == (True, 2, 67)
+        assert_close(seen["raw"], found[0]["plain"])
+        assert seen["everything"].keys() == {"model", "optimizer", "step", "notes"}
+
+
+def test_a_loss_of_logits(alone: dict[str, Any], found: list[dict[str, Any]]) -> None:
+    for seen in found:
+        assert_same(seen["own"], alone["own"])
+        assert set(seen["own"]["kinds"]) == {VocabParallelLogits}
+
+
+def test_data_are_read_alike(alone: dict[str, Any], found: list[dict[str, Any]]) -> None:
+    first, second = found
+    assert alone["order"][:12] != alone["order"][12:]
+    for seen in found:
+        assert seen["order"] == seen["read once"] == alone["order"]
+        assert seen["reduced"] == [2, 2]
+        assert seen["decisions"] == [False, True]
+    assert all(map(torch.equal, first["workers"], second["workers"]))
+    assert not torch.equal(first["workers"][0], IDS[:10])
+
+
+def test_other_precisions(alone: dict[str, Any], found: list[dict[str, Any]]) -> None:
+    for precision in ("bf16", "fp16"):
+        assert found[0][precision] == found[1][precision] == pytest.approx(alone["norm"]["losses"][:2], rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("no inputs", ["CaptureError", "takes pictures", "AutoTPFabricStrategy(example_inputs=...)"]),
+        ("twice", ["was parallelized already"]),
+        ("foreign", ["optimizer 0, Adam, has no parameter of Plain", "fabric.setup_optimizers"]),
+        ("quadratic", ["LBFGS computes its update from whole tensors"]),
+        ("before", ["Adam was set up before Plain", "call fabric.setup(model, optimizer)"]),
+        ("afterwards", ["that the Plain had before it was set up", "fabric.setup_module returned"]),
+        ("state on meta", ["optimizer 0, Adagrad, has made its state already", "fabric.setup_optimizers"]),
+        ("written outside", ["(67, 16) was written", "within fabric.init_module()"]),
+        ("whole state", ["is whole", "fabric.load(path, {name: optimizer})"]),
+        ("missing key", ["KeyError", "has no 'step', only 'model'", "strict=False"]),
+        ("missing weight", ["missing: net.0.weight"]),
+        ("no file", ["MissingFileError", "does not exist"]),
+        ("url", ["s3://bucket/file", "not URLs"]),
+        ("sampler", ["splits the data among all 2 ranks", "num_replicas=1 (copies of the model)"]),
+        ("different batches", ["batch 0 of dataloader", "differ"]),
+    ],
+)
+def test_what_is_refused(case: str, words: list[str], found: list[dict[str, Any]]) -> None:
+    for seen in found:
+        assert [word for word in words if word not in seen[case]] == [], seen[case]
+
+
+def test_fabric_refuses_other_sizes_and_precisions() -> None:
+    with pytest.raises(ValueError, match="tensor_parallel_size=3 times"):
+        fabric_of(AutoTPFabricStrategy(tensor_parallel_size=3), 2)
+    with pytest.raises(ValueError, match="does not support"):
+        fabric_of("autotp", 2, precision="64-true")
