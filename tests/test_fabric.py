@@ -85,7 +85,9 @@ def run(
         if len(seen["gradients"]) < 2:
             named = model.module.named_parameters()
             parallel = hasattr(model, "autotp")
-            seen["gradients"].append(full_gradients(model) if parallel else {n: p.grad.clone() for n, p in named})
+            seen["gradients"].append(
+                full_gradients(model.module) if parallel else {n: p.grad.clone() for n, p in named}
+            )
         norm = fabric.clip_gradients(model, optimizer, **(clip or CLIPS["norm"]))
         seen["norms"].append(0.0 if norm is None else norm.item())
         optimizer.step()
@@ -97,8 +99,8 @@ def run(
 
 
 def whole(model: Any) -> dict[str, Tensor]:
-    state = full_state_dict(model) if hasattr(model, "autotp") else model.state_dict()
-    return {name.removeprefix("_forward_module."): value.detach().clone() for name, value in state.items()}
+    state = full_state_dict(model.module) if hasattr(model, "autotp") else model.state_dict()
+    return {name: value.detach().clone() for name, value in state.items()}
 
 
 def assert_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
@@ -110,7 +112,6 @@ def assert_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
 
 
 def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    found = {name.removeprefix("_forward_module."): value for name, value in found.items()}
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
         difference = (found[name] - value).norm() / value.norm().clamp(min=1e-30)
@@ -235,8 +236,9 @@ def mistakes(fabric: Fabric, folder: Path, rank: int) -> dict[str, Any]:
 
     def set_up_before() -> None:
         model = Plain()
-        given.setup_optimizers(torch.optim.Adam(model.parameters()))
+        early = given.setup_optimizers(torch.optim.Adam(model.parameters()))
         given.setup_module(model)
+        early.step()
 
     def set_up_afterwards() -> None:
         model = Plain()

@@ -21,7 +21,7 @@ import fcntl
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -103,12 +103,21 @@ def open_checkpoint(path: Path, weights_only: bool | None = None, *, check: bool
         CheckpointError: as there; or if a file is none of a Trainer's.
     """
     checkpoint = read_checkpoint(path, weights_only, check=check)
-    if not path.is_dir() and "state_dict" not in checkpoint:
+    refuse_foreign(path, checkpoint)
+    return checkpoint
+
+
+def refuse_foreign(path: Path, checkpoint: Mapping[str, Any]) -> None:
+    """Refuse what is no Trainer's checkpoint.
+
+    Raises:
+        DamagedFileError: if it has no state dict.
+    """
+    if "state_dict" not in checkpoint:
         raise DamagedFileError(
             f"{path} is not a Lightning checkpoint: it has no 'state_dict'. A bare state dict is loaded with"
             " load_full_state_dict(model, state)"
         )
-    return checkpoint
 
 
 def read_checkpoint(path: Path, weights_only: bool | None = None, *, check: bool = True) -> dict[str, Any]:
@@ -131,7 +140,7 @@ def read_checkpoint(path: Path, weights_only: bool | None = None, *, check: bool
         return _open_directory(found, weights_only)
     checkpoint = _read(found, weights_only, check)
     if not isinstance(checkpoint, dict):
-        raise DamagedFileError(f"{found} is no checkpoint: it holds a {type(checkpoint).__name__}")
+        raise DamagedFileError(f"{found} is not a Lightning checkpoint: it holds a {type(checkpoint).__name__}")
     return checkpoint
 
 

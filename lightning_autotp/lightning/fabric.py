@@ -223,7 +223,7 @@ class AutoTPFabricStrategy(ParallelRanks, FabricModelParallelStrategy):
 
     def _refuse_optimizers_of(self, module: nn.Module) -> None:
         parameters = set(module.parameters())
-        for optimizer in self._optimizers:
+        for optimizer in self._optimizers if not parallel_models(module) else ():
             if any(parameter in parameters for group in optimizer.param_groups for parameter in group["params"]):
                 raise ValueError(
                     f"{type(optimizer).__name__} was set up before {type(module).__name__}, whose whole parameters it"
