@@ -1,8 +1,9 @@
 """From a Lightning checkpoint to a Hugging Face directory: one process, no GPU, one tensor in memory at a time.
 
-The checkpoint is the Trainer's or Fabric's. It may be a file or a directory (:mod:`~lightning_autotp.checkpoints.files`), of any tensor-parallel size:
-its tensors have the original model's names and shapes. What the model is, the strategy has written into it
-(:func:`~lightning_autotp.checkpoints.export.describe_models`); for any other checkpoint of such a model one says so.
+The checkpoint, of the Trainer or of Fabric, may be a file or a directory (:mod:`~lightning_autotp.checkpoints.files`),
+of any tensor-parallel size: its tensors have the original model's names and shapes. What the model is, the strategy has
+written into it (:func:`~lightning_autotp.checkpoints.export.describe_models`); for any other checkpoint of such a model
+one says so.
 """
 
 from __future__ import annotations
