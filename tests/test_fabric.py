@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from distributed import PATIENCE, SCRIPT_ENVIRONMENT
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
 from test_strategy import blocks, error_of, tiny_config
@@ -273,9 +276,70 @@ def mistakes(fabric: Fabric, folder: Path, rank: int) -> dict[str, Any]:
     sampler = DistributedSampler(range(8), num_replicas=2, rank=rank)  # type: ignore[arg-type]
     seen["sampler"] = error_of(given.setup_dataloaders, DataLoader(range(8), sampler=sampler))  # type: ignore[arg-type]
     different = given.setup_dataloaders(DataLoader((IDS + rank) % 67, batch_size=4))  # type: ignore[arg-type]
-    loss = small(next(iter(different))).float().sum()
-    seen["different batches"] = error_of(given.backward, loss)
+    seen["different batches"] = error_of(small, next(iter(different)))
+    longer = given.setup_dataloaders(DataLoader(IDS[:, : 8 + rank], batch_size=4))  # type: ignore[arg-type]
+    seen["different shapes"] = error_of(small, next(iter(longer)))
+    torch.manual_seed(rank)
+    seen["different random numbers"] = error_of(small, IDS)
     return seen
+
+
+def copies(directory: str, tensor_ranks: int) -> dict[str, Any]:
+    """Two copies of the model; gradients of the first batch of a step are not averaged before the second's."""
+    fabric = fabric_of(AutoTPFabricStrategy(tensor_ranks, 2), 2 * tensor_ranks)
+    fabric.launch()
+    seen = {name: run(fabric, clip, kind="SGD") for name, clip in CLIPS.items()}
+    seen["saved"] = run(fabric, save=Path(directory) / "copies.ckpt")
+    seen["loaded"] = run(fabric, load=Path(directory) / "copies.ckpt", skip=STEPS - 1)
+    seen["reduced"] = [fabric.all_reduce(torch.tensor(2.0), reduce_op=how).item() for how in ("sum", "mean")]
+    seen["sampled"] = fabric.strategy.distributed_sampler_kwargs
+    return seen
+
+
+@pytest.mark.parametrize("tensor_ranks", [1, pytest.param(2, marks=pytest.mark.nightly)])
+def test_copies_on_different_data(tensor_ranks: int, tmp_path: Path) -> None:
+    found = run_trainer_ranks(copies, 2 * tensor_ranks, str(tmp_path), tensor_ranks)
+    first, second = found[0], found[tensor_ranks]
+    for name in (*CLIPS, "saved"):
+        pairs = list(zip(first[name]["batches"], second[name]["batches"], strict=True))
+        assert not any(torch.equal(*pair) for pair in pairs)
+        data = [{"input_ids": torch.cat(pair), "labels": torch.cat(pair)} for pair in pairs]
+        wanted = run(fabric_of(), CLIPS.get(name), kind="AdamW" if name == "saved" else "SGD", data=data)
+        losses = torch.tensor([seen[name]["losses"] for seen in (first, second)])
+        for seen in found:
+            assert_same({**seen[name], "losses": losses.mean(0).tolist()}, wanted)
+    for number, seen in enumerate(found):
+        assert seen["loaded"]["loaded"][0] == STEPS
+        assert seen["reduced"] == [4, 2]
+        assert seen["sampled"] == {"num_replicas": 2, "rank": number // tensor_ranks}
+
+
+SCRIPT = """
+import sys
+
+from test_fabric import fabric_of, run
+
+fabric = fabric_of("autotp", 2)
+fabric.launch()
+print("losses", run(fabric, steps=1)["losses"], flush=True)
+if "fail" in sys.argv and fabric.global_rank == 1:
+    raise ArithmeticError("planted")
+if "fail" in sys.argv:
+    fabric.barrier()
+"""
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_script_starts_its_ranks_and_ends_with_them(fails: bool, tmp_path: Path, alone: dict[str, Any]) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    ended = subprocess.run(
+        [sys.executable, str(tmp_path / "script.py"), *["fail"] * fails],
+        env={**os.environ, **SCRIPT_ENVIRONMENT}, capture_output=True, text=True, timeout=PATIENCE, check=False,
+    )  # fmt: skip
+    losses = [line for line in ended.stdout.splitlines() if line.startswith("losses")]
+    assert losses == [losses[0]] * 2, ended.stderr
+    assert (ended.returncode == 0) is not fails, ended.stderr
+    assert ("rank 1" in ended.stderr and "failed: ArithmeticError: planted" in ended.stderr) is fails, ended.stderr
 
 
 @pytest.fixture(scope="module")
@@ -395,6 +459,8 @@ def test_other_precisions(alone: dict[str, Any], found: list[dict[str, Any]]) ->
         ("url", ["s3://bucket/file", "not URLs"]),
         ("sampler", ["splits the data among all 2 ranks", "num_replicas=1 (copies of the model)"]),
         ("different batches", ["batch 0 of dataloader", "differ"]),
+        ("different shapes", ["batch 0 of dataloader", "[4, 9]"]),
+        ("different random numbers", ["random"]),
     ],
 )
 def test_what_is_refused(case: str, words: list[str], found: list[dict[str, Any]]) -> None:

@@ -37,7 +37,7 @@ from lightning_autotp.checkpoints.state import (
 )
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.lightning.discovery import find_models
-from lightning_autotp.lightning.loaders import CountedNotes, NotedLoader, seed_workers_by
+from lightning_autotp.lightning.loaders import ComparedFirst, CountedNotes, NotedLoader, seed_workers_by
 from lightning_autotp.lightning.models_local import average_over_copies, fill_models
 from lightning_autotp.lightning.optimizers import CheckedOptimizers, move_to_local, originals, owner_of
 from lightning_autotp.lightning.processes import ParallelRanks, end_watch, share_random_state, watch_peers
@@ -64,8 +64,8 @@ class AutoTPFabricStrategy(ParallelRanks, FabricModelParallelStrategy):
     """Tensor parallelism for any model under Fabric, planned from its own graph.
 
     Ranks ``0 .. tensor_parallel_size - 1`` share one copy of the model, the next ones another copy, and so on. Ranks of
-    one copy run the same loop on the same batches with the same random numbers; both are compared in every
-    ``fabric.backward``.
+    one copy run the same loop on the same batches with the same random numbers; both are compared before a model is
+    called.
 
     Args:
         tensor_parallel_size: ranks that share one copy; ``"auto"``: all devices divided by ``data_parallel_size``.
@@ -200,6 +200,9 @@ class AutoTPFabricStrategy(ParallelRanks, FabricModelParallelStrategy):
         share_random_state(self.broadcast, self.root_device)
         module.to(self.root_device)
         average_over_copies(module, self.data_parallel_group)
+        for model, _ in models:
+            if self._notes is not None:
+                model.register_forward_pre_hook(ComparedFirst(self._notes))
         self._modules[module] = None
         return module
 
@@ -248,19 +251,11 @@ class AutoTPFabricStrategy(ParallelRanks, FabricModelParallelStrategy):
     def _check_optimizers(self) -> None:
         self._checked.check([(optimizer, owner) for optimizer, owner in self._optimizers.items() if owner is not None])
 
-    def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        """Compare the batches that were read since the last time, and random numbers; then go backward. Collective.
-
-        Raises:
-            RuntimeError: on every rank of a copy, if they differ between them.
-        """
-        if self._notes is not None:
-            self._notes.compare()
-        super().backward(tensor, module, *args, **kwargs)
-
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Make a step; parameter groups added since the last one, such as thawed layers, are checked first."""
         self._check_optimizers()
+        if self._notes is not None and self._notes.is_waiting:  # what a compiled model was given
+            self._notes.compare()
         closure = kwargs.get("closure")
 
         def then_compute() -> Any:

@@ -1,7 +1,7 @@
-"""Dataloaders under Fabric: ranks of one copy of the model read alike, and what they read is compared later.
+"""Dataloaders under Fabric: ranks of one copy of the model read alike, and batches are compared before they are used.
 
 Nothing here is collective while data are read, for a loop may read on one rank only. Batches are noted, and compared
-where all ranks of a copy take part anyway.
+when a model is called, where all ranks of a copy take part anyway.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.seed import pl_worker_init_function
+from torch import nn
 
 from lightning_autotp.private.torch_private import LoaderOfLoader
 from lightning_autotp.ranks.in_common import InCommon
@@ -33,6 +34,11 @@ class CountedNotes:
         self._in_common = InCommon(group, device)
         self._noted = 0
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether something was noted since the last comparison."""
+        return self._noted > 0
+
     def note(self, batch: Any, where: str) -> None:
         """Note a batch. Not collective."""
         self._noted += 1
@@ -47,6 +53,34 @@ class CountedNotes:
         """
         self._noted = 0
         self._in_common.compare()
+
+
+class ComparedFirst:
+    """Forward pre-hook of a parallel model: what was read is compared before the model is given it.
+
+    In training before every call; else only where something was read, for a generation of texts calls the model for
+    every token. Not in a compiled model. A copy of the model does not compare.
+
+    Args:
+        notes: what was read.
+    """
+
+    def __init__(self, notes: CountedNotes | None) -> None:
+        self._notes = notes
+
+    def __call__(self, model: nn.Module, args: Any) -> None:
+        """Compare. Collective over the tensor-parallel group.
+
+        Raises:
+            RuntimeError: on every rank, if any two ranks differ.
+        """
+        if self._notes is None or torch.compiler.is_compiling():
+            return
+        if self._notes.is_waiting or (model.training and torch.is_grad_enabled()):
+            self._notes.compare()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ComparedFirst, (None,)
 
 
 class NotedLoader(LoaderOfLoader):
