@@ -143,7 +143,7 @@ class AutoTPFabricStrategy(ParallelRanks, FabricModelParallelStrategy):
         if self.tensor_parallel_group.size() > 1:
             self._notes = CountedNotes(self.tensor_parallel_group, self.root_device)
         precision = self.precision
-        if isinstance(precision, MixedPrecision) and precision.scaler is not None:
+        if isinstance(precision, MixedPrecision) and not isinstance(precision.scaler, AgreedGradScaler | None):
             precision.scaler = AgreedGradScaler(precision.scaler)
         share_random_state(self.broadcast, self.root_device)
 
@@ -187,9 +187,14 @@ class AutoTPFabricStrategy(ParallelRanks, FabricModelParallelStrategy):
 
         Raises:
             CaptureError: if the model cannot be traced; and whatever else :func:`~lightning_autotp.parallelize` raises.
-            ValueError: if an optimizer of its parameters was set up before it.
+            ValueError: if it was set up already, or an optimizer of its parameters was set up before it.
         """
         with raise_together(None, "looking for the model to parallelize"):
+            if parallel_models(module):
+                raise ValueError(
+                    f"{type(module).__name__} is, or holds, a model that was set up already: call fabric.setup or"
+                    " fabric.setup_module once, and use what it returns"
+                )
             self._refuse_optimizers_of(module)
             models = self._models_of(module)
         for model, inputs in models:
@@ -226,7 +231,7 @@ class AutoTPFabricStrategy(ParallelRanks, FabricModelParallelStrategy):
 
     def _refuse_optimizers_of(self, module: nn.Module) -> None:
         parameters = set(module.parameters())
-        for optimizer in self._optimizers if not parallel_models(module) else ():
+        for optimizer in self._optimizers:
             if any(parameter in parameters for group in optimizer.param_groups for parameter in group["params"]):
                 raise ValueError(
                     f"{type(optimizer).__name__} was set up before {type(module).__name__}, whose whole parameters it"
