@@ -1,6 +1,6 @@
 """Tensor parallelism for any PyTorch model, planned from its own graph.
 
-Importing it registers Lightning's ``strategy="autotp"``.
+Importing it registers ``strategy="autotp"`` for Lightning's Trainer and for Fabric.
 """
 
 from lightning_autotp import losses, metrics
@@ -12,6 +12,7 @@ from lightning_autotp.checkpoints.export_checkpoint import export_checkpoint
 from lightning_autotp.checkpoints.state import full_state_dict, load_full_state_dict
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.lightning.averaging import EMAWeightAveraging, WeightAveraging
+from lightning_autotp.lightning.fabric import AutoTPFabricStrategy
 from lightning_autotp.lightning.strategy import AutoTPStrategy
 from lightning_autotp.lightning.summary import ParallelSummary
 from lightning_autotp.pipeline import make_plan, parallelize
@@ -28,6 +29,7 @@ from lightning_autotp.training.penalties import penalty
 from lightning_autotp.training.whole_parameters import full_tensor
 
 __all__ = [
+    "AutoTPFabricStrategy",
     "AutoTPStrategy",
     "CaptureError",
     "CheckpointError",
