@@ -80,6 +80,7 @@ __all__ = [
     "allow_foreach",
     "as_written",
     "assert_async",
+    "base_of",
     "buffers_of",
     "changes",
     "check_and_unscale",
@@ -101,6 +102,7 @@ __all__ = [
     "keystr",
     "module_like",
     "neg_view",
+    "own_shape",
     "parameters_of",
     "quiet_fake_tensors",
     "schema_of",
@@ -162,6 +164,19 @@ def changes(tensor: Tensor) -> int:
 def neg_view(tensor: Tensor) -> Tensor:
     """The view of a tensor that has the other sign, as ``tensor.conj().imag`` is one. Nothing public makes any."""
     return torch._neg_view(tensor)
+
+
+def base_of(tensor: Tensor) -> Tensor | None:
+    """The tensor that this one is a view of, the same object with the attributes it was given. Nothing public."""
+    return tensor._base
+
+
+def own_shape(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """The same memory in another shape, which counts as no view of the tensor. ``view`` makes one that does.
+
+    Autograd refuses to change a view in place that a function of its own gave; the tensor must not be used after.
+    """
+    return torch.ops.aten._unsafe_view(tensor, shape)
 
 
 def assert_async(condition: Tensor, message: str) -> None:
