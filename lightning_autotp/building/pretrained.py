@@ -29,6 +29,7 @@ from lightning_autotp.building.checkpoint_reading import (
     read_headers,
 )
 from lightning_autotp.building.deferred import deferred_init
+from lightning_autotp.building.hub import cached_files_once
 from lightning_autotp.building.recorder import Recorder
 from lightning_autotp.building.weight_conversion import same_values
 from lightning_autotp.private.transformers_private import convert_and_load_state_dict_in_model, with_loading_step
@@ -49,11 +50,15 @@ def meta_model() -> Iterator[None]:
     until the parameters are filled from them. A quantized checkpoint is read like any other if it is dequantized on the
     way (``quantization_config=...(dequantize=True)``).
 
+    In a process group, files from the Hub are fetched by one process of each machine, as
+    :func:`~lightning_autotp.building.hub.cached_files_once` has it.
+
     Raises:
+        FetchError: from ``from_pretrained``, if files cannot be fetched from the Hub.
         CheckpointError: from ``from_pretrained``, if a file is missing or damaged or does not fit the configuration, or
             if the weights would stay quantized.
     """
-    with deferred_init() as recorder, with_loading_step(partial(_recording, recorder)):
+    with deferred_init() as recorder, with_loading_step(partial(_recording, recorder)), cached_files_once():
         yield
 
 
