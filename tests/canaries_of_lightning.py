@@ -375,6 +375,6 @@ def _(_: Any) -> None:
             told.append((self.num_nodes * self.num_processes, self._data_parallel_size, self._tensor_parallel_size))
             told.append((self._save_distributed_checkpoint, self._timeout, self._launcher))
 
-    strategy = Strategy(lambda module, mesh: module, 2, "auto", False, timeout=timedelta(seconds=7))
+    strategy = Strategy(lambda module, mesh: module, 2, "auto", False, None, timedelta(seconds=7))
     Fabric(strategy=strategy, devices=2, accelerator="cpu")
     assert told == [(2, 2, "auto"), (False, timedelta(seconds=7), None)]
