@@ -27,6 +27,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import MixedPrecision, TorchCheckpointIO
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 from torch.optim import Optimizer
@@ -50,6 +51,7 @@ from lightning_autotp.lightning.averaging import refuse_whole_copies
 from lightning_autotp.lightning.discovery import fill_remaining, find_models, outermost, parallel_sizes
 from lightning_autotp.lightning.exchange import Exchange
 from lightning_autotp.lightning.models_local import make_models_local
+from lightning_autotp.lightning.starting import check_start
 from lightning_autotp.lightning.summary import ParallelSummary
 from lightning_autotp.parallel.head_product import compute_undone
 from lightning_autotp.pipeline import fill_local
@@ -125,6 +127,8 @@ class AutoTPStrategy(ModelParallelStrategy):
     Raises:
         ValueError: if ``tokens_per_step`` is no positive number, or the plan's file holds none; when the Trainer is
             made, if the sizes do not multiply to the number of devices.
+        RuntimeError: when the Trainer is made, if processes cannot be started, as in a notebook, or other machines not
+            be found.
     """
 
     def __init__(
@@ -175,7 +179,10 @@ class AutoTPStrategy(ModelParallelStrategy):
     # --- before there are processes ---
 
     def before_launch(self) -> None:
-        """Decide on the sizes."""
+        """Decide on the sizes; refuse where processes cannot be started, or other machines not be found."""
+        assert self.cluster_environment is not None
+        if not self.cluster_environment.creates_processes_externally:
+            check_start(self.num_processes, self.num_nodes)
         devices = self.num_nodes * self.num_processes
         self.set_sizes(*parallel_sizes(devices, self.tensor_ranks, self.data_ranks))
 
@@ -246,6 +253,7 @@ class AutoTPStrategy(ModelParallelStrategy):
         self.model = self.precision_plugin.convert_module(module)
         copies = self.device_mesh["data_parallel"] if self.data_ranks != 1 else None
         for model, _ in models:
+            rank_zero_info(f"lightning_autotp: filling each rank's part of {type(model).__name__}'s parameters")
             fill_local(model, self.root_device, copies)
         with raise_together(None, "initializing the LightningModule's own parameters"):
             fill_remaining(module)
