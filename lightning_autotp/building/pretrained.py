@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.utils.logging import set_tqdm_hook
 
 from lightning_autotp.building.checkpoint_reading import (
     CheckpointError,
@@ -112,11 +113,12 @@ def _record_checkpoint(recorder: Recorder, model: PreTrainedModel, files: list[s
     check_named(origin, files)
     with recorder.paused():
         tensors = read_headers(files)
-    info, _ = convert_and_load_state_dict_in_model(
-        model=model,
-        state_dict={name: _Unread(recorder, tensor) for name, tensor in tensors.items()},
-        load_config=dataclasses.replace(load_config, device_map={"": "meta"}),
-    )
+    with _without_progress_bars():
+        info, _ = convert_and_load_state_dict_in_model(
+            model=model,
+            state_dict={name: _Unread(recorder, tensor) for name, tensor in tensors.items()},
+            load_config=dataclasses.replace(load_config, device_map={"": "meta"}),
+        )
     if info.conversion_errors:
         raise MismatchError(
             f"{origin}: {len(info.conversion_errors)} tensors could not be converted to what the model needs:\n"
@@ -129,6 +131,16 @@ def _record_checkpoint(recorder: Recorder, model: PreTrainedModel, files: list[s
         _settle_ties(recorder, model, info)
     model.__dict__["autotp_source"] = CheckpointSource(origin, tuple(files), tensors)
     return info
+
+
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    """Transformers would show how weights are loaded, on every rank, where none are."""
+    before = set_tqdm_hook(lambda bar, args, kwargs: bar(*args, **(kwargs | {"disable": True})))
+    try:
+        yield
+    finally:
+        set_tqdm_hook(before)
 
 
 def _refuse_quantized(load_config: Any) -> None:

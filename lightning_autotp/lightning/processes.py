@@ -11,9 +11,11 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_autotp.lightning.discovery import parallel_sizes
+from lightning_autotp.lightning.starting import check_start
 from lightning_autotp.private.distributed_private import default_store
 from lightning_autotp.private.lightning_private import collect_rng_states, default_pg_timeout, set_rng_states
 from lightning_autotp.ranks.peers import Peer, PeerWatch
@@ -23,6 +25,8 @@ from lightning_autotp.ranks.started import wait_for
 class _Strategy(Protocol):
     """What a strategy of Lightning's has."""
 
+    @property
+    def cluster_environment(self) -> ClusterEnvironment | None: ...
     @property
     def num_nodes(self) -> int: ...
     @property
@@ -52,7 +56,10 @@ class ParallelRanks:
     """Hooks and properties that the Trainer's strategy and Fabric's have in common."""
 
     def before_launch(self: _Strategy) -> None:
-        """Decide on the sizes."""
+        """Decide on the sizes; refuse where processes cannot be started, or other machines not be found."""
+        assert self.cluster_environment is not None
+        if not self.cluster_environment.creates_processes_externally:
+            check_start(self.num_processes, self.num_nodes)
         devices = self.num_nodes * self.num_processes
         self.set_sizes(*parallel_sizes(devices, self.tensor_ranks, self.data_ranks))
 

@@ -74,6 +74,11 @@ class Launcher(_SubprocessScriptLauncher):
         super().__init__(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
         self.strategy = strategy
 
+    @property
+    def is_interactive_compatible(self) -> bool:
+        """Yes, with one process; with more, :meth:`ModelParallelStrategy.before_launch` says what to write instead."""
+        return True
+
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         """Call the function on every rank; where nobody else starts processes, and none were started, start them."""
         try:
