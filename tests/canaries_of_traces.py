@@ -192,21 +192,42 @@ def _(_: Any) -> None:
 # --- torch: nested values ---
 
 
-@canary("torch.utils._pytree.keystr", "torch.utils._pytree.tree_map_with_path")
+@canary(
+    "torch.utils._pytree.keystr",
+    "torch.utils._pytree.tree_flatten",
+    "torch.utils._pytree.tree_flatten_with_path",
+    "torch.utils._pytree.tree_is_leaf",
+    "torch.utils._pytree.tree_unflatten",
+)
 def _(_: Any) -> None:
-    from torch.utils._pytree import keystr, tree_map_with_path
+    """One level of a container is opened, named, and closed again."""
+    from collections import OrderedDict
 
-    named = tree_map_with_path(lambda key, leaf: keystr(key) + str(leaf), ({"a": [1]}, 2))
-    assert named == ({"a": ["[0]['a'][0]1"]}, "[1]2")
+    from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_is_leaf, tree_unflatten
+
+    value = OrderedDict(a=[1], b=(None, 2))
+    assert (tree_is_leaf(value), tree_is_leaf(nn.Module())) == (False, True)
+    children, spec = tree_flatten(value, is_leaf=lambda inner: inner is not value)
+    assert children == [[1], (None, 2)]
+    named, _ = tree_flatten_with_path(value, is_leaf=lambda inner: inner is not value)
+    assert [(keystr(path), child) for path, child in named] == [("['a']", [1]), ("['b']", (None, 2))]
+    assert tree_unflatten([3, 4], spec) == OrderedDict(a=3, b=4)
 
 
-@canary("torch.utils._pytree.tree_flatten", "torch.utils._pytree.tree_leaves")
+@canary("torch.utils._pytree.tree_leaves")
+def _(tree_leaves: Any) -> None:
+    assert tree_leaves({"a": [1, (None, 2)]}) == [1, None, 2]
+
+
+@canary("torch.autocast.__init__")
 def _(_: Any) -> None:
-    from torch.utils._pytree import tree_flatten, tree_leaves
-
-    leaves, structure = tree_flatten({"a": [1, (None, 2)]})
-    assert leaves == tree_leaves({"a": [1, (None, 2)]}) == [1, None, 2]
-    assert str(structure) != str(tree_flatten({"a": [1, [None, 2]]})[1])
+    """Autocast looks these up when it is entered, and knows none on meta."""
+    with pytest.raises(RuntimeError, match="unsupported scalarType"):
+        torch.autocast("meta", enabled=False)
+    with pytest.raises(RuntimeError):
+        torch.is_autocast_enabled("meta")
+    with torch.autocast("cpu", enabled=False):
+        assert not torch.is_autocast_enabled("cpu")
 
 
 @canary("torch.utils._pytree.tree_map", "torch.utils._pytree.tree_map_only")

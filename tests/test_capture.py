@@ -1,13 +1,18 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from compared import assert_same_training
+from distributed import run_ranks
 from tiny import Decoder, decoder_batch, meta_model, tiny_model
 from torch import Tensor, nn
 
+from lightning_autotp.capture import capture as capturing
 from lightning_autotp.capture.capture import (
     CaptureError,
     capture,
@@ -17,6 +22,7 @@ from lightning_autotp.capture.capture import (
 )
 from lightning_autotp.layouts.types import Shard
 from lightning_autotp.operators.graph import OPAQUE
+from lightning_autotp.parameters.state import parallel_state
 from lightning_autotp.pipeline import make_plan
 from lightning_autotp.proving import local_sizes as localize
 
@@ -310,9 +316,101 @@ def test_static_operators_stand_where_they_are_needed() -> None:
     ]
 
 
+@pytest.mark.parametrize("outside", [False, True])
+def test_autocast_on_the_device_of_a_tensor_does_nothing_in_a_trace(outside: bool) -> None:
+    class Doubling(torch.autograd.Function):
+        @staticmethod
+        @torch.amp.custom_fwd(device_type="cuda", cast_inputs=torch.float32)
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        @torch.amp.custom_bwd(device_type="cuda")
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return gradient * 2
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        @torch.autocast("cuda", enabled=False)
+        def forward(self, x: Tensor) -> Tensor:
+            kind = x.device.type
+            with torch.autocast(kind, enabled=False), torch.autocast(device_type=kind, dtype=torch.float16):
+                assert not torch.is_autocast_enabled(kind)
+                assert torch.get_autocast_dtype(kind)
+                return Doubling.apply(self.linear(x.float()))
+
+    before = torch.autocast.__init__
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=outside):
+        graph = capture(Whole(), torch.zeros(3, 4))
+    assert [operator.name for operator in graph.operators if not operator.boundary] == [
+        "aten.linear.default",
+        "aten.mul.Tensor",
+    ]
+    assert graph.tensors[graph.outputs[0]].dtype == "float32"
+    assert torch.autocast.__init__ is before
+
+
 def test_failure_names_module_and_line() -> None:
     with pytest.raises(CaptureError, match=r"inner[\s\S]*test_capture\.py:\d+ in .*forward"):
         capture(Outer(Broken()), torch.zeros(2, 4))
+
+    with pytest.raises(CaptureError, match=r"Run by itself with random numbers, inner raises, too: RuntimeError: mat1"):
+        capture(Outer(Broken()), torch.zeros(2, 4))
+
+
+class Numpy(nn.Module):
+    """What it computes goes through numpy, where no trace follows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = np.sqrt((x.detach().cpu().numpy() ** 2).sum())
+        assert size >= 0
+        return self.scale(x) / float(1 + size)
+
+
+class Between(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.odd = nn.Linear(8, 64), nn.Linear(64, 8), nn.Sequential(Numpy())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.odd(self.down(self.up(x).relu())).tanh()
+
+
+def train_between(rank: int, world_size: int) -> tuple[float, str]:
+    torch.manual_seed(0)
+    local = assert_same_training(Between(), (torch.randn(3, 8),), lambda result: result.square().mean())
+    plan = parallel_state(local).plan
+    (reason,) = [parameter.reason for parameter in plan.parameters if parameter.names == ("odd.0.scale.weight",)]
+    return plan.sharded_fraction, str(reason)
+
+
+def test_a_module_that_cannot_be_traced_stays_whole_and_the_plan_says_why() -> None:
+    graph = capture(Between(), torch.zeros(3, 8))
+    assert graph.opaque == {"odd.0"}
+    for fraction, reason in run_ranks(train_between, 2):
+        assert fraction > 0.85
+        assert re.search(r"odd\.0 .*its code cannot be traced \(\w+: .*numpy", reason)
+
+
+def test_a_module_that_is_too_large_to_be_run_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capturing, "LARGEST", 10)
+    with pytest.raises(
+        CaptureError, match=r"as part of odd\.0, but that is too large to be run once[\s\S]*part of odd,"
+    ):
+        capture(Between(), torch.zeros(3, 8))
+
+
+def test_only_the_outermost_forward_must_be_traced() -> None:
+    with pytest.raises(CaptureError, match=r"numpy[\s\S]*in module \(root\)"):
+        capture(Numpy(), torch.zeros(3, 8))
+    assert capture(nn.Sequential(Outer(Numpy())), torch.zeros(3, 8)).opaque == {"0.inner"}
 
 
 def test_missing_inputs_are_asked_for() -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_autotp.applying.changed_calls import CallChanges, CallMismatch, LocalForward, number
 from lightning_autotp.applying.lengths import Lengths
+from lightning_autotp.capture.nested import NoSuchPlace, replaced_at, steps_of
 from lightning_autotp.capture.tracer import torch_layer
 from lightning_autotp.layouts.dims import UnknownSize
 from lightning_autotp.layouts.listing import listed
@@ -233,7 +232,7 @@ class BoundaryConversion:
 
     def __init__(self, plan: ConversionPlan, group: TPGroup, lengths: Lengths | None = None) -> None:
         self.plan, self.group, self.lengths = plan, group, lengths or Lengths()
-        self.steps = _steps(plan.key)
+        self.steps = steps_of(plan.key)
         self.layers: tuple[ColumnParallelLinear, ...] = ()
 
     def convert(self, tensor: Any) -> Any:
@@ -308,40 +307,15 @@ class BoundaryConversion:
 
     def replaced(self, value: Any, change: Callable[[Any], Any]) -> Any:
         """``value`` with what is at this place changed."""
-        return _replaced(value, self.steps, change, self)
+        try:
+            return replaced_at(value, self.steps, change)
+        except NoSuchPlace as error:
+            raise PlanMismatch(
+                f"{self}: the module was called with other arguments than in the trace ({error}); "
+                "give example_inputs that are passed as your training step passes them"
+            ) from error
 
     def __repr__(self) -> str:
         change = f"shown whole: {self.plan.target}" if self.plan.view else f"{self.plan.source} -> {self.plan.target}"
         where = f" of {self.plan.call}" if self.plan.call else ""
         return f"{self.plan.module or '(root)'}.{self.plan.side}{self.plan.key}{where}: {change}"
-
-
-def _steps(key: str) -> tuple[Any, ...]:
-    """The steps of a pytree path such as ``[1]['hidden_states']`` or ``.last_hidden_state[0]``."""
-    found = re.findall(r"\[(\d+)\]|\['([^']*)'\]|\.(\w+)", key)
-    return tuple(int(index) if index else name or attribute for index, name, attribute in found)
-
-
-def _replaced(value: Any, steps: tuple[Any, ...], change: Callable[[Any], Any], who: BoundaryConversion) -> Any:
-    """``value`` with the leaf at ``steps`` changed; containers on the way are rebuilt, everything else is kept."""
-    if not steps:
-        return change(value)
-    step, rest = steps[0], steps[1:]
-    try:
-        if isinstance(value, tuple) and isinstance(step, int):
-            items = list(value)
-            items[step] = _replaced(items[step], rest, change, who)
-            return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-        if is_dataclass(value) and not isinstance(value, type):
-            name = step if isinstance(step, str) else fields(value)[step].name
-            return replace(value, **{name: _replaced(getattr(value, name), rest, change, who)})
-        if isinstance(value, (dict, list)):  # in words that torch.compile can trace
-            shallow: Any = {**value} if type(value) is dict else copy.copy(value)
-            shallow[step] = _replaced(value[step], rest, change, who)
-            return shallow
-    except (IndexError, KeyError, AttributeError) as error:
-        raise PlanMismatch(
-            f"{who}: the module was called with other arguments than in the trace ({error!r}); "
-            "give example_inputs that are passed as your training step passes them"
-        ) from error
-    raise PlanMismatch(f"{who}: cannot find {step!r} in a {type(value).__name__}")

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from lightning_autotp.capture.call_sites import is_user_code
 from lightning_autotp.capture.experts import noting_experts
 from lightning_autotp.capture.integer_reads import note_integers
-from lightning_autotp.capture.opaque import LARGEST, OpaqueForward
+from lightning_autotp.capture.nested import Copied, copied, map_leaves, map_tensors, tensors_in
+from lightning_autotp.capture.opaque import LARGEST, NotRun, OpaqueForward
 from lightning_autotp.capture.static_values import NoValue
 from lightning_autotp.capture.tracer import Tracer
 from lightning_autotp.layouts.step_size import StepSize
@@ -31,14 +32,11 @@ from lightning_autotp.private.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
+    autocast_on_meta,
     buffers_of,
     enable_python_dispatcher,
-    keystr,
     parameters_of,
     quiet_fake_tensors,
-    tree_leaves,
-    tree_map_only,
-    tree_map_with_path,
 )
 
 _BATCH_PRIMES = (3, 5, 7, 11, 13)
@@ -76,43 +74,101 @@ def capture(
         model: any module; it is neither changed nor run. Its parameters may be on any device, also on meta.
         example_inputs: one batch: a tensor, a tuple of positional arguments, a mapping of keyword arguments, or a
             :class:`Call`. May be left out for a language model that takes ``input_ids`` and ``labels``.
-        opaque: modules that are not looked into; more are found where a module's code depends on values.
+        opaque: modules that are not looked into; more are found where a module's code depends on values and, in
+            training mode, where it cannot be traced for another reason.
         training: whether all modules run in training mode; otherwise each in the mode that it is in.
 
     Returns:
         The graph, with module boundaries marked and operators that compute nothing left out.
 
     Raises:
-        CaptureError: if tracing fails, naming the module and the source line.
+        CaptureError: if the model's own forward cannot be traced, or a module in it neither traced nor run by itself,
+            naming the module and the source line.
     """
     inputs = language_model_inputs(model) if example_inputs is None else example_inputs
+    failures: dict[str, _Untraceable] = {}  # of each opaque module that was found: why it is
     while True:
+        untraced = {path: failure.why for path, failure in failures.items() if not failure.needs_value}
         try:
-            return _capture(model, inputs, opaque, training)
-        except _ValueNeeded as needed:
-            path = needed.module  # or, where that is opaque already and cannot even be run, what is around it
+            graph = _capture(model, inputs, opaque, training)
+        except _Untraceable as failure:
+            failure.look_back(failures)
+            if not (failure.needs_value or training):
+                raise failure.error from failure.error.__cause__
+            path = failure.module  # or, where that is opaque already and cannot even be run, what is around it
             while path and _modules_like(model, path) <= opaque:
+                failure.note_size(path, _size(model.get_submodule(path)))
                 path = path.rpartition(".")[0]
             if not path:
-                raise needed.error from needed.error.__cause__
+                raise failure.error from failure.error.__cause__
+            failures |= dict.fromkeys(_modules_like(model, path) - opaque, failure)
             opaque |= _modules_like(model, path)
+        else:
+            graph.untraced = untraced
+            return graph
 
 
-class _ValueNeeded(Exception):
-    """A module's code asked for a value that a trace does not have."""
+class _Untraceable(Exception):
+    """A module's code asked for a value that a trace does not have, or raised something else.
 
-    def __init__(self, module: str, error: CaptureError) -> None:
+    Args:
+        module: where.
+        error: for the user.
+        needs_value: whether it asked for a value.
+    """
+
+    def __init__(self, module: str, error: CaptureError, needs_value: bool) -> None:
         super().__init__(module)
-        self.module, self.error = module, error
+        self.module, self.error, self.needs_value = module, error, needs_value
+
+    @property
+    def why(self) -> str:
+        """What the plan says of such a module."""
+        cause = self.error.__cause__
+        return f"its code cannot be traced ({type(cause).__name__}: {_first_line(cause)})"
+
+    def look_back(self, failures: Mapping[str, _Untraceable]) -> None:
+        """Where an opaque module could not be run for its shapes, what counts is why it became opaque."""
+        cause = self.error.__cause__
+        before = failures.get(self.module)
+        if not isinstance(cause, NotRun):
+            return
+        real = cause.__cause__
+        said = (
+            f"Run by itself with random numbers, {self.module or 'the model'} raises, too: {type(real).__name__}:"
+            f" {_first_line(real)}\n  at {_user_line(real)}"
+        )
+        first = self.error if before is None else before.error
+        self.error = CaptureError(f"{first}\n{said}" if said not in str(first) else str(first))
+        self.error.__cause__ = real if before is None else first.__cause__
+        self.needs_value = self.needs_value if before is None else before.needs_value
+
+    def note_size(self, path: str, size: int) -> None:
+        """Say of a module that is too large to become opaque that it is."""
+        if size > LARGEST:
+            cause = self.error.__cause__
+            self.error = CaptureError(
+                f"{self.error}\nIt would stay whole as part of {path}, but that is too large to be run once for the"
+                f" shapes of what it returns: {size / 2**30:.1f} GiB of parameters, at most {LARGEST / 2**30:.0f} GiB"
+            )
+            self.error.__cause__ = cause
+
+
+def _size(module: nn.Module) -> int:
+    """Bytes of its parameters."""
+    return sum(parameter.nbytes for parameter in module.parameters())
+
+
+def _first_line(error: BaseException | None) -> str:
+    return (str(error).strip() or "(no message)").splitlines()[0]
 
 
 def _modules_like(model: nn.Module, path: str) -> frozenset[str]:
     """The modules of the same class, if each is small enough to be run once; never the model itself."""
     module = model.get_submodule(path)
-    small = sum(parameter.nbytes for parameter in module.parameters()) <= LARGEST
     runs = not isinstance(module, nn.ModuleList | nn.ModuleDict)
     alike = (name for name, other in model.named_modules() if type(other) is type(module))
-    return frozenset(alike) if path and small and runs else frozenset()
+    return frozenset(alike) if path and runs and _size(module) <= LARGEST else frozenset()
 
 
 def _capture(
@@ -130,13 +186,13 @@ def _capture(
         real[id(made)] = value.detach().cpu() if not value.is_meta else torch.zeros(value.shape, dtype=value.dtype)
         return made
 
-    args, kwargs = tree_map_only(Tensor, stand_in, tuple(as_call(example_inputs)))
+    args, kwargs = map_tensors(stand_in, tuple(as_call(example_inputs)))
     traced = meta_copy(model, stand_in)
     if training:
         traced.train()
     tracer = Tracer(traced, real)
     tracer.graph.opaque = opaque
-    tracer.graph.example = step_size(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+    tracer.graph.example = step_size(tensors_in((args, kwargs)))
     for path in opaque:
         module = traced.get_submodule(path)
         module.forward = OpaqueForward(module, tracer)
@@ -154,7 +210,7 @@ def _run(traced: nn.Module, args: Any, kwargs: Any, tracer: Tracer, fake: FakeTe
         warnings.simplefilter("ignore")
         # Experts are noted by what they are given after the marks, and what they return before them.
         marks = (noting_experts(traced, tracer), _marked_boundaries(traced, tracer))
-        for mode in (quiet_fake_tensors(), *marks, enable_python_dispatcher()):
+        for mode in (quiet_fake_tensors(), autocast_on_meta(), *marks, enable_python_dispatcher()):
             context.enter_context(mode)
         for layer in (fake, tracer, tracer.calls):
             context.enter_context(layer)
@@ -162,23 +218,20 @@ def _run(traced: nn.Module, args: Any, kwargs: Any, tracer: Tracer, fake: FakeTe
             result = traced(*args, **kwargs)
         except Exception as error:
             if until_failure:
-                tracer.graph.failure = f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0]}"
+                tracer.graph.failure = f"{type(error).__name__}: {_first_line(error)}"
                 return
             where = " -> ".join(tracer.modules[1:]) or "(root)"
             failure = CaptureError(
-                f"{type(traced).__name__} cannot be captured: {type(error).__name__}: "
-                f"{(str(error).strip() or '(no message)').splitlines()[0]}\n"
+                f"{type(traced).__name__} cannot be captured: {type(error).__name__}: {_first_line(error)}\n"
                 f"  in module {where}\n  at {_user_line(error)}\n"
                 "The model is traced once on the meta device: remove what needs a tensor's value (`.item()`, "
                 "`if tensor:`) from this line, or give example_inputs that the model accepts."
             )
             failure.__cause__ = error
-            if isinstance(error, DataDependentOutputException | DynamicOutputShapeException | NoValue):
-                raise _ValueNeeded(tracer.modules[-1], failure) from error
-            raise failure from error
-        leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+            needs_value = isinstance(error, DataDependentOutputException | DynamicOutputShapeException | NoValue)
+            raise _Untraceable(tracer.modules[-1], failure, needs_value) from error
         with tracer.pause():
-            returned = [leaf for leaf in leaves if leaf.is_floating_point()]
+            returned = [leaf for leaf in tensors_in(result) if leaf.is_floating_point()]
         tracer.outputs(returned)
 
 
@@ -226,7 +279,7 @@ def in_small(model: nn.Module, call: Call) -> Call:
     Only where all tensors are integers ``[rows, tokens]`` or ``[rows]``, which mean the same for any number of both;
     any other call is given back. Values are cut off or repeated.
     """
-    tensors = [leaf for leaf in tree_leaves(tuple(call)) if isinstance(leaf, Tensor)]
+    tensors = tensors_in(tuple(call))
     longest = max((tensor.shape for tensor in tensors), key=len, default=torch.Size())
     if len(longest) != 2 or any(t.is_floating_point() or t.shape != longest[: t.ndim] or not t.ndim for t in tensors):
         return call
@@ -237,7 +290,7 @@ def in_small(model: nn.Module, call: Call) -> Call:
             value = value.index_select(dim, (numbers[dim] % value.shape[dim]).to(value.device))
         return value
 
-    return Call(*tree_map_only(Tensor, one, tuple(call)))
+    return Call(*map_tensors(one, tuple(call)))
 
 
 def _sizes_apart(model: nn.Module) -> tuple[int, int]:
@@ -288,25 +341,34 @@ def as_call(inputs: Any) -> Call:
 @contextlib.contextmanager
 def _marked_boundaries(model: nn.Module, tracer: Tracer) -> Iterator[None]:
     """Mark every floating-point tensor that enters or leaves a module, and keep the tracer's stack of running ones."""
+    given: list[tuple[range, list[Copied]]] = []  # of each module that runs: its marks, and containers made for them
 
     def mark(path: str, side: str, values: Any) -> Any:
-        def one(key: Any, leaf: Any) -> Any:
+        def one(key: str, leaf: Any) -> Any:
             if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or not leaf.is_meta:
                 return leaf
-            return tracer.boundary(path, side, keystr(key), leaf)
+            return tracer.boundary(path, side, key, leaf)
 
-        return tree_map_with_path(one, values)
+        return map_leaves(one, values)
 
     def before(path: str) -> Callable[..., Any]:
         def hook(_: nn.Module, args: Any, kwargs: Any) -> Any:
             tracer.enter(path)
-            return mark(path, "in", (args, kwargs))
+            first = len(tracer.graph.operators)
+            marked = mark(path, "in", (args, kwargs))
+            given.append((range(first, len(tracer.graph.operators)), list(copied((args, kwargs), marked))))
+            return marked
 
         return hook
 
     def after(path: str) -> Callable[..., Any]:
         def hook(_: nn.Module, __: Any, output: Any) -> Any:
             tracer.leave()
+            marks, containers = given.pop()
+            for container in containers:
+                if container.is_changed():  # who gave it sees that
+                    container.put_back()
+                    tracer.take_back(container.path, marks)
             return mark(path, "out", output)
 
         return hook
@@ -323,9 +385,9 @@ def _marked_boundaries(model: nn.Module, tracer: Tracer) -> Iterator[None]:
             handle.remove()
 
 
-def _user_line(error: BaseException) -> str:
+def _user_line(error: BaseException | None) -> str:
     """The innermost line outside torch, transformers' helpers and this package that led to ``error``."""
-    traceback = error.__traceback__
+    traceback = error.__traceback__ if error is not None else None
     lines = []
     while traceback is not None:
         code = traceback.tb_frame.f_code

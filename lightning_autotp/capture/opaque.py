@@ -1,7 +1,8 @@
-"""Modules whose Python depends on values that a trace does not have (how many tokens an expert got).
+"""Modules whose Python depends on values that a trace does not have, or that cannot be traced for another reason.
 
-Such a module is one operator to the analysis: nothing in it is sharded, and the model trains all the same.
-The shapes of what it returns are found by running a copy of it once, on the CPU, with random numbers.
+A value is how many tokens an expert got, say; another reason an operator without a form for meta tensors. Such a module
+is one operator to the analysis: nothing in it is sharded, and the model trains all the same. The shapes of what it
+returns are found by running a copy of it once, on the CPU, with random numbers.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_autotp.capture.nested import map_tensors, tensors_in
 from lightning_autotp.capture.static_values import NoValue
 from lightning_autotp.capture.tracer import Tracer
 from lightning_autotp.operators.graph import OPAQUE
@@ -19,10 +21,13 @@ from lightning_autotp.private.torch_private import (
     buffers_of,
     drop_forward_hooks,
     parameters_of,
-    tree_leaves,
-    tree_map_only,
     unset_fake_temporarily,
 )
+
+
+class NotRun(NoValue):
+    """A module could not be run for the shapes of what it returns."""
+
 
 LARGEST = 2**31
 """Bytes of parameters up to which a module is run for its shapes."""
@@ -43,12 +48,10 @@ class OpaqueForward:
                 try:
                     result = self._run(args, kwargs)
                 except Exception as error:
-                    raise NoValue(f"{type(error).__name__}: {error}") from error
-            result = tree_map_only(
-                Tensor, lambda real: torch.empty(real.shape, dtype=real.dtype, device="meta"), result
-            )
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        self.tracer.note(OPAQUE, [*inputs, *self.module.parameters()], result)
+                    raise NotRun(f"{type(error).__name__}: {error}") from error
+            result = map_tensors(lambda real: torch.empty(real.shape, dtype=real.dtype, device="meta"), result)
+        inputs = tensors_in((args, kwargs))
+        self.tracer.note(OPAQUE, [*inputs, *self.module.parameters()], tensors_in(result))
         return result
 
     def _run(self, args: Any, kwargs: Any) -> Any:
@@ -67,7 +70,7 @@ class OpaqueForward:
             if module.__dict__.get("forward", self) is None:
                 del module.forward
             drop_forward_hooks(module)
-        args, kwargs = tree_map_only(Tensor, self._value, (args, kwargs))
+        args, kwargs = map_tensors(self._value, (args, kwargs))
         return twin.forward(*args, **kwargs)
 
     def _value(self, tensor: Tensor) -> Tensor:

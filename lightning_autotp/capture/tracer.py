@@ -43,6 +43,7 @@ _MEASURING = frozenset([Tensor.shape.__get__, Tensor.size, Tensor.__len__, Tenso
 """Functions that tell a tensor's shape, or something of it."""
 
 _FACTORIES = {getattr(torch, known.name.split(".")[1]) for known in records() if known.factory}
+_SAME = "aten.alias.default"
 _CONSTANTS = {torch.tensor, torch.as_tensor, torch.asarray}
 
 
@@ -140,6 +141,17 @@ class Tracer(PreDispatchMode):
         self.graph.operators.append(operator)
         self._keep(outside, _Tracked(value, *self._place(inside)))
         return marked
+
+    def take_back(self, path: str, marks: range) -> None:
+        """Let no layout change at those of these marks that are of a container, at ``path``, or in it.
+
+        The module changed the container, so what it was given is the very one that its caller has.
+        """
+        for at in marks:
+            operator = self.graph.operators[at]
+            if operator.boundary is not None and operator.boundary.key.startswith(path):
+                arguments = (("self", Ref(operator.inputs[0])),)
+                self.graph.operators[at] = replace(operator, name=_SAME, arguments=arguments, boundary=None)
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:

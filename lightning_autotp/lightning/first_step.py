@@ -21,9 +21,9 @@ import stat
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -35,9 +35,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_autotp.capture.capture import Call, meta_copy, on_meta, step_size
+from lightning_autotp.capture.nested import map_tensors, tensors_in
 from lightning_autotp.layouts.step_size import StepSize, TokensPerStep
 from lightning_autotp.private.lightning_private import training_data
-from lightning_autotp.private.torch_private import tree_map_only
 from lightning_autotp.proving.new_calls import kind_of
 
 SECONDS = 20.0
@@ -166,7 +166,7 @@ def _look(loader: DataLoader[Any], module: LightningModule, models: Sequence[nn.
         doing = "reading the first batch"
         try:
             batch = _collated(loader)
-            send(step_size(_tensors(batch)))
+            send(step_size(tensors_in(batch)))
             doing = "training_step, run ahead of time,"
             if models:
                 send(_calls(module, models, batch))
@@ -193,16 +193,6 @@ def _collated(loader: DataLoader[Any]) -> Any:
     return loader.collate_fn(together(indices) if callable(together) else [dataset[index] for index in indices])
 
 
-def _tensors(batch: Any) -> Iterator[Tensor]:
-    if isinstance(batch, Tensor):
-        yield batch
-    elif is_dataclass(batch):
-        yield from _tensors([getattr(batch, field.name) for field in fields(batch)])
-    elif isinstance(batch, Mapping | list | tuple):
-        for item in batch.values() if isinstance(batch, Mapping) else batch:
-            yield from _tensors(item)
-
-
 def _calls(module: LightningModule, models: Sequence[nn.Module], batch: Any) -> tuple[Call | None, ...]:
     """How ``training_step`` calls the models, with this batch on the CPU.
 
@@ -218,7 +208,7 @@ def _calls(module: LightningModule, models: Sequence[nn.Module], batch: Any) -> 
             found.setdefault(model, _portable(Call(args, kwargs)))
             if len(found) == len(models):
                 raise _AllCalled
-            args, kwargs = tree_map_only(Tensor, on_meta, (args, kwargs))
+            args, kwargs = map_tensors(on_meta, (args, kwargs))
             return copied(*args, **kwargs)
 
         return forward
@@ -260,4 +250,4 @@ def _portable(call: Call) -> Call:
             return on_meta(value).requires_grad_(value.requires_grad)
         return value.detach().clone()
 
-    return Call(*tree_map_only(Tensor, one, tuple(call)))
+    return Call(*map_tensors(one, tuple(call)))

@@ -160,7 +160,9 @@ class Graph:
         parameters: name of the parameter (its first name, where tied) by tensor.
         outputs: the floating-point tensors the model returns.
         calls: the calls in the model's code that ran the operators.
-        opaque: modules whose code depends on values that a trace does not have: one operator each.
+        opaque: modules whose code depends on values that a trace does not have, or cannot be traced for another reason:
+            one operator each.
+        untraced: of those that cannot be traced for another reason, what was raised.
         failure: what the model's code raised, where it did not come to its end.
         example: rows and tokens of the batch that was traced.
         integers: by module, the integers that its code read: its own attributes, and as ``config.NAME`` its config's.
@@ -179,6 +181,7 @@ class Graph:
     integers: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     measured: dict[str, set[int]] = field(default_factory=dict)
     experts: list[ExpertsCall] = field(default_factory=list)
+    untraced: Mapping[str, str] = field(default_factory=dict)
 
     def loose(self) -> list[int]:
         """Tensors that no operator makes and that are no parameters (inputs, buffers, constants), as they are used."""

@@ -188,9 +188,8 @@ def relate(graph: Graph, untied: frozenset[int] = frozenset()) -> tuple[list[Rel
         if known is not None and known.rule is not None:
             result = known.rule(site)
         else:
-            result = site.give_up(
-                "its code depends on values" if called.name == OPAQUE else f"{called.name} has no rule"
-            )
+            why = graph.untraced.get(called.module, "its code depends on values")
+            result = site.give_up(why if called.name == OPAQUE else f"{called.name} has no rule")
         if called.boundary is not None and called.inputs[0] in untied:
             result = tuple(axes.new(size) for size in site.shape)
             both = (*site.relation.inputs[called.inputs[0]], *result)

@@ -54,7 +54,16 @@ from torch.utils._foreach_utils import _foreach_supported_types
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 # Nested values, with the names of places in them. Nothing public.
-from torch.utils._pytree import keystr, tree_flatten, tree_leaves, tree_map, tree_map_only, tree_map_with_path
+from torch.utils._pytree import (
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_is_leaf,
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+    tree_unflatten,
+)
 from torch.utils.hooks import RemovableHandle
 
 # Tensors as keys by identity, not kept alive.
@@ -80,6 +89,7 @@ __all__ = [
     "allow_foreach",
     "as_written",
     "assert_async",
+    "autocast_on_meta",
     "base_of",
     "buffers_of",
     "changes",
@@ -99,21 +109,19 @@ __all__ = [
     "hooks_given",
     "is_functorch_wrapped_tensor",
     "is_meta",
-    "keystr",
     "module_like",
     "neg_view",
     "own_shape",
     "parameters_of",
     "quiet_fake_tensors",
+    "registered_children",
     "schema_of",
     "set_data_of",
     "storage_behind",
     "storage_key",
-    "tree_flatten",
     "tree_leaves",
     "tree_map",
     "tree_map_only",
-    "tree_map_with_path",
     "uncompiled",
     "unset_fake_temporarily",
     "with_tensors",
@@ -122,6 +130,28 @@ __all__ = [
     "wrapper",
     "writes_into",
 ]
+
+
+# --- nested values ---
+
+
+def registered_children(value: Any) -> tuple[list[str] | None, list[Any], Callable[[Sequence[Any]], Any]] | None:
+    """One level of a container that torch's pytrees know; ``None`` for what they do not.
+
+    Returns:
+        Names of its children, or ``None`` if its class was registered without; the children; and what makes another
+        such container of others.
+    """
+    if tree_is_leaf(value):
+        return None
+    children, spec = tree_flatten(value, is_leaf=lambda inner: inner is not value)
+    names: list[str] | None = None
+    try:
+        named, _ = tree_flatten_with_path(value, is_leaf=lambda inner: inner is not value)
+        names = [keystr(path) for path, _ in named]
+    except ValueError:
+        pass
+    return names, children, lambda new: tree_unflatten(new, spec)
 
 
 # --- tensors and their memory ---
@@ -428,6 +458,33 @@ def quiet_fake_tensors() -> Iterator[None]:
         yield
     finally:
         logger.disabled = before
+
+
+@contextmanager
+def autocast_on_meta() -> Iterator[None]:
+    """Within it ``torch.autocast`` takes the meta device, and does nothing there.
+
+    Code asks for autocast on the device of its tensors (``torch.autocast(x.device.type, enabled=False)``), and torch
+    knows no autocast on meta. Nothing public tells it.
+    """
+
+    def begin(self: torch.autocast, device_type: str, *args: Any, **kwargs: Any) -> None:
+        if device_type == "meta":
+            original(self, "cpu", enabled=False)
+        else:
+            original(self, device_type, *args, **kwargs)
+
+    def elsewhere(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *device: function(*("cpu" if one == "meta" else one for one in device))
+
+    original, asked = torch.autocast.__init__, (torch.get_autocast_dtype, torch.is_autocast_enabled)
+    try:
+        torch.autocast.__init__ = begin  # type: ignore[method-assign]
+        torch.get_autocast_dtype, torch.is_autocast_enabled = map(elsewhere, asked)
+        yield
+    finally:
+        torch.autocast.__init__ = original  # type: ignore[method-assign]
+        torch.get_autocast_dtype, torch.is_autocast_enabled = asked
 
 
 # --- training ---

@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_autotp.applying.lengths import Lengths
 from lightning_autotp.applying.replace import BoundaryConversion, hook_boundary, set_size
 from lightning_autotp.capture.capture import Call, CaptureError
+from lightning_autotp.capture.nested import map_tensors, opened, tensors_in
 from lightning_autotp.layouts.places import Boundary
 from lightning_autotp.layouts.plan import ConversionPlan, SizePlan
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
@@ -29,8 +30,6 @@ from lightning_autotp.parameters.state import parallel_state
 from lightning_autotp.private.torch_private import (
     ModuleHooks,
     is_in_backward,
-    tree_leaves,
-    tree_map_only,
     without_modes,
 )
 from lightning_autotp.proving.configs import ConfigWatch
@@ -267,6 +266,8 @@ def kind_of(value: Any, unknown: list[str] | None = None) -> Hashable:
         return (kind.__name__, *[kind_of(item, unknown) for item in value])
     if is_dataclass(value):
         return tuple([(field.name, kind_of(getattr(value, field.name), unknown)) for field in fields(value)])
+    if (level := opened(value)) is not None:
+        return (kind.__name__, *[(step, kind_of(item, unknown)) for step, item in zip(*level[:2], strict=True)])
     if unknown is not None:
         unknown.append(kind.__name__)
     return kind.__name__
@@ -274,16 +275,16 @@ def kind_of(value: Any, unknown: list[str] | None = None) -> Hashable:
 
 def with_rows(call: Call) -> Call:
     """A call with a single row as one with two of it: a dim of size 1 could be any dim, or none."""
-    sizes = {leaf.shape[0] for leaf in tree_leaves(tuple(call)) if isinstance(leaf, Tensor) and leaf.ndim}
+    sizes = {leaf.shape[0] for leaf in tensors_in(tuple(call)) if leaf.ndim}
     if sizes != {1}:
         return call
-    args, kwargs = tree_map_only(Tensor, lambda leaf: torch.cat([leaf, leaf]) if leaf.ndim else leaf, tuple(call))
+    args, kwargs = map_tensors(lambda leaf: torch.cat([leaf, leaf]) if leaf.ndim else leaf, tuple(call))
     return Call(args, kwargs)
 
 
 def _is_traced(call: Call) -> bool:
     """Whether it has no values: another trace is under way."""
-    return any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves(tuple(call)))
+    return any(leaf.is_meta for leaf in tensors_in(tuple(call)))
 
 
 def described(call: Call, training: bool) -> str:

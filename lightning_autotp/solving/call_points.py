@@ -39,6 +39,7 @@ def open_calls(graph: Graph, implementations: Implementations) -> Graph:
         integers=graph.integers,
         measured=graph.measured,
         experts=graph.experts,
+        untraced=graph.untraced,
     )
     of_call: dict[int, list[Operator]] = {}
     for operator in graph.operators:

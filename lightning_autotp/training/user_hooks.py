@@ -17,13 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from lightning_autotp.applying.replace import BoundaryConversion
+from lightning_autotp.capture.nested import leaves_of
 from lightning_autotp.layouts.plan import ConversionPlan
 from lightning_autotp.layouts.types import Invariant
 from lightning_autotp.parallel.logits import VocabParallelLogits
 from lightning_autotp.parameters.first_use import OUTER
 from lightning_autotp.parameters.running import Running
 from lightning_autotp.parameters.state import parallel_state
-from lightning_autotp.private.torch_private import ModuleHooks, hooks_given, keystr, tree_map_with_path
+from lightning_autotp.private.torch_private import ModuleHooks, hooks_given
 from lightning_autotp.ranks.group import TPGroup
 
 _LIBRARIES = frozenset({"torch", "transformers", "peft", "lightning_autotp"})
@@ -87,16 +88,14 @@ class _CalledAlone:
         return value
 
     def _check(self, given: frozenset[tuple[str, str]], args: Any, kwargs: Any) -> None:
-        def one(path: Any, value: Any) -> None:
+        for path, value in leaves_of((args, kwargs)):
             has_tokens = isinstance(value, Tensor) and value.is_floating_point()
-            if has_tokens and (self.path, keystr(path)) not in given:
+            if has_tokens and (self.path, path) not in given:
                 raise RuntimeError(
-                    f"{self.path} is called by itself with a tensor at {keystr(path)}, where the model that was planned"
-                    " gives it none: how its tokens are to lie over the ranks is not known. Call it with the arguments"
-                    " that the model calls it with, call the whole model, or plan with sequence_parallel=False"
+                    f"{self.path} is called by itself with a tensor at {path}, where the model that was planned gives"
+                    " it none: how its tokens are to lie over the ranks is not known. Call it with the arguments that"
+                    " the model calls it with, call the whole model, or plan with sequence_parallel=False"
                 )
-
-        tree_map_with_path(one, (args, kwargs))
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Forward hook."""
