@@ -89,7 +89,9 @@ class Failing(torch.optim.Adafactor):
 
 def run(strategy: Any, devices: int, *arguments: Any, **options: Any) -> dict[str, Any]:
     L.seed_everything(3, verbose=False)
-    return fit(strategy, devices, Whole(*arguments), **{"max_steps": STEPS, "gradient_clip_val": 0.5, **options})
+    # An epoch is half a run, so that what goes on from a checkpoint sees the batches that come next.
+    options = {"max_steps": STEPS, "limit_train_batches": HALF, "gradient_clip_val": 0.5, **options}
+    return fit(strategy, devices, Whole(*arguments), **options)
 
 
 KINDS = ("Muon", "Adafactor")
@@ -313,10 +315,9 @@ def test_homes_are_balanced(ranks: int) -> None:
     loads = [0] * ranks
     homes = balanced(costs, loads)
     assert loads == [sum(c for c, home in zip(costs, homes, strict=True) if home == rank) for rank in range(ranks)]
-    assert max(loads) - min(loads) <= min(costs)
-    balanced([1000], loads)  # what comes later goes on from there
-    assert max(loads) >= 1000
-    assert balanced([5] * (ranks - 1), loads) == [rank for rank in range(ranks) if loads[rank] < 1000]
+    assert max(loads) - min(loads) <= 10
+    (home,) = balanced([5000], loads)  # what comes later goes on from there
+    assert set(balanced([5] * 20, loads)) == (set(range(ranks)) - {home} or {home})
 
 
 LAYOUTS: dict[str, Layout] = {

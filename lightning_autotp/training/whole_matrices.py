@@ -284,7 +284,7 @@ class WholeMatrixOptimizer(Optimizer):
     def _rounds(self) -> list[list[_Whole]]:
         """The parameters that have a gradient on some rank, at most one for each home at a time. Collective."""
         kinds = [
-            _ABSENT if p.grad is None else _SPARSE if p.grad.is_sparse else _DENSE
+            _ABSENT if p.grad is None else _SPARSE if plain(p.grad).is_sparse else _DENSE
             for p in (whole.parameter for whole in self._wholes)
         ]
         if groups := self._groups():
