@@ -91,6 +91,9 @@ def run(strategy: Any, devices: int, *arguments: Any, **options: Any) -> dict[st
     L.seed_everything(3, verbose=False)
     # An epoch is half a run, so that what goes on from a checkpoint sees the batches that come next.
     options = {"max_steps": STEPS, "limit_train_batches": HALF, "gradient_clip_val": 0.5, **options}
+    if arguments[2] == "Muon":
+        # It rounds gradients to bfloat16, where those of ranks, which differ by rounding, must not come apart.
+        options["precision"] = "64-true"
     return fit(strategy, devices, Whole(*arguments), **options)
 
 
@@ -236,7 +239,7 @@ def test_two_copies_equal_one_process(tmp_path: Path) -> None:
     mine, theirs = (
         torch.load(tmp_path / name, weights_only=False)["optimizer_states"][0]["state"] for name in ("file", "one")
     )
-    assert list(mine) == list(theirs)
+    assert sorted(mine) == sorted(theirs)
     for number, values in theirs.items():
         for key, value in values.items():
             torch.testing.assert_close(mine[number][key], value, rtol=1e-4, atol=1e-6)
@@ -284,8 +287,9 @@ def test_what_cannot_be_tried_is_said() -> None:
 
 
 def test_the_trial_draws_nothing_from_the_generator() -> None:
+    cut = parameter(6, 8)
     state = torch.get_rng_state()
-    whole_of(Lamb, parameter(6, 8))
+    whole_of(Lamb, cut)
     assert torch.equal(torch.get_rng_state(), state)
 
 
