@@ -48,9 +48,11 @@ class Whole(Task):
     def build(self) -> Any:
         queries, keys = self.hparams["heads"]
         sizes = {**SIZES, "num_attention_heads": queries, "num_key_value_heads": keys, "hidden_size": 8 * queries}
+        # Muon rounds gradients to bfloat16: what differs in the last bit of float32 would come apart there.
+        dtype = torch.float64 if self.hparams["kind"] == "Muon" else torch.float32
         if self.hparams["model"] == "phi3":
-            return AutoModelForCausalLM.from_config(Phi3Config(**sizes))
-        model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, tie_word_embeddings=True))
+            return AutoModelForCausalLM.from_config(Phi3Config(**sizes), dtype=dtype)
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, tie_word_embeddings=True), dtype=dtype)
         model.model.norm.weight.requires_grad_(False)
         return model
 
@@ -91,9 +93,6 @@ def run(strategy: Any, devices: int, *arguments: Any, **options: Any) -> dict[st
     L.seed_everything(3, verbose=False)
     # An epoch is half a run, so that what goes on from a checkpoint sees the batches that come next.
     options = {"max_steps": STEPS, "limit_train_batches": HALF, "gradient_clip_val": 0.5, **options}
-    if arguments[2] == "Muon":
-        # It rounds gradients to bfloat16, where those of ranks, which differ by rounding, must not come apart.
-        options["precision"] = "64-true"
     return fit(strategy, devices, Whole(*arguments), **options)
 
 

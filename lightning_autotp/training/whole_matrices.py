@@ -125,7 +125,7 @@ class WholeMatrixOptimizer(Optimizer):
             self._take_up()
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make a step. Collective over the tensor-parallel group, and over the data axis where FSDP2 cuts.
 
         Args:
@@ -152,7 +152,7 @@ class WholeMatrixOptimizer(Optimizer):
                 raise errors[0]
         return loss
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load whole states, of which this rank keeps those of the parameters that are at home here. Not collective."""
         super().load_state_dict(dict(state_dict))
         for whole in self._wholes:
@@ -236,11 +236,10 @@ class WholeMatrixOptimizer(Optimizer):
         for number, parameter in added:
             meta = None if table is None else table.meta(parameter)
             part = tuple(parameter.shape)
-            over_ranks = (part, None) if meta is None else (meta.shape, meta.layout)
+            shape, layout = (part, None) if meta is None else (meta.shape, meta.layout)
+            over_ranks = Spread.of_layout(shape, layout, self._ranks.size)
             over_data = Spread.of_rows if is_cut(parameter) else Spread.everywhere
-            wholes.append(
-                _Whole(parameter, number, Spread.of_layout(*over_ranks, self._ranks.size), over_data(part, copies.size))
-            )
+            wholes.append(_Whole(parameter, number, over_ranks, over_data(part, copies.size)))
         self._take_defaults(wholes)
         self._loads = self._loads or [0] * (self._ranks.size * copies.size)
         homes = balanced([whole.over_ranks.elements for whole in wholes], self._loads)
