@@ -26,6 +26,7 @@ from lightning_autotp.training.adapters import save_adapter
 from lightning_autotp.training.checked import UnsoundUse, checked
 from lightning_autotp.training.gradients import clip_gradients_norm, full_gradients, grad_norms
 from lightning_autotp.training.penalties import penalty
+from lightning_autotp.training.whole_matrices import WholeMatrixOptimizer
 from lightning_autotp.training.whole_parameters import full_tensor
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "UnsoundUse",
     "VerificationError",
     "WeightAveraging",
+    "WholeMatrixOptimizer",
     "checked",
     "clip_gradients_norm",
     "export_checkpoint",

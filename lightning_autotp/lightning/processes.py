@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import ClusterEnvironment
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_autotp.lightning.discovery import parallel_sizes
@@ -25,8 +24,6 @@ from lightning_autotp.ranks.started import wait_for
 class _Strategy(Protocol):
     """What a strategy of Lightning's has."""
 
-    @property
-    def cluster_environment(self) -> ClusterEnvironment | None: ...
     @property
     def num_nodes(self) -> int: ...
     @property
@@ -56,12 +53,13 @@ class ParallelRanks:
     """Hooks and properties that the Trainer's strategy and Fabric's have in common."""
 
     def before_launch(self: _Strategy) -> None:
-        """Decide on the sizes; refuse where processes cannot be started, or other machines not be found."""
-        assert self.cluster_environment is not None
-        if not self.cluster_environment.creates_processes_externally:
-            check_start(self.num_processes, self.num_nodes)
+        """Decide on the sizes."""
         devices = self.num_nodes * self.num_processes
         self.set_sizes(*parallel_sizes(devices, self.tensor_ranks, self.data_ranks))
+
+    def before_start(self: _Strategy) -> None:
+        """Refuse where processes cannot be started, or other machines not be found."""
+        check_start(self.num_processes, self.num_nodes)
 
     def after_start(self: _Strategy, processes: list[Popen[bytes]]) -> None:
         """This process ends when those it started have ended, and says if one failed."""

@@ -116,7 +116,7 @@ class AutoTPStrategy(ParallelRanks, ModelParallelStrategy):
     Raises:
         ValueError: if ``tokens_per_step`` is no positive number, or the plan's file holds none; when the Trainer is
             made, if the sizes do not multiply to the number of devices.
-        RuntimeError: when the Trainer is made, if processes cannot be started, as in a notebook, or other machines not
+        RuntimeError: when the Trainer starts, if processes cannot be started, as in a notebook, or other machines not
             be found.
     """
 

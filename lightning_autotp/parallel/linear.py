@@ -31,7 +31,6 @@ from torch.nn import functional as F
 from lightning_autotp.layouts.ownership import Ownership
 from lightning_autotp.layouts.plan import ImplementationPlan
 from lightning_autotp.layouts.types import Shard
-from lightning_autotp.parallel import overlap
 from lightning_autotp.parallel.collectives import (
     all_gather,
     all_reduce,
@@ -41,6 +40,7 @@ from lightning_autotp.parallel.collectives import (
 )
 from lightning_autotp.parallel.gathered import saving_part
 from lightning_autotp.parallel.local_parameters import LocalParameters, become, localize_parameter
+from lightning_autotp.parallel.overlap import product, replicate
 from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.solving.implementations import LEFT, Implementation
 
@@ -171,14 +171,14 @@ class ColumnParallelLinear(nn.Linear):
         """``[batch, ..., in] -> [batch, ..., out/tp]``; see the class for the flags. Collective."""
         input = self.replicated(input)
         with saving_part(input):
-            output = overlap.linear(input, self)
+            output = product(input, self)
         if self.gather_output:
             output = all_gather(output, self.group, Shard(((output.dim() - 1, self.ownership),)))
         return output
 
     def replicated(self, input: Tensor) -> Tensor:
         """The input as the product takes it, Replicate: ``[batch, ..., in]``. Collective as the flags say."""
-        return input if self.input_is_replicated else overlap.replicate(input, self.group, (self,))
+        return input if self.input_is_replicated else replicate(input, self.group, (self,))
 
     def extra_repr(self) -> str:
         """What ``repr`` shows: whole and local sizes, and the flags."""

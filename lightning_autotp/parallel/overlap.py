@@ -112,7 +112,7 @@ def replicate(x: Tensor, group: TPGroup, layers: Iterable[nn.Linear]) -> Tensor:
     """I → R for a tensor that is the input of column-parallel layers. The backward pass is collective.
 
     Its sum over the ranks overlaps with the weight gradients of those of the layers that are called with it by
-    :func:`linear`. In compiled code, without gradients, and under double backward, nothing overlaps.
+    :func:`product`. In compiled code, without gradients, and under double backward, nothing overlaps.
 
     Args:
         x: ``[batch, ..., in]``.
@@ -132,7 +132,7 @@ def replicate(x: Tensor, group: TPGroup, layers: Iterable[nn.Linear]) -> Tensor:
     return x
 
 
-def linear(x: Tensor, layer: nn.Linear) -> Tensor:
+def product(x: Tensor, layer: nn.Linear) -> Tensor:
     """The layer's product, ``[batch, ..., in] -> [batch, ..., out/tp]``. Not collective."""
     weights: dict[nn.Module, tuple[Tensor, _Left]] = getattr(x, _NAME, {})
     weight, left = weights.pop(layer, (None, None))  # a second call has a gradient of its own

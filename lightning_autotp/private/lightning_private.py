@@ -76,7 +76,7 @@ class Launcher(_SubprocessScriptLauncher):
 
     @property
     def is_interactive_compatible(self) -> bool:
-        """Yes, with one process; with more, :meth:`ModelParallelStrategy.before_launch` says what to write instead."""
+        """Yes, with one process; with more, :meth:`ModelParallelStrategy.before_start` says what to write instead."""
         return True
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
@@ -85,6 +85,8 @@ class Launcher(_SubprocessScriptLauncher):
             if self.cluster_environment.creates_processes_externally:
                 result = function(*args, **kwargs)
             else:
+                if not self.procs:
+                    self.strategy.before_start()
                 result = super().launch(self.started, function, *args, trainer=trainer, **kwargs)
         except _TunerExitException:
             self.strategy.after_run()
@@ -127,6 +129,9 @@ class _Told:
 
     def before_launch(self) -> None:
         """Called when the number of devices is known, before processes start. No public hook is."""
+
+    def before_start(self) -> None:
+        """Called when this process is about to start those of the other ranks on its machine."""
 
     def after_start(self, processes: list[Popen[bytes]]) -> None:
         """Called when this process has started those of the other ranks on its machine."""
