@@ -180,11 +180,11 @@ class AutoTPStrategy(ModelParallelStrategy):
 
     def before_launch(self) -> None:
         """Decide on the sizes; refuse where processes cannot be started, or other machines not be found."""
+        devices = self.num_nodes * self.num_processes
+        self.set_sizes(*parallel_sizes(devices, self.tensor_ranks, self.data_ranks))
         assert self.cluster_environment is not None
         if not self.cluster_environment.creates_processes_externally:
             check_start(self.num_processes, self.num_nodes)
-        devices = self.num_nodes * self.num_processes
-        self.set_sizes(*parallel_sizes(devices, self.tensor_ranks, self.data_ranks))
 
     def after_start(self, processes: list[Popen[bytes]]) -> None:
         """This process ends when those it started have ended, and says if one failed."""
