@@ -152,6 +152,7 @@ def test_an_interpreter(environment: dict[str, str]) -> None:
 
 
 def test_a_notebook_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", [__file__])
     check_start(2, 1)
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     check_start(1, 1)
