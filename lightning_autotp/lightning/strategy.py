@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import MixedPrecision, TorchCheckpointIO
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
@@ -163,6 +163,7 @@ class AutoTPStrategy(ParallelRanks, ModelParallelStrategy):
         self._peers: PeerWatch | None = None
         self._signals: DeferredSignals | None = None
         self._interrupted_by: BaseException | None = None
+        self._summarizing: list[Callback] = []
 
     # --- set-up ---
 
@@ -220,7 +221,8 @@ class AutoTPStrategy(ParallelRanks, ModelParallelStrategy):
             # would only shuffle it, even where the user's does not.
             use_distributed_sampler(trainer, False)
         self._seen_steps.clear()
-        summarize_with(ParallelSummary, trainer.callbacks)  # type: ignore[attr-defined]
+        self._summarizing = trainer.callbacks  # type: ignore[attr-defined]
+        summarize_with(ParallelSummary, self._summarizing)
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -278,8 +280,7 @@ class AutoTPStrategy(ParallelRanks, ModelParallelStrategy):
         """Finish what is being saved, and leave the precision plugin and the callbacks as they were."""
         for patched in ("clip_grad_by_norm", "clip_grad_by_value"):
             vars(self.precision_plugin).pop(patched, None)
-        if self.lightning_module is not None:
-            summarize_as_before(self.lightning_module.trainer.callbacks)  # type: ignore[attr-defined]
+        summarize_as_before(self._summarizing)
         try:
             self._saving.close()
         finally:
