@@ -9,8 +9,9 @@ import pytest
 import torch
 from compared import assert_same_training
 from distributed import run_ranks
-from tiny import Decoder, decoder_batch, meta_model, tiny_model
+from tiny import Decoder, decoder_batch, meta_model, tiny_config, tiny_model
 from torch import Tensor, nn
+from transformers import AutoModelForSequenceClassification
 
 from lightning_autotp.capture import capture as capturing
 from lightning_autotp.capture.capture import (
@@ -70,6 +71,25 @@ def test_sizes_collide_with_none_of_the_models() -> None:
     taken = {size for parameter in model.parameters() for size in parameter.shape} | {3}
     assert batch not in taken
     assert length not in taken
+
+
+@pytest.mark.parametrize(
+    ("changes", "shape", "dtype"),
+    [
+        ({"num_labels": 3}, 1, torch.long),
+        ({"num_labels": 1}, 1, torch.float32),
+        ({"num_labels": 2, "problem_type": "multi_label_classification"}, 2, torch.float32),
+        ({"num_labels": 2, "problem_type": "regression"}, 2, torch.float32),
+    ],
+)
+def test_labels_are_made_up_as_the_config_says(changes: dict[str, Any], shape: int, dtype: torch.dtype) -> None:
+    with torch.device("meta"):
+        model = AutoModelForSequenceClassification.from_config(tiny_config("llama", num_hidden_layers=1, **changes))
+    labels = language_model_inputs(model)["labels"]
+    assert (labels.ndim, labels.dtype) == (shape, dtype)
+    graph = capture(model)
+    assert not graph.opaque
+    assert graph.tensors[graph.outputs[0]].shape == ()  # the loss
 
 
 class Peeking(nn.Module):

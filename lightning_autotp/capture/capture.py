@@ -270,7 +270,38 @@ def language_model_inputs(model: nn.Module) -> dict[str, Any]:
         inputs["labels"] = torch.zeros_like(ids)
     if "use_cache" in names:
         inputs["use_cache"] = False
+    if "labels" in names and _has_other_head(model):
+        inputs["labels"] = _labels_of(model, inputs)
     return inputs
+
+
+def _has_other_head(model: nn.Module) -> bool:
+    """Whether its config tells of labels, and it has no logits of a vocabulary."""
+    head = getattr(model, "get_output_embeddings", None)
+    return (
+        isinstance(getattr(getattr(model, "config", None), "num_labels", None), int)
+        and head is not None
+        and head() is None
+    )
+
+
+def _labels_of(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+    """Labels of tokens or, where its logits are one row for each sentence, of the config's problem.
+
+    Of a model that does not run without labels, nothing is known but that it takes them.
+    """
+    labels, count = inputs["labels"], model.config.num_labels  # type: ignore[union-attr]
+    try:
+        graph = capture(model, {key: value for key, value in inputs.items() if key != "labels"})
+    except CaptureError:  # tracing with labels says the same
+        return labels
+    shape = (labels.shape[0], count)
+    if shape not in [graph.tensors[output].shape for output in graph.outputs]:
+        return labels
+    problem = getattr(model.config, "problem_type", None) or ("regression" if count == 1 else "")
+    if problem == "regression":
+        return torch.zeros(shape[:1] if count == 1 else shape, device="meta")
+    return torch.zeros(shape, device="meta") if problem.startswith("multi") else labels[:, 0]
 
 
 def in_small(model: nn.Module, call: Call) -> Call:
