@@ -454,7 +454,7 @@ def autocast_on_meta() -> Iterator[None]:
         else:
             original(self, device_type, *args, **kwargs)
 
-    def elsewhere(function: Callable[..., Any]) -> Callable[..., Any]:
+    def elsewhere(function: Any) -> Callable[..., Any]:
         return lambda *device: function(*("cpu" if one == "meta" else one for one in device))
 
     original, asked = torch.autocast.__init__, (torch.get_autocast_dtype, torch.is_autocast_enabled)
