@@ -290,7 +290,9 @@ def _labels_of(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
 
     Of a model that does not run without labels, nothing is known but that it takes them.
     """
-    labels, count = inputs["labels"], model.config.num_labels  # type: ignore[union-attr]
+    labels: Tensor = inputs["labels"]
+    config: Any = model.config
+    count: int = config.num_labels
     try:
         graph = capture(model, {key: value for key, value in inputs.items() if key != "labels"})
     except CaptureError:  # tracing with labels says the same
@@ -298,7 +300,7 @@ def _labels_of(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
     shape = (labels.shape[0], count)
     if shape not in [graph.tensors[output].shape for output in graph.outputs]:
         return labels
-    problem = getattr(model.config, "problem_type", None) or ("regression" if count == 1 else "")
+    problem = getattr(config, "problem_type", None) or ("regression" if count == 1 else "")
     if problem == "regression":
         return torch.zeros(shape[:1] if count == 1 else shape, device="meta")
     return torch.zeros(shape, device="meta") if problem.startswith("multi") else labels[:, 0]

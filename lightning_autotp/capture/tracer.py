@@ -149,7 +149,7 @@ class Tracer(PreDispatchMode):
         """
         for at in marks:
             operator = self.graph.operators[at]
-            if operator.boundary is not None and operator.boundary.key.startswith(path):
+            if isinstance(operator.boundary, Boundary) and operator.boundary.key.startswith(path):
                 arguments = (("self", Ref(operator.inputs[0])),)
                 self.graph.operators[at] = replace(operator, name=_SAME, arguments=arguments, boundary=None)
 
