@@ -34,6 +34,7 @@ def projection() -> nn.Linear:
 
 
 EXAMPLES = ("needs a gradient", "needs none", "token ids")
+"""What the plan is made for: the model is called with embeddings that need a gradient."""
 
 
 def parallel(rank: int, size: int, example: str, sequence_parallel: bool) -> dict[str, Tensor]:
@@ -51,10 +52,19 @@ def parallel(rank: int, size: int, example: str, sequence_parallel: bool) -> dic
     return gradients(model, projection())
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("example", EXAMPLES)
+CASES = [
+    (example, dealt) for example in EXAMPLES for dealt in (False, True) if (example, dealt) != ("needs none", True)
+]
+
+
+@pytest.mark.parametrize(("example", "sequence_parallel"), CASES)
 def test_gradients_equal_one_process(example: str, sequence_parallel: bool) -> None:
     wanted = gradients(tiny_model("llama"), projection())
     for found in run_ranks(parallel, 2, example, sequence_parallel):
         for name, value in wanted.items():
             torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_tokens_that_were_dealt_out_without_gradients_are_refused() -> None:
+    with pytest.raises(RuntimeError, match="called in another way than it was traced"):
+        run_ranks(parallel, 2, "needs none", True)

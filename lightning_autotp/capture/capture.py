@@ -182,7 +182,7 @@ def _capture(
         meta = value.detach().to("meta")
         if isinstance(value, nn.Parameter):
             return fake.from_tensor(nn.Parameter(meta, requires_grad=value.requires_grad))
-        made = fake.from_tensor(meta)
+        made = fake.from_tensor(meta.requires_grad_(value.requires_grad))
         real[id(made)] = value.detach().cpu() if not value.is_meta else torch.zeros(value.shape, dtype=value.dtype)
         return made
 

@@ -303,7 +303,7 @@ class Tracer(PreDispatchMode):
         if twin is not None:  # autograd gave the same tensor another object
             self._alias(tensor, twin)
             return self._tensors[id(tensor)]
-        return self._track(tensor, static=True)
+        return self._track(tensor, static=not tensor.requires_grad)  # an input may have a gradient, of what is outside
 
     def _track(self, tensor: Tensor, static: bool) -> _Tracked:
         tracked = self._keep(tensor, _Tracked(self._new(tensor, static)))
