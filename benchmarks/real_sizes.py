@@ -119,8 +119,7 @@ By hand a region (attention, MLP, mixture) ends with an all-reduce forward and b
 attention begins after the products that make its latents, so its backward reduces the latents.
 
 The solver weighs time and memory, for GPUs that are linked by a switch. It cuts the matrices that make DeepSeek's
-latents, and routers, which are whole by hand, and sums or gathers what they make. GPT-OSS adds a bias to what each
-expert makes of a token: the plan reduce-scatters that, four rows for each token, so that no rank adds all of it."""
+latents, and routers, which are whole by hand, and sums or gathers what they make."""
 
 
 def planned(model: Model, sequence_parallel: bool) -> Solution:

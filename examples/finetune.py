@@ -123,7 +123,7 @@ def train(options: argparse.Namespace, history: History) -> L.Trainer:
 
 def save(trainer: L.Trainer, options: argparse.Namespace) -> None:
     """Write the checkpoint and the Hugging Face directory. Collective: every rank has a part of the weights."""
-    trainer.save_checkpoint(options.output_dir / "checkpoint.ckpt")
+    trainer.save_checkpoint(options.output_dir / "checkpoint.ckpt", weights_only=False)
     directory = options.output_dir / "model"
     if isinstance(trainer.strategy, AutoTPStrategy):
         trainer.strategy.save_pretrained(directory)

@@ -1,6 +1,6 @@
 """Tensor parallelism for any PyTorch model, planned from its own graph.
 
-Importing it registers Lightning's ``strategy="autotp"``.
+Importing it registers ``strategy="autotp"`` for Lightning's Trainer and for Fabric.
 """
 
 from lightning_autotp import losses, metrics
@@ -12,6 +12,7 @@ from lightning_autotp.checkpoints.export_checkpoint import export_checkpoint
 from lightning_autotp.checkpoints.state import full_state_dict, load_full_state_dict
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.lightning.averaging import EMAWeightAveraging, WeightAveraging
+from lightning_autotp.lightning.fabric import AutoTPFabricStrategy
 from lightning_autotp.lightning.strategy import AutoTPStrategy
 from lightning_autotp.lightning.summary import ParallelSummary
 from lightning_autotp.pipeline import make_plan, parallelize
@@ -25,9 +26,11 @@ from lightning_autotp.training.adapters import save_adapter
 from lightning_autotp.training.checked import UnsoundUse, checked
 from lightning_autotp.training.gradients import clip_gradients_norm, full_gradients, grad_norms
 from lightning_autotp.training.penalties import penalty
+from lightning_autotp.training.whole_matrices import WholeMatrixOptimizer
 from lightning_autotp.training.whole_parameters import full_tensor
 
 __all__ = [
+    "AutoTPFabricStrategy",
     "AutoTPStrategy",
     "CaptureError",
     "CheckpointError",
@@ -42,6 +45,7 @@ __all__ = [
     "UnsoundUse",
     "VerificationError",
     "WeightAveraging",
+    "WholeMatrixOptimizer",
     "checked",
     "clip_gradients_norm",
     "export_checkpoint",

@@ -97,7 +97,7 @@ def export(
         checkpoint: the checkpoint's file or directory.
         directory: where to; it must be empty or not exist.
         model: a directory or Hub id with the model's configuration, for a checkpoint that does not say what it is of.
-        prefix: which attribute of the LightningModule is the model, where there are several.
+        prefix: which attribute of the LightningModule, or key in fabric.save, is the model, where there are several.
         tokenizer: a directory with the tokenizer's files, where they are not where the model was loaded from.
         max_shard_size: of a file.
         dtype: in which floating-point tensors are written, such as bfloat16; as they are by default.

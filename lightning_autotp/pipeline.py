@@ -25,6 +25,7 @@ from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
 from lightning_autotp.parameters.first_use import watch_writes
 from lightning_autotp.parameters.state import parallel_models, parallel_state
 from lightning_autotp.parameters.unchanged import Unchanged
+from lightning_autotp.proving.experts import prove_experts
 from lightning_autotp.proving.feasible import feasible_plan
 from lightning_autotp.proving.new_calls import prove_new_calls
 from lightning_autotp.proving.read_plan import read_plan
@@ -32,6 +33,7 @@ from lightning_autotp.proving.verify import trace, verify
 from lightning_autotp.ranks.agreement import raise_together
 from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.solving.cost import Profile
+from lightning_autotp.solving.expert_modules import as_planned
 from lightning_autotp.solving.options import PlanOptions
 from lightning_autotp.solving.planned import PlanMismatch
 from lightning_autotp.solving.solution import Solution
@@ -177,7 +179,10 @@ def make_local(
                 message = [_plan(model, graph, inputs, group.size, options).to_json()]
         dist.broadcast_object_list(message, group_src=0, group=process_group)
         with raise_together(process_group, "building the local model"):
-            plan, solution = read_plan(Plan.from_json(message[0]), graph, IMPLEMENTATIONS)
+            plan = Plan.from_json(message[0])
+            graph = as_planned(graph, plan, IMPLEMENTATIONS)
+            plan, solution = read_plan(plan, graph, IMPLEMENTATIONS)
+            prove_experts(model, graph, plan)
             original = meta_copy(model)
             apply_plan(model, plan, group)
             verify(model, solution, group.rank, inputs)
@@ -201,7 +206,7 @@ def _plan(model: nn.Module, graph: Graph, inputs: Any, ranks: int, options: Plan
     kept = options.cache.find(key)
     if kept is not None:
         try:
-            read_plan(kept, graph, IMPLEMENTATIONS)
+            read_plan(kept, as_planned(graph, kept, IMPLEMENTATIONS), IMPLEMENTATIONS)
             return kept
         except PlanMismatch:
             pass  # the model's code was another

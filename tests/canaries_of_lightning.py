@@ -364,3 +364,35 @@ def _(_: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
         fitting.fit(Module(), torch.utils.data.DataLoader([0, 1]))
     assert called == ["asked", "step", "asked", "step"]
+
+
+@canary("lightning.fabric.wrappers._backward_hook")
+def _(look: Any) -> None:
+    from functools import partial
+
+    from lightning_autotp.private.fabric_private import only_looks
+
+    assert only_looks(partial(look, True))
+    assert look(False, None) is None
+    with pytest.raises(RuntimeError, match=r"fabric.backward\(loss\)"):
+        look(True, None)
+
+
+@canary("lightning.fabric.strategies.ModelParallelStrategy._timeout")
+def _(_: Any) -> None:
+    """What is private of the Trainer's strategy has the same names in Fabric's, which is told of devices alike."""
+    from datetime import timedelta
+
+    from lightning.fabric import Fabric
+    from lightning.fabric.strategies import ModelParallelStrategy
+
+    told = []
+
+    class Strategy(ModelParallelStrategy):
+        def _configure_launcher(self) -> None:
+            told.append((self.num_nodes * self.num_processes, self._data_parallel_size, self._tensor_parallel_size))
+            told.append((self._save_distributed_checkpoint, self._timeout, self._launcher))
+
+    strategy = Strategy(lambda module, mesh: module, 2, "auto", False, None, timedelta(seconds=7))
+    Fabric(strategy=strategy, devices=2, accelerator="cpu")
+    assert told == [(2, 2, "auto"), (False, timedelta(seconds=7), None)]

@@ -54,6 +54,29 @@ def _(attribute: Any) -> None:
     assert attribute.__get__(x) == counted
 
 
+@canary("torch.ops.aten._unsafe_view")
+def _(unsafe_view: Any) -> None:
+    """The same memory, and what an autograd function gives so can be changed in place, unlike a view."""
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, change: Any) -> Tensor:
+            return change(x * 2, (1, 4))
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            return 2 * grad.view(4), None
+
+    made = torch.arange(4.0)
+    assert unsafe_view(made, (1, 4)).data_ptr() == made.data_ptr()
+    x = torch.ones(4, requires_grad=True)
+    Doubled.apply(x, unsafe_view).mul_(3).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [6.0] * 4
+    with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
+        Doubled.apply(x, Tensor.view).mul_(3)
+
+
 @canary("torch.nn.Parameter.__new__")
 def _(_: Any) -> None:
     new = nn.Parameter.__dict__["__new__"]

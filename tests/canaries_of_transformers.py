@@ -8,6 +8,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from canaries import canary
@@ -204,6 +205,48 @@ def _(name: Any) -> None:
 def _(name: Any) -> None:
     assert Path(name).name == name
     assert not Path(name).suffix
+
+
+@canary("transformers.utils.hub.cached_files")
+def _(function: Any) -> None:
+    from transformers import AutoConfig
+    from transformers.utils import hub
+
+    names = ["path_or_repo_id", "filenames", "local_files_only"]
+    assert set(names) <= set(inspect.signature(function).parameters)
+    assert function.__module__ == hub.__name__
+    asked: list[str] = []
+
+    def files(path_or_repo_id: str, filenames: list[str], **kwargs: Any) -> list[str]:
+        asked.extend(filenames)
+        tiny().config.save_pretrained(folder)
+        return [str(Path(folder) / name) for name in filenames]
+
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(hub, "cached_files", files):
+        config = AutoConfig.from_pretrained("nobody/nothing", local_files_only=True)
+    assert set(asked) == {"config.json"}
+    assert config.hidden_size == tiny().config.hidden_size
+
+
+@canary("transformers.modeling_utils.has_file")
+def _(function: Any) -> None:
+    from transformers.utils import hub
+
+    assert function is hub.has_file
+    assert {"path_or_repo", "filename", "local_files_only"} <= set(inspect.signature(function).parameters)
+
+
+@canary("transformers.utils.hub.hf_api")
+def _(hf_api: Any) -> None:
+    from huggingface_hub import ResolvedRevision
+    from transformers.utils import hub
+
+    assert {"repo_id", "repo_type", "revision"} <= set(inspect.signature(hf_api().resolve_revision).parameters)
+    hf_api().resolve_revision = lambda *args, **kwargs: ResolvedRevision("0" * 40, "main", args[0], "model")
+    try:
+        assert hub.resolve_revision("nobody/nothing", "main").resolved == "0" * 40
+    finally:
+        del hf_api().resolve_revision
 
 
 @canary("transformers.PreTrainedModel._is_fsdp_managed_module")

@@ -26,6 +26,7 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import BasePredictionWriter
 from test_docs import OPERATORS_PAGE, PAGES, blocks
 from test_examples import tiny
@@ -204,6 +205,8 @@ def use(value: Any, made: dict[str, Any]) -> None:
     elif isinstance(value, Reader):
         if value.global_step == 0:
             value.fit(Complete(), loader())
+    elif isinstance(value, Fabric):
+        value.launch()
     elif isinstance(value, AutoTPStrategy):
         trainer(strategy=value).fit(Complete(), loader())
     elif isinstance(value, nn.Module):

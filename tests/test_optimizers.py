@@ -228,6 +228,7 @@ def test_others_are_refused_on_sharded_parameters_and_pass_on_whole_ones(name: s
     message = verdict(optimizer)
     assert message.startswith(f"{type(optimizer).__name__} computes its update from whole tensors")
     assert f"parameter group 0, which has layers.0.weight (cut along dim {dims[0]})" in message
+    assert f"lightning_autotp.WholeMatrixOptimizer(module, parameters, {type(optimizer).__name__}, lr=...)" in message
     assert verdict(WHOLE[name]([parameter(*shape, dims=()), nn.Parameter(torch.randn(6, 8))])) == "right"
 
 

@@ -19,6 +19,7 @@ from lightning_autotp.layouts.types import Replicate
 from lightning_autotp.parallel import gathered
 from lightning_autotp.parallel.linear import ColumnParallelLinear
 from lightning_autotp.proving.new_calls import UnprovedCall
+from lightning_autotp.solving.cost import Profile
 
 FAMILIES = ("llama", "gemma2", "olmo2", "phi3", "gpt_neox")
 BATCHES = ((2, 17), (1, 16), (3, 5), (2, 64))
@@ -157,3 +158,14 @@ def alone(rank: int, size: int) -> None:
 
 def test_modules_called_by_themselves_take_and_give_all_tokens() -> None:
     run_ranks(alone, 2)
+
+
+def test_auto_deals_tokens_out_where_that_costs_no_time() -> None:
+    """In a ring an all-reduce is a gather and a reduce-scatter, so norms cost less; a switch does it in one."""
+    model = meta_model("llama", hidden_size=1024, intermediate_size=2816, num_attention_heads=16, head_dim=64)
+    for profile, dealt in ((Profile(all_reduce_passes=2.0), True), (Profile(), False)):
+        plan, solution = make_plan(model, 8, sequence_parallel="auto", profile=profile)
+        _, without = make_plan(model, 8, profile=profile)
+        assert plan.deals_tokens == dealt
+        assert bool(plan.whole_tokens) != dealt
+        assert solution.cost < without.cost if dealt else solution.cost == pytest.approx(without.cost)

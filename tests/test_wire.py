@@ -84,6 +84,9 @@ class Features(nn.Module):
 
 
 GPT2 = {"n_embd": 64, "n_head": 4, "n_layer": 2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+SHARED_EXPERT = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 96
+}  # fmt: skip
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "one key/value head": ("llama", {"num_key_value_heads": 1}),
@@ -97,6 +100,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "input without gradient": ("features", {}),
     "sequence parallel": ("llama", {}),
     "sequence parallel mixture": ("mixtral", {"num_local_experts": 4, "intermediate_size": 96}),
+    "sequence parallel shared expert": ("qwen2_moe", SHARED_EXPERT),
 }
 
 

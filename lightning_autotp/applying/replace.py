@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -18,13 +18,15 @@ from lightning_autotp.layouts.dims import UnknownSize
 from lightning_autotp.layouts.listing import listed
 from lightning_autotp.layouts.places import CallSite
 from lightning_autotp.layouts.plan import ConversionPlan, ImplementationPlan, Plan, SizePlan
-from lightning_autotp.layouts.types import Invariant, Layout, Shard, local_shape
+from lightning_autotp.layouts.types import Invariant, Layout, Replicate, Shard, local_shape
 from lightning_autotp.parallel.collectives import convert, gather_lengths
 from lightning_autotp.parallel.gathered import keep_part
 from lightning_autotp.parallel.head import VocabParallelHead, compute_when_needed
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
+from lightning_autotp.parallel.linear import ColumnParallelLinear
 from lightning_autotp.parallel.local_parameters import LocalParameters, localize_parameter
 from lightning_autotp.parallel.logits import VocabParallelLogits
+from lightning_autotp.parallel.overlap import replicate
 from lightning_autotp.parameters.state import ParallelState
 from lightning_autotp.private.torch_private import ModuleHooks
 from lightning_autotp.ranks.group import TPGroup
@@ -66,8 +68,17 @@ def apply_plan(model: nn.Module, plan: Plan, group: TPGroup) -> None:
         if conversion.call is None:
             if conversion.view and conversion.side == "out" and not conversion.key:
                 _show_whole(model.get_submodule(conversion.module), conversion)
-            hook_boundary(model, BoundaryConversion(conversion, group, lengths))
+            change = BoundaryConversion(conversion, group, lengths)
+            hook_boundary(model, change)
+            if conversion.side == "in":
+                change.layers = tuple(_column_layers(model.get_submodule(conversion.module)))
     model.autotp = state  # type: ignore[assignment]
+
+
+def _column_layers(module: nn.Module) -> Iterator[ColumnParallelLinear]:
+    """The layers in a module that may take its input."""
+    layers = (inner for inner in module.modules() if isinstance(inner, ColumnParallelLinear))
+    return (layer for layer in layers if layer.input_is_replicated)
 
 
 def hook_boundary(model: nn.Module, conversion: BoundaryConversion, *, prepend: bool = False) -> RemovableHandle:
@@ -159,12 +170,12 @@ def _make_parallel(
     """Turn a layer into its parallel implementation."""
     module = model.get_submodule(use.module)
     entry = _implementation(use)
-    layout = layouts.get(f"{use.module}.{entry.operand}")
+    layout = use.layout if entry.is_module else layouts.get(f"{use.module}.{entry.operand}")
     if not entry.fits(layout) or entry.build is None:
         raise PlanMismatch(
             f"{use.module} is planned as {use.name}-parallel, but its {entry.operand} lies over the ranks as {layout}"
         )
-    if torch_layer(module) != entry.layer:
+    if entry.layer and torch_layer(module) != entry.layer:
         raise PlanMismatch(f"{use.module} is a {type(module).__name__}: it cannot become {use.name}-parallel")
     entry.build(module, use, layout, group, local)
 
@@ -213,11 +224,16 @@ class BoundaryConversion:
         plan: the change.
         group: the ranks.
         lengths: of the axes that this one and others in the same call deal out and gather; none are known by default.
+
+    Attributes:
+        layers: column-parallel layers that may take the tensor, if it becomes Replicate: the sum of its gradient
+            overlaps with their weights' gradients.
     """
 
     def __init__(self, plan: ConversionPlan, group: TPGroup, lengths: Lengths | None = None) -> None:
         self.plan, self.group, self.lengths = plan, group, lengths or Lengths()
         self.steps = steps_of(plan.key)
+        self.layers: tuple[ColumnParallelLinear, ...] = ()
 
     def convert(self, tensor: Any) -> Any:
         """The tensor in its new layout, or shown as if whole."""
@@ -234,6 +250,8 @@ class BoundaryConversion:
         if tensor.is_meta and tensor.shape == self._local_shape():
             return tensor  # in a trace that looks for sizes: the comparison tells that nothing was converted here
         source, target = self._for_this_batch(tensor)
+        if isinstance(source, Invariant) and isinstance(target, Replicate):
+            return replicate(tensor, self.group, self.layers)
         result = convert(tensor, source, target, self.group)
         if isinstance(self.plan.source, Shard) and self.plan.source.grows:
             keep_part(result, tensor, lambda part: convert(part, source, Invariant(), self.group))

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.utils.logging import set_tqdm_hook
 
 from lightning_autotp.building.checkpoint_reading import (
     CheckpointError,
@@ -29,6 +30,7 @@ from lightning_autotp.building.checkpoint_reading import (
     read_headers,
 )
 from lightning_autotp.building.deferred import deferred_init
+from lightning_autotp.building.hub import cached_files_once
 from lightning_autotp.building.recorder import Recorder
 from lightning_autotp.building.weight_conversion import same_values
 from lightning_autotp.private.transformers_private import convert_and_load_state_dict_in_model, with_loading_step
@@ -49,11 +51,15 @@ def meta_model() -> Iterator[None]:
     until the parameters are filled from them. A quantized checkpoint is read like any other if it is dequantized on the
     way (``quantization_config=...(dequantize=True)``).
 
+    In a process group, files from the Hub are fetched by one process of each machine, as
+    :func:`~lightning_autotp.building.hub.cached_files_once` has it.
+
     Raises:
+        FetchError: from ``from_pretrained``, if files cannot be fetched from the Hub.
         CheckpointError: from ``from_pretrained``, if a file is missing or damaged or does not fit the configuration, or
             if the weights would stay quantized.
     """
-    with deferred_init() as recorder, with_loading_step(partial(_recording, recorder)):
+    with deferred_init() as recorder, with_loading_step(partial(_recording, recorder)), cached_files_once():
         yield
 
 
@@ -107,11 +113,12 @@ def _record_checkpoint(recorder: Recorder, model: PreTrainedModel, files: list[s
     check_named(origin, files)
     with recorder.paused():
         tensors = read_headers(files)
-    info, _ = convert_and_load_state_dict_in_model(
-        model=model,
-        state_dict={name: _Unread(recorder, tensor) for name, tensor in tensors.items()},
-        load_config=dataclasses.replace(load_config, device_map={"": "meta"}),
-    )
+    with _without_progress_bars():
+        info, _ = convert_and_load_state_dict_in_model(
+            model=model,
+            state_dict={name: _Unread(recorder, tensor) for name, tensor in tensors.items()},
+            load_config=dataclasses.replace(load_config, device_map={"": "meta"}),
+        )
     if info.conversion_errors:
         raise MismatchError(
             f"{origin}: {len(info.conversion_errors)} tensors could not be converted to what the model needs:\n"
@@ -124,6 +131,16 @@ def _record_checkpoint(recorder: Recorder, model: PreTrainedModel, files: list[s
         _settle_ties(recorder, model, info)
     model.__dict__["autotp_source"] = CheckpointSource(origin, tuple(files), tensors)
     return info
+
+
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    """Transformers would show how weights are loaded, on every rank, where none are."""
+    before = set_tqdm_hook(lambda bar, args, kwargs: bar(*args, **(kwargs | {"disable": True})))
+    try:
+        yield
+    finally:
+        set_tqdm_hook(before)
 
 
 def _refuse_quantized(load_config: Any) -> None:

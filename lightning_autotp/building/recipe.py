@@ -232,12 +232,23 @@ class Recipe:
 
 def leave_recipe(parameter: Tensor, recipe: Recipe) -> None:
     """Leave a parameter's recipe on it, for :func:`take_recipe`."""
-    parameter.autotp_recipe = recipe  # type: ignore[attr-defined]
+    vars(parameter).update(autotp_recipe=recipe, autotp_changes=changes(parameter))
 
 
 def take_recipe(parameter: nn.Parameter) -> Recipe | None:
-    """The recipe that was left on a parameter, which no longer has it then; ``None`` if there is none."""
-    return vars(parameter).pop("autotp_recipe", None)
+    """The recipe that was left on a parameter, which no longer has it then; ``None`` if there is none.
+
+    Raises:
+        RuntimeError: if the parameter was written since: nothing of that is in the recipe.
+    """
+    recipe: Recipe | None = vars(parameter).pop("autotp_recipe", None)
+    if recipe is not None and vars(parameter).pop("autotp_changes") != changes(parameter):
+        raise RuntimeError(
+            f"a parameter of shape {tuple(parameter.shape)} was written (initialized again, perhaps) after its model"
+            " was built without memory, and nothing of that would be in its values: do it where the model is built, in"
+            " configure_model(), within fabric.init_module() or meta_model()"
+        )
+    return recipe
 
 
 def _as_recorded(view: View, result: Tensor) -> torch.UntypedStorage:

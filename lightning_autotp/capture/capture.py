@@ -20,6 +20,7 @@ import transformers.utils
 from torch import Tensor, nn
 
 from lightning_autotp.capture.call_sites import is_user_code
+from lightning_autotp.capture.experts import noting_experts
 from lightning_autotp.capture.integer_reads import note_integers
 from lightning_autotp.capture.nested import Copied, copied, map_leaves, map_tensors, tensors_in
 from lightning_autotp.capture.opaque import LARGEST, NotRun, OpaqueForward
@@ -207,12 +208,9 @@ def _run(traced: nn.Module, args: Any, kwargs: Any, tracer: Tracer, fake: FakeTe
     with contextlib.ExitStack() as context:
         context.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        for mode in (
-            quiet_fake_tensors(),
-            autocast_on_meta(),
-            _marked_boundaries(traced, tracer),
-            enable_python_dispatcher(),
-        ):
+        # Experts are noted by what they are given after the marks, and what they return before them.
+        marks = (noting_experts(traced, tracer), _marked_boundaries(traced, tracer))
+        for mode in (quiet_fake_tensors(), autocast_on_meta(), *marks, enable_python_dispatcher()):
             context.enter_context(mode)
         for layer in (fake, tracer, tracer.calls):
             context.enter_context(layer)
@@ -292,7 +290,9 @@ def _labels_of(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
 
     Of a model that does not run without labels, nothing is known but that it takes them.
     """
-    labels, count = inputs["labels"], model.config.num_labels  # type: ignore[union-attr]
+    labels: Tensor = inputs["labels"]
+    config: Any = model.config
+    count: int = config.num_labels
     try:
         graph = capture(model, {key: value for key, value in inputs.items() if key != "labels"})
     except CaptureError:  # tracing with labels says the same
@@ -300,7 +300,7 @@ def _labels_of(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
     shape = (labels.shape[0], count)
     if shape not in [graph.tensors[output].shape for output in graph.outputs]:
         return labels
-    problem = getattr(model.config, "problem_type", None) or ("regression" if count == 1 else "")
+    problem = getattr(config, "problem_type", None) or ("regression" if count == 1 else "")
     if problem == "regression":
         return torch.zeros(shape[:1] if count == 1 else shape, device="meta")
     return torch.zeros(shape, device="meta") if problem.startswith("multi") else labels[:, 0]

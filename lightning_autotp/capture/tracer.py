@@ -149,7 +149,7 @@ class Tracer(PreDispatchMode):
         """
         for at in marks:
             operator = self.graph.operators[at]
-            if operator.boundary is not None and operator.boundary.key.startswith(path):
+            if isinstance(operator.boundary, Boundary) and operator.boundary.key.startswith(path):
                 arguments = (("self", Ref(operator.inputs[0])),)
                 self.graph.operators[at] = replace(operator, name=_SAME, arguments=arguments, boundary=None)
 
@@ -179,6 +179,10 @@ class Tracer(PreDispatchMode):
             NoValue: if it does not follow from the batch alone.
         """
         return self.concrete.value(self._read(tensor).tensor)
+
+    def number_of(self, tensor: Tensor) -> int:
+        """The number of a tensor's present value in the graph."""
+        return self._read(tensor).tensor
 
     def note(self, name: str, inputs: Sequence[Tensor], result: Any) -> None:
         """Add an operator of this name to the graph."""
@@ -299,7 +303,7 @@ class Tracer(PreDispatchMode):
         if twin is not None:  # autograd gave the same tensor another object
             self._alias(tensor, twin)
             return self._tensors[id(tensor)]
-        return self._track(tensor, static=not tensor.requires_grad)  # what is outside of the model may have a gradient
+        return self._track(tensor, static=not tensor.requires_grad)  # an input may have a gradient, of what is outside
 
     def _track(self, tensor: Tensor, static: bool) -> _Tracked:
         tracked = self._keep(tensor, _Tracked(self._new(tensor, static)))

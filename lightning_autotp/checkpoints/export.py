@@ -224,7 +224,7 @@ def describe_models(module: nn.Module) -> dict[str, Any]:
     """
     models: dict[str, Any] = {}
     for path, model in module.named_modules():
-        if isinstance(model, PreTrainedModel) and not any(path.startswith(f"{outer}.") for outer in models):
+        if isinstance(model, PreTrainedModel) and not any(path.startswith(outer and f"{outer}.") for outer in models):
             generation = model.generation_config.to_json_string(use_diff=False) if model.can_generate() else "null"
             models[path] = {
                 "class": type(model).__name__.removeprefix("FSDP"),

@@ -1,8 +1,9 @@
 """From a Lightning checkpoint to a Hugging Face directory: one process, no GPU, one tensor in memory at a time.
 
-The checkpoint may be a file or a directory (:mod:`~lightning_autotp.checkpoints.files`), of any tensor-parallel size:
-its tensors have the original model's names and shapes. What the model is, the strategy has written into it
-(:func:`~lightning_autotp.checkpoints.export.describe_models`); for any other checkpoint of such a model one says so.
+The checkpoint, of the Trainer or of Fabric, may be a file or a directory (:mod:`~lightning_autotp.checkpoints.files`),
+of any tensor-parallel size: its tensors have the original model's names and shapes. What the model is, the strategy has
+written into it (:func:`~lightning_autotp.checkpoints.export.describe_models`); for any other checkpoint of such a model
+one says so.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from lightning_autotp.building.checkpoint_reading import MismatchError
 from lightning_autotp.checkpoints.export import ENTRY, Exported, tokenizer_of, write_model, written_dtype
-from lightning_autotp.checkpoints.files import open_checkpoint
+from lightning_autotp.checkpoints.files import read_checkpoint, refuse_foreign
 from lightning_autotp.checkpoints.reversal import plan_export, set_conversions, skeleton
 from lightning_autotp.checkpoints.safetensors_writer import Described
 from lightning_autotp.checkpoints.stored import StoredTensor
@@ -29,31 +30,32 @@ MAPPED_BYTES = 64 * 2**20
 
 
 class _Model(NamedTuple):
-    """What is to be exported: ``prefix`` of its names in the checkpoint, ``source`` it was once loaded from."""
+    """What is to be exported: ``prefix`` of its names in an ``entry`` of the checkpoint, ``source`` of its weights."""
 
     kind: type[PreTrainedModel]
     config: Any
     generation_config: Any
+    entry: str
     prefix: str
     source: str | None
     conversions: list[list[Any]] | None
 
 
 class _State:
-    """The tensors of a checkpoint that begin with a prefix, by their names without it.
+    """The tensors in an entry of a checkpoint that begin with a prefix, by their names without it.
 
     Attributes:
         tensors: what each is, in the dtype it has, and which: tied ones are the same memory.
     """
 
-    def __init__(self, path: Path, checkpoint: Mapping[str, Any], prefix: str, weights_only: bool) -> None:
-        self._path, self._prefix, self._weights_only = path, prefix, weights_only
-        self._state: Mapping[str, Any] = checkpoint["state_dict"]
+    def __init__(self, path: Path, checkpoint: Mapping[str, Any], model: _Model, weights_only: bool) -> None:
+        self._path, self._entry, self._prefix, self._weights_only = path, model.entry, model.prefix, weights_only
+        self._state: Mapping[str, Any] = checkpoint[model.entry]
         self._mapped = 0
         self.tensors: dict[str, tuple[Described, Hashable]] = {
-            name.removeprefix(prefix): (Described(tuple(value.shape), value.dtype), _identity(value))
+            name.removeprefix(model.prefix): (Described(tuple(value.shape), value.dtype), _identity(value))
             for name, value in self._state.items()
-            if name.startswith(prefix) and isinstance(value, Tensor | StoredTensor)
+            if name.startswith(model.prefix) and isinstance(value, Tensor | StoredTensor)
         }
 
     def whole(self, name: str) -> Tensor:
@@ -64,7 +66,7 @@ class _State:
         if self._mapped and self._mapped + value.nbytes > MAPPED_BYTES:
             del value
             self._state = {}
-            self._state = open_checkpoint(self._path, self._weights_only, check=False)["state_dict"]
+            self._state = read_checkpoint(self._path, self._weights_only, check=False)[self._entry]
             self._mapped = 0
             value = self._state[self._prefix + name]
         self._mapped += value.nbytes
@@ -82,17 +84,18 @@ def export_checkpoint(
     dtype: torch.dtype | None = None,
     weights_only: bool = True,
 ) -> Exported:
-    """Write the Hugging Face model in a Lightning checkpoint so that plain ``from_pretrained`` loads it.
+    """Write the Hugging Face model in a checkpoint so that plain ``from_pretrained`` loads it.
 
     Not collective. Besides one tensor (or the few that transformers merges into one on the way out) nothing of the
     model is in memory.
 
     Args:
-        checkpoint: the file or directory.
+        checkpoint: the file or directory that the Trainer or Fabric wrote.
         directory: where to; it must be empty or not exist.
         model: a directory or Hub id whose configuration is the model's; only for a checkpoint that does not say what it
             is of.
-        prefix: the attribute path of the model in the LightningModule; only needed where there are several.
+        prefix: the attribute path of the model in the LightningModule, or the key that it had in ``fabric.save``; only
+            needed where there are several.
         tokenizer: a directory with a tokenizer's files; by default the local directory that the model was loaded from,
             if it is still there and has such files.
         max_shard_size: of a file, in bytes or like ``"5GB"``.
@@ -107,10 +110,10 @@ def export_checkpoint(
     directory = Path(directory)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise FileExistsError(f"{directory} exists and is not an empty directory: export to another place, or empty it")
-    opened = open_checkpoint(Path(checkpoint), weights_only)
+    opened = read_checkpoint(Path(checkpoint), weights_only)
     chosen = _choose(opened, Path(checkpoint), model, prefix)
     tokenizer = tokenizer_of(tokenizer, chosen.source)
-    state = _State(Path(checkpoint), opened, chosen.prefix, weights_only)
+    state = _State(Path(checkpoint), opened, chosen, weights_only)
     del opened
     tensors, stored_as = _matched(state.tensors, skeleton(chosen.kind, chosen.config, {}), Path(checkpoint), chosen)
     written = {
@@ -134,13 +137,16 @@ def export_checkpoint(
 def _choose(checkpoint: Mapping[str, Any], path: Path, model: str | None, prefix: str | None) -> _Model:
     """Which model of the checkpoint is meant, and what it is."""
     described: Mapping[str, Any] = checkpoint.get(ENTRY, {}).get("models", {})
+    if not described:
+        refuse_foreign(path, checkpoint)
     if model is not None:
         kind, config, generation = _of_directory(model)
         if prefix is None:
             prefix = (
                 next(iter(described)) if len(described) == 1 else _guess(checkpoint["state_dict"], kind, config, path)
             )
-        return _Model(kind, config, generation, _dotted(prefix), model, described.get(prefix, {}).get("conversions"))
+        entry = described.get(prefix, {})
+        return _Model(kind, config, generation, *_place(prefix, entry), model, entry.get("conversions"))
     if not described:
         raise ValueError(
             f"{path} does not say what model it is of: another strategy wrote it, or its LightningModule has no Hugging"
@@ -160,7 +166,7 @@ def _choose(checkpoint: Mapping[str, Any], path: Path, model: str | None, prefix
         kind,
         kind.config_class.from_dict(entry["config"]),  # type: ignore[union-attr]
         GenerationConfig.from_dict(generation) if generation is not None else None,
-        _dotted(prefix),
+        *_place(prefix, entry),
         entry["source"],
         entry["conversions"],
     )
@@ -233,6 +239,14 @@ def _matched(
             + "\nNames under another attribute: --prefix; another configuration: --model; adapters: merge them first"
         )
     return {name: found[stored_as.get(name, name)] for name in expected}, stored_as
+
+
+def _place(name: str, described: Mapping[str, Any]) -> tuple[str, str]:
+    """The entry of the checkpoint in which a model is, and the prefix of its names there.
+
+    A Trainer's models are called by their prefix in the state dict, Fabric's by their entry and their prefix there.
+    """
+    return described.get("entry", "state_dict"), _dotted(described.get("prefix", name))
 
 
 def _dotted(prefix: str) -> str:

@@ -21,7 +21,7 @@ import fcntl
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -70,7 +70,8 @@ def save_directory(checkpoint: dict[str, Any], path: Path, process_group: dist.P
     """Write a directory, each rank its own tensors. Collective over ``process_group``.
 
     Args:
-        checkpoint: as Lightning makes it; ``"state_dict"`` and ``"optimizer_states"`` have held tensors.
+        checkpoint: as Lightning makes it; ``"state_dict"`` and ``"optimizer_states"`` have held tensors, or whatever
+            else at the top is a dict, or an optimizer's state dict.
         path: the directory, on a file system that all ranks share.
         process_group: all ranks that hold something; its first rank writes what is not tensors.
 
@@ -96,6 +97,30 @@ def save_directory(checkpoint: dict[str, Any], path: Path, process_group: dist.P
 
 
 def open_checkpoint(path: Path, weights_only: bool | None = None, *, check: bool = True) -> dict[str, Any]:
+    """A Trainer's checkpoint of either kind, as :func:`read_checkpoint` gives it.
+
+    Raises:
+        CheckpointError: as there; or if a file is none of a Trainer's.
+    """
+    checkpoint = read_checkpoint(path, weights_only, check=check)
+    refuse_foreign(path, checkpoint)
+    return checkpoint
+
+
+def refuse_foreign(path: Path, checkpoint: Mapping[str, Any]) -> None:
+    """Refuse what is no Trainer's checkpoint.
+
+    Raises:
+        DamagedFileError: if it has no state dict.
+    """
+    if "state_dict" not in checkpoint:
+        raise DamagedFileError(
+            f"{path} is not a Lightning checkpoint: it has no 'state_dict'. A bare state dict is loaded with"
+            " load_full_state_dict(model, state)"
+        )
+
+
+def read_checkpoint(path: Path, weights_only: bool | None = None, *, check: bool = True) -> dict[str, Any]:
     """A checkpoint of either kind; tensors are mapped, or stored ones of which nothing is read yet. Not collective.
 
     Args:
@@ -114,11 +139,8 @@ def open_checkpoint(path: Path, weights_only: bool | None = None, *, check: bool
     if found.is_dir():
         return _open_directory(found, weights_only)
     checkpoint = _read(found, weights_only, check)
-    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
-        raise DamagedFileError(
-            f"{found} is not a Lightning checkpoint: it has no 'state_dict'. A bare state dict is loaded with"
-            " load_full_state_dict(model, state)"
-        )
+    if not isinstance(checkpoint, dict):
+        raise DamagedFileError(f"{found} is not a Lightning checkpoint: it holds a {type(checkpoint).__name__}")
     return checkpoint
 
 
@@ -152,7 +174,17 @@ def consolidate(path: Path, target: Path, weights_only: bool = True) -> None:
     Raises:
         CheckpointError: if it cannot be read.
     """
-    checkpoint = open_checkpoint(path, weights_only)
+    checkpoint = read_checkpoint(path, weights_only)
+    read_stored(checkpoint)
+    save_file(checkpoint, target)
+
+
+def read_stored(checkpoint: dict[str, Any]) -> None:
+    """Put whole tensors in the place of stored ones in a checkpoint. Not collective.
+
+    Raises:
+        CheckpointError: if one cannot be read.
+    """
     whole: dict[int, Any] = {}
 
     def read(value: Any) -> Any:
@@ -162,13 +194,14 @@ def consolidate(path: Path, target: Path, weights_only: bool = True) -> None:
             whole[id(value)] = value.read()
         return whole[id(value)]
 
-    for name, values in checkpoint.items():
-        if isinstance(values, dict):
-            checkpoint[name] = {key: read(value) for key, value in values.items()}
-    for state in checkpoint.get("optimizer_states", ()):
-        for values in state["state"].values():
-            values |= {key: read(value) for key, value in values.items()}
-    save_file(checkpoint, target)
+    for values in checkpoint.values():
+        states = values if isinstance(values, list) else [values]
+        for state in states:
+            if is_optimizer_state(state):
+                for of_parameter in state["state"].values():
+                    of_parameter |= {key: read(value) for key, value in of_parameter.items()}
+            elif state is values and isinstance(state, dict):
+                state |= {key: read(value) for key, value in state.items()}
 
 
 def check_checkpoint(path: Path, weights_only: bool = True) -> int:
@@ -184,7 +217,7 @@ def check_checkpoint(path: Path, weights_only: bool = True) -> int:
     Raises:
         CheckpointError: if it is not what was saved.
     """
-    stored = list({id(value): value for value in _stored_in(open_checkpoint(path, weights_only))}.values())
+    stored = list({id(value): value for value in _stored_in(read_checkpoint(path, weights_only))}.values())
     for value in stored:
         value.check()
     return len(stored)
@@ -265,36 +298,50 @@ def _split(checkpoint: dict[str, Any]) -> tuple[dict[str, HeldTensor], dict[str,
                 others[key] = value
         return others, names
 
+    def take_optimizer(state: dict[str, Any], prefix: str) -> tuple[dict[str, Any], dict[int, dict[str, str]]]:
+        names = {
+            key: name
+            for group in state["param_groups"]
+            for key, name in zip(group["params"], group["param_names"], strict=True)
+        }
+        taken = {key: take(values, f"{prefix}.{names[key]}") for key, values in state["state"].items()}
+        others = {**state, "state": {key: rest for key, (rest, _) in taken.items()}}
+        return others, {key: named for key, (_, named) in taken.items()}
+
     rest = dict(checkpoint)
     where: dict[str, Any] = {}
     for name, values in checkpoint.items():
-        if isinstance(values, dict) and any(isinstance(value, HeldTensor) for value in values.values()):
+        if is_optimizer_state(values) and all("param_names" in group for group in values["param_groups"]):
+            rest[name], where[name] = take_optimizer(values, name)
+        elif isinstance(values, dict) and any(isinstance(value, HeldTensor) for value in values.values()):
             rest[name], where[name] = take(values, name)
     if "optimizer_states" in rest:
         rest["optimizer_states"], where["optimizer_states"] = [], []
         for number, state in enumerate(checkpoint["optimizer_states"]):
-            names = {
-                key: name
-                for group in state["param_groups"]
-                for key, name in zip(group["params"], group["param_names"], strict=True)
-            }
-            taken = {
-                key: take(values, f"optimizer_states.{number}.{names[key]}") for key, values in state["state"].items()
-            }
-            rest["optimizer_states"].append({**state, "state": {key: others for key, (others, _) in taken.items()}})
-            where["optimizer_states"].append({key: named for key, (_, named) in taken.items()})
+            others, named = take_optimizer(state, f"optimizer_states.{number}")
+            rest["optimizer_states"].append(others)
+            where["optimizer_states"].append(named)
     return tensors, rest, where
 
 
 def _join(rest: dict[str, Any], where: dict[str, Any], tensors: dict[str, StoredTensor]) -> dict[str, Any]:
     """The inverse of :func:`_split`: a checkpoint with stored tensors."""
     optimizers = where.pop("optimizer_states", ())
+    of_optimizers = list(zip(rest.get("optimizer_states", ()), optimizers, strict=True))
     for name, places in where.items():
-        rest[name] |= {key: tensors[stored] for key, stored in places.items()}
-    for state, places in zip(rest.get("optimizer_states", ()), optimizers, strict=True):
+        if is_optimizer_state(rest[name]):
+            of_optimizers.append((rest[name], places))
+        else:
+            rest[name] |= {key: tensors[stored] for key, stored in places.items()}
+    for state, places in of_optimizers:
         for number, names in places.items():
             state["state"][number] |= {key: tensors[name] for key, name in names.items()}
     return rest
+
+
+def is_optimizer_state(value: Any) -> bool:
+    """Whether a value is an optimizer's state dict."""
+    return isinstance(value, dict) and value.keys() >= {"state", "param_groups"}
 
 
 def _beside(path: Path, what: str) -> Path:

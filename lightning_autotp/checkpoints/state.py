@@ -26,6 +26,7 @@ from lightning_autotp.parameters.meta import ParameterMeta
 from lightning_autotp.parameters.state import ParameterTable
 from lightning_autotp.ranks.agreement import raise_together
 from lightning_autotp.ranks.group import TPGroup
+from lightning_autotp.training.whole_matrices import WholeMatrixOptimizer
 
 Whole = (Tensor, StoredTensor)
 """What a tensor of the original model is loaded from."""
@@ -134,7 +135,10 @@ def full_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, *, 
     table = ParameterTable(model)
 
     def whole(entry: _Entry) -> Any:
-        return gather_to_cpu(entry.value, entry.meta, table.group, keep)
+        value = entry.value
+        if isinstance(value, Tensor) and isinstance(optimizer, WholeMatrixOptimizer):
+            value = optimizer.from_home(entry.number, value)
+        return gather_to_cpu(value, entry.meta, table.group, keep)
 
     state = _optimizer_state(optimizer, model, table, whole)
     return state if keep else {**state, "state": {}}
@@ -176,6 +180,8 @@ def held_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, *, 
     def hold(entry: _Entry) -> Any:
         if not isinstance(entry.value, Tensor):
             return entry.value
+        if isinstance(optimizer, WholeMatrixOptimizer):
+            return HeldTensor.all_or_nothing(entry.value, copy=copy)
         return HeldTensor.spoken_for(entry.value, entry.meta, table.group, copy=copy)
 
     return _optimizer_state(optimizer, model, table, hold)
@@ -216,10 +222,14 @@ def load_full_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[s
             groups[-1]["param_names"] = own["param_names"]
         for name, parameter in zip(own_names, own["params"], strict=True):
             values = state["state"].get(numbers[name])
-            if values is not None:
+            if values is None:
+                continue
+            if not isinstance(optimizer, WholeMatrixOptimizer):
                 local_state[numbers[name]] = {
                     key: _local_value(key, name, value, parameter, table) for key, value in values.items()
                 }
+            elif optimizer.is_home(parameter):
+                local_state[numbers[name]] = {key: _whole_value(value) for key, value in values.items()}
     optimizer.load_state_dict({"state": local_state, "param_groups": groups})
 
 
@@ -261,6 +271,7 @@ def _optimizer_state(
 ) -> dict[str, Any]:
     """What ``make`` gives for each value of an optimizer's state, and its groups with their names. Collective."""
     local = optimizer.state_dict()
+    in_homes = optimizer.described_state() if isinstance(optimizer, WholeMatrixOptimizer) else None
     entries: list[_Entry] = []
     groups = []
     # Shapes may fit on one rank by chance and not on another: agree before the first tensor travels.
@@ -270,6 +281,9 @@ def _optimizer_state(
         ):
             groups.append({**described, "param_names": names})
             for parameter, number, name in zip(own["params"], described["params"], names, strict=True):
+                if in_homes is not None:
+                    entries += [_Entry(number, key, value, None) for key, value in in_homes.get(number, {}).items()]
+                    continue
                 meta, shape = table.meta(parameter), tuple(parameter.shape)
                 for key, value in local["state"].get(number, {}).items():
                     is_shaped = _is_shaped(key, name, value, shape, meta, is_cut(parameter))
@@ -280,12 +294,18 @@ def _optimizer_state(
     return {"state": state, "param_groups": groups}
 
 
+def _whole_value(value: Any) -> Any:
+    if isinstance(value, StoredTensor):
+        return value.read()
+    return value.clone() if isinstance(value, Tensor) else value
+
+
 def _local_value(key: str, name: str, value: Any, parameter: Tensor, table: ParameterTable) -> Any:
     if not isinstance(value, Whole):
         return value
     meta = table.meta(parameter)
     if not _is_shaped(key, name, value, original_shape(parameter, meta), meta, is_cut(parameter)):
-        return value.read() if isinstance(value, StoredTensor) else value.clone()
+        return _whole_value(value)
     local = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
     _take(local, meta, value, table.group)
     return local

@@ -76,6 +76,20 @@ class HeldTensor:
         return cls(original_shape(value, meta), local.to("cpu", copy=True) if copy else local, boxes)
 
     @classmethod
+    def all_or_nothing(cls, value: Tensor, *, copy: bool) -> HeldTensor:
+        """What this rank writes of a tensor that one rank has whole; on the other ranks it is on meta.
+
+        Args:
+            value: the tensor.
+            copy: as for :meth:`spoken_for`.
+        """
+        if value.is_meta:
+            return cls(tuple(value.shape), value.new_empty(0, device="cpu"), {})
+        box = tuple((0, size) for size in value.shape)
+        local = value.detach()
+        return cls(tuple(value.shape), local.to("cpu", copy=True) if copy else local, {box: box})
+
+    @classmethod
     def to_fill(cls, value: Tensor, meta: ParameterMeta | None, group: TPGroup) -> HeldTensor:
         """What this rank reads of ``value``, likewise."""
         boxes = {block.original: block.local for block in held_blocks(value, meta, group.size)}

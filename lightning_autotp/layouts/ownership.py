@@ -37,15 +37,21 @@ class Ownership:
         size: the dim's length in the whole tensor.
         held: for every rank, the runs of indices it holds (ascending, disjoint).
         local_sizes: for every rank, the length of the dim in its local tensor.
+        is_even: whether the ranks hold equally long runs, one each, in order of rank: then the ranks' tensors one after
+            the other are the whole dim.
     """
 
     size: int
     held: tuple[tuple[Run, ...], ...]
     local_sizes: tuple[int, ...] = field(init=False, compare=False, repr=False)
+    is_even: bool = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         sizes = tuple(sum(stop - start for start, stop in runs) for runs in self.held)
+        each = self.size // len(self.held) if self.held else 0
+        is_even = self.held == tuple(((rank * each, (rank + 1) * each),) for rank in range(len(self.held)))
         object.__setattr__(self, "local_sizes", sizes)
+        object.__setattr__(self, "is_even", is_even and each * len(self.held) == self.size)
         covered = merge_runs(run for runs in self.held for run in runs)
         if covered != (((0, self.size),) if self.size else ()):
             raise ValueError(

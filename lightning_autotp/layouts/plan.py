@@ -298,6 +298,17 @@ class Plan:
         shown = [change for change in self.conversions if change.view and change.call is None]
         return tuple(x.module for x in shown if x.side == "out" and not x.key and x.module in column)
 
+    @property
+    def summary(self) -> str:
+        """The plan in one line."""
+        whole = sum(not isinstance(parameter.layout, Shard) for parameter in self.parameters)
+        calls = sum(one.calls for one in self.communication)
+        return (
+            f"{self.model} on {self.ranks} ranks: {self.sharded_fraction:.1%} of the parameters are divided, {whole} of"
+            f" {len(self.parameters)} tensors stay whole; rank 0 holds {self.bytes(0):,} of {self.whole_bytes:,} bytes;"
+            f" {calls} collectives in a step"
+        )
+
     def table(self, rank: int = 0) -> Group:
         """The plan for rich to print: what is sharded, one rank's shapes and bytes, and what stayed whole."""
         table = Table(

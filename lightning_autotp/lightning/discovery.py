@@ -28,7 +28,7 @@ def parallel_sizes(devices: int, tensor: int | str, data: int | str) -> tuple[in
     ranks = max(1, devices // copies) if tensor == "auto" else int(tensor)
     if copies * ranks != devices:
         raise ValueError(
-            f"tensor_parallel_size={ranks} times data_parallel_size={copies} is {ranks * copies}, but the Trainer has"
+            f"tensor_parallel_size={ranks} times data_parallel_size={copies} is {ranks * copies}, but there are"
             f" {devices} devices (devices times num_nodes): change one of them, or leave a size at"
             ' "auto" (data_parallel_size="auto" is one copy of the model)'
         )

@@ -1,29 +1,39 @@
-"""Make the models of a LightningModule local, each proved for the call that the training step makes."""
+"""Make the models of a LightningModule local, each proved for the call that the training step makes.
+
+Then, for Fabric as well: give them their values, and average over their copies.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.hooks import RemovableHandle
+from torchmetrics import Metric
 
 from lightning_autotp.capture.capture import Call, CaptureError, in_small
 from lightning_autotp.layouts.step_size import TokensPerStep
+from lightning_autotp.lightning.discovery import fill_remaining
 from lightning_autotp.lightning.first_step import FirstStep, first_step
-from lightning_autotp.parameters.state import is_parallel
-from lightning_autotp.pipeline import make_local
+from lightning_autotp.parameters.state import is_parallel, parallel_state
+from lightning_autotp.pipeline import fill_local, make_local
 from lightning_autotp.proving.new_calls import with_rows
 from lightning_autotp.ranks.agreement import check_same_weights, raise_together
 from lightning_autotp.solving.options import PlanOptions
+from lightning_autotp.training.gradients import average_gradients
 
 
 def make_models_local(
     trainer: Trainer, models: Sequence[tuple[nn.Module, Any]], group: dist.ProcessGroup, options: PlanOptions
 ) -> None:
-    """Plan for, cut and prove these models. Collective over all processes.
+    """Plan for, cut and prove these models. Collective over all processes; rank 0 says what was found.
 
     A model without example inputs is traced in the call that the first training step makes of it, where that can be
     looked at; else with a made-up batch. A plan that is given is of a made-up batch already.
@@ -50,10 +60,13 @@ def make_models_local(
     calls = dict(zip(asked, step.calls, strict=True))
     for model, inputs in models:
         check_same_weights(model, None)
+        rank_zero_info(f"lightning_autotp: planning {type(model).__name__} for {group.size()} tensor-parallel ranks")
         if model in calls:
             _make_local_for_call(model, calls[model], step.why, group, options)
         else:
             make_local(model, group, inputs, options)
+        plan = parallel_state(model).plan
+        rank_zero_info(f"lightning_autotp: {plan.summary}. Proved; model.autotp.plan.table() has the details")
 
 
 def _make_local_for_call(
@@ -85,3 +98,39 @@ def _examples(model: nn.Module, call: Call | None) -> Iterator[tuple[Any, str]]:
         if small is not call:
             yield small, "the call of the first training step, its batch cut to a few short sentences"
         yield with_rows(call), "the call of the first training step"
+
+
+def fill_models(
+    module: nn.Module, models: Iterable[nn.Module], device: torch.device, copies: DeviceMesh | None
+) -> None:
+    """Give local models their values, and what else is in the module. Collective over all processes.
+
+    Args:
+        module: is one of the models, or holds them.
+        models: the models, which :func:`~lightning_autotp.pipeline.make_local` has made local.
+        device: this rank's.
+        copies: the ranks that have the same part of the other copies of the models, if there are several copies.
+    """
+    for model in models:
+        rank_zero_info(f"lightning_autotp: filling each rank's part of {type(model).__name__}'s parameters")
+        fill_local(model, device, copies)
+    with raise_together(None, f"initializing the {type(module).__name__}'s own parameters"):
+        fill_remaining(module)
+
+
+def average_over_copies(module: nn.Module, group: dist.ProcessGroup) -> list[RemovableHandle]:
+    """Average gradients over the copies of the models, and let the metrics in the module count each copy once.
+
+    Ranks of one tensor-parallel group have the same values. Not collective; every backward pass is afterwards.
+
+    Args:
+        module: is a parallel model, or holds some.
+        group: the data-parallel group.
+
+    Returns:
+        The handles of the gradients' hooks.
+    """
+    for metric in module.modules():
+        if isinstance(metric, Metric) and metric.process_group is None:
+            metric.process_group = group
+    return average_gradients(module, group)

@@ -8,35 +8,29 @@ same random numbers (dropout on Invariant tensors must agree), and the data-para
 
 from __future__ import annotations
 
-import atexit
 import os
 import sys
-import uuid
 from collections import Counter
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from subprocess import Popen
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import MixedPrecision, TorchCheckpointIO
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
-from torchmetrics import Metric
 from transformers import PreTrainedModel
 
 from lightning_autotp.building.pretrained import meta_model
 from lightning_autotp.checkpoints.export import ENTRY, describe_models, save_pretrained
-from lightning_autotp.checkpoints.files import Background, detached, open_checkpoint, save_directory, save_file
+from lightning_autotp.checkpoints.files import detached, open_checkpoint
 from lightning_autotp.checkpoints.state import (
     full_optimizer_state,
     full_state_dict,
@@ -47,21 +41,20 @@ from lightning_autotp.checkpoints.state import (
 )
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.lightning.averaging import refuse_whole_copies
-from lightning_autotp.lightning.discovery import fill_remaining, find_models, outermost, parallel_sizes
+from lightning_autotp.lightning.discovery import find_models, outermost
 from lightning_autotp.lightning.exchange import Exchange
-from lightning_autotp.lightning.models_local import make_models_local
+from lightning_autotp.lightning.models_local import average_over_copies, fill_models, make_models_local
+from lightning_autotp.lightning.optimizers import CheckedOptimizers
+from lightning_autotp.lightning.processes import ParallelRanks, share_random_state, watch_peers
+from lightning_autotp.lightning.saving import CheckpointWriter
 from lightning_autotp.lightning.summary import ParallelSummary
 from lightning_autotp.parallel.head_product import compute_undone
-from lightning_autotp.pipeline import fill_local
-from lightning_autotp.private.distributed_private import default_store
 from lightning_autotp.private.lightning_private import (
     DeferredSignals,
     ModelParallelStrategy,
     add_worker_init_fn,
-    collect_rng_states,
     default_pg_timeout,
     optimizers_to_device,
-    set_rng_states,
     summarize_as_before,
     summarize_with,
     use_distributed_sampler,
@@ -69,19 +62,17 @@ from lightning_autotp.private.lightning_private import (
 from lightning_autotp.private.torch_private import is_compiled
 from lightning_autotp.proving.new_calls import kind_of
 from lightning_autotp.ranks.agreement import raise_together
-from lightning_autotp.ranks.peers import Peer, PeerWatch
-from lightning_autotp.ranks.started import wait_for
+from lightning_autotp.ranks.peers import PeerWatch
 from lightning_autotp.solving.options import PlanOptions
 from lightning_autotp.training.adapters import find_adapted, save_adapter
 from lightning_autotp.training.batches import broadcast_loader, check_sampler
 from lightning_autotp.training.checked import checked
 from lightning_autotp.training.data_parallel import gather_if_uneven, in_parts_again
-from lightning_autotp.training.gradients import average_gradients, clip_gradients_norm, clip_gradients_value
-from lightning_autotp.training.optimizers import check_optimizer
+from lightning_autotp.training.gradients import clip_gradients_norm, clip_gradients_value
 from lightning_autotp.training.precision import AgreedGradScaler
 
 
-class AutoTPStrategy(ModelParallelStrategy):
+class AutoTPStrategy(ParallelRanks, ModelParallelStrategy):
     """Tensor parallelism for any model, planned from its own graph.
 
     Ranks ``0 .. tensor_parallel_size - 1`` share one copy of the model, the next ones another copy, and so on.
@@ -128,6 +119,8 @@ class AutoTPStrategy(ModelParallelStrategy):
     Raises:
         ValueError: if ``tokens_per_step`` is no positive number, or the plan's file holds none; when the Trainer is
             made, if the sizes do not multiply to the number of devices.
+        RuntimeError: when the Trainer starts, if processes cannot be started, as in a notebook, or other machines not
+            be found.
     """
 
     def __init__(
@@ -167,49 +160,21 @@ class AutoTPStrategy(ModelParallelStrategy):
             sequence_parallel=sequence_parallel,
         )
         self._exchange: Exchange | None = None
-        self._checked_groups: list[int] = []
+        self._checked = CheckedOptimizers()
         self._averaging: list[RemovableHandle] = []
         self._save_async = save_async
-        self._saving = Background()
-        self._saving_group: dist.ProcessGroup | None = None
+        self._saving = CheckpointWriter(save_distributed_checkpoint)
         self._peers: PeerWatch | None = None
         self._signals: DeferredSignals | None = None
         self._interrupted_by: BaseException | None = None
+        self._summarizing: list[Callback] = []
 
-    # --- before there are processes ---
-
-    def before_launch(self) -> None:
-        """Decide on the sizes."""
-        devices = self.num_nodes * self.num_processes
-        self.set_sizes(*parallel_sizes(devices, self.tensor_ranks, self.data_ranks))
-
-    def after_start(self, processes: list[Popen[bytes]]) -> None:
-        """This process ends when those it started have ended, and says if one failed."""
-        atexit.register(wait_for, processes, self.patience)
-
-    @property
-    def patience(self) -> float:
-        """Seconds that a rank waits for one that is stopped."""
-        return (self.timeout or default_pg_timeout).total_seconds()
-
-    # --- groups ---
-
-    @property
-    def tensor_parallel_group(self) -> dist.ProcessGroup:
-        """The ranks that share this rank's copy of the model."""
-        return self.device_mesh["tensor_parallel"].get_group()
-
-    @property
-    def data_parallel_group(self) -> dist.ProcessGroup:
-        """The ranks that hold the same part of the other copies."""
-        return self.device_mesh["data_parallel"].get_group()
+    # --- set-up ---
 
     @property
     def lightning_restore_optimizer(self) -> bool:
         """Lightning hands us the optimizers' states like any others."""
         return True
-
-    # --- set-up ---
 
     def setup_environment(self) -> None:
         """Start the process groups, watch the peers, and continue everywhere with rank 0's random state."""
@@ -217,8 +182,8 @@ class AutoTPStrategy(ModelParallelStrategy):
         refuse_whole_copies(self.lightning_module.trainer.callbacks)  # type: ignore[attr-defined]
         super().setup_environment()
         self._interrupted_by = None
-        self._watch_peers()
-        self._share_random_state()
+        self._peers = watch_peers(self, self._peers)
+        share_random_state(self.broadcast, self.root_device)
 
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:
@@ -249,25 +214,19 @@ class AutoTPStrategy(ModelParallelStrategy):
         # Before the parameters take memory: what is on meta becomes of the precision's dtype, and then real.
         self.model = self.precision_plugin.convert_module(module)
         copies = self.device_mesh["data_parallel"] if self.data_ranks != 1 else None
-        for model, _ in models:
-            fill_local(model, self.root_device, copies)
-        with raise_together(None, "initializing the LightningModule's own parameters"):
-            fill_remaining(module)
-        self._share_random_state()
+        fill_models(module, [model for model, _ in models], self.root_device, copies)
+        share_random_state(self.broadcast, self.root_device)
         self.model_to_device()
-        for metric in module.modules():
-            # Ranks of one tensor-parallel group have the same values: counted once.
-            if isinstance(metric, Metric) and metric.process_group is None:
-                metric.process_group = self.data_parallel_group
         for handle in self._averaging:
             handle.remove()
-        self._averaging = average_gradients(module, self.data_parallel_group)
+        self._averaging = average_over_copies(module, self.data_parallel_group)
         if self.data_ranks == 1:
             # One copy of the model sees all the data, in the order one process would: Lightning's distributed sampler
             # would only shuffle it, even where the user's does not.
             use_distributed_sampler(trainer, False)
         self._seen_steps.clear()
-        summarize_with(ParallelSummary, trainer.callbacks)  # type: ignore[attr-defined]
+        self._summarizing = trainer.callbacks  # type: ignore[attr-defined]
+        summarize_with(ParallelSummary, self._summarizing)
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -278,7 +237,7 @@ class AutoTPStrategy(ModelParallelStrategy):
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Make the optimizers, and refuse those that cannot work on parts of tensors."""
         super().setup_optimizers(trainer)
-        self._checked_groups.clear()
+        self._checked.forget()
         self._check_optimizers()
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
@@ -293,13 +252,8 @@ class AutoTPStrategy(ModelParallelStrategy):
         return super().optimizer_step(optimizer, then_compute, model, **kwargs)
 
     def _check_optimizers(self) -> None:
-        groups = [len(optimizer.param_groups) for optimizer in self.optimizers]
-        if groups != self._checked_groups:
-            with raise_together(None, "checking the optimizers"), isolate_rng():
-                assert self.lightning_module is not None
-                for optimizer in self.optimizers:
-                    check_optimizer(optimizer, self.lightning_module)
-            self._checked_groups = groups
+        assert self.lightning_module is not None
+        self._checked.check([(optimizer, self.lightning_module) for optimizer in self.optimizers])
 
     def setup_precision_plugin(self) -> None:
         """Let gradients be clipped by the whole model's norm, and loss scaling be agreed on."""
@@ -309,18 +263,6 @@ class AutoTPStrategy(ModelParallelStrategy):
         plugin.clip_grad_by_value = self._clip_by_value  # type: ignore[method-assign]
         if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
             plugin.scaler = AgreedGradScaler(plugin.scaler)
-
-    def _watch_peers(self) -> None:
-        if self._peers is not None:
-            self._peers.close()
-        if self.world_size == 1:
-            return
-        peers: list[Any] = [None] * self.world_size
-        dist.all_gather_object(peers, Peer.this_process(self.global_rank))
-        store = default_store()
-        self._peers = PeerWatch(
-            peers, self.global_rank, store, self.broadcast(uuid.uuid4().hex), self.patience, self.kill_processes
-        )
 
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other ranks, which may be waiting for this one."""
@@ -342,8 +284,7 @@ class AutoTPStrategy(ModelParallelStrategy):
         """Finish what is being saved, and leave the precision plugin and the callbacks as they were."""
         for patched in ("clip_grad_by_norm", "clip_grad_by_value"):
             vars(self.precision_plugin).pop(patched, None)
-        if self.lightning_module is not None:
-            summarize_as_before(self.lightning_module.trainer.callbacks)  # type: ignore[attr-defined]
+        summarize_as_before(self._summarizing)
         try:
             self._saving.close()
         finally:
@@ -362,18 +303,19 @@ class AutoTPStrategy(ModelParallelStrategy):
     def _clip_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
         clip_gradients_value(self.precision_plugin.main_params(optimizer), clip_val)
 
-    def _share_random_state(self) -> None:
-        """Rank 0's random state for every rank: in one process it would have been the only one."""
-        set_rng_states(self.broadcast(collect_rng_states(include_cuda=False)))
-        if self.root_device.type == "cuda":
-            torch.cuda.set_rng_state(self.broadcast(torch.cuda.get_rng_state(self.root_device)), self.root_device)
-
     # --- data ---
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Seed the loader's workers by data-parallel rank, so that one group's ranks augment alike; or read once."""
         place = self.distributed_sampler_kwargs
-        check_sampler(dataloader, place["num_replicas"], place["rank"])
+        check_sampler(
+            dataloader,
+            place["num_replicas"],
+            place["rank"],
+            "make it with the strategy's numbers,"
+            " `DistributedSampler(dataset, **trainer.strategy.distributed_sampler_kwargs)`, or leave it to"
+            " Lightning (Trainer(use_distributed_sampler=True))",
+        )
         add_worker_init_fn(dataloader, place["rank"])
         if self._broadcast_batches and self.tensor_parallel_group.size() > 1:
             return broadcast_loader(dataloader, self.tensor_parallel_group, self.root_device)
@@ -445,12 +387,6 @@ class AutoTPStrategy(ModelParallelStrategy):
         """Reduce over the data-parallel ranks: those of one tensor-parallel group have the same value."""
         return super().reduce(tensor, group if group is not None else self.data_parallel_group, reduce_op)
 
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Decide together over all ranks."""
-        votes = torch.tensor(int(decision), device=self.root_device)
-        dist.all_reduce(votes)
-        return int(votes) == self.world_size if all else int(votes) > 0
-
     # --- checkpoints: in the original model's coordinates ---
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -481,7 +417,7 @@ class AutoTPStrategy(ModelParallelStrategy):
         With ``save_async`` the error of a save is raised at the next one, or at the end of the run.
         """
         path = self.broadcast(filepath)
-        self._finish_saving()
+        self._saving.finish()
         assert self.lightning_module is not None
         checkpoint[ENTRY] = describe_models(self.lightning_module)
         if "://" in str(path) or type(self.checkpoint_io) is not TorchCheckpointIO or storage_options is not None:
@@ -495,39 +431,13 @@ class AutoTPStrategy(ModelParallelStrategy):
             return
         if self._save_async and self.lightning_module.trainer.training:
             checkpoint = detached(checkpoint)
-            self._saving.submit(lambda: self._write_checkpoint(checkpoint, Path(path)))
+            self._saving.write_later(checkpoint, Path(path))
         else:
-            with self._saving_together(f"writing the checkpoint {path}"):
-                self._write_checkpoint(checkpoint, Path(path))
-
-    def _write_checkpoint(self, checkpoint: dict[str, Any], path: Path) -> None:
-        if self.writes_directories:
-            assert self._saving_group is not None
-            save_directory(checkpoint, path, self._saving_group)
-        elif self.is_global_zero:
-            save_file(checkpoint, path)
-
-    def _finish_saving(self) -> None:
-        """Wait for the save in the background; its error on one rank reaches all."""
-        if self._saving_group is None:
-            # The background's own, and for the CPU: what is saved is there.
-            self._saving_group = dist.new_group(backend="gloo")
-        with self._saving_together("writing a checkpoint in the background"):
-            self._saving.wait()
-
-    def _saving_together(self, phase: str) -> AbstractContextManager[None]:
-        """One rank writes a file, and the others are told of its error. For a directory the ranks write together.
-
-        They tell each other of errors while they do. A rank with an error of another kind must not wait for peers that
-        wait for it in there: it raises at once, and they are ended.
-        """
-        return nullcontext() if self.writes_directories else raise_together(None, phase)
+            self._saving.write(checkpoint, Path(path))
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint, but not before the one that is being written in the background is finished."""
-        if self._saving.is_busy:
-            self._saving.submit(lambda: Strategy.remove_checkpoint(self, filepath))
-        else:
+        if not self._saving.after(lambda: Strategy.remove_checkpoint(self, filepath)):
             super().remove_checkpoint(filepath)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -536,7 +446,7 @@ class AutoTPStrategy(ModelParallelStrategy):
         Code that it names is run only with ``weights_only=False``, also where Lightning's own default for URLs is that.
         """
         path = self.broadcast(checkpoint_path)
-        self._finish_saving()
+        self._saving.finish()
         with raise_together(None, f"reading the checkpoint {path}"):
             if "://" in str(path) or type(self.checkpoint_io) is not TorchCheckpointIO:
                 return Strategy.load_checkpoint(self, path, weights_only is not False)

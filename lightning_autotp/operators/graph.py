@@ -12,6 +12,9 @@ from lightning_autotp.layouts.step_size import StepSize
 OPAQUE = "opaque module"
 """Name of the one operator that a module is whose code cannot be traced."""
 
+EXPERTS = "experts"
+"""Name of the one operator that a mixture's stacked experts are where each rank is to have some of them whole."""
+
 
 @dataclass(frozen=True)
 class Ref:
@@ -35,6 +38,27 @@ class Call:
     site: CallSite
     arguments: tuple[Ref | int | None, ...]
     results: tuple[Ref | int | None, ...]
+
+
+@dataclass(frozen=True)
+class ExpertsCall:
+    """One run of a module that holds a mixture's experts, stacked along the first dim of its parameters.
+
+    Attributes:
+        module: its path.
+        hidden: the tensor of tokens that it is given, ``[tokens, hidden]``.
+        index: the one that says which experts each token chooses, ``[tokens, choices]``.
+        weights: the one that says how much each choice counts, ``[tokens, choices]``.
+        result: what it gives, ``[tokens, hidden]``.
+        places: positions, or names, of these three arguments.
+    """
+
+    module: str
+    hidden: int
+    index: int
+    weights: int
+    result: int
+    places: tuple[int | str, int | str, int | str]
 
 
 @dataclass(frozen=True)
@@ -143,6 +167,7 @@ class Graph:
         example: rows and tokens of the batch that was traced.
         integers: by module, the integers that its code read: its own attributes, and as ``config.NAME`` its config's.
         measured: by module, the tensors whose shapes its code asked for.
+        experts: the runs of modules that hold a mixture's stacked experts.
     """
 
     tensors: list[TensorInfo] = field(default_factory=list)
@@ -155,6 +180,7 @@ class Graph:
     example: StepSize = field(default_factory=StepSize)
     integers: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     measured: dict[str, set[int]] = field(default_factory=dict)
+    experts: list[ExpertsCall] = field(default_factory=list)
     untraced: Mapping[str, str] = field(default_factory=dict)
 
     def loose(self) -> list[int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any, Literal, TypeVar
 
 from lightning_autotp.layouts.dims import ONE
@@ -29,6 +30,10 @@ class Record:
         rule: how its dims are tied together; without one every dim stays whole.
         flops: floating-point operations of its forward, if it is a product: 2 for each multiplication and addition. In
             products and sums of sizes, which may be fractions.
+        touched: how many elements its forward moves through memory, if these are not its inputs and its results.
+        is_view: whether its result shares its input's memory, so that it moves nothing.
+        is_by_choice: whether values decide how much of its work falls to which index of a cut dim, so that the ranks'
+            shares are unequal.
         shape: the shape of its result (of its first input's dtype), where PyTorch's own shape function refuses
             arguments that the kernel takes.
         sizes: arguments that only spell the outputs' shapes; they are local wherever the shapes are.
@@ -53,6 +58,9 @@ class Record:
     place: str
     rule: Rule | None = None
     flops: Callable[[Shapes], float] | None = None
+    touched: Callable[[Shapes], float] | None = None
+    is_view: bool = False
+    is_by_choice: bool = False
     shape: Callable[[Shapes], Shape] | None = None
     sizes: tuple[str, ...] = ()
     offsets: tuple[tuple[str, str, str], ...] = ()
@@ -140,6 +148,19 @@ def count_flops(called: Operator, shape_of: Callable[[int], Shape]) -> float:
     return float(known.flops(Shapes(called.arguments, called.outputs, shape_of)))
 
 
+def count_touched(called: Operator, shape_of: Callable[[int], Shape], graph: Graph) -> float:
+    """Bytes that an operator's forward moves through memory, for tensors of these shapes."""
+    known = _RECORDS.get(called.name)
+    if known is not None and known.is_view:
+        return 0.0
+    tensors = graph.tensors
+    if known is not None and known.touched is not None:
+        elements = known.touched(Shapes(called.arguments, called.outputs, shape_of))
+        return float(elements) * tensors[called.outputs[0]].itemsize
+    moved = dict.fromkeys((*called.inputs, *called.outputs))
+    return float(sum(tensors[tensor].itemsize * prod(shape_of(tensor)) for tensor in moved))
+
+
 def relate(graph: Graph, untied: frozenset[int] = frozenset()) -> tuple[list[Relation], Axes]:
     """Run the rules over a whole graph.
 
@@ -194,6 +215,7 @@ __all__ = [
     "Shapes",
     "Site",
     "count_flops",
+    "count_touched",
     "functional",
     "known_operators",
     "operator",

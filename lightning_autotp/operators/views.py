@@ -50,16 +50,16 @@ def _whole(site: Site, dims: Dims, sizes: Sequence[int], because: str) -> Dims:
     return fresh
 
 
-@operator("aten.view.default", "aten._unsafe_view.default", sizes=("size",), reshapes=True)
-@operator("aten.reshape.default", sizes=("shape",), reshapes=True)
-@operator("aten.flatten.using_ints", "aten.ravel.default", reshapes=True)
-@operator("aten.unflatten.int", sizes=("sizes",), reshapes=True)
+@operator("aten.view.default", "aten._unsafe_view.default", sizes=("size",), reshapes=True, is_view=True)
+@operator("aten.reshape.default", sizes=("shape",), reshapes=True, is_view=True)
+@operator("aten.flatten.using_ints", "aten.ravel.default", reshapes=True, is_view=True)
+@operator("aten.unflatten.int", sizes=("sizes",), reshapes=True, is_view=True)
 def view(site: Site) -> Dims:
     """Row-major regrouping: dims are merged into products and split into factors."""
     return _regroup(site, "self")
 
 
-@operator("aten.unsqueeze.default", reshapes=True)
+@operator("aten.unsqueeze.default", reshapes=True, is_view=True)
 def unsqueeze(site: Site) -> Dims:
     """A new dim of size 1."""
     dims = site.dims("self")
@@ -68,13 +68,13 @@ def unsqueeze(site: Site) -> Dims:
     return (*dims[:index], ONE, *dims[index:])
 
 
-@operator("aten.view_as.default", "aten.reshape_as.default", reshapes=True, lends="other")
+@operator("aten.view_as.default", "aten.reshape_as.default", reshapes=True, lends="other", is_view=True)
 def view_as(site: Site) -> Dims:
     """A view whose sizes are another tensor's, which must be cut alike for its local shape to be the right one."""
     return tuple(site.tie(*pair) for pair in zip(_regroup(site, "self"), site.dims("other"), strict=True))
 
 
-@operator("aten.squeeze.dim", "aten.squeeze.dims", "aten.squeeze.default", reshapes=True)
+@operator("aten.squeeze.dim", "aten.squeeze.dims", "aten.squeeze.default", reshapes=True, is_view=True)
 def squeeze(site: Site) -> Dims:
     """Dims of size 1 vanish. One that stays must stay on every rank, also where a part of it would have size 1."""
     dims = site.dims("self")
@@ -84,8 +84,8 @@ def squeeze(site: Site) -> Dims:
     return _regroup(site, "self")
 
 
-@operator("aten.transpose.int", in_place="aten.transpose_.default")
-@operator("aten.swapaxes.default", "aten.swapdims.default", "aten.mT.default")
+@operator("aten.transpose.int", in_place="aten.transpose_.default", is_view=True)
+@operator("aten.swapaxes.default", "aten.swapdims.default", "aten.mT.default", is_view=True)
 def transpose(site: Site) -> Dims:
     """Two dims change places, the last two where none are named."""
     dims = list(site.dims("self"))
@@ -96,7 +96,7 @@ def transpose(site: Site) -> Dims:
     return tuple(dims)
 
 
-@operator("aten.permute.default")
+@operator("aten.permute.default", is_view=True)
 def permute(site: Site) -> Dims:
     """The dims in another order."""
     dims = site.dims("self")
@@ -104,7 +104,7 @@ def permute(site: Site) -> Dims:
     return tuple(dims[index % len(dims)] for index in site["dims"])
 
 
-@operator("aten.movedim.int", "aten.movedim.intlist")
+@operator("aten.movedim.int", "aten.movedim.intlist", is_view=True)
 def movedim(site: Site) -> Dims:
     """Some dims at other places, the rest in order."""
     dims = site.dims("self")
@@ -118,7 +118,7 @@ def movedim(site: Site) -> Dims:
     return tuple(dims[moved[place] if place in moved else next(rest)] for place in range(len(dims)))
 
 
-@operator("aten.t.default", "aten.numpy_T.default")
+@operator("aten.t.default", "aten.numpy_T.default", is_view=True)
 def reverse_dims(site: Site) -> Dims:
     """The dims in reverse order (a matrix transposed)."""
     site.linear_in("self")
@@ -132,7 +132,7 @@ def _is_expanded(shapes: Shapes, dim: int) -> bool:
     return place < 0 or source[place] == 1
 
 
-@operator("aten.expand_as.default", reshapes=True, uniform=_is_expanded, lends="other")
+@operator("aten.expand_as.default", reshapes=True, uniform=_is_expanded, lends="other", is_view=True)
 def expand_as(site: Site) -> Dims:
     """Like expand, but what is expanded is indexed like the other tensor, which must be cut alike."""
     dims, other = site.dims("self"), site.dims("other")
@@ -142,7 +142,14 @@ def expand_as(site: Site) -> Dims:
     return tuple(site.tie(theirs, ours) if ours.size != 1 else theirs for ours, theirs in pairs)
 
 
-@operator("aten.expand.default", "aten.broadcast_to.default", sizes=("size",), reshapes=True, uniform=_is_expanded)
+@operator(
+    "aten.expand.default",
+    "aten.broadcast_to.default",
+    sizes=("size",),
+    reshapes=True,
+    uniform=_is_expanded,
+    is_view=True,
+)
 def expand(site: Site) -> Dims:
     """Dims of size 1, or none, become new dims whose indices all hold the same element."""
     dims = site.dims("self")
@@ -177,6 +184,7 @@ def repeat(site: Site) -> Dims:
     "aten.slice.Tensor",
     offsets=(("start", "self", "dim"), ("end", "self", "dim")),
     scatter="aten.slice_scatter.default",
+    is_view=True,
 )
 def slice_(site: Site) -> Dims:
     """A contiguous range of a dim cuts it into sections; with a step over all of it, it is a factor of the dim."""
@@ -202,7 +210,7 @@ def sliced(site: Site, dim: Dim, length: int) -> Dim:
     return _whole(site, (dim,), [length], "a slice with a step")[0]
 
 
-@operator("aten.narrow.default", sizes=("length",), offsets=(("start", "self", "dim"),))
+@operator("aten.narrow.default", sizes=("length",), offsets=(("start", "self", "dim"),), is_view=True)
 def narrow(site: Site) -> Dims:
     """A contiguous range of a dim, by its start and length."""
     dims = list(site.dims("self"))
@@ -243,15 +251,15 @@ def _split(site: Site, *, evenly: bool) -> list[Dims]:
     return [(*dims[:index], section, *dims[index + 1 :]) for section in sections]
 
 
-@operator("aten.split_with_sizes.default", sizes=("split_sizes",))
-@operator("aten.split.sizes", sizes=("split_size",))
+@operator("aten.split_with_sizes.default", sizes=("split_sizes",), is_view=True)
+@operator("aten.split.sizes", sizes=("split_size",), is_view=True)
 def split(site: Site) -> list[Dims]:
     """One dim cut into sections."""
     return _split(site, evenly=False)
 
 
-@operator("aten.split.Tensor", sizes=("split_size",))
-@operator("aten.chunk.default")
+@operator("aten.split.Tensor", sizes=("split_size",), is_view=True)
+@operator("aten.chunk.default", is_view=True)
 def split_evenly(site: Site) -> list[Dims]:
     """One dim cut into sections of one size, which must be cut alike to stay of one size."""
     return _split(site, evenly=True)
@@ -285,7 +293,7 @@ def stack(site: Site) -> Dims:
     return (*parts[0][:index], fresh, *parts[0][index:])
 
 
-@operator("aten.select.int", scatter="aten.select_scatter.default")
+@operator("aten.select.int", scatter="aten.select_scatter.default", is_view=True)
 def select(site: Site) -> Dims:
     """One index of a dim that stays whole."""
     dims = site.dims("self")
@@ -295,7 +303,7 @@ def select(site: Site) -> Dims:
     return (*dims[:index], *dims[index + 1 :])
 
 
-@operator("aten.unbind.int")
+@operator("aten.unbind.int", is_view=True)
 def unbind(site: Site) -> list[Dims]:
     """Every index of a dim that stays whole."""
     dims = site.dims("self")
@@ -337,7 +345,7 @@ def pad(site: Site) -> Dims:
     return tuple(dims)
 
 
-@operator("aten.view_as_complex.default")
+@operator("aten.view_as_complex.default", is_view=True)
 def view_as_complex(site: Site) -> Dims:
     """``[..., 2]`` -> ``[...]``."""
     *dims, parts = site.dims("self")
@@ -346,7 +354,7 @@ def view_as_complex(site: Site) -> Dims:
     return tuple(dims)
 
 
-@operator("aten.view_as_real.default")
+@operator("aten.view_as_real.default", is_view=True)
 def view_as_real(site: Site) -> Dims:
     """``[...]`` -> ``[..., 2]``."""
     parts = site.new(2)

@@ -24,6 +24,11 @@ hold the same value, and their gradients *add up* to the gradient. Going out of 
 taken and so the first owner alone gets the gradient; going into it every owner gets the value and the backward sums
 what the owners return.
 
+Where the ranks hold equally long runs in order of rank (``Ownership.is_even``), a gather along the first dim, or one
+before which all dims have length 1, is written where it stays, and a reduce-scatter along it reads its operand where it
+is. Along a dim further in, the ranks' parts do not lie one after the other in memory, which takes one copy; so do
+uneven shards, which travel padded to the longest.
+
 All of these are collective (every rank of the group must call them in the same order) except ``slice_replicate`` and
 those that keep once, in forward or backward as the table says. On meta tensors each records itself as one node of the
 trace (its name is the conversion, ``"partial_to_invariant"`` and so on) and communicates nothing.
@@ -49,6 +54,7 @@ from lightning_autotp.layouts.ownership import Ownership
 from lightning_autotp.layouts.transitions import TRANSITIONS, Pair, transition
 from lightning_autotp.layouts.types import Invariant, Layout, Partial, Replicate, Shard
 from lightning_autotp.private.distributed_private import collectives
+from lightning_autotp.private.torch_private import own_shape
 from lightning_autotp.ranks.group import TPGroup
 
 _uncached_owners = Ownership.__dict__["owners"].func
@@ -80,6 +86,24 @@ def _reduce_scatter_parts(parts: Tensor, group: TPGroup) -> Tensor:
     return collectives.wait_tensor(
         collectives.reduce_scatter_tensor(parts.contiguous().flatten(0, 1), "sum", group.size, group.name)
     )
+
+
+def _gather_even(x: Tensor, group: TPGroup, dim: int) -> Tensor:
+    """The ranks' ``[..., size, ...]`` of one shape after each other along ``dim``: ``[..., ranks * size, ...]``."""
+    shape = [*x.shape[:dim], group.size * x.shape[dim], *x.shape[dim + 1 :]]
+    if x.is_meta or x.numel() == 0:
+        return x.new_empty(shape)
+    if dim and any(size != 1 for size in x.shape[:dim]):  # the ranks' rows alternate in memory
+        return torch.cat(_gather_parts(x, group).unbind(), dim)
+    flat = collectives.all_gather_into_tensor(x.contiguous().flatten(0, dim), group.size, group.name)
+    # With its own shape, not as a view of another one: the model's code may go on to change it in place.
+    return own_shape(collectives.wait_tensor(flat), shape)
+
+
+def _reduce_scatter_even(x: Tensor, group: TPGroup, dim: int) -> Tensor:
+    """This rank's one of equal parts along ``dim`` of the sum: ``[..., ranks * size, ...] -> [..., size, ...]``."""
+    parts = x.unflatten(dim, (group.size, -1)).movedim(dim, 0)  # a view that is contiguous if ``dim`` is the first one
+    return _reduce_scatter_parts(parts, group)
 
 
 def gather_lengths(length: int, group: TPGroup, device: torch.device) -> list[int]:
@@ -143,6 +167,8 @@ def _place(local: Tensor, dim: int, ownership: Ownership, rank: int) -> Tensor:
 
 def _gather(local: Tensor, group: TPGroup, dim: int, ownership: Ownership, *, add_owners: bool) -> Tensor:
     """The whole tensor from the ranks' parts; a shared index has its first owner's value, or the sum of its owners'."""
+    if ownership.is_even:
+        return _gather_even(local, group, dim)
     largest = max(ownership.local_size(rank) for rank in range(ownership.ranks))
     parts = _gather_parts(_pad(local, dim, largest), group)
     offsets = [0] * ownership.ranks
@@ -160,6 +186,8 @@ def _gather(local: Tensor, group: TPGroup, dim: int, ownership: Ownership, *, ad
 
 def _reduce_scatter(x: Tensor, group: TPGroup, dim: int, ownership: Ownership) -> Tensor:
     """This rank's part of the sum of the ranks' whole tensors; every owner of a shared index gets its sum."""
+    if ownership.is_even:
+        return _reduce_scatter_even(x, group, dim)
     largest = max(ownership.local_size(rank) for rank in range(ownership.ranks))
     parts = [_pad(take_owned(x, dim, ownership, rank), dim, largest) for rank in range(ownership.ranks)]
     part, size = _reduce_scatter_parts(torch.stack(parts), group), ownership.local_size(group.rank)

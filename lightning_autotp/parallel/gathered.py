@@ -2,7 +2,8 @@
 
 After *Reducing Activation Recomputation in Large Transformer Models* (Korthikanti et al.,
 https://arxiv.org/abs/2205.05198): the weight gradient of a column-parallel layer needs its whole input, which every
-rank would hold from the forward on.
+rank would hold from the forward on. That input may be another view of what was gathered, with the same elements:
+``hidden.view(-1, width)``.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from lightning_autotp.private.torch_private import base_of
+
 _NAME = "autotp_gathered"
 
 
 class _Gathered:
-    """A gathered tensor that autograd keeps several times, as this rank's part.
+    """A gathered tensor that autograd keeps several times, also as other views, and once as this rank's part.
 
     Args:
         part: this rank's part, ``[..., seq/tp, ...]``.
@@ -50,14 +53,22 @@ def saving_part(whole: Tensor) -> AbstractContextManager[Any]:
     """Within it autograd keeps this rank's part instead of a tensor that was gathered.
 
     The backward pass is collective then.
+
+    Args:
+        whole: what was gathered, or a reshaped view of it.
     """
-    gathered: _Gathered | None = getattr(whole, _NAME, None)
+    if torch.compiler.is_compiling():
+        return nullcontext()
+    base = base_of(whole)
+    if base is not None and (base.numel() != whole.numel() or not whole.is_contiguous()):
+        return nullcontext()
+    gathered: _Gathered | None = getattr(whole if base is None else base, _NAME, None)
     if gathered is None:
         return nullcontext()
-    memory = whole.untyped_storage().data_ptr()
+    memory, dtype = whole.untyped_storage().data_ptr(), gathered.part.dtype
 
     def pack(tensor: Tensor) -> Any:
-        if tensor.untyped_storage().data_ptr() != memory:
+        if tensor.untyped_storage().data_ptr() != memory or tensor.dtype != dtype:
             return tensor
         gathered.kept += 1
         return tensor.size(), tensor.stride(), tensor.storage_offset()

@@ -34,13 +34,13 @@ from lightning_autotp.layouts.types import Shard
 from lightning_autotp.parallel.collectives import (
     all_gather,
     all_reduce,
-    copy_to_tensor_parallel,
     keep_once,
     scatter,
     take_owned,
 )
 from lightning_autotp.parallel.gathered import saving_part
 from lightning_autotp.parallel.local_parameters import LocalParameters, become, localize_parameter
+from lightning_autotp.parallel.overlap import product, replicate
 from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.solving.implementations import LEFT, Implementation
 
@@ -171,14 +171,14 @@ class ColumnParallelLinear(nn.Linear):
         """``[batch, ..., in] -> [batch, ..., out/tp]``; see the class for the flags. Collective."""
         input = self.replicated(input)
         with saving_part(input):
-            output = F.linear(input, self.weight, self.bias)
+            output = product(input, self)
         if self.gather_output:
             output = all_gather(output, self.group, Shard(((output.dim() - 1, self.ownership),)))
         return output
 
     def replicated(self, input: Tensor) -> Tensor:
         """The input as the product takes it, Replicate: ``[batch, ..., in]``. Collective as the flags say."""
-        return input if self.input_is_replicated else copy_to_tensor_parallel(input, self.group)
+        return input if self.input_is_replicated else replicate(input, self.group, (self,))
 
     def extra_repr(self) -> str:
         """What ``repr`` shows: whole and local sizes, and the flags."""

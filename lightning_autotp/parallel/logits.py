@@ -39,6 +39,7 @@ import inspect
 import math
 import re
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -48,6 +49,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 from torch.overrides import resolve_name
+from torch.utils.hooks import RemovableHandle
 
 from lightning_autotp.layouts.ownership import Ownership
 from lightning_autotp.layouts.types import Shard
@@ -62,6 +64,7 @@ from lightning_autotp.parallel.cross_entropy import vocab_parallel_cross_entropy
 from lightning_autotp.parallel.head_product import HeadProduct
 from lightning_autotp.parallel.linear_cross_entropy import vocab_parallel_linear_cross_entropy
 from lightning_autotp.parallel.whole_dim import after_index, after_reshape
+from lightning_autotp.private.fabric_private import only_looks
 from lightning_autotp.private.torch_private import (
     VIEW_GETTERS,
     schema_of,
@@ -516,8 +519,13 @@ def _squeeze(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
 
 
 def _register_hook(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """On the local tensor, through which every gradient goes; the hook sees sharded gradients."""
+    """On the local tensor, through which every gradient goes; the hook sees sharded gradients.
+
+    A hook that only looks whether there is a backward pass does not make logits be computed: the loss has it too.
+    """
     logits, hook = args
+    if logits.product is not None and only_looks(hook):
+        return RemovableHandle(OrderedDict())
 
     def on_local(grad: Tensor) -> Tensor | None:
         found = hook(_rewrap(logits, grad, logits.vocab_dim))

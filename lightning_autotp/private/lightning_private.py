@@ -12,9 +12,10 @@ from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
 from subprocess import Popen
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from lightning.fabric import strategies as fabric_strategies
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 
 # Seeds a loader's workers by the rank that reads it.
@@ -47,6 +48,7 @@ from torch.optim.swa_utils import AveragedModel
 __all__ = [
     "NOT_APPLICABLE",
     "DeferredSignals",
+    "FabricModelParallelStrategy",
     "ModelParallelStrategy",
     "ModelSummary",
     "WeightAveraging",
@@ -68,13 +70,18 @@ class Launcher(_SubprocessScriptLauncher):
     """Lightning's, with a word when all hooks of a run are over. Its last public hook is before some of them.
 
     Args:
-        strategy: whose it is.
+        strategy: whose it is: the Trainer's, or Fabric's.
     """
 
-    def __init__(self, strategy: ModelParallelStrategy) -> None:
+    def __init__(self, strategy: ModelParallelStrategy | FabricModelParallelStrategy) -> None:
         assert strategy.cluster_environment is not None
         super().__init__(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
         self.strategy = strategy
+
+    @property
+    def is_interactive_compatible(self) -> bool:
+        """Yes, with one process; with more, :meth:`ModelParallelStrategy.before_start` says what to write instead."""
+        return True
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         """Call the function on every rank; where nobody else starts processes, and none were started, start them."""
@@ -82,6 +89,8 @@ class Launcher(_SubprocessScriptLauncher):
             if self.cluster_environment.creates_processes_externally:
                 result = function(*args, **kwargs)
             else:
+                if not self.procs:
+                    self.strategy.before_start()
                 result = super().launch(self.started, function, *args, trainer=trainer, **kwargs)
         except _TunerExitException:
             self.strategy.after_run()
@@ -95,8 +104,13 @@ class Launcher(_SubprocessScriptLauncher):
         return function(*args, **kwargs)
 
 
-class ModelParallelStrategy(strategies.ModelParallelStrategy):
-    """Lightning's, with its sizes and what it asks for when it is told of the devices."""
+class _Told:
+    """What a strategy does not have publicly: its sizes, and what it asks for when it is told of the devices."""
+
+    _tensor_parallel_size: int | Literal["auto"]
+    _data_parallel_size: int | Literal["auto"]
+    _save_distributed_checkpoint: bool
+    _timeout: timedelta | None
 
     @property
     def tensor_ranks(self) -> int | str:
@@ -120,11 +134,14 @@ class ModelParallelStrategy(strategies.ModelParallelStrategy):
     def before_launch(self) -> None:
         """Called when the number of devices is known, before processes start. No public hook is."""
 
+    def before_start(self) -> None:
+        """Called when this process is about to start those of the other ranks on its machine."""
+
     def after_start(self, processes: list[Popen[bytes]]) -> None:
         """Called when this process has started those of the other ranks on its machine."""
 
     def after_run(self) -> None:
-        """Called on every rank at the end of ``trainer.fit`` and its like, unless there was an error."""
+        """Called on every rank at the end of what was launched, such as ``trainer.fit``, unless there was an error."""
 
     def kill_processes(self) -> None:
         """End the processes that this one started, at once."""
@@ -138,7 +155,15 @@ class ModelParallelStrategy(strategies.ModelParallelStrategy):
 
     def _configure_launcher(self) -> None:
         self.before_launch()
-        self._launcher = Launcher(self)
+        self._launcher: Any = Launcher(self)  # type: ignore[arg-type]
+
+
+class ModelParallelStrategy(_Told, strategies.ModelParallelStrategy):
+    """Lightning's, with what it does not have publicly."""
+
+
+class FabricModelParallelStrategy(_Told, fabric_strategies.ModelParallelStrategy):
+    """Fabric's, likewise."""
 
 
 # --- signals ---

@@ -90,6 +90,7 @@ __all__ = [
     "as_written",
     "assert_async",
     "autocast_on_meta",
+    "base_of",
     "buffers_of",
     "changes",
     "check_and_unscale",
@@ -110,6 +111,7 @@ __all__ = [
     "is_meta",
     "module_like",
     "neg_view",
+    "own_shape",
     "parameters_of",
     "quiet_fake_tensors",
     "registered_children",
@@ -192,6 +194,19 @@ def changes(tensor: Tensor) -> int:
 def neg_view(tensor: Tensor) -> Tensor:
     """The view of a tensor that has the other sign, as ``tensor.conj().imag`` is one. Nothing public makes any."""
     return torch._neg_view(tensor)
+
+
+def base_of(tensor: Tensor) -> Tensor | None:
+    """The tensor that this one is a view of, the same object with the attributes it was given. Nothing public."""
+    return tensor._base
+
+
+def own_shape(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """The same memory in another shape, which counts as no view of the tensor. ``view`` makes one that does.
+
+    Autograd refuses to change a view in place that a function of its own gave; the tensor must not be used after.
+    """
+    return torch.ops.aten._unsafe_view(tensor, shape)
 
 
 def assert_async(condition: Tensor, message: str) -> None:
@@ -365,8 +380,13 @@ def moves_alike() -> Callable[..., bool]:
 
 
 def is_in_backward() -> bool:
-    """Whether a backward pass is running in this thread. Nothing public."""
-    return torch._C._current_graph_task_id() != -1
+    """Whether a backward pass is running in this thread."""
+    return backward_pass() != -1
+
+
+def backward_pass() -> int:
+    """The number of the backward pass that is running in this thread; -1 if none is. Nothing public."""
+    return torch._C._current_graph_task_id()
 
 
 def hooks_given() -> int:
@@ -454,7 +474,7 @@ def autocast_on_meta() -> Iterator[None]:
         else:
             original(self, device_type, *args, **kwargs)
 
-    def elsewhere(function: Callable[..., Any]) -> Callable[..., Any]:
+    def elsewhere(function: Any) -> Callable[..., Any]:
         return lambda *device: function(*("cpu" if one == "meta" else one for one in device))
 
     original, asked = torch.autocast.__init__, (torch.get_autocast_dtype, torch.is_autocast_enabled)

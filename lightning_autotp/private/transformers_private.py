@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, modeling_utils
 
 # The conversions that an architecture's checkpoints go through.
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -36,7 +36,13 @@ from transformers.tokenization_utils_base import (
     SPECIAL_TOKENS_MAP_FILE,
     TOKENIZER_CONFIG_FILE,
 )
-from transformers.utils import FEATURE_EXTRACTOR_NAME, PROCESSOR_NAME, SAFE_WEIGHTS_INDEX_NAME, VIDEO_PROCESSOR_NAME
+from transformers.utils import (
+    FEATURE_EXTRACTOR_NAME,
+    PROCESSOR_NAME,
+    SAFE_WEIGHTS_INDEX_NAME,
+    VIDEO_PROCESSOR_NAME,
+    hub,
+)
 from transformers.utils.hub import CHAT_TEMPLATE_DIR, CHAT_TEMPLATE_FILE, LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE
 
 __all__ = [
@@ -52,6 +58,7 @@ __all__ = [
     "SPECIAL_TOKENS_MAP_FILE",
     "TOKENIZER_CONFIG_FILE",
     "VIDEO_PROCESSOR_NAME",
+    "asks_hub_by_own_functions",
     "conversion_key",
     "conversions_of",
     "convert_and_load_state_dict_in_model",
@@ -64,6 +71,7 @@ __all__ = [
     "set_waits_for_copies",
     "tokenizer_class_from_name",
     "waits_for_copies",
+    "with_hub_functions",
     "with_loading_step",
 ]
 
@@ -85,6 +93,34 @@ def with_loading_step(replace: Callable[[Callable[..., Any]], Callable[..., Any]
         yield
     finally:
         PreTrainedModel._load_pretrained_model = before  # type: ignore[method-assign]
+
+
+def asks_hub_by_own_functions() -> bool:
+    """Whether transformers asks the Hub by its own functions, not inside :func:`with_hub_functions`."""
+    return hub.cached_files.__module__ == hub.__name__
+
+
+@contextmanager
+def with_hub_functions(
+    files: Callable[[Callable[..., Any]], Callable[..., Any]],
+    has_file: Callable[[Callable[..., Any]], Callable[..., Any]],
+    commit: Callable[[Callable[..., Any]], Callable[..., Any]],
+) -> Iterator[None]:
+    """Within it, transformers asks the Hub by what the arguments make of its own functions; nothing public would do.
+
+    Args:
+        files: of ``cached_files(path_or_repo_id, filenames, ...)``, by which ``cached_file`` gets a single file too.
+        has_file: of ``has_file(path_or_repo, filename, ...)``.
+        commit: of ``HfApi.resolve_revision(repo_id, revision=..., ...)``.
+    """
+    api, before = hub.hf_api(), (hub.cached_files, modeling_utils.has_file)
+    try:
+        hub.cached_files, modeling_utils.has_file = files(before[0]), has_file(before[1])
+        api.resolve_revision = commit(api.resolve_revision)  # type: ignore[method-assign]
+        yield
+    finally:
+        hub.cached_files, modeling_utils.has_file = before
+        del api.resolve_revision
 
 
 def conversions_of(model: nn.Module) -> list[Any] | None:

@@ -18,7 +18,7 @@ from lightning_autotp.layouts.places import Boundary, CallPoint
 from lightning_autotp.layouts.transitions import TRANSITIONS
 from lightning_autotp.layouts.types import Invariant, Layout, Shard, local_shape
 from lightning_autotp.operators import Shapes, record
-from lightning_autotp.operators.graph import Graph, Operator, Ref, renamed
+from lightning_autotp.operators.graph import Graph, Operator, Ref, refs, renamed
 from lightning_autotp.parameters.meta import ParameterMeta
 from lightning_autotp.solving.implementations import LEFT, Use
 from lightning_autotp.solving.solution import Conversion, Solution
@@ -219,7 +219,7 @@ def _implemented(use: Use, operator: Operator, shapes: Any, solution: Solution) 
     change = None if use.output == LEFT else use.output
     result = ("partial", target) if change is not None else total
     if entry.primitive:
-        reads = tuple(value for name in entry.reads if (value := operator.argument(name)) is not None)
+        reads = tuple(ref for name in entry.reads for ref in refs(operator.argument(name)))
         maps = _maps(_layout(solution, operator.argument(entry.operand).tensor))
         arguments: tuple[tuple[str, Any], ...] = (("input", reads), ("detail", maps))
         yield _Expected(f"record:{entry.primitive}", arguments, ((result, shape),), operator)

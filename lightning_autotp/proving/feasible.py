@@ -5,22 +5,25 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from torch import nn
 
-from lightning_autotp.layouts.plan import Plan, SizePlan
+from lightning_autotp.layouts.plan import ParameterPlan, Plan, Reason, SizePlan
 from lightning_autotp.layouts.types import Layout, Shard
 from lightning_autotp.operators.graph import Graph, Operator
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
 from lightning_autotp.proving.compare import Mismatch, VerificationError
+from lightning_autotp.proving.experts import Dealable, dealable_experts
 from lightning_autotp.proving.local_sizes import Unlocalizable, find_sizes
 from lightning_autotp.solving.annotate import annotate, explain
 from lightning_autotp.solving.cost import Profile
+from lightning_autotp.solving.expert_modules import with_whole_experts
 from lightning_autotp.solving.options import PlanOptions
 from lightning_autotp.solving.pins import pinned
 from lightning_autotp.solving.solution import Solution
-from lightning_autotp.solving.solver import solve
+from lightning_autotp.solving.solver import NothingToShard, solve
 
 SEQUENCE_PARALLEL_PRICE = 8.0
 """All-reduces that an activation held whole may cost where sequence parallelism is asked for: more than dealing it out
@@ -45,15 +48,75 @@ def feasible_plan(
         VerificationError: if no plan can be carried out.
     """
     search = _Search(model, graph, inputs, ranks, options)
+    found = dealable_experts(model, graph, ranks)
+    if found.sizes:
+        whole = with_whole_experts(graph, found.sizes)
+        search = _cheaper(search, _Search(model, whole, inputs, ranks, options, found.sizes))
     plan, solution = search.with_whole_tokens()
+    plan = _with_refused(plan, found)
     return search.with_dealt_tokens(plan, solution) if options.sequence_parallel else (plan, solution)
 
 
-class _Search:
-    """Plans of one model; those that cannot be carried out say what the next one must leave whole."""
+def _cheaper(divided: _Search, whole: _Search) -> _Search:
+    """The search of the cheaper plans: experts are divided along their features, or dealt out whole.
 
-    def __init__(self, model: nn.Module, graph: Graph, inputs: Any, ranks: int, options: PlanOptions) -> None:
+    All mixtures of a model are treated alike. Experts whose code cannot be traced cannot be divided; and a user may ask
+    for one or the other, by pins.
+    """
+    names = {name for name in divided.pins if name.rpartition(".")[0] in whole.experts}
+    if any(divided.pins[name] is None for name in names):
+        return divided
+    try:
+        found = whole.first
+    except ValueError:  # pinned along another dim
+        return divided
+    uses = (use.implementation for use in found.uses.values())
+    if sum(entry.is_module for entry in uses) < len(whole.graph.experts):
+        return divided
+    if divided.graph.opaque - whole.graph.opaque or any(divided.pins[name] == 0 for name in names):
+        return whole
+    try:
+        return whole if found.cost < divided.first.cost else divided
+    except NothingToShard:
+        return whole
+
+
+def _with_refused(plan: Plan, found: Dealable) -> Plan:
+    """The plan, which says of experts that are whole on every rank why they are not dealt out."""
+
+    def said(parameter: ParameterPlan) -> ParameterPlan:
+        why = found.refused.get(parameter.names[0].rpartition(".")[0])
+        if why is None or isinstance(parameter.layout, Shard) or len(parameter.shape) < 2:
+            return parameter
+        reason = Reason(0, parameter.shape[0], f"its experts cannot be dealt out: {why}")
+        return replace(parameter, reasons=(reason, *(known for known in parameter.reasons if known.dim != 0)))
+
+    return replace(plan, parameters=tuple(map(said, plan.parameters)))
+
+
+class _Search:
+    """Plans of one model; those that cannot be carried out say what the next one must leave whole.
+
+    Args:
+        model: the model.
+        graph: its graph.
+        inputs: the batch that was traced.
+        ranks: size of the tensor-parallel group.
+        options: what the plan is made for.
+        experts: modules that are one operator each in the graph, and sizes in their code that must be local.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        graph: Graph,
+        inputs: Any,
+        ranks: int,
+        options: PlanOptions,
+        experts: Mapping[str, tuple[SizePlan, ...]] | None = None,
+    ) -> None:
         self.model, self.graph, self.inputs, self.ranks, self.options = model, graph, inputs, ranks, options
+        self.experts = experts or {}
         names: dict[nn.Parameter, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             names.setdefault(parameter, []).append(name)
@@ -61,10 +124,15 @@ class _Search:
         self.pins = pinned(list(names.values()), options.keep_whole, dict(options.cut))
         self.blocked: dict[int, str] = {}
 
+    @cached_property
+    def first(self) -> Solution:
+        """The cheapest layouts, whether or not they can be carried out."""
+        return self._solved(self.pins, self.options.profile)
+
     def with_whole_tokens(self) -> tuple[Plan, Solution]:
         """The plan where every rank has all tokens. Where sizes cannot be made local, nothing is divided."""
         while True:
-            solution = self._solved(self.pins, self.options.profile)
+            solution = self._solved(self.pins, self.options.profile) if self.blocked else self.first
             try:
                 plan, solution = self._carried_out(solution)
                 return explain(plan, solution), solution
@@ -120,7 +188,8 @@ class _Search:
         def plan_with(solution: Solution, sizes: tuple[SizePlan, ...]) -> Plan:
             return annotate(solution, type(self.model).__name__, self.parameters, sizes, self.options.traced_with)
 
-        return find_sizes(self.model, self.inputs, solution, plan_with)
+        known = tuple(size for sizes in self.experts.values() for size in sizes)
+        return find_sizes(self.model, self.inputs, solution, plan_with, known)
 
 
 def _cut(layout: Layout | None) -> int | None:
@@ -158,7 +227,7 @@ def _in_any_layer(module: str) -> str:
 
 
 def _around(graph: Graph, operator: Operator | None) -> Iterator[frozenset[int]]:
-    """Positions of operators, in growing regions: those that the same line of code runs, then modules around it.
+    """Positions of operators, in growing regions: those that one line of code runs, its module's own, modules around.
 
     Modules with the same line are alike, and so each region takes them all.
     """
@@ -172,6 +241,7 @@ def _around(graph: Graph, operator: Operator | None) -> Iterator[frozenset[int]]
     ]
     yield frozenset(position for position, _ in alike)
     paths = {other.module for _, other in alike}
+    yield frozenset(position for position, other in enumerate(graph.operators) if other.module in paths)
     while True:
         yield frozenset(
             position

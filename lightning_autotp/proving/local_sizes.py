@@ -48,6 +48,7 @@ def find_sizes(
     example_inputs: object,
     solution: Solution,
     plan_with: Callable[[Solution, tuple[SizePlan, ...]], Plan],
+    known: tuple[SizePlan, ...] = (),
 ) -> tuple[Plan, Solution]:
     """The plan with every size that must be local, proven on one rank of every kind, and the solution it carries out.
 
@@ -56,6 +57,7 @@ def find_sizes(
         example_inputs: the batch that the solution's graph was captured with.
         solution: the layouts.
         plan_with: makes the plan for a solution and sizes.
+        known: sizes that must be local in any case.
 
     Raises:
         Unlocalizable: if no choice of sizes gives the right trace.
@@ -67,7 +69,7 @@ def find_sizes(
         return compare(capture_local(local, example_inputs, solution.graph.opaque), solution, rank)
 
     search = _Search(model, solution, difference, in_calls=True)
-    sizes = search.find((), _representatives(solution))
+    sizes = search.find(known, _representatives(solution))
     return plan_with(search.solution, sizes), search.solution
 
 

@@ -39,6 +39,7 @@ from lightning_autotp.proving.verify import trace
 from lightning_autotp.ranks.agreement import raise_together
 from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.solving.annotate import inputs_of_modules, parts_at_modules
+from lightning_autotp.solving.expert_modules import as_planned
 from lightning_autotp.solving.planned import PlanMismatch
 from lightning_autotp.solving.solution import Solution
 
@@ -158,6 +159,7 @@ class CallProver:
         first: Exception | None = None
         while True:
             try:
+                graph = as_planned(graph, self.plan, IMPLEMENTATIONS)
                 changes, solution = read_for_call(self.plan, graph, IMPLEMENTATIONS, fixed)
             except PlanMismatch as error:
                 raise self._refusal(call, first or error) from error

@@ -151,6 +151,16 @@ class PeerWatch:
         if found is None:
             self._store.compare_set("failed", "", text)  # the first failure is the one that counts
 
+    def wait_for_others(self) -> None:
+        """Wait until all others have stopped watching, or something has happened to one of them.
+
+        For the rank that has the store: when it ends, nobody can say any more that all is well.
+        """
+        done = [f"done/{peer.rank}" for peer in self._peers if peer != self._own]
+        with suppress(RuntimeError):  # the store is gone, and with it everybody's reason to wait
+            while self._said is None and not self._store.check(done):
+                time.sleep(ANSWER / 30)
+
     def close(self) -> None:
         """Stop watching, and being watched."""
         self._ended.set()
@@ -244,7 +254,7 @@ class PeerWatch:
             self._said = text
         print(
             f"\nlightning_autotp: {text}. Rank {self._own.rank} cannot go on without it and ends too. To go on, start"
-            " again from the last checkpoint: trainer.fit(..., ckpt_path=...)",
+            " again from the last checkpoint: trainer.fit(..., ckpt_path=...), or fabric.load(...)",
             file=sys.stderr,
             flush=True,
         )

@@ -6,11 +6,14 @@ after the first one has finished is a job that succeeded, and a rank that goes o
 
 from __future__ import annotations
 
+import atexit
+import multiprocessing
 import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from multiprocessing.util import Finalize
 from subprocess import Popen
 
 import psutil
@@ -22,6 +25,21 @@ LOOK = 0.1
 GRACE = 10.0
 """Seconds that the others have to end when this process ends with an error: more than
 :data:`lightning_autotp.ranks.peers.GRACE`, so that they can say why themselves."""
+
+
+def at_end_of_process(call: Callable[[BaseException | None], None]) -> None:
+    """Let something be called when this process ends, with the uncaught exception that ends it, if one does.
+
+    Processes that ``multiprocessing`` has started end without what ``atexit`` was given.
+    """
+
+    def end() -> None:
+        call(sys.exc_info()[1] or getattr(sys, "last_value", None))
+
+    if multiprocessing.parent_process() is None:
+        atexit.register(end)
+    else:
+        Finalize(None, end, exitpriority=0)
 
 
 def wait_for(started: Sequence[Popen[bytes]], patience: float) -> None:

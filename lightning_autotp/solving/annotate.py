@@ -126,6 +126,10 @@ def _implementations(solution: Solution) -> tuple[ImplementationPlan, ...]:
     found: dict[ImplementationPlan, None] = {}
     for position, use in sorted(solution.uses.items()):
         entry, operator = use.implementation, solution.graph.operators[position]
+        if entry.is_module:
+            cut = solution.layouts[operator.argument(entry.operand).tensor]
+            found[ImplementationPlan(operator.module, entry.name, output=use.output, layout=cut)] = None
+            continue
         if not entry.layer:
             site = solution.graph.calls[operator.call].site if operator.call >= 0 else None
             operand = operand_of(operator, entry.operand) if entry.run is not None else None

@@ -38,6 +38,7 @@ def open_calls(graph: Graph, implementations: Implementations) -> Graph:
         example=graph.example,
         integers=graph.integers,
         measured=graph.measured,
+        experts=graph.experts,
         untraced=graph.untraced,
     )
     of_call: dict[int, list[Operator]] = {}

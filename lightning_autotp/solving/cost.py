@@ -36,6 +36,8 @@ class Profile:
         all_reduce_passes: how often an all-reduced byte crosses the link (1 in a switch, 2 in a ring).
         matrix_price: all-reduces of a hidden state that one matrix held whole may cost.
         activation_price: all-reduces of an activation that this activation held whole may cost.
+        imbalance: by how much the rank whose experts the most tokens choose has more to do than an even share (the
+            capacity factor with which mixtures are usually trained, as in Fedus et al. 2022, "Switch Transformers").
     """
 
     flops: float = 4e14
@@ -45,6 +47,7 @@ class Profile:
     all_reduce_passes: float = 1.0
     matrix_price: float = 10.0
     activation_price: float = 0.0
+    imbalance: float = 1.25
 
     def collective(self, kind: str, size: float, ranks: int) -> float:
         """Seconds of an ``"all_reduce"``, ``"all_gather"`` or ``"reduce_scatter"`` of ``size`` (whole) bytes."""
@@ -56,6 +59,10 @@ class Profile:
     def compute(self, flops: float, touched: float, share: float) -> float:
         """Seconds of an operator, forward and backward, of which the slowest rank does ``share``."""
         return 3 * share * (flops / self.flops + touched / self.memory_bandwidth)
+
+    def busiest(self, share: float) -> float:
+        """The most that a rank has to do of work of which its share would be this if tokens chose evenly."""
+        return min(1.0, self.imbalance * share)
 
     def memory(self, size: int, share: float, matrix: float, hidden: float, ranks: int) -> float:
         """Seconds charged for holding ``share`` of a parameter of ``size`` bytes.

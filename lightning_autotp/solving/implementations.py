@@ -31,6 +31,7 @@ class Implementation:
         name: what plans and tables call it, such as ``"column"``.
         operator: the operator it stands for.
         layer: the class in ``torch.nn`` whose forward must run the operator; empty for a call anywhere.
+        is_module: whether the operator stands for all that a module runs, which is made another one as a whole.
         operand: the argument whose cut picks this implementation.
         dims: in one of which that argument must be cut, and in no other; empty for any one.
         inputs: changes of type that it makes on the module's first input by itself.
@@ -59,6 +60,7 @@ class Implementation:
     operand: str
     dims: tuple[int, ...] = ()
     layer: str = ""
+    is_module: bool = False
     inputs: tuple[Pair, ...] = ()
     outputs: tuple[Pair, ...] = ()
     given_instead: bool = False

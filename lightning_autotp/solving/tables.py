@@ -19,7 +19,7 @@ from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.layouts.step_size import TokensPerStep
 from lightning_autotp.layouts.transitions import TRANSITIONS
 from lightning_autotp.layouts.types import Invariant, Layout, Partial, Replicate, Shard
-from lightning_autotp.operators import Dims, Relation, count_flops, relate
+from lightning_autotp.operators import Dims, Relation, count_flops, count_touched, record, relate
 from lightning_autotp.operators.axes import Axes
 from lightning_autotp.operators.graph import OPAQUE, Graph, Operator, Ref
 from lightning_autotp.solving.call_points import private_draws, static_operands
@@ -119,10 +119,13 @@ class Tables:
         self.tokens = tokens or TokensPerStep()
         self.sizes = ScaledSizes(graph, self.relations, self.tokens)
         self.bytes = {tensor: self.sizes.bytes(tensor, dims) for tensor, dims in self.dims.items()}
+        # Inside of experts there are boundaries only where these are divided along their features.
+        inside = tuple({f"{call.module}." for call in graph.experts})
         crossing = [
             self.bytes.get(op.outputs[0], tensors[op.outputs[0]].bytes)
             for op in graph.operators
-            if op.boundary is not None
+            if (isinstance(op.boundary, Boundary) and not op.module.startswith(inside))
+            or (isinstance(op.boundary, CallPoint) and not f"{op.module}.".startswith(inside))
         ]
         # What stays whole in any case does not say what is large.
         opaque = {tensor for operator in graph.operators if operator.name == OPAQUE for tensor in operator.inputs}
@@ -443,6 +446,9 @@ class Tables:
                 if tensor in self.dims and number in self.touching[tensor]
             ]
             share = max(shares, default=1.0)
+            known = record(relation.operator.name)
+            if known is not None and known.is_by_choice:
+                share = self.profile.busiest(share)
         return self.profile.compute(*self._work(relation), share)
 
     def _shapes(self, relation: Relation) -> dict[str, tuple[float, ...]]:
@@ -458,7 +464,7 @@ class Tables:
             operator, dims = relation.operator, relation.inputs | relation.outputs
             shapes = {tensor: self.sizes.shape(tensor, found) for tensor, found in dims.items()}
             flops = count_flops(operator, lambda tensor: shapes[tensor])
-            self._works[position] = flops, sum(self.sizes.bytes(tensor, found) for tensor, found in dims.items())
+            self._works[position] = flops, count_touched(operator, lambda tensor: shapes[tensor], self.graph)
         return self._works[position]
 
     def _conversions(self, operator: Operator, source: int, target: int) -> Iterator[tuple[dict[int, Kind], float]]:

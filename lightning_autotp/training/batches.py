@@ -145,13 +145,14 @@ def broadcast_loader(loader: Any, group: dist.ProcessGroup, device: torch.device
     return kind(loader, group, torch.device("cpu") if dist.get_backend(group) == "gloo" else device)
 
 
-def check_sampler(loader: Any, replicas: int, rank: int) -> None:
+def check_sampler(loader: Any, replicas: int, rank: int, advice: str) -> None:
     """Refuse a ``DistributedSampler`` that splits the data among all processes instead of the copies of the model.
 
     Args:
         loader: any loader.
         replicas: number of copies of the model.
         rank: this process's copy.
+        advice: what to do instead.
 
     Raises:
         ValueError: on every rank that has such a sampler.
@@ -165,9 +166,7 @@ def check_sampler(loader: Any, replicas: int, rank: int) -> None:
             raise ValueError(
                 f"the {type(sampler).__name__} of a {type(loader).__name__} splits the data among all {world[0]} ranks,"
                 f" but there are {replicas} copies of the model, and the ranks that share one must see the same data."
-                " What to do: make it with the strategy's numbers,"
-                " `DistributedSampler(dataset, **trainer.strategy.distributed_sampler_kwargs)`, or leave it to"
-                " Lightning (Trainer(use_distributed_sampler=True))"
+                f" What to do: {advice}"
             )
 
 

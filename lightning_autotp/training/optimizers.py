@@ -18,7 +18,6 @@ from __future__ import annotations
 import collections
 import copy
 import functools
-import inspect
 import itertools
 import types
 import warnings
@@ -36,6 +35,8 @@ from lightning_autotp.layouts.types import Shard
 from lightning_autotp.parameters.local_blocks import data_group, plain
 from lightning_autotp.parameters.state import ParameterTable
 from lightning_autotp.private.torch_private import as_written
+from lightning_autotp.training.stepping import needs_closure, plain_step
+from lightning_autotp.training.whole_matrices import WholeMatrixOptimizer
 
 STEPS = 32
 """Enough for preconditioners that are recomputed every tenth step, or first used after 25."""
@@ -74,6 +75,8 @@ def check_optimizer(optimizer: Optimizer, module: nn.Module) -> None:
     Warns:
         UserWarning: if the optimizer cannot be run on a trial tensor, so that nothing is known about it.
     """
+    if isinstance(optimizer, WholeMatrixOptimizer):
+        return  # it steps whole tensors, and has tried its optimizer itself
     table = ParameterTable(module)
     name = type(optimizer).__name__
     unknown: str | None = None
@@ -90,8 +93,11 @@ def check_optimizer(optimizer: Optimizer, module: nn.Module) -> None:
                     f" of parameter group {number}, which has {_name(parameter, table)}"
                     f" (cut along dim {', '.join(map(str, dims))}),"
                     " the pieces of a random tensor are updated differently from the whole, by"
-                    f" {difference:.1g} times the greatest update. Use an elementwise optimizer such as SGD, Adam or"
-                    " AdamW for this group; parameters that stay whole on every rank (see the plan) may have any"
+                    f" {difference:.1g} times the greatest update. Step whole tensors:"
+                    f" lightning_autotp.WholeMatrixOptimizer(module, parameters, {name}, lr=...) is one process's"
+                    f" {name} where the update of a tensor depends on no other tensor. Or use an elementwise optimizer"
+                    " such as SGD, Adam or AdamW for this group; parameters that stay whole on every rank (see the"
+                    " plan) may have any"
                 )
     if unknown is not None:
         warnings.warn(
@@ -131,7 +137,7 @@ def _difference(optimizer: Optimizer, parameter: Tensor, ndim: int, dims: tuple[
     """
     first: Exception | None = None
     for (dtype, portable, new), with_closure in itertools.product(ATTEMPTS, (False, True)):
-        if with_closure < _needs_closure(optimizer):
+        if with_closure < needs_closure(optimizer):
             continue
         make = functools.partial(_Copier, optimizer, parameter, portable=portable, new=new)
         try:
@@ -204,18 +210,11 @@ def _pieces(shape: tuple[int, ...], dims: tuple[int, ...]) -> list[tuple[slice, 
     return list(itertools.product(*ranges))
 
 
-def _needs_closure(optimizer: Optimizer) -> bool:
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return closure is not None and closure.default is closure.empty
-
-
 def _make_steps(optimizer: Any, piece: nn.Parameter, gradients: Tensor, with_closure: bool) -> None:
     train = getattr(optimizer, "train", None)  # schedule-free optimizers have two modes
     if callable(train):
         train()
-    step: Callable[..., Any] = type(optimizer).step
-    if hasattr(step, "hooked"):  # without the hooks that users register for all optimizers
-        step = step.__wrapped__  # type: ignore[attr-defined]
+    step = plain_step(optimizer)
     for gradient in gradients:
 
         def closure(gradient: Tensor = gradient) -> Tensor:

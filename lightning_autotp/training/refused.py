@@ -9,14 +9,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_autotp.parallel.embedding import VocabParallelEmbedding
 from lightning_autotp.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_autotp.parameters.first_use import known_writes
-from lightning_autotp.parameters.state import parallel_state
+from lightning_autotp.parameters.state import ParameterTable, parallel_state
 from lightning_autotp.private.transformers_private import INITIALIZES
 
 ON_WHOLE_TENSORS = (
@@ -137,6 +139,25 @@ def _refuse_on_parts(module: nn.Module, name: str) -> None:
 def refuse_whole_states(model: nn.Module) -> None:
     """Make an error of ``model.load_state_dict`` with whole tensors, before any is loaded, that says what to do."""
     model.register_load_state_dict_pre_hook(_refuse_whole_tensors)
+
+
+def refuse_whole_optimizer_states(optimizer: Optimizer, module: nn.Module) -> None:
+    """Likewise of ``optimizer.load_state_dict``, for an optimizer of the local parameters of a module."""
+    optimizer.register_load_state_dict_pre_hook(partial(_refuse_whole_moments, module))
+
+
+def _refuse_whole_moments(module: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    table = ParameterTable(module)
+    for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=False):
+        for parameter, number in zip(group["params"], saved["params"], strict=False):
+            meta = table.meta(parameter)
+            for key, value in state["state"].get(number, {}).items():
+                if isinstance(value, Tensor) and meta and tuple(value.shape) == meta.shape != meta.local_shape:
+                    raise RuntimeError(
+                        f"the state {key!r} of {meta.name} is whole, {meta.shape}, and load_state_dict of an optimizer"
+                        f" of local parameters takes this rank's part, {meta.local_shape}: load the checkpoint with"
+                        " fabric.load(path, {name: optimizer}), or fabric.load_raw(path, optimizer)"
+                    )
 
 
 def _refuse_whole_tensors(model: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:

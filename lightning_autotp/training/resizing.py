@@ -38,6 +38,7 @@ from lightning_autotp.ranks.agreement import gather_objects, raise_together
 from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.ranks.random_numbers import share_random_state
 from lightning_autotp.solving.annotate import annotate
+from lightning_autotp.solving.expert_modules import as_planned
 from lightning_autotp.solving.planned import PlanMismatch
 from lightning_autotp.solving.solution import Solution
 from lightning_autotp.training.gradients import synchronize_gradients
@@ -181,7 +182,8 @@ def _proved(model: nn.Module, prover: CallProver, resized: Resized) -> tuple[Pla
     state = parallel_state(model)
     try:
         plan = with_lengths(state.plan, resized.shapes())
-        plan, solution = read_plan(plan, trace(resized.model, prover.example), IMPLEMENTATIONS)
+        graph = as_planned(trace(resized.model, prover.example), plan, IMPLEMENTATIONS)
+        plan, solution = read_plan(plan, graph, IMPLEMENTATIONS)
         local = meta_copy(resized.model)
         apply_plan(local, plan, state.group)
         verify(local, solution, state.group.rank, prover.example)

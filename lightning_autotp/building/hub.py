@@ -1,0 +1,168 @@
+"""The Hub is asked once per machine: one process fetches a model's files, the others wait and take what it got.
+
+Everything that transformers' ``from_pretrained`` wants of the Hub goes through three functions: which commit a revision
+is, whether a repository has a file, and the files themselves. Inside :func:`cached_files_once` a call of one of these,
+which all ranks make with the same arguments, is made by one process of each machine, with huggingface_hub's own
+progress bar, retries and resumed downloads. What it returned or raised goes to the others through the process group's
+store: no collective is needed, so a call that only some ranks make waits for nobody. The others send nothing over the
+network: an unreachable Hub is one process's error, and then every rank's.
+
+All machines use the commit that the first one of them got for a revision, so that a repository that changes while a
+job starts does not give them different weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import torch.distributed as dist
+from huggingface_hub import ResolvedRevision, is_offline_mode
+
+from lightning_autotp.private.distributed_private import default_store
+from lightning_autotp.private.transformers_private import asks_hub_by_own_functions, with_hub_functions
+from lightning_autotp.ranks.agreement import PeerError
+from lightning_autotp.ranks.peers import Peer
+
+LOOK = 0.05
+"""Seconds between two looks for what another process has fetched."""
+PRECEDENCE = 5.0
+"""Seconds that the other processes of a machine leave a call to its first one, whose output a user sees."""
+
+
+class FetchError(OSError):
+    """Files could not be fetched from the Hub; the message has why, and what to do. The same on every rank."""
+
+
+@contextmanager
+def cached_files_once() -> Iterator[None]:
+    """Within it, what transformers fetches from the Hub is fetched by one process of each machine.
+
+    Not collective: ranks that make the same calls share them, whenever they make them. With a single process, nothing
+    changes, nor for local directories, ``local_files_only`` and ``HF_HUB_OFFLINE``, where nothing is fetched. All
+    processes of a machine must see the same cache directory. Nestable; transformers is as before afterwards.
+
+    Raises:
+        FetchError: from ``from_pretrained``, on every rank of the machine whose process could not fetch.
+        PeerError: if the process that fetches dies.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1 or not asks_hub_by_own_functions():
+        yield
+        return
+    calls = _Calls()
+    with with_hub_functions(calls.files, calls.has_file, calls.commit):
+        yield
+
+
+class _Calls:
+    """Calls that the processes of one machine make once. What it knows of other processes is in the store."""
+
+    def __init__(self) -> None:
+        self._own = Peer.this_process(dist.get_rank())
+        self._job = dist.PrefixStore("autotp/hub", default_store())
+        self._machine = dist.PrefixStore(self._own.host, self._job)
+        local_rank = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))
+        self._patience = 0.0 if local_rank == "0" else PRECEDENCE
+
+    def files(self, fetch: Callable[..., list[str] | None]) -> Callable[..., list[str] | None]:
+        """Of the function that gives the paths of files in the cache, one that fetches them once per machine."""
+
+        def once(*args: Any, **kwargs: Any) -> list[str] | None:
+            given = _named(fetch, args, kwargs)
+            repository, files = str(given["path_or_repo_id"]), given["filenames"]
+            if _is_local(repository, given):
+                return fetch(*args, **kwargs)
+            return self._once(f"fetching {', '.join(files)} of {repository}", fetch, args, kwargs)[0]
+
+        return once
+
+    def has_file(self, ask: Callable[..., bool]) -> Callable[..., bool]:
+        """Likewise, of the function that asks whether a repository has a file."""
+
+        def once(*args: Any, **kwargs: Any) -> bool:
+            given = _named(ask, args, kwargs)
+            repository = str(given["path_or_repo"])
+            if _is_local(repository, given):
+                return ask(*args, **kwargs)
+            return self._once(f"asking whether {repository} has {given['filename']}", ask, args, kwargs)[0]
+
+        return once
+
+    def commit(self, ask: Callable[..., ResolvedRevision]) -> Callable[..., ResolvedRevision]:
+        """Likewise, of the method that asks which commit a revision is: the same one on every machine."""
+
+        def once(*args: Any, **kwargs: Any) -> ResolvedRevision:
+            given = _named(ask, args, kwargs)
+            repository, kind, revision = given["repo_id"], given.get("repo_type"), given.get("revision")
+            if _is_local(repository, given) or isinstance(revision, ResolvedRevision):
+                return ask(*args, **kwargs)
+
+            def resolved(*args: Any, **kwargs: Any) -> str:
+                return ask(*args, **kwargs).resolved
+
+            found, call = self._once(f"asking for revision {revision} of {repository}", resolved, args, kwargs)
+            agreed = self._job.compare_set(f"{call}/commit", "", found).decode()
+            return ResolvedRevision(agreed, revision, repository, kind or "model")
+
+        return once
+
+    def _once(self, doing: str, function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, str]:
+        """What the call gives on this machine, and the call's name in the store."""
+        call = f"{doing} {args!r} {sorted(kwargs.items(), key=lambda item: item[0])!r}"
+        call = hashlib.blake2b(call.encode(), digest_size=16).hexdigest()  # a token is among the arguments
+        call = f"{call}/{self._job.add(f'{call}/{self._own.rank}', 1)}"  # how often this rank has made it
+        result = self._fetched(call, doing, function, args, kwargs)
+        if "error" in result:
+            raise FetchError(result["error"])
+        return result["value"], call
+
+    def _fetched(self, call: str, doing: str, function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
+        store, began = self._machine, time.monotonic()
+        while not store.check([f"{call}/by"]) and time.monotonic() - began < self._patience:
+            time.sleep(LOOK)
+        fetching = Peer(**json.loads(store.compare_set(f"{call}/by", "", json.dumps(asdict(self._own)))))
+        if fetching == self._own:
+            return self._fetch(call, doing, function, args, kwargs)
+        while not store.check([f"{call}/result"]):
+            # Looked at again: it may have answered and ended in between.
+            if not fetching.is_alive() and not store.check([f"{call}/result"]):
+                raise PeerError(
+                    f"{fetching} died while {doing} for all processes of this machine. Start again: files that"
+                    " arrived whole are kept"
+                )
+            time.sleep(LOOK)
+        answer: dict[str, Any] = json.loads(store.get(f"{call}/result"))
+        return answer
+
+    def _fetch(self, call: str, doing: str, function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
+        result = {"error": f"{self._own} was interrupted while {doing} for all processes of this machine"}
+        try:
+            result = {"value": function(*args, **kwargs)}
+        except OSError as error:
+            result = {"error": str(error)}  # transformers' own, which say what to do
+            raise FetchError(result["error"]) from error
+        except Exception as error:
+            result = {
+                "error": f"{doing} failed: {type(error).__name__}: {error}. Files that arrived whole are kept: start"
+                " again, and only the others are fetched. With HF_HUB_OFFLINE=1 nothing but the cache is used; behind a"
+                " proxy or mirror, set HTTPS_PROXY or HF_ENDPOINT"
+            }
+            raise FetchError(result["error"]) from error
+        finally:
+            self._machine.set(f"{call}/result", json.dumps(result))
+        return result
+
+
+def _named(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    return inspect.signature(function).bind(*args, **kwargs).arguments
+
+
+def _is_local(repository: str, given: dict[str, Any]) -> bool:
+    return os.path.isdir(repository) or bool(given.get("local_files_only")) or is_offline_mode()
