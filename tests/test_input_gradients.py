@@ -68,3 +68,37 @@ def test_gradients_equal_one_process(example: str, sequence_parallel: bool) -> N
 def test_tokens_that_were_dealt_out_without_gradients_are_refused() -> None:
     with pytest.raises(RuntimeError, match="called in another way than it was traced"):
         run_ranks(parallel, 2, "needs none", True)
+
+
+def perceptron() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1))
+
+
+def of_inputs(model: nn.Module) -> list[Tensor]:
+    """Gradients of inputs, in calls between which there are others whose inputs need none."""
+    torch.manual_seed(1)
+    found = []
+    for _ in range(3):
+        x = torch.randn(5, 16, requires_grad=True)
+        model(x).pow(2).sum().backward()
+        model(x.detach()).sum().backward()
+        assert x.grad is not None
+        found.append(x.grad)
+    return found
+
+
+def critic(rank: int, size: int) -> list[Tensor]:
+    model = parallelize(
+        perceptron(),
+        dist.group.WORLD,  # type: ignore[arg-type]
+        example_inputs=torch.zeros(5, 16),
+        plan_cache=False,
+    )
+    return of_inputs(model)
+
+
+def test_the_input_of_the_outermost_module_changes_its_layout_in_some_calls() -> None:
+    wanted = of_inputs(perceptron())
+    for found in run_ranks(critic, 2):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)

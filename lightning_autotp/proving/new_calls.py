@@ -86,25 +86,29 @@ class CallProver:
         first = kind_of(self.example), bytes([True] * len(self.modules)), self.configs.version()
         state.parts, state.given = parts_at_modules(solution), inputs_of_modules(solution.graph)
         self.proved: dict[Hashable, tuple[ConversionPlan, ...]] = {first: state.parts}
+        self.at_inputs: dict[Hashable, list[BoundaryConversion]] = {}  # what hooks of other modules cannot do
         self.running: Hashable = None
         self.with_gradients: set[Hashable] = set()  # kinds whose backward passes may be still to come
         self.was_backward = False
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Before a forward of the model.
+
+        Returns:
+            The model's arguments, where calls of this kind need them in another layout; else ``None``.
 
         Raises:
             UnprovedCall: if the parts do not compute what the model does in a call like this.
             PeerError: on ranks where they do, if they do not on another one.
         """
         if torch.compiler.is_compiling():
-            return
+            return None
         call = Call(args, kwargs)
         unknown: list[str] = []
         arguments = kind_of(call, unknown)
         if unknown:
             self._say_unknown(unknown[0])
-            return
+            return None
         kind = arguments, bytes(map(_TRAINING, self.modules)), self.configs.version()
         if kind not in self.proved and not _is_traced(call):
             # The user's modes see what the model computes, not the traces.
@@ -113,6 +117,10 @@ class CallProver:
         self._runs(kind)
         if kind in self.proved:
             parallel_state(self.model).parts = self.proved[kind]
+        changes = self.at_inputs.get(kind, [])
+        for change in changes:
+            args, kwargs = change.before(module, args, kwargs)
+        return (args, kwargs) if changes else None
 
     def is_running(self, kind: Hashable) -> bool:
         """Whether a module runs in a call of this kind, be it again in a backward pass (activation checkpointing).
@@ -174,8 +182,12 @@ class CallProver:
             fixed |= {Boundary(change.module, change.side, change.key) for change in changes}
         # Before the hooks with which the model collects outputs, as in the traces; each before the one after it.
         lengths = Lengths()  # of axes of this call's graph
+        inputs = [change for change in changes if not change.module and change.side == "in"]
+        self.at_inputs[kind] = [BoundaryConversion(change, self.group, lengths) for change in inputs]
         for change in reversed(changes):
-            self.hooks.append(hook_boundary(self.model, _InKind(change, self.group, lengths, self, kind), prepend=True))
+            if change not in inputs:
+                change_here = _InKind(change, self.group, lengths, self, kind)
+                self.hooks.append(hook_boundary(self.model, change_here, prepend=True))
         for size in sizes:
             self.hooks += _SizeInKind(self.model, size, self, kind).hook()
         return parts_at_modules(solution)
