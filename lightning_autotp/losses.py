@@ -6,9 +6,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_autotp.parallel.logits import check_vocab_is_last
+from lightning_autotp.layouts.ownership import Ownership
+from lightning_autotp.layouts.types import Invariant, Shard
+from lightning_autotp.parallel.collectives import (
+    all_reduce,
+    convert,
+    copy_to_tensor_parallel,
+    keep_first_owned,
+    reduce_values,
+)
+from lightning_autotp.parallel.logits import VocabParallelLogits, check_vocab_is_last
+from lightning_autotp.ranks.group import TPGroup
 
-__all__ = ["token_log_probs"]
+__all__ = ["kl_divergence", "token_log_probs"]
 
 _PADDING = -100
 
@@ -50,6 +60,81 @@ def token_log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
         reduction="none",
     )
     return 0 - losses.view(tokens.shape)  # and so not -0.0 for padding
+
+
+def kl_divergence(student: Tensor, teacher: Tensor) -> Tensor:
+    """How far a student's distribution of the next token is from a teacher's, at each position.
+
+    That is ``(p * (p.log() - q.log())).sum(-1)`` with ``p = teacher.softmax(-1)`` and ``q = student.softmax(-1)``, of
+    vocabulary-sharded logits as of ordinary ones: distillation from a teacher that is divided, too. The former are not
+    gathered: five numbers a token are all-reduced in the forward pass, and one for each of the two that needs a
+    gradient in the backward pass. Differentiable any number of times. Collective if the logits of either are sharded,
+    the backward pass as well.
+
+    Args:
+        student: ``[..., vocab]``.
+        teacher: of the same shape; divided alike, or whole and the same on every rank.
+
+    Returns:
+        ``[...]``, float32 or wider whatever the logits are, the same on every rank.
+
+    Raises:
+        ValueError: if the shapes differ, the two are divided differently, or in another dim than the last.
+        TypeError: if they are not floating-point numbers.
+
+    Example:
+        >>> kl_divergence(torch.zeros(1, 3, 8), torch.zeros(1, 3, 8))
+        tensor([[0., 0., 0.]])
+    """
+    for logits in (student, teacher):
+        if not logits.is_floating_point():
+            raise TypeError(f"logits are floating-point numbers, but these are {logits.dtype}")
+        check_vocab_is_last(logits)
+    if student.shape != teacher.shape or not student.dim():
+        raise ValueError(
+            f"the student's logits have the shape {tuple(student.shape)}, the teacher's {tuple(teacher.shape)}: they"
+            " must be of the same tokens and the same vocabulary"
+        )
+    sharded = next((one for one in (student, teacher) if isinstance(one, VocabParallelLogits)), None)
+    if sharded is None:
+        p, q = (one.to(torch.promote_types(one.dtype, torch.float32)).log_softmax(-1) for one in (teacher, student))
+        return (p.exp() * (p - q)).sum(-1)
+    group, shard = sharded.group, sharded.shard
+    ((_, ownership),) = shard.dims
+    ours, theirs = (_part(one, shard, group) for one in (student, teacher))
+    partition = _log_partition(theirs, ownership, group)
+    p = (theirs - copy_to_tensor_parallel(partition, group).unsqueeze(-1)).exp()
+    mean = all_reduce(_addend(p * (theirs - ours), ownership, group), group)
+    return mean - partition + _log_partition(ours, ownership, group)
+
+
+def _part(logits: Tensor, shard: Shard, group: TPGroup) -> Tensor:
+    """This rank's part, ``[..., vocab/tp]``."""
+    if not isinstance(logits, VocabParallelLogits):
+        part = convert(logits, Invariant(), shard, group)
+    elif logits.shard == shard:
+        part = logits.local
+    else:
+        raise ValueError(
+            f"the student's and the teacher's logits are divided differently, as {shard} and {logits.shard}: give both"
+            ' the same plan for their heads, as with cut={"lm_head.weight": 0}'
+        )
+    return part.to(torch.promote_types(part.dtype, torch.float32))
+
+
+def _log_partition(part: Tensor, ownership: Ownership, group: TPGroup) -> Tensor:
+    """``logsumexp`` over the vocabulary, ``[..., vocab/tp] -> [...]``, Invariant."""
+    most = part.detach().amax(-1) if part.shape[-1] else part.new_full(part.shape[:-1], -torch.inf)
+    most = reduce_values(most, group, "max")
+    return all_reduce(_addend((part - most.unsqueeze(-1)).exp(), ownership, group), group).log() + most
+
+
+def _addend(terms: Tensor, ownership: Ownership, group: TPGroup) -> Tensor:
+    """This rank's addend of a sum over the vocabulary, ``[..., vocab/tp] -> [...]``: what ranks share counts once."""
+    if ownership.is_shared:
+        counts = keep_first_owned(terms.new_ones(terms.shape[-1:]), 0, ownership, group.rank)
+        terms = terms.masked_fill(counts == 0, 0.0)  # so that a rank none of whose elements count has gradients, too
+    return terms.sum(-1)
 
 
 def _check(logits: Tensor, tokens: Tensor) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import re
 from pathlib import Path
 
 import pytest
 import torch
+from dpo import Pairs
 from instruct import IGNORED, Instructions
 from peft import PeftModel
 from test_examples import ROOT, run, tiny
@@ -93,6 +95,50 @@ def test_instruction_tuning(tiny: Path, tmp_path: Path) -> None:
     assert not torch.equal(models[1].lm_head.weight, untrained.lm_head.weight)
     for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
         torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-4)
+
+
+def pairs(path: Path) -> Path:
+    lines = [{"question": f"What is the double of {n}?", "answer": f"its double is {2 * n}."} for n in range(24)]
+    path.write_text("\n".join(json.dumps(line) for line in lines))
+    return path
+
+
+def test_preferences(tiny: Path, tmp_path: Path) -> None:
+    path = pairs(tmp_path / "pairs.jsonl")
+    data = Pairs(str(tiny), str(path), max_length=64, batch_size=4)
+    data.setup("fit")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tiny)
+    batch = next(iter(data.train_dataloader()))
+    said = [tokenizer.decode(row[row != IGNORED]).strip() for row in batch["labels"]]
+    assert said == [f"its double is {2 * n}." for n in (0, 1, 2, 3, 1, 2, 3, 4)]
+    for own, other, labels in zip(*batch["input_ids"].chunk(2), batch["labels"], strict=False):
+        asked = int((labels != IGNORED).int().argmax())
+        assert torch.equal(own[:asked], other[:asked])  # the same question
+
+    common = ("--model", str(tiny), "--path", str(path), "--max_steps", "4", "--max_length", "64")
+    script = (str(EXAMPLES / "dpo.py"), *common, "--learning_rate", "1e-3", "--batch_size", "4")
+    losses = [
+        last_loss(run(*script, "--devices", devices, "--output_dir", f"out{devices}", cwd=tmp_path))
+        for devices in ("1", "2")
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    assert abs(losses[1] - math.log(2)) > 0.01  # what it is where the policy is the reference
+    one, two = (AutoModelForCausalLM.from_pretrained(tmp_path / f"out{devices}") for devices in ("1", "2"))
+    for ours, theirs in zip(one.parameters(), two.parameters(), strict=True):
+        torch.testing.assert_close(theirs, ours, rtol=1e-3, atol=1e-4)
+
+
+def test_distillation(tiny: Path, tmp_path: Path) -> None:
+    script = (str(EXAMPLES / "distillation.py"), "--model", str(tiny), "--text", str(tiny / "text.txt"), *SHORT)
+    losses = [
+        last_loss(run(*script, "--devices", devices, "--output_dir", f"out{devices}", cwd=tmp_path))
+        for devices in ("1", "2")
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    one, two = (AutoModelForCausalLM.from_pretrained(tmp_path / f"out{devices}") for devices in ("1", "2"))
+    assert one.config.num_hidden_layers == 1
+    for ours, theirs in zip(one.parameters(), two.parameters(), strict=True):
+        torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.nightly

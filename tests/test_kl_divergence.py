@@ -1,0 +1,88 @@
+"""The divergence between vocabulary-sharded logits of a student and a teacher, against one process."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import run_ranks
+from test_collectives import maps
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_autotp.layouts.ownership import Ownership
+from lightning_autotp.layouts.types import Invariant, Shard
+from lightning_autotp.losses import kl_divergence
+from lightning_autotp.parallel import TPGroup, VocabParallelLogits, convert
+
+
+def truth(student: Tensor, teacher: Tensor) -> Tensor:
+    return F.kl_div(student.log_softmax(-1), teacher.log_softmax(-1), reduction="none", log_target=True).sum(-1)
+
+
+def example(classes: int, dtype: torch.dtype = torch.double) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(classes)
+    return tuple(4 * torch.randn(2, 5, classes, generator=generator, dtype=torch.double).to(dtype) for _ in "st")  # type: ignore[return-value]
+
+
+def derivatives(of: Any, student: Tensor, teacher: Tensor) -> list[Tensor]:
+    """The values, the gradients of both, and those of a penalty on the gradients."""
+    both = [student.clone().requires_grad_(), teacher.clone().requires_grad_()]
+    values = of(*both)
+    scale = torch.randn(values.shape, generator=torch.Generator().manual_seed(9), dtype=torch.double)
+    gradients = torch.autograd.grad((values.sin() * scale).sum(), both, create_graph=True)
+    second = torch.autograd.grad(sum(gradient.pow(3).sum() for gradient in gradients), both)
+    return [values.detach(), *(gradient.detach() for gradient in gradients), *second]
+
+
+def on_every_map(rank: int, size: int) -> dict[str, Any]:
+    group = TPGroup.of(dist.group.WORLD)  # type: ignore[arg-type]
+    seen: dict[str, Any] = {}
+
+    def cut(x: Tensor, ownership: Ownership) -> Tensor:
+        shard = Shard(((x.dim() - 1, ownership),))
+        return VocabParallelLogits(convert(x, Invariant(), shard, group), shard, group)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nothing is gathered
+        for name, ownership in maps(size).items():
+            whole = example(ownership.size)
+            seen[name] = derivatives(lambda s, t, o=ownership: kl_divergence(cut(s, o), cut(t, o)), *whole)
+            seen[f"{name}, teacher whole"] = derivatives(lambda s, t, o=ownership: kl_divergence(cut(s, o), t), *whole)
+            low = example(ownership.size, torch.bfloat16)
+            seen[f"{name}, bf16"] = kl_divergence(*(cut(x, ownership) for x in low))
+    even, other = Ownership.dealt(6, size), Ownership(6, tuple(reversed(Ownership.dealt(6, size).held)))
+    student, teacher = example(6)
+    for case, arguments in {
+        "differently": (cut(student, even), cut(teacher, other)),
+        "shape": (cut(student, even), cut(teacher, even)[:1]),
+        "integers": (student.long(), teacher),
+    }.items():
+        with pytest.raises((ValueError, TypeError)) as raised:
+            kl_divergence(*arguments)
+        seen[case] = str(raised.value)
+    return seen
+
+
+@pytest.mark.parametrize("number", [pytest.param(2, marks=pytest.mark.nightly), 3])
+def test_every_map_equals_one_process(number: int) -> None:
+    for seen in run_ranks(on_every_map, number):
+        for name, ownership in maps(number).items():
+            wanted = derivatives(truth, *example(ownership.size))
+            for case in (name, f"{name}, teacher whole"):
+                for found, value in zip(seen[case], wanted, strict=True):
+                    assert value.abs().max() > 0
+                    torch.testing.assert_close(found, value, rtol=1e-9, atol=1e-11)
+            low = truth(*(x.float() for x in example(ownership.size, torch.bfloat16)))
+            torch.testing.assert_close(seen[f"{name}, bf16"], low, rtol=1e-5, atol=1e-5)
+        assert "are divided differently" in seen["differently"]
+        assert "must be of the same tokens and the same vocabulary" in seen["shape"]
+        assert "logits are floating-point numbers" in seen["integers"]
+
+
+def test_whole_logits() -> None:
+    student, teacher = example(7)
+    torch.testing.assert_close(kl_divergence(student, teacher), truth(student, teacher))
