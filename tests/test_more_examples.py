@@ -122,7 +122,7 @@ def test_preferences(tiny: Path, tmp_path: Path) -> None:
         for devices in ("1", "2")
     ]
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
-    assert abs(losses[1] - math.log(2)) > 0.01  # what it is where the policy is the reference
+    assert abs(losses[1] - math.log(2)) > 1e-3  # what it is where the policy is the reference
     one, two = (AutoModelForCausalLM.from_pretrained(tmp_path / f"out{devices}") for devices in ("1", "2"))
     for ours, theirs in zip(one.parameters(), two.parameters(), strict=True):
         torch.testing.assert_close(theirs, ours, rtol=1e-3, atol=1e-4)
