@@ -173,7 +173,8 @@ def _optimized(replaced: Mapping[int, str]) -> tuple[str, str] | None:
             for group in getattr(found, "param_groups", ()):
                 for parameter in group["params"]:
                     if id(parameter) in replaced:
-                        return type(found).__name__, replaced[id(parameter)]
+                        wrapped = getattr(found, "optimizer", found)  # Lightning's wrapper is an optimizer, too
+                        return type(wrapped).__name__, replaced[id(parameter)]
     return None
 
 
