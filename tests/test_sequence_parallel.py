@@ -152,8 +152,11 @@ def alone(rank: int, size: int) -> None:
     embeds = model.get_input_embeddings()(token_batch(0, 2, 17)["input_ids"])
     with pytest.raises(RuntimeError, match=r"model is called by itself with a tensor at \[1\]\['inputs_embeds'\]"):
         model.model(inputs_embeds=embeds)
+    ids = token_batch(0, 2, 17)["input_ids"]
+    given = model(inputs_embeds=embeds, labels=ids).loss, reference(input_ids=ids, labels=ids).loss
+    assert torch.allclose(*given)
     with pytest.raises(UnprovedCall, match="called in another way than it was traced"):
-        model(inputs_embeds=embeds)
+        model(inputs_embeds=embeds.detach())
 
 
 def test_modules_called_by_themselves_take_and_give_all_tokens() -> None:
