@@ -238,8 +238,12 @@ def _(function: Any) -> None:
 
 @canary("transformers.utils.hub.hf_api")
 def _(hf_api: Any) -> None:
-    from huggingface_hub import ResolvedRevision
     from transformers.utils import hub
+
+    if not hasattr(hf_api(), "resolve_revision"):  # older versions of huggingface_hub, with which none is replaced
+        assert not hasattr(hub, "resolve_revision")
+        return
+    from huggingface_hub import ResolvedRevision
 
     assert {"repo_id", "repo_type", "revision"} <= set(inspect.signature(hf_api().resolve_revision).parameters)
     hf_api().resolve_revision = lambda *args, **kwargs: ResolvedRevision("0" * 40, "main", args[0], "model")

@@ -33,7 +33,7 @@ from torch.nn import functional as F
 from lightning_autotp.applying.replace import apply_plan
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.layouts.types import Invariant, Layout, Partial, Replicate, Shard
-from lightning_autotp.parallel import collectives, cross_entropy
+from lightning_autotp.parallel import collectives, cross_entropy, overlap
 from lightning_autotp.parameters.state import parallel_state
 from lightning_autotp.pipeline import make_plan
 from lightning_autotp.ranks.group import TPGroup
@@ -91,8 +91,25 @@ def declared(group: dist.ProcessGroup) -> dict[Any, Callable[..., Any]]:
         rules.ignore(targets.classes, targets.ignored, targets.weight)
         spmd.assert_type(output, {axis: I})
 
+    def waits(output: Any, *, x: Any) -> None:
+        spmd.assert_type(x, {axis: I})
+        spmd.assert_type(output, {axis: I})
+
+    def later(output: Any, *, weight: Any, left: Any) -> None:
+        spmd.assert_type(weight, {axis: V})
+        spmd.assert_type(output, {axis: V})
+
+    def product(output: Any, *, x: Any, weight: Any, bias: Any, left: Any) -> None:
+        spmd.assert_type(x, {axis: R})
+        for part in (weight, output) if bias is None else (weight, bias, output):
+            spmd.assert_type(part, {axis: V})
+
     axis = group
     return {
+        overlap._Wait: waits,
+        overlap._Later: later,
+        overlap._Launch: lambda *, x, group: rules.reinterpret(x, axis, src=I, dst=R),
+        overlap._Product: product,
         ("I", "R"): lambda *, x, pair, group, dim, ownership: rules.reinterpret(x, axis, src=I, dst=R),
         ("P", "I"): lambda *, x, pair, group, dim, ownership: rules.all_reduce(x, axis, src=V, dst=I),
         ("P", "R"): lambda *, x, pair, group, dim, ownership: rules.all_reduce(x, axis, src=V, dst=R),
@@ -104,6 +121,13 @@ def declared(group: dist.ProcessGroup) -> dict[Any, Callable[..., Any]]:
         ("R", "P"): converts(Replicate, Partial),
         cross_entropy._TokenLoss: token_loss,
     }
+
+
+def declare_functions(patch: pytest.MonkeyPatch, declared: dict[Any, Callable[..., Any]]) -> None:
+    """Let the checker know the rules of functions that are no transitions."""
+    for function, rule in declared.items():
+        if not isinstance(function, tuple):
+            patch.setattr(function, "spmd_typecheck", staticmethod(rule), raising=False)
 
 
 class Checked:
@@ -143,8 +167,7 @@ def check(family: str, plan: Plan, rank: int) -> dict[str, Layout]:
         axis = mesh.get_group("tp")
         rules_of_ours = declared(axis)
         patch.setattr(collectives, "_Transition", Checked(rules_of_ours))
-        loss_rule = staticmethod(rules_of_ours[cross_entropy._TokenLoss])
-        patch.setattr(cross_entropy._TokenLoss, "spmd_typecheck", loss_rule, raising=False)
+        declare_functions(patch, rules_of_ours)
         apply_plan(model, plan, group)
         layouts = {name: meta.layout for name, meta in parallel_state(model).metas.items()}
         with spmd.set_current_mesh(mesh), typecheck(strict_mode="strict"):
@@ -194,8 +217,7 @@ def test_the_checker_tells_pending_sums_from_values() -> None:
         axis = mesh.get_group("tp")
         rules_of_ours = declared(axis)
         patch.setattr(collectives, "_Transition", Checked(rules_of_ours))
-        loss_rule = staticmethod(rules_of_ours[cross_entropy._TokenLoss])
-        patch.setattr(cross_entropy._TokenLoss, "spmd_typecheck", loss_rule, raising=False)
+        declare_functions(patch, rules_of_ours)
         shard, same, used = (torch.ones(4, requires_grad=True) for _ in range(3))
         with spmd.set_current_mesh(mesh), typecheck():
             for tensor, letter in ((shard, V), (same, I), (used, R)):

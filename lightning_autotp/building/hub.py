@@ -8,7 +8,8 @@ store: no collective is needed, so a call that only some ranks make waits for no
 network: an unreachable Hub is one process's error, and then every rank's.
 
 All machines use the commit that the first one of them got for a revision, so that a repository that changes while a
-job starts does not give them different weights.
+job starts does not give them different weights. Versions of transformers that do not ask for a revision's commit by
+itself cannot be told so: there each machine takes the commit that it gets.
 """
 
 from __future__ import annotations
@@ -21,15 +22,18 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from huggingface_hub import ResolvedRevision, is_offline_mode
+from huggingface_hub import is_offline_mode
 
 from lightning_autotp.private.distributed_private import default_store
 from lightning_autotp.private.transformers_private import asks_hub_by_own_functions, with_hub_functions
 from lightning_autotp.ranks.agreement import PeerError
 from lightning_autotp.ranks.peers import Peer
+
+if TYPE_CHECKING:
+    from huggingface_hub import ResolvedRevision  # older versions have none
 
 LOOK = 0.05
 """Seconds between two looks for what another process has fetched."""
@@ -97,6 +101,7 @@ class _Calls:
 
     def commit(self, ask: Callable[..., ResolvedRevision]) -> Callable[..., ResolvedRevision]:
         """Likewise, of the method that asks which commit a revision is: the same one on every machine."""
+        from huggingface_hub import ResolvedRevision
 
         def once(*args: Any, **kwargs: Any) -> ResolvedRevision:
             given = _named(ask, args, kwargs)

@@ -111,16 +111,17 @@ def with_hub_functions(
     Args:
         files: of ``cached_files(path_or_repo_id, filenames, ...)``, by which ``cached_file`` gets a single file too.
         has_file: of ``has_file(path_or_repo, filename, ...)``.
-        commit: of ``HfApi.resolve_revision(repo_id, revision=..., ...)``.
+        commit: of ``HfApi.resolve_revision(repo_id, revision=..., ...)``, if there is one: older versions have none.
     """
     api, before = hub.hf_api(), (hub.cached_files, modeling_utils.has_file)
     try:
         hub.cached_files, modeling_utils.has_file = files(before[0]), has_file(before[1])
-        api.resolve_revision = commit(api.resolve_revision)  # type: ignore[method-assign]
+        if hasattr(api, "resolve_revision"):
+            api.resolve_revision = commit(api.resolve_revision)  # type: ignore[method-assign]
         yield
     finally:
         hub.cached_files, modeling_utils.has_file = before
-        del api.resolve_revision
+        vars(api).pop("resolve_revision", None)
 
 
 def conversions_of(model: nn.Module) -> list[Any] | None:
