@@ -42,7 +42,7 @@ def fit(devices, **options):
     quiet = {f"enable_{part}": False for part in ("checkpointing", "progress_bar", "model_summary")} | {"logger": False}
     trainer = L.Trainer(devices=devices, accelerator="cpu", strategy="autotp", max_steps=1, **quiet, **options)
     trainer.fit(Finetune(), batches)
-    print("TRAINED", trainer.global_step, "of", trainer.world_size)
+    print(f"TRAINED {trainer.global_step} of {trainer.world_size}\\n", end="")  # in one piece: ranks share a pipe
 """
 WITHOUT_A_GUARD = f"{PROGRAM}\n\nfit(2)\n"
 
