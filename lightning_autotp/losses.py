@@ -67,9 +67,9 @@ def kl_divergence(student: Tensor, teacher: Tensor) -> Tensor:
 
     That is ``(p * (p.log() - q.log())).sum(-1)`` with ``p = teacher.softmax(-1)`` and ``q = student.softmax(-1)``, of
     vocabulary-sharded logits as of ordinary ones: distillation from a teacher that is divided, too. The former are not
-    gathered: five numbers a token are all-reduced in the forward pass, and one for each of the two that needs a
-    gradient in the backward pass. Differentiable any number of times. Collective if the logits of either are sharded,
-    the backward pass as well.
+    gathered: five numbers a token are all-reduced in the forward pass, and one in the backward pass if the teacher
+    needs a gradient. Differentiable any number of times. Collective if the logits of either are sharded, the backward
+    pass as well. Words that the teacher rules out, with logits of -inf, count nothing.
 
     Args:
         student: ``[..., vocab]``.
@@ -98,14 +98,20 @@ def kl_divergence(student: Tensor, teacher: Tensor) -> Tensor:
     sharded = next((one for one in (student, teacher) if isinstance(one, VocabParallelLogits)), None)
     if sharded is None:
         p, q = (one.to(torch.promote_types(one.dtype, torch.float32)).log_softmax(-1) for one in (teacher, student))
-        return (p.exp() * (p - q)).sum(-1)
+        return (p.exp() * _difference(p, q)).sum(-1)
     group, shard = sharded.group, sharded.shard
     ((_, ownership),) = shard.dims
     ours, theirs = (_part(one, shard, group) for one in (student, teacher))
     partition = _log_partition(theirs, ownership, group)
     p = (theirs - copy_to_tensor_parallel(partition, group).unsqueeze(-1)).exp()
-    mean = all_reduce(_addend(p * (theirs - ours), ownership, group), group)
+    mean = all_reduce(_addend(p * _difference(theirs, ours), ownership, group), group)
     return mean - partition + _log_partition(ours, ownership, group)
+
+
+def _difference(theirs: Tensor, ours: Tensor) -> Tensor:
+    """The teacher's minus the student's, and zero where the teacher rules a word out: its probability is zero there."""
+    is_out = theirs == -torch.inf
+    return theirs.masked_fill(is_out, 0.0) - ours.masked_fill(is_out, 0.0)
 
 
 def _part(logits: Tensor, shard: Shard, group: TPGroup) -> Tensor:

@@ -38,6 +38,19 @@ def derivatives(of: Any, student: Tensor, teacher: Tensor) -> list[Tensor]:
     return [values.detach(), *(gradient.detach() for gradient in gradients), *second]
 
 
+def ruled_out() -> tuple[Tensor, Tensor]:
+    """One word has no probability for the teacher."""
+    student, teacher = example(7)
+    return student, teacher.index_fill(-1, torch.tensor([4]), -torch.inf)
+
+
+def without(student: Tensor, teacher: Tensor) -> Tensor:
+    """Likewise, by the definition over the other words."""
+    others = torch.tensor([0, 1, 2, 3, 5, 6])
+    p = teacher[..., others].log_softmax(-1)
+    return (p.exp() * (p - student.log_softmax(-1)[..., others])).sum(-1)
+
+
 def on_every_map(rank: int, size: int) -> dict[str, Any]:
     group = TPGroup.of(dist.group.WORLD)  # type: ignore[arg-type]
     seen: dict[str, Any] = {}
@@ -54,6 +67,9 @@ def on_every_map(rank: int, size: int) -> dict[str, Any]:
             seen[f"{name}, teacher whole"] = derivatives(lambda s, t, o=ownership: kl_divergence(cut(s, o), t), *whole)
             low = example(ownership.size, torch.bfloat16)
             seen[f"{name}, bf16"] = kl_divergence(*(cut(x, ownership) for x in low))
+    seen["ruled out"] = derivatives(
+        lambda s, t: kl_divergence(cut(s, Ownership.dealt(7, size)), cut(t, Ownership.dealt(7, size))), *ruled_out()
+    )
     even, other = Ownership.dealt(6, size), Ownership(6, tuple(reversed(Ownership.dealt(6, size).held)))
     student, teacher = example(6)
     for case, arguments in {
@@ -78,6 +94,8 @@ def test_every_map_equals_one_process(number: int) -> None:
                     torch.testing.assert_close(found, value, rtol=1e-9, atol=1e-11)
             low = truth(*(x.float() for x in example(ownership.size, torch.bfloat16)))
             torch.testing.assert_close(seen[f"{name}, bf16"], low, rtol=1e-5, atol=1e-5)
+        for found, value in zip(seen["ruled out"], derivatives(without, *ruled_out()), strict=True):
+            torch.testing.assert_close(found, value, rtol=1e-9, atol=1e-11)
         assert "are divided differently" in seen["differently"]
         assert "must be of the same tokens and the same vocabulary" in seen["shape"]
         assert "logits are floating-point numbers" in seen["integers"]
@@ -86,3 +104,5 @@ def test_every_map_equals_one_process(number: int) -> None:
 def test_whole_logits() -> None:
     student, teacher = example(7)
     torch.testing.assert_close(kl_divergence(student, teacher), truth(student, teacher))
+    for found, value in zip(derivatives(kl_divergence, *ruled_out()), derivatives(without, *ruled_out()), strict=True):
+        torch.testing.assert_close(found, value, rtol=1e-9, atol=1e-11)
