@@ -6,15 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_autotp.layouts.ownership import Ownership
 from lightning_autotp.layouts.types import Invariant, Shard
-from lightning_autotp.parallel.collectives import (
-    all_reduce,
-    convert,
-    copy_to_tensor_parallel,
-    keep_first_owned,
-    reduce_values,
-)
+from lightning_autotp.parallel.collectives import all_reduce, convert, copy_to_tensor_parallel, reduce_values
+from lightning_autotp.parallel.cross_entropy import one_owner_each
 from lightning_autotp.parallel.logits import VocabParallelLogits, check_vocab_is_last
 from lightning_autotp.ranks.group import TPGroup
 
@@ -87,8 +81,7 @@ def kl_divergence(student: Tensor, teacher: Tensor) -> Tensor:
         tensor([[0., 0., 0.]])
     """
     for logits in (student, teacher):
-        if not logits.is_floating_point():
-            raise TypeError(f"logits are floating-point numbers, but these are {logits.dtype}")
+        _check_floating(logits)
         check_vocab_is_last(logits)
     if student.shape != teacher.shape or not student.dim():
         raise ValueError(
@@ -100,12 +93,11 @@ def kl_divergence(student: Tensor, teacher: Tensor) -> Tensor:
         p, q = (one.to(torch.promote_types(one.dtype, torch.float32)).log_softmax(-1) for one in (teacher, student))
         return (p.exp() * _difference(p, q)).sum(-1)
     group, shard = sharded.group, sharded.shard
-    ((_, ownership),) = shard.dims
     ours, theirs = (_part(one, shard, group) for one in (student, teacher))
-    partition = _log_partition(theirs, ownership, group)
+    partition = _log_partition(theirs, group)
     p = (theirs - copy_to_tensor_parallel(partition, group).unsqueeze(-1)).exp()
-    mean = all_reduce(_addend(p * _difference(theirs, ours), ownership, group), group)
-    return mean - partition + _log_partition(ours, ownership, group)
+    mean = all_reduce((p * _difference(theirs, ours)).sum(-1), group)
+    return mean - partition + _log_partition(ours, group)
 
 
 def _difference(theirs: Tensor, ours: Tensor) -> Tensor:
@@ -115,7 +107,7 @@ def _difference(theirs: Tensor, ours: Tensor) -> Tensor:
 
 
 def _part(logits: Tensor, shard: Shard, group: TPGroup) -> Tensor:
-    """This rank's part, ``[..., vocab/tp]``."""
+    """This rank's part, ``[..., vocab/tp]``: what several ranks share is its first owner's, and counts once."""
     if not isinstance(logits, VocabParallelLogits):
         part = convert(logits, Invariant(), shard, group)
     elif logits.shard == shard:
@@ -125,27 +117,25 @@ def _part(logits: Tensor, shard: Shard, group: TPGroup) -> Tensor:
             f"the student's and the teacher's logits are divided differently, as {shard} and {logits.shard}: give both"
             ' the same plan for their heads, as with cut={"lm_head.weight": 0}'
         )
+    ((dim, ownership),) = shard.dims
+    part, _ = one_owner_each(part, dim, ownership, group.rank)
     return part.to(torch.promote_types(part.dtype, torch.float32))
 
 
-def _log_partition(part: Tensor, ownership: Ownership, group: TPGroup) -> Tensor:
+def _log_partition(part: Tensor, group: TPGroup) -> Tensor:
     """``logsumexp`` over the vocabulary, ``[..., vocab/tp] -> [...]``, Invariant."""
     most = part.detach().amax(-1) if part.shape[-1] else part.new_full(part.shape[:-1], -torch.inf)
     most = reduce_values(most, group, "max")
-    return all_reduce(_addend((part - most.unsqueeze(-1)).exp(), ownership, group), group).log() + most
+    return all_reduce((part - most.unsqueeze(-1)).exp().sum(-1), group).log() + most
 
 
-def _addend(terms: Tensor, ownership: Ownership, group: TPGroup) -> Tensor:
-    """This rank's addend of a sum over the vocabulary, ``[..., vocab/tp] -> [...]``: what ranks share counts once."""
-    if ownership.is_shared:
-        counts = keep_first_owned(terms.new_ones(terms.shape[-1:]), 0, ownership, group.rank)
-        terms = terms.masked_fill(counts == 0, 0.0)  # so that a rank none of whose elements count has gradients, too
-    return terms.sum(-1)
+def _check_floating(logits: Tensor) -> None:
+    if not logits.is_floating_point():
+        raise TypeError(f"logits are floating-point numbers, but these are {logits.dtype}")
 
 
 def _check(logits: Tensor, tokens: Tensor) -> None:
-    if not logits.is_floating_point():
-        raise TypeError(f"logits are floating-point numbers, but these are {logits.dtype}")
+    _check_floating(logits)
     if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
         raise TypeError(f"tokens are ids, integers, but these are {tokens.dtype}")
     if logits.dim() < 1 or tuple(logits.shape[:-1]) != tuple(tokens.shape):

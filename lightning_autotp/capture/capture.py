@@ -125,7 +125,7 @@ class _Untraceable(Exception):
     def why(self) -> str:
         """What the plan says of such a module."""
         cause = self.error.__cause__
-        return f"its code cannot be traced ({type(cause).__name__}: {_first_line(cause)})"
+        return f"its code cannot be traced ({type(cause).__name__}: {first_line(cause)})"
 
     def look_back(self, failures: Mapping[str, _Untraceable]) -> None:
         """Where an opaque module could not be run for its shapes, what counts is why it became opaque."""
@@ -136,7 +136,7 @@ class _Untraceable(Exception):
         real = cause.__cause__
         said = (
             f"Run by itself with random numbers, {self.module or 'the model'} raises, too: {type(real).__name__}:"
-            f" {_first_line(real)}\n  at {_user_line(real)}"
+            f" {first_line(real)}\n  at {_user_line(real)}"
         )
         first = self.error if before is None else before.error
         self.error = CaptureError(f"{first}\n{said}" if said not in str(first) else str(first))
@@ -159,7 +159,8 @@ def _size(module: nn.Module) -> int:
     return sum(parameter.nbytes for parameter in module.parameters())
 
 
-def _first_line(error: BaseException | None) -> str:
+def first_line(error: BaseException | None) -> str:
+    """The first line of what an error says."""
     return (str(error).strip() or "(no message)").splitlines()[0]
 
 
@@ -218,11 +219,11 @@ def _run(traced: nn.Module, args: Any, kwargs: Any, tracer: Tracer, fake: FakeTe
             result = traced(*args, **kwargs)
         except Exception as error:
             if until_failure:
-                tracer.graph.failure = f"{type(error).__name__}: {_first_line(error)}"
+                tracer.graph.failure = f"{type(error).__name__}: {first_line(error)}"
                 return
             where = " -> ".join(tracer.modules[1:]) or "(root)"
             failure = CaptureError(
-                f"{type(traced).__name__} cannot be captured: {type(error).__name__}: {_first_line(error)}\n"
+                f"{type(traced).__name__} cannot be captured: {type(error).__name__}: {first_line(error)}\n"
                 f"  in module {where}\n  at {_user_line(error)}\n"
                 "The model is traced once on the meta device: remove what needs a tensor's value (`.item()`, "
                 "`if tensor:`) from this line, or give example_inputs that the model accepts."

@@ -197,7 +197,7 @@ def vocab_parallel_cross_entropy(
         shape = target.shape if reduction == "none" else ()
         return recording.record(VOCAB_CROSS_ENTROPY.primitive, inputs, shape, ownership.digest)
 
-    logits, ownership = _one_owner_each(logits, dim, ownership, group.rank)
+    logits, ownership = one_owner_each(logits, dim, ownership, group.rank)
     targets = prepared(logits, target, ownership, group, weight, ignore_index, label_smoothing)
     loss = token_losses(logits, dim, targets)
     if reduction != "none":
@@ -293,7 +293,7 @@ class VocabParallelCrossEntropyLoss(nn.CrossEntropyLoss):
         )
 
 
-def _one_owner_each(logits: Tensor, dim: int, ownership: Ownership, rank: int) -> tuple[Tensor, Ownership]:
+def one_owner_each(logits: Tensor, dim: int, ownership: Ownership, rank: int) -> tuple[Tensor, Ownership]:
     """The classes that this rank is the first owner of, so that a shared class counts once."""
     rows = owner_rows(ownership)
     if all(len(ranks) == 1 for _, _, ranks in rows):

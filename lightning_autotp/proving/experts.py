@@ -10,19 +10,19 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from lightning_autotp.applying.replace import set_size
-from lightning_autotp.capture.capture import meta_copy
+from lightning_autotp.capture.capture import first_line, meta_copy
 from lightning_autotp.capture.experts import ExpertInputs, stacked
 from lightning_autotp.layouts.ownership import Ownership
 from lightning_autotp.layouts.plan import Plan, SizePlan
 from lightning_autotp.layouts.types import Shard
-from lightning_autotp.operators.graph import ExpertsCall, Graph
+from lightning_autotp.operators.graph import ExpertsCall, Graph, Operator
 from lightning_autotp.parallel.collectives import take_owned
 from lightning_autotp.parallel.experts import WholeExperts
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
@@ -63,12 +63,16 @@ def dealable_experts(
     sizes: dict[str, tuple[SizePlan, ...]] = {}
     refused: dict[str, str] = {}
     tried: dict[object, tuple[str, ...] | str] = {}
+    producers, first_names = graph.producers(), set(graph.parameters.values())
     for call in graph.experts:
         if planned is not None and call.module not in planned:
             continue
         module = model.get_submodule(call.module)
         number, choices = stacked(module), graph.tensors[call.index].shape[1]
-        because = _not_dealable(graph, call, module, number, ranks)
+        because = _not_dealable(call, module, number, ranks, first_names)
+        options = _options(graph, producers, call.index)
+        if not because and options is not None and options > number:
+            because = f"tokens choose among {options}, of which {number} are its experts"
         if not because:
             shapes = tuple((name, tuple(parameter.shape)) for name, parameter in module.named_parameters())
             numbers = _numbers(graph, call.module, module, number)
@@ -112,7 +116,7 @@ def prove_experts(model: nn.Module, graph: Graph, plan: Plan) -> None:
             )
 
 
-def _not_dealable(graph: Graph, call: ExpertsCall, module: nn.Module, number: int, ranks: int) -> str:
+def _not_dealable(call: ExpertsCall, module: nn.Module, number: int, ranks: int, first_names: Set[str]) -> str:
     """Why experts may not be dealt out, if that can be told without trying them; else empty."""
     if number < ranks:
         return f"there are fewer experts ({number}) than ranks"
@@ -121,17 +125,11 @@ def _not_dealable(graph: Graph, call: ExpertsCall, module: nn.Module, number: in
     if any(buffer is not None for inner in module.modules() for buffer in buffers_of(inner).values()):
         return "it has buffers, and which of them belong to an expert is not known"
     names = {name for name, _ in module.named_parameters(prefix=call.module)}
-    if not names <= set(graph.parameters.values()):
-        return "one of its parameters is tied to another one"
-    options = _options(graph, call.index)
-    if options is not None and options > number:
-        return f"tokens choose among {options}, of which {number} are its experts"
-    return ""
+    return "" if names <= first_names else "one of its parameters is tied to another one"
 
 
-def _options(graph: Graph, tensor: int) -> int | None:
+def _options(graph: Graph, producers: Mapping[int, Operator], tensor: int) -> int | None:
     """Among how many the numbers in a tensor choose; ``None`` where that is not found."""
-    producers = graph.producers()
     while (operator := producers.get(tensor)) is not None:
         if operator.name == "aten.topk.default":
             shape = graph.tensors[operator.inputs[0]].shape
@@ -172,7 +170,7 @@ def _tried(
 
 
 def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0]}"
+    return f"{type(error).__name__}: {first_line(error)}"
 
 
 class _Trial:
@@ -190,9 +188,6 @@ class _Trial:
         divisor = max(1, math.gcd(*lengths) // _MULTIPLE)
         self.small = {length: length // divisor for length in lengths if length != self.number}
         self.module = self._narrowed(module)
-        elements = sum(parameter.numel() for parameter in self.module.parameters())
-        if elements > _LARGEST:
-            raise ValueError(f"its matrices cannot be narrowed: it has {elements:,} elements")
         self.inputs = ExpertInputs(*call.places)
         width, choices = graph.tensors[call.hidden].shape[1], graph.tensors[call.index].shape[1]
         self.hidden = torch.randn(_TOKENS, self.small.get(width, width))
@@ -221,12 +216,18 @@ class _Trial:
     def _narrowed(self, module: nn.Module) -> nn.Module:
         """A copy with random values, whose matrices are narrower."""
         copied = meta_copy(module)
+        shapes: dict[tuple[nn.Module, str], tuple[int, ...]] = {}
         for inner in copied.modules():
-            for name, parameter in list(parameters_of(inner).items()):
+            for name, parameter in parameters_of(inner).items():
                 if parameter is not None:
                     first = parameter.shape[:1] if inner is copied else (self.small.get(parameter.shape[0], 0),)
-                    shape = (*first, *(self.small.get(size, size) for size in parameter.shape[1:]))
-                    setattr(inner, name, nn.Parameter(torch.randn(shape) / math.sqrt(shape[-1])))
+                    shapes[inner, name] = (*first, *(self.small.get(size, size) for size in parameter.shape[1:]))
+        elements = sum(map(math.prod, shapes.values()))
+        if elements > _LARGEST:  # before they take memory
+            raise ValueError(f"its matrices cannot be narrowed: it has {elements:,} elements")
+        for (inner, name), shape in shapes.items():
+            setattr(inner, name, nn.Parameter(torch.randn(shape) / math.sqrt(shape[-1])))
+        for inner in copied.modules():
             for name, value in list(vars(inner).items()):
                 if type(value) is int and value in self.small:
                     setattr(inner, name, self.small[value])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import replace
 
 from lightning_autotp.layouts.places import Boundary
@@ -61,20 +61,11 @@ def as_planned(graph: Graph, plan: Plan, implementations: Implementations) -> Gr
     """
     names = {entry.name for entry in implementations if entry.is_module}
     modules = {use.module for use in plan.implementations if use.name in names}
-    missing = sorted(modules - runs_of_experts(graph.experts) - _not_run(graph, modules))
+    running = {operator.module for operator in graph.operators}  # a call need not run all of them
+    missing = sorted((modules & running) - {call.module for call in graph.experts})
     if missing:
         raise PlanMismatch(
             f"the plan deals out the experts of {missing[0]} whole, but here it is not given tokens [tokens, hidden],"
             " the experts that they choose [tokens, choices], and weights like these, or does not return tokens"
         )
     return with_whole_experts(graph, modules)
-
-
-def runs_of_experts(calls: Iterable[ExpertsCall]) -> frozenset[str]:
-    """The modules whose experts run in these calls."""
-    return frozenset(call.module for call in calls)
-
-
-def _not_run(graph: Graph, modules: Collection[str]) -> set[str]:
-    """Those of the modules that do not run in this call of the model."""
-    return set(modules) - {operator.module for operator in graph.operators}
