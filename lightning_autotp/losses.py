@@ -7,9 +7,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_autotp.layouts.types import Invariant, Shard
-from lightning_autotp.parallel.collectives import all_reduce, convert, copy_to_tensor_parallel, reduce_values
-from lightning_autotp.parallel.cross_entropy import one_owner_each
+from lightning_autotp.parallel.collectives import convert, copy_to_tensor_parallel
 from lightning_autotp.parallel.logits import VocabParallelLogits, check_vocab_is_last
+from lightning_autotp.parallel.vocab_functions import log_sum_exp, total
 from lightning_autotp.ranks.group import TPGroup
 
 __all__ = ["kl_divergence", "token_log_probs"]
@@ -93,11 +93,12 @@ def kl_divergence(student: Tensor, teacher: Tensor) -> Tensor:
         p, q = (one.to(torch.promote_types(one.dtype, torch.float32)).log_softmax(-1) for one in (teacher, student))
         return (p.exp() * _difference(p, q)).sum(-1)
     group, shard = sharded.group, sharded.shard
+    ((dim, ownership),) = shard.dims
     ours, theirs = (_part(one, shard, group) for one in (student, teacher))
-    partition = _log_partition(theirs, group)
+    partition = log_sum_exp(theirs, dim, ownership, group)
     p = (theirs - copy_to_tensor_parallel(partition, group).unsqueeze(-1)).exp()
-    mean = all_reduce((p * _difference(theirs, ours)).sum(-1), group)
-    return mean - partition + _log_partition(ours, group)
+    mean = total(p * _difference(theirs, ours), dim, ownership, group)
+    return mean - partition + log_sum_exp(ours, dim, ownership, group)
 
 
 def _difference(theirs: Tensor, ours: Tensor) -> Tensor:
@@ -107,7 +108,7 @@ def _difference(theirs: Tensor, ours: Tensor) -> Tensor:
 
 
 def _part(logits: Tensor, shard: Shard, group: TPGroup) -> Tensor:
-    """This rank's part, ``[..., vocab/tp]``: what several ranks share is its first owner's, and counts once."""
+    """This rank's part, ``[..., vocab/tp]``."""
     if not isinstance(logits, VocabParallelLogits):
         part = convert(logits, Invariant(), shard, group)
     elif logits.shard == shard:
@@ -117,16 +118,7 @@ def _part(logits: Tensor, shard: Shard, group: TPGroup) -> Tensor:
             f"the student's and the teacher's logits are divided differently, as {shard} and {logits.shard}: give both"
             ' the same plan for their heads, as with cut={"lm_head.weight": 0}'
         )
-    ((dim, ownership),) = shard.dims
-    part, _ = one_owner_each(part, dim, ownership, group.rank)
     return part.to(torch.promote_types(part.dtype, torch.float32))
-
-
-def _log_partition(part: Tensor, group: TPGroup) -> Tensor:
-    """``logsumexp`` over the vocabulary, ``[..., vocab/tp] -> [...]``, Invariant."""
-    most = part.detach().amax(-1) if part.shape[-1] else part.new_full(part.shape[:-1], -torch.inf)
-    most = reduce_values(most, group, "max")
-    return all_reduce((part - most.unsqueeze(-1)).exp().sum(-1), group).log() + most
 
 
 def _check_floating(logits: Tensor) -> None:

@@ -24,6 +24,8 @@ from lightning_autotp.parallel import logits as module
 from lightning_autotp.parallel.logits import GatheredLogits
 
 VOCAB = 7
+TARGET = torch.tensor([[0, 6, 4, 2, 5], [1, 1, 3, 4, 4]])
+CHOSEN = TARGET.unsqueeze(-1)
 Function = Callable[[Any], Any]
 
 UNARY = ["neg", "abs", "square", "exp", "log", "sqrt", "tanh", "sigmoid", "relu", "silu", "gelu", "nan_to_num"]
@@ -87,14 +89,58 @@ for home, names, operands in (
         if hasattr(home, name):
             STAY[f"{home.__name__}.{name}"] = lambda x, f=getattr(home, name), rest=operands: f(x, *rest)  # noqa: B008
 
-GATHER: dict[str, Function] = {
+STAY |= {
     "log_softmax": lambda x: x.log_softmax(-1),
+    "torch.log_softmax": lambda x: torch.log_softmax(x.transpose(1, 2) * 3, dim=1),
+    "log_softmax in fp64": lambda x: F.log_softmax(x, dim=2, dtype=torch.float64),
     "F.softmax": lambda x: F.softmax(x, dim=-1),
+    "softmax": lambda x: x.softmax(dim=-1).square(),
+    "torch.softmax by position": lambda x: torch.softmax(x - 3, 2),
+    "softmax of bf16": lambda x: x.bfloat16().softmax(-1, torch.float32),
+    "chunk": lambda x: x.chunk(2)[1],
+    "chunk by dim": lambda x: torch.chunk(x, 3, dim=1)[1],
+    "split": lambda x: x.split(2, 1)[2],
+    "split by sizes": lambda x: torch.split(x, [1, 3, 1], dim=-2)[1],
+    "unbind": lambda x: torch.unbind(x, 1)[3],
+    "iteration": lambda x: list(x)[1],
+}
+
+PARTS: dict[str, Function] = {
     "argmax": lambda x: x.argmax(-1),
+    "argmax of ties": lambda x: torch.argmax(x.clamp(max=1.0), dim=-1, keepdim=True),
+    "argmax of nan": lambda x: torch.log(x - 1).argmax(-1),
+    "max": lambda x: x.max(-1)[0],
+    "max by name": lambda x: torch.max(x, dim=2, keepdim=True).values,
+    "max's class": lambda x: x.max(-1).indices,
+    "a margin": lambda x: (x - x.max(-1, keepdim=True).values).exp().sum(-1),
+    "logsumexp": lambda x: torch.logsumexp(x, -1),
+    "logsumexp, kept": lambda x: x.logsumexp((2,), keepdim=True),
+    "logsumexp of what is ruled out": lambda x: x.detach().masked_fill(TARGET.unsqueeze(-1) > 4, -torch.inf).logsumexp(-1),
+    "z-loss": lambda x: x.logsumexp(-1).square().mean(),
+    "gather": lambda x: x.gather(-1, torch.full((2, 5, 1), 3)),
+    "gather some": lambda x: torch.gather(x, 2, torch.tensor([[[0, 6, 2], [5, 5, 1]]])),
+    "focal": lambda x: (1 - x.softmax(-1).gather(-1, CHOSEN)).square() * x.log_softmax(-1).gather(dim=-1, index=CHOSEN),
+    "entropy": lambda x: -(x.softmax(-1) * x.log_softmax(-1)).sum(-1),
+    "mean": lambda x: x.mean(-1, keepdim=True),
+    "sum in fp64": lambda x: x.sum(axis=-1, dtype=torch.float64),
+    "nll_loss": lambda x: F.nll_loss(x.log_softmax(-1).view(-1, VOCAB), TARGET.flatten(), ignore_index=4),
+    "nll_loss, weighted": lambda x: nn.NLLLoss(torch.arange(1.0, 8.0))(x.transpose(1, 2).log_softmax(1), TARGET),
+    "nll_loss, summed": lambda x: F.nll_loss(x[0].log_softmax(-1), TARGET[0], reduction="sum"),
+    "nll_loss, each": lambda x: F.nll_loss(x[0].log_softmax(-1), TARGET[0], ignore_index=6, reduction="none"),
+}
+"""What is computed from the ranks' parts, without gathering them."""
+
+GATHER: dict[str, Function] = {
+    "softmax over tokens": lambda x: x.softmax(1),
+    "sum over tokens": lambda x: x.sum(1),
+    "sum over all but tokens": lambda x: x.sum((0, 2)),
+    "argmin": lambda x: x.argmin(-1),
+    "max of all": lambda x: x.max(),
+    "max of two": lambda x: torch.max(x, torch.ones(())),
+    "split of the vocabulary": lambda x: x.split(3, -1)[1],
+    "nll_loss over tokens": lambda x: F.nll_loss(x, TARGET[:, :1].expand(2, VOCAB) % 5),
     "topk": lambda x: x.topk(2, dim=-1)[0],
     "sum": lambda x: x.sum(),
-    "logsumexp": lambda x: torch.logsumexp(x, -1),
-    "gather": lambda x: x.gather(-1, torch.full((2, 5, 1), 3)),
     "cat": lambda x: torch.cat([x, x], dim=1),
     "stack": lambda x: torch.stack([x, torch.ones(2, 5, VOCAB)]),
     "einsum": lambda x: torch.einsum("bsv,v->bs", x, torch.arange(7.0)),
@@ -112,7 +158,6 @@ GATHER: dict[str, Function] = {
     "view as another dtype": lambda x: x.detach().view(torch.int32),
     "transposed operands": lambda x: x[:, :1, :].transpose(1, 2) + x[:, 1:2],
     "numpy": lambda x: torch.from_numpy(x.detach().numpy()),
-    "iteration": lambda x: list(x)[1],
     "a slice that was copied": lambda x: copy.deepcopy(x.detach()),
     "pickle": lambda x: pickle.loads(pickle.dumps(x.detach())),
     "cpu": lambda x: x.cpu(),
@@ -282,8 +327,8 @@ VIEWS: dict[str, Function] = {
     "narrow": lambda x: x.narrow(-1, 0, 3),
     "split": lambda x: x.split(3, -1)[0],
     "chunk": lambda x: torch.chunk(x, 2, dim=-1)[1],
-    "unbind": lambda x: x.unbind(0)[1],
-    "rows": lambda x: next(iter(x)),
+    "unbind": lambda x: x.unbind(-1)[1],
+    "rows": lambda x: next(iter(x[..., 1:])),
     "a view that merges the vocabulary": lambda x: x.view(-1),
     "data": lambda x: x.data,
     "a view of a view": lambda x: x.detach()[..., 1:][0].unsqueeze(0),
@@ -376,6 +421,8 @@ def every_check(rank: int, ranks: int) -> int:
             warnings.simplefilter("error")
             for name, function in STAY.items():
                 check(group, ownership, name, function, stays=True)
+            for name, function in PARTS.items():
+                check(group, ownership, name, function, stays=False)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for name, function in GATHER.items():

@@ -70,8 +70,8 @@ def reduce_values(x: Tensor, group: TPGroup, op: str = "sum") -> Tensor:
     return collectives.wait_tensor(collectives.all_reduce(x.contiguous(), op, group.name))
 
 
-def _gather_parts(x: Tensor, group: TPGroup) -> Tensor:
-    """Every rank's ``x``, all of one shape: ``[...] -> [ranks, ...]``."""
+def gather_values(x: Tensor, group: TPGroup) -> Tensor:
+    """Every rank's ``x``, all of one shape, outside autograd: ``[...] -> [ranks, ...]``. Collective."""
     if x.is_meta or x.numel() == 0:
         return x.new_empty((group.size, *x.shape))
     flat = collectives.wait_tensor(collectives.all_gather_into_tensor(x.contiguous().view(-1), group.size, group.name))
@@ -94,7 +94,7 @@ def _gather_even(x: Tensor, group: TPGroup, dim: int) -> Tensor:
     if x.is_meta or x.numel() == 0:
         return x.new_empty(shape)
     if dim and any(size != 1 for size in x.shape[:dim]):  # the ranks' rows alternate in memory
-        return torch.cat(_gather_parts(x, group).unbind(), dim)
+        return torch.cat(gather_values(x, group).unbind(), dim)
     flat = collectives.all_gather_into_tensor(x.contiguous().flatten(0, dim), group.size, group.name)
     # With its own shape, not as a view of another one: the model's code may go on to change it in place.
     return own_shape(collectives.wait_tensor(flat), shape)
@@ -108,7 +108,7 @@ def _reduce_scatter_even(x: Tensor, group: TPGroup, dim: int) -> Tensor:
 
 def gather_lengths(length: int, group: TPGroup, device: torch.device) -> list[int]:
     """Every rank's length, in order of rank. Collective, of one number a rank."""
-    return [int(each) for each in _gather_parts(torch.tensor([length], device=device), group).flatten().tolist()]
+    return [int(each) for each in gather_values(torch.tensor([length], device=device), group).flatten().tolist()]
 
 
 # --- index arithmetic on one dim ---
@@ -130,7 +130,7 @@ def take_owned(x: Tensor, dim: int, ownership: Ownership, rank: int) -> Tensor:
 
 def keep_first_owned(local: Tensor, dim: int, ownership: Ownership, rank: int) -> Tensor:
     """``local`` with zeros at the indices that a lower rank holds too, so that every index counts once in a sum."""
-    pieces: list[Tensor] = []
+    pieces = [local.narrow(dim, 0, 0)]  # so that zeros alone are a function of ``local``, too: every rank has a gradient
     offset = 0
     shared = False
     for start, stop, ranks in owner_rows(ownership):
@@ -170,7 +170,7 @@ def _gather(local: Tensor, group: TPGroup, dim: int, ownership: Ownership, *, ad
     if ownership.is_even:
         return _gather_even(local, group, dim)
     largest = max(ownership.local_size(rank) for rank in range(ownership.ranks))
-    parts = _gather_parts(_pad(local, dim, largest), group)
+    parts = gather_values(_pad(local, dim, largest), group)
     offsets = [0] * ownership.ranks
     pieces: list[Tensor] = []
     for start, stop, ranks in owner_rows(ownership):

@@ -1,11 +1,13 @@
 """Logits that are cut over the vocabulary but look whole, so that user code and losses work unchanged.
 
 :class:`VocabParallelLogits` is a tensor that shows the whole shape and holds this rank's part. Python-level functions
-on it (``__torch_function__``) fall in five groups, each an explicit table below:
+on it (``__torch_function__``) fall in six groups, each an explicit table below:
 
 * what the wrapper itself knows: shape, dtype, ...;
 * casts, pointwise functions and views run on the local part and stay sharded; the sizes that a view is given for the
   vocabulary are localized by index arithmetic, and a view that would split or merge the vocabulary is none of these;
+* a softmax over the vocabulary stays sharded, too; a sum, a mean, a log-sum-exp, the largest class and the values at
+  given classes are computed from the parts (:mod:`~lightning_autotp.parallel.vocab_functions`);
 * a *copy* of the logits at one position (``logits[:, -1].clone()``) that is made without gradients is gathered, without
   a word: the next token will be sampled from it, by many functions that need it whole;
 * ``F.cross_entropy`` with class indices becomes
@@ -36,6 +38,7 @@ All functions that gather, and the loss, are collective.
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 import re
 import warnings
@@ -63,6 +66,14 @@ from lightning_autotp.parallel.collectives import (
 from lightning_autotp.parallel.cross_entropy import vocab_parallel_cross_entropy
 from lightning_autotp.parallel.head_product import HeadProduct
 from lightning_autotp.parallel.linear_cross_entropy import vocab_parallel_linear_cross_entropy
+from lightning_autotp.parallel.vocab_functions import (
+    at_classes,
+    largest,
+    log_softmax,
+    log_sum_exp,
+    softmax,
+    total,
+)
 from lightning_autotp.parallel.whole_dim import after_index, after_reshape
 from lightning_autotp.private.fabric_private import only_looks
 from lightning_autotp.private.torch_private import (
@@ -584,6 +595,134 @@ def _cross_entropy(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[s
     return vocab_parallel_linear_cross_entropy(product, target, logits.ownership, logits.group, weight, **options)
 
 
+def _of_vocabulary(logits: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *names: str) -> dict[str, Any] | None:
+    """The arguments by name, if ``logits`` are to be treated along the vocabulary; otherwise ``None``.
+
+    On meta nothing is computed from parts: a trace shows collectives only where the plan has them. Logits at one
+    position are gathered as ever: many functions will need them whole.
+    """
+    given = dict(zip(names, args, strict=False)) | {_ALIASES.get(name, name): value for name, value in kwargs.items()}
+    dim = given.get("dim")
+    if isinstance(dim, Sequence) and len(dim) == 1:
+        (dim,) = dim
+    is_ours = isinstance(logits, VocabParallelLogits) and isinstance(dim, int) and not set(given) - {*names}
+    if not is_ours or logits.is_meta or logits.one_position or not logits.is_floating_point():
+        return None
+    return given if -logits.dim() <= dim < logits.dim() and dim % logits.dim() == logits.vocab_dim else None
+
+
+def _result_dtype(logits: VocabParallelLogits, func: Callable[..., Any], *args: Any, **kwargs: Any) -> torch.dtype:
+    """That of ``func`` on logits, with a ``dtype=`` or under autocast."""
+    like = torch.zeros([1] * logits.dim(), dtype=logits.dtype, device=logits.device)
+    dtype: torch.dtype = func(like, *args, **kwargs).dtype
+    return dtype
+
+
+def _exact(logits: VocabParallelLogits, dtype: torch.dtype | None = None) -> Tensor:
+    """This rank's part in the precision that torch computes in before it rounds."""
+    return logits.local.to(torch.promote_types(dtype or logits.dtype, torch.float32))
+
+
+def _softmax(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    logits = args[0] if args else kwargs.get("input")
+    names = ("input", "dim", "_stacklevel", "dtype") if func in _WITH_STACK_LEVEL else ("input", "dim", "dtype")
+    if _of_vocabulary(logits, args, kwargs, *names) is None:
+        return NotImplemented
+    dtype = _result_dtype(logits, func, *args[1:], **{name: x for name, x in kwargs.items() if name != "input"})
+    compute = log_softmax if "log" in func.__name__ else softmax
+    found = compute(_exact(logits, dtype), logits.vocab_dim, logits.ownership, logits.group)
+    return _rewrap(logits, found.to(dtype), logits.vocab_dim)
+
+
+def _reduced(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """``sum``, ``mean`` and ``logsumexp`` over the vocabulary."""
+    logits = args[0] if args else kwargs.get("input")
+    given = _of_vocabulary(logits, args, kwargs, "input", "dim", "keepdim", "dtype")
+    if given is None:
+        return NotImplemented
+    dtype = _result_dtype(logits, func, logits.vocab_dim, **{name: given[name] for name in ("dtype",) if name in given})
+    if not dtype.is_floating_point:
+        return NotImplemented
+    compute = log_sum_exp if func.__name__ == "logsumexp" else total
+    found = compute(_exact(logits, dtype), logits.vocab_dim, logits.ownership, logits.group)
+    if func.__name__ == "mean":
+        found = found / logits.ownership.size
+    return (found.unsqueeze(logits.vocab_dim) if given.get("keepdim") else found).to(dtype)
+
+
+def _largest(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """``argmax``, and ``max`` over the vocabulary."""
+    logits = args[0] if args else kwargs.get("input")
+    given = _of_vocabulary(logits, args, kwargs, "input", "dim", "keepdim")
+    if given is None:
+        return NotImplemented
+    where = logits.vocab_dim, logits.ownership, logits.group
+    values, classes = (x.unsqueeze(logits.vocab_dim) for x in largest(logits.local, *where))
+    if func.__name__ == "max" and logits.local.requires_grad and torch.is_grad_enabled():
+        values = at_classes(logits.local, where[0], classes, *where[1:])
+    if not given.get("keepdim"):
+        values, classes = values.squeeze(logits.vocab_dim), classes.squeeze(logits.vocab_dim)
+    return torch.return_types.max((values, classes)) if func.__name__ == "max" else classes
+
+
+def _gather(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    logits = args[0] if args else kwargs.get("input")
+    given = _of_vocabulary(logits, args, kwargs, "input", "dim", "index")
+    index = given and given.get("index")
+    if not isinstance(index, Tensor) or isinstance(index, VocabParallelLogits) or index.dim() != logits.dim():
+        return NotImplemented
+    return at_classes(logits.local, logits.vocab_dim, index, logits.ownership, logits.group)
+
+
+def _nll_loss(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """``F.nll_loss`` of sharded log-probabilities ``[tokens, vocab, ...]``."""
+    call = _NLL_LOSS.bind(*args, **kwargs)
+    call.apply_defaults()
+    logits, target, weight = (call.arguments[name] for name in ("input", "target", "weight"))
+    if not isinstance(logits, VocabParallelLogits) or isinstance(target, VocabParallelLogits):
+        return NotImplemented
+    dim = min(1, logits.dim() - 1)
+    is_plain = call.arguments["size_average"] is None and call.arguments["reduce"] is None
+    if logits.vocab_dim != dim or logits.is_meta or not is_plain or (weight is not None and weight.requires_grad):
+        return NotImplemented
+    ignored = target == call.arguments["ignore_index"]
+    classes = target.masked_fill(ignored, 0)
+    found = at_classes(_exact(logits), dim, classes.unsqueeze(dim), logits.ownership, logits.group).squeeze(dim)
+    each = torch.ones_like(found) if weight is None else weight.to(found.dtype)[classes]
+    each = each.masked_fill(ignored, 0)
+    losses = (-found * each).masked_fill(ignored, 0)
+    if call.arguments["reduction"] == "none":
+        return losses.to(logits.dtype)
+    if call.arguments["reduction"] not in ("mean", "sum"):
+        return NotImplemented
+    summed = losses.sum()
+    return (summed / each.sum() if call.arguments["reduction"] == "mean" else summed).to(logits.dtype)
+
+
+def _pieces(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """``chunk``, ``split``, ``unbind`` and iteration along another dim than the vocabulary."""
+    logits, *rest = args
+    if not isinstance(logits, VocabParallelLogits) or not logits.dim():
+        return NotImplemented
+    name = "unbind" if func.__name__ == "__iter__" else func.__name__
+    given = dict(zip(("dim",) if name == "unbind" else ("sizes", "dim"), rest, strict=False)) | {
+        "sizes" if key in ("chunks", "split_size", "split_size_or_sections") else key: value
+        for key, value in kwargs.items()
+    }
+    dim = given.get("dim", 0) % logits.dim()
+    if dim == logits.vocab_dim or set(given) - {"sizes", "dim"}:
+        return NotImplemented
+    positions = torch.empty(logits.shape[dim], device="meta")
+    lengths = [1] * len(positions) if name == "unbind" else [len(x) for x in func(positions, given["sizes"])]
+    stops = list(itertools.accumulate(lengths))
+    before = (slice(None),) * dim
+    wanted = stops if name == "unbind" else zip(lengths, stops, strict=True)
+    pieces = tuple(
+        logits[(*before, item - 1 if isinstance(item, int) else slice(item[1] - item[0], item[1]))] for item in wanted
+    )
+    return iter(pieces) if func.__name__ == "__iter__" else pieces
+
+
 def _is_contiguous(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     logits: VocabParallelLogits = args[0]
     return func(logits.local if logits.product is None else logits.product.like, *args[1:], **kwargs)
@@ -600,6 +739,9 @@ def _record(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any
 
 
 _CROSS_ENTROPY = inspect.signature(F.cross_entropy)
+_NLL_LOSS = inspect.signature(F.nll_loss)
+_WITH_STACK_LEVEL = (F.softmax, F.log_softmax)
+_ALIASES = {"axis": "dim", "keepdims": "keepdim", "self": "input"}
 _COPIES = (Tensor.clone, torch.clone)
 _SNAPSHOTS = (*_COPIES, Tensor.detach, torch.detach)
 _HERE = object()
@@ -645,10 +787,16 @@ _HANDLERS: dict[Callable[..., Any], Callable[[Callable[..., Any], Sequence[Any],
     **dict.fromkeys(_everywhere("transpose", "swapaxes"), _transpose),
     **dict.fromkeys(_everywhere("unsqueeze"), _unsqueeze),
     **dict.fromkeys(_everywhere("squeeze"), _squeeze),
+    **dict.fromkeys(_everywhere("softmax", "log_softmax"), _softmax),
+    **dict.fromkeys(_everywhere("sum", "mean", "logsumexp"), _reduced),
+    **dict.fromkeys(_everywhere("argmax", "max"), _largest),
+    **dict.fromkeys(_everywhere("gather"), _gather),
+    **dict.fromkeys(_everywhere("chunk", "split", "unbind", "__iter__"), _pieces),
     Tensor.__getitem__: _getitem,
     Tensor.is_contiguous: _is_contiguous,
     Tensor.register_hook: _register_hook,
     F.cross_entropy: _cross_entropy,
+    F.nll_loss: _nll_loss,
 }
 
 
