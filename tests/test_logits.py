@@ -115,7 +115,7 @@ PARTS: dict[str, Function] = {
     "a margin": lambda x: (x - x.max(-1, keepdim=True).values).exp().sum(-1),
     "logsumexp": lambda x: torch.logsumexp(x, -1),
     "logsumexp, kept": lambda x: x.logsumexp((2,), keepdim=True),
-    "logsumexp of what is ruled out": lambda x: x.detach().masked_fill(TARGET.unsqueeze(-1) > 4, -torch.inf).logsumexp(-1),
+    "logsumexp of what is ruled out": lambda x: x.detach().masked_fill(CHOSEN > 4, -torch.inf).logsumexp(-1),
     "z-loss": lambda x: x.logsumexp(-1).square().mean(),
     "gather": lambda x: x.gather(-1, torch.full((2, 5, 1), 3)),
     "gather some": lambda x: torch.gather(x, 2, torch.tensor([[[0, 6, 2], [5, 5, 1]]])),

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from peers.cases import CASES
+from peers.profile import KINDS
 from peers.run import Measured
 from peers.systems import OF_LLAMA, ONE, PEER
 
@@ -41,6 +42,15 @@ def rows(case: str, found: Sequence[Measured]) -> list[tuple[str, ...]]:
     ]
 
 
+def spent(found: Sequence[Measured]) -> list[tuple[str, ...]]:
+    """What the time of one step goes to, as text."""
+    return [
+        (measured.system, *(f"{1e3 * measured.spent[kind]:.0f} ms" for kind in KINDS))
+        for measured in found
+        if measured.spent
+    ]
+
+
 def ratios(found: Sequence[Measured]) -> list[str]:
     """This project's step beside the better of its peers, and beside Megatron's pattern by hand."""
     times = {measured.system: measured.median for measured in found if not measured.error}
@@ -61,6 +71,10 @@ def print_table(case: str, found: Sequence[Measured]) -> None:
     for row in rows(case, found):
         table.add_row(*row)
     console = Console(width=120)
+    console.print(table)
+    table = Table("system", *KINDS)
+    for row in spent(found):
+        table.add_row(*row)
     console.print(table)
     for line in ratios(found):
         console.print(f"lightning_autotp takes {line}")
@@ -90,6 +104,9 @@ def to_markdown(found: Mapping[str, Sequence[Measured]], ranks: int, rounds: int
         "- *peak*: parameters, and the most that a step holds besides, of the rank that holds most.",
         "- *collectives*, *sent*: of a step, by each rank, with collectives in rings.",
         "- *set-up*: from the model to one that is ready to be trained; here that is planning and proving, too.",
+        "- The second table says what one more step of the first rank went to, under PyTorch's profiler, which slows it"
+        " down: matrix products, attention kernels, all other operators, and the rest (waiting for the other ranks, and"
+        " Python).",
     ]
     for case, measured in found.items():
         lines += [
@@ -101,6 +118,8 @@ def to_markdown(found: Mapping[str, Sequence[Measured]], ranks: int, rounds: int
         ]
         lines += ["| " + " | ".join(row) + " |" for row in rows(case, measured)]
         lines += ["", *(f"lightning_autotp takes {line}.  " for line in ratios(measured))]
+        lines += ["", " | ".join(("", "system", *KINDS, "")).strip(), "| --- |" + " ---: |" * len(KINDS)]
+        lines += ["| " + " | ".join(row) + " |" for row in spent(measured)]
         lines += [f"\n{each.system} does not train this model here." for each in measured if each.error]
     return "\n".join(lines).rstrip() + "\n"
 

@@ -9,8 +9,9 @@ import tempfile
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from peers.cases import CASES, Case
 from peers.meter import Meter
+from peers.profile import profiled
 from peers.systems import ONE, Prepared, Source, systems
 
 TOLERANCE = 1e-4
@@ -38,6 +40,7 @@ class Measured:
         held: bytes of parameters and of all else at its peak, of the rank that holds most.
         calls: collectives in a step.
         sent: megabytes that a rank sends in them.
+        spent: what the seconds of one more step of the first rank went to, see :data:`~peers.profile.KINDS`.
         error: why it was not measured, or empty.
     """
 
@@ -47,6 +50,7 @@ class Measured:
     held: int = 0
     calls: int = 0
     sent: float = 0.0
+    spent: dict[str, float] = field(default_factory=dict)
     error: str = ""
 
     @property
@@ -126,6 +130,11 @@ def _compare(case: Case, rounds: int, only: tuple[str, ...], directory: Path, de
         for measured in found:
             if not measured.error:
                 measured.seconds.append(_timed(ready[measured.system], source))
+    for measured in found:
+        prepared = ready.get(measured.system)
+        dist.barrier()
+        if prepared is not None:
+            measured.spent = profiled(partial(prepared.step, source.tokens))
     return found
 
 

@@ -130,7 +130,9 @@ def take_owned(x: Tensor, dim: int, ownership: Ownership, rank: int) -> Tensor:
 
 def keep_first_owned(local: Tensor, dim: int, ownership: Ownership, rank: int) -> Tensor:
     """``local`` with zeros at the indices that a lower rank holds too, so that every index counts once in a sum."""
-    pieces = [local.narrow(dim, 0, 0)]  # so that zeros alone are a function of ``local``, too: every rank has a gradient
+    pieces = [
+        local.narrow(dim, 0, 0)
+    ]  # so that zeros alone are a function of ``local``, too: every rank has a gradient
     offset = 0
     shared = False
     for start, stop, ranks in owner_rows(ownership):

@@ -595,27 +595,32 @@ def _cross_entropy(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[s
     return vocab_parallel_linear_cross_entropy(product, target, logits.ownership, logits.group, weight, **options)
 
 
-def _of_vocabulary(logits: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *names: str) -> dict[str, Any] | None:
-    """The arguments by name, if ``logits`` are to be treated along the vocabulary; otherwise ``None``.
+def _of_vocabulary(
+    args: Sequence[Any], kwargs: Mapping[str, Any], *names: str
+) -> tuple[VocabParallelLogits, dict[str, Any]] | None:
+    """The logits and the other arguments by name, if the call is along the vocabulary; otherwise ``None``.
 
     On meta nothing is computed from parts: a trace shows collectives only where the plan has them. Logits at one
     position are gathered as ever: many functions will need them whole.
     """
-    given = dict(zip(names, args, strict=False)) | {_ALIASES.get(name, name): value for name, value in kwargs.items()}
-    dim = given.get("dim")
+    given = dict(zip(("input", *names), args, strict=False))
+    given |= {_ALIASES.get(name, name): value for name, value in kwargs.items()}
+    logits, dim = given.pop("input", None), given.get("dim")
     if isinstance(dim, Sequence) and len(dim) == 1:
-        (dim,) = dim
-    is_ours = isinstance(logits, VocabParallelLogits) and isinstance(dim, int) and not set(given) - {*names}
-    if not is_ours or logits.is_meta or logits.one_position or not logits.is_floating_point():
+        dim = dim[0]
+    if not isinstance(logits, VocabParallelLogits) or not isinstance(dim, int) or set(given) - {*names}:
         return None
-    return given if -logits.dim() <= dim < logits.dim() and dim % logits.dim() == logits.vocab_dim else None
+    if logits.is_meta or logits.one_position or not logits.is_floating_point():
+        return None
+    is_along = -logits.dim() <= dim < logits.dim() and dim % logits.dim() == logits.vocab_dim
+    return (logits, given) if is_along else None
 
 
-def _result_dtype(logits: VocabParallelLogits, func: Callable[..., Any], *args: Any, **kwargs: Any) -> torch.dtype:
-    """That of ``func`` on logits, with a ``dtype=`` or under autocast."""
+def _result_dtype(logits: VocabParallelLogits, func: Callable[..., Any], given: Mapping[str, Any]) -> torch.dtype:
+    """That of ``func`` on logits, with ``dtype=`` or under autocast."""
     like = torch.zeros([1] * logits.dim(), dtype=logits.dtype, device=logits.device)
-    dtype: torch.dtype = func(like, *args, **kwargs).dtype
-    return dtype
+    found: Tensor = func(like, **{name: given[name] for name in ("dim", "dtype") if name in given})
+    return found.dtype
 
 
 def _exact(logits: VocabParallelLogits, dtype: torch.dtype | None = None) -> Tensor:
@@ -624,11 +629,11 @@ def _exact(logits: VocabParallelLogits, dtype: torch.dtype | None = None) -> Ten
 
 
 def _softmax(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    logits = args[0] if args else kwargs.get("input")
-    names = ("input", "dim", "_stacklevel", "dtype") if func in _WITH_STACK_LEVEL else ("input", "dim", "dtype")
-    if _of_vocabulary(logits, args, kwargs, *names) is None:
+    names = ("dim", "_stacklevel", "dtype") if func in _WITH_STACK_LEVEL else ("dim", "dtype")
+    if (call := _of_vocabulary(args, kwargs, *names)) is None:
         return NotImplemented
-    dtype = _result_dtype(logits, func, *args[1:], **{name: x for name, x in kwargs.items() if name != "input"})
+    logits, given = call
+    dtype = _result_dtype(logits, func, given)
     compute = log_softmax if "log" in func.__name__ else softmax
     found = compute(_exact(logits, dtype), logits.vocab_dim, logits.ownership, logits.group)
     return _rewrap(logits, found.to(dtype), logits.vocab_dim)
@@ -636,11 +641,10 @@ def _softmax(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
 
 def _reduced(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """``sum``, ``mean`` and ``logsumexp`` over the vocabulary."""
-    logits = args[0] if args else kwargs.get("input")
-    given = _of_vocabulary(logits, args, kwargs, "input", "dim", "keepdim", "dtype")
-    if given is None:
+    if (call := _of_vocabulary(args, kwargs, "dim", "keepdim", "dtype")) is None:
         return NotImplemented
-    dtype = _result_dtype(logits, func, logits.vocab_dim, **{name: given[name] for name in ("dtype",) if name in given})
+    logits, given = call
+    dtype = _result_dtype(logits, func, given)
     if not dtype.is_floating_point:
         return NotImplemented
     compute = log_sum_exp if func.__name__ == "logsumexp" else total
@@ -652,10 +656,9 @@ def _reduced(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
 
 def _largest(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """``argmax``, and ``max`` over the vocabulary."""
-    logits = args[0] if args else kwargs.get("input")
-    given = _of_vocabulary(logits, args, kwargs, "input", "dim", "keepdim")
-    if given is None:
+    if (call := _of_vocabulary(args, kwargs, "dim", "keepdim")) is None:
         return NotImplemented
+    logits, given = call
     where = logits.vocab_dim, logits.ownership, logits.group
     values, classes = (x.unsqueeze(logits.vocab_dim) for x in largest(logits.local, *where))
     if func.__name__ == "max" and logits.local.requires_grad and torch.is_grad_enabled():
@@ -666,9 +669,9 @@ def _largest(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
 
 
 def _gather(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    logits = args[0] if args else kwargs.get("input")
-    given = _of_vocabulary(logits, args, kwargs, "input", "dim", "index")
-    index = given and given.get("index")
+    if (call := _of_vocabulary(args, kwargs, "dim", "index")) is None:
+        return NotImplemented
+    logits, index = call[0], call[1].get("index")
     if not isinstance(index, Tensor) or isinstance(index, VocabParallelLogits) or index.dim() != logits.dim():
         return NotImplemented
     return at_classes(logits.local, logits.vocab_dim, index, logits.ownership, logits.group)
@@ -716,10 +719,11 @@ def _pieces(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any
     lengths = [1] * len(positions) if name == "unbind" else [len(x) for x in func(positions, given["sizes"])]
     stops = list(itertools.accumulate(lengths))
     before = (slice(None),) * dim
-    wanted = stops if name == "unbind" else zip(lengths, stops, strict=True)
-    pieces = tuple(
-        logits[(*before, item - 1 if isinstance(item, int) else slice(item[1] - item[0], item[1]))] for item in wanted
-    )
+    wanted = [
+        (*before, stop - 1 if name == "unbind" else slice(stop - length, stop))
+        for length, stop in zip(lengths, stops, strict=True)
+    ]
+    pieces = tuple(logits[index] for index in wanted)
     return iter(pieces) if func.__name__ == "__iter__" else pieces
 
 
