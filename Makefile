@@ -3,6 +3,7 @@
 # make test-nightly  what CI has no time for: the same tests for more models and numbers of ranks
 # make test-lowest   its fast tests with the lowest versions that pyproject.toml allows
 # make zoo           every architecture of transformers against one process   (make zoo ARGS="--only llama gpt2 --tp 4")
+# make zoo-others    models of other packages, and docs/zoo-others.md   (make zoo-others ARGS="--only ResNet")
 # make faults        what a job does when a rank fails, and docs/faults-measured.md   (make faults ARGS="SIGSTOP 'kill -9'")
 # make lint          ruff and mypy
 # make setup         only the virtual environment: the others make it themselves
@@ -16,7 +17,7 @@ JOBS ?= 2
 ARGS ?=
 BIN := $(VENV)/bin
 
-.PHONY: train test test-nightly test-lowest zoo faults lint setup clean
+.PHONY: train test test-nightly test-lowest zoo zoo-others faults lint setup clean
 
 setup: $(VENV)/.installed
 
@@ -55,6 +56,15 @@ test-lowest:
 
 zoo: $(VENV)/.installed
 	PYTHONPATH=tools OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m zoo $(ARGS)
+
+# LitGPT asks for older versions of what the others need, to download weights with: its model needs none of that.
+$(VENV)/.zoo: $(VENV)/.installed
+	$(BIN)/python -m pip install -c $(CONSTRAINTS) -e '.[zoo]'
+	$(BIN)/python -m pip install --no-deps -c $(CONSTRAINTS) litgpt
+	touch $@
+
+zoo-others: $(VENV)/.zoo
+	$(MAKE) zoo ARGS="--group others $(ARGS)"
 
 faults: $(VENV)/.installed
 	HF_HUB_OFFLINE=1 $(BIN)/python tools/faults.py $(ARGS)

@@ -5,18 +5,18 @@ from __future__ import annotations
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from typing import Literal
 
 from jsonargparse import auto_cli
 from rich.console import Console
 
 from zoo.models import GROUPS, architectures
-from zoo.report import summary, to_json, to_markdown, totals_table
+from zoo.packages import PACKAGES, entries
+from zoo.report import OTHERS_PAGE, summary, to_json, to_markdown, totals_table
 from zoo.run import run
 
 
 def zoo(
-    group: Literal["causal", "seq2seq", "masked", "image", "all"] = "all",
+    group: str = "all",
     tp: int = 2,
     only: list[str] | None = None,
     json: Path | None = None,
@@ -25,28 +25,34 @@ def zoo(
     limit: float = 120.0,
     sequence_parallel: bool = False,
 ) -> None:
-    """Try every architecture of transformers: a tiny model, parallelized, against one process.
+    """Try every architecture of transformers, or models of other packages: tiny, parallelized, against one process.
 
-    Compares a training batch's loss and every full gradient. A run over whole groups writes ``docs/zoo.md``.
+    Compares a training batch's loss and every full gradient. A run over whole groups writes ``docs/zoo.md``, one over
+    all other packages ``docs/zoo-others.md``.
 
     Args:
-        group: which of transformers' mappings.
+        group: one of transformers' mappings (causal, seq2seq, masked, image; all of them: all), or a package (torch,
+            diffusers, timm, torchvision, x-transformers, litgpt; all of them: others).
         tp: number of tensor-parallel ranks (processes on this machine).
-        only: these architectures (``model_type``) only; the page is written only where ``page`` says so.
+        only: these models only, by their ``model_type`` or their name on the page; the page is written only where
+            ``page`` says so.
         json: file to write everything found to.
-        page: the page to write, instead of ``docs/zoo.md``.
+        page: the page to write, instead of the one in ``docs``.
         plan_only: only plan, in one process, and run nothing; writes no page of its own accord either.
         limit: seconds that one architecture may take.
         sequence_parallel: deal out the tokens between sharded regions.
     """
     console = Console()
-    groups = tuple(GROUPS) if group == "all" else (group,)
-    chosen = [(g, name) for g in groups for name in architectures(g) if only is None or name in only]
+    groups = {"all": tuple(GROUPS), "others": tuple(PACKAGES)}.get(group, (group,))
+    if not {*groups} <= {*GROUPS, *PACKAGES}:
+        known = ", ".join(("all", *GROUPS, "others", *PACKAGES))
+        raise SystemExit(f"make zoo: there is no group {group}; --group takes one of {known}")
+    chosen = [(g, name) for g in groups for name in _names(g) if only is None or name in only]
     unknown = sorted(set(only or ()) - {name for _, name in chosen})
     if unknown:
         raise SystemExit(
-            f"make zoo: {', '.join(unknown)} is in none of the mappings ({', '.join(groups)}); "
-            "--only takes names such as llama or gpt2"
+            f"make zoo: {', '.join(unknown)} is in none of the groups ({', '.join(groups)}); "
+            "--only takes names such as llama or gpt2, and those of a package with --group"
         )
     verdicts = []
     for verdict in run(chosen, tp, limit, plan_only, sequence_parallel):
@@ -59,10 +65,21 @@ def zoo(
     if json is not None:
         json.write_text(to_json(verdicts, command))
     if page is None and only is None and not plan_only:
-        page = Path("docs/zoo.md")
+        page = None if group in PACKAGES else Path("docs") / (OTHERS_PAGE if group == "others" else "zoo.md")
     if page is not None:
         page.parent.mkdir(parents=True, exist_ok=True)
-        page.write_text(to_markdown(verdicts, command, {name: version(name) for name in ("torch", "transformers")}))
+        packages = dict.fromkeys(PACKAGES[g].distribution if g in PACKAGES else "transformers" for g in groups)
+        page.write_text(to_markdown(verdicts, command, {name: version(name) for name in ("torch", *packages)}))
+
+
+def _names(group: str) -> tuple[str, ...]:
+    """The models of a group, in its order."""
+    if group not in PACKAGES:
+        return architectures(group)
+    try:
+        return tuple(entries(group))
+    except ImportError as error:
+        raise SystemExit(f"make zoo: {error}; the packages of the zoo are the extra zoo: make zoo ...") from error
 
 
 def spelled_out(arguments: list[str]) -> list[str]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import math
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from transformers import PreTrainedModel
 
 from lightning_autotp.capture.capture import step_size
 from lightning_autotp.layouts.step_size import TokensPerStep
@@ -23,6 +23,8 @@ from zoo.configs import LEAST_ALL_REDUCES, LEFT_OUT
 from zoo.counting import counted, divided
 from zoo.inputs import training_batch
 from zoo.models import build, layer_count, stir
+from zoo.packages import PACKAGES, entries
+from zoo.packages.entry import of_output
 from zoo.verdict import GRADIENT_TOLERANCE, LOSS_TOLERANCE, Verdict, describe_plan
 
 # A gradient that is zero in exact arithmetic (a key bias under a softmax) consists of rounding alone: differences below
@@ -34,13 +36,25 @@ _EXAMPLE = 1
 """Seed of the batch that is planned with: another one than is trained on, for a plan must hold for every batch."""
 
 
-def prepare(name: str, group: str, seed: int = 0) -> tuple[PreTrainedModel, dict[str, Any]]:
+def prepare(name: str, group: str, seed: int = 0) -> tuple[Any, dict[str, Any]]:
     """The architecture's tiny model, the same on every call, and a batch."""
     torch.manual_seed(0)
-    model = build(name, group)
+    model = entries(group)[name].build() if group in PACKAGES else build(name, group)
     stir(model)
     model.train()
-    return model, training_batch(name, group, model.config, seed)
+    return model, make_batch(name, group, model, seed)
+
+
+def make_batch(name: str, group: str, model: Any, seed: int) -> dict[str, Any]:
+    """One batch for a model that :func:`prepare` made."""
+    if group in PACKAGES:
+        return entries(group)[name].inputs(torch.Generator().manual_seed(seed))
+    return training_batch(name, group, model.config, seed)
+
+
+def _layers(group: str, model: Any) -> int | None:
+    """How many layers a language model has, encoder and decoder together; of other models the graph tells."""
+    return None if group == "image" or group in PACKAGES else layer_count(model.config)
 
 
 def _tokens(batch: dict[str, Any]) -> TokensPerStep:
@@ -51,7 +65,6 @@ def _tokens(batch: dict[str, Any]) -> TokensPerStep:
 
 def plan_one(name: str, group: str, ranks: int, sequence_parallel: bool = False) -> Verdict:
     """Plan one architecture in this process, without running it."""
-    is_text = group != "image"
     least = {"causal": LEAST_ALL_REDUCES.get(name, 2.0), "masked": 2.0, "seq2seq": 2.5}.get(group, 0.0)
     verdict = Verdict(name, group, ranks, least=least)
     if (group, name) in LEFT_OUT:
@@ -68,7 +81,7 @@ def plan_one(name: str, group: str, ranks: int, sequence_parallel: bool = False)
             sequence_parallel=sequence_parallel,
         )
         verdict.seconds = time.perf_counter() - started
-        describe_plan(verdict, plan, solution, layer_count(model.config) if is_text else None)
+        describe_plan(verdict, plan, solution, _layers(group, model))
         verdict.outcome = "planned"
     except Exception as error:  # whatever goes wrong with one architecture is its verdict
         verdict.reason = f"{type(error).__name__}: {error}"
@@ -113,11 +126,12 @@ def _compare(
     tighter = 1.0 if precision == torch.float32 else 1e-4
     model, batch = prepare(name, group)
     nn.Module.to(model, precision)
-    example = _converted(training_batch(name, group, model.config, _EXAMPLE), precision)
+    example = _converted(make_batch(name, group, model, _EXAMPLE), precision)
     batch = _converted(batch, precision)
+    loss = entries(group)[name].loss if group in PACKAGES else of_output
     local = copy.deepcopy(model)
     torch.manual_seed(seed)
-    wanted, flops = _step(model, batch)
+    wanted, flops = _step(model, batch, loss)
     parallelize(
         local,
         process_group,
@@ -126,7 +140,7 @@ def _compare(
         sequence_parallel=sequence_parallel,
     )
     torch.manual_seed(seed)
-    found, mine = _step(local, batch)
+    found, mine = _step(local, batch, loss)
     everywhere = torch.tensor(mine)
     dist.all_reduce(everywhere, group=process_group)
     loss_error = abs(found.item() - wanted.item()) / max(abs(wanted.item()), 1e-12)
@@ -157,12 +171,12 @@ def _compare(
     }
 
 
-def _step(model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, int]:
+def _step(model: nn.Module, batch: dict[str, Any], loss: Callable[[Any, dict[str, Any]], Tensor]) -> tuple[Tensor, int]:
     """The loss, and the FLOPs of the forward and the backward."""
     losses: list[Tensor] = []
 
     def run() -> None:
-        losses.append(model(**batch).loss)
+        losses.append(loss(model(**batch), batch))
         losses[0].backward()
 
     flops = counted(run)

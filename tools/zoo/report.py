@@ -8,6 +8,7 @@ from dataclasses import asdict
 
 from rich.table import Table
 
+from zoo.packages import PACKAGES
 from zoo.verdict import Verdict
 
 GOAL = 0.9
@@ -18,8 +19,20 @@ GROUP_TITLES = {
     "seq2seq": "Sequence-to-sequence models",
     "masked": "Masked language models",
     "image": "Image classifiers",
+    **{group: package.title for group, package in PACKAGES.items()},
 }
+OTHERS_PAGE = "zoo-others.md"
 _COLUMNS = ("architecture", "parity", "sharded", "FLOPs", "counted", "all-reduces", "what stays whole, and why")
+_SUBJECTS = {
+    False: "Every architecture that transformers can train, built small (hidden size 64, layers of every kind it has,"
+    " nothing random in it), planned,",
+    True: "Models of other packages than transformers, built small (hidden size 64 where they have one, nothing random"
+    " in them), planned,",
+}
+_OTHER_PAGE = {
+    False: f"Models of other packages (diffusers, timm, ...) are on [a page of their own]({OTHERS_PAGE}).",
+    True: "The architectures of transformers are on [a page of their own](zoo.md).",
+}
 _MOST_REASONS = 2
 _LONGEST_REASON = 220
 
@@ -76,18 +89,20 @@ def to_json(verdicts: Sequence[Verdict], command: str) -> str:
 
 
 def to_markdown(verdicts: Sequence[Verdict], command: str, versions: Mapping[str, str]) -> str:
-    """The page ``docs/zoo.md``: totals first, then a table per group. The same verdicts always give the same page."""
+    """A page of ``docs/``: totals first, then a table per group. The same verdicts always give the same page."""
     groups = list(dict.fromkeys(verdict.group for verdict in verdicts))
+    is_of_packages = any(group in PACKAGES for group in groups)
     made_with = ", ".join(f"{name} {version}" for name, version in versions.items())
     lines = [
         "# The zoo",
         "",
         f"Made by `{command}` with {made_with}; do not edit.",
         "",
-        "Every architecture that transformers can train, built small (hidden size 64, layers of every kind it has,"
-        " nothing random in it), planned, split over the ranks and given one training batch. There is no line about any"
+        f"{_SUBJECTS[is_of_packages]} split over the ranks and given one training batch. There is no line about any"
         " of them in the package: only sizes and inputs are listed, for this page. A plan is priced for the small batch"
         " that it is run on, where a collective costs its latency and hardly anything for its bytes.",
+        "",
+        _OTHER_PAGE[is_of_packages],
         "",
         "*Parity* means that the loss and every element of every gradient, put together from the ranks, are those"
         " of the same model on one process. In fp32 the loss may differ by 1e-5 of its value and a gradient by 1e-4"
