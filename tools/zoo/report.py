@@ -99,8 +99,8 @@ def to_markdown(verdicts: Sequence[Verdict], command: str, versions: Mapping[str
         f"Made by `{command}` with {made_with}; do not edit.",
         "",
         f"{_SUBJECTS[is_of_packages]} split over the ranks and given one training batch. There is no line about any"
-        " of them in the package: only sizes and inputs are listed, for this page. A plan is priced for the small batch"
-        " that it is run on, where a collective costs its latency and hardly anything for its bytes.",
+        " of them in the package: only sizes and inputs are listed, for this page. A plan is priced as a"
+        " user's is, for a step of 16,384 tokens, and as if the model were 4,096 wide: products take 64 times as long.",
         "",
         _OTHER_PAGE[is_of_packages],
         "",
