@@ -185,3 +185,20 @@ def test_an_axis_in_two_dims_cannot_be_cut() -> None:
     assert shardable([concat([axis, product([axis, other])])], cut)
     assert not shardable([axis, product([axis, other])], cut)
     assert not shardable([product([axis, other, axis])], cut)
+
+
+def test_positions_of_a_sequence_have_no_parts() -> None:
+    axes = Axes()
+    positions = axes.new(12, positions=True)
+    assert axes.split(positions, 3) is None
+    assert axes.cut(positions, 8) is None
+    assert axes.regroup([positions], [3, 4]) is None
+    assert not axes.unify(positions, product([axes.new(3), axes.new(4)]))
+    assert not axes.unify(concat([axes.new(8), axes.new(4)]), positions)
+    same = axes.new(12)
+    assert axes.unify(same, positions)
+    assert axes.unify(axes.new(12), same)
+    assert axes.are_positions(same)
+    assert axes.split(same, 3) is None
+    batch = product([axes.new(3), axes.new(12, positions=True)])
+    assert [dim.size for dim in axes.regroup([batch], [3, 12]) or ()] == [3, 12]

@@ -23,6 +23,19 @@ from lightning_autotp.solving.cost import Profile
 
 FAMILIES = ("llama", "gemma2", "olmo2", "phi3", "gpt_neox")
 BATCHES = ((2, 17), (1, 16), (3, 5), (2, 64))
+BLOCKWISE = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "experts_implementation": "eager",  # grouped products have no fp64
+}
+"""A Qwen3-Next, whose linear attention takes 64 tokens at a time."""
 
 
 def test_the_solver_finds_megatrons_pattern() -> None:
@@ -60,12 +73,13 @@ def results(model: Any) -> list[dict[str, Tensor]]:
     return found
 
 
-def parallel(rank: int, size: int, family: str) -> Any:
+def parallel(rank: int, size: int, family: str, length: int = 61, changes: dict[str, Any] | None = None) -> Any:
     torch.set_default_dtype(torch.float64)
     model = parallelize(
-        tiny_model(family),
+        tiny_model(family, **(changes or {})),
         dist.group.WORLD,  # type: ignore[arg-type]
-        example_inputs=token_batch(0, 5, 61),
+        example_inputs=token_batch(0, 5, length),
+        profile=Profile(flops=Profile().flops / 64),  # products as dear as those of a model 4,096 wide
         sequence_parallel=True,
         plan_cache=False,
     )
@@ -76,12 +90,22 @@ def parallel(rank: int, size: int, family: str) -> Any:
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_training_equals_one_process(family: str, size: int) -> None:
+    check(family, size)
+
+
+@pytest.mark.parametrize("length", [128, pytest.param(61, marks=pytest.mark.nightly)])
+def test_tokens_taken_in_blocks_are_dealt_out_at_any_length(length: int) -> None:
+    """Planned where the tokens divide into blocks, and run where they do not; and the other way round."""
+    check("qwen3_next", 2, length, BLOCKWISE)
+
+
+def check(family: str, size: int, *planned_for: Any) -> None:
     torch.set_default_dtype(torch.float64)
     try:
-        wanted = results(tiny_model(family))
+        wanted = results(tiny_model(family, **(planned_for[1] if planned_for else {})))
     finally:
         torch.set_default_dtype(torch.float32)
-    for found in run_ranks(parallel, size, family):
+    for found in run_ranks(parallel, size, family, *planned_for):
         for ours, theirs in zip(found, wanted, strict=True):
             assert ours.keys() == theirs.keys()
             for name, value in theirs.items():

@@ -30,15 +30,34 @@ class Axes:
         self._bindings: dict[int, Dim] = {}
         self.operator: Operator | None = None
         self._makers: dict[int, Operator] = {}
+        self._positions: set[int] = set()
 
-    def new(self, size: int) -> Dim:
-        """A fresh dim of which nothing is known."""
+    def new(self, size: int, *, positions: bool = False) -> Dim:
+        """A fresh dim of which nothing is known.
+
+        Args:
+            size: its length.
+            positions: whether it is the positions of a sequence. These have no parts: into which blocks and sections
+                they divide changes with the length of a batch, and is nothing that a model is made of.
+        """
         if size == 1:
             return ONE
         self._count += 1
+        if positions:
+            self._positions.add(self._count)
         if self.operator is not None:
             self._makers[self._count] = self.operator
         return Axis(self._count, size)
+
+    def are_positions(self, dim: Dim) -> bool:
+        """Whether a dim is the positions of a sequence, or some of them."""
+        dim = self.resolve(dim)
+        return isinstance(dim, Axis) and dim.id in self._positions
+
+    @property
+    def positions(self) -> frozenset[int]:
+        """The ids of all axes that are positions of a sequence, or some of them."""
+        return frozenset(self._positions)
 
     def divided_by(self, dim: Dim) -> Operator | None:
         """The operator that made the parts which a dim consists of, where it has parts."""
@@ -76,15 +95,21 @@ class Axes:
             if any(leaf == left for leaf in leaves(right)) or any(leaf == right for leaf in leaves(left)):
                 return False
             if isinstance(left, Axis):
-                self._bindings[left.id] = right
-            elif isinstance(right, Axis):
-                self._bindings[right.id] = left
-            return True
+                return self._bind(left, right)
+            return isinstance(right, Axis) and self._bind(right, left)
         if isinstance(left, Product) and isinstance(right, Product):
             return self._unify_products(left, right)
         if isinstance(left, Product):
             left, right = right, left
         return self._unify_sections(left, right)
+
+    def _bind(self, axis: Axis, found: Dim) -> bool:
+        if axis.id in self._positions:
+            if not isinstance(found, Axis):
+                return False
+            self._positions.add(found.id)
+        self._bindings[axis.id] = found
+        return True
 
     def _unify_products(self, left: Product, right: Product) -> bool:
         ours, theirs = list(left.factors), list(right.factors)
@@ -124,6 +149,8 @@ class Axes:
         if inner == 1:
             return dim, ONE
         if isinstance(dim, Axis):
+            if dim.id in self._positions:
+                return None
             parts = self.new(outer), self.new(inner)
             self._bindings[dim.id] = product(parts)
             return parts
@@ -165,6 +192,8 @@ class Axes:
         if offset <= 0 or offset >= dim.size:
             return None
         if isinstance(dim, Axis):
+            if dim.id in self._positions:
+                return None
             parts = self.new(offset), self.new(dim.size - offset)
             self._bindings[dim.id] = concat(parts)
             return parts

@@ -17,7 +17,7 @@ from lightning_autotp.layouts.dims import ONE
 from lightning_autotp.operators.axes import Axes
 from lightning_autotp.operators.graph import OPAQUE, Graph, Operator
 from lightning_autotp.operators.shapes import Shape, Shapes
-from lightning_autotp.operators.site import Dims, Relation, Result, Rule, Site
+from lightning_autotp.operators.site import Dims, Relation, Result, Rule, Site, fresh_dims
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ def relate(graph: Graph, untied: frozenset[int] = frozenset()) -> tuple[list[Rel
         axes.operator = called
         for tensor in called.inputs:
             if tensor not in dims and not graph.tensors[tensor].is_static:  # an input that varies
-                dims[tensor] = tuple(axes.new(size) for size in graph.tensors[tensor].shape)
+                dims[tensor] = fresh_dims(tensor, graph, axes)
         site = Site(called, graph, dims, axes)
         known = record(called.name)
         if known is not None and known.rule is not None:

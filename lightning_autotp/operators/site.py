@@ -52,6 +52,24 @@ class Relation:
     draws: bool | None = None
 
 
+def fresh_dims(tensor: int, graph: Graph, axes: Axes) -> Dims:
+    """Dims of a tensor of a batch, or made from one: indices tell which are the positions of its sequences.
+
+    Without indices, floating-point numbers ``[rows, positions, features]`` do.
+    """
+    info, example = graph.tensors[tensor], graph.example
+    are_indices = info.dtype.startswith(("int", "uint"))
+    return tuple(
+        axes.new(
+            size,
+            positions=size in example.lengths
+            and size != example.rows
+            and (are_indices or (not info.is_static and len(info.shape) == 3 and at == 1)),
+        )
+        for at, size in enumerate(info.shape)
+    )
+
+
 class Site:
     """One operator of the graph, as its rule sees it."""
 
@@ -62,9 +80,7 @@ class Site:
         for tensor in operator.inputs:
             info = graph.tensors[tensor]
             # A static tensor ties nothing: the same mask in every layer must not make their axes one.
-            self.relation.inputs[tensor] = (
-                tuple(axes.new(size) for size in info.shape) if info.is_static else dims[tensor]
-            )
+            self.relation.inputs[tensor] = fresh_dims(tensor, graph, axes) if info.is_static else dims[tensor]
 
     def __getitem__(self, name: str) -> Any:
         """The argument's literal value."""

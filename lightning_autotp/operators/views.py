@@ -44,8 +44,12 @@ def _stretches(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[sl
 
 
 def _whole(site: Site, dims: Dims, sizes: Sequence[int], because: str) -> Dims:
-    """New dims of these sizes in place of the old ones, all of which stay whole."""
-    fresh = tuple(site.new(size) for size in sizes)
+    """New dims of these sizes in place of the old ones, all of which stay whole.
+
+    Some positions of a sequence are positions, too; blocks of them are not.
+    """
+    are_positions = len(dims) == len(sizes) == 1 and site.axes.are_positions(dims[0])
+    fresh = tuple(site.axes.new(size, positions=are_positions) for size in sizes)
     site.keep_whole(*dims, *fresh, because=because)
     return fresh
 

@@ -10,10 +10,10 @@ Which axes grow is read off the trace. An axis is one of
 * the **tokens** of a sequence, if it is as long as one of the example's sequences, or a multiple of the longest;
 * **both**, if it is as long as a multiple of rows times tokens (a flattened batch; the tokens of a mixture's experts).
 
-A tensor has one axis of rows, its first. Only axes that occur in no parameter count: a model may have as many heads as
-the batch has rows. The exception are axes of indices (token ids, positions), which are never features: a table of
-positions is a parameter that has an axis of tokens. Sections of such an axis (all tokens but the last) grow with it.
-(The made-up batch's sizes are primes that equal no size of the model.)
+An axis of positions, which indices have, and some of its positions (all tokens but the last) are **tokens** whatever
+their number. A tensor has one axis of rows, its first. Only axes that occur in no parameter count: a model may have as
+many heads as the batch has rows. The exception are axes of indices (token ids, positions), which are never features: a
+table of positions is a parameter that has an axis of tokens. (The made-up batch's sizes are primes that equal no size of the model.)
 
 Where only a number of tokens is known, the sequences are :data:`NOMINAL_LENGTH` long at most, so that the price, which
 grows with their length squared, does not depend on how long those of the trace are. An example with a single row stands
@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from lightning_autotp.layouts.dims import ONE, Axis, Concat, Dim, Product, leaves
 from lightning_autotp.layouts.step_size import StepSize, TokensPerStep
@@ -45,12 +45,15 @@ class ScaledSizes:
         graph: the captured graph, which knows its example's size.
         relations: its relations, with resolved dims.
         tokens: what to price for.
+        positions: ids of axes that are positions of a sequence, or some of them.
 
     Attributes:
         step: the size of the priced step.
     """
 
-    def __init__(self, graph: Graph, relations: Sequence[Relation], tokens: TokensPerStep) -> None:
+    def __init__(
+        self, graph: Graph, relations: Sequence[Relation], tokens: TokensPerStep, positions: Collection[int]
+    ) -> None:
         self._graph = graph
         self._example = graph.example
         self._in_parameters: set[int] = set()
@@ -70,6 +73,8 @@ class ScaledSizes:
                 if tensor not in graph.parameters:
                     for dim in dims:
                         self._recognise(dim)
+        known = self._kinds.keys() | self._in_parameters
+        self._kinds |= {axis: _TOKENS for axis in positions if axis not in known}
         self.step = self._step(relations, tokens)
         rows, length = 1.0, 1.0
         if self._example.lengths and self.step.lengths:

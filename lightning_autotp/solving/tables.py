@@ -117,7 +117,7 @@ class Tables:
         self._works: dict[int, tuple[float, float]] = {}
         tensors = graph.tensors
         self.tokens = tokens or TokensPerStep()
-        self.sizes = ScaledSizes(graph, self.relations, self.tokens)
+        self.sizes = ScaledSizes(graph, self.relations, self.tokens, self.axes.positions)
         self.bytes = {tensor: self.sizes.bytes(tensor, dims) for tensor, dims in self.dims.items()}
         # Inside of experts there are boundaries only where these are divided along their features.
         inside = tuple({f"{call.module}." for call in graph.experts})
