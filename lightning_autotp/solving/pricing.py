@@ -13,7 +13,8 @@ Which axes grow is read off the trace. An axis is one of
 An axis of positions, which indices have, and some of its positions (all tokens but the last) are **tokens** whatever
 their number. A tensor has one axis of rows, its first. Only axes that occur in no parameter count: a model may have as
 many heads as the batch has rows. The exception are axes of indices (token ids, positions), which are never features: a
-table of positions is a parameter that has an axis of tokens. (The made-up batch's sizes are primes that equal no size of the model.)
+table of positions is a parameter that has an axis of tokens. (The made-up batch's sizes are primes that equal no size
+of the model.)
 
 Where only a number of tokens is known, the sequences are :data:`NOMINAL_LENGTH` long at most, so that the price, which
 grows with their length squared, does not depend on how long those of the trace are. An example with a single row stands
