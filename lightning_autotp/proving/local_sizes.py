@@ -10,9 +10,10 @@ the proof.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from itertools import product
+from itertools import combinations, product
 
 from torch import nn
 
@@ -263,7 +264,7 @@ class _Search:
             ways: list[tuple[SizePlan, ...]] = list(self._attributes(operator.module, whole, local, sizes))
             if self.in_calls:
                 leaves = [str(leaf) for leaf, value in enumerate(numbers) if value == whole]
-                together = [change for leaf in leaves for change in self._literal(operator, leaf, whole, local, sizes)]
+                together = (next(self._literal(operator, leaf, whole, local, sizes), ()) for leaf in leaves)
                 ways.append(tuple(size for change in together for size in change))
             choices.append(ways)
         for chosen in product(*choices):
@@ -295,32 +296,44 @@ class _Search:
         for tensor in mismatch.operator.outputs:
             for size in {*graph.tensors[tensor].shape} - {*graph.example.lengths}:
                 lengths.setdefault((size, (size,) * self.solution.ranks))
+        single: dict[int, list[tuple[SizePlan, ...]]] = {}
         for leaf, value in enumerate(graph.calls[mismatch.operator.call].arguments):
             for whole, local in lengths:
                 if value == whole:
-                    yield from self._literal(mismatch.operator, str(leaf), whole, local, sizes)
+                    single.setdefault(leaf, []).extend(self._literal(mismatch.operator, str(leaf), whole, local, sizes))
+        for changes in single.values():
+            yield from changes
+        # Of two factors of a sharded dim, code may know the one, and compute the other from it and the local length.
+        for one, other in combinations(single.values(), 2):
+            yield from ((*a, *b) for a, b in product(one, other))
 
     def _literal(
         self, operator: Operator, leaf: str, whole: int, local: tuple[int, ...], sizes: tuple[SizePlan, ...]
     ) -> Iterator[tuple[SizePlan, ...]]:
-        """One argument of an operator's call, made local in every module like it."""
+        """One argument of an operator's call, made local in every module like it; then only in those of other layers.
+
+        Modules of one class may be given other options: of two that split a dim, one knows how many parts there are,
+        and the other how long each is.
+        """
         call = self.solution.graph.calls[operator.call]
         taken = {(size.module, size.attribute, size.call) for size in sizes}
         change = tuple(
             SizePlan(twin, leaf, whole, local, call.site)
             for twin in self._twins(call.module)
-            if self._has_length(twin, call.site, whole, local) and (twin, leaf, call.site) not in taken
+            if self._has_length(twin, call.site, int(leaf), whole, local) and (twin, leaf, call.site) not in taken
         )
-        if change:
-            yield change
+        name = in_any_layer(call.module)
+        fewer = tuple(size for size in change if in_any_layer(size.module) == name)
+        yield from (sizes for sizes in dict.fromkeys((change, fewer)) if sizes)
 
-    def _has_length(self, module: str, site: CallSite, whole: int, local: tuple[int, ...]) -> bool:
-        """Whether a call handles a dim of this length, cut like this or (where it is whole) not at all."""
+    def _has_length(self, module: str, site: CallSite, leaf: int, whole: int, local: tuple[int, ...]) -> bool:
+        """Whether a call is given this length, and handles a dim of it, cut like this or (if whole) not at all."""
         graph = self.solution.graph
         operators = [
             operator
             for operator in graph.operators
             if operator.call >= 0 and operator.module == module and graph.calls[operator.call].site == site
+            if graph.calls[operator.call].arguments[leaf : leaf + 1] == (whole,)
         ]
         if set(local) == {whole}:
             return any(whole in graph.tensors[tensor].shape for operator in operators for tensor in operator.outputs)
@@ -334,6 +347,11 @@ class _Search:
         """Integers with this value that the module reads in its forward: its own, and those of its config."""
         reads = self.solution.graph.integers.get(path, {})
         return [attribute for attribute, found in reads.items() if found == value]
+
+
+def in_any_layer(module: str) -> str:
+    """A module's path without the numbers of layers."""
+    return re.sub(r"\d+", "*", module)
 
 
 def _running(mismatch: Mismatch) -> list[str]:
