@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from compared import assert_same_training
 from distributed import run_ranks
 from torch import Tensor, nn
 
 from lightning_autotp import make_plan
-from lightning_autotp.capture.capture import meta_copy
+from lightning_autotp.capture.capture import capture_local, meta_copy
 from lightning_autotp.layouts.types import Shard
+from lightning_autotp.proving import local_sizes
 
 
 class Heads(nn.Module):
@@ -103,6 +105,7 @@ def train(rank: int, size: int) -> None:
     changed = assert_same_training(overwriting(), (states,), **square).autotp.plan  # type: ignore[union-attr]
     assert [change for change in changed.conversions if change.overwritten]
     assert_same_training(Shared(), (ids, ids.flip(0)), **square)
+    assert_same_training(staged(2), (states[..., :16],), **square)
 
 
 def test_loss_and_gradients_equal_one_process() -> None:
@@ -137,3 +140,45 @@ def test_a_copy_keeps_what_was_put_on_a_module_that_is_made_anew() -> None:
     assert twin(torch.zeros(2)).tolist() == [1, 1]
     assert seen == [twin[0]] != [model[0]]
     assert not twin[0].training
+
+
+class Stage(nn.Module):
+    """Attention that works out the length of its heads from what it is given."""
+
+    def __init__(self, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, tokens, hidden = x.shape
+        parts = self.qkv(x).reshape(rows, tokens, 3, self.heads, hidden // self.heads).permute(2, 0, 3, 1, 4)
+        q, k, v = parts[0], parts[1], parts[2]
+        attended = (q @ k.transpose(2, 3)).softmax(-1) @ v
+        return self.out(attended.transpose(1, 2).reshape(rows, tokens, hidden))
+
+
+def staged(stages: int) -> nn.Module:
+    """Stages of other sizes, each twice as wide as the one before."""
+    sizes = [(16 * 2**stage, 4 * 2**stage) for stage in range(stages)]
+    return nn.Sequential(*(nn.Sequential(Stage(*size), nn.Linear(size[0], 2 * size[0])) for size in sizes))
+
+
+def test_what_is_local_in_one_stage_is_tried_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    traces = 0
+
+    def count(*args: Any) -> Any:
+        nonlocal traces
+        traces += 1
+        return capture_local(*args)
+
+    monkeypatch.setattr(local_sizes, "capture_local", count)
+    counts = []
+    for stages in (2, 4):
+        traces = 0
+        plan, _ = make_plan(staged(stages), 2, example_inputs=torch.zeros(5, 7, 16))
+        assert plan.sharded_fraction > 0.95
+        assert len(plan.sizes) == 2 * stages
+        counts.append(traces)
+    assert counts[0] > 3
+    assert counts[1] == counts[0]
