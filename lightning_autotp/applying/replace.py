@@ -28,7 +28,7 @@ from lightning_autotp.parallel.local_parameters import LocalParameters, localize
 from lightning_autotp.parallel.logits import VocabParallelLogits
 from lightning_autotp.parallel.overlap import replicate
 from lightning_autotp.parameters.state import ParallelState
-from lightning_autotp.private.torch_private import ModuleHooks
+from lightning_autotp.private.torch_private import ModuleHooks, parameters_of
 from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.solving.implementations import Implementation
 from lightning_autotp.solving.planned import PlanMismatch
@@ -53,10 +53,11 @@ def apply_plan(model: nn.Module, plan: Plan, group: TPGroup) -> None:
     for use in plan.implementations:
         if use.call is None:
             _make_parallel(model, use, layouts, group, local)
-    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+    for name, _ in list(model.named_parameters(remove_duplicate=False)):
         meta = state.metas[name]
-        if isinstance(meta.layout, Shard) and tuple(parameter.shape) != meta.local_shape:
-            path, _, attribute = name.rpartition(".")
+        path, _, attribute = name.rpartition(".")
+        parameter = parameters_of(model.get_submodule(path))[attribute]  # local already, if its module has two paths
+        if isinstance(meta.layout, Shard) and parameter is not None and tuple(parameter.shape) != meta.local_shape:
             (dim, ownership), *_ = meta.layout.dims
             localize_parameter(model.get_submodule(path), attribute, dim, ownership, group, local)
     for size in plan.sizes:
@@ -251,11 +252,15 @@ class BoundaryConversion:
             return tensor  # in a trace that looks for sizes: the comparison tells that nothing was converted here
         source, target = self._for_this_batch(tensor)
         if isinstance(source, Invariant) and isinstance(target, Replicate):
-            return replicate(tensor, self.group, self.layers)
+            return self._own(replicate(tensor, self.group, self.layers))
         result = convert(tensor, source, target, self.group)
         if isinstance(self.plan.source, Shard) and self.plan.source.grows:
             keep_part(result, tensor, lambda part: convert(part, source, Invariant(), self.group))
-        return result
+        return self._own(result)
+
+    def _own(self, result: Tensor) -> Tensor:
+        """The result in memory of its own, where code changes it in place: autograd refuses that for another's view."""
+        return result.clone() if self.plan.overwritten and not result.is_meta else result
 
     def _for_this_batch(self, tensor: Tensor) -> tuple[Layout, Layout]:
         """The planned layouts, where the sharded dim (heads of every token, say) is as long as this batch makes it."""

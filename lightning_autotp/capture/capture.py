@@ -358,7 +358,23 @@ def meta_copy(model: nn.Module, stand_in: Callable[[Tensor], Tensor] = on_meta) 
                 memo[id(value)] = stand_in(value)
                 if isinstance(value, nn.Parameter):
                     memo[id(value)].__dict__.update(value.__dict__)
-    return copy.deepcopy(model, memo)
+    copied = copy.deepcopy(model, memo)
+    for module in model.modules():
+        if _is_copied_by_itself(module):
+            here = vars(memo[id(module)])
+            here.update({key: copy.deepcopy(vars(module)[key], memo) for key in _OF_EVERY_MODULE & vars(module).keys()})
+    return copied
+
+
+_OF_EVERY_MODULE = vars(nn.Module()).keys() | {"forward"}
+"""What a module holds whatever its class is: hooks, the mode, a forward that was put in the place of the class's."""
+
+
+def _is_copied_by_itself(module: nn.Module) -> bool:
+    """Whether the module's class says how it is copied: by making it anew from its options, say, without its hooks."""
+    kind = type(module)
+    ways = ("__deepcopy__", "__getstate__", "__reduce__", "__reduce_ex__")
+    return any(getattr(kind, way, None) is not getattr(nn.Module, way, None) for way in ways)
 
 
 def as_call(inputs: Any) -> Call:

@@ -49,12 +49,13 @@ _CONSTANTS = {torch.tensor, torch.as_tensor, torch.asarray}
 
 @dataclass
 class _Tracked:
-    """A tensor object: its value in the graph, and which part of its storage it is."""
+    """A tensor object: its value in the graph, which part of its storage it is, and which boundaries it has crossed."""
 
     value: Ref
     storage: _Storage | None = None
     path: tuple[Operator, ...] = ()
     version: int = 0
+    crossed: tuple[Boundary, ...] = ()
 
 
 @dataclass
@@ -139,7 +140,8 @@ class Tracer(PreDispatchMode):
         layer = self._layers.get(module, "")
         operator = Operator("boundary", (("input", (source,)),), (value.tensor,), module, "", layer, crossing)
         self.graph.operators.append(operator)
-        self._keep(outside, _Tracked(value, *self._place(inside)))
+        crossed = (*self._tracked(inside).crossed, crossing)
+        self._keep(outside, _Tracked(value, *self._place(inside), crossed))
         return marked
 
     def take_back(self, path: str, marks: range) -> None:
@@ -234,7 +236,8 @@ class Tracer(PreDispatchMode):
             base = next((other for other in inputs if storage_key(other) == storage_key(output)), None)
             if base is not None:
                 storage, path, version = self._place(base)
-                tracked = _Tracked(Ref(tensor), storage, (*path, _output(operator, number)), version)
+                crossed = self._tracked(base).crossed
+                tracked = _Tracked(Ref(tensor), storage, (*path, _output(operator, number)), version, crossed)
             self._keep(output, tracked)
         return operator
 
@@ -323,7 +326,8 @@ class Tracer(PreDispatchMode):
 
     def _alias(self, tensor: Tensor, of: Tensor) -> None:
         """A second object for the same value."""
-        self._keep(tensor, _Tracked(self._present(self._tracked(of)), *self._place(of)))
+        tracked = self._tracked(of)
+        self._keep(tensor, _Tracked(self._present(tracked), *self._place(of), tracked.crossed))
 
     def _place(self, tensor: Tensor) -> tuple[_Storage, tuple[Operator, ...], int]:
         """Which part of which storage a tensor is."""
@@ -361,6 +365,7 @@ class Tracer(PreDispatchMode):
                 storage.root, storage.pending = Ref(value), []
             tracked = self._tracked(tensor)
             tracked.value, tracked.version = Ref(value), storage.version
+            self.graph.overwritten |= set(tracked.crossed)
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and id(leaf) not in self._tensors:
                 self._alias(leaf, written[0])

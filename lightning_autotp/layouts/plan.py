@@ -122,6 +122,7 @@ class ConversionPlan:
         shape: the tensor's whole shape in the trace.
         view: whether the tensor stays sharded, but is shown to the code outside as if it were whole (logits).
         call: which call.
+        overwritten: whether code goes on to change the tensor in place, so that it needs memory of its own.
     """
 
     module: str
@@ -132,6 +133,7 @@ class ConversionPlan:
     shape: tuple[int, ...]
     view: bool = False
     call: CallSite | None = None
+    overwritten: bool = False
 
 
 @dataclass(frozen=True)

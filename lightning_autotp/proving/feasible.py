@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -16,7 +15,7 @@ from lightning_autotp.operators.graph import Graph, Operator
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
 from lightning_autotp.proving.compare import Mismatch, VerificationError
 from lightning_autotp.proving.experts import Dealable, dealable_experts
-from lightning_autotp.proving.local_sizes import Unlocalizable, find_sizes
+from lightning_autotp.proving.local_sizes import Unlocalizable, find_sizes, in_any_layer
 from lightning_autotp.solving.annotate import annotate, explain
 from lightning_autotp.solving.cost import Profile
 from lightning_autotp.solving.expert_modules import with_whole_experts
@@ -214,16 +213,12 @@ def _tensors_near(graph: Graph, mismatch: Mismatch) -> Iterator[set[int]]:
 
     In all layers alike, so that not each of them is found for itself.
     """
-    here = _in_any_layer(mismatch.module)
-    yield {at for path, measured in graph.measured.items() if _in_any_layer(path) == here for at in measured}
+    here = in_any_layer(mismatch.module)
+    yield {at for path, measured in graph.measured.items() if in_any_layer(path) == here for at in measured}
     for positions in _around(graph, mismatch.operator):
         found = [graph.operators[position] for position in positions]
         yield {tensor for operator in found for tensor in (*operator.inputs, *operator.outputs)}
     yield set(range(len(graph.tensors)))
-
-
-def _in_any_layer(module: str) -> str:
-    return re.sub(r"\d+", "*", module)
 
 
 def _around(graph: Graph, operator: Operator | None) -> Iterator[frozenset[int]]:

@@ -10,9 +10,10 @@ the proof.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from itertools import product
+from itertools import combinations, product
 
 from torch import nn
 
@@ -183,6 +184,10 @@ class _Search:
         for operator in solution.graph.operators:
             by_module.setdefault(operator.module, []).append(operator)
         self.lengths = {module: self._lengths(operators) for module, operators in by_module.items()}
+        self.calls: dict[tuple[str, CallSite], list[Operator]] = {}
+        for operator in solution.graph.operators:
+            if operator.call >= 0:
+                self.calls.setdefault((operator.module, solution.graph.calls[operator.call].site), []).append(operator)
 
     def find(self, sizes: tuple[SizePlan, ...], ranks: list[int]) -> tuple[SizePlan, ...]:
         """Depth-first search from ``sizes`` for sizes with which every rank's trace agrees to its end.
@@ -263,7 +268,7 @@ class _Search:
             ways: list[tuple[SizePlan, ...]] = list(self._attributes(operator.module, whole, local, sizes))
             if self.in_calls:
                 leaves = [str(leaf) for leaf, value in enumerate(numbers) if value == whole]
-                together = [change for leaf in leaves for change in self._literal(operator, leaf, whole, local, sizes)]
+                together = (next(self._literal(operator, leaf, whole, local, sizes), ()) for leaf in leaves)
                 ways.append(tuple(size for change in together for size in change))
             choices.append(ways)
         for chosen in product(*choices):
@@ -272,18 +277,21 @@ class _Search:
     def _attributes(
         self, path: str, whole: int, local: tuple[int, ...], sizes: tuple[SizePlan, ...]
     ) -> Iterator[tuple[SizePlan, ...]]:
-        """Integers that a module reads, made local in every module like it, each by itself."""
+        """Integers that a module reads, each by itself, made local in every module like it; then only those as large.
+
+        Where stages of a model have other sizes, what is local in one of them is so in the others.
+        """
         taken = {(size.module, size.attribute) for size in sizes if size.call is None}
         for attribute in self._integers(path, whole):
             change = tuple(
-                SizePlan(twin, attribute, whole, local)
+                SizePlan(twin, attribute, *length)
                 for twin in self._twins(path)
-                if (whole, local) in self.lengths.get(twin, {})
-                and attribute in self._integers(twin, whole)
-                and (twin, attribute) not in taken
+                if (twin, attribute) not in taken
+                if (value := self.solution.graph.integers.get(twin, {}).get(attribute)) is not None
+                if (length := _length(self.lengths.get(twin, {}), value, (whole, local))) is not None
             )
-            if change:
-                yield change
+            alike = tuple(size for size in change if (size.whole, size.local) == (whole, local))
+            yield from (found for found in dict.fromkeys((change, alike)) if found)
 
     def _literals(self, mismatch: Mismatch, sizes: tuple[SizePlan, ...]) -> Iterator[tuple[SizePlan, ...]]:
         """Numbers in the arguments of the call itself, made local in every module like it."""
@@ -295,36 +303,52 @@ class _Search:
         for tensor in mismatch.operator.outputs:
             for size in {*graph.tensors[tensor].shape} - {*graph.example.lengths}:
                 lengths.setdefault((size, (size,) * self.solution.ranks))
+        changes: dict[int, list[tuple[SizePlan, ...]]] = {}
         for leaf, value in enumerate(graph.calls[mismatch.operator.call].arguments):
             for whole, local in lengths:
                 if value == whole:
-                    yield from self._literal(mismatch.operator, str(leaf), whole, local, sizes)
+                    more = self._literal(mismatch.operator, str(leaf), whole, local, sizes)
+                    changes.setdefault(leaf, []).extend(more)
+        for several in changes.values():
+            yield from several
+        # Of two factors of a sharded dim, code may know the one, and compute the other from it and the local length.
+        for one, other in combinations(changes.values(), 2):
+            yield from ((*first, *second) for first, second in product(one, other))
 
     def _literal(
         self, operator: Operator, leaf: str, whole: int, local: tuple[int, ...], sizes: tuple[SizePlan, ...]
     ) -> Iterator[tuple[SizePlan, ...]]:
-        """One argument of an operator's call, made local in every module like it."""
+        """One argument of an operator's call, made local in every module like it; then only in more similar ones.
+
+        Modules of one class may have other sizes, or be given other options: of two that split a dim, one knows how
+        many parts there are, and the other how long each is.
+        """
         call = self.solution.graph.calls[operator.call]
         taken = {(size.module, size.attribute, size.call) for size in sizes}
+        is_whole = set(local) == {whole}
         change = tuple(
-            SizePlan(twin, leaf, whole, local, call.site)
+            SizePlan(twin, leaf, *length, call.site)
             for twin in self._twins(call.module)
-            if self._has_length(twin, call.site, whole, local) and (twin, leaf, call.site) not in taken
+            if (twin, leaf, call.site) not in taken
+            if (length := self._length_there(twin, call.site, int(leaf), (whole, local), is_whole)) is not None
         )
-        if change:
-            yield change
+        alike = tuple(size for size in change if (size.whole, size.local) == (whole, local))
+        name = in_any_layer(call.module)
+        fewer = tuple(size for size in alike if in_any_layer(size.module) == name)
+        yield from (found for found in dict.fromkeys((change, alike, fewer)) if found)
 
-    def _has_length(self, module: str, site: CallSite, whole: int, local: tuple[int, ...]) -> bool:
-        """Whether a call handles a dim of this length, cut like this or (where it is whole) not at all."""
-        graph = self.solution.graph
-        operators = [
-            operator
-            for operator in graph.operators
-            if operator.call >= 0 and operator.module == module and graph.calls[operator.call].site == site
-        ]
-        if set(local) == {whole}:
-            return any(whole in graph.tensors[tensor].shape for operator in operators for tensor in operator.outputs)
-        return (whole, local) in self._lengths(operators)
+    def _length_there(
+        self, module: str, site: CallSite, leaf: int, length: tuple[int, tuple[int, ...]], is_whole: bool
+    ) -> tuple[int, tuple[int, ...]] | None:
+        """What a number in a module's call is, and must be on every rank; this ``length``, if it may be that."""
+        graph, operators = self.solution.graph, self.calls.get((module, site), [])
+        values = {value for op in operators for value in graph.calls[op.call].arguments[leaf : leaf + 1]}
+        if len(values) != 1 or type(value := values.pop()) is not int:
+            return None
+        if is_whole:
+            handled = any(value in graph.tensors[tensor].shape for op in operators for tensor in op.outputs)
+            return (value, (value,) * self.solution.ranks) if handled else None
+        return _length(self._lengths(operators), value, length)
 
     def _twins(self, path: str) -> list[str]:
         kind = type(self.model.get_submodule(path))
@@ -334,6 +358,19 @@ class _Search:
         """Integers with this value that the module reads in its forward: its own, and those of its config."""
         reads = self.solution.graph.integers.get(path, {})
         return [attribute for attribute, found in reads.items() if found == value]
+
+
+def _length(
+    lengths: Iterable[tuple[int, tuple[int, ...]]], whole: int, known: tuple[int, tuple[int, ...]]
+) -> tuple[int, tuple[int, ...]] | None:
+    """The length with this whole size: the ``known`` one, or else the only one of them."""
+    found = [length for length in lengths if length[0] == whole]
+    return known if known in found else found[0] if len(found) == 1 else None
+
+
+def in_any_layer(module: str) -> str:
+    """A module's path without the numbers of layers."""
+    return re.sub(r"\d+", "*", module)
 
 
 def _running(mismatch: Mismatch) -> list[str]:

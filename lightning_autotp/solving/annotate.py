@@ -59,7 +59,11 @@ def annotate(
         conversions=tuple(
             dict.fromkeys(  # a module that is called several times converts alike
                 [
-                    *(_planned(change) for change in solution.conversions if _place(change) not in own),
+                    *(
+                        _planned(change, overwritten=change.boundary in solution.graph.overwritten)
+                        for change in solution.conversions
+                        if _place(change) not in own
+                    ),
                     *(_planned(change) for change in solution.slices.values()),
                     *(_planned(change, view=True) for change in solution.global_views),
                 ]
@@ -111,13 +115,16 @@ def _made_local(solution: Solution, number: int) -> MadeLocalPlan:
     return MadeLocalPlan(call.module, call.site)
 
 
-def _planned(change: Conversion, view: bool = False) -> ConversionPlan:
+def _planned(change: Conversion, view: bool = False, overwritten: bool = False) -> ConversionPlan:
     place = change.boundary
     if isinstance(place, CallPoint):
         key, call = str(place.leaf), place.call
     else:
         key, call = place.key, None
-    return ConversionPlan(place.module, place.side, key, change.source, change.target, change.shape, view, call)
+    is_same = {*change.pair} <= {"I", "R"}  # any other change makes new memory
+    return ConversionPlan(
+        place.module, place.side, key, change.source, change.target, change.shape, view, call, overwritten and is_same
+    )
 
 
 def _implementations(solution: Solution) -> tuple[ImplementationPlan, ...]:

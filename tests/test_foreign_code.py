@@ -1,0 +1,184 @@
+"""Modules as other packages write them: copied by their options, changed in place, reached by two paths."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from compared import assert_same_training
+from distributed import run_ranks
+from torch import Tensor, nn
+
+from lightning_autotp import make_plan
+from lightning_autotp.capture.capture import capture_local, meta_copy
+from lightning_autotp.layouts.types import Shard
+from lightning_autotp.proving import local_sizes
+
+
+class Heads(nn.Module):
+    """Splits or joins heads by its options, of which a copy is made anew, as einops' layers do it.
+
+    It is told how many heads there are or how long each is, and computes the other number from what it is given.
+    """
+
+    def __init__(self, heads: int | None = None, length: int | None = None) -> None:
+        super().__init__()
+        self.options = (heads, length)
+
+    def __getstate__(self) -> Any:
+        return self.options
+
+    def __setstate__(self, options: Any) -> None:
+        self.__init__(*options)  # type: ignore[misc]
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads, length = self.options
+        if heads is None and length is None:
+            x = x.transpose(1, 2)
+            shape = (*x.shape[:2], x.shape[2] * x.shape[3])
+            return x.reshape(shape)
+        heads = heads or x.shape[2] // (length or 1)
+        return x.reshape((*x.shape[:2], heads, x.shape[2] // heads)).transpose(1, 2)
+
+
+class Attention(nn.Module):
+    """With heads that together are not as long as the hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(24, 20, bias=False) for _ in range(3))
+        self.split_queries, self.split_keys, self.join = Heads(heads=4), Heads(length=5), Heads()
+        self.out = nn.Linear(20, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split_queries(self.q(x)), self.split_keys(self.k(x)), self.split_keys(self.v(x))
+        scores = torch.einsum("bhid,bhjd->bhij", q, k).softmax(-1)
+        return self.out(self.join(torch.einsum("bhij,bhjd->bhid", scores, v)))
+
+
+class Gated(nn.Module):
+    """Changes in place what it is given, before two products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = nn.ReLU(inplace=True)
+        self.left, self.right = nn.Linear(24, 40), nn.Linear(24, 40)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.act(x)
+        return self.left(x) * self.right(x)
+
+
+def overwriting() -> nn.Module:
+    return nn.Sequential(nn.Linear(24, 24), Gated(), nn.Linear(40, 24))
+
+
+class Reader(nn.Module):
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self.embedding, self.layer = embedding, nn.Linear(24, 24)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.layer(self.embedding(ids))
+
+
+class Shared(nn.Module):
+    """One embedding module in two others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        embedding = nn.Embedding(50, 24)
+        self.source, self.target = Reader(embedding), Reader(embedding)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        return self.source(source).sum(1, keepdim=True) * self.target(target)
+
+
+def train(rank: int, size: int) -> None:
+    torch.manual_seed(0)
+    states, ids = torch.randn(3, 7, 24), torch.arange(14).view(2, 7)
+    square = {"loss_of": lambda result: result.square().mean()}
+    attention = assert_same_training(Attention(), (states,), **square).autotp.plan  # type: ignore[union-attr]
+    assert attention.sharded_fraction > 0.98
+    assert not [item for item in attention.communication if "gather" in item.kind]
+    changed = assert_same_training(overwriting(), (states,), **square).autotp.plan  # type: ignore[union-attr]
+    assert [change for change in changed.conversions if change.overwritten]
+    assert_same_training(Shared(), (ids, ids.flip(0)), **square)
+    assert_same_training(staged(2), (states[..., :16],), **square)
+
+
+def test_loss_and_gradients_equal_one_process() -> None:
+    run_ranks(train, 2)
+
+
+def test_a_shared_module_is_cut_once() -> None:
+    with torch.device("meta"):
+        model = Shared()
+    plan, _ = make_plan(model, 2, example_inputs=(torch.arange(14).view(2, 7),) * 2)
+    (embedding,) = [parameter for parameter in plan.parameters if len(parameter.names) > 1]
+    assert isinstance(embedding.layout, Shard)
+
+
+def test_only_what_is_changed_in_place_gets_memory_of_its_own() -> None:
+    model = overwriting()
+    plan, _ = make_plan(model, 2, example_inputs=torch.zeros(5, 24))
+    assert [change for change in plan.conversions if change.overwritten]
+    model[1].act.inplace = False  # type: ignore[union-attr]
+    plan, _ = make_plan(model, 2, example_inputs=torch.zeros(5, 24))
+    assert plan.conversions
+    assert not [change for change in plan.conversions if change.overwritten]
+
+
+def test_a_copy_keeps_what_was_put_on_a_module_that_is_made_anew() -> None:
+    model = nn.Sequential(Heads(heads=2))
+    seen: list[nn.Module] = []
+    model[0].register_forward_hook(lambda module, args, result: seen.append(module))
+    model[0].forward = lambda x: x + 1  # type: ignore[method-assign]
+    model.eval()
+    twin = meta_copy(model)
+    assert twin(torch.zeros(2)).tolist() == [1, 1]
+    assert seen == [twin[0]] != [model[0]]
+    assert not twin[0].training
+
+
+class Stage(nn.Module):
+    """Attention that works out the length of its heads from what it is given."""
+
+    def __init__(self, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, tokens, hidden = x.shape
+        parts = self.qkv(x).reshape(rows, tokens, 3, self.heads, hidden // self.heads).permute(2, 0, 3, 1, 4)
+        q, k, v = parts[0], parts[1], parts[2]
+        attended = (q @ k.transpose(2, 3)).softmax(-1) @ v
+        return self.out(attended.transpose(1, 2).reshape(rows, tokens, hidden))
+
+
+def staged(stages: int) -> nn.Module:
+    """Stages of other sizes, each twice as wide as the one before."""
+    sizes = [(16 * 2**stage, 4 * 2**stage) for stage in range(stages)]
+    return nn.Sequential(*(nn.Sequential(Stage(*size), nn.Linear(size[0], 2 * size[0])) for size in sizes))
+
+
+def test_what_is_local_in_one_stage_is_tried_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    traces = 0
+
+    def count(*args: Any) -> Any:
+        nonlocal traces
+        traces += 1
+        return capture_local(*args)
+
+    monkeypatch.setattr(local_sizes, "capture_local", count)
+    counts = []
+    for stages in (2, 4):
+        traces = 0
+        plan, _ = make_plan(staged(stages), 2, example_inputs=torch.zeros(5, 7, 16))
+        assert plan.sharded_fraction > 0.95
+        assert len(plan.sizes) == 2 * stages
+        counts.append(traces)
+    assert counts[0] > 3
+    assert counts[1] == counts[0]
