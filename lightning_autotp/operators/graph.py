@@ -168,6 +168,7 @@ class Graph:
         integers: by module, the integers that its code read: its own attributes, and as ``config.NAME`` its config's.
         measured: by module, the tensors whose shapes its code asked for.
         experts: the runs of modules that hold a mixture's stacked experts.
+        units: of parameters that may be cut along each dim at multiples of a length only: these lengths.
     """
 
     tensors: list[TensorInfo] = field(default_factory=list)
@@ -182,6 +183,7 @@ class Graph:
     measured: dict[str, set[int]] = field(default_factory=dict)
     experts: list[ExpertsCall] = field(default_factory=list)
     untraced: Mapping[str, str] = field(default_factory=dict)
+    units: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     def loose(self) -> list[int]:
         """Tensors that no operator makes and that are no parameters (inputs, buffers, constants), as they are used."""

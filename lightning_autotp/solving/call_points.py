@@ -40,6 +40,7 @@ def open_calls(graph: Graph, implementations: Implementations) -> Graph:
         measured=graph.measured,
         experts=graph.experts,
         untraced=graph.untraced,
+        units=graph.units,
     )
     of_call: dict[int, list[Operator]] = {}
     for operator in graph.operators:

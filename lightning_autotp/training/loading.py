@@ -28,6 +28,7 @@ from lightning_autotp.building.weight_conversion import Blocks
 from lightning_autotp.layouts.listing import listed
 from lightning_autotp.parameters.local_blocks import held_blocks, plain, with_values
 from lightning_autotp.parameters.meta import ParameterMeta
+from lightning_autotp.parameters.quantized_weight import QuantizedWeight
 from lightning_autotp.parameters.state import Place, model_group, parallel_models
 from lightning_autotp.private.torch_private import parameters_of
 
@@ -105,6 +106,8 @@ def _fill(parameter: nn.Parameter, meta: ParameterMeta, device: torch.device) ->
             where = zip(piece, blocks[number].original, blocks[number].local, strict=True)
             here = tuple(slice(at + low - start, at + high - start) for (low, high), (start, _), (at, _) in where)
             values[here].copy_(part)
+    if meta.format is not None:
+        values = QuantizedWeight.of(values, meta.format)
     filled = nn.Parameter(with_values(parameter, values), requires_grad=parameter.requires_grad)
     filled.__dict__.update(parameter.__dict__)
     meta.init_fn = None
