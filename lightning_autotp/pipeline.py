@@ -40,9 +40,10 @@ from lightning_autotp.solving.planned import PlanMismatch
 from lightning_autotp.solving.solution import Solution
 from lightning_autotp.training.data_parallel import generate_together, hook_gathered, shard_over_data
 from lightning_autotp.training.gradients import synchronize_gradients
-from lightning_autotp.training.loading import load_parameters
+from lightning_autotp.training.loading import load_parameters, row_extremes
 from lightning_autotp.training.refused import refuse_methods, refuse_whole_states
 from lightning_autotp.training.resizing import resize_together
+from lightning_autotp.training.shared_scales import quantize_scales, share_extremes
 from lightning_autotp.training.user_hooks import show_whole_tensors
 
 
@@ -233,8 +234,12 @@ def fill_local(model: nn.Module, device: torch.device | str | None = None, data_
     if data_mesh is not None:
         shard_over_data(model, data_mesh)
         device = device or data_mesh.device_type
+    with raise_together(process_group, "looking for the extremes of quantized weights"):
+        extremes = row_extremes(model, device)
+    share_extremes(extremes, parallel_state(model).group)
     with raise_together(process_group, "loading the weights"):
-        load_parameters(model, device=device)
+        load_parameters(model, device, extremes)
+    quantize_scales(model)
     parallel_state(model).running.watch(model)
     synchronize_gradients(model)
     if data_mesh is not None:

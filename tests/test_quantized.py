@@ -9,28 +9,43 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from test_peft import LINEARS
-from test_strategy import Task, blocks, trainer
-from torch import Tensor
+from test_strategy import Task, blocks, error_of, trainer
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from trainer_ranks import run_trainer_ranks
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, TorchAoConfig
 
-from lightning_autotp import full_gradients, full_state_dict, make_plan, meta_model
+from lightning_autotp import (
+    AutoTPStrategy,
+    full_gradients,
+    full_state_dict,
+    make_plan,
+    meta_model,
+    parallelize,
+    save_pretrained,
+)
+from lightning_autotp.building.quantization import QuantizationError, format_of
+from lightning_autotp.parameters.quantized_weight import QuantizedWeight
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 torchao = pytest.importorskip("torchao.quantization")
 pytestmark = pytest.mark.slow
 
 STEPS = 6  # two epochs of three batches
-CASES = ["nf4", "fp4 of bfloat16", "int8", "groups", "rows", "float8"]
+CASES = ["nf4", "double nf4", "fp4 of bfloat16", "int8", "groups", "rows", "float8"]
+THREE_RANKS = ["double nf4", "rows"]
+TWO_COPIES = ["double nf4", "rows"]
 
 
 def config(case: str) -> Any:
     """Five blocks of 64 in each row of the MLP: uneven shares of whole blocks."""
     if case == "nf4":
         return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    if case == "double nf4":
+        return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
     if case == "fp4 of bfloat16":
         return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="fp4", bnb_4bit_compute_dtype=torch.float32)
     if case == "int8":
@@ -73,10 +88,11 @@ class Tuning(Task):
 
 
 def tune(case: str, folder: Path, devices: int, **options: Any) -> dict[str, Any]:
-    save, ckpt_path = options.pop("save", None), options.pop("ckpt_path", None)
+    save, ckpt_path, copies = options.pop("save", None), options.pop("ckpt_path", None), options.pop("copies", 1)
     L.seed_everything(3, verbose=False)
     task = Tuning(case, str(folder))
-    fitting = trainer("autotp" if devices > 1 else "auto", devices, **{"max_steps": STEPS, **options})
+    strategy: Any = AutoTPStrategy(data_parallel_size=copies) if devices > 1 else "auto"
+    fitting = trainer(strategy, devices, **{"max_steps": STEPS, **options})
     batches: Any = DataLoader(blocks()[:12], batch_size=4)  # type: ignore[arg-type]
     fitting.fit(task, batches, ckpt_path=ckpt_path)
     seen = task.seen
@@ -115,7 +131,38 @@ def whole_weights(task: Task) -> dict[str, Tensor]:
 
 
 def ranks(cases: list[str], devices: int, folder: str) -> dict[str, Any]:
-    return {case: tune(case, Path(folder), devices) for case in cases}
+    directory = Path(folder)
+    seen = {case: tune(case, directory, devices) for case in cases}
+    half = directory / "half.ckpt"
+    if devices == 2:
+        tune("double nf4", directory, 2, save=half, max_steps=STEPS // 2)
+        seen["other base"] = error_of(tune, "groups", directory, 2, ckpt_path=half)
+        seen["quantized before"] = error_of(trainer("autotp", 2).fit, QuantizedBefore("", folder), [])
+        seen["exported"] = error_of(export_base, directory)
+    else:
+        seen["resumed"] = tune("double nf4", directory, devices, ckpt_path=half)
+    return seen
+
+
+def export_base(folder: Path) -> None:
+    with meta_model():
+        base = AutoModelForCausalLM.from_pretrained(folder / "source", quantization_config=config("nf4"))
+    parallelize(base, dist.group.WORLD)
+    save_pretrained(base, folder / "exported")
+
+
+def copies(cases: list[str], folder: str) -> dict[str, Any]:
+    """Two copies of two parts each, which see the same rows between them as one process."""
+    return {case: tune(case, Path(folder), 4, copies=2, save=Path(folder) / "unused.ckpt") for case in cases}
+
+
+class QuantizedBefore(Tuning):
+    """By a function of a library, in configure_model()."""
+
+    def build(self) -> Any:
+        base = AutoModelForCausalLM.from_pretrained(self.folder / "source")
+        torchao.quantize_(base, torchao.Int8WeightOnlyConfig())
+        return base
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +172,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = {"hidden_size": 128, "intermediate_size": 320, "num_attention_heads": 4, "num_key_value_heads": 2}
     llama = LlamaConfig(vocab_size=67, num_hidden_layers=2, tie_word_embeddings=False, **sizes)
     AutoModelForCausalLM.from_config(llama).save_pretrained(directory / "source")
+    sizes |= {"intermediate_size": 160}  # rows of two and a half blocks
+    odd = LlamaConfig(vocab_size=67, num_hidden_layers=1, tie_word_embeddings=False, **sizes)
+    AutoModelForCausalLM.from_config(odd).save_pretrained(directory / "odd")
     return directory
 
 
@@ -139,10 +189,42 @@ def two(folder: Path) -> list[dict[str, Any]]:
     return run_trainer_ranks(ranks, 2, CASES, 2, str(folder))
 
 
+@pytest.fixture(scope="module")
+def three(folder: Path, two: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return run_trainer_ranks(ranks, 3, THREE_RANKS, 3, str(folder))
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_equal_one_process(case: str, two: list[dict[str, Any]], wanted: dict[str, dict[str, Any]]) -> None:
-    expected = wanted[case]
-    for seen in (found[case] for found in two):
+    assert_equal(two, case, wanted[case])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("case", THREE_RANKS)
+def test_three_ranks_equal_one_process(case: str, three: list[dict[str, Any]], wanted: dict[str, Any]) -> None:
+    """Five blocks of 64 are two, two and one."""
+    assert_equal(three, case, wanted[case])
+
+
+@pytest.mark.nightly
+def test_a_run_goes_on_at_another_size(three: list[dict[str, Any]], folder: Path) -> None:
+    whole = tune("double nf4", folder, 1)
+    for seen in three:
+        again, first = torch.tensor(seen["resumed"]["losses"]), torch.tensor(whole["losses"])
+        assert len(again) == STEPS // 2
+        torch.testing.assert_close(again, first[STEPS // 2 :], rtol=1e-5, atol=0)
+
+
+def test_what_cannot_be_done_is_said_on_every_rank(two: list[dict[str, Any]]) -> None:
+    for seen in two:
+        assert "is quantized, and what is loaded into it is not what it stands for" in seen["other base"]
+        assert "are quantized already (Int8Tensor), and quantized weights cannot be cut" in seen["quantized before"]
+        assert "QuantizationError" in seen["exported"]
+        assert "save_adapter" in seen["exported"]
+
+
+def assert_equal(found_by: list[dict[str, Any]], case: str, expected: dict[str, Any]) -> None:
+    for seen in (found[case] for found in found_by):
         torch.testing.assert_close(torch.tensor(seen["losses"]), torch.tensor(expected["losses"]), rtol=1e-5, atol=0)
         for first, second in zip(seen["gradients"], expected["gradients"], strict=True):
             assert first.keys() == second.keys()
@@ -169,7 +251,7 @@ def test_cuts_are_between_blocks(folder: Path, two: list[dict[str, Any]]) -> Non
     assert widths == {"nf4": (1, (192, 128)), "groups": (1, (160, 160)), "int8": (0, (64, 64))}
     for seen in two:
         for case in CASES:
-            kind = "column" if case in ("int8", "rows", "float8") else "row"
+            kind = "column" if case in ("int8") else "row"
             assert seen[case]["kinds"]["model.layers.1.mlp.down_proj.base_layer"] == kind
 
 
@@ -195,3 +277,69 @@ def test_the_saved_adapter_goes_with_the_base_quantized_in_one_process(
     assert len(weights) == 28
     for name, weight in weights.items():
         assert torch.equal(weight, two[0][case]["weights"][f"model.{name}"])
+
+
+@pytest.mark.parametrize(
+    ("asked", "source", "message"),
+    [
+        (
+            BitsAndBytesConfig(load_in_4bit=True),
+            "odd",
+            r"down_proj\.weight cannot be quantized part by part: its rows of 160 are no multiple of 64",
+        ),
+        (
+            TorchAoConfig(torchao.Int8DynamicActivationInt8WeightConfig()),
+            "source",
+            r"q_proj\.weight cannot be quantized part by part: Int8DynamicActivationInt8WeightConfig with PerRow",
+        ),
+        (
+            TorchAoConfig(torchao.Int8WeightOnlyConfig(granularity=torchao.PerTensor())),
+            "source",
+            r"q_proj\.weight cannot be quantized part by part: Int8WeightOnlyConfig with PerTensor",
+        ),
+    ],
+)
+def test_formats_that_cannot_be_cut_are_refused(folder: Path, asked: Any, source: str, message: str) -> None:
+    with pytest.raises(QuantizationError, match=message), meta_model():
+        AutoModelForCausalLM.from_pretrained(folder / source, quantization_config=asked)
+
+
+def test_layers_of_a_library_are_refused_while_a_model_is_built(folder: Path) -> None:
+    def build() -> None:
+        with meta_model():
+            base = AutoModelForCausalLM.from_pretrained(folder / "source")
+            bitsandbytes.nn.Params4bit(base.lm_head.weight.data, requires_grad=False)
+
+    with pytest.raises(QuantizationError, match="bitsandbytes cannot quantize weights that have no values"):
+        build()
+
+
+@pytest.mark.parametrize("case", ["nf4", "int8", "rows"])
+def test_models_that_are_quantized_already_are_refused(case: str, folder: Path) -> None:
+    whole = AutoModelForCausalLM.from_pretrained(folder / "source", quantization_config=config(case))
+    with pytest.raises(QuantizationError, match="9 more of LlamaForCausalLM are quantized already"):
+        make_plan(whole, 2)
+    whole.save_pretrained(folder / f"{case} whole")
+    with pytest.raises(QuantizationError, match="the checkpoint is quantized"), meta_model():
+        AutoModelForCausalLM.from_pretrained(folder / f"{case} whole")
+
+
+def test_a_quantized_weight_is_not_written(folder: Path) -> None:
+    values = torch.randn(4, 128)
+    with meta_model():
+        base = AutoModelForCausalLM.from_pretrained(folder / "source", quantization_config=config("nf4"))
+    found = format_of(base.model.layers[0].mlp.up_proj.weight)
+    assert found is not None
+    assert format_of(base.lm_head.weight) is None
+    weight = nn.Parameter(QuantizedWeight.of(values, found), requires_grad=False)
+    assert isinstance(weight, nn.Parameter)
+    assert (weight.shape, weight.dtype) == ((4, 128), torch.float32)
+    assert 0 < (weight - values).abs().max() < 1
+    before = weight.values()
+    with pytest.raises(QuantizationError, match="would write into a weight that is quantized"):
+        weight.mul_(2)
+    assert torch.equal(weight.values(), before)
+    assert type(weight.to("meta")) is Tensor
+    moved = nn.Linear(128, 4, bias=False)
+    moved.weight = weight
+    assert torch.equal(moved.to("cpu", torch.bfloat16).weight.values(), before.bfloat16())

@@ -11,7 +11,6 @@ The libraries are imported only by who uses them.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -58,16 +57,23 @@ class Format(ABC):
         """
 
     @abstractmethod
-    def layer(self, values: Tensor) -> nn.Module:
+    def layer(self, values: Tensor, extremes: Tensor | None = None) -> nn.Module:
         """The library's own linear layer without bias, its weight quantized from these values. Not collective.
 
         Args:
             values: a rank's part, ``[out/tp, in]`` or ``[out, in/tp]``, on the device where the layer is to be.
+            extremes: where rows are cut and share a scale, the least and the largest element of each whole row,
+                ``[out, 2]``.
         """
 
     @abstractmethod
     def dequantized(self, layer: nn.Module) -> Tensor:
         """The weight of :meth:`layer` as the numbers that it stands for, of the shape of ``values``."""
+
+    @property
+    def shares_rows(self) -> bool:
+        """Whether a row that is cut has one scale, for which its extremes must be known."""
+        return False
 
 
 @dataclass(frozen=True)
@@ -78,20 +84,22 @@ class FourBit(Format):
         kind: ``nf4`` or ``fp4``.
         compute_dtype: of the product.
         storage: of the packed numbers.
+        is_double: whether the scales are quantized again, which takes those of the whole weight
+            (:func:`~lightning_autotp.training.shared_scales.quantize_scales`).
     """
 
     kind: str
     compute_dtype: torch.dtype
     storage: torch.dtype
+    is_double: bool
     block: int = 64
 
     def units(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Whole blocks; where a row is no multiple of one, so many rows that they are."""
-        rows = self.block // math.gcd(self.block, shape[1])
-        return rows, self.block if rows == 1 else shape[1]
+        """Whole blocks: a row is a multiple of one."""
+        return 1, self.block
 
-    def layer(self, values: Tensor) -> nn.Module:
-        """A ``Linear4bit``."""
+    def layer(self, values: Tensor, extremes: Tensor | None = None) -> nn.Module:
+        """A ``Linear4bit``, its scales not quantized."""
         library = library_of("bitsandbytes").nn
         rows, columns = values.shape
         kwargs = {"compress_statistics": False, "quant_type": self.kind, "quant_storage": self.storage}
@@ -123,7 +131,7 @@ class EightBit(Format):
         """Rows."""
         return 1, shape[1]
 
-    def layer(self, values: Tensor) -> nn.Module:
+    def layer(self, values: Tensor, extremes: Tensor | None = None) -> nn.Module:
         """A ``Linear8bitLt``."""
         library = library_of("bitsandbytes").nn
         rows, columns = values.shape
@@ -155,13 +163,26 @@ class WeightOnly(Format):
     group: int | None
 
     def units(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Whole groups."""
-        return 1, self.group or shape[1]
+        """Whole groups; a row's scale is known to all ranks that have some of the row."""
+        return 1, self.group or 1
 
-    def layer(self, values: Tensor) -> nn.Module:
-        """A linear layer whose weight is one of torchao's tensors."""
-        made = _linear(values.shape[1], values.shape[0], values, None)
+    @property
+    def shares_rows(self) -> bool:
+        """Rows, not groups."""
+        return self.group is None
+
+    def layer(self, values: Tensor, extremes: Tensor | None = None) -> nn.Module:
+        """A linear layer whose weight is one of torchao's tensors.
+
+        A row's scale follows from its extremes, which are quantized with it and then left out.
+        """
+        columns = values.shape[1]
+        if extremes is not None:
+            values = torch.cat([values, extremes.to(values)], 1)
+        made = _linear(columns, values.shape[0], values, None)
         library_of("torchao.quantization").quantize_(made, self.config)
+        if extremes is not None:
+            made.weight = nn.Parameter(made.weight.detach()[:, :columns], requires_grad=False)
         return made
 
     def dequantized(self, layer: nn.Module) -> Tensor:
@@ -269,9 +290,14 @@ def _format(config: Any, model: nn.Module, name: str, origin: str) -> Format:
         raise _refused(origin, name, method, f"it is the weight of a {source.__name__}, not of an nn.Linear")
     dtype = layer.weight.dtype
     if method == "bitsandbytes" and config.load_in_4bit:
-        if config.bnb_4bit_use_double_quant:
-            raise _refused(origin, name, method, "bnb_4bit_use_double_quant=True")
-        return FourBit(dtype, config.bnb_4bit_quant_type, config.bnb_4bit_compute_dtype, config.bnb_4bit_quant_storage)
+        kind, storage = config.bnb_4bit_quant_type, config.bnb_4bit_quant_storage
+        found = FourBit(dtype, kind, config.bnb_4bit_compute_dtype, storage, config.bnb_4bit_use_double_quant)
+        if layer.in_features % found.block:  # then bitsandbytes' CPU kernels are wrong in one process as well
+            reason = (
+                f"its rows of {layer.in_features} are no multiple of {found.block}: name it in llm_int8_skip_modules"
+            )
+            raise _refused(origin, name, method, reason)
+        return found
     if method == "bitsandbytes" and not config.llm_int8_has_fp16_weight:
         return EightBit(dtype, config.llm_int8_threshold)
     if method == "torchao":

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_autotp.building.quantization import Format, QuantizationError
-from lightning_autotp.private.torch_private import TO, schema_of, wrapper
+from lightning_autotp.private.torch_private import TO, schema_of, without_subclasses, wrapper
 
 
 class QuantizedWeight(Tensor):
@@ -39,9 +39,9 @@ class QuantizedWeight(Tensor):
         return made
 
     @classmethod
-    def of(cls, values: Tensor, format: Format) -> QuantizedWeight:
-        """The values of a rank's part, quantized. Not collective."""
-        return cls(format.layer(values.to(format.dtype)), format, values)
+    def of(cls, values: Tensor, format: Format, extremes: Tensor | None = None) -> QuantizedWeight:
+        """The values of a rank's part, quantized; arguments are those of :meth:`Format.layer`. Not collective."""
+        return cls(format.layer(values.to(format.dtype), extremes), format, values)
 
     def values(self) -> Tensor:
         """The numbers that the quantized ones stand for, as an ordinary tensor of its own memory."""
@@ -54,7 +54,8 @@ class QuantizedWeight(Tensor):
         """``F.linear`` is the library's product."""
         if func is F.linear:
             return _linear(*args, **(kwargs or {}))
-        return super().__torch_function__(func, types, args, kwargs or {})
+        with without_subclasses():
+            return func(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
