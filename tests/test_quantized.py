@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from test_peft import LINEARS
-from test_strategy import Task, blocks, error_of, trainer
+from test_strategy import Task, assert_parity, blocks, error_of, trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from trainer_ranks import run_trainer_ranks
@@ -41,7 +41,9 @@ TWO_COPIES = ["double nf4", "rows"]
 
 
 def config(case: str) -> Any:
-    """Five blocks of 64 in each row of the MLP: uneven shares of whole blocks."""
+    """Of a case; none for "plain"."""
+    if case == "plain":
+        return None
     if case == "nf4":
         return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
     if case == "double nf4":
@@ -189,6 +191,30 @@ def two(folder: Path) -> list[dict[str, Any]]:
     return run_trainer_ranks(ranks, 2, CASES, 2, str(folder))
 
 
+@pytest.mark.nightly
+def test_two_copies_of_two_parts_equal_one_process(folder: Path) -> None:
+    """FSDP2 leaves quantized weights as they are."""
+    four = run_trainer_ranks(copies, 4, TWO_COPIES, str(folder))
+    for case in TWO_COPIES:
+        L.seed_everything(3, verbose=False)
+        task = Tuning(case, str(folder))
+        task.configure_model()
+        optimizer = task.configure_optimizers()
+        losses: list[list[float]] = [[], []]
+        for batches in zip(four[0][case]["batches"], four[2][case]["batches"], strict=True):
+            both = [task.model(input_ids=batch, labels=batch).loss for batch in batches]
+            for copy, loss in enumerate(both):
+                losses[copy].append(loss.item())
+            optimizer.zero_grad()
+            (sum(both) / 2).backward()
+            optimizer.step()
+        for rank, seen in enumerate(four):
+            found = torch.tensor(seen[case]["losses"])
+            torch.testing.assert_close(found, torch.tensor(losses[rank // 2]), rtol=1e-5, atol=0)
+            for name, weight in whole_weights(task).items():
+                torch.testing.assert_close(seen[case]["weights"][name], weight, rtol=1e-4, atol=1e-4)
+
+
 @pytest.fixture(scope="module")
 def three(folder: Path, two: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return run_trainer_ranks(ranks, 3, THREE_RANKS, 3, str(folder))
@@ -208,11 +234,11 @@ def test_three_ranks_equal_one_process(case: str, three: list[dict[str, Any]], w
 
 @pytest.mark.nightly
 def test_a_run_goes_on_at_another_size(three: list[dict[str, Any]], folder: Path) -> None:
-    whole = tune("double nf4", folder, 1)
+    """And in one process without quantization: the checkpoint has the numbers that are computed with."""
+    alone = tune("plain", folder, 1, ckpt_path=folder / "half.ckpt")
+    assert len(alone["losses"]) == STEPS // 2
     for seen in three:
-        again, first = torch.tensor(seen["resumed"]["losses"]), torch.tensor(whole["losses"])
-        assert len(again) == STEPS // 2
-        torch.testing.assert_close(again, first[STEPS // 2 :], rtol=1e-5, atol=0)
+        assert_parity(seen["resumed"], alone)
 
 
 def test_what_cannot_be_done_is_said_on_every_rank(two: list[dict[str, Any]]) -> None:
