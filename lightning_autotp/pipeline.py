@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_autotp.applying.replace import apply_plan
+from lightning_autotp.building.quantization import refuse_quantized
 from lightning_autotp.capture.capture import as_call, language_model_inputs, meta_copy
 from lightning_autotp.capture.fingerprint import fingerprint
 from lightning_autotp.layouts.plan import Plan
@@ -39,9 +40,10 @@ from lightning_autotp.solving.planned import PlanMismatch
 from lightning_autotp.solving.solution import Solution
 from lightning_autotp.training.data_parallel import generate_together, hook_gathered, shard_over_data
 from lightning_autotp.training.gradients import synchronize_gradients
-from lightning_autotp.training.loading import load_parameters
+from lightning_autotp.training.loading import load_parameters, row_extremes
 from lightning_autotp.training.refused import refuse_methods, refuse_whole_states
 from lightning_autotp.training.resizing import resize_together
+from lightning_autotp.training.shared_scales import quantize_scales, share_extremes
 from lightning_autotp.training.user_hooks import show_whole_tensors
 
 
@@ -78,7 +80,9 @@ def make_plan(
         NothingToShard: if nothing in it divides among so many ranks.
         ValueError: if ``tokens_per_step`` is no positive number, a pattern matches nothing, or a parameter cannot be
             cut as it was said.
+        QuantizationError: if its weights are quantized already.
     """
+    refuse_quantized(model)
     options = PlanOptions.given(
         tokens_per_step=tokens_per_step,
         keep_whole=keep_whole,
@@ -146,6 +150,7 @@ def parallelize(
         PlanMismatch: if ``plan`` does not fit the model or the group, naming the first difference.
         VerificationError: if the local model would not compute the same.
         RuntimeError: if the model is parallel already.
+        QuantizationError: if its weights are quantized already.
         CheckpointError: if the weights are missing, broken, or do not fit.
         ValueError: for options that :func:`make_plan` refuses.
     """
@@ -170,6 +175,8 @@ def make_local(
     if parallel_models(model):
         raise RuntimeError(f"{type(model).__name__} is, or holds, a model that was parallelized already: do it once")
     group = TPGroup.of(process_group)
+    with raise_together(process_group, "looking at the model"):
+        refuse_quantized(model)
     inputs, options = _example(model, example_inputs, options or PlanOptions())
     message: list[Any] = [None]
     with collecting_rarely():
@@ -201,6 +208,7 @@ def _plan(model: nn.Module, graph: Graph, inputs: Any, ranks: int, options: Plan
         options.profile,
         options.sequence_parallel,
         options.traced_with,
+        sorted(graph.units.items()),
     )
     key = fingerprint(model, inputs, *settings, *(version(name) for name in ("torch", "transformers")))
     kept = options.cache.find(key)
@@ -226,8 +234,12 @@ def fill_local(model: nn.Module, device: torch.device | str | None = None, data_
     if data_mesh is not None:
         shard_over_data(model, data_mesh)
         device = device or data_mesh.device_type
+    with raise_together(process_group, "looking for the extremes of quantized weights"):
+        extremes = row_extremes(model, device)
+    share_extremes(extremes, parallel_state(model).group)
     with raise_together(process_group, "loading the weights"):
-        load_parameters(model, device=device)
+        load_parameters(model, device, extremes)
+    quantize_scales(model)
     parallel_state(model).running.watch(model)
     synchronize_gradients(model)
     if data_mesh is not None:

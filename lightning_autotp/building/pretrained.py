@@ -31,6 +31,13 @@ from lightning_autotp.building.checkpoint_reading import (
 )
 from lightning_autotp.building.deferred import deferred_init
 from lightning_autotp.building.hub import cached_files_once
+from lightning_autotp.building.quantization import (
+    Format,
+    QuantizationError,
+    formats_asked_for,
+    note_formats,
+    told_clearly,
+)
 from lightning_autotp.building.recorder import Recorder
 from lightning_autotp.building.weight_conversion import same_values
 from lightning_autotp.private.transformers_private import convert_and_load_state_dict_in_model, with_loading_step
@@ -49,7 +56,8 @@ def meta_model() -> Iterator[None]:
 
     Weights that are not read from files as tensors (``state_dict=``, GGUF) are loaded as usual and kept as they are
     until the parameters are filled from them. A quantized checkpoint is read like any other if it is dequantized on the
-    way (``quantization_config=...(dequantize=True)``).
+    way (``quantization_config=...(dequantize=True)``). With the ``quantization_config`` of bitsandbytes or torchao each
+    rank quantizes its part of the linear layers' weights when it is read.
 
     In a process group, files from the Hub are fetched by one process of each machine, as
     :func:`~lightning_autotp.building.hub.cached_files_once` has it.
@@ -57,9 +65,15 @@ def meta_model() -> Iterator[None]:
     Raises:
         FetchError: from ``from_pretrained``, if files cannot be fetched from the Hub.
         CheckpointError: from ``from_pretrained``, if a file is missing or damaged or does not fit the configuration, or
-            if the weights would stay quantized.
+            if the weights would stay quantized; a :class:`~lightning_autotp.building.quantization.QuantizationError` if
+            they cannot be quantized part by part.
     """
-    with deferred_init() as recorder, with_loading_step(partial(_recording, recorder)), cached_files_once():
+    with (
+        told_clearly(),
+        deferred_init() as recorder,
+        with_loading_step(partial(_recording, recorder)),
+        cached_files_once(),
+    ):
         yield
 
 
@@ -69,11 +83,19 @@ def _recording(recorder: Recorder, load: Callable[..., tuple[Any, Any]]) -> Call
     def record(
         model: PreTrainedModel, state_dict: Any, checkpoint_files: list[str] | None, load_config: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
+        formats: dict[str, Format] = {}
         if state_dict is None and load_config.is_quantized:
-            _refuse_quantized(load_config)
+            quantizer, origin = load_config.hf_quantizer, str(load_config.pretrained_model_name_or_path)
+            if quantizer.pre_quantized:
+                _refuse_quantized(load_config)
+            else:
+                formats = formats_asked_for(model, quantizer, origin)
+                load_config = dataclasses.replace(load_config, hf_quantizer=None)
         if state_dict is not None or not checkpoint_files:
             return load(model, state_dict, checkpoint_files, load_config, **kwargs)
-        return _record_checkpoint(recorder, model, checkpoint_files, load_config), None
+        info = _record_checkpoint(recorder, model, checkpoint_files, load_config)
+        note_formats(model, formats)
+        return info, None
 
     return record
 
@@ -144,27 +166,21 @@ def _without_progress_bars() -> Iterator[None]:
 
 
 def _refuse_quantized(load_config: Any) -> None:
-    """Quantized weights are no parameters that could be cut and trained; dequantized ones are.
+    """Weights in files that are quantized are no parameters that could be cut; dequantized ones are.
 
     Raises:
-        CheckpointError: if the weights would be quantized in the model.
+        QuantizationError: if they are not dequantized on the way.
     """
-    quantizer = load_config.hf_quantizer
-    config = quantizer.quantization_config
-    if quantizer.pre_quantized and getattr(config, "dequantize", False):
+    config = load_config.hf_quantizer.quantization_config
+    if getattr(config, "dequantize", False):
         return
     method = getattr(config.quant_method, "value", config.quant_method)
     origin = load_config.pretrained_model_name_or_path
-    if not quantizer.pre_quantized:
-        raise CheckpointError(
-            f"{origin}: quantization_config asks for weights that are quantized ({method}) while they are loaded; such "
-            "weights cannot be cut into parts and trained. Leave quantization_config out"
-        )
     advice = "Load it once with transformers, call model.dequantize() and model.save_pretrained(...), and use that copy"
     if hasattr(config, "dequantize"):
         name = type(config).__name__
         advice = f"Pass quantization_config={name}(dequantize=True) to from_pretrained: each rank dequantizes its part"
-    raise CheckpointError(
+    raise QuantizationError(
         f"{origin}: the checkpoint is quantized ({method}); such weights cannot be cut into parts and trained. {advice}"
     )
 

@@ -19,6 +19,7 @@ import torch
 import transformers.utils
 from torch import Tensor, nn
 
+from lightning_autotp.building.quantization import format_of
 from lightning_autotp.capture.call_sites import is_user_code
 from lightning_autotp.capture.experts import noting_experts
 from lightning_autotp.capture.integer_reads import note_integers
@@ -201,6 +202,11 @@ def _capture(
         tracer.graph.integers = note_integers(traced, lambda: tracer.modules[-1])
     _run(traced, args, kwargs, tracer, fake, until_failure)
     tracer.graph.static_on_demand()
+    tracer.graph.units = {
+        tensor: found.units(tuple(parameter.shape))
+        for tensor, name in tracer.graph.parameters.items()
+        if (found := format_of(parameter := traced.get_parameter(name))) is not None
+    }
     return tracer.graph
 
 

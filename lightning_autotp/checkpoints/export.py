@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lightning_autotp.building.quantization import QuantizationError
 from lightning_autotp.checkpoints.checksums import CHECKSUMS, checksums_text, sha256_of
 from lightning_autotp.checkpoints.files import alone
 from lightning_autotp.checkpoints.reversal import ExportPlan, Step, describe_conversions, plan_export, skeleton
@@ -31,7 +32,7 @@ from lightning_autotp.checkpoints.safetensors_writer import Described, Safetenso
 from lightning_autotp.checkpoints.stored import original_shape
 from lightning_autotp.layouts.listing import listed
 from lightning_autotp.parameters.gathering import whole_tensor
-from lightning_autotp.parameters.state import ParameterTable, is_parallel, parallel_state
+from lightning_autotp.parameters.state import ParameterTable, is_parallel, parallel_models, parallel_state
 from lightning_autotp.private.transformers_private import (
     ADDED_TOKENS_FILE,
     CHAT_TEMPLATE_DIR,
@@ -116,6 +117,7 @@ def save_pretrained(
     Raises:
         TypeError: if the model is not a ``PreTrainedModel``.
         RuntimeError: if it is not parallel, or has tied tensors that its class does not declare as tied.
+        QuantizationError: if its weights are quantized.
         ValueError: for a tensor that safetensors files cannot hold, or a directory without a tokenizer's files.
         OSError: on the rank that writes, if it cannot.
         PeerError: on the other ranks then.
@@ -136,6 +138,14 @@ def save_pretrained(
         return gathered.cpu() if writes else None
 
     with raise_together(together, f"planning the export to {directory}"):
+        metas = (entry for _, parallel in parallel_models(model) for entry in parallel.metas.items())
+        quantized = [name for name, meta in metas if meta.format is not None]
+        if quantized:
+            raise QuantizationError(
+                f"{listed(quantized)} of {type(model).__name__} are quantized, and its checkpoint is there: save"
+                " what was trained beside them (trainer.strategy.save_pretrained(directory) or save_adapter), and merge"
+                " it in one process"
+            )
         tensors = _described(state, table, dtype)
         original = skeleton(type(model), model.config, tensors)
         if model.can_generate():

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_autotp.building.pretrained import meta_model
+from lightning_autotp.building.quantization import refuse_quantized
 from lightning_autotp.capture.capture import CaptureError
 from lightning_autotp.checkpoints.export import ENTRY, describe_models
 from lightning_autotp.checkpoints.files import read_checkpoint, read_stored
@@ -197,6 +198,8 @@ class AutoTPFabricStrategy(ParallelRanks, FabricModelParallelStrategy):
                 )
             self._refuse_optimizers_of(module)
             models = self._models_of(module)
+            for model, _ in models:
+                refuse_quantized(model)
         for model, inputs in models:
             check_same_weights(model, None)
             self._make_local(model, inputs)

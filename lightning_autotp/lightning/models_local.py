@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 
+from lightning_autotp.building.quantization import refuse_quantized
 from lightning_autotp.capture.capture import Call, CaptureError, in_small
 from lightning_autotp.layouts.step_size import TokensPerStep
 from lightning_autotp.lightning.discovery import fill_remaining
@@ -48,6 +49,9 @@ def make_models_local(
         PeerError: on every rank, if any rank fails.
         CaptureError: if a model cannot be traced; and whatever else :func:`~lightning_autotp.parallelize` raises.
     """
+    with raise_together(None, "looking at the models"):
+        for model, _ in models:
+            refuse_quantized(model)
     asked = [model for model, inputs in models if inputs is None and options.plan is None]
     is_price_unknown = options.plan is None and options.tokens == TokensPerStep()
     step = FirstStep(options.tokens)

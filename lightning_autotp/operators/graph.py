@@ -169,6 +169,7 @@ class Graph:
         measured: by module, the tensors whose shapes its code asked for.
         experts: the runs of modules that hold a mixture's stacked experts.
         overwritten: where tensors enter or leave modules whose memory code goes on to change in place.
+        units: of parameters that may be cut along each dim at multiples of a length only: these lengths.
     """
 
     tensors: list[TensorInfo] = field(default_factory=list)
@@ -184,6 +185,7 @@ class Graph:
     experts: list[ExpertsCall] = field(default_factory=list)
     untraced: Mapping[str, str] = field(default_factory=dict)
     overwritten: set[Boundary] = field(default_factory=set)
+    units: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     def loose(self) -> list[int]:
         """Tensors that no operator makes and that are no parameters (inputs, buffers, constants), as they are used."""

@@ -15,13 +15,17 @@ from torch.distributed.tensor import DTensor
 
 from lightning_autotp.layouts.ownership import Run
 from lightning_autotp.parameters.meta import ParameterMeta, Slices
+from lightning_autotp.parameters.quantized_weight import QuantizedWeight
 from lightning_autotp.private.distributed_private import compute_local_shape_and_global_offset
 from lightning_autotp.private.torch_private import without_subclasses
 from lightning_autotp.ranks.group import TPGroup
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """The elements that are in this process, as an ordinary tensor without history. Not collective."""
+    """The elements that are in this process, as an ordinary tensor without history. Not collective.
+
+    Of a quantized weight these are the numbers that it stands for, in memory of their own.
+    """
     local = _detached(tensor)
     return local.to_local() if isinstance(local, DTensor) else local
 
@@ -34,7 +38,8 @@ def joined(tensor: Tensor) -> Tensor:
 
 def _detached(tensor: Tensor) -> Tensor:
     with without_subclasses():  # a part of a gradient that answers for the whole is an ordinary tensor, too
-        return tensor.detach()
+        detached = tensor.detach()
+    return detached.values() if isinstance(detached, QuantizedWeight) else detached
 
 
 def is_cut(tensor: Tensor) -> bool:
@@ -78,10 +83,18 @@ def counted_blocks(tensor: Tensor, meta: ParameterMeta | None, group: TPGroup) -
 
 
 def fill(tensor: Tensor, meta: ParameterMeta | None, whole: Tensor, group: TPGroup) -> None:
-    """Copy into a parameter, or what lies over the ranks as one does, this process's part of the whole tensor."""
+    """Copy into a parameter, or what lies over the ranks as one does, this process's part of the whole tensor.
+
+    Raises:
+        QuantizationError: if the parameter is quantized, and the tensor has other numbers.
+    """
     local = plain(tensor)
     for block in held_blocks(tensor, meta, group.size):
-        local[index(block.local)] = whole[index(block.original)]
+        given = whole[index(block.original)]
+        if isinstance(tensor, QuantizedWeight):
+            tensor.check(local[index(block.local)], given, meta.name if meta is not None else "a parameter")
+        else:
+            local[index(block.local)] = given
 
 
 def index(runs: tuple[Run, ...]) -> tuple[slice, ...]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from lightning_autotp.building.quantization import Format
 from lightning_autotp.layouts.ownership import Run
 from lightning_autotp.layouts.types import Invariant, Layout, Shard, local_shape, owned_boxes
 
@@ -42,6 +43,7 @@ class ParameterMeta:
         ranks: the group's size.
         init_fn: makes the whole original tensor with the values one process would have given it, or ``None``.
         need_initialize: whether the local values are still to be filled in.
+        format: how the local values are quantized when they are filled in; ``None`` if they are not.
     """
 
     names: tuple[str, ...]
@@ -52,6 +54,7 @@ class ParameterMeta:
     ranks: int = 1
     init_fn: Callable[[], Tensor] | None = None
     need_initialize: bool = True
+    format: Format | None = None
 
     @property
     def name(self) -> str:

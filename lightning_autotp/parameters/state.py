@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 from lightning_autotp.building.checkpoint_reading import CheckpointSource
+from lightning_autotp.building.quantization import format_of
 from lightning_autotp.building.recipe import take_recipe
 from lightning_autotp.layouts.listing import listed
 from lightning_autotp.layouts.plan import ConversionPlan, Plan
@@ -116,6 +117,7 @@ class ParallelState:
                 ranks=group.size,
                 init_fn=take_recipe(parameter),
                 need_initialize=parameter.is_meta,
+                format=format_of(parameter),
             )
             state.metas |= dict.fromkeys(aliases, meta)
         state.modules = tuple(path for path, _ in model.named_modules())

@@ -41,6 +41,7 @@ def open_calls(graph: Graph, implementations: Implementations) -> Graph:
         experts=graph.experts,
         untraced=graph.untraced,
         overwritten=graph.overwritten,
+        units=graph.units,
     )
     of_call: dict[int, list[Operator]] = {}
     for operator in graph.operators:

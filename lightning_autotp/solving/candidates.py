@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 
 from lightning_autotp.layouts.dims import FIXED, Axis, Concat, Cut, Dim, Product, leaves, numbered_ownership
 from lightning_autotp.layouts.ownership import Ownership, Run
+from lightning_autotp.layouts.types import Shard
 from lightning_autotp.operators import Relation
 from lightning_autotp.operators.axes import Axes
 
@@ -70,14 +71,21 @@ def _number(axes: tuple[int, ...], numbers: dict[tuple[int, ...], int]) -> int:
     return numbers.setdefault(axes, FIXED - 1 - len(numbers))
 
 
-def candidates(tensors: Iterable[tuple[Dim, ...]], ranks: int, among: Collection[int] | None = None) -> list[Sharding]:
+def candidates(
+    tensors: Iterable[tuple[Dim, ...]],
+    ranks: int,
+    among: Collection[int] | None = None,
+    together: Mapping[int, int] | None = None,
+) -> list[Sharding]:
     """Every axis of some tensors, dealt out; with fewer units than ranks, together with another factor's.
 
     Args:
         tensors: their resolved dims.
         ranks: among so many.
         among: ids of the axes that may be dealt out; all by default.
+        together: by axis, how many of its units may not be separated, where there are enough of such groups.
     """
+    together = together or {}
     found: dict[tuple[int, ...], Sharding] = {}
     for dims in tensors:
         for factors in (factors for dim in dims for factors in _products(dim)):
@@ -85,7 +93,7 @@ def candidates(tensors: Iterable[tuple[Dim, ...]], ranks: int, among: Collection
                 if not isinstance(factor, Axis) or (among is not None and factor.id not in among):
                     continue
                 if factor.size >= ranks:
-                    found.setdefault((factor.id,), _dealt(factor, ranks))
+                    found.setdefault((factor.id,), _dealt(factor, ranks, together.get(factor.id, 1)))
                     continue
                 for other in factors[:position] + factors[position + 1 :]:
                     if isinstance(other, Axis) and other.size >= -(-ranks // factor.size):
@@ -108,9 +116,44 @@ def squares(relations: Iterable[Relation], axes: Axes, parameters: Collection[in
     )
 
 
-def _dealt(axis: Axis, ranks: int) -> Sharding:
-    dealt = Ownership.dealt(axis.size, ranks)
-    return Sharding((axis.id,), tuple(((axis.id, runs),) for runs in dealt.held))
+def inseparable(dims: Iterable[tuple[Dim, int]]) -> dict[int, int]:
+    """How many units of an axis must stay together, so that dims are cut at multiples of a length only.
+
+    What this does not tell (sections that begin elsewhere, axes inside of others) is seen from the cut.
+
+    Args:
+        dims: resolved dims, each with its length.
+    """
+    found: dict[int, int] = {}
+    for dim, length in dims:
+        for factors in _products(dim):
+            inner = 1  # elements of the dim for one of the factor
+            for factor in reversed(factors):
+                if isinstance(factor, Axis):
+                    group = length // math.gcd(length, inner)
+                    found[factor.id] = math.lcm(found.get(factor.id, 1), group)
+                inner *= factor.size
+    return found
+
+
+def is_cut_between(layout: Shard, units: Sequence[int]) -> bool:
+    """Whether a layout cuts each dim at multiples of its length only."""
+    return all(
+        end % units[dim] == 0 or end == owned.size
+        for dim, owned in layout.dims
+        for runs in owned.held
+        for run in runs
+        for end in run
+    )
+
+
+def _dealt(axis: Axis, ranks: int, together: int) -> Sharding:
+    groups = -(-axis.size // together)
+    if groups < ranks:
+        groups, together = axis.size, 1
+    dealt = Ownership.dealt(groups, ranks)
+    held = (tuple((a * together, min(b * together, axis.size)) for a, b in runs) for runs in dealt.held)
+    return Sharding((axis.id,), tuple(((axis.id, runs),) for runs in held))
 
 
 def _dealt_within(outer: Axis, inner: Axis, ranks: int) -> Sharding:

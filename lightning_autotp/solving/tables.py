@@ -23,7 +23,7 @@ from lightning_autotp.operators import Dims, Relation, count_flops, count_touche
 from lightning_autotp.operators.axes import Axes
 from lightning_autotp.operators.graph import OPAQUE, Graph, Operator, Ref
 from lightning_autotp.solving.call_points import private_draws, static_operands
-from lightning_autotp.solving.candidates import candidates, squares
+from lightning_autotp.solving.candidates import candidates, inseparable, is_cut_between, squares
 from lightning_autotp.solving.cost import Profile, typical_matrix
 from lightning_autotp.solving.elimination import Elimination, Table
 from lightning_autotp.solving.implementations import LEFT, Implementation, Implementations, Use, operand_of
@@ -135,7 +135,10 @@ class Tables:
         of_parameters = [dim for tensor in graph.parameters for dim in self.dims.get(tensor, ())]
         self.deal_tokens = deal_tokens
         self.growing = self.sizes.growing - {axis.id for dim in of_parameters for axis in leaves(dim)}
-        self.shardings = candidates([self.dims[tensor] for tensor in graph.parameters if tensor in self.dims], ranks)
+        blocks = {tensor: units for tensor, units in graph.units.items() if tensor in self.dims}
+        together = inseparable(pair for t, units in blocks.items() for pair in zip(self.dims[t], units, strict=True))
+        of_each = [self.dims[tensor] for tensor in graph.parameters if tensor in self.dims]
+        self.shardings = candidates(of_each, ranks, together=together)
         if deal_tokens:
             self.shardings += candidates(self.dims.values(), ranks, self.growing & self.sizes.sequence)
         self.cutting: dict[int, list[int]] = {}
@@ -143,6 +146,12 @@ class Tables:
             for axis in sharding.axes:
                 self.cutting.setdefault(axis, []).append(number)
         self.touching = {tensor: self._touching(dims) for tensor, dims in self.dims.items()}
+        for tensor in blocks:
+            self.touching[tensor] = tuple(n for n in self.touching[tensor] if self._is_cut_between(tensor, n))
+
+    def _is_cut_between(self, tensor: int, number: int) -> bool:
+        layout = self.layout(tensor, number)
+        return isinstance(layout, Shard) and is_cut_between(layout, self.graph.units[tensor])
 
     def _first_runs(self, relations: list[Relation]) -> dict[int, int]:
         """For tensors of a module's later runs the one that stands for them: their dims are the same axes."""

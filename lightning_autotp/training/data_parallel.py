@@ -30,7 +30,8 @@ from lightning_autotp.training.gradients import hook_gradient
 def shard_over_data(model: nn.Module, mesh: DeviceMesh) -> None:
     """Cut the parameters of a local model over the data axis, in place; those on meta stay there.
 
-    Scalars cannot be cut: they stay on every rank, and their gradients are not averaged here.
+    Scalars cannot be cut: they stay on every rank, and their gradients are not averaged here. Weights that are to be
+    quantized stay, too: they have no gradients.
 
     Args:
         model: a model whose parameters are its tensor-parallel part.
@@ -39,9 +40,11 @@ def shard_over_data(model: nn.Module, mesh: DeviceMesh) -> None:
     for module in model.modules():
         if isinstance(module, VocabParallelHead):
             module.compute_at_once()  # FSDP2 gathers its weight for its forward
-    scalars = {parameter for parameter in model.parameters() if parameter.dim() == 0}
+    state = parallel_state(model)
+    stays = {place.parameter for place in state.places(model) if place.meta.format is not None}
+    stays |= {parameter for parameter in model.parameters() if parameter.dim() == 0}
     for block in [*repeated_blocks(model), model]:
-        fully_shard(block, mesh=mesh, ignored_params=scalars)
+        fully_shard(block, mesh=mesh, ignored_params=stays)
 
 
 def hook_gathered(model: nn.Module) -> None:

@@ -13,8 +13,10 @@ have been touched.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_autotp.building.checkpoint_reading import (
     CheckpointError,
@@ -26,8 +28,10 @@ from lightning_autotp.building.checkpoint_reading import (
 from lightning_autotp.building.recipe import Recipe
 from lightning_autotp.building.weight_conversion import Blocks
 from lightning_autotp.layouts.listing import listed
+from lightning_autotp.layouts.types import Shard
 from lightning_autotp.parameters.local_blocks import held_blocks, plain, with_values
 from lightning_autotp.parameters.meta import ParameterMeta
+from lightning_autotp.parameters.quantized_weight import QuantizedWeight
 from lightning_autotp.parameters.state import Place, model_group, parallel_models
 from lightning_autotp.private.torch_private import parameters_of
 
@@ -47,7 +51,34 @@ def check_checkpoint(model: nn.Module) -> None:
             raise MismatchError("\n".join(wrong))
 
 
-def load_parameters(model: nn.Module, device: torch.device | str | None = None) -> None:
+def row_extremes(model: nn.Module, device: torch.device | str | None = None) -> dict[str, Tensor]:
+    """Of quantized weights whose rows are cut and have one scale each, the extremes of this rank's part of each row.
+
+    These parts are read for that, and read again by :func:`load_parameters`. Not collective.
+
+    Returns:
+        By the weight's name the least element of each row, its sign changed, and the largest one: ``[out, 2]``.
+
+    Raises:
+        CheckpointError: as :func:`load_parameters`.
+    """
+    found: dict[str, Tensor] = {}
+    for part, state in parallel_models(model):
+        for place in state.places(part):
+            meta = place.meta
+            cut = isinstance(meta.layout, Shard) and meta.layout.ownership(1) is not None
+            if cut and meta.need_initialize and meta.format is not None and meta.format.shares_rows:
+                if not found:
+                    check_checkpoint(model)
+                with files_kept_open():
+                    values = _read(place.parameter, meta, torch.device(device or "cpu")).to(meta.format.dtype)
+                found[meta.name] = torch.stack([-values.amin(1), values.amax(1)], 1).float()
+    return found
+
+
+def load_parameters(
+    model: nn.Module, device: torch.device | str | None = None, extremes: Mapping[str, Tensor] | None = None
+) -> None:
     """Fill this rank's parameters, one at a time. Not collective.
 
     Each parameter that ``ParameterMeta.need_initialize`` marks is replaced by a real one of its local shape (tied ones
@@ -56,6 +87,7 @@ def load_parameters(model: nn.Module, device: torch.device | str | None = None) 
     Args:
         model: a parallel model, or a module that holds one: its metas say how to make the whole tensors.
         device: where the model goes; by default parameters on meta go to the CPU and all else stays where it is.
+        extremes: what :func:`row_extremes` gives, of whole rows.
 
     Raises:
         CheckpointError: if files are missing, damaged or changed (checked before anything is read), or a parameter has
@@ -86,15 +118,16 @@ def load_parameters(model: nn.Module, device: torch.device | str | None = None) 
     check_checkpoint(model)
     with files_kept_open():
         for parameter, places in waiting.items():
-            filled = _fill(parameter, places[0].meta, torch.device(device or "cpu"))
+            whole_rows = (extremes or {}).get(places[0].meta.name)
+            filled = _fill(parameter, places[0].meta, torch.device(device or "cpu"), whole_rows)
             for place in places:
                 parameters_of(place.module)[place.attribute] = filled
     if device is not None:
         model.to(device)
 
 
-def _fill(parameter: nn.Parameter, meta: ParameterMeta, device: torch.device) -> nn.Parameter:
-    """A real parameter for a meta one, with the values that belong into this process."""
+def _read(parameter: nn.Parameter, meta: ParameterMeta, device: torch.device) -> Tensor:
+    """The values of a parameter that belong into this process."""
     values = torch.empty(plain(parameter).shape, dtype=parameter.dtype, device=device)
     recipe = meta.init_fn if isinstance(meta.init_fn, Recipe) else Recipe.given(meta.init_fn())  # type: ignore[misc]
     if recipe.target.size != meta.shape:
@@ -105,6 +138,17 @@ def _fill(parameter: nn.Parameter, meta: ParameterMeta, device: torch.device) ->
             where = zip(piece, blocks[number].original, blocks[number].local, strict=True)
             here = tuple(slice(at + low - start, at + high - start) for (low, high), (start, _), (at, _) in where)
             values[here].copy_(part)
+    return values
+
+
+def _fill(
+    parameter: nn.Parameter, meta: ParameterMeta, device: torch.device, extremes: Tensor | None = None
+) -> nn.Parameter:
+    """A real parameter for a meta one, with the values that belong into this process."""
+    values = _read(parameter, meta, device)
+    if meta.format is not None:
+        extremes = None if extremes is None else extremes * extremes.new_tensor([-1.0, 1.0])
+        values = QuantizedWeight.of(values, meta.format, extremes)
     filled = nn.Parameter(with_values(parameter, values), requires_grad=parameter.requires_grad)
     filled.__dict__.update(parameter.__dict__)
     meta.init_fn = None

@@ -1,0 +1,342 @@
+"""Which weights of a model are to be quantized, and how: noted while it is built, done when a rank has its part.
+
+Plans are made for a model as it is before quantization: a frozen linear layer whose weight is quantized computes the
+same product with other numbers. So inside :func:`~lightning_autotp.building.pretrained.meta_model` the layers stay
+``nn.Linear``, and a :class:`Format` is left on each weight that ``quantization_config`` means. The solver cuts such a
+weight between blocks only (:meth:`Format.units`), and each rank quantizes what it has read, with the library itself:
+then its numbers and scales are those that one process has.
+
+The libraries are imported only by who uses them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from traceback import walk_tb
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_autotp.building.checkpoint_reading import CheckpointError
+from lightning_autotp.layouts.listing import listed
+
+_NAME = "autotp_format"
+_LIBRARIES = ("bitsandbytes", "torchao")
+_INSTEAD = (
+    "Let each rank quantize its part: build the model in configure_model() or meta_model() by from_pretrained(...,"
+    " quantization_config=...), from a checkpoint that is not quantized, and call no other function that quantizes it"
+)
+
+
+class QuantizationError(CheckpointError):
+    """A model is quantized in a way in which it cannot be cut into parts; the message says what can be done instead."""
+
+
+@dataclass(frozen=True)
+class Format(ABC):
+    """How a linear layer's weight ``[out, in]`` is quantized.
+
+    Attributes:
+        dtype: of the weight before; what a part is when it is quantized.
+    """
+
+    dtype: torch.dtype
+
+    @abstractmethod
+    def units(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """A weight may be cut along each dim at multiples of this: no block has elements on both sides then.
+
+        Args:
+            shape: ``(out, in)``.
+        """
+
+    @abstractmethod
+    def layer(self, values: Tensor, extremes: Tensor | None = None) -> nn.Module:
+        """The library's own linear layer without bias, its weight quantized from these values. Not collective.
+
+        Args:
+            values: a rank's part, ``[out/tp, in]`` or ``[out, in/tp]``, on the device where the layer is to be.
+            extremes: where rows are cut and share a scale, the least and the largest element of each whole row,
+                ``[out, 2]``.
+        """
+
+    @abstractmethod
+    def dequantized(self, layer: nn.Module) -> Tensor:
+        """The weight of :meth:`layer` as the numbers that it stands for, of the shape of ``values``."""
+
+    @property
+    def shares_rows(self) -> bool:
+        """Whether a row that is cut has one scale, for which its extremes must be known."""
+        return False
+
+
+@dataclass(frozen=True)
+class FourBit(Format):
+    """NF4 or FP4 of bitsandbytes: of each 64 elements, counted along the rows, the largest is the scale.
+
+    Attributes:
+        kind: ``nf4`` or ``fp4``.
+        compute_dtype: of the product.
+        storage: of the packed numbers.
+        is_double: whether the scales are quantized again, which takes those of the whole weight
+            (:func:`~lightning_autotp.training.shared_scales.quantize_scales`).
+    """
+
+    kind: str
+    compute_dtype: torch.dtype
+    storage: torch.dtype
+    is_double: bool
+    block: int = 64
+
+    def units(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Whole blocks: a row is a multiple of one."""
+        return 1, self.block
+
+    def layer(self, values: Tensor, extremes: Tensor | None = None) -> nn.Module:
+        """A ``Linear4bit``, its scales not quantized."""
+        library = library_of("bitsandbytes").nn
+        rows, columns = values.shape
+        kwargs = {"compress_statistics": False, "quant_type": self.kind, "quant_storage": self.storage}
+        made: nn.Module = library.Linear4bit(columns, rows, False, self.compute_dtype, device="meta", **kwargs)
+        weight = library.Params4bit(values, requires_grad=False, blocksize=self.block, module=made, **kwargs)
+        made.weight = weight.to(values.device)
+        return made
+
+    def dequantized(self, layer: nn.Module) -> Tensor:
+        """By bitsandbytes."""
+        weight: Any = layer.weight
+        found: Tensor = library_of("bitsandbytes").functional.dequantize_4bit(weight.data, weight.quant_state)
+        return found
+
+
+@dataclass(frozen=True)
+class EightBit(Format):
+    """LLM.int8 of bitsandbytes: a row's largest element is its scale.
+
+    The product quantizes its input as well, by the largest feature of each token: both need whole rows.
+
+    Attributes:
+        threshold: features of the input above it are not quantized.
+    """
+
+    threshold: float
+
+    def units(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Rows."""
+        return 1, shape[1]
+
+    def layer(self, values: Tensor, extremes: Tensor | None = None) -> nn.Module:
+        """A ``Linear8bitLt``."""
+        library = library_of("bitsandbytes").nn
+        rows, columns = values.shape
+        made: nn.Module = library.Linear8bitLt(
+            columns, rows, False, has_fp16_weights=False, threshold=self.threshold, device="meta"
+        )
+        # Quantized on the way from the CPU, as transformers has it.
+        made.weight = library.Int8Params(values.cpu(), requires_grad=False, has_fp16_weights=False).to(values.device)
+        made.init_8bit_state()  # type: ignore[operator]
+        return made
+
+    def dequantized(self, layer: nn.Module) -> Tensor:
+        """By bitsandbytes."""
+        state: Any = layer.state
+        found: Tensor = library_of("bitsandbytes").functional.int8_vectorwise_dequant(state.CB, state.SCB)
+        return found.to(self.dtype)
+
+
+@dataclass(frozen=True)
+class WeightOnly(Format):
+    """Weights that torchao has quantized in groups along a row; the product is one of ordinary numbers.
+
+    Attributes:
+        config: torchao's.
+        group: elements that share a scale, ``None`` for a row.
+    """
+
+    config: Any
+    group: int | None
+
+    def units(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Whole groups; a row's scale is known to all ranks that have some of the row."""
+        return 1, self.group or 1
+
+    @property
+    def shares_rows(self) -> bool:
+        """Rows, not groups."""
+        return self.group is None
+
+    def layer(self, values: Tensor, extremes: Tensor | None = None) -> nn.Module:
+        """A linear layer whose weight is one of torchao's tensors.
+
+        A row's scale follows from its extremes, which are quantized with it and then left out.
+        """
+        columns = values.shape[1]
+        if extremes is not None:
+            values = torch.cat([values, extremes.to(values)], 1)
+        made = _linear(columns, values.shape[0], values, None)
+        library_of("torchao.quantization").quantize_(made, self.config)
+        if extremes is not None:
+            made.weight = nn.Parameter(made.weight.detach()[:, :columns], requires_grad=False)
+        return made
+
+    def dequantized(self, layer: nn.Module) -> Tensor:
+        """By torchao."""
+        weight: Any = layer.weight
+        found: Tensor = weight.dequantize()
+        return found.to(self.dtype)
+
+
+def format_of(parameter: Tensor) -> Format | None:
+    """How a parameter is to be quantized when its values are there; ``None`` if it is not."""
+    found: Format | None = vars(parameter).get(_NAME)
+    return found
+
+
+def note_formats(model: nn.Module, formats: dict[str, Format]) -> None:
+    """Leave them on the parameters of these names, which are frozen from now on."""
+    for name, found in formats.items():
+        parameter = model.get_parameter(name)
+        vars(parameter)[_NAME] = found
+        parameter.requires_grad_(False)
+
+
+def formats_asked_for(model: nn.Module, quantizer: Any, origin: str) -> dict[str, Format]:
+    """What transformers' quantizer of a model would do while it is loaded, by the names of the weights.
+
+    Layers that it has put in the place of ``nn.Linear`` are ``nn.Linear`` again afterwards, on meta.
+
+    Raises:
+        QuantizationError: if such weights cannot be cut into parts.
+    """
+    names = [name for name, _ in model.named_parameters() if quantizer.param_needs_quantization(model, name)]
+    formats = {name: _format(quantizer.quantization_config, model, name, origin) for name in names}
+    for name in names:
+        path = name.rpartition(".")[0]
+        layer: Any = model.get_submodule(path)
+        if type(layer) is not nn.Linear:
+            plain = _linear(layer.in_features, layer.out_features, torch.empty_like(layer.weight.data), layer.bias)
+            model.set_submodule(path, plain)
+    return formats
+
+
+def refuse_quantized(model: nn.Module) -> None:
+    """Refuse a model whose weights are quantized already.
+
+    Raises:
+        QuantizationError: naming them.
+    """
+    names = [name for name, parameter in model.named_parameters() if _library(parameter) in _LIBRARIES]
+    if names:
+        kinds = sorted({type(parameter).__name__ for parameter in model.parameters() if _library(parameter)})
+        raise QuantizationError(
+            f"{listed(names)} of {type(model).__name__} are quantized already ({', '.join(kinds)}), and quantized"
+            f" weights cannot be cut. {_INSTEAD}"
+        )
+
+
+@contextmanager
+def told_clearly() -> Iterator[None]:
+    """Within it, what a library raises that quantizes weights without values says what to do instead.
+
+    Raises:
+        QuantizationError: for an error in one of its functions.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        frames = walk_tb(error.__traceback__)
+        packages = [str(frame.f_globals.get("__name__")).partition(".")[0] for frame, _ in frames]
+        library = next((package for package in packages if package in _LIBRARIES), None)
+        if library is None:
+            raise
+        raise QuantizationError(
+            f"{library} cannot quantize weights that have no values yet ({type(error).__name__}: {error}). {_INSTEAD}"
+        ) from error
+
+
+def library_of(name: str) -> ModuleType:
+    """A library that is not installed with this package.
+
+    Raises:
+        QuantizationError: if it is missing.
+    """
+    try:
+        return import_module(name)
+    except ImportError as error:
+        package = name.partition(".")[0]
+        raise QuantizationError(
+            f"weights are to be quantized by {package}, which is missing: pip install {package}"
+        ) from error
+
+
+def _format(config: Any, model: nn.Module, name: str, origin: str) -> Format:
+    path, _, attribute = name.rpartition(".")
+    layer: Any = model.get_submodule(path)
+    method = getattr(config.quant_method, "value", config.quant_method)
+    if not isinstance(layer, nn.Linear) or attribute != "weight":
+        raise _refused(
+            origin, name, method, f"it is the {attribute} of a {type(layer).__name__}, not the weight of a linear layer"
+        )
+    if getattr(layer, "source_cls", nn.Linear) is not nn.Linear:
+        source: Any = layer.source_cls
+        raise _refused(origin, name, method, f"it is the weight of a {source.__name__}, not of an nn.Linear")
+    dtype = layer.weight.dtype
+    if method == "bitsandbytes" and config.load_in_4bit:
+        kind, storage = config.bnb_4bit_quant_type, config.bnb_4bit_quant_storage
+        found = FourBit(dtype, kind, config.bnb_4bit_compute_dtype, storage, config.bnb_4bit_use_double_quant)
+        if layer.in_features % found.block:  # then bitsandbytes' CPU kernels are wrong in one process as well
+            reason = (
+                f"its rows of {layer.in_features} are no multiple of {found.block}: name it in llm_int8_skip_modules"
+            )
+            raise _refused(origin, name, method, reason)
+        return found
+    if method == "bitsandbytes" and not config.llm_int8_has_fp16_weight:
+        return EightBit(dtype, config.llm_int8_threshold)
+    if method == "torchao":
+        asked = config.get_apply_tensor_subclass()
+        kind = type(asked).__name__
+        granularity = getattr(asked, "granularity", None)
+        by = type(granularity).__name__
+        if kind in ("Int8WeightOnlyConfig", "Float8WeightOnlyConfig", "IntxWeightOnlyConfig"):
+            if by == "PerGroup":
+                return WeightOnly(dtype, asked, granularity.group_size)  # type: ignore[union-attr]
+            if by in ("PerRow", "PerAxis"):
+                return WeightOnly(dtype, asked, None)
+        raise _refused(origin, name, method, f"{kind} with {by}")
+    raise _refused(origin, name, method, "this method")
+
+
+def _refused(origin: str, name: str, method: str, how: str) -> QuantizationError:
+    return QuantizationError(
+        f"{origin}: quantization_config asks for weights that are quantized ({method}) while they are loaded, and"
+        f" {name} cannot be quantized part by part: {how}. Leave quantization_config out, or use a format that"
+        " docs/lora.md of lightning_autotp lists"
+    )
+
+
+def _linear(columns: int, rows: int, values: Tensor, bias: Tensor | None) -> nn.Linear:
+    """A frozen linear layer with these values, which are not drawn first."""
+    layer = nn.Linear.__new__(nn.Linear)
+    nn.Module.__init__(layer)
+    layer.in_features, layer.out_features = columns, rows
+    layer.weight = nn.Parameter(values.as_subclass(Tensor), requires_grad=False)
+    layer.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)  # type: ignore[assignment]
+    return layer
+
+
+def _library(parameter: Tensor) -> str:
+    return next(_libraries(parameter), "")
+
+
+def _libraries(parameter: Tensor) -> Iterator[str]:
+    for kind in type(parameter).__mro__:
+        if (package := kind.__module__.partition(".")[0]) in _LIBRARIES:
+            yield package
