@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from lightning_autotp.layouts.types import Invariant, Shard
 from lightning_autotp.parallel.collectives import convert, copy_to_tensor_parallel
 from lightning_autotp.parallel.logits import VocabParallelLogits, check_vocab_is_last
-from lightning_autotp.parallel.vocab_functions import log_sum_exp, total
+from lightning_autotp.parallel.vocab_functions import at_classes, log_sum_exp, log_sum_exp_without, top, total
 from lightning_autotp.ranks.group import TPGroup
 
 __all__ = ["kl_divergence", "token_log_probs"]
@@ -56,7 +56,7 @@ def token_log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
     return 0 - losses.view(tokens.shape)  # and so not -0.0 for padding
 
 
-def kl_divergence(student: Tensor, teacher: Tensor) -> Tensor:
+def kl_divergence(student: Tensor, teacher: Tensor, *, top_k: int | None = None) -> Tensor:
     """How far a student's distribution of the next token is from a teacher's, at each position.
 
     That is ``(p * (p.log() - q.log())).sum(-1)`` with ``p = teacher.softmax(-1)`` and ``q = student.softmax(-1)``, of
@@ -68,12 +68,16 @@ def kl_divergence(student: Tensor, teacher: Tensor) -> Tensor:
     Args:
         student: ``[..., vocab]``.
         teacher: of the same shape; divided alike, or whole and the same on every rank.
+        top_k: tell apart only so many words at each position, those that the teacher finds most likely, and take all
+            others for one: the divergence of the two distributions over ``top_k + 1`` outcomes, which is at most that
+            over all words. ``top_k`` numbers and words of each rank are gathered then.
 
     Returns:
         ``[...]``, float32 or wider whatever the logits are, the same on every rank.
 
     Raises:
-        ValueError: if the shapes differ, the two are divided differently, or in another dim than the last.
+        ValueError: if the shapes differ, the two are divided differently, or in another dim than the last; or if
+            ``top_k`` is no number of words.
         TypeError: if they are not floating-point numbers.
 
     Example:
@@ -88,13 +92,27 @@ def kl_divergence(student: Tensor, teacher: Tensor) -> Tensor:
             f"the student's logits have the shape {tuple(student.shape)}, the teacher's {tuple(teacher.shape)}: they"
             " must be of the same tokens and the same vocabulary"
         )
+    if top_k is not None and not 0 < top_k <= student.shape[-1]:
+        raise ValueError(f"top_k={top_k}: it must be a number of words, from 1 to {student.shape[-1]}")
     sharded = next((one for one in (student, teacher) if isinstance(one, VocabParallelLogits)), None)
     if sharded is None:
         p, q = (one.to(torch.promote_types(one.dtype, torch.float32)).log_softmax(-1) for one in (teacher, student))
+        if top_k is not None and top_k < p.shape[-1]:
+            words = p.topk(top_k, -1).indices
+            p, q = (torch.cat([x.gather(-1, words), _others(x, words)], -1) for x in (p, q))
         return (p.exp() * _difference(p, q)).sum(-1)
     group, shard = sharded.group, sharded.shard
     ((dim, ownership),) = shard.dims
     ours, theirs = (_part(one, shard, group) for one in (student, teacher))
+    if top_k is not None and top_k < ownership.size:
+        _, words = top(theirs, dim, top_k, ownership, group)
+        several = []
+        for part in (theirs, ours):
+            chosen = at_classes(part, dim, words, ownership, group)
+            others = log_sum_exp_without(part, dim, words, ownership, group).unsqueeze(dim)
+            several.append(torch.cat([chosen, others], dim).log_softmax(dim))
+        p, q = several
+        return (p.exp() * _difference(p, q)).sum(dim)
     partition = log_sum_exp(theirs, dim, ownership, group)
     p = (theirs - copy_to_tensor_parallel(partition, group).unsqueeze(-1)).exp()
     mean = total(p * _difference(theirs, ours), dim, ownership, group)
@@ -105,6 +123,12 @@ def _difference(theirs: Tensor, ours: Tensor) -> Tensor:
     """The teacher's minus the student's, and zero where the teacher rules a word out: its probability is zero there."""
     is_out = theirs == -torch.inf
     return theirs.masked_fill(is_out, 0.0) - ours.masked_fill(is_out, 0.0)
+
+
+def _others(log_probs: Tensor, words: Tensor) -> Tensor:
+    """The logarithm of the probability of all words but some: ``[..., vocab], [..., k] -> [..., 1]``."""
+    found = log_probs.scatter(-1, words, -torch.inf).logsumexp(-1, keepdim=True)
+    return found
 
 
 def _part(logits: Tensor, shard: Shard, group: TPGroup) -> Tensor:

@@ -51,6 +51,17 @@ def without(student: Tensor, teacher: Tensor) -> Tensor:
     return (p.exp() * (p - student.log_softmax(-1)[..., others])).sum(-1)
 
 
+def over_likeliest(student: Tensor, teacher: Tensor, k: int) -> Tensor:
+    """By the definition: the probabilities of the teacher's ``k`` likeliest words, and of all others together."""
+    p, q = teacher.softmax(-1), student.softmax(-1)
+    rank = p.argsort(-1, descending=True).argsort(-1)
+    parts = [[(x * (rank == at)).sum(-1) for at in range(k)] for x in (p, q)]
+    if k < p.shape[-1]:
+        for x, found in zip((p, q), parts, strict=True):
+            found.append((x * (rank >= k)).sum(-1))
+    return sum((a * (a / b).log() for a, b in zip(*parts, strict=True)), torch.zeros(()))
+
+
 def on_every_map(rank: int, size: int) -> dict[str, Any]:
     group = TPGroup.of(dist.group.WORLD)  # type: ignore[arg-type]
     seen: dict[str, Any] = {}
@@ -65,6 +76,10 @@ def on_every_map(rank: int, size: int) -> dict[str, Any]:
             whole = example(ownership.size)
             seen[name] = derivatives(lambda s, t, o=ownership: kl_divergence(cut(s, o), cut(t, o)), *whole)
             seen[f"{name}, teacher whole"] = derivatives(lambda s, t, o=ownership: kl_divergence(cut(s, o), t), *whole)
+            for k in (1, 3, ownership.size):
+                seen[f"{name}, top {k}"] = derivatives(
+                    lambda s, t, o=ownership, k=k: kl_divergence(cut(s, o), cut(t, o), top_k=k), *whole
+                )
             low = example(ownership.size, torch.bfloat16)
             seen[f"{name}, bf16"] = kl_divergence(*(cut(x, ownership) for x in low))
     seen["ruled out"] = derivatives(
@@ -92,6 +107,10 @@ def test_every_map_equals_one_process(number: int) -> None:
                 for found, value in zip(seen[case], wanted, strict=True):
                     assert value.abs().max() > 0
                     torch.testing.assert_close(found, value, rtol=1e-9, atol=1e-11)
+            for k in (1, 3, ownership.size):
+                wanted = derivatives(lambda s, t, k=k: over_likeliest(s, t, k), *example(ownership.size))
+                for found, value in zip(seen[f"{name}, top {k}"], wanted, strict=True):
+                    torch.testing.assert_close(found, value, rtol=1e-9, atol=1e-11)
             low = truth(*(x.float() for x in example(ownership.size, torch.bfloat16)))
             torch.testing.assert_close(seen[f"{name}, bf16"], low, rtol=1e-5, atol=1e-5)
         for found, value in zip(seen["ruled out"], derivatives(without, *ruled_out()), strict=True):
@@ -99,6 +118,18 @@ def test_every_map_equals_one_process(number: int) -> None:
         assert "are divided differently" in seen["differently"]
         assert "must be of the same tokens and the same vocabulary" in seen["shape"]
         assert "logits are floating-point numbers" in seen["integers"]
+
+
+def test_likeliest_words_of_whole_logits() -> None:
+    student, teacher = example(7)
+    for k in (1, 3, 7):
+        found = derivatives(lambda s, t, k=k: kl_divergence(s, t, top_k=k), student, teacher)
+        wanted = derivatives(lambda s, t, k=k: over_likeliest(s, t, k), student, teacher)
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
+    for k in (0, 8):
+        with pytest.raises(ValueError, match="it must be a number of words, from 1 to 7"):
+            kl_divergence(student, teacher, top_k=k)
 
 
 def test_whole_logits() -> None:

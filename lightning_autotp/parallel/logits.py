@@ -72,6 +72,7 @@ from lightning_autotp.parallel.vocab_functions import (
     log_softmax,
     log_sum_exp,
     softmax,
+    top,
     total,
 )
 from lightning_autotp.parallel.whole_dim import after_index, after_reshape
@@ -668,6 +669,20 @@ def _largest(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
     return torch.return_types.max((values, classes)) if func.__name__ == "max" else classes
 
 
+def _topk(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    names = ("k", "dim", "largest", "sorted")
+    if (call := _of_vocabulary(args, {"dim": -1, **kwargs} if len(args) < 3 else kwargs, *names)) is None:
+        return NotImplemented
+    logits, given = call
+    where = logits.vocab_dim, logits.ownership, logits.group
+    if not isinstance(k := given.get("k"), int) or not 0 < k <= where[1].size or not given.get("largest", True):
+        return NotImplemented
+    values, classes = top(logits.local, where[0], k, *where[1:])
+    if logits.local.requires_grad and torch.is_grad_enabled():
+        values = at_classes(logits.local, where[0], classes, *where[1:])
+    return torch.return_types.topk((values, classes))
+
+
 def _gather(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if (call := _of_vocabulary(args, kwargs, "dim", "index")) is None:
         return NotImplemented
@@ -794,6 +809,7 @@ _HANDLERS: dict[Callable[..., Any], Callable[[Callable[..., Any], Sequence[Any],
     **dict.fromkeys(_everywhere("softmax", "log_softmax"), _softmax),
     **dict.fromkeys(_everywhere("sum", "mean", "logsumexp"), _reduced),
     **dict.fromkeys(_everywhere("argmax", "max"), _largest),
+    **dict.fromkeys(_everywhere("topk"), _topk),
     **dict.fromkeys(_everywhere("gather"), _gather),
     **dict.fromkeys(_everywhere("chunk", "split", "unbind", "__iter__"), _pieces),
     Tensor.__getitem__: _getitem,

@@ -43,7 +43,9 @@ def log_sum_exp(x: Tensor, dim: int, ownership: Ownership, group: TPGroup) -> Te
     largest = _largest_value(x, dim, group)
     largest = largest.masked_fill(largest.isinf(), 0)  # exp(inf - inf) would be nan
     powers = keep_first_owned((x - largest.unsqueeze(dim)).exp(), dim, ownership, group.rank)
-    return all_reduce(powers.sum(dim), group).log() + largest
+    total = all_reduce(powers.sum(dim), group)
+    is_none = total == 0  # all are -inf, where the logarithm has no derivative
+    return (total.masked_fill(is_none, 1).log() + largest).masked_fill(is_none, -torch.inf)
 
 
 def total(x: Tensor, dim: int, ownership: Ownership, group: TPGroup) -> Tensor:
@@ -71,8 +73,8 @@ def at_classes(x: Tensor, dim: int, classes: Tensor, ownership: Ownership, group
     )
     part, ownership = one_owner_each(x, dim, ownership, group.rank)
     positions, mine = local_positions(classes, ownership, group.rank)
-    if not part.shape[dim]:  # a rank without classes takes part all the same
-        return all_reduce(x.new_zeros(classes.shape), group)
+    if not part.shape[dim]:  # a rank without classes takes part all the same, in derivatives of derivatives as well
+        return all_reduce(part.new_zeros(classes.shape) + part.sum(), group)
     return all_reduce(part.gather(dim, positions).masked_fill(~mine, 0), group)
 
 
@@ -93,6 +95,41 @@ def largest(x: Tensor, dim: int, ownership: Ownership, group: TPGroup) -> tuple[
     most = values.amax(0)
     is_most = (values == most) | (values.isnan() & most.isnan())
     return most, classes.masked_fill(~is_most, ownership.size).amin(0)
+
+
+def top(x: Tensor, dim: int, k: int, ownership: Ownership, group: TPGroup) -> tuple[Tensor, Tensor]:
+    """``x.topk(k, dim)``, the values without a gradient: ``[..., k, ...]`` each, the same on every rank.
+
+    ``k`` numbers and classes of each rank are gathered. Of equal values any may be taken, as torch has it.
+    """
+    part, alone = one_owner_each(x.detach(), dim, ownership, group.rank)
+    held = torch.tensor(alone.indices(group.rank), device=x.device, dtype=torch.long)
+    values, positions = part.topk(min(k, part.shape[dim]), dim)
+    missing = list(values.shape)
+    missing[dim] = min(k, max(alone.local_sizes)) - values.shape[dim]  # of a rank with few classes
+    values = torch.cat([values, x.new_full(missing, -torch.inf)], dim)
+    classes = torch.cat([held[positions], positions.new_zeros(missing)], dim)
+    values, at = torch.cat(gather_values(values, group).unbind(), dim).topk(k, dim)
+    return values, torch.cat(gather_values(classes, group).unbind(), dim).gather(dim, at)
+
+
+def log_sum_exp_without(x: Tensor, dim: int, classes: Tensor, ownership: Ownership, group: TPGroup) -> Tensor:
+    """``logsumexp`` over all classes but some, which are others at each position: ``[...]``, Invariant.
+
+    Args:
+        x: this rank's part.
+        dim: where the vocabulary is.
+        classes: those that do not count, any number in ``dim``, the same on every rank.
+        ownership: which classes each rank has.
+        group: the tensor-parallel group.
+    """
+    part, alone = one_owner_each(x, dim, ownership, group.rank)
+    size = part.shape[dim]
+    positions, mine = local_positions(classes, alone, group.rank)
+    shape = [length + (at == dim) for at, length in enumerate(part.shape)]  # one more, for those of other ranks
+    left_out = torch.zeros(shape, dtype=torch.bool, device=x.device)
+    left_out = left_out.scatter(dim, positions.masked_fill(~mine, size), True).narrow(dim, 0, size)
+    return log_sum_exp(part.masked_fill(left_out, -torch.inf), dim, alone, group)
 
 
 def _largest_value(x: Tensor, dim: int, group: TPGroup) -> Tensor:
