@@ -305,6 +305,8 @@ class _Search:
     ) -> Iterator[tuple[SizePlan, ...]]:
         """One argument of an operator's call, made local in every module like it."""
         call = self.solution.graph.calls[operator.call]
+        if call.module in self.solution.graph.choosing:  # the number may be another in another run
+            return
         taken = {(size.module, size.attribute, size.call) for size in sizes}
         change = tuple(
             SizePlan(twin, leaf, whole, local, call.site)

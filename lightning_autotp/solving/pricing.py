@@ -10,10 +10,11 @@ Which axes grow is read off the trace. An axis is one of
 * the **tokens** of a sequence, if it is as long as one of the example's sequences, or a multiple of the longest;
 * **both**, if it is as long as a multiple of rows times tokens (a flattened batch; the tokens of a mixture's experts).
 
-A tensor has one axis of rows, its first. Only axes that occur in no parameter count: a model may have as many heads as
-the batch has rows. The exception are axes of indices (token ids, positions), which are never features: a table of
-positions is a parameter that has an axis of tokens. Sections of such an axis (all tokens but the last) grow with it.
-(The made-up batch's sizes are primes that equal no size of the model.)
+A tensor has one axis of rows, its first. What values count (the tokens that choose an expert) grows with both. Only
+axes that occur in no parameter count: a model may have as many heads as the batch has rows. The exception are axes of
+indices (token ids, positions), which are never features: a table of positions is a parameter that has an axis of
+tokens. Sections of such an axis (all tokens but the last) grow with it. (The made-up batch's sizes are primes that
+equal no size of the model.)
 
 Where only a number of tokens is known, the sequences are :data:`NOMINAL_LENGTH` long at most, so that the price, which
 grows with their length squared, does not depend on how long those of the trace are. An example with a single row stands
@@ -70,6 +71,9 @@ class ScaledSizes:
                 if tensor not in graph.parameters:
                     for dim in dims:
                         self._recognise(dim)
+        for relation in relations:
+            for dim in relation.counted:
+                self._kinds |= {axis.id: _BOTH for axis in leaves(dim) if axis.id not in self._in_parameters}
         self.step = self._step(relations, tokens)
         rows, length = 1.0, 1.0
         if self._example.lengths and self.step.lengths:
