@@ -4,6 +4,7 @@ Importing it registers ``strategy="autotp"`` for Lightning's Trainer and for Fab
 """
 
 from lightning_autotp import losses, metrics
+from lightning_autotp.applying.seen_paths import UnseenPath
 from lightning_autotp.building.checkpoint_reading import CheckpointError
 from lightning_autotp.building.pretrained import meta_model
 from lightning_autotp.capture.capture import CaptureError
@@ -42,6 +43,7 @@ __all__ = [
     "PlanMismatch",
     "Profile",
     "UnprovedCall",
+    "UnseenPath",
     "UnsoundUse",
     "VerificationError",
     "WeightAveraging",

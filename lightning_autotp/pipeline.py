@@ -187,13 +187,21 @@ def make_local(
         dist.broadcast_object_list(message, group_src=0, group=process_group)
         with raise_together(process_group, "building the local model"):
             plan = Plan.from_json(message[0])
-            graph = as_planned(graph, plan, IMPLEMENTATIONS)
+            graph = as_planned(_opaque_as_in(plan, model, graph, inputs), plan, IMPLEMENTATIONS)
             plan, solution = read_plan(plan, graph, IMPLEMENTATIONS)
             prove_experts(model, graph, plan)
             original = meta_copy(model)
             apply_plan(model, plan, group)
             verify(model, solution, group.rank, inputs)
             prove_new_calls(model, original, solution, as_call(inputs))
+
+
+def _opaque_as_in(plan: Plan, model: nn.Module, graph: Graph, inputs: Any) -> Graph:
+    """The graph where at least those modules are opaque that are so in a plan."""
+    more = frozenset(plan.opaque) - graph.opaque
+    if not more or not more <= {path for path, _ in model.named_modules()}:
+        return graph
+    return trace(model, inputs, graph.opaque | more)
 
 
 def _plan(model: nn.Module, graph: Graph, inputs: Any, ranks: int, options: PlanOptions) -> Plan:
@@ -214,7 +222,8 @@ def _plan(model: nn.Module, graph: Graph, inputs: Any, ranks: int, options: Plan
     kept = options.cache.find(key)
     if kept is not None:
         try:
-            read_plan(kept, as_planned(graph, kept, IMPLEMENTATIONS), IMPLEMENTATIONS)
+            there = _opaque_as_in(kept, model, graph, inputs)
+            read_plan(kept, as_planned(there, kept, IMPLEMENTATIONS), IMPLEMENTATIONS)
             return kept
         except PlanMismatch:
             pass  # the model's code was another

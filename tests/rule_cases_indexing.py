@@ -51,6 +51,14 @@ def index(draw: Draw, name: str) -> Any:
     return draw.tape.call(name, x, index_list(draw, shape, distinct=False))
 
 
+@case("aten.nonzero.default", "aten.nonzero_numpy.default", "aten.where.default")
+def places(draw: Draw, name: str) -> Any:
+    shape = draw.shape()
+    found = draw.tape.call(name, indices(draw, 2, *shape))
+    index = found[0] if name != "aten.nonzero.default" else draw.tape.call("aten.select.int", found, 1, 0)
+    return draw.tape.call("aten.index.Tensor", draw.operand(shape[0], draw.one(*SIZES)), [index])
+
+
 @case("aten.masked_select.default")
 def masked_select(draw: Draw, name: str) -> Any:
     shape = draw.shape()

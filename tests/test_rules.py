@@ -37,6 +37,7 @@ ELSEWHERE = {
 WHOLE = {
     *(f"aten.{name}.default" for name in ("mean", "max", "min", "any", "all", "squeeze", "histc", "bincount")),
     "aten.multinomial.default",
+    *(f"aten.{name}.default" for name in ("nonzero", "nonzero_numpy", "where")),
     *(f"aten.{name}.default" for name in ("nll_loss", "nll_loss_nd", "nll_loss2d")),
 }
 # Over a sharded dim these give a Partial.

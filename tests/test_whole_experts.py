@@ -24,7 +24,7 @@ from lightning_autotp.layouts.types import Shard
 from lightning_autotp.operators import count_flops
 from lightning_autotp.operators.graph import EXPERTS
 from lightning_autotp.parallel.experts import WholeExperts
-from lightning_autotp.proving.experts import prove_experts
+from lightning_autotp.proving.experts import dealable_experts, prove_experts
 from lightning_autotp.proving.verify import trace
 from lightning_autotp.solving.expert_modules import with_whole_experts
 from lightning_autotp.solving.planned import PlanMismatch
@@ -260,16 +260,18 @@ def test_a_model_of_any_other_origin_is_treated_alike() -> None:
 
 
 @pytest.mark.parametrize("kind", [KnowsItsNumber, LooksAtAllTokens, Draws, AddsTheTokens])
-def test_experts_that_are_not_the_same_in_parts_stay_whole_and_the_plan_says_why(kind: type[nn.Module]) -> None:
-    plan, _ = make_plan(Model(kind), 2, example_inputs=IDS)
+def test_experts_that_are_not_the_same_in_parts_are_not_dealt_out_and_the_plan_says_why(kind: type[nn.Module]) -> None:
+    model = Model(kind)
+    plan, _ = make_plan(model, 2, example_inputs=IDS)
     assert not deals(plan)
-    (matrices,) = [parameter for parameter in plan.parameters if parameter.names[0] == "experts.matrices"]
-    assert not isinstance(matrices.layout, Shard)
+    assert dealable_experts(model, trace(model, IDS), 2).refused["experts"].startswith("its ")
+    whole, _ = make_plan(model, 2, example_inputs=IDS, keep_whole=["experts"])
+    (matrices,) = [parameter for parameter in whole.parameters if parameter.names[0] == "experts.matrices"]
     assert "its experts cannot be dealt out: its" in matrices.described()
 
 
 def test_choices_that_are_no_experts_are_refused() -> None:
-    plan, _ = make_plan(Model(Experts, options=5), 2, example_inputs=IDS)
+    plan, _ = make_plan(Model(Experts, options=5), 2, example_inputs=IDS, keep_whole=["experts"])
     assert not deals(plan)
     described = "\n".join(parameter.described() for parameter in plan.parameters)
     assert "tokens choose among 5, of which 4 are its experts" in described

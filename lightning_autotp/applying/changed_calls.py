@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_autotp.capture.call_sites import call_key, call_leaves, calling_frame
-from lightning_autotp.layouts.places import CallSite
+from lightning_autotp.layouts.places import EVERY, CallSite
 from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.ranks.random_numbers import own_numbers
 
@@ -80,7 +80,9 @@ class LocalForward:
         finally:
             self.running.pop()
         missed = [
-            site for site, changes in self.changes.items() if site not in mode.seen and self._is_expected(changes)
+            site
+            for site, changes in self.changes.items()
+            if site.occurrence != EVERY and site not in mode.seen and self._is_expected(changes)
         ]
         if not missed:
             self.known = (self.known or set()) | mode.made
@@ -130,6 +132,9 @@ class _LocalCalls(TorchFunctionMode):
         occurrence = self.counts[key] = self.counts.get(key, -1) + 1
         site = CallSite(*key, occurrence)
         changes = self.owner.changes.get(site)
+        if changes is None:
+            site = CallSite(*key, EVERY)
+            changes = self.owner.changes.get(site)
         if changes is None:
             return func(*args, **kwargs)
         self.seen.add(site)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -43,6 +44,13 @@ def call_leaves(value: Any) -> list[Any]:
     if isinstance(value, dict):
         return [leaf for item in value.values() for leaf in call_leaves(item)]
     return [value]
+
+
+def grouped_leaves(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[int, ...], list[Any]]:
+    """The leaves of a call's arguments, and for each of them which argument it is in."""
+    leaves = [call_leaves(value) for value in (*args, *kwargs.values())]
+    groups = tuple(number for number, found in enumerate(leaves) for _ in found)
+    return groups, [leaf for found in leaves for leaf in found]
 
 
 def source_line(frame: FrameType) -> str:

@@ -13,6 +13,7 @@ import inspect
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -23,12 +24,13 @@ from lightning_autotp.building.quantization import format_of
 from lightning_autotp.capture.call_sites import is_user_code
 from lightning_autotp.capture.experts import noting_experts
 from lightning_autotp.capture.integer_reads import note_integers
-from lightning_autotp.capture.nested import Copied, copied, map_leaves, map_tensors, tensors_in
+from lightning_autotp.capture.nested import Copied, copied, leaves_of, map_leaves, map_tensors, tensors_in
 from lightning_autotp.capture.opaque import LARGEST, NotRun, OpaqueForward
 from lightning_autotp.capture.static_values import NoValue
 from lightning_autotp.capture.tracer import Tracer
+from lightning_autotp.layouts.places import EVERY, Boundary
 from lightning_autotp.layouts.step_size import StepSize
-from lightning_autotp.operators.graph import Graph
+from lightning_autotp.operators.graph import Graph, ModuleRun
 from lightning_autotp.private.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -92,6 +94,8 @@ def capture(
         untraced = {path: failure.why for path, failure in failures.items() if not failure.needs_value}
         try:
             graph = _capture(model, inputs, opaque, training)
+            if training:
+                _see_all_choices(model, graph)
         except _Untraceable as failure:
             failure.look_back(failures)
             if not (failure.needs_value or training):
@@ -107,6 +111,23 @@ def capture(
         else:
             graph.untraced = untraced
             return graph
+
+
+def _see_all_choices(model: nn.Module, graph: Graph) -> None:
+    """Refuse a trace in which a module did not use all its parameters, because of values that were made up.
+
+    Raises:
+        _Untraceable: for the first such module.
+    """
+    read = {graph.parameters[at] for operator in graph.operators for at in operator.inputs if at in graph.parameters}
+    for path in sorted(graph.asking):
+        inside = f"{path}." if path else ""
+        unread = [name for name, _ in model.named_parameters() if name.startswith(inside) and name not in read]
+        if unread:
+            cause = NoValue(f"with made-up choices its code does not use {unread[0]}")
+            error = CaptureError(f"{path}: {cause}")
+            error.__cause__ = cause
+            raise _Untraceable(path, error, True)
 
 
 class _Untraceable(Exception):
@@ -207,7 +228,28 @@ def _capture(
         for tensor, name in tracer.graph.parameters.items()
         if (found := format_of(parameter := traced.get_parameter(name))) is not None
     }
+    _find_choosing(traced, tracer)
     return tracer.graph
+
+
+def _find_choosing(model: nn.Module, tracer: Tracer) -> None:
+    """Note which modules' code may run otherwise with other values; their calls are known by where they stand alone."""
+    graph = tracer.graph
+    found = set(graph.asking)
+    pending = list(found)
+    while pending:
+        caller = tracer.leaking.get(pending.pop())
+        if caller is not None and caller not in found:
+            found.add(caller)
+            pending.append(caller)
+    inside = tuple(f"{path}." if path else "" for path in found)
+    choosing = {path for path, _ in model.named_modules() if found and f"{path}.".startswith(inside)}
+    graph.choosing = frozenset(choosing)
+    graph.runs = [run for run in graph.runs if run.module in choosing]
+    graph.looks = [call for call in graph.looks if call.module in choosing]
+    for number, call in enumerate(graph.calls):
+        if call.module in choosing:
+            graph.calls[number] = replace(call, site=replace(call.site, occurrence=EVERY))
 
 
 def _run(traced: nn.Module, args: Any, kwargs: Any, tracer: Tracer, fake: FakeTensorMode, until_failure: bool) -> None:
@@ -398,6 +440,16 @@ def as_call(inputs: Any) -> Call:
 def _marked_boundaries(model: nn.Module, tracer: Tracer) -> Iterator[None]:
     """Mark every floating-point tensor that enters or leaves a module, and keep the tracer's stack of running ones."""
     given: list[tuple[range, list[Copied]]] = []  # of each module that runs: its marks, and containers made for them
+    inputs: list[tuple[tuple[str, int, int], ...]] = []
+
+    def numbered(value: Any, marks: range) -> tuple[tuple[str, int, int], ...]:
+        """The tensors of a value, before and after they were marked, by where they are."""
+        places = [tracer.graph.operators[at] for at in marks]
+        found = {op.boundary.key: (op.inputs[0], op.outputs[0]) for op in places if isinstance(op.boundary, Boundary)}
+        for key, leaf in leaves_of(value):
+            if isinstance(leaf, Tensor) and key not in found and (number := tracer.known_number(leaf)) is not None:
+                found[key] = number, number
+        return tuple((key, before, after) for key, (before, after) in found.items())
 
     def mark(path: str, side: str, values: Any) -> Any:
         def one(key: str, leaf: Any) -> Any:
@@ -412,7 +464,9 @@ def _marked_boundaries(model: nn.Module, tracer: Tracer) -> Iterator[None]:
             tracer.enter(path)
             first = len(tracer.graph.operators)
             marked = mark(path, "in", (args, kwargs))
-            given.append((range(first, len(tracer.graph.operators)), list(copied((args, kwargs), marked))))
+            marks = range(first, len(tracer.graph.operators))
+            inputs.append(numbered((args, kwargs), marks))
+            given.append((marks, list(copied((args, kwargs), marked))))
             return marked
 
         return hook
@@ -425,7 +479,14 @@ def _marked_boundaries(model: nn.Module, tracer: Tracer) -> Iterator[None]:
                 if container.is_changed():  # who gave it sees that
                     container.put_back()
                     tracer.take_back(container.path, marks)
-            return mark(path, "out", output)
+            first = len(tracer.graph.operators)
+            marked = mark(path, "out", output)
+            returned = numbered(output, range(first, len(tracer.graph.operators)))
+            run = ModuleRun(path, tracer.modules[-1], inputs.pop(), returned)
+            tracer.graph.runs.append(run)
+            if any(isinstance(leaf, int | float) for _, leaf in leaves_of(output)):
+                tracer.leaking[path] = run.caller
+            return marked
 
         return hook
 

@@ -1,11 +1,14 @@
 """Values of static tensors, where a model's code asks for one while it is traced.
 
 What depends on the batch alone (lengths, masks, positions) can be computed for the example batch: its operators are run
-again on real tensors. What depends on a parameter has no value in a trace.
+again on real tensors. What depends on a parameter has no value in a trace. But which of several a model chooses (the
+experts of a token) can be made up: numbers in turn, so that each is chosen about as often as the others. What code
+computes from them (counts, masks, rows) are then the values that it would compute from such a choice.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -30,11 +33,16 @@ class Concrete:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.known: dict[int, Tensor] = {}
+        self.made_up: dict[int, Tensor] = {}
         self._producers: dict[int, Operator] = {}
         self._read = 0
 
-    def value(self, tensor: int) -> Tensor:
-        """The value of a static tensor, on the CPU.
+    def value(self, tensor: int, or_made_up: bool = False) -> Tensor:
+        """The value of a tensor, on the CPU.
+
+        Args:
+            tensor: a static tensor.
+            or_made_up: whether it may also follow from choices that are made up.
 
         Raises:
             NoValue: if it depends on a parameter, or on something that is not known.
@@ -45,24 +53,45 @@ class Concrete:
         pending = [tensor]
         while pending:
             last = pending[-1]
-            if last in self.known:
+            if last in self.known or (or_made_up and last in self.made_up):
                 pending.pop()
                 continue
             producer = self._producers.get(last)
             lender = _lender(producer)
-            if producer is None or not (self.graph.tensors[last].is_static or lender):
+            is_static = self.graph.tensors[last].is_static
+            if producer is None or not (is_static or lender or or_made_up):
                 raise NoValue
+            if not is_static and or_made_up and producer.name in _CHOICES:
+                self.made_up[last] = self._choice(producer, last)
+                continue
             needed = [ref.tensor for name, value in producer.arguments if name != lender for ref in refs(value)]
-            missing = [source for source in needed if source not in self.known]
+            missing = [source for source in needed if source not in self.known and source not in self.made_up]
             if missing:
                 pending += missing
                 continue
-            self.known |= dict(zip(producer.outputs, self._run(producer), strict=True))
-        return self.known[tensor]
+            found = self.made_up if any(source in self.made_up for source in needed) else self.known
+            found.update(zip(producer.outputs, self._run(producer), strict=True))
+        return self.known[tensor] if tensor in self.known else self.made_up[tensor]
+
+    def _choice(self, operator: Operator, tensor: int) -> Tensor:
+        """Made-up indices along a dim: each in turn, so that those side by side are different ones.
+
+        Raises:
+            NoValue: for what is not an index.
+        """
+        info, dim = self.graph.tensors[tensor], operator.argument("dim")
+        source = self.graph.tensors[operator.inputs[0]].shape
+        if not info.dtype.startswith("int") or dim is None or not source:
+            raise NoValue
+        indices = torch.arange(math.prod(info.shape), dtype=getattr(torch, info.dtype)) % source[dim]
+        if len(info.shape) < len(source):  # one index for the whole dim
+            return indices.reshape(info.shape)
+        others = [size for at, size in enumerate(info.shape) if at != dim % len(source)]
+        return indices.reshape(*others, info.shape[dim]).movedim(-1, dim)
 
     def _run(self, operator: Operator) -> list[Tensor]:
         if operator.name == "boundary":
-            return [self.known[operator.inputs[0]]]
+            return [self._now(operator.inputs[0])]
         space, _, rest = operator.name.partition(".")
         packet, _, overload = rest.partition(".")
         try:
@@ -81,6 +110,9 @@ class Concrete:
             raise NoValue from error
         return [result] if isinstance(result, Tensor) else list(result)
 
+    def _now(self, tensor: int) -> Tensor:
+        return self.known[tensor] if tensor in self.known else self.made_up[tensor]
+
     def empty(self, ref: Ref) -> Tensor:
         """A tensor on the CPU in the place of one of which only shape and dtype matter."""
         info = self.graph.tensors[ref.tensor]
@@ -88,12 +120,22 @@ class Concrete:
 
     def _argument(self, value: Any) -> Any:
         if isinstance(value, Ref):
-            return self.known[value.tensor]
+            return self._now(value.tensor)
         if isinstance(value, tuple):
             return [self._argument(item) for item in value]
         if isinstance(value, str) and value.startswith("torch."):
             return getattr(torch, value.removeprefix("torch."))
         return value
+
+
+_CHOICES = {
+    f"aten.{name}"
+    for name in (
+        "topk.default", "sort.default", "sort.stable", "argsort.default", "argsort.stable", "argmax.default",
+        "argmin.default", "max.dim", "min.dim",
+    )
+}  # fmt: skip
+"""Operators that choose among the indices of a dim, by numbers that a parameter went into."""
 
 
 def _lender(operator: Operator | None) -> str:

@@ -18,13 +18,20 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_autotp.capture import vmap as transforms
-from lightning_autotp.capture.call_sites import call_key, call_leaves, calling_frame, is_user_code, source_line
+from lightning_autotp.capture.call_sites import (
+    call_key,
+    call_leaves,
+    calling_frame,
+    grouped_leaves,
+    is_user_code,
+    source_line,
+)
 from lightning_autotp.capture.recording import RECORD
 from lightning_autotp.capture.schemas import named_arguments, written_through
 from lightning_autotp.capture.static_values import Concrete, NoValue
 from lightning_autotp.layouts.places import Boundary, CallSite
 from lightning_autotp.operators import Shapes, functional, record, records
-from lightning_autotp.operators.graph import Call, Graph, Operator, Ref, TensorInfo
+from lightning_autotp.operators.graph import ASKED, Call, Graph, Operator, Ref, TensorInfo
 from lightning_autotp.private.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -83,6 +90,8 @@ class Tracer(PreDispatchMode):
         self.paused = False
         self.concrete = Concrete(self.graph)
         self.real = real
+        self.leaking: dict[str, str] = {}  # modules that return numbers, and whose code gets them
+        self.overwritten: dict[Any, Ref] = {}  # by place, what a call under way has written into
         self._tensors: dict[int, _Tracked] = {}
         self._places: dict[Any, Tensor] = {}
         self._alive: list[Tensor] = []  # an id must not be used again while it is in the tables
@@ -209,6 +218,8 @@ class Tracer(PreDispatchMode):
         """What an operator gives whose result hangs on values, where they follow from the batch alone."""
         known = record(str(func))
 
+        made_up: list[Ref] = []
+
         def value(name: str, leaf: Any) -> Any:
             if isinstance(leaf, tuple):
                 return [value(name, item) for item in leaf]
@@ -216,7 +227,9 @@ class Tracer(PreDispatchMode):
                 return leaf
             if known and name == known.takes:
                 return self.concrete.empty(leaf)
-            return self.concrete.value(leaf.tensor)
+            if not self.graph.tensors[leaf.tensor].is_static:
+                made_up.append(leaf)
+            return self.concrete.value(leaf.tensor, or_made_up=True)
 
         with self.pause():
             with unset_fake_temporarily(), torch.no_grad():
@@ -226,7 +239,28 @@ class Tracer(PreDispatchMode):
                     raise error from None
                 positional = [values.pop(a.name) for a in schema_of(func).arguments if not a.kwarg_only]
                 result = func(*positional, **values)
+            self._asks(made_up)
             return tree_map_only(Tensor, lambda real: torch.empty(real.shape, dtype=real.dtype, device="meta"), result)
+
+    def _asks(self, made_up: Sequence[Ref]) -> None:
+        """Note that the running module's code asks for the values of these tensors, which were made up."""
+        if made_up:
+            self.graph.asking.add(self.modules[-1])
+            self._append(ASKED, (("input", tuple(dict.fromkeys(made_up))),), [])
+
+    def known_number(self, tensor: Tensor) -> int | None:
+        """The number of a tensor's present value in the graph, if it has one."""
+        tracked = self._tensors.get(id(tensor))
+        return None if tracked is None else self._present(tracked).tensor
+
+    def known(self, tensor: Tensor) -> Ref | None:
+        """A tensor's present value, if it, or another object for it, was seen before."""
+        tensor = getattr(tensor, "local", tensor)  # of logits that only look whole
+        found = self._tensors.get(id(tensor))
+        is_plain = not transforms.is_wrapper(tensor)
+        if found is None and is_plain and (twin := self._places.get(_place_key(tensor))) is not None:
+            found = self._tensors[id(twin)]
+        return None if found is None else self._present(found)
 
     def _note(self, name: str, reads: Any, result: Any, inputs: list[Tensor]) -> Operator:
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
@@ -355,6 +389,8 @@ class Tracer(PreDispatchMode):
 
     def _write(self, func: Any, reads: Any, written: list[Tensor], result: Any) -> None:
         """An operator that writes in place: its functional twin's result is what the written tensor is from now on."""
+        for tensor in written:
+            self.overwritten.setdefault(_place_key(tensor), self._read(tensor))
         operator = self._append(functional(str(func)), reads, written)
         for tensor, value in zip(written, operator.outputs, strict=True):
             storage, path, _ = self._place(tensor)
@@ -424,26 +460,36 @@ class Calls(TorchFunctionMode):
         site = CallSite(*key, occurrence)
         calls = self.tracer.graph.calls
         number = len(calls)
-        given = call_leaves((args, kwargs))
+        groups, given = grouped_leaves(args, kwargs)
         leaves = [self._leaf(leaf) for leaf in given]
-        calls.append(Call(self.tracer.modules[-1], site, tuple(leaves), ()))
-        before, self.current = self.current, (number, source_line(caller))
+        calls.append(Call(self.tracer.modules[-1], site, tuple(leaves), (), groups, instruction=caller.f_lasti))
+        outer, self.current = self.current, (number, source_line(caller))
         recorded = len(self.tracer.graph.operators)
+        self.tracer.overwritten.clear()
         try:
             result = func(*args, **kwargs)
         finally:
-            self.current = before
+            self.current = outer
         if func in _CONSTANTS:
             self._constant(func, args, kwargs, result)
         if len(self.tracer.graph.operators) == recorded:  # it looked at a shape
             if func in _MEASURING and isinstance(leaves[0], Ref) and is_user_code(caller.f_code.co_filename):
                 self.tracer.graph.measured.setdefault(self.tracer.modules[-1], set()).add(leaves[0].tensor)
+            self.tracer.graph.looks.append(replace(calls[number], made=self._made(result)))
             del calls[number:]
             return result
         # A tensor that Python's numbers alone made is recorded where it is read first: now it is known.
-        arguments = tuple(self._leaf(leaf) if ref is None else ref for leaf, ref in zip(given, leaves, strict=True))
+        after = [self._leaf(leaf) for leaf in given]
+        old = [self._overwritten(leaf) for leaf in given]
+        written = tuple((at, now) for at, now in enumerate(after) if old[at] is not None and isinstance(now, Ref))
+        arguments = tuple(
+            (now if old[at] is None else old[at]) if ref is None else ref
+            for at, (now, ref) in enumerate(zip(after, leaves, strict=True))
+        )
         results = tuple(self._leaf(leaf) for leaf in call_leaves(result))
-        calls[number] = replace(calls[number], arguments=arguments, results=results)
+        calls[number] = replace(
+            calls[number], arguments=arguments, results=results, made=self._made(result), written=written
+        )
         return result
 
     def _constant(self, func: Any, args: Any, kwargs: Any, result: Tensor) -> None:
@@ -452,6 +498,18 @@ class Calls(TorchFunctionMode):
             args, kwargs = tree_map_only(Tensor, self.tracer.value, (args, kwargs))
             real = func(*args, **{**kwargs, "device": torch.device("cpu")})
             self.tracer.concrete.known.setdefault(self.tracer._read(result).tensor, real.detach())
+
+    def _made(self, result: Any) -> tuple[Ref, ...]:
+        """The tensors that a call returned; not those that Python's numbers alone made, until they are read."""
+        found = [self._leaf(leaf) or self.tracer.known(leaf) for leaf in _tensors(result)]
+        return tuple(ref for ref in found if ref is not None)
+
+    def _overwritten(self, leaf: Any) -> Ref | None:
+        """What a tensor was before the call under way wrote into it; ``None`` if it did not."""
+        overwritten = self.tracer.overwritten
+        if not overwritten or not isinstance(leaf, Tensor):
+            return None
+        return overwritten.get(_place_key(getattr(leaf, "local", leaf)))
 
     def _leaf(self, leaf: Any) -> Any:
         if isinstance(leaf, Tensor):

@@ -39,6 +39,11 @@ def are_active() -> bool:
     return bool(transforms)
 
 
+def is_wrapper(tensor: Tensor) -> bool:
+    """Whether a tensor only wraps another one."""
+    return is_functorch_wrapped_tensor(tensor)
+
+
 def unwrapped(values: Any) -> Any:
     """Arguments or results, with the tensors that wrappers stand for."""
 

@@ -29,6 +29,10 @@ class Boundary:
         return f"{self.module or '(root)'}.{self.side}{self.key}"
 
 
+EVERY = -1
+"""In a :class:`CallSite`: all such calls from its line, in code that makes as many of them as values say."""
+
+
 @dataclass(frozen=True)
 class CallSite:
     """Where a module's code calls a torch function: the same in every run and every process.
@@ -37,7 +41,8 @@ class CallSite:
         file: name of the Python module that the code belongs to.
         line: its line number.
         function: the function's name.
-        occurrence: how many such calls from this line came before it in the same run of the module.
+        occurrence: how many such calls from this line came before it in the same run of the module; or
+            :data:`EVERY`.
     """
 
     file: str
@@ -46,7 +51,7 @@ class CallSite:
     occurrence: int
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line} {self.function}" + (f" #{self.occurrence + 1}" if self.occurrence else "")
+        return f"{self.file}:{self.line} {self.function}" + (f" #{self.occurrence + 1}" if self.occurrence > 0 else "")
 
 
 @dataclass(frozen=True)

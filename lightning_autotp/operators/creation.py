@@ -13,8 +13,9 @@ def _everywhere(_: Shapes, __: int) -> bool:
     return True
 
 
+operator("aten.zeros.default", sizes=("size",), uniform=_everywhere, factory=True, zeros=True)
 operator(
-    "aten.zeros.default", "aten.ones.default", "aten.full.default", "aten.empty.memory_format",
+    "aten.ones.default", "aten.full.default", "aten.empty.memory_format",
     sizes=("size",), uniform=_everywhere, factory=True,
 )  # fmt: skip
 operator("aten.rand.default", "aten.randn.default", sizes=("size",), factory=True)
@@ -24,7 +25,7 @@ operator(
 )  # fmt: skip
 
 
-@operator("aten.zeros_like.default", "aten.zero.default", uniform=_everywhere, lends="self")
+@operator("aten.zeros_like.default", "aten.zero.default", uniform=_everywhere, lends="self", zeros=True)
 def zeros_like(site: Site) -> Dims:
     """Cut like the tensor whose shape it has; zeros add up to zeros."""
     site.linear_in("self")
@@ -38,8 +39,9 @@ def full_like(site: Site) -> Dims:
     return site.dims("self")
 
 
+@operator("aten.new_zeros.default", sizes=("size",), uniform=_everywhere, lends="self", zeros=True)
 @operator(
-    "aten.new_zeros.default", "aten.new_ones.default", "aten.new_full.default",
+    "aten.new_ones.default", "aten.new_full.default",
     sizes=("size",), uniform=_everywhere, lends="self",
 )  # fmt: skip
 @operator("aten.new_empty.default", sizes=("size",), uniform=_everywhere)

@@ -16,6 +16,10 @@ EXPERTS = "experts"
 """Name of the one operator that a mixture's stacked experts are where each rank is to have some of them whole."""
 
 
+ASKED = "value asked for"
+"""Name of the operator that stands where code asks for a value that a parameter went into: the trace made one up."""
+
+
 @dataclass(frozen=True)
 class Ref:
     """An operator's argument that is a tensor: its index in :attr:`Graph.tensors`."""
@@ -32,12 +36,37 @@ class Call:
         site: where it stands.
         arguments: the leaves of its arguments: tensors as :class:`Ref`, integers as they are, anything else ``None``.
         results: the leaves of what it returned, alike.
+        made: every tensor that it returned.
+        groups: for each leaf of its arguments, which argument it is in.
+        written: leaves of its arguments that it writes in place, each with what it is then.
+        instruction: the instruction of the code that makes it, which tells calls on one line apart.
     """
 
     module: str
     site: CallSite
     arguments: tuple[Ref | int | None, ...]
     results: tuple[Ref | int | None, ...]
+    groups: tuple[int, ...] = ()
+    made: tuple[Ref, ...] = ()
+    written: tuple[tuple[int, Ref], ...] = ()
+    instruction: int = -1
+
+
+@dataclass(frozen=True)
+class ModuleRun:
+    """One run of a module.
+
+    Attributes:
+        module: its path.
+        caller: path of the module whose code calls it.
+        inputs: of each tensor that it is given: where it is, what it is outside and inside of the module.
+        outputs: of each tensor that it returns: where it is, what it is inside and outside of the module.
+    """
+
+    module: str
+    caller: str
+    inputs: tuple[tuple[str, int, int], ...]
+    outputs: tuple[tuple[str, int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -170,6 +199,11 @@ class Graph:
         experts: the runs of modules that hold a mixture's stacked experts.
         overwritten: where tensors enter or leave modules whose memory code goes on to change in place.
         units: of parameters that may be cut along each dim at multiples of a length only: these lengths.
+        asking: modules whose code asks for values that were made up.
+        choosing: modules whose code may run otherwise with other values than those that were made up: the ``asking``
+            ones, those that get numbers from them, and all inside of these.
+        runs: the runs of the ``choosing`` modules.
+        looks: calls in their code that ran no operator: they asked for a shape, say.
     """
 
     tensors: list[TensorInfo] = field(default_factory=list)
@@ -186,6 +220,10 @@ class Graph:
     untraced: Mapping[str, str] = field(default_factory=dict)
     overwritten: set[Boundary] = field(default_factory=set)
     units: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    asking: set[str] = field(default_factory=set)
+    choosing: frozenset[str] = frozenset()
+    runs: list[ModuleRun] = field(default_factory=list)
+    looks: list[Call] = field(default_factory=list)
 
     def loose(self) -> list[int]:
         """Tensors that no operator makes and that are no parameters (inputs, buffers, constants), as they are used."""
@@ -217,7 +255,8 @@ class Graph:
                     pending.pop()
 
         for operator in self.operators:
-            if not all(self.tensors[tensor].is_static for tensor in operator.outputs):
+            made = operator.outputs or operator.inputs
+            if not all(self.tensors[tensor].is_static for tensor in made):
                 place(operator)
         for tensor in self.outputs:
             if tensor in producers:

@@ -56,11 +56,40 @@ operator("aten.masked_select.default", takes="self")
 @operator("aten.index.Tensor", "aten._unsafe_index.Tensor", takes="self")
 def index_tensor(site: Site) -> Dims | list[Dims]:
     """``self[indices]`` with tensors of indices; linear in ``self``."""
-    result = indexed(site, site.dims("self"))
+    dims = site.dims("self")
+    result = indexed(site, dims)
     if result is None:
-        return site.give_up("how many elements a mask selects depends on its values")
+        return _masked(site, dims)
     site.linear_in("self")
     return result[1]
+
+
+def _masked(site: Site, dims: Dims) -> Dims | list[Dims]:
+    """``self[..., mask]`` with one mask: the dims under it become one, as long as its values say."""
+    entries = site.indices("indices")
+    masks = [(at, entry[0]) for at, entry in enumerate(entries) if entry is not None]
+    if len(masks) != 1:
+        return site.give_up("how many elements a mask selects depends on its values")
+    ((at, mask),) = masks
+    site.keep_whole(*dims[at : at + len(mask)], *mask, because="how many elements a mask selects depends on its values")
+    site.linear_in("self")
+    return (*dims[:at], site.count(site.shape[at]), *dims[at + len(mask) :])
+
+
+@operator("aten.nonzero.default")
+def nonzero(site: Site) -> Dims:
+    """``[found, dims]``: where all of it is not zero."""
+    site.keep_whole(*site.dims("self"), because="where it is not zero depends on its values")
+    return (site.count(site.shape[0]), site.new(site.shape[1]))
+
+
+@operator("aten.where.default", "aten.nonzero_numpy.default")
+def places(site: Site) -> list[Dims]:
+    """As :func:`nonzero`, a tensor of indices ``[found]`` for each dim."""
+    (argument, _), *_ = site.operator.arguments
+    site.keep_whole(*site.dims(argument), because="where it is not zero depends on its values")
+    found = site.count(site.shape[0])
+    return [(found,) for _ in site.shapes]
 
 
 @operator("aten.index_select.default")

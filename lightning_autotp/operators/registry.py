@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 
 from lightning_autotp.layouts.dims import ONE
 from lightning_autotp.operators.axes import Axes
-from lightning_autotp.operators.graph import OPAQUE, Graph, Operator
+from lightning_autotp.operators.graph import ASKED, OPAQUE, Graph, Operator
 from lightning_autotp.operators.shapes import Shape, Shapes
 from lightning_autotp.operators.site import Dims, Relation, Result, Rule, Site, fresh_dims
 
@@ -45,6 +45,7 @@ class Record:
         reshapes: whether the result has the elements of the input in their row-major order, as long as these are as
             many.
         uniform: whether the result is the same at every index of one of its dims.
+        zeros: whether the result is zeros, which are the ranks' parts of a sum of zeros, too.
         lends: an argument of which only shape and dtype matter.
         takes: an argument whose elements the result is made of, and whose values do not tell how many.
         factory: whether it makes a tensor of numbers alone, as the function of ``torch`` with its name does.
@@ -69,6 +70,7 @@ class Record:
     identity: Literal["", "always", "same dtype"] = ""
     reshapes: bool = False
     uniform: Callable[[Shapes, int], bool] | None = None
+    zeros: bool = False
     lends: str = ""
     takes: str = ""
     factory: bool = False
@@ -189,7 +191,8 @@ def relate(graph: Graph, untied: frozenset[int] = frozenset()) -> tuple[list[Rel
             result = known.rule(site)
         else:
             why = graph.untraced.get(called.module, "its code depends on values")
-            result = site.give_up(why if called.name == OPAQUE else f"{called.name} has no rule")
+            told = {OPAQUE: why, ASKED: "its code asks for this value"}
+            result = site.give_up(told.get(called.name, f"{called.name} has no rule"))
         if called.boundary is not None and called.inputs[0] in untied:
             result = tuple(axes.new(size) for size in site.shape)
             both = (*site.relation.inputs[called.inputs[0]], *result)

@@ -39,6 +39,7 @@ class Relation:
             operator's results on the ranks do not add up.
         draws: whether it draws random numbers for its elements: on shards each rank draws its own. ``None`` for an
             operator that never does, ``False`` for one that does not with these arguments.
+        counted: dims that are as long as values say.
     """
 
     operator: Operator
@@ -50,6 +51,7 @@ class Relation:
     added_last: set[int] = field(default_factory=set)
     needs_implementation: bool = False
     draws: bool | None = None
+    counted: list[Dim] = field(default_factory=list)
 
 
 def fresh_dims(tensor: int, graph: Graph, axes: Axes) -> Dims:
@@ -192,6 +194,13 @@ class Site:
         is_rounded = not all(self._graph.tensors[tensor].is_floating for tensor in self.operator.outputs)
         if not is_rounded and not set(tensors) & set(others):
             self.relation.linear |= set(tensors)
+
+    def count(self, size: int) -> Dim:
+        """A fresh dim that is as long as values say, and stays whole."""
+        dim = self.new(size)
+        self.relation.counted.append(dim)
+        self.keep_whole(dim, because="values say how long it is")
+        return dim
 
     def give_up(self, because: str) -> list[Dims]:
         """Keep every dim of every input and output whole."""

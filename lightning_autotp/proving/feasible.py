@@ -16,10 +16,12 @@ from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
 from lightning_autotp.proving.compare import Mismatch, VerificationError
 from lightning_autotp.proving.experts import Dealable, dealable_experts
 from lightning_autotp.proving.local_sizes import Unlocalizable, find_sizes, in_any_layer
+from lightning_autotp.proving.verify import trace
 from lightning_autotp.solving.annotate import annotate, explain
 from lightning_autotp.solving.cost import Profile
 from lightning_autotp.solving.expert_modules import with_whole_experts
 from lightning_autotp.solving.options import PlanOptions
+from lightning_autotp.solving.paths import Ambiguous, seen_paths
 from lightning_autotp.solving.pins import pinned
 from lightning_autotp.solving.solution import Solution
 from lightning_autotp.solving.solver import NothingToShard, solve
@@ -46,6 +48,22 @@ def feasible_plan(
         ValueError: if parameters cannot be cut as the options say.
         VerificationError: if no plan can be carried out.
     """
+    while True:
+        plan, solution = _feasible(model, graph, inputs, ranks, options)
+        try:
+            seen_paths(solution, 0)
+        except Ambiguous as error:
+            if not error.module:
+                raise VerificationError(str(error)) from error
+            kind = type(model.get_submodule(error.module))
+            alike = {path for path, module in model.named_modules() if type(module) is kind}
+            graph = trace(model, inputs, graph.opaque | alike)
+        else:
+            return plan, solution
+
+
+def _feasible(model: nn.Module, graph: Graph, inputs: Any, ranks: int, options: PlanOptions) -> tuple[Plan, Solution]:
+    """As :func:`feasible_plan`; where values say which way code goes, its types may not follow from its lines."""
     search = _Search(model, graph, inputs, ranks, options)
     found = dealable_experts(model, graph, ranks)
     if found.sizes:

@@ -324,6 +324,8 @@ class _Search:
         many parts there are, and the other how long each is.
         """
         call = self.solution.graph.calls[operator.call]
+        if call.module in self.solution.graph.choosing:  # the number may be another in another run
+            return
         taken = {(size.module, size.attribute, size.call) for size in sizes}
         is_whole = set(local) == {whole}
         change = tuple(

@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_autotp.applying.lengths import Lengths
 from lightning_autotp.applying.replace import BoundaryConversion, hook_boundary, set_size
+from lightning_autotp.applying.seen_paths import PathWatch
 from lightning_autotp.capture.capture import Call, CaptureError
 from lightning_autotp.capture.nested import map_tensors, opened, tensors_in
 from lightning_autotp.layouts.places import Boundary
@@ -40,6 +41,7 @@ from lightning_autotp.ranks.agreement import raise_together
 from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.solving.annotate import inputs_of_modules, parts_at_modules
 from lightning_autotp.solving.expert_modules import as_planned
+from lightning_autotp.solving.paths import seen_paths
 from lightning_autotp.solving.planned import PlanMismatch
 from lightning_autotp.solving.solution import Solution
 
@@ -67,6 +69,7 @@ class CallProver:
         self.modules = list(model.modules())
         self.undescribed: set[str] = set()
         self.hooks: list[RemovableHandle] = []
+        self.watch = PathWatch(model)
         self.begin(original, solution)
 
     def begin(self, original: nn.Module, solution: Solution) -> None:
@@ -85,6 +88,7 @@ class CallProver:
         self.hooks.clear()
         first = kind_of(self.example), bytes([True] * len(self.modules)), self.configs.version()
         state.parts, state.given = parts_at_modules(solution), inputs_of_modules(solution.graph)
+        self.watch.follow(seen_paths(solution, self.group.rank), original)
         self.proved: dict[Hashable, tuple[ConversionPlan, ...]] = {first: state.parts}
         self.at_inputs: dict[Hashable, list[BoundaryConversion]] = {}  # what hooks of other modules cannot do
         self.running: Hashable = None
@@ -173,6 +177,9 @@ class CallProver:
                 raise self._refusal(call, first or error) from error
             try:
                 sizes, solution = find_sizes_of_call(self.original, call, self.plan, changes, solution)
+                contradiction = self.watch.join(seen_paths(solution, self.group.rank))
+                if contradiction:
+                    raise self._refusal(call, PlanMismatch(contradiction))
                 break
             except Unlocalizable as error:
                 first = first or error

@@ -42,6 +42,10 @@ def open_calls(graph: Graph, implementations: Implementations) -> Graph:
         untraced=graph.untraced,
         overwritten=graph.overwritten,
         units=graph.units,
+        asking=graph.asking,
+        choosing=graph.choosing,
+        runs=graph.runs,
+        looks=graph.looks,
     )
     of_call: dict[int, list[Operator]] = {}
     for operator in graph.operators:
@@ -174,7 +178,9 @@ def static_operands(graph: Graph, implementations: Implementations) -> dict[tupl
             continue  # a parallel layer makes other calls
         call = graph.calls[operator.call]
         for leaf, value in enumerate(call.arguments):
-            if isinstance(value, Ref) and graph.tensors[value.tensor].is_static and call.arguments.count(value) == 1:
+            if not isinstance(value, Ref) or not graph.tensors[value.tensor].is_static:
+                continue
+            if call.arguments.count(value) == 1 and leaf not in dict(call.written):
                 found[position, value.tensor] = CallPoint(call.module, call.site, "argument", leaf)
     return found
 

@@ -31,7 +31,8 @@ def with_whole_experts(graph: Graph, modules: Collection[str]) -> Graph:
         else:
             operators += [_operator(graph, results[made], operator) for made in operator.outputs if made in results]
     opaque = frozenset(path for path in graph.opaque if not f"{path}.".startswith(inside))
-    collapsed = replace(graph, operators=operators, opaque=opaque)
+    choosing = frozenset(path for path in graph.choosing if not f"{path}.".startswith(inside))
+    collapsed = replace(graph, operators=operators, opaque=opaque, choosing=choosing)
     collapsed.static_on_demand()
     return collapsed
 

@@ -11,10 +11,10 @@ Which axes grow is read off the trace. An axis is one of
 * **both**, if it is as long as a multiple of rows times tokens (a flattened batch; the tokens of a mixture's experts).
 
 An axis of positions, which indices have, and some of its positions (all tokens but the last) are **tokens** whatever
-their number. A tensor has one axis of rows, its first. Only axes that occur in no parameter count: a model may have as
-many heads as the batch has rows. The exception are axes of indices (token ids, positions), which are never features: a
-table of positions is a parameter that has an axis of tokens. (The made-up batch's sizes are primes that equal no size
-of the model.)
+their number. A tensor has one axis of rows, its first. What values count (the tokens that choose an expert) grows with
+both. Only axes that occur in no parameter count: a model may have as many heads as the batch has rows. The exception
+are axes of indices (token ids, positions), which are never features: a table of positions is a parameter that has an
+axis of tokens. (The made-up batch's sizes are primes that equal no size of the model.)
 
 Where only a number of tokens is known, the sequences are :data:`NOMINAL_LENGTH` long at most, so that the price, which
 grows with their length squared, does not depend on how long those of the trace are. An example with a single row stands
@@ -76,6 +76,9 @@ class ScaledSizes:
                         self._recognise(dim)
         known = self._kinds.keys() | self._in_parameters
         self._kinds |= {axis: _TOKENS for axis in positions if axis not in known}
+        for relation in relations:
+            for dim in relation.counted:
+                self._kinds |= {axis.id: _BOTH for axis in leaves(dim) if axis.id not in self._in_parameters}
         self.step = self._step(relations, tokens)
         rows, length = 1.0, 1.0
         if self._example.lengths and self.step.lengths:

@@ -1,7 +1,8 @@
-"""Modules that run several times (shared layers, recurrences): every run is laid out like the first.
+"""Code that runs several times (shared layers, recurrences, loops over experts): every run is laid out like the first.
 
 One set of parameters, one Python code: what a size or a layout is in one run it is in all. Saying so makes the runs one
-problem for the solver; else all of them would hang together through their parameters.
+problem for the solver; else all of them would hang together through their parameters. Where values decide how often a
+line runs, it must be so: a run that the trace has not seen is laid out like those that it has.
 """
 
 from __future__ import annotations
@@ -13,25 +14,46 @@ from lightning_autotp.operators.graph import Graph, Operator
 
 
 def twins(graph: Graph) -> Iterator[tuple[int, int]]:
-    """Tensors made in a later run of a module, each with the tensor that the first run made in its place.
+    """Tensors made in a later run of a module or a line, each with the tensor that the first run made in its place.
 
-    Only of modules whose runs are the same operators, on tensors of as many dims.
+    Only of modules and lines whose runs are the same operators, on tensors of as many dims.
     """
+    done: set[int] = set()
+    for first, run in _later_runs(graph):
+        if _alike(graph, first, run):
+            for left, right in zip(first, run, strict=True):
+                for tensor, twin in zip(left.outputs, right.outputs, strict=True):
+                    if twin not in done and twin != tensor and not graph.tensors[twin].is_static:
+                        done.add(twin)
+                        yield twin, tensor
+
+
+def _later_runs(graph: Graph) -> Iterator[tuple[list[Operator], list[Operator]]]:
+    """Each later run of a line or a module, after the first one: lines, then modules from the outermost."""
+    lines: dict[object, list[list[Operator]]] = {}
+    last: dict[object, int] = {}
+    for operator in graph.operators:
+        place = operator.boundary
+        if operator.module not in graph.choosing or isinstance(place, Boundary):
+            continue
+        if place is None and operator.call < 0:
+            continue
+        call = graph.calls[operator.call]
+        key = place or (operator.module, call.site, call.instruction)
+        runs = lines.setdefault(key, [])
+        if place is not None or last.get(key) != operator.call:
+            runs.append([])
+        last[key] = operator.call
+        runs[-1].append(operator)
+    for first, *later in lines.values():
+        yield from ((first, run) for run in later)
     counts: dict[str, int] = {}
     for operator in graph.operators:
         if _leaves(operator, operator.module):
             counts[operator.module] = counts.get(operator.module, 0) + 1
-    done: set[int] = set()
     for module in sorted((name for name, count in counts.items() if count > 1), key=len):
         first, *later = _runs(graph, module)
-        for run in later:
-            if not _alike(graph, first, run):
-                continue
-            for left, right in zip(first, run, strict=True):
-                for tensor, twin in zip(left.outputs, right.outputs, strict=True):
-                    if twin not in done and not graph.tensors[twin].is_static:
-                        done.add(twin)
-                        yield twin, tensor
+        yield from ((first, run) for run in later)
 
 
 def _runs(graph: Graph, module: str) -> list[list[Operator]]:

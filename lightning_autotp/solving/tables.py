@@ -87,6 +87,7 @@ class Tables:
         untied = squares(relations, self.axes, graph.parameters)
         if untied:
             relations, self.axes = relate(graph, untied)
+        self._module_of = {tensor: operator.module for operator in graph.operators for tensor in operator.outputs}
         self.first = self._first_runs(relations)
         self.position = {id(operator): number for number, operator in enumerate(graph.operators)}
         drawing = private_draws(graph, [relation.operator for relation in relations if relation.draws])
@@ -148,6 +149,9 @@ class Tables:
         self.touching = {tensor: self._touching(dims) for tensor, dims in self.dims.items()}
         for tensor in blocks:
             self.touching[tensor] = tuple(n for n in self.touching[tensor] if self._is_cut_between(tensor, n))
+        for tensor in self._with_all_tokens() & self.touching.keys():
+            numbers = self.touching[tensor]
+            self.touching[tensor] = tuple(n for n in numbers if not self.growing.intersection(self.shardings[n].axes))
 
     def _is_cut_between(self, tensor: int, number: int) -> bool:
         layout = self.layout(tensor, number)
@@ -158,9 +162,25 @@ class Tables:
         dims = {tensor: found for relation in relations for tensor, found in relation.outputs.items()}
         first: dict[int, int] = {}
         for twin, tensor in twins(self.graph):
-            if twin in dims and all(self.axes.unify(a, b) for a, b in zip(dims[twin], dims[tensor], strict=True)):
+            # Where values say how long a dim is, it may be another in each run.
+            varies = self._module_of.get(twin) in self.graph.choosing
+            if twin in dims and all(
+                (varies and a.size != b.size) or self.axes.unify(a, b)
+                for a, b in zip(dims[twin], dims[tensor], strict=True)
+            ):
                 first[twin] = first.get(tensor, tensor)
         return first
+
+    def _with_all_tokens(self) -> set[int]:
+        """Tensors of code that runs as values say, which must be the same on every rank."""
+        found: set[int] = set()
+        for operator in self.graph.operators:
+            if operator.module in self.graph.choosing:
+                place = operator.boundary
+                enters = isinstance(place, Boundary) and place.side == "in"
+                leaves_it = isinstance(place, Boundary) and place.side == "out"
+                found.update(() if enters else operator.inputs, () if leaves_it else operator.outputs)
+        return found
 
     def _touching(self, dims: Dims) -> tuple[int, ...]:
         """Candidates that cut a tensor of these dims into boxes."""
@@ -226,7 +246,8 @@ class Tables:
             rows: dict[tuple[int, ...], float] = {}
             for kinds, cost in self.combinations(relation):
                 named = {self.first.get(tensor, tensor): kinds[tensor] for tensor in tensors}
-                if all(named[self.first.get(tensor, tensor)] == kinds[tensor] for tensor in tensors):
+                alike = all(named[self.first.get(tensor, tensor)] == kinds[tensor] for tensor in tensors)
+                if alike and all(named[tensor] in codes[tensor] for tensor in scope):
                     row = tuple(codes[tensor][named[tensor]] for tensor in scope)
                     rows[row] = min(cost, rows.get(row, math.inf))
             problem.add(scope, rows)
@@ -335,7 +356,13 @@ class Tables:
             same: dict[int, Kind] = dict.fromkeys((*inputs, *outputs), kind)
             yield same, self._compute(relation, None)
         linear = relation.linear
-        if linear and all(tensor in self.dims or self._convertible(relation, tensor) for tensor in linear):
+        known = record(relation.operator.name)
+        if known is not None and known.zeros:  # of whatever type what lends the shape is: nothing flows back
+            for source in (I, R, P):
+                for target in (I, R, P):
+                    made: dict[int, Kind] = {**dict.fromkeys(inputs, source), **dict.fromkeys(outputs, target)}
+                    yield made, 0.0
+        if linear and all(self._may_be_partial(relation, tensor) for tensor in linear):
             kinds: dict[int, Kind] = {tensor: P if tensor in linear else R for tensor in inputs}
             yield kinds | dict.fromkeys(outputs, P), self._compute(relation, None) + _ELSEWHERE
         numbers = dict.fromkeys(n for tensor in (*inputs, *outputs) for n in self.touching[tensor])
@@ -389,7 +416,7 @@ class Tables:
                 types = dict.fromkeys(outputs, result) | dict.fromkeys(added & set(inputs), last)
                 found.append((kinds | types, cost + extra))
         plain = not summing and not relation.needs_implementation
-        if plain and all(tensor in self.dims or self._convertible(relation, tensor) for tensor in added):
+        if plain and all(self._may_be_partial(relation, tensor) for tensor in added):
             found.append((kinds | dict.fromkeys([*outputs, *(added & set(inputs))], P), cost))
         return found or self._unsummed(relation, kinds)
 
@@ -443,6 +470,18 @@ class Tables:
     def _convertible(self, relation: Relation, tensor: int) -> bool:
         """Whether a static operand can be sliced, or made Partial, at the operator's call."""
         return (self.position[id(relation.operator)], tensor) in self.leaves
+
+    def _may_be_partial(self, relation: Relation, tensor: int) -> bool:
+        """Whether an operand can be the ranks' parts of a sum."""
+        return tensor in self.dims or self._convertible(relation, tensor) or self._is_zero(tensor)
+
+    def _is_zero(self, tensor: int) -> bool:
+        """Whether a static tensor is all zeros, which are the ranks' parts of a sum of zeros, too."""
+        maker = self._static_makers.get(tensor)
+        known = record(maker.name) if maker is not None else None
+        if maker is None or known is None:
+            return False
+        return known.zeros or (known.is_view and bool(maker.inputs) and self._is_zero(maker.inputs[0]))
 
     def _compute(self, relation: Relation, number: int | None) -> float:
         if relation.operator.boundary is not None or self.planned is not None:  # nothing is left to choose by price
@@ -576,7 +615,8 @@ class Tables:
                 layout = self._shard(relation.inputs[tensor], number)
                 if isinstance(layout, Shard):
                     targets[tensor] = layout
-            if is_sum and tensor in (relation.added_last if number is not None else relation.linear):
+            linear = relation.added_last if number is not None else relation.linear
+            if is_sum and tensor in linear and not self._is_zero(tensor):
                 targets[tensor] = Partial()
         return targets
 
@@ -600,4 +640,5 @@ def _resolved(relation: Relation, axes: Axes) -> Relation:
         added_last=relation.added_last,
         needs_implementation=relation.needs_implementation,
         draws=relation.draws,
+        counted=[axes.resolve(dim) for dim in relation.counted],
     )
