@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -10,16 +11,18 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+from loading import localize
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from test_peft import LINEARS
 from test_strategy import Task, assert_parity, blocks, error_of, trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from trainer_ranks import run_trainer_ranks
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, TorchAoConfig
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, TorchAoConfig
 
 from lightning_autotp import (
     AutoTPStrategy,
+    PlanMismatch,
     full_gradients,
     full_state_dict,
     make_plan,
@@ -28,14 +31,21 @@ from lightning_autotp import (
     save_pretrained,
 )
 from lightning_autotp.building.quantization import QuantizationError, format_of
+from lightning_autotp.capture.capture import language_model_inputs
+from lightning_autotp.layouts.types import Invariant
+from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
 from lightning_autotp.parameters.quantized_weight import QuantizedWeight
+from lightning_autotp.proving.read_plan import read_plan
+from lightning_autotp.proving.verify import trace
+from lightning_autotp.training.loading import load_parameters
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 torchao = pytest.importorskip("torchao.quantization")
+float8 = pytest.importorskip("torchao.float8")
 pytestmark = pytest.mark.slow
 
 STEPS = 6  # two epochs of three batches
-CASES = ["nf4", "double nf4", "fp4 of bfloat16", "int8", "groups", "rows", "float8"]
+CASES = ["nf4", "double nf4", "fp4 of bfloat16", "int8", "groups", "rows", "four bit rows", "float8"]
 THREE_RANKS = ["double nf4", "rows"]
 TWO_COPIES = ["double nf4", "rows"]
 
@@ -54,6 +64,9 @@ def config(case: str) -> Any:
         return BitsAndBytesConfig(load_in_8bit=True)
     asked = {
         "groups": torchao.IntxWeightOnlyConfig(torch.int4, torchao.PerGroup(32)),
+        "four bit rows": torchao.IntxWeightOnlyConfig(
+            torch.int4, torchao.PerAxis(0), mapping_type=torchao.MappingType.ASYMMETRIC
+        ),
         "rows": torchao.Int8WeightOnlyConfig(),
         "float8": torchao.Float8WeightOnlyConfig(),
     }
@@ -116,7 +129,7 @@ def tune(case: str, folder: Path, devices: int, **options: Any) -> dict[str, Any
     return seen
 
 
-def whole_weights(task: Task) -> dict[str, Tensor]:
+def whole_weights(task: nn.Module) -> dict[str, Tensor]:
     """What the quantized weights of one process stand for, and all others."""
     found = {}
     for path, module in task.named_modules():
@@ -203,8 +216,8 @@ def test_two_copies_of_two_parts_equal_one_process(folder: Path) -> None:
         losses: list[list[float]] = [[], []]
         for batches in zip(four[0][case]["batches"], four[2][case]["batches"], strict=True):
             both = [task.model(input_ids=batch, labels=batch).loss for batch in batches]
-            for copy, loss in enumerate(both):
-                losses[copy].append(loss.item())
+            for number, loss in enumerate(both):
+                losses[number].append(loss.item())
             optimizer.zero_grad()
             (sum(both) / 2).backward()
             optimizer.step()
@@ -244,7 +257,7 @@ def test_a_run_goes_on_at_another_size(three: list[dict[str, Any]], folder: Path
 def test_what_cannot_be_done_is_said_on_every_rank(two: list[dict[str, Any]]) -> None:
     for seen in two:
         assert "is quantized, and what is loaded into it is not what it stands for" in seen["other base"]
-        assert "are quantized already (Int8Tensor), and quantized weights cannot be cut" in seen["quantized before"]
+        assert "are quantized already (Int8Tensor), which cannot be cut" in seen["quantized before"]
         assert "QuantizationError" in seen["exported"]
         assert "save_adapter" in seen["exported"]
 
@@ -277,7 +290,7 @@ def test_cuts_are_between_blocks(folder: Path, two: list[dict[str, Any]]) -> Non
     assert widths == {"nf4": (1, (192, 128)), "groups": (1, (160, 160)), "int8": (0, (64, 64))}
     for seen in two:
         for case in CASES:
-            kind = "column" if case in ("int8") else "row"
+            kind = "column" if case in ("int8", "four bit rows") else "row"
             assert seen[case]["kinds"]["model.layers.1.mlp.down_proj.base_layer"] == kind
 
 
@@ -343,7 +356,7 @@ def test_layers_of_a_library_are_refused_while_a_model_is_built(folder: Path) ->
 @pytest.mark.parametrize("case", ["nf4", "int8", "rows"])
 def test_models_that_are_quantized_already_are_refused(case: str, folder: Path) -> None:
     whole = AutoModelForCausalLM.from_pretrained(folder / "source", quantization_config=config(case))
-    with pytest.raises(QuantizationError, match="9 more of LlamaForCausalLM are quantized already"):
+    with pytest.raises(QuantizationError, match="more of LlamaForCausalLM are quantized already"):
         make_plan(whole, 2)
     whole.save_pretrained(folder / f"{case} whole")
     with pytest.raises(QuantizationError, match="the checkpoint is quantized"), meta_model():
@@ -357,7 +370,7 @@ def test_a_quantized_weight_is_not_written(folder: Path) -> None:
     found = format_of(base.model.layers[0].mlp.up_proj.weight)
     assert found is not None
     assert format_of(base.lm_head.weight) is None
-    weight = nn.Parameter(QuantizedWeight.of(values, found), requires_grad=False)
+    weight = nn.Parameter(QuantizedWeight.of(values, found, torch.float32), requires_grad=False)
     assert isinstance(weight, nn.Parameter)
     assert (weight.shape, weight.dtype) == ((4, 128), torch.float32)
     assert 0 < (weight - values).abs().max() < 1
@@ -368,4 +381,45 @@ def test_a_quantized_weight_is_not_written(folder: Path) -> None:
     assert type(weight.to("meta")) is Tensor
     moved = nn.Linear(128, 4, bias=False)
     moved.weight = weight
+    copied: Any = copy.deepcopy(moved).weight
+    assert isinstance(copied, nn.Parameter)
+    assert copied.layer is not weight.layer
+    assert torch.equal(copied.values(), before)
     assert torch.equal(moved.to("cpu", torch.bfloat16).weight.values(), before.bfloat16())
+
+
+def test_layers_for_float8_training_are_refused() -> None:
+    """Their scales are those of this rank's part."""
+    emulated = float8.Float8LinearConfig(emulate=True)
+    model = float8.convert_to_float8_training(nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32)), config=emulated)
+    with pytest.raises(QuantizationError, match=r"0, 1 of Sequential are quantized already \(Float8Linear\)"):
+        make_plan(model, 2, example_inputs=torch.randn(3, 32))
+
+
+def test_a_plan_that_cuts_blocks_is_refused(folder: Path) -> None:
+    """That of the same model without quantization."""
+    with torch.device("meta"):
+        plain = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / "source"))
+    plan, _ = make_plan(plain, 2)
+    with meta_model():
+        model = AutoModelForCausalLM.from_pretrained(folder / "source", quantization_config=config("nf4"))
+    graph = trace(model, language_model_inputs(model))
+    with pytest.raises(PlanMismatch, match=r"down_proj\.weight .* inside of blocks .* multiples of \[1, 64\] only"):
+        read_plan(plan, graph, IMPLEMENTATIONS)
+
+
+@pytest.mark.parametrize("case", ["nf4", "rows"])
+def test_weights_are_quantized_as_they_were_loaded(case: str, folder: Path) -> None:
+    """Also where the model is cast before a rank reads its part."""
+    whole = AutoModelForCausalLM.from_pretrained(folder / "source", quantization_config=config(case))
+    with meta_model():
+        ours = AutoModelForCausalLM.from_pretrained(folder / "source", quantization_config=config(case))
+    nn.ModuleList([ours]).to(torch.bfloat16)
+    localize(ours, 0, 1, lambda shape, ranks: Invariant())
+    load_parameters(ours)
+    wanted = whole_weights(whole)
+    found = {name: weight for name, weight in ours.named_parameters() if isinstance(weight, QuantizedWeight)}
+    assert len(found) == 14
+    for name, weight in found.items():
+        assert weight.dtype == torch.bfloat16
+        assert torch.equal(weight.format.dequantized(weight.layer), wanted[name])

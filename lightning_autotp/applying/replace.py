@@ -30,7 +30,6 @@ from lightning_autotp.parallel.overlap import replicate
 from lightning_autotp.parameters.state import ParallelState
 from lightning_autotp.private.torch_private import ModuleHooks, parameters_of
 from lightning_autotp.ranks.group import TPGroup
-from lightning_autotp.solving.candidates import is_cut_between
 from lightning_autotp.solving.implementations import Implementation
 from lightning_autotp.solving.planned import PlanMismatch
 
@@ -49,14 +48,6 @@ def apply_plan(model: nn.Module, plan: Plan, group: TPGroup) -> None:
     _check_parameters(model, plan)
     _own_parameters(model)
     state = ParallelState.of(model, plan, group)
-    for meta in state.metas.values():
-        if meta.format is not None and isinstance(meta.layout, Shard):
-            units = meta.format.units(meta.shape)
-            if not is_cut_between(meta.layout, units):
-                raise PlanMismatch(
-                    f"the plan cuts {meta.name} as {meta.layout}, inside of blocks that are quantized together: it may"
-                    f" be cut at multiples of {list(units)} only"
-                )
     layouts = {name: meta.layout for name, meta in state.metas.items()}
     local: LocalParameters = {}
     for use in plan.implementations:

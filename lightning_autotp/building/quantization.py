@@ -157,14 +157,16 @@ class WeightOnly(Format):
     Attributes:
         config: torchao's.
         group: elements that share a scale, ``None`` for a row.
+        cuts_rows: whether torchao can leave out some of a row that was quantized.
     """
 
     config: Any
     group: int | None
+    cuts_rows: bool
 
     def units(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Whole groups; a row's scale is known to all ranks that have some of the row."""
-        return 1, self.group or 1
+        """Whole groups; a row's scale is made known to all ranks that have some of the row."""
+        return 1, self.group or (1 if self.cuts_rows else shape[1])
 
     @property
     def shares_rows(self) -> bool:
@@ -226,17 +228,18 @@ def formats_asked_for(model: nn.Module, quantizer: Any, origin: str) -> dict[str
 
 
 def refuse_quantized(model: nn.Module) -> None:
-    """Refuse a model whose weights are quantized already.
+    """Refuse a model that was quantized already: its weights, or layers that quantize what they multiply.
 
     Raises:
         QuantizationError: naming them.
     """
-    names = [name for name, parameter in model.named_parameters() if _library(parameter) in _LIBRARIES]
-    if names:
-        kinds = sorted({type(parameter).__name__ for parameter in model.parameters() if _library(parameter)})
+    values: list[tuple[str, Tensor | nn.Module]] = [*model.named_parameters(), *model.named_modules()]
+    found = {name: value for name, value in values if _library(value)}
+    if found:
+        kinds = sorted({type(value).__name__ for value in found.values()})
         raise QuantizationError(
-            f"{listed(names)} of {type(model).__name__} are quantized already ({', '.join(kinds)}), and quantized"
-            f" weights cannot be cut. {_INSTEAD}"
+            f"{listed(list(found))} of {type(model).__name__} are quantized already ({', '.join(kinds)}), which cannot"
+            f" be cut. {_INSTEAD}"
         )
 
 
@@ -305,11 +308,10 @@ def _format(config: Any, model: nn.Module, name: str, origin: str) -> Format:
         kind = type(asked).__name__
         granularity = getattr(asked, "granularity", None)
         by = type(granularity).__name__
-        if kind in ("Int8WeightOnlyConfig", "Float8WeightOnlyConfig", "IntxWeightOnlyConfig"):
-            if by == "PerGroup":
-                return WeightOnly(dtype, asked, granularity.group_size)  # type: ignore[union-attr]
-            if by in ("PerRow", "PerAxis"):
-                return WeightOnly(dtype, asked, None)
+        if kind in ("Int8WeightOnlyConfig", "Float8WeightOnlyConfig") and by == "PerRow":
+            return WeightOnly(dtype, asked, None, cuts_rows=True)
+        if kind == "IntxWeightOnlyConfig":
+            return WeightOnly(dtype, asked, getattr(granularity, "group_size", None), cuts_rows=False)
         raise _refused(origin, name, method, f"{kind} with {by}")
     raise _refused(origin, name, method, "this method")
 
@@ -332,11 +334,7 @@ def _linear(columns: int, rows: int, values: Tensor, bias: Tensor | None) -> nn.
     return layer
 
 
-def _library(parameter: Tensor) -> str:
-    return next(_libraries(parameter), "")
-
-
-def _libraries(parameter: Tensor) -> Iterator[str]:
-    for kind in type(parameter).__mro__:
-        if (package := kind.__module__.partition(".")[0]) in _LIBRARIES:
-            yield package
+def _library(value: Tensor | nn.Module) -> str:
+    """The library that has made a tensor or a module so; empty for others."""
+    packages = (kind.__module__.partition(".")[0] for kind in type(value).__mro__)
+    return next((package for package in packages if package in _LIBRARIES), "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,8 +17,8 @@ from lightning_autotp.private.torch_private import TO, schema_of, without_subcla
 class QuantizedWeight(Tensor):
     """Looks like the weight before it was quantized, ``[out/tp, in]`` or ``[out, in/tp]``: its shape and its dtype.
 
-    ``F.linear`` with it is the quantization library's own product. Every other operator gets the numbers that the
-    quantized ones stand for, and one that writes into it is an error.
+    ``F.linear`` with it is the quantization library's own product. A copy of it is quantized as well. Every other
+    operator gets the numbers that the quantized ones stand for, and one that writes into it is an error.
 
     Args:
         layer: the library's layer, which holds the quantized weight.
@@ -39,9 +40,17 @@ class QuantizedWeight(Tensor):
         return made
 
     @classmethod
-    def of(cls, values: Tensor, format: Format, extremes: Tensor | None = None) -> QuantizedWeight:
-        """The values of a rank's part, quantized; arguments are those of :meth:`Format.layer`. Not collective."""
-        return cls(format.layer(values.to(format.dtype), extremes), format, values)
+    def of(cls, values: Tensor, format: Format, dtype: torch.dtype, extremes: Tensor | None = None) -> QuantizedWeight:
+        """The values of a rank's part, quantized. Not collective.
+
+        Args:
+            values: of the format's dtype.
+            format: how.
+            dtype: that the tensor shows.
+            extremes: as for :meth:`~lightning_autotp.building.quantization.Format.layer`.
+        """
+        like = torch.empty((), dtype=dtype, device=values.device).expand(values.shape)
+        return cls(format.layer(values, extremes), format, like)
 
     def values(self) -> Tensor:
         """The numbers that the quantized ones stand for, as an ordinary tensor of its own memory."""
@@ -71,6 +80,8 @@ class QuantizedWeight(Tensor):
         if isinstance(first, QuantizedWeight):
             if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
                 return QuantizedWeight(first.layer, first.format, first)
+            if func is torch.ops.aten.clone.default:
+                return QuantizedWeight(copy.deepcopy(first.layer), first.format, first)
             if func.overloadpacket.__name__ == TO:
                 return first.moved(kwargs.get("device") or first.device, kwargs.get("dtype") or first.dtype)
             if schema_of(func).is_mutable:

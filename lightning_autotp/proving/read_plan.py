@@ -12,9 +12,11 @@ from dataclasses import replace
 
 from lightning_autotp.layouts.places import Boundary, CallPoint
 from lightning_autotp.layouts.plan import ConversionPlan, DrawPlan, ImplementationPlan, Plan
+from lightning_autotp.layouts.types import Shard
 from lightning_autotp.operators.graph import Graph
 from lightning_autotp.proving.local_sizes import made_local
 from lightning_autotp.solving.annotate import annotate
+from lightning_autotp.solving.candidates import is_cut_between
 from lightning_autotp.solving.implementations import Implementations
 from lightning_autotp.solving.planned import PlanMismatch, changing_places, module_digests
 from lightning_autotp.solving.solution import Solution
@@ -39,6 +41,7 @@ def read_plan(plan: Plan, graph: Graph, implementations: Implementations) -> tup
     difference = _other_model(plan, graph)
     if difference:
         raise PlanMismatch(f"the plan was made for another model: {difference}")
+    _refuse_cut_blocks(plan, graph)
     solution = _with_local_calls(plan, solve(graph, plan.ranks, implementations, plan=plan))
     again = _annotated(plan, solution)
     for what, theirs, ours in (
@@ -92,6 +95,18 @@ def _with_local_calls(plan: Plan, solution: Solution) -> Solution:
 
 def _annotated(plan: Plan, solution: Solution) -> Plan:
     return annotate(solution, plan.model, [(p.names, p.shape, p.itemsize) for p in plan.parameters], plan.sizes)
+
+
+def _refuse_cut_blocks(plan: Plan, graph: Graph) -> None:
+    layouts = {name: parameter.layout for parameter in plan.parameters for name in parameter.names}
+    for tensor, units in graph.units.items():
+        name = graph.parameters[tensor]
+        layout = layouts.get(name)
+        if isinstance(layout, Shard) and not is_cut_between(layout, units):
+            raise PlanMismatch(
+                f"the plan cuts {name} as {layout}, inside of blocks that are quantized together: it may be cut at"
+                f" multiples of {list(units)} only. Make a plan of the model with its quantization_config"
+            )
 
 
 def _other_model(plan: Plan, graph: Graph) -> str:

@@ -71,7 +71,7 @@ def row_extremes(model: nn.Module, device: torch.device | str | None = None) -> 
                 if not found:
                     check_checkpoint(model)
                 with files_kept_open():
-                    values = _read(place.parameter, meta, torch.device(device or "cpu")).to(meta.format.dtype)
+                    values = _read(place.parameter, meta, torch.device(device or "cpu"))
                 found[meta.name] = torch.stack([-values.amin(1), values.amax(1)], 1).float()
     return found
 
@@ -127,8 +127,9 @@ def load_parameters(
 
 
 def _read(parameter: nn.Parameter, meta: ParameterMeta, device: torch.device) -> Tensor:
-    """The values of a parameter that belong into this process."""
-    values = torch.empty(plain(parameter).shape, dtype=parameter.dtype, device=device)
+    """The values of a parameter that belong into this process; of one that is quantized as they were loaded."""
+    dtype = parameter.dtype if meta.format is None else meta.format.dtype  # a precision plugin may have changed it
+    values = torch.empty(plain(parameter).shape, dtype=dtype, device=device)
     recipe = meta.init_fn if isinstance(meta.init_fn, Recipe) else Recipe.given(meta.init_fn())  # type: ignore[misc]
     if recipe.target.size != meta.shape:
         raise CheckpointError(f"{meta.name} is initialized as {recipe.target.size} but has the shape {meta.shape}")
@@ -148,7 +149,7 @@ def _fill(
     values = _read(parameter, meta, device)
     if meta.format is not None:
         extremes = None if extremes is None else extremes * extremes.new_tensor([-1.0, 1.0])
-        values = QuantizedWeight.of(values, meta.format, extremes)
+        values = QuantizedWeight.of(values, meta.format, parameter.dtype, extremes)
     filled = nn.Parameter(with_values(parameter, values), requires_grad=parameter.requires_grad)
     filled.__dict__.update(parameter.__dict__)
     meta.init_fn = None
