@@ -279,7 +279,8 @@ class _Search:
     ) -> Iterator[tuple[SizePlan, ...]]:
         """Integers that a module reads, each by itself, made local in every module like it; then only those as large.
 
-        Where stages of a model have other sizes, what is local in one of them is so in the others.
+        Where stages of a model have other sizes, what is local in one of them is so in the others: in modules that have
+        the same path but for its numbers.
         """
         taken = {(size.module, size.attribute) for size in sizes if size.call is None}
         for attribute in self._integers(path, whole):
@@ -291,7 +292,8 @@ class _Search:
                 if (length := _length(self.lengths.get(twin, {}), value, (whole, local))) is not None
             )
             alike = tuple(size for size in change if (size.whole, size.local) == (whole, local))
-            yield from (found for found in dict.fromkeys((change, alike)) if found)
+            staged = tuple(size for size in change if size in alike or in_any_layer(size.module) == in_any_layer(path))
+            yield from (found for found in dict.fromkeys((staged, alike)) if found)
 
     def _literals(self, mismatch: Mismatch, sizes: tuple[SizePlan, ...]) -> Iterator[tuple[SizePlan, ...]]:
         """Numbers in the arguments of the call itself, made local in every module like it."""
@@ -336,8 +338,9 @@ class _Search:
         )
         alike = tuple(size for size in change if (size.whole, size.local) == (whole, local))
         name = in_any_layer(call.module)
+        staged = tuple(size for size in change if size in alike or in_any_layer(size.module) == name)
         fewer = tuple(size for size in alike if in_any_layer(size.module) == name)
-        yield from (found for found in dict.fromkeys((change, alike, fewer)) if found)
+        yield from (found for found in dict.fromkeys((staged, alike, fewer)) if found)
 
     def _length_there(
         self, module: str, site: CallSite, leaf: int, length: tuple[int, tuple[int, ...]], is_whole: bool
