@@ -14,7 +14,7 @@ from dpo import Pairs
 from instruct import IGNORED, Instructions
 from peft import PeftModel
 from test_examples import ROOT, run, tiny
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 __all__ = ["tiny"]  # a fixture
 EXAMPLES = ROOT / "examples"
@@ -116,16 +116,35 @@ def test_preferences(tiny: Path, tmp_path: Path) -> None:
         assert torch.equal(own[:asked], other[:asked])  # the same question
 
     common = ("--model", str(tiny), "--path", str(path), "--max_steps", "4", "--max_length", "64")
-    script = (str(EXAMPLES / "dpo.py"), *common, "--learning_rate", "1e-3", "--batch_size", "4")
+    script = (str(EXAMPLES / "dpo.py"), *common, "--learning_rate", "1e-4", "--batch_size", "4")
     losses = [
         last_loss(run(*script, "--devices", devices, "--output_dir", f"out{devices}", cwd=tmp_path))
         for devices in ("1", "2")
     ]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
-    assert abs(losses[1] - math.log(2)) > 1e-3  # what it is where the policy is the reference
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert abs(losses[1] - math.log(2)) > 1e-4  # what it is where the policy is the reference
     one, two = (AutoModelForCausalLM.from_pretrained(tmp_path / f"out{devices}") for devices in ("1", "2"))
     for ours, theirs in zip(one.parameters(), two.parameters(), strict=True):
-        torch.testing.assert_close(theirs, ours, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-5)
+
+
+def test_a_reward_model(tiny: Path, tmp_path: Path) -> None:
+    path = pairs(tmp_path / "pairs.jsonl")
+    common = ("--model", str(tiny), "--path", str(path), "--max_steps", "4", "--max_length", "64", "--batch_size", "4")
+    script = (str(EXAMPLES / "reward_model.py"), *common, "--learning_rate", "1e-4")
+    losses = [
+        last_loss(run(*script, "--devices", devices, "--output_dir", f"out{devices}", cwd=tmp_path))
+        for devices in ("1", "2")
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    one, two = (
+        AutoModelForSequenceClassification.from_pretrained(tmp_path / f"out{devices}") for devices in ("1", "2")
+    )
+    assert one.config.num_labels == 1
+    untrained = AutoModelForCausalLM.from_pretrained(tiny)
+    assert not torch.equal(one.model.norm.weight, untrained.model.norm.weight)
+    for ours, theirs in zip(one.parameters(), two.parameters(), strict=True):
+        torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-5)
 
 
 def test_distillation(tiny: Path, tmp_path: Path) -> None:
