@@ -16,6 +16,36 @@ def _(timeout: Any) -> None:
     assert timeout.total_seconds() >= 60
 
 
+@canary("lightning.fabric.strategies.ModelParallelStrategy._backward_sync_control")
+def _(_: Any) -> None:
+    """``fabric.no_backward_sync`` asks it."""
+    from contextlib import nullcontext
+
+    from lightning.fabric import Fabric
+    from lightning.fabric.strategies import ModelParallelStrategy
+
+    class Control:
+        def no_backward_sync(self, module: Any, enabled: bool) -> Any:
+            seen.append((module, enabled))
+            return nullcontext()
+
+    seen: list[Any] = []
+    strategy = ModelParallelStrategy(lambda module, _: module)
+    strategy._backward_sync_control = Control()  # type: ignore[assignment]
+    fabric = Fabric(accelerator="cpu", devices=1)
+    fabric._strategy = strategy
+    module = _wrapped(strategy)
+    with fabric.no_backward_sync(module, enabled=True):
+        pass
+    assert seen == [(module._forward_module, True)]
+
+
+def _wrapped(strategy: Any) -> Any:
+    from lightning.fabric.wrappers import _FabricModule
+
+    return _FabricModule(nn.Linear(1, 1), strategy)
+
+
 @canary("lightning.fabric.utilities.data._auto_add_worker_init_fn")
 def _(add: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:

@@ -304,6 +304,61 @@ def _(task: Any) -> None:
     assert task() == -1
 
 
+@canary("torch.autograd.Variable._execution_engine")
+def _(engine: Any) -> None:
+    """A callback runs once, after all gradients of the pass, and not if the pass fails."""
+    seen: list[Any] = []
+    first, second = (torch.ones(2, requires_grad=True) for _ in range(2))
+    second.register_hook(lambda _: engine.queue_callback(lambda: seen.append((first.grad, second.grad))))
+    (first * second.exp()).sum().backward()
+    assert len(seen) == 1
+    assert seen[0][0] is first.grad
+    assert seen[0][1] is second.grad
+
+    def fails(_: Any) -> None:
+        engine.queue_callback(lambda: seen.append(None))
+        raise ValueError
+
+    first.register_hook(fails)
+    with pytest.raises(ValueError):  # noqa: PT011
+        first.sum().backward()
+    assert len(seen) == 1
+
+
+@canary("torch._C._will_engine_execute_node")
+def _(_: Any) -> None:
+    from lightning_autotp.private.torch_private import will_accumulate
+
+    seen: list[bool] = []
+    x, y = (torch.ones(2, requires_grad=True) for _ in range(2))
+    x.register_hook(lambda _: seen.append(will_accumulate(x)))
+    y.register_hook(lambda _: seen.append(will_accumulate(x)))
+    x.sum().backward()
+    x.sum().backward(inputs=[x])
+    assert seen == [True, True]
+    torch.autograd.grad((x * y).sum(), [x])
+    y.sum().backward()
+    assert seen == [True, True, False, False]
+
+
+@canary("torch._C.DisableTorchFunction")
+def _(without: Any) -> None:
+    """Neither subclasses nor modes see what runs within."""
+    from torch.overrides import TorchFunctionMode
+
+    class Refuses(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            raise ValueError(func)
+
+    with Refuses(), without():
+        torch.ones(2).view(2)
+
+
+@canary("torch.nn.parallel.DistributedDataParallel._active_ddp_module")
+def _(active: Any) -> None:
+    assert active is None
+
+
 @canary("torch.nn.Module._compiled_call_impl")
 def _(_: Any) -> None:
     module = nn.Identity()

@@ -139,8 +139,8 @@ def on_the_wire(plan: Plan, solution: Solution, rank: int) -> dict[str, tuple[in
     """What the plan's numbers come to on one rank, with padding, and with shared elements counted where they are.
 
     * gathers and scatters: ``ranks * largest / size`` of the plan's bytes;
-    * gradient sums: one call for every set of ranks that this rank shares elements of a parameter with, of exactly
-      these elements.
+    * gradient sums: one call for all parameters that every rank has whole; for each other one a call for every set of
+      ranks that this rank shares elements of it with, of exactly these elements.
     """
     planned = {c.kind: (c.calls, c.bytes) for c in plan.communication if c.kind != "gradient sum"}
     for change in solution.conversions:
@@ -152,7 +152,9 @@ def on_the_wire(plan: Plan, solution: Solution, rank: int) -> dict[str, tuple[in
             size = math.prod(change.shape) * 4
             padded = size * plan.ranks * max(owned.local_size(r) for r in range(plan.ranks)) // owned.size
             planned[kind] = (planned[kind][0], planned[kind][1] + padded - size)
+    whole = [math.prod(p.shape) for p in plan.parameters if isinstance(p.layout, Replicate)]
     sums = [elements for p in plan.parameters for elements in shared_elements(p.shape, p.layout, rank).values()]
+    sums += [sum(whole)] if whole else []
     if sums:
         planned["gradient sum"] = (len(sums), 4 * sum(sums))
     return planned
@@ -160,8 +162,6 @@ def on_the_wire(plan: Plan, solution: Solution, rank: int) -> dict[str, tuple[in
 
 def shared_elements(shape: tuple[int, ...], layout: Layout, rank: int) -> dict[tuple[int, ...], int]:
     """How many of its elements of a parameter a rank shares, by the ranks it shares them with."""
-    if isinstance(layout, Replicate):
-        return {(): math.prod(shape)}
     found: dict[tuple[int, ...], int] = {}
     if isinstance(layout, Shard):
         ((dim, owned),) = layout.dims

@@ -47,6 +47,7 @@ from lightning_autotp.parallel.head_product import compute_undone
 from lightning_autotp.parameters.state import is_parallel, parallel_models
 from lightning_autotp.pipeline import make_local
 from lightning_autotp.private.lightning_private import (
+    BackwardSync,
     FabricModelParallelStrategy,
     default_pg_timeout,
     optimizers_to_device,
@@ -56,7 +57,7 @@ from lightning_autotp.ranks.peers import PeerWatch
 from lightning_autotp.ranks.started import at_end_of_process
 from lightning_autotp.solving.options import PlanOptions
 from lightning_autotp.training.batches import broadcast_loader, check_sampler
-from lightning_autotp.training.gradients import clip_gradients_norm, clip_gradients_value
+from lightning_autotp.training.gradients import clip_gradients_norm, clip_gradients_value, postponed_sums
 from lightning_autotp.training.precision import AgreedGradScaler
 from lightning_autotp.training.refused import refuse_whole_optimizer_states
 
@@ -114,6 +115,7 @@ class AutoTPFabricStrategy(ParallelRanks, FabricModelParallelStrategy):
             process_group_backend,
             timeout,
         )
+        BackwardSync(self, postponed_sums)
         self._example_inputs = example_inputs
         self._broadcast_batches = broadcast_batches
         self._plan_options = PlanOptions.given(

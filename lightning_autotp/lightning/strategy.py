@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -68,7 +68,7 @@ from lightning_autotp.training.adapters import find_adapted, save_adapter
 from lightning_autotp.training.batches import broadcast_loader, check_sampler
 from lightning_autotp.training.checked import checked
 from lightning_autotp.training.data_parallel import gather_if_uneven, in_parts_again
-from lightning_autotp.training.gradients import clip_gradients_norm, clip_gradients_value
+from lightning_autotp.training.gradients import clip_gradients_norm, clip_gradients_value, postponed_sums
 from lightning_autotp.training.precision import AgreedGradScaler
 
 
@@ -184,6 +184,13 @@ class AutoTPStrategy(ParallelRanks, ModelParallelStrategy):
         self._interrupted_by = None
         self._peers = watch_peers(self, self._peers)
         share_random_state(self.broadcast, self.root_device)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """For the batches of an accumulation but the last: sums over the ranks that can wait are left to that one."""
+        assert self.lightning_module is not None
+        with super().block_backward_sync(), postponed_sums(self.lightning_module):
+            yield
 
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from lightning_autotp.layouts.ownership import Run
 from lightning_autotp.parameters.meta import ParameterMeta, Slices
 from lightning_autotp.parameters.quantized_weight import QuantizedWeight
+from lightning_autotp.parameters.unsummed import UnsummedGradient
 from lightning_autotp.private.distributed_private import compute_local_shape_and_global_offset
 from lightning_autotp.private.torch_private import without_subclasses
 from lightning_autotp.ranks.group import TPGroup
@@ -37,6 +38,8 @@ def joined(tensor: Tensor) -> Tensor:
 
 
 def _detached(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, UnsummedGradient):
+        tensor.refuse("reading")
     with without_subclasses():  # a part of a gradient that answers for the whole is an ordinary tensor, too
         detached = tensor.detach()
     return detached.values() if isinstance(detached, QuantizedWeight) else detached

@@ -7,8 +7,8 @@ is relied on. The classes are Lightning's own, with public names for what a clas
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from subprocess import Popen
@@ -47,6 +47,7 @@ from torch.optim.swa_utils import AveragedModel
 
 __all__ = [
     "NOT_APPLICABLE",
+    "BackwardSync",
     "DeferredSignals",
     "FabricModelParallelStrategy",
     "ModelParallelStrategy",
@@ -232,6 +233,25 @@ class DeferredSignals:
     def note_requeue(self, signum: int, frame: Any) -> None:
         """The handler of the signal that SLURM sends before it ends a job."""
         self.asked_to_requeue = True
+
+
+class BackwardSync:
+    """What ``fabric.no_backward_sync`` asks: Lightning's own answer, and one more. Replaces the strategy's.
+
+    Args:
+        strategy: of Fabric.
+        also: of a module, the context manager for its backward passes without sums.
+    """
+
+    def __init__(self, strategy: Any, also: Callable[[Any], AbstractContextManager[None]]) -> None:
+        self.own, self.also = strategy._backward_sync_control, also
+        strategy._backward_sync_control = self
+
+    @contextmanager
+    def no_backward_sync(self, module: Any, enabled: bool) -> Iterator[None]:
+        """Both, or nothing where it is not enabled."""
+        with self.own.no_backward_sync(module, enabled), self.also(module) if enabled else nullcontext():
+            yield
 
 
 def use_distributed_sampler(trainer: Trainer, use: bool) -> None:

@@ -86,6 +86,7 @@ __all__ = [
     "TransformType",
     "WeakIdKeyDictionary",
     "accumulated_hooks",
+    "after_backward",
     "allow_foreach",
     "as_written",
     "assert_async",
@@ -107,6 +108,7 @@ __all__ = [
     "gradient_hooks",
     "hook_tables",
     "hooks_given",
+    "in_distributed_data_parallel",
     "is_functorch_wrapped_tensor",
     "is_meta",
     "module_like",
@@ -124,6 +126,7 @@ __all__ = [
     "tree_map_only",
     "uncompiled",
     "unset_fake_temporarily",
+    "will_accumulate",
     "with_tensors",
     "without_modes",
     "without_subclasses",
@@ -387,6 +390,29 @@ def is_in_backward() -> bool:
 def backward_pass() -> int:
     """The number of the backward pass that is running in this thread; -1 if none is. Nothing public."""
     return torch._C._current_graph_task_id()
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Call this at the end of the backward pass that is running, unless that fails. Nothing public."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def will_accumulate(leaf: Tensor) -> bool:
+    """Whether the backward pass that is running adds to this tensor's ``.grad``; not in ``torch.autograd.grad``.
+
+    Nothing public.
+    """
+    with torch._C.DisableTorchFunction():
+        node = torch.autograd.graph.get_gradient_edge(leaf).node
+        try:
+            return torch._C._will_engine_execute_node(node)
+        except RuntimeError:  # said of leaves in torch.autograd.grad
+            return False
+
+
+def in_distributed_data_parallel() -> bool:
+    """Whether the forward of a ``DistributedDataParallel`` is running. Nothing public."""
+    return torch.nn.parallel.DistributedDataParallel._active_ddp_module is not None
 
 
 def hooks_given() -> int:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from lightning_autotp.layouts.buckets import in_buckets
 from lightning_autotp.layouts.places import Boundary, CallPoint
 from lightning_autotp.layouts.plan import (
     Communication,
@@ -184,7 +185,8 @@ def gathered_again(solution: Solution) -> frozenset[Boundary | CallPoint]:
 def collectives(solution: Solution) -> Iterator[tuple[str, int, Operator | None]]:
     """Every collective of one step of the traced batch: its kind, its whole bytes, and the operator it belongs to.
 
-    The sum of a parameter's gradient, which is no operator's, is a ``"gradient sum"``.
+    The sum of parameters' gradients, which is no operator's, is a ``"gradient sum"``: whole parameters are summed
+    together, a bucket of each dtype at a time.
     """
     graph, tensors = solution.graph, solution.graph.tensors
     crossings = {operator.boundary: operator for operator in reversed(graph.operators) if operator.boundary}
@@ -201,8 +203,13 @@ def collectives(solution: Solution) -> Iterator[tuple[str, int, Operator | None]
         shapes = {name: tensors[value.tensor].shape for name, value in operator.arguments if isinstance(value, Ref)}
         for kind, sent in use.implementation.sent(use.output, tensors[operator.outputs[0]].bytes, shapes):
             yield kind, int(sent), operator
-    for tensor in graph.parameters:
+    whole: dict[str, list[int]] = {}
+    for tensor in sorted(graph.parameters, key=graph.parameters.__getitem__):
         layout = solution.layouts.get(tensor, Invariant())
-        shared = isinstance(layout, Shard) and any(owned.is_shared for _, owned in layout.dims)
-        if isinstance(layout, Replicate) or shared:
+        if isinstance(layout, Replicate):
+            whole.setdefault(tensors[tensor].dtype, []).append(tensors[tensor].bytes)
+        elif isinstance(layout, Shard) and any(owned.is_shared for _, owned in layout.dims):
             yield "gradient sum", tensors[tensor].bytes, None
+    for sizes in whole.values():
+        for bucket in in_buckets(sizes):
+            yield "gradient sum", sum(sizes[bucket]), None

@@ -2,8 +2,10 @@
 
 A parameter's layout says what its local gradients mean. An element that several ranks hold and use differently (a
 ``Replicate`` parameter, a unit that ranks share) has on each of them only a part of its gradient: the parts are
-summed by a hook during the backward pass. After that every rank's gradient is the true one for the elements it holds,
-and only quantities *over* a parameter, such as a norm, must count each element of the original model once.
+summed, those of whole parameters in buckets at the end of the backward pass
+(:mod:`~lightning_autotp.training.gradient_buckets`), the others by a hook during it. After that every rank's gradient
+is the true one for the elements it holds, and only quantities *over* a parameter, such as a norm, must count each
+element of the original model once.
 
 A hook is on a parameter object. Where another one takes its place, or the model is copied, the modules see to it that
 the new one has the hook, before they run.
@@ -13,8 +15,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from itertools import product
 from operator import attrgetter, is_
 from typing import Any
@@ -30,18 +32,27 @@ from lightning_autotp.parameters.local_blocks import counted_blocks, data_group,
 from lightning_autotp.parameters.meta import ParameterMeta
 from lightning_autotp.parameters.part import PartOf
 from lightning_autotp.parameters.running import Running
-from lightning_autotp.parameters.state import Hook, ParameterTable, Place, parallel_state
+from lightning_autotp.parameters.state import (
+    Hook,
+    ParallelState,
+    ParameterTable,
+    Place,
+    parallel_models,
+    parallel_state,
+)
 from lightning_autotp.private.torch_private import (
     ModuleHooks,
     accumulated_hooks,
     children_of,
     gradient_hooks,
     hook_tables,
+    in_distributed_data_parallel,
     parameters_of,
 )
 from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.training.counted import counted_elements, whole_norms
 from lightning_autotp.training.cut_gradient_parts import CutMark
+from lightning_autotp.training.gradient_buckets import BucketedSum, GradientBuckets
 from lightning_autotp.training.gradient_parts import Mark, marked_like
 from lightning_autotp.training.linear_maps import linear, same
 
@@ -57,10 +68,21 @@ class GradientSum:
         parts: blocks, and the group that sums them, in the order in which all ranks do it.
         is_replicated: whether all ranks hold the whole parameter. What is computed from the sum is then the same on
             every rank (Invariant); otherwise it is of a part (Shard), and the parts of owners add up once more.
+        name: the parameter's first name.
+        buckets: where the gradient of a parameter that all ranks hold waits until it is summed with others'.
     """
 
     parts: tuple[tuple[Blocks, TPGroup], ...]
     is_replicated: bool
+    name: str
+    buckets: GradientBuckets = field(compare=False)
+
+    def of(self, parameter: Tensor) -> Hook:
+        """This sum as the hook of one parameter: at the end of a pass where that is possible."""
+        if not self.is_replicated or not parameter.is_leaf:
+            return self
+        ((_, group),) = self.parts
+        return BucketedSum(parameter, self.name, group, self, self.buckets, (_Average,))
 
     def __call__(self, gradient: Tensor) -> Tensor:
         """What the ranks' gradients add up to. Collective."""
@@ -87,10 +109,10 @@ def synchronize_gradients(model: nn.Module, only: Collection[str] | None = None)
     unit, a process group is made for them: then every process of the job must make this call at the same time,
     whichever tensor-parallel group it is in. Call it once on a model that carries its state.
 
-    The sum is a tensor hook: it acts on what each backward pass contributes, so accumulation over several passes stays
-    right, and a tied parameter, whose uses autograd adds up before the hook, is summed once. A frozen parameter gets
-    its hook too, for when it is thawed. ``model.autotp.gradient_sums`` keeps the hooks by the parameters' names: where
-    FSDP2 has cut a parameter, :func:`~lightning_autotp.training.data_parallel.hook_gathered` hooks what it gathers.
+    Only what a backward pass contributes is summed, so accumulation over several passes stays right, and a tied
+    parameter, whose uses autograd adds up before the hook, is summed once. A frozen parameter gets its hook too, for
+    when it is thawed. ``model.autotp.gradient_sums`` keeps the sums by the parameters' names: where FSDP2 has cut a
+    parameter, :func:`~lightning_autotp.training.data_parallel.hook_gathered` hooks what it gathers.
 
     Every rank runs the same model, hence the hooks in the same order; within a parameter the sets of ranks come in
     ascending order, and each of a set's buffers lists its elements in the original tensor's order. So no two ranks
@@ -110,12 +132,13 @@ def synchronize_gradients(model: nn.Module, only: Collection[str] | None = None)
         places = [place for place in places if place.meta.name in only]
         _forget(model, places)
     groups = _subgroups([place.meta for place in places], state.group)
+    buckets = next(iter(_buckets(state)), GradientBuckets())
     hooks: dict[str, GradientHooks] = {}
     for meta in {place.meta.name: place.meta for place in places}.values():
         shared = _shared_elements(meta)
         if shared:
             parts = tuple((blocks, groups[ranks]) for ranks, blocks in sorted(shared.items()))
-            state.gradient_sums[meta.name] = GradientSum(parts, not isinstance(meta.layout, Shard))
+            state.gradient_sums[meta.name] = GradientSum(parts, not isinstance(meta.layout, Shard), meta.name, buckets)
         mark = None
         if isinstance(meta.layout, Shard):
             mark = Mark(PartOf(meta.name, meta.shape, meta.layout, state.group))
@@ -127,6 +150,27 @@ def synchronize_gradients(model: nn.Module, only: Collection[str] | None = None)
     for parameter, meta in {place.parameter: place.meta for place in places if is_cut(place.parameter)}.items():
         handles.append(_hook_accumulated(parameter, CutMark(meta, state.group).accumulated))
     return handles + _keep_hooked(model, hooked, hooks)
+
+
+@contextmanager
+def postponed_sums(module: nn.Module) -> Iterator[None]:
+    """Within it, backward passes leave the gradients of parameters that every rank holds unsummed. Not collective.
+
+    The first backward pass after it sums them, with all that was accumulated. Until then these gradients refuse to be
+    read. For the passes of a gradient accumulation but the last one.
+
+    Args:
+        module: a parallel model, or a module that holds some.
+    """
+    with ExitStack() as stack:
+        for buckets in {found for _, state in parallel_models(module) for found in _buckets(state)}:
+            stack.enter_context(buckets.postponed())
+        yield
+
+
+def _buckets(state: ParallelState) -> set[GradientBuckets]:
+    """Where gradients of a model wait."""
+    return {found.buckets for found in state.gradient_sums.values() if isinstance(found, GradientSum)}
 
 
 def average_gradients(model: nn.Module, group: dist.ProcessGroup) -> list[RemovableHandle]:
@@ -146,15 +190,23 @@ def average_gradients(model: nn.Module, group: dist.ProcessGroup) -> list[Remova
     if size == 1:
         return []
 
-    def mean_of(gradient: Tensor) -> Tensor:
-        mean = gradient.clone(memory_format=torch.contiguous_format).div_(size)
-        dist.all_reduce(mean, group=group)
-        return mean
-
-    def average(gradient: Tensor) -> Tensor:
-        return marked_like(linear(gradient.as_subclass(Tensor), mean_of, mean_of), gradient)
-
+    average = _Average(group, size)
     return [hook_gradient(parameter, average) for parameter in model.parameters() if not is_cut(parameter)]
+
+
+class _Average:
+    """Tensor hook: the mean over the ranks that train on different data. Linear, of a term of a sum as of the sum."""
+
+    def __init__(self, group: dist.ProcessGroup, size: int) -> None:
+        self._group, self._size = group, size
+
+    def __call__(self, gradient: Tensor) -> Tensor:
+        return marked_like(linear(gradient.as_subclass(Tensor), self._mean, self._mean), gradient)
+
+    def _mean(self, gradient: Tensor) -> Tensor:
+        mean = gradient.clone(memory_format=torch.contiguous_format).div_(self._size)
+        dist.all_reduce(mean, group=self._group)
+        return mean
 
 
 def gradient_norm(module: nn.Module, norm_type: float = 2.0, *, parameters: Iterable[Tensor] | None = None) -> Tensor:
@@ -322,13 +374,17 @@ class GradientHooks:
 
     def attach(self, parameter: Tensor) -> list[RemovableHandle]:
         """Put those hooks on a parameter that it does not have yet."""
-        wanted = [self.total] if self.total else []
+        total = self.total.of(parameter) if isinstance(self.total, GradientSum) else self.total
+        wanted: list[Hook] = [total] if total else []
+        afterwards: list[Callable[[Tensor], None]] = []
+        if isinstance(total, BucketedSum):
+            afterwards.append(total.buckets.accumulated)
         if self.mark is not None:
             wanted.append(self.mark.contribution)
-        there = gradient_hooks(parameter)
+            afterwards.append(self.mark.accumulated)
+        there, there_afterwards = gradient_hooks(parameter), accumulated_hooks(parameter)
         handles = [hook_gradient(parameter, hook) for hook in wanted if hook not in there]
-        if self.mark is not None and self.mark.accumulated not in accumulated_hooks(parameter):
-            handles.append(_hook_accumulated(parameter, self.mark.accumulated))
+        handles += [_hook_accumulated(parameter, hook) for hook in afterwards if hook not in there_afterwards]
         return handles
 
 
@@ -380,6 +436,10 @@ class _AllHooked:
         self._seen: _Seen | None = None
 
     def __call__(self, model: nn.Module, args: Any) -> None:
+        if not torch.compiler.is_compiling() and in_distributed_data_parallel():
+            for hooks in self._hooks:
+                if isinstance(hooks.total, GradientSum):
+                    hooks.total.buckets.at_once = True
         if torch.compiler.is_compiling() or (self._seen is not None and self._seen.are_there()):
             return
         tables = [parameters_of(place.module) for place in self._places]

@@ -1,0 +1,288 @@
+"""Gradients of whole parameters that are terms of a sum are summed in buckets, once for an optimizer's step."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import run_ranks
+from local_model import state_of
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from lightning_autotp.layouts import buckets
+from lightning_autotp.layouts.types import Invariant, Replicate
+from lightning_autotp.ranks.group import TPGroup
+from lightning_autotp.training.gradients import (
+    full_gradients,
+    grad_norms,
+    postponed_sums,
+    synchronize_gradients,
+)
+
+
+class Scales(nn.Module):
+    """Vectors of two dtypes, of which all but ``alike`` are used differently on every rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for index, name in enumerate(("a", "b", "c", "unused", "alike")):
+            setattr(self, name, nn.Parameter(torch.arange(3.0 + index).add(index)))
+        self.low = nn.Parameter(torch.arange(4.0).to(torch.bfloat16))
+
+    def forward(self, factor: float, rank: int) -> Tensor:
+        own = factor * (rank + 1)
+        terms = ((getattr(self, name).float() ** 2).sum() * own for name in ("a", "b", "c", "low"))
+        return sum(terms, (self.alike**2).sum() * factor)
+
+
+class Sums(TorchDispatchMode):
+    """Counts all-reduces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket.__name__ == "allreduce_"
+        return func(*args, **(kwargs or {}))
+
+
+def made() -> nn.Module:
+    group = TPGroup.of(dist.group.WORLD)  # type: ignore[arg-type]
+    model = Scales()
+    model.autotp = state_of(model, group, lambda name, _: Invariant() if name == "alike" else Replicate())  # type: ignore[assignment]
+    synchronize_gradients(model)
+    return model
+
+
+Found = dict[str, Tensor]
+
+
+def gradients(model: nn.Module) -> Found:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+# Each way takes a model and its rank, and gives gradients. Alone, rank is that of all of them together: see alone().
+def once(model: nn.Module, rank: int) -> Found:
+    model(1.0, rank).backward()
+    return gradients(model)
+
+
+def twice(model: nn.Module, rank: int) -> Found:
+    """Two passes before the step: the first one's sums are not summed again, and keep their object."""
+    model(1.0, rank).backward()
+    before = model.a.grad
+    model(2.0, rank).backward()
+    assert model.a.grad is before
+    return gradients(model)
+
+
+def postponed(model: nn.Module, rank: int) -> Found:
+    for factor in (1.0, 2.0, 3.0, 4.0):
+        with postponed_sums(model) if factor < 4 else nullcontext():
+            model(factor, rank).backward()
+    return gradients(model)
+
+
+def postponed_after_a_sum(model: nn.Module, rank: int) -> Found:
+    model(1.0, rank).backward()
+    with postponed_sums(model):
+        model(2.0, rank).backward()
+    model(3.0, rank).backward()
+    return gradients(model)
+
+
+def left_to_a_pass_without_it(model: nn.Module, rank: int) -> Found:
+    """What was postponed is summed by a pass that has no gradient for it."""
+    with postponed_sums(model):
+        model(2.0, rank).backward()
+    (model.a.sum() * (rank + 1)).backward()
+    return gradients(model)
+
+
+def hooked_meanwhile(model: nn.Module, rank: int) -> Found:
+    """A user's hook, which must see the sum, comes after passes whose sums were postponed."""
+    with postponed_sums(model):
+        model(1.0, rank).backward()
+    seen: list[Tensor] = []
+    model.a.register_hook(lambda gradient: seen.append(gradient.clone()))
+    model(2.0, rank).backward()
+    return {**gradients(model), "seen": seen[0]}
+
+
+def stepped_in_the_pass(model: nn.Module, rank: int) -> Found:
+    seen: Found = {}
+
+    def note(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        seen["b"] = parameter.grad.clone()
+        parameter.grad = None
+
+    model.b.register_post_accumulate_grad_hook(note)
+    model(2.0, rank).backward()
+    return {**gradients(model), **seen}
+
+
+def zeroed(model: nn.Module, rank: int) -> Found:
+    """What was postponed and then zeroed is gone, with what was summed before."""
+    for to_none in (False, True):
+        model(5.0, rank).backward()
+        with postponed_sums(model):
+            model(7.0, rank).backward()
+        model.zero_grad(set_to_none=to_none)
+    model(2.0, rank).backward()
+    return gradients(model)
+
+
+def of_functions(model: nn.Module, rank: int) -> Found:
+    model(1.0, rank).backward()
+    found = torch.autograd.grad(model(2.0, rank), [model.a, model.low])
+    return {**gradients(model), "first": found[0], "second": found[1]}
+
+
+def with_inputs(model: nn.Module, rank: int) -> Found:
+    model(1.0, rank).backward(inputs=[model.a, model.c])
+    return gradients(model)
+
+
+def retained(model: nn.Module, rank: int) -> Found:
+    loss = model(1.0, rank)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return gradients(model)
+
+
+def penalized(model: nn.Module, rank: int) -> Found:
+    """A penalty on summed gradients, which every rank computes alike."""
+    found = torch.autograd.grad(model(1.0, rank), [model.a, model.b], create_graph=True)
+    sum(gradient.pow(2).sum() for gradient in found).backward()
+    return gradients(model)
+
+
+def recomputed(model: nn.Module, rank: int) -> Found:
+    """A pass within the pass."""
+    x = torch.ones((), requires_grad=True)
+    checkpoint(lambda x: model(1.0, rank) * x, x, use_reentrant=True).backward()  # type: ignore[union-attr]
+    return gradients(model)
+
+
+def copied(model: nn.Module, rank: int) -> Found:
+    model(1.0, rank).backward()
+    model = copy.deepcopy(model)
+    with postponed_sums(model):
+        model(1.0, rank).backward()
+    model(2.0, rank).backward()
+    return gradients(model)
+
+
+def failed(model: nn.Module, rank: int) -> Found:
+    """A pass fails; the next one is as if it had not been."""
+
+    def fail(_: Tensor) -> None:
+        raise ValueError
+
+    handle = model.alike.register_hook(fail)
+    with pytest.raises(ValueError):  # noqa: PT011
+        model(1.0, rank).backward()
+    handle.remove()
+    model.zero_grad()
+    model(2.0, rank).backward()
+    return gradients(model)
+
+
+def within_ddp(model: nn.Module, rank: int) -> Found:
+    """DistributedDataParallel copies what it has seen into the gradients at the end of a pass."""
+    if hasattr(model, "autotp"):
+        groups = [dist.new_group([each]) for each in range(dist.get_world_size())]
+        wrapped = DistributedDataParallel(model, process_group=groups[rank], find_unused_parameters=True)
+        wrapped(1.0, rank).backward()
+    else:
+        model(1.0, rank).backward()
+    return {name: gradient for name, gradient in gradients(model).items() if name != "unused"}
+
+
+# all-reduces over two ranks: one for each dtype and pass that sums
+WAYS: dict[Callable[[nn.Module, int], Found], int] = {
+    once: 2, twice: 4, postponed: 2, postponed_after_a_sum: 4, left_to_a_pass_without_it: 2, stepped_in_the_pass: 3,
+    with_inputs: 1, retained: 4, recomputed: 2, failed: 2, copied: 4, zeroed: 6,
+    hooked_meanwhile: 4, of_functions: 4,
+}  # fmt: skip
+
+
+OTHERS = [penalized, within_ddp]
+
+
+def on_every_rank(rank: int, size: int) -> dict[str, tuple[Found, int]]:
+    found = {}
+    for way in (*WAYS, *OTHERS):
+        with Sums() as sums:
+            found[way.__name__] = way(made(), rank), sums.count
+    with mock.patch.object(buckets, "BUCKET_BYTES", 20), Sums() as sums:
+        found["small buckets"] = once(made(), rank), sums.count
+    return found
+
+
+def alone(way: Callable[[nn.Module, int], Found], size: int) -> Found:
+    """One process: the factor of all ranks together."""
+    return way(Scales(), size * (size + 1) // 2 - 1)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_sums_are_one_process_gradients(size: int) -> None:
+    for found in run_ranks(on_every_rank, size):
+        for way, count in WAYS.items():
+            seen, sums = found[way.__name__]
+            wanted = alone(way, size)
+            assert seen.keys() == wanted.keys(), way.__name__
+            for name, gradient in wanted.items():
+                assert type(seen[name]) is Tensor
+                assert torch.equal(seen[name], gradient), f"{way.__name__}: {name}: {seen[name]}, not {gradient}"
+            assert sums == count, way.__name__
+        for way in OTHERS:
+            seen, _ = found[way.__name__]
+            assert all(torch.equal(seen[name], gradient) for name, gradient in alone(way, size).items()), way.__name__
+        seen, sums = found["small buckets"]
+        assert all(torch.equal(seen[name], gradient) for name, gradient in alone(once, size).items())
+        assert sums == 3  # a and b, c; low
+
+
+def reading(rank: int, size: int) -> list[str]:
+    """What is said to one who reads a gradient whose sum was postponed."""
+    model = made()
+    with postponed_sums(model):
+        model(1.0, rank).backward()
+    said = []
+    for read in (
+        lambda: model.a.grad.norm(),
+        lambda: model.a.grad.data,
+        lambda: model.a.grad.clone(),
+        lambda: model.a.grad[0],
+        lambda: model.a.grad.detach(),
+        lambda: torch.stack([torch.ones(3), model.a.grad]),
+        lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+        lambda: torch.optim.SGD(model.parameters(), lr=0.1).step(),
+        lambda: torch.optim.AdamW(model.parameters(), foreach=True).step(),
+        lambda: grad_norms(model),
+        lambda: full_gradients(model),
+    ):
+        with pytest.raises(RuntimeError) as caught:
+            read()
+        said.append(str(caught.value))
+    assert model.a.grad.shape == (3,)  # type: ignore[union-attr]
+    return said
+
+
+def test_what_was_postponed_is_not_read_in_silence() -> None:
+    for said in run_ranks(reading, 2):
+        assert len(said) == 11
+        for text in said:
+            assert "is not summed over the ranks yet" in text
