@@ -211,4 +211,4 @@ def _buckets(hooks: list[BucketedSum]) -> Iterator[list[BucketedSum]]:
 
 def _plain(gradient: Any) -> Tensor:
     with without_subclasses():
-        return gradient.as_subclass(Tensor)  # type: ignore[no-any-return]
+        return gradient.as_subclass(Tensor)
