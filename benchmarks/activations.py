@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lightning_autotp import parallelize
+from lightning_autotp import Profile, parallelize
 
 PAGE = Path(__file__).parent.parent / "docs" / "activation-memory.md"
 RANKS = 2
@@ -181,7 +181,7 @@ def measure(shapes: Shapes, dtype: torch.dtype) -> dict[str, Kept]:
                 model,
                 dist.group.WORLD,  # type: ignore[arg-type]
                 example_inputs={"input_ids": tokens, "labels": tokens, "use_cache": False},
-                tokens_per_step=(shapes.rows, shapes.length),
+                profile=Profile(flops=Profile().flops * int(shapes.sizes["hidden_size"]) / 4096),
                 sequence_parallel=system == SYSTEMS[2],
                 plan_cache=False,
             )
@@ -262,8 +262,6 @@ CONCLUSION = """\
   which is not kept *outside* then, takes twice what it would there.
 - Experts in a mixture: each rank has a part of each expert's features, so what an expert keeps of its input and its
   result is whole on every rank, and only what is between falls to 1/t. With small experts that is most of it.
-- Qwen3-Next: the plan deals out no tokens of the residual stream here, with `sequence_parallel=True` either, so what is
-  *outside both* stays whole.
 """
 
 

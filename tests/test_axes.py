@@ -202,3 +202,16 @@ def test_positions_of_a_sequence_have_no_parts() -> None:
     assert axes.split(same, 3) is None
     batch = product([axes.new(3), axes.new(12, positions=True)])
     assert [dim.size for dim in axes.regroup([batch], [3, 12]) or ()] == [3, 12]
+
+
+def test_blocks_of_positions_are_positions_again_when_merged() -> None:
+    axes = Axes()
+    blocks = axes.divide_positions([1, 4, 3])
+    assert [dim.size for dim in blocks] == [1, 4, 3]
+    assert axes.are_positions(blocks[1])
+    assert not axes.are_positions(blocks[2])
+    moved = axes.new(4)
+    assert axes.unify(moved, blocks[1])
+    assert axes.are_blocks([blocks[0], moved, blocks[2]])
+    assert not axes.are_blocks(blocks[1:])
+    assert not axes.are_blocks([axes.new(4), blocks[2]])

@@ -10,13 +10,13 @@ from distributed import PATIENCE
 from zoo.__main__ import zoo
 from zoo.packages import PACKAGES, entries
 from zoo.packages.entry import CLASSES, classified, next_token, of_output, states, tokens, towards_noise
-from zoo.parity import prepare
+from zoo.parity import plan_one, prepare
 from zoo.report import GROUP_TITLES, OTHERS_PAGE, to_markdown
 from zoo.run import run
 from zoo.verdict import Verdict
 
-ON_TWO_RANKS = ("TransformerEncoder", "MultiheadAttention", "Conv2d in a Sequential")
-"""A causal language model, attention in one piece over and across, convolutions with a norm of either kind."""
+ON_TWO_RANKS = ("Transformer", "MultiheadAttention", "Conv2d in a Sequential")
+"""An encoder and a decoder, attention in one piece over and across, convolutions with a norm of either kind."""
 
 
 def check(group: str, names: tuple[str, ...]) -> None:
@@ -47,6 +47,13 @@ def test_a_model_and_its_batch_are_the_same_every_time(name: str) -> None:
     assert losses[0] == losses[1] == losses[2]
     losses[0].backward()
     assert all(parameter.grad is not None and parameter.grad.any() for parameter in one.parameters())
+
+
+def test_a_module_that_is_given_tensors_of_other_lengths_converts_once() -> None:
+    """The embedding of source and target is one module; its results change their layout where they leave it."""
+    verdict = plan_one("Transformer", "torch", 2)
+    assert verdict.outcome == "planned"
+    assert verdict.sharded > 0.95
 
 
 def test_what_losses_ask_for() -> None:

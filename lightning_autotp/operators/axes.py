@@ -31,6 +31,7 @@ class Axes:
         self.operator: Operator | None = None
         self._makers: dict[int, Operator] = {}
         self._positions: set[int] = set()
+        self._blocks: list[tuple[Dim, ...]] = []
 
     def new(self, size: int, *, positions: bool = False) -> Dim:
         """A fresh dim of which nothing is known.
@@ -53,6 +54,18 @@ class Axes:
         """Whether a dim is the positions of a sequence, or some of them."""
         dim = self.resolve(dim)
         return isinstance(dim, Axis) and dim.id in self._positions
+
+    def divide_positions(self, sizes: Sequence[int]) -> tuple[Dim, ...]:
+        """Fresh dims for positions in blocks: of blocks there are the more, the longer the sequence is."""
+        outer = next((at for at, size in enumerate(sizes) if size > 1), None)
+        blocks = tuple(self.new(size, positions=at == outer) for at, size in enumerate(sizes))
+        self._blocks.append(blocks)
+        return blocks
+
+    def are_blocks(self, dims: Sequence[Dim]) -> bool:
+        """Whether dims are what positions were divided into: merged, they are positions again."""
+        found = [self.resolve(dim) for dim in dims]
+        return any(found == [self.resolve(dim) for dim in blocks] for blocks in self._blocks)
 
     @property
     def positions(self) -> frozenset[int]:

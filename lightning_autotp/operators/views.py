@@ -16,7 +16,8 @@ def _regroup(site: Site, name: str) -> Dims:
     site.linear_in(name)
     result: list[Dim] = []
     for ours, theirs in _stretches([dim.size for dim in dims], shape):
-        part = site.axes.regroup(dims[ours], shape[theirs])
+        are_merged = len(shape[theirs]) == 1 and site.axes.are_blocks(dims[ours])
+        part = None if are_merged else site.axes.regroup(dims[ours], shape[theirs])
         result += (
             _whole(site, dims[ours], shape[theirs], "this view divides a dim across its parts")
             if part is None
@@ -44,12 +45,15 @@ def _stretches(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[sl
 
 
 def _whole(site: Site, dims: Dims, sizes: Sequence[int], because: str) -> Dims:
-    """New dims of these sizes in place of the old ones, all of which stay whole.
-
-    Some positions of a sequence are positions, too; blocks of them are not.
-    """
-    are_positions = len(dims) == len(sizes) == 1 and site.axes.are_positions(dims[0])
-    fresh = tuple(site.axes.new(size, positions=are_positions) for size in sizes)
+    """New dims of these sizes in place of the old ones, all of which stay whole."""
+    axes = site.axes
+    if len(sizes) == 1:  # some of a sequence's positions are positions, too
+        are_positions = axes.are_blocks(dims) or (len(dims) == 1 and axes.are_positions(dims[0]))
+        fresh: Dims = (axes.new(sizes[0], positions=are_positions),)
+    elif len(dims) == 1 and axes.are_positions(dims[0]):
+        fresh = axes.divide_positions(sizes)
+    else:
+        fresh = tuple(site.new(size) for size in sizes)
     site.keep_whole(*dims, *fresh, because=because)
     return fresh
 

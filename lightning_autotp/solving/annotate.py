@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from lightning_autotp.layouts.buckets import in_buckets
@@ -57,18 +57,16 @@ def annotate(
             for names, shape, itemsize in parameters
         ),
         implementations=implementations,
-        conversions=tuple(
-            dict.fromkeys(  # a module that is called several times converts alike
-                [
-                    *(
-                        _planned(change, overwritten=change.boundary in solution.graph.overwritten)
-                        for change in solution.conversions
-                        if _place(change) not in own
-                    ),
-                    *(_planned(change) for change in solution.slices.values()),
-                    *(_planned(change, view=True) for change in solution.global_views),
-                ]
-            )
+        conversions=_of_each_place(
+            [
+                *(
+                    _planned(change, overwritten=change.boundary in solution.graph.overwritten)
+                    for change in solution.conversions
+                    if _place(change) not in own
+                ),
+                *(_planned(change) for change in solution.slices.values()),
+                *(_planned(change, view=True) for change in solution.global_views),
+            ]
         ),
         sizes=sizes,
         draws=tuple(dict.fromkeys(_draw(solution, number) for number in sorted(solution.drawing))),
@@ -80,6 +78,14 @@ def annotate(
         gap=solution.gap,
         traced_with=traced_with,
     )
+
+
+def _of_each_place(changes: Iterable[ConversionPlan]) -> tuple[ConversionPlan, ...]:
+    """One change of every place: a module that is called several times converts alike, tensors of other shapes too."""
+    found: dict[ConversionPlan, ConversionPlan] = {}
+    for change in changes:
+        found.setdefault(replace(change, shape=()), change)
+    return tuple(found.values())
 
 
 def parts_at_modules(solution: Solution) -> tuple[ConversionPlan, ...]:
