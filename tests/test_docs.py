@@ -35,6 +35,7 @@ OPERATORS_PAGE = ROOT / "docs" / "adding-an-operator.md"
 TROUBLE = ROOT / "docs" / "troubleshooting.md"
 # These never leave the package: they become other errors, or a reason in the plan.
 INTERNAL = {
+    "Ambiguous",
     "_TooManyRows",
     "Contradiction",
     "NotFoundInTime",
