@@ -91,8 +91,8 @@ class FirstStep(L.Callback):
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         ids = batch.get("input_ids") if isinstance(batch, dict) else None
-        comparable = trainer.global_step == 1 and trainer.precision == "32-true" and outputs and ids is not None
-        if comparable and torch.equal(ids, ROWS[:2]):
+        comparable = trainer.global_step == 1 and trainer.precision == "32-true" and outputs
+        if comparable and ids is not None and torch.equal(ids, ROWS[:2]):
             self.fit = Fit(
                 float(outputs["loss"]),
                 float(grad_norms(module, norm_type=2)["grad_2.0_norm_total"]),
