@@ -21,15 +21,14 @@ from lightning_autotp.parallel import (
     TPGroup,
     VocabParallelEmbedding,
     all_gather,
-    all_gather_replicate,
     all_reduce,
     copy_to_tensor_parallel,
     reduce_scatter,
     scatter,
     vocab_parallel_lookup,
 )
-from lightning_autotp.parallel.gathered import keep_part
 from lightning_autotp.parallel.local_parameters import LocalParameters
+from lightning_autotp.parallel.overlap import note_gathered, replicate
 
 
 class ScaledEmbedding(nn.Embedding):
@@ -203,8 +202,8 @@ def check_dealt_tokens(group: TPGroup) -> None:
     sequence = Shard(((1, Ownership.dealt(2 * group.size + 1, group.size)),))
     x = torch.randn(3, 2 * group.size + 1, 6, requires_grad=True)
     mine = scatter(x, group, sequence)
-    whole = all_gather_replicate(mine, group, sequence)
-    keep_part(whole, mine, lambda part: all_gather(part, group, sequence))
+    whole = replicate(mine, group, [local_up], sequence)
+    note_gathered(whole, mine, sequence, group)
     y = all_gather(reduce_scatter(local_down(local_up(whole).tanh()), group, sequence), group, sequence)
     truth = down(up(x).tanh())
     assert_near(y, truth, "dealt tokens")

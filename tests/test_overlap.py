@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_ranks
@@ -15,11 +17,19 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_autotp import full_gradients, parallelize
 from lightning_autotp.layouts.ownership import Ownership
+from lightning_autotp.layouts.types import Shard
+from lightning_autotp.parallel.collectives import scatter
 from lightning_autotp.parallel.linear import ColumnParallelLinear
-from lightning_autotp.parallel.overlap import replicate
+from lightning_autotp.parallel.overlap import note_gathered, replicate
 from lightning_autotp.ranks.group import TPGroup
 
-SHORT = {"mm": "product", "all_reduce": "launch", "wait_tensor": "wait"}
+SHORT = {
+    "mm": "product",
+    "all_reduce": "sum",
+    "all_gather_into_tensor": "gather",
+    "reduce_scatter_tensor": "part of a sum",
+    "wait_tensor": "wait",
+}
 
 
 class Order(TorchDispatchMode):
@@ -36,47 +46,49 @@ class Order(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def between(names: list[str]) -> list[int]:
-    """How many products run while each sum is under way."""
-    counts, launched = [], None
-    for at, name in enumerate(names):
-        if name == "launch":
-            assert launched is None
-            launched = at
-        elif name == "wait":
-            assert launched is not None
-            counts.append(at - launched - 1)
-            launched = None
-    return counts
-
-
-def order(rank: int, size: int) -> list[int]:
-    model = parallelize(
-        tiny_model("llama"),
-        dist.group.WORLD,  # type: ignore[arg-type]
-        example_inputs=token_batch(0),
-        plan_cache=False,
-    )
-    loss = model(**token_batch(0)).loss
-    with Order() as order:
-        loss.backward()
-    return between(order.names)
+def order(rank: int, size: int) -> dict[bool, list[str]]:
+    found = {}
+    for sequence_parallel in (False, True):
+        model = parallelize(
+            tiny_model("llama"),
+            dist.group.WORLD,  # type: ignore[arg-type]
+            example_inputs=token_batch(0, length=16),
+            sequence_parallel=sequence_parallel,
+            plan_cache=False,
+        )
+        loss = model(**token_batch(0, length=16)).loss
+        with Order() as order:
+            loss.backward()
+        found[sequence_parallel] = order.names
+    return found
 
 
 def test_weight_gradients_of_a_region_run_while_its_input_gradient_is_summed() -> None:
-    for counts in run_ranks(order, 2):
-        # the loss and its head, then from the last layer on: gate and up; q, k and v
-        assert counts[-4:] == [2, 3, 2, 3]
-        assert sum(counts[:-4]) == 0
+    """Products for the input, the launch of their sum, products for the weights, the wait."""
+    for found in run_ranks(order, 2):
+        names = ", ".join(found[False])
+        assert names.count("sum") == 5  # the loss's; gate's and up's; that of q, k and v
+        for products in (2, 3):
+            of_a_region = ["product"] * products
+            assert names.count(", ".join([*of_a_region, "sum", *of_a_region, "wait"])) == 2
+
+
+def test_what_was_gathered_is_gathered_again_while_the_input_gradient_is_computed() -> None:
+    for found in run_ranks(order, 2):
+        names = ", ".join(found[True])
+        for products in (2, 3):
+            of_a_region = ["product"] * products
+            wanted = ["gather", *of_a_region, "part of a sum", "wait", *of_a_region, "wait"]
+            assert names.count(", ".join(wanted)) == 2
 
 
 class Region(nn.Module):
     """Two column-parallel layers with one input, as a plan makes them, and what becomes of their results."""
 
-    def __init__(self, group: TPGroup, bias: bool, overlapped: bool) -> None:
+    def __init__(self, group: TPGroup, bias: bool, source: Shard | None, overlapped: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.group, self.overlapped = group, overlapped
+        self.group, self.source, self.overlapped = group, source, overlapped
         self.layers = nn.ModuleList()
         for outputs in (7, 12):
             whole = nn.Linear(5, outputs, bias, dtype=torch.float64)
@@ -84,7 +96,14 @@ class Region(nn.Module):
             self.layers.append(ColumnParallelLinear.convert(whole, dealt, group, input_is_replicated=True))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = replicate(x, self.group, self.layers if self.overlapped else ())  # type: ignore[arg-type]
+        layers: Any = self.layers if self.overlapped else ()
+        if self.source is None:
+            x = replicate(x, self.group, layers)
+        else:
+            part = scatter(x, self.group, self.source)
+            x = replicate(part, self.group, layers, self.source)
+            if self.overlapped:
+                note_gathered(x, part, self.source, self.group)
         return sum(layer(x).tanh().pow(2).sum() for layer in self.layers) + self.layers[0](x).sum()  # type: ignore[no-any-return]
 
 
@@ -149,19 +168,19 @@ def compared(rank: int, size: int) -> dict[str, float]:
     """The largest difference between gradients with and without overlap, over the largest gradient."""
     group = TPGroup.of(dist.group.WORLD)  # type: ignore[arg-type]
     found = {}
-    for way in WAYS:
-        for bias in (True, False):
-            results = []
-            for overlapped in (True, False):
-                torch.manual_seed(1)
-                dtype = torch.float32 if way is low_precision else torch.float64
-                x = torch.randn(3, 4, 5, dtype=dtype, requires_grad=True)
-                results.append(way(Region(group, bias, overlapped).to(dtype), x))
-            pairs = [(a, b) for a, b in zip(*results, strict=True) if a.numel()]
-            differences = [float((a - b).abs().max() / b.abs().max()) for a, b in pairs]
-            assert all(a.dtype == b.dtype for a, b in zip(*results, strict=True))
-            assert all(gradient.abs().max() > 0 for gradient in results[0] if gradient.numel())
-            found[f"{way.__name__}, {bias}"] = max(differences)
+    evenly, unevenly = (Shard(((dim, Ownership.dealt((3, 4)[dim], size)),)) for dim in (1, 0))
+    for way, bias, source in itertools.product(WAYS, (True, False), (None, evenly, unevenly)):
+        results = []
+        for overlapped in (True, False):
+            torch.manual_seed(1)
+            dtype = torch.float32 if way is low_precision else torch.float64
+            x = torch.randn(3, 4, 5, dtype=dtype, requires_grad=True)
+            results.append(way(Region(group, bias, source, overlapped).to(dtype), x))
+        pairs = [(a, b) for a, b in zip(*results, strict=True) if a.numel()]
+        differences = [float((a - b).abs().max() / b.abs().max()) for a, b in pairs]
+        assert all(a.dtype == b.dtype for a, b in zip(*results, strict=True))
+        assert all(gradient.abs().max() > 0 for gradient in results[0] if gradient.numel())
+        found[f"{way.__name__}, {bias}, {source}"] = max(differences)
     return found
 
 
@@ -172,21 +191,23 @@ def test_gradients_are_those_without_overlap() -> None:
             assert difference <= (2**-7 if way.startswith("low_precision") else 1e-14), way
 
 
-def trained(rank: int, size: int) -> dict[str, Tensor]:
+def trained(rank: int, size: int, sequence_parallel: bool) -> dict[str, Tensor]:
     model = parallelize(
         tiny_model("llama"),
         dist.group.WORLD,  # type: ignore[arg-type]
         example_inputs=token_batch(0),
+        sequence_parallel=sequence_parallel,
         plan_cache=False,
     )
     model(**token_batch(0)).loss.backward()
     return full_gradients(model)  # type: ignore[return-value]
 
 
-def test_a_model_has_one_process_gradients() -> None:
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_model_has_one_process_gradients(sequence_parallel: bool) -> None:
     whole = tiny_model("llama")
     whole(**token_batch(0)).loss.backward()
     wanted = {name: parameter.grad for name, parameter in whole.named_parameters()}
-    for found in run_ranks(trained, 3):
+    for found in run_ranks(trained, 3, sequence_parallel):
         for name, gradient in wanted.items():
             torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6)

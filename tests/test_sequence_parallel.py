@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from typing import Any
 from unittest import mock
 
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from lightning_autotp import full_gradients, make_plan, parallelize
 from lightning_autotp.layouts.types import Replicate
-from lightning_autotp.parallel import gathered
+from lightning_autotp.parallel import overlap
 from lightning_autotp.parallel.linear import ColumnParallelLinear
 from lightning_autotp.proving.new_calls import UnprovedCall
 from lightning_autotp.solving.cost import Profile
@@ -132,23 +131,20 @@ def kept(rank: int, size: int) -> dict[str, Any]:
             module.register_forward_pre_hook(look)
     loss = model(**inputs).loss
     found: dict[str, Any] = {"seen": len(alive), "alive": sum(ref() is not None for ref in alive)}
-    gathers = Counter[int]()
-    whole = gathered._Gathered.whole
-
-    def counted(self: Any) -> Tensor:
-        gathers[id(self)] += self.again is None
-        return whole(self)
-
-    with mock.patch.object(gathered._Gathered, "whole", counted):
+    with mock.patch.object(overlap, "begin_gather", wraps=overlap.begin_gather) as gather:
         loss.backward()
-    return {**found, "gathers": sorted(gathers.values())}
+    return {
+        **found,
+        "gathers": gather.call_count,
+        "gathered": len({id(call.args[0]) for call in gather.call_args_list}),
+    }
 
 
 def test_gathered_inputs_are_not_kept_for_the_backward_pass() -> None:
     for found in run_ranks(kept, 2):
         assert found["seen"] == 10  # q, k, v, gate and up of two layers
         assert found["alive"] == 0
-        assert found["gathers"] == [1, 1, 1, 1]  # one for attention and one for the MLP of each
+        assert found["gathers"] == found["gathered"] == 4  # one for attention and one for the MLP of each
 
 
 def called_alone(model: Any) -> Tensor:

@@ -20,13 +20,12 @@ from lightning_autotp.layouts.places import CallSite
 from lightning_autotp.layouts.plan import ConversionPlan, ImplementationPlan, Plan, SizePlan
 from lightning_autotp.layouts.types import Invariant, Layout, Replicate, Shard, local_shape
 from lightning_autotp.parallel.collectives import convert, gather_lengths
-from lightning_autotp.parallel.gathered import keep_part
 from lightning_autotp.parallel.head import VocabParallelHead, compute_when_needed
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
 from lightning_autotp.parallel.linear import ColumnParallelLinear
 from lightning_autotp.parallel.local_parameters import LocalParameters, localize_parameter
 from lightning_autotp.parallel.logits import VocabParallelLogits
-from lightning_autotp.parallel.overlap import replicate
+from lightning_autotp.parallel.overlap import note_gathered, replicate
 from lightning_autotp.parameters.state import ParallelState
 from lightning_autotp.private.torch_private import ModuleHooks, parameters_of
 from lightning_autotp.ranks.group import TPGroup
@@ -251,11 +250,12 @@ class BoundaryConversion:
         if tensor.is_meta and tensor.shape == self._local_shape():
             return tensor  # in a trace that looks for sizes: the comparison tells that nothing was converted here
         source, target = self._for_this_batch(tensor)
-        if isinstance(source, Invariant) and isinstance(target, Replicate):
-            return self._own(replicate(tensor, self.group, self.layers))
-        result = convert(tensor, source, target, self.group)
-        if isinstance(self.plan.source, Shard) and self.plan.source.grows:
-            keep_part(result, tensor, lambda part: convert(part, source, Invariant(), self.group))
+        if isinstance(source, Invariant | Shard) and isinstance(target, Replicate):
+            result = replicate(tensor, self.group, self.layers, source)
+        else:
+            result = convert(tensor, source, target, self.group)
+        if isinstance(source, Shard) and isinstance(self.plan.source, Shard) and self.plan.source.grows:
+            note_gathered(result, tensor, source, self.group)
         return self._own(result)
 
     def _own(self, result: Tensor) -> Tensor:

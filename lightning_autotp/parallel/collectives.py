@@ -70,6 +70,11 @@ def reduce_values(x: Tensor, group: TPGroup, op: str = "sum") -> Tensor:
     return collectives.wait_tensor(collectives.all_reduce(x.contiguous(), op, group.name))
 
 
+def wait(x: Tensor) -> Tensor:
+    """A tensor with its values, where a collective that gives them may be under way."""
+    return x if x.is_meta or x.numel() == 0 else collectives.wait_tensor(x)
+
+
 def gather_values(x: Tensor, group: TPGroup) -> Tensor:
     """Every rank's ``x``, all of one shape, outside autograd: ``[...] -> [ranks, ...]``. Collective."""
     if x.is_meta or x.numel() == 0:
@@ -78,32 +83,36 @@ def gather_values(x: Tensor, group: TPGroup) -> Tensor:
     return flat.view(group.size, *x.shape)
 
 
-def _reduce_scatter_parts(parts: Tensor, group: TPGroup) -> Tensor:
-    """This rank's part, summed over the ranks: ``[ranks, size, ...] -> [size, ...]``."""
+def _begin_reduce_scatter_parts(parts: Tensor, group: TPGroup) -> Tensor:
+    """This rank's part, summed over the ranks: ``[ranks, size, ...] -> [size, ...]``; to be waited for."""
     if parts.is_meta or parts.numel() == 0:
         return parts.new_empty(parts.shape[1:])
     # With its own shape, not as a view of a flat one: the model's code may go on to change it in place.
-    return collectives.wait_tensor(
-        collectives.reduce_scatter_tensor(parts.contiguous().flatten(0, 1), "sum", group.size, group.name)
-    )
+    return collectives.reduce_scatter_tensor(parts.contiguous().flatten(0, 1), "sum", group.size, group.name)
 
 
-def _gather_even(x: Tensor, group: TPGroup, dim: int) -> Tensor:
+def _begin_gather_even(x: Tensor, group: TPGroup, dim: int) -> Callable[[], Tensor]:
     """The ranks' ``[..., size, ...]`` of one shape after each other along ``dim``: ``[..., ranks * size, ...]``."""
     shape = [*x.shape[:dim], group.size * x.shape[dim], *x.shape[dim + 1 :]]
     if x.is_meta or x.numel() == 0:
-        return x.new_empty(shape)
-    if dim and any(size != 1 for size in x.shape[:dim]):  # the ranks' rows alternate in memory
-        return torch.cat(gather_values(x, group).unbind(), dim)
+        empty = x.new_empty(shape)
+        return lambda: empty
     flat = collectives.all_gather_into_tensor(x.contiguous().flatten(0, dim), group.size, group.name)
-    # With its own shape, not as a view of another one: the model's code may go on to change it in place.
-    return own_shape(collectives.wait_tensor(flat), shape)
+
+    def finish() -> Tensor:
+        whole = collectives.wait_tensor(flat)
+        if any(size != 1 for size in x.shape[:dim]):  # the ranks' rows alternate in memory
+            return torch.cat(whole.view(group.size, *x.shape).unbind(), dim)
+        # With its own shape, not as a view of another one: the model's code may go on to change it in place.
+        return own_shape(whole, shape)
+
+    return finish
 
 
-def _reduce_scatter_even(x: Tensor, group: TPGroup, dim: int) -> Tensor:
+def _begin_reduce_scatter_even(x: Tensor, group: TPGroup, dim: int) -> Tensor:
     """This rank's one of equal parts along ``dim`` of the sum: ``[..., ranks * size, ...] -> [..., size, ...]``."""
     parts = x.unflatten(dim, (group.size, -1)).movedim(dim, 0)  # a view that is contiguous if ``dim`` is the first one
-    return _reduce_scatter_parts(parts, group)
+    return _begin_reduce_scatter_parts(parts, group)
 
 
 def gather_lengths(length: int, group: TPGroup, device: torch.device) -> list[int]:
@@ -170,7 +179,7 @@ def _place(local: Tensor, dim: int, ownership: Ownership, rank: int) -> Tensor:
 def _gather(local: Tensor, group: TPGroup, dim: int, ownership: Ownership, *, add_owners: bool) -> Tensor:
     """The whole tensor from the ranks' parts; a shared index has its first owner's value, or the sum of its owners'."""
     if ownership.is_even:
-        return _gather_even(local, group, dim)
+        return _begin_gather_even(local, group, dim)()
     largest = max(ownership.local_size(rank) for rank in range(ownership.ranks))
     parts = gather_values(_pad(local, dim, largest), group)
     offsets = [0] * ownership.ranks
@@ -189,10 +198,10 @@ def _gather(local: Tensor, group: TPGroup, dim: int, ownership: Ownership, *, ad
 def _reduce_scatter(x: Tensor, group: TPGroup, dim: int, ownership: Ownership) -> Tensor:
     """This rank's part of the sum of the ranks' whole tensors; every owner of a shared index gets its sum."""
     if ownership.is_even:
-        return _reduce_scatter_even(x, group, dim)
+        return wait(_begin_reduce_scatter_even(x, group, dim))
     largest = max(ownership.local_size(rank) for rank in range(ownership.ranks))
     parts = [_pad(take_owned(x, dim, ownership, rank), dim, largest) for rank in range(ownership.ranks)]
-    part, size = _reduce_scatter_parts(torch.stack(parts), group), ownership.local_size(group.rank)
+    part, size = wait(_begin_reduce_scatter_parts(torch.stack(parts), group)), ownership.local_size(group.rank)
     return part if size == largest else part.narrow(dim, 0, size).clone(memory_format=torch.contiguous_format)
 
 
@@ -298,6 +307,26 @@ def transition_backward(grad: Tensor, pair: Pair, group: TPGroup, dim: int, owne
     """The gradient before a transition, from the one after it; differentiable where gradients are recorded."""
     if torch.is_grad_enabled():  # under create_graph=True
         return _TransitionBackward.apply(grad, pair, group, dim, ownership)
+    return WAYS[pair].backward(grad, group, dim, ownership)
+
+
+# --- begun here, waited for elsewhere, where products are computed meanwhile: even shards, outside autograd ---
+
+
+def begin_gather(x: Tensor, group: TPGroup, dim: int, ownership: Ownership) -> Callable[[], Tensor]:
+    """Begin an all-gather, ``[..., size/tp, ...] -> [..., size, ...]``; what this returns waits for it. Collective."""
+    if ownership.is_even:
+        return _begin_gather_even(x, group, dim)
+    whole = _gather(x, group, dim, ownership, add_owners=False)
+    return lambda: whole
+
+
+def begin_backward(grad: Tensor, pair: Pair, group: TPGroup, dim: int, ownership: Ownership | None) -> Tensor:
+    """As :func:`transition_backward`; the result is to be given to :func:`wait` before it is read."""
+    if pair == ("I", "R") and not grad.is_meta and grad.numel():
+        return collectives.all_reduce(grad.contiguous(), "sum", group.name)
+    if pair == ("S", "R") and ownership is not None and ownership.is_even:
+        return _begin_reduce_scatter_even(grad, group, dim)
     return WAYS[pair].backward(grad, group, dim, ownership)
 
 

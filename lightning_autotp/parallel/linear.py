@@ -38,7 +38,6 @@ from lightning_autotp.parallel.collectives import (
     scatter,
     take_owned,
 )
-from lightning_autotp.parallel.gathered import saving_part
 from lightning_autotp.parallel.local_parameters import LocalParameters, become, localize_parameter
 from lightning_autotp.parallel.overlap import product, replicate
 from lightning_autotp.ranks.group import TPGroup
@@ -170,8 +169,7 @@ class ColumnParallelLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """``[batch, ..., in] -> [batch, ..., out/tp]``; see the class for the flags. Collective."""
         input = self.replicated(input)
-        with saving_part(input):
-            output = product(input, self)
+        output = product(input, self)
         if self.gather_output:
             output = all_gather(output, self.group, Shard(((output.dim() - 1, self.ownership),)))
         return output

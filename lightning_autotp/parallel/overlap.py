@@ -1,4 +1,4 @@
-"""The sum of a column-parallel region's input gradient runs while the region's weight gradients are computed.
+"""What a column-parallel region's input sends runs while products are computed; of a gathered one only a part is kept.
 
 Autograd runs of the nodes that are ready the one first that the forward made last. So the order in which a forward
 makes nodes decides what overlaps. A region whose input ``x`` goes into products with ``W_1 .. W_n`` makes them in this
@@ -7,21 +7,28 @@ order:
 ======================  ==========================  ==================================================
 node                    forward                     backward
 ======================  ==========================  ==================================================
-:class:`_Wait`          ``x``                       waits until ``dx`` has been summed
+:class:`_Wait`          ``x_r``                     waits until ``dx`` has been summed
 :class:`_Later`, n of   ``W_i``                     ``dW_i = dy_i^T x``, from what the product left
-:class:`_Launch`        ``x``                       starts the all-reduce of ``dx``
-:class:`_Product`, n    ``y_i = x W_i^T (+ b_i)``   ``dx_i = dy_i W_i``; leaves ``dy_i`` and ``x`` to ``_Later``
+:class:`_Launch`        ``x`` from ``x_r``          starts the sum of ``dx``
+:class:`_Product`, n    ``y_i = x W_i^T (+ b_i)``   starts to gather ``x`` again, ``dx_i = dy_i W_i``
 ======================  ==========================  ==================================================
 
-In the backward pass the products run, then what they give for ``x`` is added up and its sum over the ranks launched,
-then the weight gradients are computed, and then the sum is waited for. Each weight's gradient comes to its parameter as
-ever, so hooks, accumulation and FSDP see nothing of it. (Megatron-LM launches the sum between the two products of one
-layer's backward, ``LinearWithGradAccumulationAndAsyncCommunication``; here it is one sum for all layers of a region.)
+``x_r`` is ``x`` itself, and the sum an all-reduce; or it is this rank's part, which is gathered (sequence parallelism),
+and the sum a reduce-scatter. In the backward pass the products run, then what they give for ``x`` is added up and its
+sum over the ranks launched, then the weight gradients are computed, and then the sum is waited for. Each weight's
+gradient comes to its parameter as ever, so hooks, accumulation and FSDP see nothing of it. (Megatron-LM launches the
+sum between the two products of one layer's backward, ``LinearWithGradAccumulationAndAsyncCommunication``; here it is
+one sum for all layers of a region.)
+
+The weight gradients need the whole ``x``. A gathered one is not kept for them, but gathered again, once for all the
+products of a region, while they compute ``dx_i``: after *Reducing Activation Recomputation in Large Transformer Models*
+(Korthikanti et al., https://arxiv.org/abs/2205.05198).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -29,22 +36,24 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from lightning_autotp.layouts.types import Invariant, Replicate
-from lightning_autotp.parallel.collectives import convert, transition_backward
-from lightning_autotp.private.distributed_private import collectives
-from lightning_autotp.private.torch_private import backward_pass
+from lightning_autotp.layouts.transitions import transition
+from lightning_autotp.layouts.types import Invariant, Replicate, Shard
+from lightning_autotp.parallel.collectives import begin_backward, begin_gather, convert, transition_backward, wait
+from lightning_autotp.private.torch_private import after_backward, backward_pass, base_of
 from lightning_autotp.ranks.group import TPGroup
 
-_NAME = "autotp_weights"
+_WHOLE = Invariant()
+_WEIGHTS = "autotp_weights"
+_GATHERED = "autotp_gathered"
 
 
 class _Left:
     """What a product leaves in a backward pass for its weight's gradient, until that is computed in the same pass."""
 
     def __init__(self) -> None:
-        self._left: tuple[int, Tensor, Tensor, Tensor] | None = None
+        self._left: tuple[int, Tensor, Callable[[], Tensor], Tensor] | None = None
 
-    def leave(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    def leave(self, grad: Tensor, x: Callable[[], Tensor], weight: Tensor) -> Tensor:
         """Leave the gradient of the result and the input; gives a tensor like the weight, without values."""
         instead = grad.new_zeros(()).expand(weight.shape)
         self._left = backward_pass(), grad, x, instead
@@ -56,8 +65,72 @@ class _Left:
         if left is None or left[0] != backward_pass():  # the weight's part in a derivative of the input's gradient
             return given
         _, grad, x, instead = left
-        own = grad.flatten(0, -2).t() @ x.flatten(0, -2)
+        own = _weight_gradient(grad, x())
         return own if given.data_ptr() == instead.data_ptr() else own + given
+
+
+class _Gathering:
+    """A gather that is under way in a backward pass.
+
+    Args:
+        finish: gives the whole tensor.
+        users: how many will ask for it.
+    """
+
+    def __init__(self, finish: Callable[[], Tensor], users: int) -> None:
+        self._finish, self._users = finish, users
+        self._whole: Tensor | None = None
+        self._is_waited_for = False
+
+    def end(self) -> None:
+        """Wait for what nobody asked for, so that nothing writes into memory that is used again."""
+        if not self._is_waited_for:
+            self._finish()
+
+    def whole(self) -> Tensor:
+        """The whole tensor, which is kept until the last user has it."""
+        whole = self._finish() if self._whole is None else self._whole
+        self._is_waited_for = True
+        self._users -= 1
+        self._whole = whole if self._users > 0 else None
+        return whole
+
+
+class _Gathered:
+    """How an input was gathered: in a backward pass that is done again, once for all products that need it.
+
+    Args:
+        part: this rank's part, ``[..., seq/tp, ...]``.
+        source: the layout of the part.
+        group: the tensor-parallel group.
+
+    Attributes:
+        users: how many products of each dtype keep the part.
+    """
+
+    def __init__(self, part: Tensor, source: Shard, group: TPGroup) -> None:
+        self.part, self.source, self.group = part, source, group
+        self.users = Counter[torch.dtype]()
+        self._under_way: dict[torch.dtype, _Gathering] = {}
+
+    def again(self, part: Tensor, dtype: torch.dtype) -> Callable[[], Tensor]:
+        """Begin to gather; what this returns gives the whole tensor, to be called once. Collective."""
+        if torch.is_grad_enabled():  # under create_graph=True
+            whole = convert(part.to(dtype), self.source, Replicate(), self.group)
+            return lambda: whole
+        if not self._under_way:
+            after_backward(self._end)
+        if dtype not in self._under_way:
+            ((dim, ownership),) = self.source.dims
+            gather = begin_gather(part.to(dtype), self.group, dim, ownership)
+            self._under_way[dtype] = _Gathering(gather, self.users[dtype])
+        return self._under_way[dtype].whole
+
+    def _end(self) -> None:
+        """At the end of a pass: one that computes no weight gradients asks for nothing that was begun."""
+        for gathering in self._under_way.values():
+            gathering.end()
+        self._under_way.clear()
 
 
 class _Wait(Function):
@@ -67,20 +140,24 @@ class _Wait(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad if torch.is_grad_enabled() or not grad.numel() else collectives.wait_tensor(grad)
+        return grad if torch.is_grad_enabled() else wait(grad)
 
 
 class _Launch(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: TPGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
+    def forward(ctx: Any, x: Tensor, source: Invariant | Shard, group: TPGroup) -> Tensor:
+        pair = transition(source, Replicate()).pair
+        if isinstance(source, Invariant):
+            ctx.where = pair, group, 0, None
+            return x.view_as(x)
+        ((dim, ownership),) = source.dims
+        ctx.where = pair, group, dim, ownership
+        return convert(x, source, Replicate(), group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        if torch.is_grad_enabled() or not grad.numel():  # under create_graph=True: summed at once
-            return transition_backward(grad, ("I", "R"), ctx.group, 0, None), None
-        return collectives.all_reduce(grad.contiguous(), "sum", ctx.group.name), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        begin = transition_backward if torch.is_grad_enabled() else begin_backward  # under create_graph=True: at once
+        return begin(grad, *ctx.where), None, None
 
 
 class _Later(Function):
@@ -95,51 +172,100 @@ class _Later(Function):
 
 
 class _Product(Function):
+    """``x W^T (+ b)``, of which the backward pass leaves the weight's gradient for later where it can."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, left: _Left) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.left, ctx.has_bias = left, bias is not None
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        part: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        left: _Left | None,
+        gathered: _Gathered | None,
+    ) -> Tensor:
+        ctx.save_for_backward(x if part is None else part, weight)
+        ctx.left, ctx.gathered, ctx.has_bias = left, gathered, bias is not None
         return F.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
-        x, weight = ctx.saved_tensors
-        instead = ctx.left.leave(grad, x, weight)
-        return grad @ weight, instead, grad.flatten(0, -2).sum(0) if ctx.has_bias else None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor, Tensor | None, None, None]:
+        kept, weight = ctx.saved_tensors
+        x = (lambda: kept) if ctx.gathered is None else ctx.gathered.again(kept, weight.dtype)
+        of_x = grad @ weight if ctx.needs_input_grad[0] else None
+        of_weight = _weight_gradient(grad, x()) if ctx.left is None else ctx.left.leave(grad, x, weight)
+        return of_x, None, of_weight, grad.flatten(0, -2).sum(0) if ctx.has_bias else None, None, None
 
 
-def replicate(x: Tensor, group: TPGroup, layers: Iterable[nn.Linear]) -> Tensor:
-    """I → R for a tensor that is the input of column-parallel layers. The backward pass is collective.
+def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    """``[..., out]``, ``[..., in] -> [out, in]``; ``x`` may have other dims before the last one, in the same order."""
+    grad = grad.flatten(0, -2)
+    return grad.t() @ x.reshape(len(grad), -1)
+
+
+def replicate(x: Tensor, group: TPGroup, layers: Iterable[nn.Linear], source: Invariant | Shard = _WHOLE) -> Tensor:
+    """I → R or S → R for a tensor that is the input of column-parallel layers. The backward pass is collective.
 
     Its sum over the ranks overlaps with the weight gradients of those of the layers that are called with it by
     :func:`product`. In compiled code, without gradients, and under double backward, nothing overlaps.
 
     Args:
-        x: ``[batch, ..., in]``.
+        x: ``[batch, ..., in]``, or this rank's part of it.
         group: the tensor-parallel group.
         layers: column-parallel layers, ``[out/tp, in]``.
+        source: the tensor's layout.
     """
-    if not x.requires_grad or not torch.is_grad_enabled() or x.is_meta or torch.compiler.is_compiling():
-        return convert(x, Invariant(), Replicate(), group)
+    if not x.requires_grad or not _is_recorded(x):
+        return convert(x, source, Replicate(), group)
+    gathered = _gathered(x)
     trained = [layer for layer in layers if type(layer.weight) is nn.Parameter and layer.weight.requires_grad]
     x = _Wait.apply(x)
     weights: dict[nn.Module, tuple[Tensor, _Left]] = {}
     for layer in trained:
         left = _Left()
         weights[layer] = _Later.apply(_cast(layer.weight), left), left
-    x = _Launch.apply(x, group)
-    setattr(x, _NAME, weights)
+    x = _Launch.apply(x, source, group)
+    setattr(x, _WEIGHTS, weights)
+    if gathered is not None:  # before it came here
+        setattr(x, _GATHERED, gathered)
     return x
 
 
+def note_gathered(whole: Tensor, part: Tensor, source: Shard, group: TPGroup) -> None:
+    """Note on a gathered tensor how to gather it again: then :func:`product` keeps the part. Not collective."""
+    if _is_recorded(whole):
+        setattr(whole, _GATHERED, _Gathered(part, source, group))
+
+
 def product(x: Tensor, layer: nn.Linear) -> Tensor:
-    """The layer's product, ``[batch, ..., in] -> [batch, ..., out/tp]``. Not collective."""
-    weights: dict[nn.Module, tuple[Tensor, _Left]] = getattr(x, _NAME, {})
+    """The layer's product, ``[batch, ..., in] -> [batch, ..., out/tp]``.
+
+    Not collective; the backward pass is, if the input was gathered.
+    """
+    weights: dict[nn.Module, tuple[Tensor, _Left]] = getattr(x, _WEIGHTS, {})
     weight, left = weights.pop(layer, (None, None))  # a second call has a gradient of its own
+    gathered = _gathered(x) if _is_recorded(x) and layer.weight.requires_grad else None
+    if weight is None and gathered is not None and type(layer.weight) in (Tensor, nn.Parameter):
+        weight = _cast(layer.weight)
     if weight is None:
         return F.linear(x, layer.weight, layer.bias)
     bias = None if layer.bias is None else _cast(layer.bias)
-    return _Product.apply(_cast(x), weight, bias, left)
+    part = None if gathered is None else gathered.part
+    if gathered is not None:
+        gathered.users[weight.dtype] += 1
+    return _Product.apply(_cast(x), part, weight, bias, left, gathered)
+
+
+def _is_recorded(x: Tensor) -> bool:
+    return torch.is_grad_enabled() and not x.is_meta and not torch.compiler.is_compiling()
+
+
+def _gathered(x: Tensor) -> _Gathered | None:
+    """What was noted on a tensor, or on the one that it is a reshaped view of."""
+    base = base_of(x)
+    if hasattr(x, _GATHERED) or base is None:
+        return getattr(x, _GATHERED, None)
+    return getattr(base, _GATHERED, None) if base.numel() == x.numel() and x.is_contiguous() else None
 
 
 def _cast(tensor: Tensor) -> Tensor:
