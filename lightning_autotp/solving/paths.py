@@ -148,9 +148,8 @@ def seen_paths(solution: Solution, rank: int) -> dict[str, SeenPath]:
     graph = solution.graph
     types = _Types(solution, rank)
     seen = {path: SeenPath() for path in graph.choosing}
-    opened = {op.call for op in graph.operators if op.call >= 0}
     tops = _outermost(graph)
-    for call in (*(call for number, call in enumerate(graph.calls) if number in opened), *graph.looks):
+    for call in (*graph.calls, *graph.looks):  # also calls whose operators nobody's result depends on
         if call.module not in graph.choosing:
             continue
         line = (call.site.file, call.site.line, call.site.function)
