@@ -19,10 +19,11 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_autotp.applying.changed_calls import LocalForward
 from lightning_autotp.capture.call_sites import call_key, call_leaves, calling_frame, grouped_leaves, is_user_code
-from lightning_autotp.capture.nested import leaves_of, tensors_in
+from lightning_autotp.capture.nested import constants_in, leaves_of, tensors_in
 from lightning_autotp.parameters.state import parallel_state
 from lightning_autotp.solving.paths import (
     STATIC,
+    UNSEEN,
     ZEROS,
     Given,
     Line,
@@ -38,6 +39,11 @@ from lightning_autotp.solving.paths import (
 )
 
 _UNKNOWN = "unknown"
+_WRITING = {
+    f"__{name}__"
+    for name in ("setitem", "delitem", "set", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow")
+} | {f"__i{name}__" for name in ("and", "or", "xor", "lshift", "rshift", "matmul")}
+"""Functions that change a tensor in place, besides those that end in an underscore."""
 _NEUTRAL = (STATIC, ZEROS)
 _DEVICE = Tensor.device.__get__
 _WHOLE = ("I", "R", *_NEUTRAL)
@@ -131,6 +137,7 @@ class _Running:
 
     def __init__(self, watch: PathWatch, path: str, run: Run, caller: _Running | None) -> None:
         self.watch, self.path, self.run, self.caller = watch, path, run, caller
+        self.is_compared = True
         self.types: dict[int, tuple[weakref.ref[Tensor], Type]] = {}
         self.neutral: list[weakref.ref[Tensor]] = []
 
@@ -176,6 +183,8 @@ class _Running:
             UnseenPath: if it was not seen with such tensors.
         """
         calls = self.watch.seen[self.path].calls.get(line)
+        if calls is None and self._only_tells(line, args, kwargs):
+            return Outcome((UNSEEN,), ())
         if calls is None:
             raise self.watch.refusal(self.path, f"it calls {said_line(line)}")
         given = self.given(args, kwargs)
@@ -186,6 +195,22 @@ class _Running:
                 return outcome
         raise self.watch.refusal(
             self.path, f"it calls {said_line(line)} with {_said(given)}, seen with {' or '.join(map(_said, calls))}"
+        )
+
+    def _only_tells(self, line: Line, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Whether a call can do no more than tell the way: its result is not one that any line was seen with.
+
+        It writes nothing, and takes static tensors, which are the same on all ranks, but no number that may be a size.
+        """
+        leaves = call_leaves((args, dict(kwargs)))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        return (
+            bool(tensors)
+            and all(self.type(tensor) in (STATIC, UNSEEN) for tensor in tensors)
+            and not any(type(leaf) is int and leaf > 1 for leaf in leaves)
+            and not line[2].removesuffix("__").endswith("_")
+            and line[2] not in _WRITING
+            and "out" not in kwargs
         )
 
     def returns(self, line: Line, outcome: Outcome, given: list[Any], result: Any) -> None:
@@ -225,8 +250,10 @@ class _Enter:
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         running = self.watch.running
         caller = running[-1] if running else None
+        caller = caller if caller is not None and caller.is_compared else None
         running.append(None)  # also if this fails: then the other hook runs all the same
-        if not any(tensor.is_meta for tensor in tensors_in((args, kwargs))):
+        follows = caller is None and self.watch.seen[self.path].constants  # a way that is the same again
+        if not follows and not any(tensor.is_meta for tensor in tensors_in((args, kwargs))):
             running[-1] = _Running(self.watch, self.path, self._run((args, kwargs), caller), caller)
 
     def _run(self, given: Any, caller: _Running | None) -> Run:
@@ -283,6 +310,9 @@ class _SeenForward:
         for place, tensor in _by_place((args, kwargs)):
             if place in kinds:
                 here.put(tensor, kinds[place])
+        if constants_in((args, kwargs)) in self.watch.seen[self.path].constants:
+            here.is_compared = False  # its code decides nothing: it goes the same way again
+            return self.forward(*args, **kwargs)
         with _SeenCalls(here):
             result = self.forward(*args, **kwargs)
         wanted = dict(here.run.left)

@@ -24,13 +24,13 @@ from lightning_autotp.building.quantization import format_of
 from lightning_autotp.capture.call_sites import is_user_code
 from lightning_autotp.capture.experts import noting_experts
 from lightning_autotp.capture.integer_reads import note_integers
-from lightning_autotp.capture.nested import Copied, copied, leaves_of, map_leaves, map_tensors, tensors_in
+from lightning_autotp.capture.nested import Copied, constants_in, copied, leaves_of, map_leaves, map_tensors, tensors_in
 from lightning_autotp.capture.opaque import LARGEST, NotRun, OpaqueForward
 from lightning_autotp.capture.static_values import NoValue
 from lightning_autotp.capture.tracer import Tracer
 from lightning_autotp.layouts.places import EVERY, Boundary
 from lightning_autotp.layouts.step_size import StepSize
-from lightning_autotp.operators.graph import Graph, ModuleRun
+from lightning_autotp.operators.graph import Constant, Graph, ModuleRun
 from lightning_autotp.private.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -244,7 +244,7 @@ def _find_choosing(model: nn.Module, tracer: Tracer) -> None:
             pending.append(caller)
     inside = tuple(f"{path}." if path else "" for path in found)
     choosing = {path for path, _ in model.named_modules() if found and f"{path}.".startswith(inside)}
-    graph.choosing = frozenset(choosing)
+    graph.deciding, graph.choosing = frozenset(found), frozenset(choosing)
     graph.runs = [run for run in graph.runs if run.module in choosing]
     graph.looks = [call for call in graph.looks if call.module in choosing]
     for number, call in enumerate(graph.calls):
@@ -441,6 +441,7 @@ def _marked_boundaries(model: nn.Module, tracer: Tracer) -> Iterator[None]:
     """Mark every floating-point tensor that enters or leaves a module, and keep the tracer's stack of running ones."""
     given: list[tuple[range, list[Copied]]] = []  # of each module that runs: its marks, and containers made for them
     inputs: list[tuple[tuple[str, int, int], ...]] = []
+    constants: list[tuple[tuple[str, Constant], ...]] = []
 
     def numbered(value: Any, marks: range) -> tuple[tuple[str, int, int], ...]:
         """The tensors of a value, before and after they were marked, by where they are."""
@@ -466,6 +467,7 @@ def _marked_boundaries(model: nn.Module, tracer: Tracer) -> Iterator[None]:
             marked = mark(path, "in", (args, kwargs))
             marks = range(first, len(tracer.graph.operators))
             inputs.append(numbered((args, kwargs), marks))
+            constants.append(constants_in((args, kwargs)))
             given.append((marks, list(copied((args, kwargs), marked))))
             return marked
 
@@ -482,7 +484,7 @@ def _marked_boundaries(model: nn.Module, tracer: Tracer) -> Iterator[None]:
             first = len(tracer.graph.operators)
             marked = mark(path, "out", output)
             returned = numbered(output, range(first, len(tracer.graph.operators)))
-            run = ModuleRun(path, tracer.modules[-1], inputs.pop(), returned)
+            run = ModuleRun(path, tracer.modules[-1], inputs.pop(), returned, constants.pop())
             tracer.graph.runs.append(run)
             if any(isinstance(leaf, int | float) for _, leaf in leaves_of(output)):
                 tracer.leaking[path] = run.caller

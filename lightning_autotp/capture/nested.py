@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightning_autotp.operators.graph import Constant
 from lightning_autotp.private.torch_private import registered_children
 
 
@@ -166,6 +167,11 @@ def _leaves(value: Any, path: str, around: tuple[int, ...]) -> Iterator[tuple[st
 def tensors_in(value: Any) -> list[Tensor]:
     """Every tensor in a value, as often as it is there."""
     return [leaf for _, leaf in leaves_of(value) if isinstance(leaf, Tensor)]
+
+
+def constants_in(value: Any) -> tuple[tuple[str, Constant], ...]:
+    """Every number, text, flag and ``None`` in a value, with its path."""
+    return tuple((path, leaf) for path, leaf in leaves_of(value) if leaf is None or isinstance(leaf, int | float | str))
 
 
 def steps_of(path: str) -> tuple[str, ...]:

@@ -52,6 +52,10 @@ class Call:
     instruction: int = -1
 
 
+Constant = float | str | None
+"""What a module may be given beside tensors: a number (a flag is one), a text or nothing."""
+
+
 @dataclass(frozen=True)
 class ModuleRun:
     """One run of a module.
@@ -61,12 +65,14 @@ class ModuleRun:
         caller: path of the module whose code calls it.
         inputs: of each tensor that it is given: where it is, what it is outside and inside of the module.
         outputs: of each tensor that it returns: where it is, what it is inside and outside of the module.
+        constants: the numbers, texts, flags and ``None`` that it is given, each with where it is.
     """
 
     module: str
     caller: str
     inputs: tuple[tuple[str, int, int], ...]
     outputs: tuple[tuple[str, int, int], ...]
+    constants: tuple[tuple[str, Constant], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -200,8 +206,9 @@ class Graph:
         overwritten: where tensors enter or leave modules whose memory code goes on to change in place.
         units: of parameters that may be cut along each dim at multiples of a length only: these lengths.
         asking: modules whose code asks for values that were made up.
-        choosing: modules whose code may run otherwise with other values than those that were made up: the ``asking``
-            ones, those that get numbers from them, and all inside of these.
+        deciding: the ``asking`` ones, and those that get numbers from them.
+        choosing: modules whose code may run otherwise with other values than those that were made up: the ``deciding``
+            ones and, as what they are given may be other than it was, all inside of these.
         runs: the runs of the ``choosing`` modules.
         looks: calls in their code that ran no operator: they asked for a shape, say.
     """
@@ -221,6 +228,7 @@ class Graph:
     overwritten: set[Boundary] = field(default_factory=set)
     units: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     asking: set[str] = field(default_factory=set)
+    deciding: frozenset[str] = frozenset()
     choosing: frozenset[str] = frozenset()
     runs: list[ModuleRun] = field(default_factory=list)
     looks: list[Call] = field(default_factory=list)

@@ -39,7 +39,7 @@ from torch.nn import functional as F
 from lightning_autotp.layouts.transitions import transition
 from lightning_autotp.layouts.types import Invariant, Replicate, Shard
 from lightning_autotp.parallel.collectives import begin_backward, begin_gather, convert, transition_backward, wait
-from lightning_autotp.private.torch_private import after_backward, backward_pass, base_of
+from lightning_autotp.private.torch_private import after_backward, backward_pass, base_of, own_shape
 from lightning_autotp.ranks.group import TPGroup
 
 _WHOLE = Invariant()
@@ -186,7 +186,8 @@ class _Product(Function):
     ) -> Tensor:
         ctx.save_for_backward(x if part is None else part, weight)
         ctx.left, ctx.gathered, ctx.has_bias = left, gathered, bias is not None
-        return F.linear(x, weight, bias)
+        y = F.linear(x, weight, bias)
+        return own_shape(y, y.shape)  # which may be a view inside, and code may change it in place
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor, Tensor | None, None, None]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from lightning_autotp.layouts.types import Layout, Shard
 from lightning_autotp.operators import record
-from lightning_autotp.operators.graph import Call, Graph, ModuleRun, Operator, Ref
+from lightning_autotp.operators.graph import Call, Constant, Graph, ModuleRun, Operator, Ref
 from lightning_autotp.solving.solution import Solution
 
 Line = tuple[str, int, str]
@@ -22,6 +22,9 @@ Line = tuple[str, int, str]
 
 STATIC, ZEROS = "static", "zeros"
 """Types of tensors that no parameter went into: any, and all zeros, which are parts of a sum of zeros as well."""
+
+UNSEEN = "unseen"
+"""Type of what a line that was not seen makes of static tensors: it may tell which way the code goes, nothing else."""
 
 
 @dataclass(frozen=True)
@@ -82,10 +85,12 @@ class SeenPath:
     Attributes:
         calls: by line, and by the types that are given, what calls give.
         runs: the ways in which it is called.
+        constants: the numbers, texts and flags with which it is called, where its code goes the same way with them.
     """
 
     calls: dict[Line, dict[Given, Outcome]] = field(default_factory=dict)
     runs: dict[tuple[tuple[str, Type], ...], Run] = field(default_factory=dict)
+    constants: set[tuple[tuple[str, Constant], ...]] = field(default_factory=set)
 
     def join(self, other: SeenPath) -> str:
         """Add what was seen elsewhere; returns the line at which the two contradict each other, if they do."""
@@ -97,6 +102,7 @@ class SeenPath:
         for run_given, run in other.runs.items():
             if self.runs.setdefault(run_given, run) != run:
                 return "its entry"
+        self.constants |= other.constants
         return ""
 
 
@@ -162,6 +168,8 @@ def seen_paths(solution: Solution, rank: int) -> dict[str, SeenPath]:
         found = types.run(run)
         if seen[run.module].runs.setdefault(found.given, found) != found:
             raise Ambiguous(next(top for top in tops if _is_in(run.module, top)), f"the code of {run.module}")
+        if run.module not in graph.deciding:
+            seen[run.module].constants.add(run.constants)
     divided = {top for top in tops if any(not _is_whole(path) for at, path in seen.items() if _is_in(at, top))}
     return {path: found for path, found in seen.items() if any(_is_in(path, top) for top in divided)}
 

@@ -58,7 +58,7 @@ _MORE = {
 
 
 class _NoModules(nullcontext[None]):
-    """In place of the counter's own record of the modules under way, which fails in code that has a backward of its own."""
+    """In place of the counter's own record of modules under way, which fails in code with a backward of its own."""
 
     parents = frozenset({"Global"})
 
