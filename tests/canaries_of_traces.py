@@ -265,3 +265,22 @@ def _(_: Any) -> None:
     torch.compile(outer, backend="eager", fullgraph=True)(torch.ones(1))
     first = inner.__code__.co_firstlineno
     assert seen == [("given", [("inner", True, first + 1), ("outer", True, outer.__code__.co_firstlineno + 1)])]
+
+
+@canary(
+    "torch._C._ForceDispatchKeyGuard",
+    "torch._C._dispatch_tls_local_exclude_set",
+    "torch._C._dispatch_tls_local_include_set",
+)
+def _(_: Any) -> None:
+    include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    x = torch.ones(1, requires_grad=True)
+    with torch._C._ForceDispatchKeyGuard(include, exclude | torch._C._dispatch_keyset_full()):
+        below = torch._C._dispatch_tls_local_exclude_set()
+        assert below.has(torch._C.DispatchKey.AutogradFunctionality)
+        for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView):
+            below = below.remove(key)
+    with torch._C._AutoDispatchBelowAutograd():
+        assert not (x * 2).requires_grad
+        with torch._C._ForceDispatchKeyGuard(include, below & exclude):
+            assert (x * 2).requires_grad

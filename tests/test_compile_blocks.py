@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lightning_autotp import full_gradients, parallelize
 from lightning_autotp.applying.changed_calls import CallChanges, CallMismatch, LocalForward
 from lightning_autotp.layouts.places import CallSite
+from lightning_autotp.ranks.group import TPGroup
 
 GROUPED = {"num_key_value_heads": 2, "intermediate_size": 80}
 EXPERTS = {"num_experts_per_tok": 2, "experts_implementation": "grouped_mm"}
@@ -42,13 +43,14 @@ CHANGED = {"gpt2", "gpt_neox", "falcon", "bloom", "phi", "olmo2", "cohere"}
 NIGHTLY = {"mistral", "qwen3", "gemma2", "phi", "olmo2"}
 
 
-def model(family: str) -> nn.Module:
+def model(family: str, dropout: float = 0.0, attention: str = "sdpa") -> nn.Module:
     torch.manual_seed(0)
+    shape = {name: dropout if name.endswith("_pdrop") else size for name, size in SHAPES[family].items()}
     config = AutoConfig.for_model(
         family, hidden_size=48, num_hidden_layers=2, num_attention_heads=6, vocab_size=67,
-        max_position_embeddings=32, pad_token_id=0, bos_token_id=1, eos_token_id=2, use_cache=False, **SHAPES[family],
+        max_position_embeddings=32, pad_token_id=0, bos_token_id=1, eos_token_id=2, use_cache=False, **shape,
     )  # fmt: skip
-    return AutoModelForCausalLM.from_config(config)  # type: ignore[no-any-return]
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention)  # type: ignore[no-any-return]
 
 
 def blocks(model: nn.Module) -> dict[str, nn.Module]:
@@ -108,6 +110,53 @@ def test_blocks_are_one_graph_with_one_process_s_numbers(family: str) -> None:
         for name, value in wanted.items():
             exact = {"rtol": 1e-5, "atol": 0.0} if name == "loss" else {"rtol": 1e-4, "atol": 1e-6}
             torch.testing.assert_close(seen["result"][name], value, **exact)
+
+
+def dropping(rank: int, size: int) -> dict[str, list[Any]]:
+    """GPT-2 with dropout, of which every rank drops its own heads' attention weights: compiled and not."""
+    found = {}
+    for attention in ("sdpa", "eager"):
+        local = parallelize(model("gpt2", 0.2, attention), dist.group.WORLD, plan_cache=False)  # type: ignore[arg-type]
+        torch._dynamo.reset()
+        counters.clear()
+        found[attention] = [local.autotp.plan.draws]
+        for compiled in (False, True):
+            if compiled:
+                for block in blocks(local).values():
+                    block.compile(fullgraph=True, backend="aot_eager")
+            for training in (True, False):
+                torch.manual_seed(5)
+                local.train(training)
+                found[attention].append({**step(local), "after": torch.get_rng_state()})
+        found[attention].append(dict(counters["graph_break"]))
+    return found
+
+
+def test_compiled_blocks_draw_the_numbers_that_uncompiled_ones_draw() -> None:
+    first, second = run_ranks(dropping, 2)
+    for attention in ("sdpa", "eager"):
+        for draws, drawn, still, compiled, compiled_still, breaks in (first[attention], second[attention]):
+            assert draws
+            assert breaks == {}
+            assert torch.equal(still["after"], compiled_still["after"])
+            for wanted, found in ((drawn, compiled), (still, compiled_still)):
+                for name, value in wanted.items():
+                    torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-7)
+        assert not torch.allclose(first[attention][1]["loss"], first[attention][2]["loss"])
+        assert torch.equal(first[attention][3]["after"], second[attention][3]["after"])
+
+
+def test_compiled_code_does_not_draw_in_place() -> None:
+    module, line = Dropping(), Dropping.forward.__code__.co_firstlineno + 1
+    site = CallSite(__name__, line, "dropout", 0)
+    LocalForward(module, "", {site: CallChanges(draws_in=TPGroup("", 0, 2))}).take_over()
+    with pytest.raises(Exception, match="Set inplace=False"):
+        torch.compile(module, backend="eager", fullgraph=True)(torch.ones(3))
+
+
+class Dropping(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(x, 0.5, True, True)
 
 
 class Calling(nn.Module):

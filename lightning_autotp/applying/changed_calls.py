@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_autotp.capture.call_sites import call_key, call_leaves, calling_frame, key_while_compiling
 from lightning_autotp.layouts.places import EVERY, CallSite
+from lightning_autotp.ranks.compiled_draws import draw_in_compiled_code
 from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.ranks.random_numbers import own_numbers
 
@@ -184,8 +185,11 @@ class _LocalCalls(TorchFunctionMode):
         try:
             for leaf, change in changes.arguments:
                 args, kwargs = replace_leaf((args, kwargs), leaf, change)
-            with _numbers(changes.draws_in, (args, kwargs)):
-                result = func(*args, **kwargs) if changes.run is None else changes.run(func, args, kwargs)
+            if changes.draws_in is not None and torch.compiler.is_compiling():
+                result = draw_in_compiled_code(func, args, kwargs, changes.draws_in)
+            else:
+                with _numbers(changes.draws_in, (args, kwargs)):
+                    result = func(*args, **kwargs) if changes.run is None else changes.run(func, args, kwargs)
             for leaf, change in changes.results:
                 result = replace_leaf(result, leaf, change)
         except _NoLeaf as error:

@@ -131,6 +131,7 @@ __all__ = [
     "uncompiled",
     "unset_fake_temporarily",
     "will_accumulate",
+    "with_autograd",
     "with_tensors",
     "without_modes",
     "without_subclasses",
@@ -546,6 +547,19 @@ def traced_frames() -> Iterator[tuple[CodeType, dict[str, Any], int]]:
         positions = traced.current_instruction.positions
         yield traced.f_code, traced.f_globals, positions.lineno if positions else traced.lineno
         traced = traced.parent
+
+
+@contextmanager
+def with_autograd() -> Iterator[None]:
+    """Within it operators are recorded by autograd, also inside an operator of one's own, below autograd.
+
+    Nothing public does that.
+    """
+    inside = torch._C._dispatch_tls_local_exclude_set()
+    for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView):
+        inside = inside.remove(key)
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), inside), torch.enable_grad():
+        yield
 
 
 # --- training ---
