@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -236,3 +237,50 @@ def _(_: Any) -> None:
 
     assert tree_map(str, {"a": [1, (2,)]}) == {"a": ["1", ("2",)]}
     assert tree_map_only(int, str, ["a", 1, {"b": 2.0}]) == ["a", "1", {"b": 2.0}]
+
+
+@canary("torch._dynamo.decorators.justknobs_check._dynamo_marked_constant")
+def _(_: Any) -> None:
+    def lines(argument: str) -> tuple[str, list[tuple[str, bool, int]]]:
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and not hasattr(frame.f_locals.get("tx"), "symbolic_locals"):
+            frame = frame.f_back
+        assert frame is not None
+        traced, found = frame.f_locals["tx"], []
+        while traced is not None:
+            line = traced.current_instruction.positions.lineno
+            found.append((traced.f_code.co_name, traced.f_globals is globals(), line))
+            traced = traced.parent
+        return argument, found
+
+    def inner(x: Tensor) -> Tensor:
+        seen.append(lines("given"))
+        return x + 1
+
+    def outer(x: Tensor) -> Tensor:
+        return inner(x)
+
+    lines._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    seen: list[Any] = []
+    torch.compile(outer, backend="eager", fullgraph=True)(torch.ones(1))
+    first = inner.__code__.co_firstlineno
+    assert seen == [("given", [("inner", True, first + 1), ("outer", True, outer.__code__.co_firstlineno + 1)])]
+
+
+@canary(
+    "torch._C._ForceDispatchKeyGuard",
+    "torch._C._dispatch_tls_local_exclude_set",
+    "torch._C._dispatch_tls_local_include_set",
+)
+def _(_: Any) -> None:
+    include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    x = torch.ones(1, requires_grad=True)
+    with torch._C._ForceDispatchKeyGuard(include, exclude | torch._C._dispatch_keyset_full()):
+        below = torch._C._dispatch_tls_local_exclude_set()
+        assert below.has(torch._C.DispatchKey.AutogradFunctionality)
+        for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView):
+            below = below.remove(key)
+    with torch._C._AutoDispatchBelowAutograd():
+        assert not (x * 2).requires_grad
+        with torch._C._ForceDispatchKeyGuard(include, below & exclude):
+            assert (x * 2).requires_grad

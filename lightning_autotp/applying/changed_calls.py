@@ -16,12 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_autotp.capture.call_sites import call_key, call_leaves, calling_frame
+from lightning_autotp.capture.call_sites import call_key, call_leaves, calling_frame, key_while_compiling
 from lightning_autotp.layouts.places import EVERY, CallSite
+from lightning_autotp.ranks.compiled_draws import draw_in_compiled_code
 from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.ranks.random_numbers import own_numbers
 
 Change = Callable[[Any], Any]
+Line = tuple[str, int, str]
+"""File, line and function of a call."""
 
 
 @dataclass
@@ -60,11 +63,25 @@ class LocalForward:
     def __init__(self, module: nn.Module, path: str, changes: Mapping[CallSite, CallChanges]) -> None:
         self.module, self.forward, self.path, self.changes = module, module.forward, path, dict(changes)
         self.lines = {(site.file, site.line, site.function) for site in changes}
+        self.is_traceable = all(site.function != "__get__" for site in changes)
         self.running: list[_LocalCalls] = []
-        self.known: set[tuple[str, int, str]] | None = None  # calls of runs with all planned ones
+        self.known: set[Line] | None = None  # calls of runs with all planned ones
         for child in module.children():
             child.register_forward_pre_hook(self._pause)
-            child.register_forward_hook(self._go_on, always_call=True)
+            child.register_forward_hook(self._go_on)
+
+    @classmethod
+    def of(cls, module: nn.Module) -> LocalForward | None:
+        """What runs a module's forward with changes, if there are any."""
+        owner = getattr(vars(module).get("forward"), "__self__", None)
+        return owner if isinstance(owner, LocalForward) else None
+
+    def take_over(self) -> None:
+        """Let the module run so.
+
+        With a method, not with this object: compiled code is the same for all modules whose method is the same.
+        """
+        self.module.forward = self.__call__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward with the changes.
@@ -72,6 +89,13 @@ class LocalForward:
         Raises:
             CallMismatch: if a planned call is not made, or has other arguments.
         """
+        if self.is_traceable and torch.compiler.is_compiling():
+            return self._run(args, kwargs)
+        return self._run_outside_compiled_code(args, kwargs)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # Whether a child is running is noted by its hooks, which are not called for a child that fails. torch's hooks
+        # that are called always would do, but compiled code is not shared by modules that have such ones.
         mode = _LocalCalls(self)
         self.running.append(mode)
         try:
@@ -79,20 +103,37 @@ class LocalForward:
                 result = self.forward(*args, **kwargs)
         finally:
             self.running.pop()
+        if mode.paused:
+            raise CallMismatch(
+                f"{self.path or '(root)'} goes on after a module in it has failed, and layouts change at calls in it:"
+                f" let the error pass, or keep that module whole, keep_whole=[{self.path!r}]"
+            )
         missed = [
             site
             for site, changes in self.changes.items()
             if site.occurrence != EVERY and site not in mode.seen and self._is_expected(changes)
         ]
+        is_compiled = torch.compiler.is_compiling()  # then nothing is noted: earlier runs would be part of the code
         if not missed:
-            self.known = (self.known or set()) | mode.made
-        elif self.known is None or mode.made - self.known or any(self._is_needed(site, mode) for site in missed):
+            if not is_compiled:
+                self.known = (self.known or set()) | mode.made
+        elif (
+            is_compiled
+            or self.known is None
+            or mode.made - self.known
+            or any(self._is_needed(site, mode) for site in missed)
+        ):
             raise CallMismatch(
                 f"{self.path or '(root)'} did not make the call {missed[0]} that it made when the model was traced, "
                 "and at which a tensor changes its layout, or each rank draws its own random numbers: it must be "
                 "called as in the trace (give example_inputs that are passed as your training step passes them)"
             )
         return result
+
+    @torch.compiler.disable(reason="a layout changes where an attribute of a tensor is read (weight.T)")
+    def _run_outside_compiled_code(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run it where nothing below is compiled on its own: the mode sees the calls, and that an attribute is read."""
+        return self._run(args, kwargs)
 
     def _is_expected(self, changes: CallChanges) -> bool:
         """Whether a call is made in this mode: one that only draws random numbers may be left out in eval mode."""
@@ -117,16 +158,19 @@ class _LocalCalls(TorchFunctionMode):
     def __init__(self, owner: LocalForward) -> None:
         super().__init__()
         self.owner, self.paused = owner, 0
-        self.counts: dict[tuple[str, int, str], int] = {}
+        self.counts: dict[Line, int] = {}
         self.seen: set[CallSite] = set()
-        self.made: set[tuple[str, int, str]] = set()
+        self.made: set[Line] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.paused:
             return func(*args, **kwargs)
-        key = call_key(calling_frame(func, sys._getframe(1)), func)
-        self.made.add(key)
+        if torch.compiler.is_compiling():
+            key = key_while_compiling(func)
+        else:
+            key = call_key(calling_frame(func, sys._getframe(1)), func)
+            self.made.add(key)
         if key not in self.owner.lines:
             return func(*args, **kwargs)
         occurrence = self.counts[key] = self.counts.get(key, -1) + 1
@@ -141,8 +185,11 @@ class _LocalCalls(TorchFunctionMode):
         try:
             for leaf, change in changes.arguments:
                 args, kwargs = replace_leaf((args, kwargs), leaf, change)
-            with _numbers(changes.draws_in, (args, kwargs)):
-                result = func(*args, **kwargs) if changes.run is None else changes.run(func, args, kwargs)
+            if changes.draws_in is not None and torch.compiler.is_compiling():
+                result = draw_in_compiled_code(func, args, kwargs, changes.draws_in)
+            else:
+                with _numbers(changes.draws_in, (args, kwargs)):
+                    result = func(*args, **kwargs) if changes.run is None else changes.run(func, args, kwargs)
             for leaf, change in changes.results:
                 result = replace_leaf(result, leaf, change)
         except _NoLeaf as error:

@@ -95,7 +95,7 @@ def follow_conversions(model: nn.Module, plan: Plan) -> None:
     for module in model.modules():
         hooks = ModuleHooks(module)
         changes: list[Any] = [*hooks.before.values(), *hooks.after.values()]
-        if isinstance(forward := vars(module).get("forward"), LocalForward):
+        if (forward := LocalForward.of(module)) is not None:
             changes += [change for at in forward.changes.values() for _, change in (*at.arguments, *at.results)]
         for change in changes:
             conversion = getattr(change, "__self__", None)
@@ -132,7 +132,7 @@ def _change_calls(model: nn.Module, plan: Plan, group: TPGroup, lengths: Lengths
             here.converts, here.run = True, partial(run, use, group)
     for path, calls in changes.items():
         module = model.get_submodule(path)
-        module.forward = LocalForward(module, path, calls)
+        LocalForward(module, path, calls).take_over()
 
 
 def _check_parameters(model: nn.Module, plan: Plan) -> None:

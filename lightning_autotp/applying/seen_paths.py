@@ -128,8 +128,7 @@ class PathWatch:
 
 def _holder(module: nn.Module) -> Any:
     """What has the forward that is the module's own code."""
-    forward = vars(module).get("forward")
-    return forward if isinstance(forward, LocalForward) else module
+    return LocalForward.of(module) or module
 
 
 class _Running:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lightning_autotp.private.torch_private import HANDING_OVER
+from lightning_autotp.private.torch_private import HANDING_OVER, decided_while_compiling, traced_frames
 
 
 def calling_frame(func: Any, frame: FrameType) -> FrameType:
@@ -33,6 +33,16 @@ def call_key(frame: FrameType, func: Any) -> tuple[str, int, str]:
     """File, line and function of a call, as a :class:`~lightning_autotp.layouts.places.CallSite` has them."""
     file = str(frame.f_globals.get("__name__", frame.f_code.co_filename))
     return file, frame.f_lineno, str(getattr(func, "__name__", func))
+
+
+@decided_while_compiling
+def key_while_compiling(func: Any) -> tuple[str, int, str]:
+    """The :func:`call_key` of the call that ``torch.compile`` is tracing, seen from a torch-function handler."""
+    own = getattr(func, "__code__", None)
+    for code, names, line in traced_frames():
+        if code.co_name != "__torch_function__" and code.co_filename not in HANDING_OVER and code is not own:
+            return str(names.get("__name__", code.co_filename)), line, str(getattr(func, "__name__", func))
+    raise RuntimeError(f"{func} is not called by code that torch.compile traces")
 
 
 def call_leaves(value: Any) -> list[Any]:

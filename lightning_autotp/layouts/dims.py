@@ -35,7 +35,7 @@ class Product:
     @property
     def size(self) -> int:
         """Length of the dim."""
-        return math.prod(factor.size for factor in self.factors)
+        return math.prod([factor.size for factor in self.factors])  # a list: Dynamo cannot trace it of a generator
 
 
 @dataclass(frozen=True)

@@ -78,8 +78,9 @@ class WholeExperts:
         positions, mine = local_positions(index, self.ownership, self.rank)
         token, choice = mine.nonzero(as_tuple=True)
         chosen, weight = positions[token, choice], weights[token, choice]
-        if not len(token):  # the parameters need gradients all the same, of zeros
-            token, chosen, weight = index.new_zeros(1), index.new_zeros(1), weights[0, :1] * 0
+        if torch.compiler.is_compiling() or not len(token):  # the parameters need gradients all the same, of zeros
+            token, chosen = (torch.cat([found, index.new_zeros(1)]) for found in (token, chosen))
+            weight = torch.cat([weight, weights[0, :1] * 0])
         args, kwargs = inputs.replaced(args, kwargs, hidden[token], chosen.unsqueeze(1), weight.unsqueeze(1))
         addends = self.forward(*args, **kwargs)
         return torch.zeros_like(hidden).index_add(0, token, addends)
@@ -96,7 +97,8 @@ def deal_out(module: nn.Module, use: ImplementationPlan, layout: Shard, group: T
     ((dim, ownership),) = layout.dims
     for name in list(parameters_of(module)):
         localize_parameter(module, name, dim, ownership, group, local)
-    module.forward = WholeExperts(module, ownership, group.rank)
+    # A method, not the object: compiled code is the same for all modules whose method is the same.
+    module.forward = WholeExperts(module, ownership, group.rank).__call__
 
 
 WHOLE_EXPERTS = Implementation(

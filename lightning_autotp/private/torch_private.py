@@ -6,12 +6,14 @@ on. A comment says what a name is for, and what public API would do instead, whe
 
 from __future__ import annotations
 
+import inspect
 import logging
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from types import CodeType
+from typing import Any, TypeVar
 
 import torch
 import torch._jit_internal
@@ -98,6 +100,7 @@ __all__ = [
     "children_of",
     "custom_function_call",
     "data_of",
+    "decided_while_compiling",
     "device_of",
     "dispatch_functorch",
     "drop_forward_hooks",
@@ -121,12 +124,14 @@ __all__ = [
     "set_data_of",
     "storage_behind",
     "storage_key",
+    "traced_frames",
     "tree_leaves",
     "tree_map",
     "tree_map_only",
     "uncompiled",
     "unset_fake_temporarily",
     "will_accumulate",
+    "with_autograd",
     "with_tensors",
     "without_modes",
     "without_subclasses",
@@ -511,6 +516,50 @@ def autocast_on_meta() -> Iterator[None]:
     finally:
         torch.autocast.__init__ = original  # type: ignore[method-assign]
         torch.get_autocast_dtype, torch.is_autocast_enabled = asked
+
+
+# --- compiling ---
+
+
+Decided = TypeVar("Decided", bound=Callable[..., Any])
+
+
+def decided_while_compiling(function: Decided) -> Decided:
+    """Let ``torch.compile`` run a function while it traces, and take its result for a constant.
+
+    ``torch.compiler.assume_constant_result`` is public, but imports the compiler, which takes long and is for nothing
+    where nothing is compiled.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def traced_frames() -> Iterator[tuple[CodeType, dict[str, Any], int]]:
+    """The frames of the code that ``torch.compile`` is tracing, innermost first: code, globals, and line.
+
+    Nothing public tells them. To be called by a function that is :func:`decided_while_compiling`.
+    """
+    frame = inspect.currentframe()
+    while frame is not None and not hasattr(frame.f_locals.get("tx"), "symbolic_locals"):
+        frame = frame.f_back
+    traced = frame.f_locals["tx"] if frame is not None else None
+    while traced is not None:
+        positions = traced.current_instruction.positions
+        yield traced.f_code, traced.f_globals, positions.lineno if positions else traced.lineno
+        traced = traced.parent
+
+
+@contextmanager
+def with_autograd() -> Iterator[None]:
+    """Within it operators are recorded by autograd, also inside an operator of one's own, below autograd.
+
+    Nothing public does that.
+    """
+    inside = torch._C._dispatch_tls_local_exclude_set()
+    for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView):
+        inside = inside.remove(key)
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), inside), torch.enable_grad():
+        yield
 
 
 # --- training ---

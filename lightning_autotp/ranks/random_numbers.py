@@ -18,6 +18,7 @@ from contextvars import ContextVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_autotp.ranks.group import TPGroup
 
@@ -45,15 +46,27 @@ def own_numbers(group: TPGroup, device: torch.device) -> Iterator[None]:
             _noted.reset(token)
         return
     before = torch.get_rng_state()
-    seed = int(torch.randint(_SEEDS, (group.size,), device="cpu")[group.rank])
-    generator = default_generator(device)
-    with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=_accelerator(device)):
-        generator.manual_seed(seed)
+    seed = int(own_seed(group))
+    with seeded(seed, device):
+        generator = default_generator(device)
         fresh = generator.get_state()
         yield
         is_drawn = not torch.equal(generator.get_state(), fresh)
     if not is_drawn:
         torch.set_rng_state(before)
+
+
+def own_seed(group: TPGroup) -> Tensor:
+    """This rank's of one seed for each rank, from the CPU's common stream; compiled code can do that, too."""
+    return torch.randint(_SEEDS, (group.size,), device="cpu")[group.rank]
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """What draws on ``device`` inside begins with this seed; afterwards all generators are as they were."""
+    with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=_accelerator(device)):
+        default_generator(device).manual_seed(seed)
+        yield
 
 
 def share_random_state(group: TPGroup, device: torch.device) -> None:

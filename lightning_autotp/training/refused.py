@@ -6,6 +6,7 @@ has elements. An attribute of the model stands for each.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -124,7 +125,9 @@ def refuse_methods(model: nn.Module) -> None:
 
 
 def _has(module: nn.Module, name: str) -> bool:
-    return callable(getattr(type(module), name, None))
+    """Whether it is a method of the module, which a static one, of its arguments alone, is not."""
+    found = inspect.getattr_static(type(module), name, None)
+    return callable(getattr(type(module), name, None)) and not isinstance(found, staticmethod)
 
 
 def _refuse_on_parts(module: nn.Module, name: str) -> None:
