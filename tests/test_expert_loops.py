@@ -130,6 +130,46 @@ class Skipping(Mixture):
         return mixed + super().mixed(hidden, weights, index)
 
 
+class Doubled(nn.Module):
+    """Decides nothing by values, and runs otherwise than in a trace all the same."""
+
+    def forward(self, hidden: Tensor, shift: bool = False) -> Tensor:
+        if hidden.is_meta:
+            return hidden + hidden
+        return 2 * hidden + 1 if shift else 2 * hidden
+
+
+class Telling(Mixture):
+    """Looks at what does not depend on parameters where a trace does not, and calls a module that does so."""
+
+    shifts, uses = False, False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.doubled = Doubled()
+
+    def mixed(self, hidden: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+        places = torch.arange(len(hidden), device=hidden.device)
+        if not hidden.is_meta and (places[:1] < 0).all():
+            raise AssertionError("a place is negative")
+        shift = self.shifts and not hidden.is_meta
+        mixed = super().mixed(hidden, weights, index) + self.doubled(hidden, shift=shift)
+        scale = places[-1:] if self.uses and not hidden.is_meta else places
+        return mixed * scale[-1:]
+
+
+class Shifting(Telling):
+    """The module is given another flag than in the trace."""
+
+    shifts = True
+
+
+class Using(Telling):
+    """What was looked at becomes a part of the result."""
+
+    uses = True
+
+
 class Net(nn.Module):
     def __init__(self, mixture: type[Mixture], layers: int = 2) -> None:
         super().__init__()
@@ -243,6 +283,30 @@ def test_a_way_that_was_not_traced_is_an_error_on_every_rank() -> None:
         assert "keep_whole=['layers.0']" in crowded[1]
         assert not skipping[0]
         assert not skipping[1]
+
+
+def told(rank: int, size: int) -> list[str]:
+    said = []
+    for mixture in (Telling, Shifting, Using):
+        model = net(mixture)
+        whole = copy.deepcopy(model)
+        parallelize(model, dist.group.WORLD, example_inputs=EXAMPLE, plan_cache=False)  # type: ignore[arg-type]
+        assert not model.autotp.plan.opaque  # type: ignore[union-attr]
+        batch = torch.randn(2, 11, HIDDEN, generator=torch.Generator().manual_seed(0))
+        try:
+            torch.testing.assert_close(model(batch), whole(batch), rtol=1e-4, atol=1e-6)
+            said.append("")
+        except UnseenPath as error:
+            said.append(str(error))
+    return said
+
+
+def test_static_values_may_tell_the_way_but_not_go_into_a_result() -> None:
+    for telling, shifting, using in run_ranks(told, 2):
+        assert telling == ""
+        assert "the code of layers.0.doubled" in shifting
+        assert "__getitem__ at test_expert_loops" in using
+        assert "with (unseen, -), seen with (-, -)" in using
 
 
 def kept_whole(rank: int, size: int) -> None:
