@@ -93,8 +93,9 @@ def _gather_even(x: Tensor, group: TPGroup, dim: int) -> Tensor:
     shape = [*x.shape[:dim], group.size * x.shape[dim], *x.shape[dim + 1 :]]
     if x.is_meta or x.numel() == 0:
         return x.new_empty(shape)
-    if dim and any(size != 1 for size in x.shape[:dim]):  # the ranks' rows alternate in memory
-        return torch.cat(gather_values(x, group).unbind(), dim)
+    if not _is_outermost(x, dim):  # the ranks' rows alternate in memory
+        parts = collectives.all_gather_into_tensor(x.contiguous(), group.size, group.name)
+        return torch.cat(collectives.wait_tensor(parts).chunk(group.size), dim)
     flat = collectives.all_gather_into_tensor(x.contiguous().flatten(0, dim), group.size, group.name)
     # With its own shape, not as a view of another one: the model's code may go on to change it in place.
     return own_shape(collectives.wait_tensor(flat), shape)
@@ -102,8 +103,18 @@ def _gather_even(x: Tensor, group: TPGroup, dim: int) -> Tensor:
 
 def _reduce_scatter_even(x: Tensor, group: TPGroup, dim: int) -> Tensor:
     """This rank's one of equal parts along ``dim`` of the sum: ``[..., ranks * size, ...] -> [..., size, ...]``."""
-    parts = x.unflatten(dim, (group.size, -1)).movedim(dim, 0)  # a view that is contiguous if ``dim`` is the first one
-    return _reduce_scatter_parts(parts, group)
+    shape = [*x.shape[:dim], x.shape[dim] // group.size, *x.shape[dim + 1 :]]
+    if x.is_meta or x.numel() == 0:
+        return x.new_empty(shape)
+    # As in gathering, one after the other in this form where rows alternate: torch's asynchronous products know it.
+    rows = x.contiguous().flatten(0, dim) if _is_outermost(x, dim) else torch.cat(x.chunk(group.size, dim))
+    part = collectives.wait_tensor(collectives.reduce_scatter_tensor(rows, "sum", group.size, group.name))
+    return own_shape(part, shape)
+
+
+def _is_outermost(x: Tensor, dim: int) -> bool:
+    """Whether equal parts along a dim lie one after the other in memory."""
+    return all(size == 1 for size in x.shape[:dim])
 
 
 def gather_lengths(length: int, group: TPGroup, device: torch.device) -> list[int]:
