@@ -22,6 +22,7 @@ from lightning_autotp.capture.fingerprint import fingerprint
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.layouts.step_size import TokensPerStep
 from lightning_autotp.operators.graph import Graph
+from lightning_autotp.parallel.async_products import ProductReport, overlap_products
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
 from lightning_autotp.parameters.first_use import watch_writes
 from lightning_autotp.parameters.state import parallel_models, parallel_state
@@ -114,6 +115,7 @@ def parallelize(
     plan: Plan | str | os.PathLike[str] | None = None,
     plan_cache: bool | str | os.PathLike[str] = True,
     sequence_parallel: bool | Literal["auto"] = False,
+    async_tensor_parallel: bool = False,
     device: torch.device | str | None = None,
     data_mesh: DeviceMesh | None = None,
 ) -> nn.Module:
@@ -134,6 +136,9 @@ def parallelize(
         plan_cache: where plans are kept, so that the next start of the same model need not plan: a directory, ``True``
             for ``$LIGHTNING_AUTOTP_PLANS`` or the user's cache directory, ``False`` for nowhere.
         sequence_parallel: whether tokens are dealt out between sharded regions, as for :func:`make_plan`.
+        async_tensor_parallel: whether compiled code overlaps products with the collectives of dealt tokens, on devices
+            that share memory. For all that this process compiles from now on. Rank 0 prints before the second training
+            step how many products do.
         device: where this rank's parameters live; by default the device of ``data_mesh``, or without one where they
             are, and the CPU for those on meta.
         data_mesh: the ranks that hold the same part of other copies of the model, as one dim of a device mesh. Then
@@ -150,6 +155,7 @@ def parallelize(
         PlanMismatch: if ``plan`` does not fit the model or the group, naming the first difference.
         VerificationError: if the local model would not compute the same.
         RuntimeError: if the model is parallel already.
+        AsyncTensorParallelError: if products cannot overlap here; in the first training step, if nothing is compiled.
         QuantizationError: if its weights are quantized already.
         CheckpointError: if the weights are missing, broken, or do not fit.
         ValueError: for options that :func:`make_plan` refuses.
@@ -162,6 +168,7 @@ def parallelize(
         plan=plan,
         plan_cache=plan_cache,
         sequence_parallel=sequence_parallel,
+        async_tensor_parallel=async_tensor_parallel,
     )
     make_local(model, process_group, example_inputs, options)
     fill_local(model, device, data_mesh)
@@ -177,6 +184,7 @@ def make_local(
     group = TPGroup.of(process_group)
     with raise_together(process_group, "looking at the model"):
         refuse_quantized(model)
+        fused = overlap_products(process_group) if options is not None and options.async_tensor_parallel else None
     inputs, options = _example(model, example_inputs, options or PlanOptions())
     message: list[Any] = [None]
     with collecting_rarely():
@@ -194,6 +202,8 @@ def make_local(
             apply_plan(model, plan, group)
             verify(model, solution, group.rank, inputs)
             prove_new_calls(model, original, solution, as_call(inputs))
+    if fused is not None:
+        model.register_forward_pre_hook(ProductReport(fused))
 
 
 def _opaque_as_in(plan: Plan, model: nn.Module, graph: Graph, inputs: Any) -> Graph:

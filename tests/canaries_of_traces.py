@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from inspect import signature
 from types import FrameType
 from typing import Any
 
@@ -284,3 +285,34 @@ def _(_: Any) -> None:
         assert not (x * 2).requires_grad
         with torch._C._ForceDispatchKeyGuard(include, below & exclude):
             assert (x * 2).requires_grad
+
+
+@canary(
+    "torch.distributed._symmetric_memory.enable_symm_mem_for_group",
+    "torch.distributed._symmetric_memory.rendezvous",
+    "torch.distributed._symmetric_memory.empty",
+)
+def _(found: Any) -> None:
+    wanted = {"enable_symm_mem_for_group": ["group_name"], "rendezvous": ["tensor", "group"]}
+    if found.__name__ in wanted:
+        assert list(signature(found).parameters) == wanted[found.__name__]
+    assert callable(found)
+
+
+@canary("torch._inductor.config._micro_pipeline_tp", "torch._inductor.config.post_grad_custom_post_pass")
+def _(value: Any) -> None:
+    from torch._inductor import config
+
+    assert not value
+    assert {"_micro_pipeline_tp", "post_grad_custom_post_pass"} <= set(config.shallow_copy_dict())
+
+
+@canary(
+    "torch._inductor.custom_graph_pass.CustomGraphPass", "torch._inductor.custom_graph_pass.get_custom_graph_passes"
+)
+def _(_: Any) -> None:
+    from torch._inductor.custom_graph_pass import CustomGraphPass, get_custom_graph_passes
+
+    assert {"__call__", "uuid"} <= CustomGraphPass.__abstractmethods__
+    assert get_custom_graph_passes(None) == ()
+    assert get_custom_graph_passes([print]) == (print,)

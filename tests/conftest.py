@@ -7,6 +7,8 @@ that a test that fails fails again.
 from __future__ import annotations
 
 import os
+import random
+import socket
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -17,6 +19,23 @@ settings.register_profile(
 settings.load_profile("suite")
 
 os.environ["LIGHTNING_AUTOTP_PLANS"] = ""
+
+
+@pytest.fixture(autouse=True)
+def port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A port for the scripts that a test starts, outside the range that connections are given theirs from.
+
+    Lightning would take one of that range, and a connection of another test might have it until rank 0 opens it.
+    """
+    with socket.socket() as probe:
+        while True:
+            chosen = random.SystemRandom().randrange(15000, 32000)
+            try:
+                probe.bind(("", chosen))
+            except OSError:
+                continue
+            break
+    monkeypatch.setenv("STANDALONE_PORT", str(chosen))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

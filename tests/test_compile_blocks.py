@@ -43,7 +43,7 @@ CHANGED = {"gpt2", "gpt_neox", "falcon", "bloom", "phi", "olmo2", "cohere"}
 NIGHTLY = {"mistral", "qwen3", "gemma2", "phi", "olmo2"}
 
 
-def model(family: str, dropout: float = 0.0, attention: str = "sdpa") -> nn.Module:
+def model(family: str, dropout: float = 0.0, attention: str | None = None) -> nn.Module:
     torch.manual_seed(0)
     shape = {name: dropout if name.endswith("_pdrop") else size for name, size in SHAPES[family].items()}
     config = AutoConfig.for_model(

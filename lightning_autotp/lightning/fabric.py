@@ -83,6 +83,7 @@ class AutoTPFabricStrategy(ParallelRanks, FabricModelParallelStrategy):
         plan: a plan to follow, or its file.
         plan_cache: where plans are kept.
         sequence_parallel: whether tokens are dealt out between sharded regions.
+        async_tensor_parallel: whether compiled code overlaps products with the collectives of dealt tokens.
         process_group_backend: by default the one for the device: nccl or gloo.
         timeout: of collectives.
 
@@ -104,6 +105,7 @@ class AutoTPFabricStrategy(ParallelRanks, FabricModelParallelStrategy):
         plan: Plan | str | os.PathLike[str] | None = None,
         plan_cache: bool | str | os.PathLike[str] = True,
         sequence_parallel: bool | Literal["auto"] = False,
+        async_tensor_parallel: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
@@ -125,6 +127,7 @@ class AutoTPFabricStrategy(ParallelRanks, FabricModelParallelStrategy):
             plan=plan,
             plan_cache=plan_cache,
             sequence_parallel=sequence_parallel,
+            async_tensor_parallel=async_tensor_parallel,
         )
         self._modules: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
         self._optimizers: WeakKeyDictionary[Optimizer, nn.Module | None] = WeakKeyDictionary()

@@ -111,6 +111,8 @@ class AutoTPStrategy(ParallelRanks, ModelParallelStrategy):
             for ``$LIGHTNING_AUTOTP_PLANS`` or the user's cache directory, ``False`` for nowhere.
         sequence_parallel: deal out the tokens between sharded regions (norms, dropouts, residual adds), so that each
             rank holds its tokens' activations there; ``"auto"``: where that costs no time.
+        async_tensor_parallel: let compiled code overlap products with the collectives of dealt tokens, on devices that
+            share memory (NVLink). Needs ``sequence_parallel`` and compiled blocks.
         process_group_backend: by default the one for the device: nccl or gloo.
         timeout: of collectives.
         models: names of the LightningModule's models to divide (``["student"]``), where it should not be all: its
@@ -139,6 +141,7 @@ class AutoTPStrategy(ParallelRanks, ModelParallelStrategy):
         plan: Plan | str | os.PathLike[str] | None = None,
         plan_cache: bool | str | os.PathLike[str] = True,
         sequence_parallel: bool | Literal["auto"] = False,
+        async_tensor_parallel: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         models: Sequence[str] = (),
@@ -158,6 +161,7 @@ class AutoTPStrategy(ParallelRanks, ModelParallelStrategy):
             plan=plan,
             plan_cache=plan_cache,
             sequence_parallel=sequence_parallel,
+            async_tensor_parallel=async_tensor_parallel,
         )
         self._exchange: Exchange | None = None
         self._checked = CheckedOptimizers()

@@ -97,22 +97,38 @@ def _begin_gather_even(x: Tensor, group: TPGroup, dim: int) -> Callable[[], Tens
     if x.is_meta or x.numel() == 0:
         empty = x.new_empty(shape)
         return lambda: empty
-    flat = collectives.all_gather_into_tensor(x.contiguous().flatten(0, dim), group.size, group.name)
+    # In this form torch's asynchronous products know a gather whose ranks' rows alternate in memory, too.
+    outermost = _is_outermost(x, dim)
+    parts = collectives.all_gather_into_tensor(
+        x.contiguous().flatten(0, dim) if outermost else x.contiguous(), group.size, group.name
+    )
 
     def finish() -> Tensor:
-        whole = collectives.wait_tensor(flat)
-        if any(size != 1 for size in x.shape[:dim]):  # the ranks' rows alternate in memory
-            return torch.cat(whole.view(group.size, *x.shape).unbind(), dim)
+        whole = collectives.wait_tensor(parts)
         # With its own shape, not as a view of another one: the model's code may go on to change it in place.
-        return own_shape(whole, shape)
+        return own_shape(whole, shape) if outermost else torch.cat(whole.chunk(group.size), dim)
 
     return finish
 
 
 def _begin_reduce_scatter_even(x: Tensor, group: TPGroup, dim: int) -> Tensor:
-    """This rank's one of equal parts along ``dim`` of the sum: ``[..., ranks * size, ...] -> [..., size, ...]``."""
-    parts = x.unflatten(dim, (group.size, -1)).movedim(dim, 0)  # a view that is contiguous if ``dim`` is the first one
-    return _begin_reduce_scatter_parts(parts, group)
+    """This rank's one of equal parts along ``dim`` of the sum; to be waited for, then shaped as by ``_part_shape``.
+
+    In a compiled graph torch's asynchronous products know a reduce-scatter by the wait that follows it at once.
+    """
+    if x.is_meta or x.numel() == 0:
+        return x.new_empty(_part_shape(x, group, dim))
+    rows = x.contiguous().flatten(0, dim) if _is_outermost(x, dim) else torch.cat(x.chunk(group.size, dim))
+    return collectives.reduce_scatter_tensor(rows, "sum", group.size, group.name)
+
+
+def _part_shape(x: Tensor, group: TPGroup, dim: int) -> list[int]:
+    return [*x.shape[:dim], x.shape[dim] // group.size, *x.shape[dim + 1 :]]
+
+
+def _is_outermost(x: Tensor, dim: int) -> bool:
+    """Whether equal parts along a dim lie one after the other in memory."""
+    return all(size == 1 for size in x.shape[:dim])
 
 
 def gather_lengths(length: int, group: TPGroup, device: torch.device) -> list[int]:
@@ -198,7 +214,7 @@ def _gather(local: Tensor, group: TPGroup, dim: int, ownership: Ownership, *, ad
 def _reduce_scatter(x: Tensor, group: TPGroup, dim: int, ownership: Ownership) -> Tensor:
     """This rank's part of the sum of the ranks' whole tensors; every owner of a shared index gets its sum."""
     if ownership.is_even:
-        return wait(_begin_reduce_scatter_even(x, group, dim))
+        return own_shape(wait(_begin_reduce_scatter_even(x, group, dim)), _part_shape(x, group, dim))
     largest = max(ownership.local_size(rank) for rank in range(ownership.ranks))
     parts = [_pad(take_owned(x, dim, ownership, rank), dim, largest) for rank in range(ownership.ranks)]
     part, size = wait(_begin_reduce_scatter_parts(torch.stack(parts), group)), ownership.local_size(group.rank)
@@ -326,7 +342,7 @@ def begin_backward(grad: Tensor, pair: Pair, group: TPGroup, dim: int, ownership
     if pair == ("I", "R") and not grad.is_meta and grad.numel():
         return collectives.all_reduce(grad.contiguous(), "sum", group.name)
     if pair == ("S", "R") and ownership is not None and ownership.is_even:
-        return _begin_reduce_scatter_even(grad, group, dim)
+        return own_shape(_begin_reduce_scatter_even(grad, group, dim), _part_shape(grad, group, dim))
     return WAYS[pair].backward(grad, group, dim, ownership)
 
 

@@ -26,11 +26,13 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 __all__ = [
     "FileSystemWriter",
+    "FusedProducts",
     "collectives",
     "compute_local_shape_and_global_offset",
     "default_store",
     "is_outermost",
     "process_group",
+    "share_memory",
 ]
 
 collectives = torch.ops._c10d_functional
@@ -40,6 +42,63 @@ collectives = torch.ops._c10d_functional
 def process_group(name: str) -> dist.ProcessGroup:
     """The process group of a registered name. ``group_name`` is public, the way back is not."""
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+
+
+def share_memory(group: dist.ProcessGroup) -> None:
+    """Let the devices of a group read each other's memory. Collective.
+
+    Nothing public enables that for a group by name, which is what operators in compiled code know of it.
+
+    Raises:
+        RuntimeError: if they cannot.
+    """
+    from torch.distributed._symmetric_memory import empty, enable_symm_mem_for_group, rendezvous  # late: it takes long
+
+    enable_symm_mem_for_group(group.group_name)
+    rendezvous(empty(1, device=torch.device("cuda", torch.cuda.current_device())), group)
+
+
+class FusedProducts:
+    """Turns on inductor's asynchronous tensor parallelism, and counts what it fuses. Nothing public does either.
+
+    Attributes:
+        gathered: products that overlap with the gather of their operand.
+        scattered: products that overlap with the reduce-scatter of their result.
+        graphs: graphs that were compiled.
+    """
+
+    def __init__(self) -> None:
+        import torch._inductor.config as inductor
+        from torch._inductor.custom_graph_pass import CustomGraphPass, get_custom_graph_passes
+
+        counts = self
+
+        class Counting(CustomGraphPass):
+            def __call__(self, graph: torch.fx.Graph) -> None:
+                counts.look_at(graph)
+
+            def uuid(self) -> None:
+                """Compile anew instead of taking code from the cache: only what is compiled is counted."""
+
+        self.gathered = self.scattered = self.graphs = 0
+        before = get_custom_graph_passes(inductor.post_grad_custom_post_pass)
+        inductor.post_grad_custom_post_pass = [*before, Counting()]
+        inductor._micro_pipeline_tp = True
+
+    def look_at(self, graph: torch.fx.Graph) -> None:
+        """Count what was fused in a graph that is about to become code."""
+        self.graphs += 1
+        for node in graph.nodes:
+            name = str(node.target)
+            if "fused_all_gather_matmul" in name or "fused_all_gather_scaled_matmul" in name:
+                self.gathered += len(node.args[1])
+            self.scattered += "fused_matmul_reduce_scatter" in name or "fused_scaled_matmul_reduce_scatter" in name
+
+    def __str__(self) -> str:
+        return (
+            f"{self.gathered} products overlap with the gather of their operand and {self.scattered} with the"
+            f" reduce-scatter of their result, in {self.graphs} compiled graphs"
+        )
 
 
 def default_store() -> dist.Store:

@@ -26,6 +26,7 @@ class PlanOptions:
         plan: a plan that is there already: nothing of the above counts then.
         cache: where plans are kept for the next start.
         sequence_parallel: whether tokens are dealt out between sharded regions; ``"auto"``: where that costs no time.
+        async_tensor_parallel: whether compiled code overlaps products with the collectives of dealt tokens.
         traced_with: where the call that is traced comes from, if there is more to say than whether it was given.
     """
 
@@ -37,6 +38,7 @@ class PlanOptions:
     cache: PlanCache = field(default_factory=lambda: PlanCache(None))
     sequence_parallel: bool | Literal["auto"] = False
     traced_with: str = ""
+    async_tensor_parallel: bool = False
 
     @classmethod
     def given(
@@ -49,6 +51,7 @@ class PlanOptions:
         plan: Plan | str | os.PathLike[str] | None = None,
         plan_cache: bool | str | os.PathLike[str] = False,
         sequence_parallel: bool | Literal["auto"] = False,
+        async_tensor_parallel: bool = False,
     ) -> PlanOptions:
         """The options as a user writes them; see :func:`lightning_autotp.parallelize`.
 
@@ -58,6 +61,11 @@ class PlanOptions:
         """
         if sequence_parallel not in (True, False, "auto"):
             raise ValueError(f'sequence_parallel is {sequence_parallel!r}: it must be True, False or "auto"')
+        if async_tensor_parallel and not sequence_parallel:
+            raise ValueError(
+                "async_tensor_parallel=True overlaps products with the gathers and reduce-scatters of dealt tokens: set"
+                " sequence_parallel=True as well"
+            )
         keep_whole = (keep_whole,) if isinstance(keep_whole, str) else tuple(keep_whole)
         if plan is not None and (keep_whole or cut):
             raise ValueError("plan= is followed as it is: give keep_whole= and cut= when the plan is made, or edit it")
@@ -69,6 +77,7 @@ class PlanOptions:
             plan=plan if isinstance(plan, Plan) or plan is None else read(Path(plan)),
             cache=PlanCache.of(plan_cache),
             sequence_parallel=sequence_parallel,
+            async_tensor_parallel=async_tensor_parallel,
         )
 
 
