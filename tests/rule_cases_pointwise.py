@@ -244,3 +244,16 @@ def picked_loss(draw: Draw, name: str) -> Any:
     shape = (2, 3, 2, 2) if "2d" in name else (4, 3)
     target = torch.randint(0, 3, (shape[0], *shape[2:]), generator=draw.tape.generator)
     return draw.tape.call(name, draw.operand(*shape), draw.tape.constant(target))
+
+
+@case("aten.ctc_loss.IntList", "aten.ctc_loss.Tensor")
+def alignment_loss(draw: Draw, name: str) -> Any:
+    frames, rows, classes = 6, 3, 4
+    lengths = [draw.one(1, 2, 3) for _ in range(rows)]
+    targets = torch.randint(1, classes, (sum(lengths),), generator=draw.tape.generator)
+    counts: list[Any] = [[frames] * rows, lengths]
+    if name.endswith("Tensor"):
+        counts = [draw.tape.constant(torch.tensor(count)) for count in counts]
+    log_probs = draw.tape.call("aten._log_softmax.default", draw.operand(frames, rows, classes), 2, False)
+    reduction = draw.one(0, 1, 2)
+    return draw.tape.call(name, log_probs, draw.tape.constant(targets), *counts, 0, reduction)

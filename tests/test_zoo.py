@@ -23,12 +23,15 @@ from lightning_autotp.parameters.meta import ParameterMeta
 
 # One of each kind: grouped queries, fused projections, one KV head, ALiBi, latent attention, mixtures, a state space
 # beside attention, linear attention, post-norms and soft caps, a mask made under torch.vmap, relative positions and
-# cross-attention, pictures, batch normalization.
+# cross-attention, pictures, batch normalization, sounds, videos, series.
 # Each row is one test, run by ranks of its own.
 ON_TWO_RANKS = (
-    ("causal:llama", "causal:gpt2", "causal:mixtral", "causal:gpt_oss", "causal:bamba", "causal:qwen3_next"),
+    ("causal:llama", "causal:gpt2", "causal:mixtral", "causal:gpt_oss", "causal:bamba", "causal:qwen3_next",
+     "ctc:wav2vec2"),  # fmt: skip
     ("causal:deepseek_v3", "causal:falcon", "causal:bloom", "causal:gemma2", "causal:fuyu"),
     ("causal:gemma3", "masked:bert", "seq2seq:t5", "image:vit", "image:resnet"),
+    ("token:deberta-v2", "question:t5", "text:roberta", "audio:whisper", "speech:moonshine"),
+    ("video:vivit", "series:timesfm", "sequence:qwen3_next", "speech:speecht5"),
 )
 # Two KV heads and one.
 ON_FOUR_RANKS = ("causal:llama", "causal:falcon")

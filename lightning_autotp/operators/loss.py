@@ -39,3 +39,7 @@ def elementwise_loss(site: Site) -> Dims | list[Dims]:
     if site["reduction"]:
         return site.give_up("the loss is over all elements")
     return site.broadcast(list(site.relation.inputs.values()))
+
+
+# Every rank computes it on whole log-probabilities. Its targets may be of any lengths, laid end to end.
+operator("aten.ctc_loss.IntList", "aten.ctc_loss.Tensor", takes="log_probs")

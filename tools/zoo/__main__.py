@@ -27,12 +27,13 @@ def zoo(
 ) -> None:
     """Try every architecture of transformers, or models of other packages: tiny, parallelized, against one process.
 
-    Compares a training batch's loss and every full gradient. A run over whole groups writes ``docs/zoo.md``, one over
+    Compares a training batch's loss and every full gradient. A run over all groups writes ``docs/zoo.md``, one over
     all other packages ``docs/zoo-others.md``.
 
     Args:
-        group: one of transformers' mappings (causal, seq2seq, masked, image; all of them: all), or a package (torch,
-            diffusers, timm, torchvision, x-transformers, litgpt; all of them: others).
+        group: one of transformers' mappings (causal, seq2seq, masked, image, sequence, token, question, text, ctc,
+            audio, speech, video, series; all of them: all), or a package (torch, diffusers, timm, torchvision,
+            x-transformers, litgpt; all of them: others).
         tp: number of tensor-parallel ranks (processes on this machine).
         only: these models only, by their ``model_type`` or their name on the page; the page is written only where
             ``page`` says so.
@@ -65,7 +66,7 @@ def zoo(
     if json is not None:
         json.write_text(to_json(verdicts, command))
     if page is None and only is None and not plan_only:
-        page = None if group in PACKAGES else Path("docs") / (OTHERS_PAGE if group == "others" else "zoo.md")
+        page = {"all": Path("docs") / "zoo.md", "others": Path("docs") / OTHERS_PAGE}.get(group)
     if page is not None:
         page.parent.mkdir(parents=True, exist_ok=True)
         packages = dict.fromkeys(PACKAGES[g].distribution if g in PACKAGES else "transformers" for g in groups)

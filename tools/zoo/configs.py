@@ -128,6 +128,14 @@ _INDEXED: dict[str, Any] = {
 }
 _FOUR_STAGES: dict[str, Any] = {"hidden_sizes": [16, 32, 48, 64], "depths": [1, 1, 2, 1]}
 _WINDOWS: dict[str, Any] = {"embed_dim": 16, "depths": [1, 2], "num_heads": [2, 4], "window_size": 4, "patch_size": 4}
+_WAVE: dict[str, Any] = {
+    "conv_dim": [32] * 7, "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4, "classifier_proj_size": 32,
+}
+_LONG_WAVE: dict[str, Any] = {**_WAVE, "conv_dim": [32] * 13}
+_SEAMLESS: dict[str, Any] = {
+    "speech_encoder_layers": LAYERS, "speech_encoder_attention_heads": 4, "speech_encoder_intermediate_size": 112,
+    "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4, "t2u_encoder_layers": 1, "t2u_decoder_layers": 1,
+}
 _PYRAMID: dict[str, Any] = {
     "depths": [1, 1, 1, 1], "hidden_sizes": [16, 32, 48, 64], "num_attention_heads": [1, 2, 4, 4],
     "decoder_hidden_size": 32,
@@ -135,6 +143,8 @@ _PYRAMID: dict[str, Any] = {
 
 # On top of SIZES; "group:name" where an architecture needs other sizes in another group.
 OVERRIDES: dict[str, dict[str, Any]] = {
+    "layoutlmv3": {"coordinate_size": 8, "shape_size": 16},
+    "lilt": {"hidden_size": 96},
     "audioflamingo3": {"audio_config": {"max_source_positions": 32}},
     "big_bird": {"block_size": 4, "num_random_blocks": 1},
     "bigbird_pegasus": {"block_size": 4, "num_random_blocks": 1},
@@ -206,6 +216,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "longt5": {"decoder_start_token_id": 0},
     "switch_transformers": {"decoder_start_token_id": 0},
     "t5": {"decoder_start_token_id": 0},
+    "text:t5gemma": {"is_encoder_decoder": False},
     "t5gemma2": {"encoder": {"mm_tokens_per_image": 4, "vision_config": {"vision_use_head": False}}},
     "nemo_speechlm": {
         "audio_config": {
@@ -270,6 +281,36 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         ],
     },
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 32},
+    # sound
+    **dict.fromkeys(("hubert", "unispeech", "unispeech-sat", "wav2vec2", "wav2vec2-conformer", "wavlm"), _WAVE),
+    "data2vec-audio": {"conv_dim": [32] * 7, "num_conv_pos_embedding_groups": 4, "classifier_proj_size": 32},
+    "granite_speech5_ctc": {"encoder_config": {"context_size": 16, "num_key_value_heads": 4}},
+    "moonshine": {
+        "encoder_num_hidden_layers": 2, "decoder_num_hidden_layers": 2, "encoder_num_attention_heads": 4,
+        "decoder_num_attention_heads": 4,
+    },
+    **dict.fromkeys(("seamless_m4t", "seamless_m4t_v2"), _SEAMLESS),
+    "speech-encoder-decoder": {
+        "encoder": _WAVE, "decoder": {"is_decoder": True, "add_cross_attention": True}, "pad_token_id": 0,
+        "decoder_start_token_id": 1,
+    },
+    "pop2piano": {"decoder_start_token_id": 0},
+    "speecht5": _WAVE,
+    "moonshine_streaming": {"num_key_value_heads": 4},
+    "sew": _LONG_WAVE,
+    "sew-d": _LONG_WAVE,
+    "audio-spectrogram-transformer": {"max_length": 64, "num_mel_bins": 32},
+    # videos and series
+    "timesformer": {"num_frames": 4},
+    "videomae": {"num_frames": 4},
+    "videoprism_vision_model": {"num_frames": 4, "num_spatial_layers": 2, "num_temporal_layers": 2},
+    "vivit": {"num_frames": 4, "tubelet_size": [2, 8, 8]},
+    "vjepa2": {
+        "frames_per_clip": 4, "crop_size": 32, "num_pooler_layers": 2, "pred_hidden_size": 64,
+        "pred_num_attention_heads": 4, "pred_num_hidden_layers": 2,
+    },
+    "timesfm": {"context_length": 128},
+    "timesfm2_5": {"context_length": 128},
     # pictures
     "bit": {**_FOUR_STAGES, "embedding_size": 16, "num_groups": 4},
     "convnext": {**_FOUR_STAGES, "num_stages": 4, "patch_size": 4},
@@ -320,13 +361,24 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "textnet": {"image_size": [32, 32], "hidden_sizes": [16, 16, 24, 32, 48], "stem_out_channels": 16},
 }
 
-# What cannot be trained alone with what is installed, and why.
+# What cannot be trained alone with what is installed, or has no batch here yet, and why.
 LEFT_OUT: dict[tuple[str, str], str] = {
+    **{(group, "layoutlmv2"): "it needs the package detectron2" for group in ("sequence", "token", "question")},
     ("image", "dinat"): "its attention is natten's kernels; the package natten is not installed",
     ("image", "pp_lcnet"): "it has no loss",
     ("image", "timm_wrapper"): "it is a timm model; the package timm is not installed",
     ("image", "shieldgemma2"): "it has no loss, and takes a picture and text together",
     ("seq2seq", "voxtral_realtime"): "it takes sound only",
+    **{
+        ("speech", name): f"the zoo has no batch of {what} yet"
+        for name, what in {
+            "dia": "text to be spoken",
+            "fun_asr_nano": "its kind of sound",
+            "kyutai_speech_to_text": "a codec's tokens",
+            "vibevoice": "text to be spoken",
+            "voxtral_realtime": "sound that comes in step with text",
+        }.items()
+    },
     ("causal", "gemma3n"): "its vision tower is a timm model; the package timm is not installed",
     ("causal", "gemma4_assistant"): "it has no loss, and reads another model's keys and values",
     ("causal", "gemma4_unified_assistant"): "it has no loss, and reads another model's keys and values",

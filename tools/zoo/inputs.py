@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from zoo.configs import VOCABULARY
 from zoo.modalities import BATCH, other_modalities
+from zoo.modalities import names as with_sound
+from zoo.without_text import picture_batch, series_batch, sound_batch, video_batch
 
 LENGTH = 17
 
@@ -31,6 +33,8 @@ MORE_IDS = {"roc_bert": ("input_shape_ids", "input_pronunciation_ids")}
 GLOBAL_ATTENTION = frozenset(("led", "longformer"))
 # Placeholders attend to each other both ways, which their type tells.
 TYPED_PLACEHOLDERS = frozenset(("gemma3",))
+# Where on the page each token stands.
+BOXES = frozenset(("bros",))
 # Mentions of entities beside the tokens.
 ENTITIES = frozenset(("luke",))
 
@@ -46,16 +50,25 @@ def training_batch(name: str, group: str, config: PreTrainedConfig, seed: int = 
     """
     generator = torch.Generator().manual_seed(seed)
     if group == "image":
-        return _picture_batch(name, config, generator)
+        return picture_batch(name, config, generator)
+    if group == "video":
+        return video_batch(name, config, generator)
+    if group == "series":
+        return series_batch(name, config, generator)
+    if group in ("ctc", "audio") or (group == "speech" and name not in with_sound()):
+        return sound_batch(name, group, config, generator)
     text = config.get_text_config()
     length = LENGTHS.get(name, LENGTH)
     rows = BATCH * text.num_codebooks if name in CODEBOOKS else BATCH
-    vocabulary = int(getattr(text, "vocab_size", 0) or text.decoder.vocab_size)
+    decoder = getattr(text, "decoder", None)
+    vocabulary = int(getattr(text, "vocab_size", 0) or getattr(decoder, "vocab_size", VOCABULARY))
     ids = torch.randint(_FIRST_ORDINARY_TOKEN, vocabulary, (rows, length), generator=generator)
+    if group == "sequence" and config.is_encoder_decoder:
+        ids[:, -1] = config.eos_token_id  # of which the class is read
     inputs, placeholders = other_modalities(name, config, generator)
     for token, count in placeholders.items():
         ids = torch.cat([ids[:, :2], ids.new_full((rows, count), token), ids[:, 2:]], dim=1)
-    batch: dict[str, Any] = {"input_ids": ids, "labels": _labels(ids), **inputs}
+    batch: dict[str, Any] = {"input_ids": ids, **_targets(group, ids, int(config.num_labels or 1), generator), **inputs}
     if name in TYPED_PLACEHOLDERS:
         batch["token_type_ids"] = sum((ids == token).long() for token in placeholders)
     if name in GLOBAL_ATTENTION:
@@ -64,8 +77,11 @@ def training_batch(name: str, group: str, config: PreTrainedConfig, seed: int = 
         entities = torch.randint(1, config.entity_vocab_size, (BATCH, 2), generator=generator)
         batch |= {"entity_ids": entities, "entity_labels": entities.flip(0), "entity_attention_mask": entities > 0}
         batch["entity_position_ids"] = torch.tensor([[1, 2, -1], [5, 6, 7]]).expand(BATCH, 2, 3).clone()
-    if name in CODEBOOKS:
+    if name in CODEBOOKS and group == "causal":
         batch["labels"] = batch["labels"].view(BATCH, text.num_codebooks, length).transpose(1, 2).contiguous()
+    if name in BOXES:
+        corners = torch.randint(50, (rows, length, 2, 2), generator=generator).sort(2).values
+        batch["bbox"] = corners.flatten(2) / 50
     if group == "causal" and name in CROSS_ATTENTION:
         states = torch.randn(BATCH, 11, text.hidden_size, generator=generator)
         key = CROSS_ATTENTION[name]
@@ -75,20 +91,18 @@ def training_batch(name: str, group: str, config: PreTrainedConfig, seed: int = 
     return batch
 
 
-def _picture_batch(name: str, config: PreTrainedConfig, generator: torch.Generator) -> dict[str, Any]:
-    labels = torch.randint(int(config.num_labels or 1), (BATCH,), generator=generator)
-    if name == "imagegpt":  # pixels are tokens
-        ids = torch.randint(_FIRST_ORDINARY_TOKEN, config.vocab_size, (BATCH, LENGTH), generator=generator)
-        return {"input_ids": ids, "labels": labels}
-    vision = getattr(config, "vision_config", config)
-    if name == "siglip2":  # pictures of any size, cut into patches
-        side = math.isqrt(vision.num_patches)
-        pixels = torch.randn(BATCH, vision.num_patches, 3 * vision.patch_size**2, generator=generator)
-        mask, shapes = torch.ones(BATCH, vision.num_patches, dtype=torch.long), torch.full((BATCH, 2), side)
-        return {"pixel_values": pixels, "pixel_attention_mask": mask, "spatial_shapes": shapes, "labels": labels}
-    size = getattr(vision, "image_size", None) or 32
-    height, width = size if isinstance(size, list | tuple) else (size, size)
-    return {"pixel_values": torch.randn(BATCH, 3, height, width, generator=generator), "labels": labels}
+def _targets(group: str, ids: Tensor, classes: int, generator: torch.Generator) -> dict[str, Tensor]:
+    """What a model of the group learns: tokens, a class of each row or token, where an answer begins and ends."""
+    rows, length = ids.shape
+    if group == "sequence":
+        return {"labels": torch.randint(classes, (rows,), generator=generator)}
+    if group == "token":
+        labels = torch.randint(classes, (rows, length), generator=generator)
+        return {"labels": labels.masked_fill(_labels(ids) == _IGNORED, _IGNORED)}
+    if group == "question":
+        places = torch.randint(length, (2, rows), generator=generator).sort(0).values
+        return {"start_positions": places[0], "end_positions": places[1]}
+    return {"labels": _labels(ids)} if group != "text" else {}
 
 
 def _labels(ids: Tensor) -> Tensor:

@@ -20,10 +20,19 @@ GROUPS: dict[str, Mapping[str, Any]] = {
     "seq2seq": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     "masked": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     "image": modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+    "sequence": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    "token": modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+    "question": modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
+    "text": modeling_auto.MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES,
+    "ctc": modeling_auto.MODEL_FOR_CTC_MAPPING_NAMES,
+    "audio": modeling_auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES,
+    "speech": modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+    "video": modeling_auto.MODEL_FOR_VIDEO_CLASSIFICATION_MAPPING_NAMES,
+    "series": modeling_auto.MODEL_FOR_TIME_SERIES_PREDICTION_MAPPING_NAMES,
 }
 # Fields that give every layer its kind; a tiny model has one layer of each kind at least.
 _KINDS = ("layer_types", "mlp_layer_types", "layers_block_type")
-_RANDOM = re.compile(r"drop|jitter")
+_RANDOM = re.compile(r"drop|jitter|mask_(time|feature)_prob")
 _SPECIAL_TOKEN = re.compile(r"_(token_id|token_index|index)$")
 _FIRST_SPECIAL_TOKEN = 8
 _STIR = 0.02

@@ -22,8 +22,9 @@ from zoo.counting import counted, divided
 from zoo.inputs import training_batch
 from zoo.models import build, layer_count, stir
 from zoo.packages import PACKAGES, entries
-from zoo.packages.entry import of_output
+from zoo.packages.entry import of_output, towards_noise
 from zoo.verdict import GRADIENT_TOLERANCE, LOSS_TOLERANCE, Verdict, describe_plan
+from zoo.without_text import WITHOUT_TEXT
 
 # A gradient that is zero in exact arithmetic (a key bias under a softmax) consists of rounding alone: differences below
 # this share of the model's largest gradient are rounding.
@@ -54,7 +55,7 @@ def make_batch(name: str, group: str, model: Any, seed: int) -> dict[str, Any]:
 
 def _layers(group: str, model: Any) -> int | None:
     """How many layers a language model has, encoder and decoder together; of other models the graph tells."""
-    return None if group == "image" or group in PACKAGES else layer_count(model.config)
+    return None if group in WITHOUT_TEXT or group in PACKAGES else layer_count(model.config)
 
 
 def plan_one(name: str, group: str, ranks: int, sequence_parallel: bool = False) -> Verdict:
@@ -122,7 +123,7 @@ def _compare(
     nn.Module.to(model, precision)
     example = _converted(make_batch(name, group, model, _EXAMPLE), precision)
     batch = _converted(batch, precision)
-    loss = entries(group)[name].loss if group in PACKAGES else of_output
+    loss = _loss(name, group)
     local = copy.deepcopy(model)
     torch.manual_seed(seed)
     wanted, flops = _step(model, batch, loss)
@@ -163,6 +164,13 @@ def _compare(
         "unused": unused / total,
         "counted": divided(flops, int(everywhere), process_group.size()),
     }
+
+
+def _loss(name: str, group: str) -> Callable[[Any, dict[str, Any]], Tensor]:
+    """What a model's output trains on."""
+    if group in PACKAGES:
+        return entries(group)[name].loss
+    return towards_noise if group == "text" else of_output
 
 
 def _step(model: nn.Module, batch: dict[str, Any], loss: Callable[[Any, dict[str, Any]], Tensor]) -> tuple[Tensor, int]:

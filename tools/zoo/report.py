@@ -19,6 +19,15 @@ GROUP_TITLES = {
     "seq2seq": "Sequence-to-sequence models",
     "masked": "Masked language models",
     "image": "Image classifiers",
+    "sequence": "Sequence classifiers",
+    "token": "Token classifiers",
+    "question": "Question answering",
+    "text": "Text encoders",
+    "ctc": "Speech recognition (CTC)",
+    "audio": "Audio classifiers",
+    "speech": "Speech to text",
+    "video": "Video classifiers",
+    "series": "Time series",
     **{group: package.title for group, package in PACKAGES.items()},
 }
 OTHERS_PAGE = "zoo-others.md"
