@@ -27,12 +27,12 @@ from lightning_autotp.parameters.meta import ParameterMeta
 # Each row is one test, run by ranks of its own.
 ON_TWO_RANKS = (
     ("causal:llama", "causal:gpt2", "causal:mixtral", "causal:gpt_oss", "causal:bamba", "causal:qwen3_next",
-     "ctc:wav2vec2"),  # fmt: skip
+     "ctc:wav2vec2"),
     ("causal:deepseek_v3", "causal:falcon", "causal:bloom", "causal:gemma2", "causal:fuyu"),
     ("causal:gemma3", "masked:bert", "seq2seq:t5", "image:vit", "image:resnet"),
     ("token:deberta-v2", "question:t5", "text:roberta", "audio:whisper", "speech:moonshine"),
     ("video:vivit", "series:timesfm", "sequence:qwen3_next", "speech:speecht5"),
-)
+)  # fmt: skip
 # Two KV heads and one.
 ON_FOUR_RANKS = ("causal:llama", "causal:falcon")
 
