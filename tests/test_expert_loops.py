@@ -377,3 +377,31 @@ def test_what_was_seen_in_two_kinds_of_calls_must_not_contradict() -> None:
 
 def test_calls_that_values_count_are_known_by_their_line() -> None:
     assert str(CallSite("file", 3, "add", -1)) == "file:3 add"
+
+
+class WithPictures(nn.Module):
+    """Puts pictures where a mask says, which it counts; a tower for sounds is not reached by the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.sounds = nn.Embedding(16, 8), nn.Linear(8, 8)
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, ids: Tensor, pictures: Tensor, sounds: Tensor | None = None) -> Tensor:
+        x = self.words(ids)
+        mask = (ids == 3).unsqueeze(-1).expand_as(x)
+        if x[mask].numel() != pictures.numel():
+            raise ValueError("as many placeholders as pictures, please")
+        x = x.masked_scatter(mask, pictures)
+        if sounds is not None:
+            x = x + self.sounds(sounds)
+        return self.down(self.up(x).relu())
+
+
+def test_a_mask_as_large_as_an_activation_is_no_made_up_value() -> None:
+    ids = torch.tensor([[3, 1, 3, 4], [3, 5, 6, 3]])
+    plan, solution = make_plan(WithPictures(), 2, example_inputs={"ids": ids, "pictures": torch.randn(4, 8)})
+    assert not solution.graph.asking
+    assert not plan.opaque
+    layouts = {name: parameter.layout for parameter in plan.parameters for name in parameter.names}
+    assert all(isinstance(layouts[name], Shard) for name in ("up.weight", "down.weight"))

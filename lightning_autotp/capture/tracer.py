@@ -218,7 +218,7 @@ class Tracer(PreDispatchMode):
         """What an operator gives whose result hangs on values, where they follow from the batch alone."""
         known = record(str(func))
 
-        made_up: list[Ref] = []
+        asked: list[Ref] = []
 
         def value(name: str, leaf: Any) -> Any:
             if isinstance(leaf, tuple):
@@ -228,7 +228,7 @@ class Tracer(PreDispatchMode):
             if known and name == known.takes:
                 return self.concrete.empty(leaf)
             if not self.graph.tensors[leaf.tensor].is_static:
-                made_up.append(leaf)
+                asked.append(leaf)
             return self.concrete.value(leaf.tensor, or_made_up=True)
 
         with self.pause():
@@ -239,14 +239,15 @@ class Tracer(PreDispatchMode):
                     raise error from None
                 positional = [values.pop(a.name) for a in schema_of(func).arguments if not a.kwarg_only]
                 result = func(*positional, **values)
-            self._asks(made_up)
+            self._asks(asked)
             return tree_map_only(Tensor, lambda real: torch.empty(real.shape, dtype=real.dtype, device="meta"), result)
 
-    def _asks(self, made_up: Sequence[Ref]) -> None:
-        """Note that the running module's code asks for the values of these tensors, which were made up."""
-        if made_up:
+    def _asks(self, asked: Sequence[Ref]) -> None:
+        """Note that the running module's code asks for the values of these tensors, and whether any were made up."""
+        if asked:
+            self._append(ASKED, (("input", tuple(dict.fromkeys(asked))),), [])
+        if any(leaf.tensor in self.concrete.made_up for leaf in asked):
             self.graph.asking.add(self.modules[-1])
-            self._append(ASKED, (("input", tuple(dict.fromkeys(made_up))),), [])
 
     def known_number(self, tensor: Tensor) -> int | None:
         """The number of a tensor's present value in the graph, if it has one."""

@@ -31,9 +31,9 @@ def zoo(
     all other packages ``docs/zoo-others.md``.
 
     Args:
-        group: one of transformers' mappings (causal, seq2seq, masked, image, sequence, token, question, text, ctc,
-            audio, speech, video, series; all of them: all), or a package (torch, diffusers, timm, torchvision,
-            x-transformers, litgpt; all of them: others).
+        group: one of transformers' mappings (causal, seq2seq, masked, image, sequence, token, question, image-text,
+            text, ctc, audio, speech, video, series; all of them: all), or a package (torch, diffusers, timm,
+            torchvision, x-transformers, litgpt; all of them: others).
         tp: number of tensor-parallel ranks (processes on this machine).
         only: these models only, by their ``model_type`` or their name on the page; the page is written only where
             ``page`` says so.

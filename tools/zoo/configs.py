@@ -107,6 +107,7 @@ SIZES: dict[str, Any] = {
     "image_size": 32,
     "patch_size": 8,
     "depth": LAYERS,
+    "out_hidden_size": 64,
     "num_labels": 10,
 }
 
@@ -125,6 +126,9 @@ _INDEXED: dict[str, Any] = {
     "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8,
     "indexer_compress_ratio": 2, "hc_lowrank": 16, "ple_layer_ids": [1], "ngram_vocab_size_base": 50,
     "make_ngram_vocab_size_divisible_by": 8, "split_ngram_parts": 1, "heads_per_ngram": 2,
+}
+_THREE_POSITIONS: dict[str, Any] = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
 }
 _FOUR_STAGES: dict[str, Any] = {"hidden_sizes": [16, 32, 48, 64], "depths": [1, 1, 2, 1]}
 _WINDOWS: dict[str, Any] = {"embed_dim": 16, "depths": [1, 2], "num_heads": [2, 4], "window_size": 4, "patch_size": 4}
@@ -264,6 +268,18 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "local_attn_chunk_length": 8, "lsh_attn_chunk_length": 8, "num_buckets": 4, "max_position_embeddings": 64,
         "attention_head_size": 16, "attn_layers": ["local", "lsh"], "hash_seed": 0,
     },
+    "paligemma": {"projection_dim": 64, "vision_config": {"projection_dim": 64, "vision_use_head": False}},
+    **{name: {"text_config": _THREE_POSITIONS} for name in ("glm46v", "glm4v", "glm_ocr", "glmga", "qwen2_5_vl")},
+    "glm4v_moe": {
+        "text_config": {
+            "rope_parameters": {**_THREE_POSITIONS["rope_parameters"], "mrope_section": [1, 1, 2]},
+        },
+    },
+    **{
+        name: {"vision_config": {"deepstack_visual_indexes": [0]}}
+        for name in ("cosmos3_omni", "qwen3_vl", "qwen3_vl_moe")
+    },
+    "qwen2_vl": {"text_config": _THREE_POSITIONS, "vision_config": {"embed_dim": 64, "num_heads": 4}},
     "rembert": {"input_embedding_size": 48, "output_embedding_size": 80},
     "roc_bert": {
         "pronunciation_vocab_size": VOCABULARY, "pronunciation_embed_dim": 64, "shape_vocab_size": VOCABULARY,
@@ -368,6 +384,23 @@ LEFT_OUT: dict[tuple[str, str], str] = {
     ("image", "pp_lcnet"): "it has no loss",
     ("image", "timm_wrapper"): "it is a timm model; the package timm is not installed",
     ("image", "shieldgemma2"): "it has no loss, and takes a picture and text together",
+    **{
+        ("image-text", name): "the zoo has no batch of its pictures and text yet"
+        for name in (
+            "aria", "blip", "blip-2", "chameleon", "cohere_compass", "cosmos3_edge", "deepseek_ocr2",
+            "deepseek_vl_hybrid", "diffusion_gemma", "emu3", "ernie4_5_vl_moe", "evolla", "florence2", "gemma4",
+            "gemma4_unified", "glm5_next", "granite4_vision", "granite_docling", "hunyuan_vl", "idefics", "inkling2",
+            "inkling_mm_model", "instructblip", "instructblipvideo", "janus", "kimi_k25", "kosmos-2", "kosmos-2.5",
+            "lfm2_vl", "llama4", "llava_next", "llava_next_video", "llava_onevision", "minicpm_ocr", "minicpmv4_6",
+            "minicpmv4_7", "mistral4", "mllama", "molmo2", "muse_glimmer", "muse_spark", "nemotron_h_omni",
+            "paddleocr_vl", "pi0", "pix2struct", "pp_formulanet", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker",
+            "shieldgemma2", "udop", "unlimited_ocr", "video_llama_3", "vipllava", "vision-encoder-decoder",
+        )
+    },
+    **{
+        ("image-text", name): "its vision tower is a timm model; the package timm is not installed"
+        for name in ("fast_vlm", "gemma3n", "perception_lm")
+    },
     ("seq2seq", "voxtral_realtime"): "it takes sound only",
     **{
         ("speech", name): f"the zoo has no batch of {what} yet"

@@ -35,6 +35,13 @@ GLOBAL_ATTENTION = frozenset(("led", "longformer"))
 TYPED_PLACEHOLDERS = frozenset(("gemma3",))
 # Where on the page each token stands.
 BOXES = frozenset(("bros",))
+# Which kind of token each is, from which their positions in a picture follow.
+KINDS_OF_TOKENS = frozenset(
+    (
+        "cosmos3_omni", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmga", "qwen2_5_vl", "qwen2_vl",
+        "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "qwen4_exp",
+    )
+)  # fmt: skip
 # Mentions of entities beside the tokens.
 ENTITIES = frozenset(("luke",))
 
@@ -65,12 +72,14 @@ def training_batch(name: str, group: str, config: PreTrainedConfig, seed: int = 
     ids = torch.randint(_FIRST_ORDINARY_TOKEN, vocabulary, (rows, length), generator=generator)
     if group == "sequence" and config.is_encoder_decoder:
         ids[:, -1] = config.eos_token_id  # of which the class is read
-    inputs, placeholders = other_modalities(name, config, generator)
+    inputs, placeholders = other_modalities(name, group, config, generator)
     for token, count in placeholders.items():
         ids = torch.cat([ids[:, :2], ids.new_full((rows, count), token), ids[:, 2:]], dim=1)
     batch: dict[str, Any] = {"input_ids": ids, **_targets(group, ids, int(config.num_labels or 1), generator), **inputs}
     if name in TYPED_PLACEHOLDERS:
         batch["token_type_ids"] = sum((ids == token).long() for token in placeholders)
+    if name in KINDS_OF_TOKENS and placeholders:
+        batch["mm_token_type_ids"] = sum((ids == token).int() for token in placeholders)
     if name in GLOBAL_ATTENTION:
         batch["global_attention_mask"] = (torch.arange(ids.shape[1]) == 0).long().expand_as(ids).clone()
     if name in ENTITIES:

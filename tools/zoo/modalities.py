@@ -19,19 +19,22 @@ Placeholders = dict[int, int]
 """How many tokens of each id stand in a sample's text for what is not text."""
 
 
-def other_modalities(name: str, config: PreTrainedConfig, generator: Generator) -> tuple[Inputs, Placeholders]:
+def other_modalities(
+    name: str, group: str, config: PreTrainedConfig, generator: Generator
+) -> tuple[Inputs, Placeholders]:
     """What an architecture takes beside its text, and the placeholders for it; nothing where it takes only text."""
-    make = _MAKERS.get(name)
+    make = (_PICTURES_AND_TEXT.get(name) if group == "image-text" else None) or _MAKERS.get(name)
     return make(config, generator) if make is not None else ({}, {})
 
 
 def names() -> frozenset[str]:
     """The architectures that get a picture or a sound."""
-    return frozenset(_MAKERS)
+    return frozenset({*_MAKERS, *_PICTURES_AND_TEXT})
 
 
-def _picture(size: int, generator: Generator) -> Tensor:
-    return torch.randn(BATCH, 3, size, size, generator=generator)
+def _picture(size: Any, generator: Generator) -> Tensor:
+    height, width = size if isinstance(size, list | tuple) else (size, size)
+    return torch.randn(BATCH, 3, height, width, generator=generator)
 
 
 def _pictures(tokens: int, images: bool = False) -> Callable[[Any, Generator], tuple[Inputs, Placeholders]]:
@@ -43,6 +46,23 @@ def _pictures(tokens: int, images: bool = False) -> Callable[[Any, Generator], t
         return {"pixel_values": pixels.unsqueeze(1) if images else pixels}, {config.image_token_id: tokens}
 
     return make
+
+
+def _grid(config: Any, generator: Generator) -> tuple[Inputs, Placeholders]:
+    """A picture of four by four flat patches per sample, all samples' in one row; two by two become one token."""
+    vision = config.vision_config
+    size = 3 * getattr(vision, "temporal_patch_size", 1) * vision.patch_size**2
+    inputs = {
+        "pixel_values": torch.randn(BATCH * 16, size, generator=generator),
+        "image_grid_thw": torch.tensor([[1, 4, 4]]).expand(BATCH, 3).clone(),
+    }
+    return inputs, {config.image_token_id: 4}
+
+
+def _sized(config: Any, generator: Generator) -> tuple[Inputs, Placeholders]:
+    """A picture per sample, and how large it is."""
+    inputs, placeholders = _pictures(4)(config, generator)
+    return inputs | {"image_sizes": torch.full((BATCH, 2), config.vision_config.image_size)}, placeholders
 
 
 def _captioned(config: Any, generator: Generator) -> tuple[Inputs, Placeholders]:
@@ -136,3 +156,32 @@ _MAKERS: dict[str, Callable[[Any, Generator], tuple[Inputs, Placeholders]]] = {
     "vibevoice_asr": _wave,
     "voxtral": _sound(8, mask=None),
 }
+
+_PICTURES_AND_TEXT: dict[str, Callable[[Any, Generator], tuple[Inputs, Placeholders]]] = {
+    "aya_vision": _pictures(4),
+    "cohere2_vision": _pictures(4),
+    "deepseek_vl": _pictures(16),
+    "idefics2": _pictures(64, images=True),
+    "idefics3": _pictures(4, images=True),
+    "internvl": _pictures(4),
+    "llava": _pictures(16),
+    "ovis2": _pictures(16),
+    "paligemma": _pictures(16),
+    "pp_chart2table": _pictures(1),
+    "qianfan_ocr": _pictures(4),
+    "smolvlm": _pictures(4, images=True),
+    "step3p7": _pictures(1),
+    "video_llava": _pictures(16),
+    "lighton_ocr": _sized,
+    "mistral3": _sized,
+    "mistral_large4": _sized,
+    **dict.fromkeys(
+        (
+            "cosmos3_omni", "dots3_note", "exaone4_5", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmga",
+            "hyperclovax_vision_v2", "lfm3_vl", "minimax_m3_vl", "qwen2_5_vl", "qwen2_vl",
+            "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "qwen4_exp",
+        ),
+        _grid,
+    ),
+}  # fmt: skip
+"""Those that take text alone as causal models, or are none."""

@@ -23,6 +23,7 @@ GROUPS: dict[str, Mapping[str, Any]] = {
     "sequence": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
     "token": modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
     "question": modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
+    "image-text": modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     "text": modeling_auto.MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES,
     "ctc": modeling_auto.MODEL_FOR_CTC_MAPPING_NAMES,
     "audio": modeling_auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES,

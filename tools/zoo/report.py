@@ -22,6 +22,7 @@ GROUP_TITLES = {
     "sequence": "Sequence classifiers",
     "token": "Token classifiers",
     "question": "Question answering",
+    "image-text": "Pictures and text",
     "text": "Text encoders",
     "ctc": "Speech recognition (CTC)",
     "audio": "Audio classifiers",
