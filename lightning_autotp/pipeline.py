@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_autotp.applying.replace import apply_plan
 from lightning_autotp.building.quantization import refuse_quantized
-from lightning_autotp.capture.capture import as_call, language_model_inputs, meta_copy
+from lightning_autotp.capture.capture import as_calls, language_model_inputs, meta_copy
 from lightning_autotp.capture.fingerprint import fingerprint
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.layouts.step_size import TokensPerStep
@@ -65,6 +65,8 @@ def make_plan(
         model: any module (on meta or real); it is only looked at.
         tensor_parallel_size: number of ranks.
         example_inputs: one batch as the training step passes it; not needed for a language model with ``input_ids``.
+            A list of batches (mappings, or tuples of positional arguments) that go different ways through the model,
+            where no single one reaches all of it.
         tokens_per_step: what one forward and backward pass will be given: a number of tokens, or (sequences, tokens of
             each). The plan is the cheapest for that; 16,384 tokens by default.
         keep_whole: names of parameters or modules, or patterns of them (``"model.vision_tower.*"``), that stay whole.
@@ -125,7 +127,7 @@ def parallelize(
         model: any module; its parameters may be on meta (then they are loaded or initialized here, this rank's part
             only) or real (then they are sliced).
         process_group: the tensor-parallel group.
-        example_inputs: one batch as the training step passes it; not needed for a language model with ``input_ids``.
+        example_inputs: one batch as the training step passes it, or a list of them, as for :func:`make_plan`.
         tokens_per_step: what one forward and backward pass will be given, as for :func:`make_plan`.
         keep_whole: what stays whole, as for :func:`make_plan`.
         cut: what is cut along which dim, as for :func:`make_plan`.
@@ -201,7 +203,7 @@ def make_local(
             original = meta_copy(model)
             apply_plan(model, plan, group)
             verify(model, solution, group.rank, inputs)
-            prove_new_calls(model, original, solution, as_call(inputs))
+            prove_new_calls(model, original, solution, as_calls(inputs))
     if fused is not None:
         model.register_forward_pre_hook(ProductReport(fused))
 

@@ -143,6 +143,20 @@ def test_a_planned_call_that_is_not_made_is_an_error() -> None:
         module(torch.ones(1), other=True)
 
 
+def test_a_run_like_one_of_a_trace_may_leave_calls_out() -> None:
+    module = Choosing()
+    line = Choosing.forward.__code__.co_firstlineno + 1
+    added, multiplied = CallSite(__name__, line, "add", 0), CallSite(__name__, line, "mul", 0)
+    forward = LocalForward(module, "choosing", {added: CallChanges(converts=True), multiplied: CallChanges()})
+    module.forward = forward
+    forward.allow([added])
+    assert module(torch.ones(1)).item() == 3
+    with pytest.raises(CallMismatch):
+        module(torch.ones(1), other=True)
+    forward.allow([multiplied])
+    assert module(torch.ones(1), other=True).item() == 3
+
+
 def test_calls_of_a_child_are_its_own() -> None:
     class Parent(nn.Module):
         def __init__(self) -> None:

@@ -7,7 +7,7 @@ The module's Python runs as it is; while it runs, a torch-function mode finds th
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,17 +58,27 @@ class LocalForward:
     A planned call may be left out where the module takes a tensor from a cache instead of computing it again (the keys
     of a cross-attention): if only numbers were to be changed there, and if the module makes no call that it did not
     make in an earlier run with all planned ones, so that no other call can have come in its place.
+
+    Args:
+        module: the module.
+        path: where it is.
+        changes: what changes at which call.
     """
 
     def __init__(self, module: nn.Module, path: str, changes: Mapping[CallSite, CallChanges]) -> None:
         self.module, self.forward, self.path, self.changes = module, module.forward, path, dict(changes)
         self.lines = {(site.file, site.line, site.function) for site in changes}
         self.is_traceable = all(site.function != "__get__" for site in changes)
+        self.runs: tuple[frozenset[CallSite], ...] = ()  # of traced ones without all planned calls: those they make
         self.running: list[_LocalCalls] = []
         self.known: set[Line] | None = None  # calls of runs with all planned ones
         for child in module.children():
             child.register_forward_pre_hook(self._pause)
             child.register_forward_hook(self._go_on)
+
+    def allow(self, calls: Collection[CallSite]) -> None:
+        """Let the module run without the other planned calls, as it did in a trace."""
+        self.runs = tuple(dict.fromkeys((*self.runs, frozenset(calls))))
 
     @classmethod
     def of(cls, module: nn.Module) -> LocalForward | None:
@@ -114,6 +124,8 @@ class LocalForward:
             if site.occurrence != EVERY and site not in mode.seen and self._is_expected(changes)
         ]
         is_compiled = torch.compiler.is_compiling()  # then nothing is noted: earlier runs would be part of the code
+        if any(self._is_run(calls, missed, mode) for calls in self.runs):
+            return result
         if not missed:
             if not is_compiled:
                 self.known = (self.known or set()) | mode.made
@@ -142,6 +154,13 @@ class LocalForward:
     def _is_needed(self, site: CallSite, mode: _LocalCalls) -> bool:
         """Whether the run is another computation without this call."""
         return self.changes[site].converts or (site.file, site.line, site.function) in mode.made
+
+    @staticmethod
+    def _is_run(calls: frozenset[CallSite], missed: list[CallSite], mode: _LocalCalls) -> bool:
+        """Whether the run is like one of a trace, which made these calls."""
+        return not any(site in calls for site in missed) and all(
+            site in calls for site in mode.seen if site.occurrence != EVERY
+        )
 
     def _pause(self, *_: Any) -> None:
         for mode in self.running[-1:]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from lightning_autotp.capture.tracer import torch_layer
 from lightning_autotp.layouts.dims import UnknownSize
 from lightning_autotp.layouts.listing import listed
 from lightning_autotp.layouts.places import CallSite
-from lightning_autotp.layouts.plan import ConversionPlan, ImplementationPlan, Plan, SizePlan
+from lightning_autotp.layouts.plan import ConversionPlan, ImplementationPlan, Plan, RunPlan, SizePlan
 from lightning_autotp.layouts.types import Invariant, Layout, Replicate, Shard, local_shape
 from lightning_autotp.parallel.collectives import convert, gather_lengths
 from lightning_autotp.parallel.head import VocabParallelHead, compute_when_needed
@@ -133,6 +133,15 @@ def _change_calls(model: nn.Module, plan: Plan, group: TPGroup, lengths: Lengths
     for path, calls in changes.items():
         module = model.get_submodule(path)
         LocalForward(module, path, calls).take_over()
+    allow_runs(model, plan.runs)
+
+
+def allow_runs(model: nn.Module, runs: Iterable[RunPlan]) -> None:
+    """Let modules of a local model make such runs, too: they have been traced."""
+    for run in runs:
+        forward = LocalForward.of(model.get_submodule(run.module))
+        if forward is not None:
+            forward.allow(run.sites)
 
 
 def _check_parameters(model: nn.Module, plan: Plan) -> None:

@@ -12,7 +12,7 @@ import copy
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -76,7 +76,8 @@ def capture(
     Args:
         model: any module; it is neither changed nor run. Its parameters may be on any device, also on meta.
         example_inputs: one batch: a tensor, a tuple of positional arguments, a mapping of keyword arguments, or a
-            :class:`Call`. May be left out for a language model that takes ``input_ids`` and ``labels``.
+            :class:`Call`; or a list of such tuples, mappings and calls, which run one after the other. May be left out
+            for a language model that takes ``input_ids`` and ``labels``.
         opaque: modules that are not looked into; more are found where a module's code depends on values and, in
             training mode, where it cannot be traced for another reason.
         training: whether all modules run in training mode; otherwise each in the mode that it is in.
@@ -209,19 +210,19 @@ def _capture(
         real[id(made)] = value.detach().cpu() if not value.is_meta else torch.zeros(value.shape, dtype=value.dtype)
         return made
 
-    args, kwargs = map_tensors(stand_in, tuple(as_call(example_inputs)))
+    calls = [Call(*map_tensors(stand_in, tuple(call))) for call in as_calls(example_inputs)]
     traced = meta_copy(model, stand_in)
     if training:
         traced.train()
     tracer = Tracer(traced, real)
     tracer.graph.opaque = opaque
-    tracer.graph.example = step_size(tensors_in((args, kwargs)))
+    tracer.graph.example = _size_of_all([step_size(tensors_in(tuple(call))) for call in calls])
     for path in opaque:
         module = traced.get_submodule(path)
         module.forward = OpaqueForward(module, tracer)
     if not until_failure:
         tracer.graph.integers = note_integers(traced, lambda: tracer.modules[-1])
-    _run(traced, args, kwargs, tracer, fake, until_failure)
+    _run(traced, calls, tracer, fake, until_failure)
     tracer.graph.static_on_demand()
     tracer.graph.units = {
         tensor: found.units(tuple(parameter.shape))
@@ -252,8 +253,8 @@ def _find_choosing(model: nn.Module, tracer: Tracer) -> None:
             graph.calls[number] = replace(call, site=replace(call.site, occurrence=EVERY))
 
 
-def _run(traced: nn.Module, args: Any, kwargs: Any, tracer: Tracer, fake: FakeTensorMode, until_failure: bool) -> None:
-    """Run the model under the tracer."""
+def _run(traced: nn.Module, calls: Sequence[Call], tracer: Tracer, fake: FakeTensorMode, until_failure: bool) -> None:
+    """Run the model under the tracer, in one call after the other."""
     with contextlib.ExitStack() as context:
         context.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
@@ -263,15 +264,18 @@ def _run(traced: nn.Module, args: Any, kwargs: Any, tracer: Tracer, fake: FakeTe
             context.enter_context(mode)
         for layer in (fake, tracer, tracer.calls):
             context.enter_context(layer)
+        result: list[Any] = []
         try:
-            result = traced(*args, **kwargs)
+            for call in calls:
+                result.append(traced(*call.args, **call.kwargs))
         except Exception as error:
             if until_failure:
                 tracer.graph.failure = f"{type(error).__name__}: {first_line(error)}"
                 return
             where = " -> ".join(tracer.modules[1:]) or "(root)"
+            which = f" with number {len(result) + 1} of example_inputs" if len(calls) > 1 else ""
             failure = CaptureError(
-                f"{type(traced).__name__} cannot be captured: {type(error).__name__}: {first_line(error)}\n"
+                f"{type(traced).__name__} cannot be captured{which}: {type(error).__name__}: {first_line(error)}\n"
                 f"  in module {where}\n  at {_user_line(error)}\n"
                 "The model is traced once on the meta device: remove what needs a tensor's value (`.item()`, "
                 "`if tensor:`) from this line, or give example_inputs that the model accepts."
@@ -298,6 +302,11 @@ def step_size(tensors: Iterable[Tensor]) -> StepSize:
     rows = (sequences or given)[0].shape[0]
     lengths = dict.fromkeys(tensor.shape[1] for tensor in sequences if tensor.shape[0] == rows and tensor.shape[1] > 1)
     return StepSize(rows, tuple(lengths))
+
+
+def _size_of_all(sizes: Sequence[StepSize]) -> StepSize:
+    """The size of several calls: the rows of the first, and the lengths of all."""
+    return StepSize(sizes[0].rows, tuple(dict.fromkeys(length for size in sizes for length in size.lengths)))
 
 
 def language_model_inputs(model: nn.Module) -> dict[str, Any]:
@@ -425,8 +434,15 @@ def _is_copied_by_itself(module: nn.Module) -> bool:
     return any(getattr(kind, way, None) is not getattr(nn.Module, way, None) for way in ways)
 
 
+def as_calls(inputs: Any) -> tuple[Call, ...]:
+    """The calls that example inputs are: a list of tuples, mappings and calls is several, anything else is one."""
+    if isinstance(inputs, list) and inputs and all(isinstance(batch, tuple | Mapping) for batch in inputs):
+        return tuple(map(as_call, inputs))
+    return (as_call(inputs),)
+
+
 def as_call(inputs: Any) -> Call:
-    """The arguments that example inputs are."""
+    """The arguments that one batch is."""
     if isinstance(inputs, Call):
         return inputs
     if isinstance(inputs, Mapping):

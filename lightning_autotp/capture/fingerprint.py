@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_autotp.capture.capture import as_call
+from lightning_autotp.capture.capture import as_calls
 from lightning_autotp.capture.nested import leaves_of
 
 
@@ -45,7 +45,7 @@ def _lines(model: nn.Module, example_inputs: Any, settings: Iterable[Any]) -> It
         yield f"tensor {name} {_text(tensor)} like {first.setdefault(id(tensor), name)}"
     for file in sorted({str(vars(sys.modules[type(m).__module__]).get("__file__")) for m in model.modules()}):
         yield f"code {file} {zlib.crc32(Path(file).read_bytes()) if os.path.isfile(file) else ''}"
-    yield from (f"batch {path} {_text(leaf)}" for path, leaf in leaves_of(tuple(as_call(example_inputs))))
+    yield from (f"batch {path} {_text(leaf)}" for path, leaf in leaves_of(list(map(tuple, as_calls(example_inputs)))))
     yield from map(repr, settings)
 
 

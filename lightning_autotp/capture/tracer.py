@@ -177,11 +177,14 @@ class Tracer(PreDispatchMode):
         """A module's forward begins."""
         self.modules.append(module)
         self.calls.counts.append({})
+        self.calls.runs.append(len(self.graph.entered))
+        self.graph.entered.append(module)
 
     def leave(self) -> None:
         """The innermost module's forward ends."""
         self.modules.pop()
         self.calls.counts.pop()
+        self.calls.runs.pop()
 
     def value(self, tensor: Tensor) -> Tensor:
         """The value of a tensor, on the CPU.
@@ -448,6 +451,7 @@ class Calls(TorchFunctionMode):
         self.tracer = tracer
         self.current: tuple[int, str] = (-1, "")
         self.counts: list[dict[Any, int]] = [{}]
+        self.runs = [0]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -463,7 +467,8 @@ class Calls(TorchFunctionMode):
         number = len(calls)
         groups, given = grouped_leaves(args, kwargs)
         leaves = [self._leaf(leaf) for leaf in given]
-        calls.append(Call(self.tracer.modules[-1], site, tuple(leaves), (), groups, instruction=caller.f_lasti))
+        module, run = self.tracer.modules[-1], self.runs[-1]
+        calls.append(Call(module, site, tuple(leaves), (), groups, instruction=caller.f_lasti, run=run))
         outer, self.current = self.current, (number, source_line(caller))
         recorded = len(self.tracer.graph.operators)
         self.tracer.overwritten.clear()

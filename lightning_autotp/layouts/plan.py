@@ -187,6 +187,19 @@ class MadeLocalPlan:
 
 
 @dataclass(frozen=True)
+class RunPlan:
+    """Which calls with changes one run of a module makes, where its runs in a step do not all make the same ones.
+
+    Attributes:
+        module: its path.
+        sites: these calls.
+    """
+
+    module: str
+    sites: tuple[CallSite, ...]
+
+
+@dataclass(frozen=True)
 class Communication:
     """Collectives of one training step, by kind: calls and bytes of the whole tensors, forward and backward."""
 
@@ -208,6 +221,7 @@ class Plan:
         sizes: sizes in Python that become local.
         draws: calls at which each rank draws its own random numbers.
         made_local: calls whose tensors without parameters come out local by themselves.
+        runs: of modules that are run several times and not always make the same calls: which ones.
         opaque: modules that were not looked into.
         modules: a short hash of what each module's own code runs, to tell another model by.
         communication: what one step of the traced batch communicates.
@@ -225,6 +239,7 @@ class Plan:
     sizes: tuple[SizePlan, ...] = ()
     draws: tuple[DrawPlan, ...] = ()
     made_local: tuple[MadeLocalPlan, ...] = ()
+    runs: tuple[RunPlan, ...] = ()
     opaque: tuple[str, ...] = ()
     modules: tuple[tuple[str, str], ...] = ()
     communication: tuple[Communication, ...] = ()
@@ -261,6 +276,7 @@ class Plan:
                 sizes=tuple(_decode(SizePlan, item) for item in data["sizes"]),
                 draws=tuple(_decode(DrawPlan, item) for item in data["draws"]),
                 made_local=tuple(_decode(MadeLocalPlan, item) for item in data["made_local"]),
+                runs=tuple(_decode(RunPlan, item) for item in data["runs"]),
                 opaque=tuple(data["opaque"]),
                 modules=tuple((module, digest) for module, digest in data["modules"]),
                 communication=tuple(_decode(Communication, item) for item in data["communication"]),
@@ -407,6 +423,8 @@ def _decode(kind: Any, item: dict[str, Any]) -> Any:
             value = tuple(Reason(**reason) for reason in value)
         elif field.name == "call" and value is not None:
             value = CallSite(**value)
+        elif field.name == "sites":
+            value = tuple(CallSite(**site) for site in value)
         elif isinstance(value, list):
             value = tuple(value)
         values[field.name] = value

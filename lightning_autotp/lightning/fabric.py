@@ -73,7 +73,8 @@ class AutoTPFabricStrategy(ParallelRanks, FabricModelParallelStrategy):
         tensor_parallel_size: ranks that share one copy; ``"auto"``: all devices divided by ``data_parallel_size``.
         data_parallel_size: copies that train on different data and average their gradients; ``"auto"``: one.
         example_inputs: one batch as the ``forward`` of the models takes it: a tensor, a tuple of positional arguments,
-            a mapping of keyword arguments, or a function without arguments that returns one of these. Without it a
+            a mapping of keyword arguments, or a function without arguments that returns one of these. A list of such
+            tuples and mappings where no single batch reaches all of the model. Without it a
             model's ``example_input_array`` serves; else a batch is made up, for a model that takes ``input_ids``.
         broadcast_batches: as for :class:`~lightning_autotp.AutoTPStrategy`, and so are all options below.
         save_distributed_checkpoint: whether ``fabric.save`` writes directories.

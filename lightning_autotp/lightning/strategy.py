@@ -81,7 +81,8 @@ class AutoTPStrategy(ParallelRanks, ModelParallelStrategy):
         tensor_parallel_size: ranks that share one copy; ``"auto"``: all devices divided by ``data_parallel_size``.
         data_parallel_size: copies that train on different data and average their gradients; ``"auto"``: one.
         example_inputs: one batch as the model's ``forward`` takes it: a tensor, a tuple of positional arguments, a
-            mapping of keyword arguments, or a function without arguments that returns one of these. Where it is left
+            mapping of keyword arguments, or a function without arguments that returns one of these. A list of such
+            tuples and mappings where no single batch reaches all of the model. Where it is left
             out, and there is no ``example_input_array`` for a model that is none of Hugging Face's, the call that the
             first training step makes serves, if a ``DataLoader`` over a map-style dataset was given to
             ``trainer.fit``: ``training_step`` runs once in a forked process, until it calls the model. Else a batch is

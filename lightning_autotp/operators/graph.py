@@ -40,6 +40,7 @@ class Call:
         groups: for each leaf of its arguments, which argument it is in.
         written: leaves of its arguments that it writes in place, each with what it is then.
         instruction: the instruction of the code that makes it, which tells calls on one line apart.
+        run: the run of the module that makes it: its index in :attr:`Graph.entered`.
     """
 
     module: str
@@ -50,6 +51,7 @@ class Call:
     made: tuple[Ref, ...] = ()
     written: tuple[tuple[int, Ref], ...] = ()
     instruction: int = -1
+    run: int = 0
 
 
 Constant = float | str | None
@@ -211,6 +213,7 @@ class Graph:
             ones and, as what they are given may be other than it was, all inside of these.
         runs: the runs of the ``choosing`` modules.
         looks: calls in their code that ran no operator: they asked for a shape, say.
+        entered: the module of every run, in the order in which they begin; the first is what calls the model.
     """
 
     tensors: list[TensorInfo] = field(default_factory=list)
@@ -232,6 +235,7 @@ class Graph:
     choosing: frozenset[str] = frozenset()
     runs: list[ModuleRun] = field(default_factory=list)
     looks: list[Call] = field(default_factory=list)
+    entered: list[str] = field(default_factory=lambda: [""])
 
     def loose(self) -> list[int]:
         """Tensors that no operator makes and that are no parameters (inputs, buffers, constants), as they are used."""

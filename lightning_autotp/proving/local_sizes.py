@@ -26,6 +26,7 @@ from lightning_autotp.operators import Shapes, record
 from lightning_autotp.operators.graph import Operator
 from lightning_autotp.proving.compare import Mismatch, compare
 from lightning_autotp.ranks.group import TPGroup
+from lightning_autotp.solving.annotate import runs_apart
 from lightning_autotp.solving.solution import Solution
 
 _PATIENCE = 64
@@ -92,10 +93,11 @@ def find_sizes_of_call(
     Raises:
         Unlocalizable: if no choice of sizes gives the right trace.
     """
+    runs = runs_apart(plan, solution.graph)
 
     def difference(solution: Solution, sizes: tuple[SizePlan, ...], rank: int) -> Mismatch | None:
         local, group = meta_copy(model), TPGroup("", rank, solution.ranks)
-        apply_plan(local, replace(plan, sizes=sizes), group)
+        apply_plan(local, replace(plan, sizes=sizes, runs=(*plan.runs, *runs)), group)
         for change in reversed(tuple(changes)):
             # Before the hooks with which the model collects outputs, as in the traces; each before the one after it.
             hook_boundary(local, BoundaryConversion(change, group), prepend=True)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_autotp.applying.lengths import Lengths
-from lightning_autotp.applying.replace import BoundaryConversion, hook_boundary, set_size
+from lightning_autotp.applying.replace import BoundaryConversion, allow_runs, hook_boundary, set_size
 from lightning_autotp.applying.seen_paths import PathWatch
 from lightning_autotp.capture.capture import Call, CaptureError
 from lightning_autotp.capture.nested import map_tensors, opened, tensors_in
@@ -39,7 +39,7 @@ from lightning_autotp.proving.read_plan import read_for_call
 from lightning_autotp.proving.verify import trace
 from lightning_autotp.ranks.agreement import raise_together
 from lightning_autotp.ranks.group import TPGroup
-from lightning_autotp.solving.annotate import inputs_of_modules, parts_at_modules
+from lightning_autotp.solving.annotate import inputs_of_modules, parts_at_modules, runs_apart
 from lightning_autotp.solving.expert_modules import as_planned
 from lightning_autotp.solving.paths import seen_paths
 from lightning_autotp.solving.planned import PlanMismatch
@@ -59,13 +59,13 @@ class CallProver:
         model: the local model.
         original: a copy on the meta device of the model it was before
             (:func:`~lightning_autotp.capture.capture.meta_copy`).
-        solution: what its plan means in the call that was proved for it.
-        example: that call.
+        solution: what its plan means in the calls that were proved for it.
+        examples: these calls. Where there are several, they were traced together, and each is a new kind.
     """
 
-    def __init__(self, model: nn.Module, original: nn.Module, solution: Solution, example: Call) -> None:
+    def __init__(self, model: nn.Module, original: nn.Module, solution: Solution, examples: tuple[Call, ...]) -> None:
         # Not its state: a deep copy of the model has one of its own.
-        self.model, self.group, self.example = model, parallel_state(model).group, example
+        self.model, self.group, self.examples = model, parallel_state(model).group, examples
         self.modules = list(model.modules())
         self.undescribed: set[str] = set()
         self.hooks: list[RemovableHandle] = []
@@ -73,11 +73,11 @@ class CallProver:
         self.begin(original, solution)
 
     def begin(self, original: nn.Module, solution: Solution) -> None:
-        """Forget what was proved of other kinds of calls: only the example's is, of this model.
+        """Forget what was proved of other kinds of calls: only a single example's is, of this model.
 
         Args:
             original: a copy of the original model on the meta device.
-            solution: what the plan means in the example's call.
+            solution: what the plan means in the examples' calls.
         """
         state = parallel_state(self.model)
         self.plan, self.original = state.plan, original
@@ -86,10 +86,12 @@ class CallProver:
         for hook in self.hooks:
             hook.remove()
         self.hooks.clear()
-        first = kind_of(self.example), bytes([True] * len(self.modules)), self.configs.version()
+        kinds = [(kind_of(call), bytes([True] * len(self.modules)), self.configs.version()) for call in self.examples]
         state.parts, state.given = parts_at_modules(solution), inputs_of_modules(solution.graph)
         self.watch.follow(seen_paths(solution, self.group.rank), original)
-        self.proved: dict[Hashable, tuple[ConversionPlan, ...]] = {first: state.parts}
+        self.proved: dict[Hashable, tuple[ConversionPlan, ...]] = {}
+        if len(kinds) == 1:
+            self.proved[kinds[0]] = state.parts
         self.at_inputs: dict[Hashable, list[BoundaryConversion]] = {}  # what hooks of other modules cannot do
         self.running: Hashable = None
         self.with_gradients: set[Hashable] = set()  # kinds whose backward passes may be still to come
@@ -159,7 +161,8 @@ class CallProver:
         for module, copied in zip(self.modules, self.original.modules(), strict=True):
             copied.training = module.training
         try:
-            graph = trace(self.original, call, frozenset(self.plan.opaque), training=False)
+            bare = {change.module for change in self.plan.conversions if change.call and change.side == "argument"}
+            graph = trace(self.original, call, frozenset(self.plan.opaque), training=False, bare=bare)
         except CaptureError as error:
             warnings.warn(
                 f"a call of {self._who()} cannot be traced, and so nobody has proved that its parts compute what the"
@@ -197,6 +200,7 @@ class CallProver:
                 self.hooks.append(hook_boundary(self.model, change_here, prepend=True))
         for size in sizes:
             self.hooks += _SizeInKind(self.model, size, self, kind).hook()
+        allow_runs(self.model, runs_apart(self.plan, solution.graph))
         return parts_at_modules(solution)
 
     def _refusal(self, call: Call, why: Exception) -> UnprovedCall:
@@ -323,14 +327,14 @@ def call_prover(model: nn.Module) -> CallProver:
     return next(hook for hook in ModuleHooks(model).before.values() if isinstance(hook, CallProver))
 
 
-def prove_new_calls(model: nn.Module, original: nn.Module, solution: Solution, example: Call) -> None:
+def prove_new_calls(model: nn.Module, original: nn.Module, solution: Solution, examples: tuple[Call, ...]) -> None:
     """Let a local model prove every kind of call that differs from the example's, when it comes for the first time.
 
     Args:
-        model: the local model, proved for the example.
+        model: the local model, proved for the examples.
         original: a copy of the model before, on the meta device.
-        solution: what its plan means in the example's call.
-        example: the call that it was proved for.
+        solution: what its plan means in the examples' calls.
+        examples: the calls that it was proved for.
     """
-    prover = CallProver(model, original, solution, example)
+    prover = CallProver(model, original, solution, examples)
     model.register_forward_pre_hook(prover, with_kwargs=True, prepend=True)

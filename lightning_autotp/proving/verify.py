@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from torch import nn
@@ -16,11 +17,19 @@ from lightning_autotp.solving.solution import Solution
 
 
 def trace(
-    model: nn.Module, example_inputs: Any, opaque: frozenset[str] = frozenset(), *, training: bool = True
+    model: nn.Module,
+    example_inputs: Any,
+    opaque: frozenset[str] = frozenset(),
+    *,
+    training: bool = True,
+    bare: Collection[str] = (),
 ) -> Graph:
-    """The model's graph, with every place in it where a layout may change; arguments are those of ``capture``."""
+    """The model's graph, with every place in it where a layout may change; arguments are those of ``capture``.
+
+    ``bare``, as for ``open_calls``: modules of a plan's that another trace has opened.
+    """
     graph = capture(model, example_inputs, opaque, training=training)
-    return open_calls(graph, IMPLEMENTATIONS)
+    return open_calls(graph, IMPLEMENTATIONS, bare)
 
 
 def verify(model: nn.Module, solution: Solution, rank: int, example_inputs: Any) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from lightning_autotp.layouts.buckets import in_buckets
-from lightning_autotp.layouts.places import Boundary, CallPoint
+from lightning_autotp.layouts.places import EVERY, Boundary, CallPoint, CallSite
 from lightning_autotp.layouts.plan import (
     Communication,
     ConversionPlan,
@@ -16,6 +16,7 @@ from lightning_autotp.layouts.plan import (
     MadeLocalPlan,
     ParameterPlan,
     Plan,
+    RunPlan,
     SizePlan,
 )
 from lightning_autotp.layouts.transitions import TRANSITIONS
@@ -49,7 +50,7 @@ def annotate(
     layouts = {name: solution.layouts.get(tensor, Invariant()) for tensor, name in solution.graph.parameters.items()}
     implementations = _implementations(solution)
     own = {(use.module, *side) for use in implementations for side in _own_changes(use)}
-    return Plan(
+    plan = Plan(
         model=model,
         ranks=solution.ranks,
         parameters=tuple(
@@ -78,6 +79,29 @@ def annotate(
         gap=solution.gap,
         traced_with=traced_with,
     )
+    return replace(plan, runs=runs_apart(plan, solution.graph))
+
+
+def runs_apart(plan: Plan, graph: Graph) -> tuple[RunPlan, ...]:
+    """Of the modules that do not make all calls at which the plan changes something in every run: what each run makes.
+
+    Calls that stand for all from their line are left out: values say how many of them are made.
+    """
+    changed: dict[str, set[CallSite]] = {}
+    changes: tuple[ConversionPlan | SizePlan | ImplementationPlan | DrawPlan, ...]
+    changes = *plan.conversions, *plan.sizes, *plan.implementations, *plan.draws
+    for change in changes:
+        if change.call is not None and change.call.occurrence != EVERY:
+            changed.setdefault(change.module, set()).add(change.call)
+    made: dict[int, set[CallSite]] = {
+        run: set() for run, module in enumerate(graph.entered) if run and module in changed
+    }
+    for call in graph.calls:
+        if call.run in made and call.site in changed[call.module]:
+            made[call.run].add(call.site)
+    apart = {graph.entered[run] for run, calls in made.items() if calls != changed[graph.entered[run]]}
+    found = (RunPlan(graph.entered[run], tuple(sorted(calls, key=str))) for run, calls in made.items())
+    return tuple(dict.fromkeys(run for run in found if run.module in apart))
 
 
 def _of_each_place(changes: Iterable[ConversionPlan]) -> tuple[ConversionPlan, ...]:

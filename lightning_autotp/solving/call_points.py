@@ -19,33 +19,27 @@ from lightning_autotp.operators.graph import Graph, Operator, Ref, renamed
 from lightning_autotp.solving.implementations import Implementations
 
 
-def open_calls(graph: Graph, implementations: Implementations) -> Graph:
+def open_calls(graph: Graph, implementations: Implementations, bare: Collection[str] = ()) -> Graph:
     """The graph with points at the arguments and results of calls at which layouts may change.
 
     A point is an operator called ``boundary``; a tensor has the same index after it as before in ``graph`` where it is
     a result, and a new one where it is an argument.
+
+    Args:
+        graph: the captured graph.
+        implementations: what layers may become.
+        bare: modules of which another graph has shown that they use a matrix otherwise than such layers do.
     """
-    calls = _reading_bare_matrices(graph, implementations) | _adding_results(graph)
+    calls = _reading_bare_matrices(graph, implementations, bare) | _adding_results(graph)
     if not calls:
         return graph
-    opened = Graph(
-        list(graph.tensors),
-        [],
-        dict(graph.parameters),
-        list(graph.outputs),
-        list(graph.calls),
-        graph.opaque,
-        example=graph.example,
-        integers=graph.integers,
-        measured=graph.measured,
-        experts=graph.experts,
-        untraced=graph.untraced,
-        overwritten=graph.overwritten,
-        units=graph.units,
-        asking=graph.asking,
-        choosing=graph.choosing,
-        runs=graph.runs,
-        looks=graph.looks,
+    opened = replace(
+        graph,
+        tensors=list(graph.tensors),
+        operators=[],
+        parameters=dict(graph.parameters),
+        outputs=list(graph.outputs),
+        calls=list(graph.calls),
     )
     of_call: dict[int, list[Operator]] = {}
     for operator in graph.operators:
@@ -76,7 +70,7 @@ def open_calls(graph: Graph, implementations: Implementations) -> Graph:
     return opened
 
 
-def _reading_bare_matrices(graph: Graph, implementations: Implementations) -> set[int]:
+def _reading_bare_matrices(graph: Graph, implementations: Implementations, known: Collection[str]) -> set[int]:
     """Calls that read a parameter, in modules that use a matrix otherwise than layers with an implementation do."""
     reading = [
         (operator, tensor)
@@ -85,7 +79,7 @@ def _reading_bare_matrices(graph: Graph, implementations: Implementations) -> se
         for tensor in operator.inputs
         if tensor in graph.parameters
     ]
-    bare = {
+    bare = {*known} | {
         operator.module
         for operator, tensor in reading
         if not implementations.is_layer(operator) and len(graph.tensors[tensor].shape) > 1

@@ -183,11 +183,11 @@ def _proved(model: nn.Module, prover: CallProver, resized: Resized) -> tuple[Pla
     state = parallel_state(model)
     try:
         plan = with_lengths(state.plan, resized.shapes())
-        graph = as_planned(trace(resized.model, prover.example), plan, IMPLEMENTATIONS)
+        graph = as_planned(trace(resized.model, list(prover.examples)), plan, IMPLEMENTATIONS)
         plan, solution = read_plan(plan, graph, IMPLEMENTATIONS)
         local = meta_copy(resized.model)
         apply_plan(local, plan, state.group)
-        verify(local, solution, state.group.rank, prover.example)
+        verify(local, solution, state.group.rank, list(prover.examples))
     except (ValueError, CaptureError, PlanMismatch, VerificationError) as error:
         raise RuntimeError(
             f"{type(model).__name__}.{METHOD}: the model cannot be divided as it is at this size: {error}\n{_BEFORE}"

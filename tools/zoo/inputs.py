@@ -42,6 +42,8 @@ KINDS_OF_TOKENS = frozenset(
         "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "qwen4_exp",
     )
 )  # fmt: skip
+# They answer with one of a list of answers, not with a place in the text.
+ANSWERS_OF_A_LIST = frozenset(("lxmert",))
 # Mentions of entities beside the tokens.
 ENTITIES = frozenset(("luke",))
 
@@ -75,7 +77,10 @@ def training_batch(name: str, group: str, config: PreTrainedConfig, seed: int = 
     inputs, placeholders = other_modalities(name, group, config, generator)
     for token, count in placeholders.items():
         ids = torch.cat([ids[:, :2], ids.new_full((rows, count), token), ids[:, 2:]], dim=1)
-    batch: dict[str, Any] = {"input_ids": ids, **_targets(group, ids, int(config.num_labels or 1), generator), **inputs}
+    classes = int(config.num_labels or 1)
+    if group == "question" and name in ANSWERS_OF_A_LIST:
+        group, classes = "sequence", int(config.num_qa_labels)
+    batch: dict[str, Any] = {"input_ids": ids, **_targets(group, ids, classes, generator), **inputs}
     if name in TYPED_PLACEHOLDERS:
         batch["token_type_ids"] = sum((ids == token).long() for token in placeholders)
     if name in KINDS_OF_TOKENS and placeholders:

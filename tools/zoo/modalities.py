@@ -134,6 +134,14 @@ def _picture_and_sound(config: Any, generator: Generator) -> tuple[Inputs, Place
     return inputs, {vision.image_token_id: 2 * rows * (rows + 1) + 1, audio.audio_token_id: 4}
 
 
+def _regions(config: Any, generator: Generator) -> tuple[Inputs, Placeholders]:
+    """Features ``[batch, regions, features]`` of regions of a picture, and where they are ``[batch, regions, 4]``."""
+    regions = 5
+    features = torch.randn(BATCH, regions, config.visual_feat_dim, generator=generator)
+    corners = torch.rand(BATCH, regions, 2, 2, generator=generator).sort(2).values
+    return {"visual_feats": features, "visual_pos": corners.flatten(2)}, {}
+
+
 _MAKERS: dict[str, Callable[[Any, Generator], tuple[Inputs, Placeholders]]] = {
     "fuyu": _patches,
     "gemma3": _pictures(4),
@@ -147,6 +155,7 @@ _MAKERS: dict[str, Callable[[Any, Generator], tuple[Inputs, Placeholders]]] = {
     "glmasr": _sound(8),
     "granite_speech": _windowed_sound,
     "granite_speech_plus": _windowed_sound,
+    "lxmert": _regions,
     "moss_transcribe_diarize": _sound(8),
     "musicflamingo": _sound(16),
     "nemo_speechlm": _two_encoders,

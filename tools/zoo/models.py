@@ -48,6 +48,10 @@ def tiny_config(name: str, group: str = "causal", **changes: Any) -> PreTrainedC
     """The architecture's config with tiny sizes and nothing random in it."""
     cls = CONFIG_MAPPING[name]
     role: dict[str, Any] = {"is_decoder": True} if group == "causal" and "is_decoder" in _defaults(cls) else {}
+    if group == "question":  # where an answer begins and where it ends
+        role["num_labels"] = 2
+    if group == "token":  # heads drop out by a tenth where a config does not say
+        role["classifier_dropout"] = 0.0
     override = OVERRIDES.get(f"{group}:{name}", OVERRIDES.get(name, {}))
     return _tiny(cls, role | override | changes)
 
@@ -72,11 +76,12 @@ def stir(model: nn.Module, seed: int = 0) -> None:
 
 
 def layer_count(config: PreTrainedConfig) -> int:
-    """Number of layers, encoder and decoder together."""
+    """Number of layers, encoder and decoder together, or of all towers."""
     text = config.get_text_config()
     if config.is_encoder_decoder:
         return sum(int(getattr(text, f"{part}_layers", 0) or 0) for part in ("encoder", "decoder")) or 2 * LAYERS
-    return int(getattr(text, "num_hidden_layers", 0) or LAYERS)
+    layers = getattr(text, "num_hidden_layers", 0) or LAYERS
+    return sum(layers.values()) if isinstance(layers, Mapping) else int(layers)
 
 
 def _defaults(cls: type[PreTrainedConfig]) -> dict[str, Any]:

@@ -79,20 +79,23 @@ def summary(verdict: Verdict) -> str:
 
 def totals_table(verdicts: Sequence[Verdict]) -> Table:
     """The counts of every group, for rich to print."""
-    groups = list(dict.fromkeys(verdict.group for verdict in verdicts))
-    table = Table("", *(GROUP_TITLES[group] for group in groups))
-    counted = [totals([verdict for verdict in verdicts if verdict.group == group]) for group in groups]
-    for name in totals([]):
-        table.add_row(name, *(str(count[name]) for count in counted))
+    table = Table("", *totals([]))
+    for group, counts in _by_group(verdicts).items():
+        table.add_row(GROUP_TITLES[group], *map(str, counts.values()))
     return table
+
+
+def _by_group(verdicts: Sequence[Verdict]) -> dict[str, dict[str, int]]:
+    """The counts of every group."""
+    groups = dict.fromkeys(verdict.group for verdict in verdicts)
+    return {group: totals([verdict for verdict in verdicts if verdict.group == group]) for group in groups}
 
 
 def to_json(verdicts: Sequence[Verdict], command: str) -> str:
     """Everything found, as JSON text."""
-    groups = list(dict.fromkeys(verdict.group for verdict in verdicts))
     data = {
         "command": command,
-        "totals": {group: totals([v for v in verdicts if v.group == group]) for group in groups},
+        "totals": _by_group(verdicts),
         "verdicts": [asdict(verdict) for verdict in verdicts],
     }
     return json.dumps(data, indent=1)
@@ -119,15 +122,16 @@ def to_markdown(verdicts: Sequence[Verdict], command: str, versions: Mapping[str
         " of the largest element of its tensor; differences below 1e-7 of the model's largest gradient are rounding"
         " (the gradient of a key bias under a softmax is zero but for it). Where fp32 cannot tell, because rounding"
         " itself is larger (batch normalization over a few small pictures) or nothing is above it, both are computed"
-        " in fp64 and may differ by 1e-9 and 1e-8: `yes (fp64)`. *Wrong* would be a model that trains, but not the"
+        " in fp64 and may differ by 1e-9 and 1e-8: `yes (fp64)`; what a model computes in fp32 whatever its weights are"
+        " may differ as in fp32, in both. *Wrong* would be a model that trains, but not the"
         " same; *error* one that is refused or cannot be planned, with the message.",
         "",
-        "| | " + " | ".join(GROUP_TITLES[group] for group in groups) + " |",
-        "| --- |" + " ---: |" * len(groups),
-    ]
-    counted = [totals([verdict for verdict in verdicts if verdict.group == group]) for group in groups]
-    lines += [f"| {name} | " + " | ".join(str(count[name]) for count in counted) + " |" for name in totals([])]
-    lines += [
+        "| | " + " | ".join(totals([])) + " |",
+        "| --- |" + " ---: |" * len(totals([])),
+        *(
+            f"| {GROUP_TITLES[group]} | " + " | ".join(map(str, counts.values())) + " |"
+            for group, counts in _by_group(verdicts).items()
+        ),
         "",
         "- *sharded*: how much of the parameters (embeddings included) each rank holds only a part of. In brackets, how"
         " much of them this batch does not train.",
@@ -147,8 +151,13 @@ def to_markdown(verdicts: Sequence[Verdict], command: str, versions: Mapping[str
         lines.append("| --- | --- | ---: | ---: | ---: | ---: | --- |")
         for verdict in verdicts:
             if verdict.group == group:
-                lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in _row(verdict)) + " |")
+                lines.append("| " + " | ".join(map(_as_text, _row(verdict))) + " |")
     return "\n".join(lines) + "\n"
+
+
+def _as_text(cell: str) -> str:
+    """A cell of which Markdown makes no columns and no links: reasons show code."""
+    return cell.replace("|", "\\|").replace("](", "]\\(")
 
 
 def _row(verdict: Verdict) -> tuple[str, ...]:
