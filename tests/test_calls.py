@@ -10,11 +10,15 @@ import torch.distributed as dist
 from distributed import run_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
+from zoo.verdict import forward_collectives
 
 from lightning_autotp import full_gradients, make_plan, parallelize
 from lightning_autotp.applying.changed_calls import CallChanges, CallMismatch, LocalForward, replace_leaf
+from lightning_autotp.capture.capture import capture
 from lightning_autotp.layouts.places import CallPoint, CallSite
 from lightning_autotp.layouts.types import Invariant, Partial, Shard
+from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
+from lightning_autotp.solving.call_points import open_calls
 from lightning_autotp.solving.repeated_modules import twins
 from lightning_autotp.solving.solution import Solution
 
@@ -66,6 +70,18 @@ class Model(nn.Module):
         for step in range(gate.shape[1]):
             total = total * 0.5 + gate[:, step]
         return self.back(total).square().sum()
+
+
+class Mixing(nn.Module):
+    """A token mixed with the one before it, by bare weights; beside a layer, or not."""
+
+    def __init__(self, has_layer: bool) -> None:
+        super().__init__()
+        self.mix = nn.Parameter(torch.rand(1, 1, 24))
+        self.after = nn.Linear(24, 24) if has_layer else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(torch.mul(x, self.mix) + torch.multiply(x.roll(1, 1), 1 - self.mix))
 
 
 def batch() -> Tensor:
@@ -126,6 +142,31 @@ def test_every_run_of_a_module_is_laid_out_alike() -> None:
     pairs = list(twins(solution.graph))
     assert any(solution.layouts[tensor] != Invariant() for _, tensor in pairs if tensor in solution.layouts)
     assert all(solution.layouts.get(twin) == solution.layouts.get(tensor) for twin, tensor in pairs)
+
+
+@pytest.mark.parametrize("has_layer", [True, False])
+def test_calls_that_read_what_parameters_alone_made_may_change_layouts(has_layer: bool) -> None:
+    opened = open_calls(capture(Mixing(has_layer), batch()), IMPLEMENTATIONS)
+    points = [operator.boundary for operator in opened.operators if isinstance(operator.boundary, CallPoint)]
+    wanted = {"mul", "__rsub__"} | ({"multiply"} if has_layer else set())
+    assert {point.call.function for point in points} == wanted
+
+
+class Scaled(nn.Module):
+    """Two row-parallel layers side by side, of which one's result is multiplied by a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.other = nn.Linear(24, 96), nn.Linear(24, 96)
+        self.down, self.back = nn.Linear(96, 24), nn.Linear(96, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (self.down(F.gelu(self.up(x))) * 0.5 + self.back(F.gelu(self.other(x))))
+
+
+def test_parts_side_by_side_are_added_before_they_are_summed_also_where_a_number_scales_one() -> None:
+    _, solution = make_plan(nn.Sequential(Scaled(), nn.Linear(24, 24)), 2, example_inputs=batch())
+    assert forward_collectives(solution) == (1, 0)
 
 
 class Choosing(nn.Module):

@@ -433,6 +433,34 @@ def test_only_the_outermost_forward_must_be_traced() -> None:
     assert capture(nn.Sequential(Outer(Numpy())), torch.zeros(3, 8)).opaque == {"0.inner"}
 
 
+@pytest.mark.parametrize(
+    ("index", "run"),
+    [
+        ((..., [-2], slice(None)), (1, 2, 3)),
+        ([1, 2], (0, 1, 3)),
+        ((slice(None), [0, 2]), None),
+        ((slice(None), [1, 0]), None),
+        (([0], [1]), None),
+    ],
+    ids=str,
+)
+def test_a_list_of_consecutive_numbers_is_a_slice(index: Any, run: tuple[int, int, int] | None) -> None:
+    class Picking(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            picked = x[index]
+            picked.mul_(2)  # memory of its own: x stays as it was
+            return picked.sum() + x.sum()
+
+    graph = capture(Picking(), torch.zeros(5, 4, 6, requires_grad=True))
+    (picking,) = (
+        operator for operator in graph.operators if operator.name in ("aten.slice.Tensor", "aten.index.Tensor")
+    )
+    arguments = dict(picking.arguments)
+    found = (arguments["dim"], arguments["start"], arguments["end"]) if "start" in arguments else None
+    assert found == run
+    assert not any("scatter" in operator.name for operator in graph.operators)
+
+
 def test_missing_inputs_are_asked_for() -> None:
     with pytest.raises(CaptureError, match="example_inputs"):
         capture(Outer(Broken()))

@@ -180,6 +180,19 @@ def test_the_price_does_not_depend_on_the_trace(family: str) -> None:
     assert second.cost == pytest.approx(first.cost, rel=1e-3)
 
 
+def test_a_parameter_much_smaller_than_a_matrix_is_held_for_nothing() -> None:
+    small, larger = (Profile().memory(size, 1.0, 800.0, 1e6, 2) for size in (100, 101))
+    assert small == 0 < larger
+
+
+def test_small_routers_stay_whole() -> None:
+    """Dividing one would sum its logits over the ranks, for next to no memory."""
+    plan, _ = make_plan(meta_model("mixtral"), 2, profile=Profile(flops=Profile().flops / 64))
+    routers = [parameter for parameter in plan.parameters if parameter.names[0].endswith("mlp.gate.weight")]
+    assert len(routers) == 2
+    assert not any(isinstance(parameter.layout, Shard) for parameter in routers)
+
+
 def qwen3_235b(layers: int) -> nn.Module:
     """Qwen3-235B-A22B's layers."""
     config = AutoConfig.for_model(

@@ -185,6 +185,21 @@ def test_page_is_the_same_for_the_same_verdicts_and_says_how_it_was_made() -> No
     assert json.loads(to_json(verdicts(), "zoo"))["totals"]["causal"]["wrong"] == 1
 
 
+def test_page_counts_who_divides_all_flops_and_communicates_least() -> None:
+    def parity(counted: float, all_reduces: float, least: float, gathers: float = 0.0) -> Verdict:
+        numbers = {"counted": counted, "all_reduces": all_reduces, "least": least, "other_collectives": gathers}
+        return Verdict("some", "causal", 2, "parity", parameters=10, **numbers)
+
+    found = [parity(0.95, 2, 2), parity(0.94, 2, 2), parity(1.0, 3, 2), parity(1.0, 1.5, 2, 0.5)]
+    page = to_markdown(found, "zoo", {})
+    assert (
+        "Of 4, 3 divide at least 95% of the counted FLOPs; 2 have the fewest all-reduces known, and no gathers." in page
+    )
+    page = to_markdown([*found, parity(1.0, 2, 0)], "zoo", {})
+    assert "Of 5, 4 divide" in page
+    assert "2 of 4 have the fewest" in page
+
+
 def test_a_line_per_architecture_says_what_was_found() -> None:
     good, part, odd, none, out = map(summary, verdicts())
     assert good.startswith("good")
@@ -212,6 +227,20 @@ def test_every_causal_model_is_planned(part: int) -> None:
     assert {verdict.name: verdict.reason for verdict in tried if verdict.outcome != "planned"} == {}
     shares = {verdict.name: verdict.sharded for verdict in tried}
     assert {name: share for name, share in shares.items() if share < LESS_SHARDED.get(name, 0.9)} == {}
+
+
+ALL_REDUCES = {
+    "llama": 2, "falcon": 1, "codegen": 1, "falcon_h1": 2, "mamba": 2, "mamba2": 1, "rwkv": 3, "jamba": 3,
+    "olmo2": 4, "deepseek_v3": 4, "qwen3_next": 2, "gpt_oss": 2,
+}  # fmt: skip
+"""One for each row-parallel product, sum or statistic. RWKV sums its receptance, too."""
+
+
+@pytest.mark.parametrize("name", ALL_REDUCES)
+def test_all_reduces_of_a_layer(name: str) -> None:
+    verdict = plan_one(name, "causal", 2)
+    assert (verdict.all_reduces, verdict.other_collectives) == (ALL_REDUCES[name], 0)
+    assert verdict.has_fewest_collectives == (name != "rwkv")
 
 
 def test_nineteen_of_twenty_causal_models_are_nine_tenths_sharded() -> None:

@@ -51,6 +51,7 @@ _MEASURING = frozenset([Tensor.shape.__get__, Tensor.size, Tensor.__len__, Tenso
 
 _FACTORIES = {getattr(torch, known.name.split(".")[1]) for known in records() if known.factory}
 _SAME = "aten.alias.default"
+_INDEX = "aten.index.Tensor"
 _CONSTANTS = {torch.tensor, torch.as_tensor, torch.asarray}
 
 
@@ -113,6 +114,8 @@ class Tracer(PreDispatchMode):
         args, kwargs = self._on_one_device(args, kwargs)
         arguments = named_arguments(func, args, kwargs)
         reads = tuple((key, self._read(value)) for key, value in arguments)
+        if name == _INDEX:
+            name, reads = self._with_numbers(reads)
         known = record(name)
         try:
             result = self._shaped(known.shape, reads) if known and known.shape else func(*args, **kwargs)
@@ -216,6 +219,24 @@ class Tracer(PreDispatchMode):
             inputs = [leaf for _, value in arguments for leaf in _tensors(value)]
             self._note(f"{transforms.SPACE}.{func}", reads, transforms.unwrapped(result), inputs)
         return result
+
+    def _with_numbers(self, reads: tuple[tuple[str, Any], ...]) -> tuple[str, tuple[tuple[str, Any], ...]]:
+        """An index that Python's code gives as a list of consecutive numbers (``x[..., [-2], :]``), as the slice it is.
+
+        The result has memory of its own all the same.
+        """
+        named = dict(reads)
+        dims = [dim for dim, index in enumerate(named["indices"]) if index is not None]
+        numbers = self.calls.numbers
+        if not numbers or len(dims) != 1:
+            return _INDEX, reads
+        size = self.graph.tensors[named["self"].tensor].shape[dims[0]]
+        places = [number + size if number < 0 else number for number in numbers]
+        first = places[0]
+        if places != list(range(first, first + len(places))) or not 0 <= first <= size - len(places):
+            return _INDEX, reads
+        run = (("dim", dims[0]), ("start", first), ("end", first + len(places)), ("step", 1))
+        return "aten.slice.Tensor", (("self", named["self"]), *run)
 
     def _by_value(self, func: Any, reads: tuple[tuple[str, Any], ...], error: RuntimeError) -> Any:
         """What an operator gives whose result hangs on values, where they follow from the batch alone."""
@@ -444,12 +465,14 @@ class Calls(TorchFunctionMode):
 
     Attributes:
         current: index of the call under way (-1: none) and the user's source line.
+        numbers: the list of numbers that the call under way takes a tensor's elements by, if it is such a call.
     """
 
     def __init__(self, tracer: Tracer) -> None:
         super().__init__()
         self.tracer = tracer
         self.current: tuple[int, str] = (-1, "")
+        self.numbers: Sequence[int] = ()
         self.counts: list[dict[Any, int]] = [{}]
         self.runs = [0]
 
@@ -469,13 +492,14 @@ class Calls(TorchFunctionMode):
         leaves = [self._leaf(leaf) for leaf in given]
         module, run = self.tracer.modules[-1], self.runs[-1]
         calls.append(Call(module, site, tuple(leaves), (), groups, instruction=caller.f_lasti, run=run))
-        outer, self.current = self.current, (number, source_line(caller))
+        outer, self.current = (self.current, self.numbers), (number, source_line(caller))
+        self.numbers = _numbers(args[1]) if func is Tensor.__getitem__ else ()
         recorded = len(self.tracer.graph.operators)
         self.tracer.overwritten.clear()
         try:
             result = func(*args, **kwargs)
         finally:
-            self.current = outer
+            self.current, self.numbers = outer
         if func in _CONSTANTS:
             self._constant(func, args, kwargs, result)
         if len(self.tracer.graph.operators) == recorded:  # it looked at a shape
@@ -529,6 +553,14 @@ def torch_layer(module: nn.Module) -> str:
     kinds = [kind for kind in type(module).__mro__ if kind.__module__.startswith("torch.nn.modules.")]
     names = [kind.__name__ for kind in kinds if kind is not nn.Module and not kind.__name__.startswith("_")]
     return names[-1] if names and next(module.children(), None) is None else ""
+
+
+def _numbers(index: Any) -> list[int]:
+    """The one list of numbers in an index; empty if there is none, or more than one."""
+    lists = [part for part in (index if isinstance(index, tuple) else (index,)) if isinstance(part, list)]
+    if len(lists) != 1 or not all(type(number) is int for number in lists[0]):
+        return []
+    return lists[0]
 
 
 def _tensors(value: Any) -> list[Tensor]:

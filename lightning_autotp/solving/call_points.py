@@ -3,7 +3,8 @@
 Boundaries of modules suffice where a model is made of the usual layers, one after the other. Elsewhere the solver may
 convert a tensor before and after single calls in a module's own code:
 
-* calls that read a parameter, in modules that keep bare ones (experts, a transposed linear, an attention in one piece);
+* calls that read a parameter, in modules that keep bare ones (experts, a transposed linear, an attention in one piece),
+  and where these have layers as well, those that read what was made of parameters alone (``1 - mix``);
 * additions of what several modules inside gave (attention and MLP side by side, as in GPT-J; embeddings of words and of
   positions), so that the ranks' parts are added first and summed over the ranks once.
 """
@@ -71,20 +72,44 @@ def open_calls(graph: Graph, implementations: Implementations, bare: Collection[
 
 
 def _reading_bare_matrices(graph: Graph, implementations: Implementations, known: Collection[str]) -> set[int]:
-    """Calls that read a parameter, in modules that use a matrix otherwise than layers with an implementation do."""
+    """Calls that read a parameter, in modules that use a matrix otherwise than layers with an implementation do.
+
+    In those that have layers as well, calls that read what was made of parameters alone count, too.
+    """
+    made = _made_of_parameters(graph)
     reading = [
         (operator, tensor)
         for operator in graph.operators
         if operator.boundary is None
         for tensor in operator.inputs
-        if tensor in graph.parameters
+        if tensor in graph.parameters or tensor in made
     ]
     bare = {*known} | {
         operator.module
         for operator, tensor in reading
-        if not implementations.is_layer(operator) and len(graph.tensors[tensor].shape) > 1
+        if tensor in graph.parameters
+        and not implementations.is_layer(operator)
+        and len(graph.tensors[tensor].shape) > 1
     }
-    return {operator.call for operator, _ in reading if operator.call >= 0 and operator.module in bare}
+    layers = {name.rpartition(".")[0] for name in graph.parameters.values()} - {""}
+    with_layers = {path.rpartition(".")[0] for path in layers}
+    return {
+        operator.call
+        for operator, tensor in reading
+        if operator.call >= 0
+        and operator.module in bare
+        and (tensor in graph.parameters or operator.module in with_layers)
+    }
+
+
+def _made_of_parameters(graph: Graph) -> set[int]:
+    """Tensors that parameters and numbers alone went into; not the parameters themselves."""
+    made: set[int] = set()
+    for operator in graph.operators:
+        inputs = operator.inputs
+        if operator.boundary is None and inputs and all(t in graph.parameters or t in made for t in inputs):
+            made.update(operator.outputs)
+    return made
 
 
 def _adding_results(graph: Graph) -> set[int]:
@@ -100,7 +125,8 @@ def _adding_results(graph: Graph) -> set[int]:
             return [], 0
         if isinstance(operator.boundary, Boundary):
             return [], operator.boundary.side == "out"
-        if operator.module != module or operator.name not in (_ADD, _DROPOUT):
+        is_scaled = operator.name == _MUL and len(operator.inputs) == 1  # by a number
+        if operator.module != module or not (is_scaled or operator.name in (_ADD, _DROPOUT)):
             return [], 0
         found = [added(t, module) for t in operator.inputs if not graph.tensors[t].is_static]
         calls = [call for calls, _ in found for call in calls]
@@ -115,7 +141,7 @@ def _adding_results(graph: Graph) -> set[int]:
     return opened
 
 
-_ADD, _DROPOUT = "aten.add.Tensor", "aten.dropout.default"
+_ADD, _MUL, _DROPOUT = "aten.add.Tensor", "aten.mul.Tensor", "aten.dropout.default"
 
 
 def _argument_points(opened: Graph, first: Operator, mine: list[Operator]) -> dict[int, Ref]:

@@ -9,8 +9,9 @@
 * held memory (:func:`Profile.memory`): a model is split to make it fit, so a parameter byte that is held has a price.
   It is relative, so that a small model is planned like a large one: a matrix of median size
   (:func:`typical_matrix`) held whole costs as much as ``Profile.matrix_price`` all-reduces of a hidden state of median
-  size. A sharded parameter counts as an even share:
-  units that do not divide, or that several ranks share, cost time, but must not drive the plan to odder cuts.
+  size. A parameter so much smaller that nobody would communicate to divide it (a router, a norm's weight) is held for
+  nothing. A sharded parameter counts as an even share: units that do not divide, or that several ranks share, cost
+  time, but must not drive the plan to odder cuts.
 """
 
 from __future__ import annotations
@@ -74,6 +75,8 @@ class Profile:
             hidden: median bytes of its hidden states.
             ranks: size of the group.
         """
+        if size * _NEXT_TO_NOTHING <= matrix:
+            return 0.0
         return self.matrix_price * self.collective("all_reduce", hidden, ranks) * share * size / matrix
 
     def activation(self, size: float, share: float, ranks: int) -> float:
@@ -95,4 +98,5 @@ def typical_matrix(parameters: Sequence[tuple[tuple[int, ...], int]]) -> float:
     return statistics.median((broad if 2 * len(broad) < len(matrices) else [size for _, size in matrices]) or [1])
 
 
+_NEXT_TO_NOTHING = 8  # so many times smaller than the median matrix, a parameter is held for nothing
 _SLIVER = 8  # a matrix is one if its second-largest dim is so many times smaller than that of the model's widest

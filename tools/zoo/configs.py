@@ -418,11 +418,28 @@ LEFT_OUT: dict[tuple[str, str], str] = {
 }
 # fmt: on
 
-# The fewest all-reduces per layer in forward that are known: one for each part that ends in a row-parallel product
-# (attention, cross-attention, a state-space mixer, an MLP or mixture), one for parts side by side. Two where not said.
+# The fewest all-reduces per layer in forward that are known where every product is divided: one for each part that ends
+# in a row-parallel product (attention, cross-attention, a state-space mixer, an MLP or mixture), one for parts side by
+# side, and one for whatever a part needs of all ranks on its way. Two where not said.
 LEAST_ALL_REDUCES: dict[str, float] = {
     **dict.fromkeys(("codegen", "cohere", "cohere2", "cohere2_moe", "falcon", "gpt_neox", "gptj", "phi"), 1.0),
-    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "zamba", "nemotron_h"), 1.0),
+    **dict.fromkeys(("mamba2", "nemotron_h"), 1.0),
     **dict.fromkeys(("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "mvp"), 3.0),
     **dict.fromkeys(("pegasus", "plbart", "prophetnet", "trocr", "whisper", "musicgen", "musicgen_melody"), 3.0),
+    # Mamba's x_proj makes what all channels share of the channels that the ranks divide; jamba and zamba have other
+    # parts beside.
+    **dict.fromkeys(("mamba", "falcon_mamba"), 2.0),
+    **dict.fromkeys(("jamba", "zamba"), 3.0),
+    # Norms over all heads, or over a whole row-parallel input: a statistic of [tokens, 1] each; in half of minimax's
+    # layers, one of two parts of olmo_hybrid's.
+    **dict.fromkeys(("bitnet", "flex_olmo", "minimax_m2", "olmo2", "olmo3", "olmoe"), 4.0),
+    "minimax": 2.5,
+    "olmo_hybrid": 3.0,
+    # The latents of queries and of keys and values: each is normalized and read by all heads. (Megatron-LM computes
+    # them on every rank instead.)
+    **dict.fromkeys(("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear", "longcat_flash"), 4.0),
+    **dict.fromkeys(("minicpm3", "youtu"), 4.0),
+    "bailing_hybrid": 2.5,
+    # Three parts: a gate over the values of all heads, an input of each layer's own, an adapter.
+    **dict.fromkeys(("doge", "gemma4", "gemma4_text", "xmod"), 3.0),
 }

@@ -58,7 +58,10 @@ def make_batch(name: str, group: str, model: Any, seed: int) -> dict[str, Any]:
 
 def _layers(group: str, model: Any) -> int | None:
     """How many layers a language model has, encoder and decoder together; of other models the graph tells."""
-    return None if group in WITHOUT_TEXT or group in PACKAGES else layer_count(model.config)
+    if group in WITHOUT_TEXT or group in PACKAGES:
+        return None
+    has_tower = any(getattr(model.config, part, None) is not None for part in ("vision_config", "audio_config"))
+    return None if has_tower else layer_count(model.config)
 
 
 def plan_one(name: str, group: str, ranks: int, sequence_parallel: bool = False) -> Verdict:

@@ -14,6 +14,9 @@ from zoo.verdict import Verdict
 GOAL = 0.9
 """Share of the parameters that is to be sharded."""
 
+COUNTED_GOAL = 0.95
+"""Share of the counted FLOPs that is to be divided."""
+
 GROUP_TITLES = {
     "causal": "Causal language models",
     "seq2seq": "Sequence-to-sequence models",
@@ -140,19 +143,35 @@ def to_markdown(verdicts: Sequence[Verdict], command: str, versions: Mapping[str
         "- *counted*: how much of all FLOPs of a forward and backward, the head's included, they divide, as torch's"
         " counter sees it on the ranks.",
         "- *all-reduces*: how often, per layer and forward, the ranks add up results, *of* the fewest known for such a"
-        " layer: one for each part that ends in a row-parallel product, one for parts side by side. After `+`, gathers"
-        " and scatters. Counted are those in the layers: an embedding whose features the first layer gathers shows its"
-        " gather here, one that is summed right where it is looked up shows nothing.",
+        " layer whose products are all divided: one for each part that ends in a row-parallel product, one for parts"
+        " side by side, and one for what a part needs of all ranks on its way (the statistic of a norm over all heads,"
+        " the latents of latent attention, the step sizes of a state space). After `+`, gathers and scatters. Counted"
+        " are those in the layers: an embedding whose features the first layer gathers shows its gather here, one that"
+        " is summed right where it is looked up shows nothing.",
         "- *what stays whole, and why*: the share of the parameters, one of them, and the operator and source line that"
         " need all of it.",
     ]
     for group in groups:
-        lines += ["", f"## {GROUP_TITLES[group]}", "", "| " + " | ".join(_COLUMNS) + " |"]
+        lines += ["", f"## {GROUP_TITLES[group]}", "", *_divided(verdicts, group), "| " + " | ".join(_COLUMNS) + " |"]
         lines.append("| --- | --- | ---: | ---: | ---: | ---: | --- |")
         for verdict in verdicts:
             if verdict.group == group:
                 lines.append("| " + " | ".join(map(_as_text, _row(verdict))) + " |")
     return "\n".join(lines) + "\n"
+
+
+def _divided(verdicts: Sequence[Verdict], group: str) -> list[str]:
+    """How many of a group divide nearly all FLOPs, and communicate no more than they must; nothing if none was run."""
+    run = [verdict for verdict in verdicts if verdict.group == group and verdict.counted]
+    if not run:
+        return []
+    divide = sum(verdict.counted >= COUNTED_GOAL for verdict in run)
+    text = f"Of {len(run)}, {divide} divide at least {COUNTED_GOAL:.0%} of the counted FLOPs"
+    if known := sum(verdict.least > 0 for verdict in run):
+        fewest = sum(verdict.has_fewest_collectives for verdict in run)
+        text += f"; {fewest}" + f" of {known}" * (known < len(run))
+        text += " have the fewest all-reduces known, and no gathers"
+    return [f"{text}.", ""]
 
 
 def _as_text(cell: str) -> str:

@@ -87,6 +87,11 @@ class Verdict:
         """Whether loss and every gradient equal one process's."""
         return self.outcome == "parity"
 
+    @property
+    def has_fewest_collectives(self) -> bool:
+        """Whether the layers' forward holds the fewest all-reduces known, and no gathers or scatters beside them."""
+        return bool(self.parameters and self.least) and self.all_reduces <= self.least and not self.other_collectives
+
 
 def describe_plan(verdict: Verdict, plan: Plan, solution: Solution, layers: int | None = None) -> None:
     """Fill in what a plan and its solution tell; without ``layers``, every numbered module with a product is one."""
