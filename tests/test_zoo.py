@@ -231,7 +231,7 @@ def test_every_causal_model_is_planned(part: int) -> None:
 
 ALL_REDUCES = {
     "llama": 2, "falcon": 1, "codegen": 1, "falcon_h1": 2, "mamba": 2, "mamba2": 1, "rwkv": 3, "jamba": 3,
-    "olmo2": 4, "deepseek_v3": 4, "qwen3_next": 2, "gpt_oss": 2,
+    "olmo2": 4, "deepseek_v3": 4, "qwen3_next": 2, "gpt_oss": 2, "zamba2": 4, "got_ocr2": 2,
 }  # fmt: skip
 """One for each row-parallel product, sum or statistic. RWKV sums its receptance, too."""
 

@@ -22,6 +22,8 @@ def residual_axes(relations: Sequence[Relation]) -> frozenset[int]:
         if relation.contracted or relation.operator.boundary is not None or len(relation.linear) != 2:
             continue
         one, other = relation.linear
+        if relation.inputs[one] != relation.inputs[other]:  # they are joined, or one is repeated, and not a stream
+            continue
         for before, after in ((one, other), (other, one)):
             if _is_computed_from(after, _passed_on(before, made), made):
                 found |= {leaf.id for dim in relation.inputs[before] for leaf in leaves(dim)}

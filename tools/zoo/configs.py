@@ -427,9 +427,11 @@ LEAST_ALL_REDUCES: dict[str, float] = {
     **dict.fromkeys(("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "mvp"), 3.0),
     **dict.fromkeys(("pegasus", "plbart", "prophetnet", "trocr", "whisper", "musicgen", "musicgen_melody"), 3.0),
     # Mamba's x_proj makes what all channels share of the channels that the ranks divide; jamba and zamba have other
-    # parts beside.
+    # parts beside. Half of zamba2's layers are a mixer with a norm over all channels, the others that, attention, an
+    # MLP with an adapter, and a product after them.
     **dict.fromkeys(("mamba", "falcon_mamba"), 2.0),
     **dict.fromkeys(("jamba", "zamba"), 3.0),
+    "zamba2": 4.0,
     # Norms over all heads, or over a whole row-parallel input: a statistic of [tokens, 1] each; in half of minimax's
     # layers, one of two parts of olmo_hybrid's.
     **dict.fromkeys(("bitnet", "flex_olmo", "minimax_m2", "olmo2", "olmo3", "olmoe"), 4.0),

@@ -146,8 +146,7 @@ def to_markdown(verdicts: Sequence[Verdict], command: str, versions: Mapping[str
         " layer whose products are all divided: one for each part that ends in a row-parallel product, one for parts"
         " side by side, and one for what a part needs of all ranks on its way (the statistic of a norm over all heads,"
         " the latents of latent attention, the step sizes of a state space). After `+`, gathers and scatters. Counted"
-        " are those in the layers: an embedding whose features the first layer gathers shows its gather here, one that"
-        " is summed right where it is looked up shows nothing.",
+        " are those in the layers, and not what is done to embeddings before the first one.",
         "- *what stays whole, and why*: the share of the parameters, one of them, and the operator and source line that"
         " need all of it.",
     ]

@@ -6,6 +6,7 @@ import math
 import re
 from dataclasses import dataclass, field
 
+from lightning_autotp.layouts.places import Boundary, CallPoint
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.layouts.transitions import TRANSITIONS
 from lightning_autotp.layouts.types import Shard
@@ -19,6 +20,7 @@ GRADIENT_TOLERANCE = 1e-4
 # A path with a number in it lies in one of a stack of layers.
 _NUMBER = re.compile(r"(^|(?<=\.))(\d+)(?=\.|$)")
 _IN_A_LAYER = re.compile(r"(^|\.)\d+(\.|$)")
+_FIRST_LAYER = re.compile(r"^\D*\b0$")
 
 
 @dataclass
@@ -150,13 +152,32 @@ def _numbered(solution: Solution) -> set[str]:
 
 
 def forward_collectives(solution: Solution) -> tuple[int, int]:
-    """All-reduces, and other collectives, that the layers' forward holds."""
+    """All-reduces, and other collectives, that the layers' forward holds.
+
+    What enters a stack of layers from outside is the embedding's, also where its layout changes only at the first
+    layer's boundary.
+    """
     kinds: list[str] = []
+    entering = _entering(solution)
     for change in solution.conversions:
-        if _IN_A_LAYER.search(change.boundary.module):
+        if _IN_A_LAYER.search(change.boundary.module) and change.boundary not in entering:
             kinds.append(TRANSITIONS[change.pair].forward)
     for number, use in solution.uses.items():
         if use.output not in (None, LEFT) and _IN_A_LAYER.search(solution.graph.operators[number].module):
             kinds.append(TRANSITIONS[use.output].forward)
     reduced = sum(kind == "all_reduce" for kind in kinds)
     return reduced, sum(map(bool, kinds)) - reduced
+
+
+def _entering(solution: Solution) -> set[Boundary | CallPoint]:
+    """Boundaries of first layers at which something comes in that no layer has made."""
+    producers = solution.graph.producers()
+    found: set[Boundary | CallPoint] = set()
+    for operator in solution.graph.operators:
+        if isinstance(operator.boundary, Boundary) and _FIRST_LAYER.search(operator.module):
+            source = producers.get(operator.inputs[0])
+            while source is not None and source.boundary is not None and not _IN_A_LAYER.search(source.module):
+                source = producers.get(source.inputs[0])
+            if source is None or not _IN_A_LAYER.search(source.module):
+                found.add(operator.boundary)
+    return found
