@@ -26,9 +26,12 @@ class Distillation(L.LightningModule):
         model: the teacher's Hub id or directory.
         learning_rate: AdamW's.
         temperature: divides the logits of both.
+        top_k: so many of the teacher's likeliest words are told apart at each position; all of them by default.
     """
 
-    def __init__(self, model: str = NAME, learning_rate: float = 1e-4, temperature: float = 2.0) -> None:
+    def __init__(
+        self, model: str = NAME, learning_rate: float = 1e-4, temperature: float = 2.0, top_k: int | None = None
+    ) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.teacher: Any = None
@@ -44,14 +47,19 @@ class Distillation(L.LightningModule):
             self.student = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        temperature: float = self.hparams["temperature"]
         with torch.no_grad():
             taught = self.teacher(input_ids=batch["input_ids"], use_cache=False).logits
         learned = self.student(input_ids=batch["input_ids"], use_cache=False).logits
-        # The gradient of softened distributions is smaller by the square of the temperature (Hinton et al. 2015).
-        loss = kl_divergence(learned / temperature, taught / temperature).mean() * temperature**2
+        loss = self.divergence(learned, taught)
         self.log("loss", loss, prog_bar=True)
         return loss
+
+    def divergence(self, learned: Tensor, taught: Tensor) -> Tensor:
+        """How far the student is away, of logits ``[batch, seq, vocab]``, which are this rank's part but look whole."""
+        temperature: float = self.hparams["temperature"]
+        each = kl_divergence(learned / temperature, taught / temperature, top_k=self.hparams["top_k"])
+        # The gradient of softened distributions is smaller by the square of the temperature (Hinton et al. 2015).
+        return each.mean() * temperature**2
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.student.parameters(), lr=self.hparams["learning_rate"])
@@ -65,6 +73,7 @@ def main(
     max_steps: int = 20,
     learning_rate: float = 1e-4,
     temperature: float = 2.0,
+    top_k: int | None = None,
     sequence_length: int = 256,
     batch_size: int = 4,
 ) -> None:
@@ -78,6 +87,7 @@ def main(
         max_steps: optimizer steps.
         learning_rate: AdamW's.
         temperature: divides the logits of both models.
+        top_k: so many of the teacher's likeliest words are told apart; all of them by default.
         sequence_length: tokens in a block.
         batch_size: blocks in a batch.
     """
@@ -85,7 +95,7 @@ def main(
     trainer = L.Trainer(
         strategy="autotp", devices=devices, max_steps=max_steps, max_epochs=-1, enable_checkpointing=False, logger=False
     )
-    task = Distillation(model, learning_rate, temperature)
+    task = Distillation(model, learning_rate, temperature, top_k)
     trainer.fit(task, TextData(model, text, sequence_length, batch_size))
     trainer.strategy.save_pretrained(output_dir, model=task.student)  # type: ignore[attr-defined]
     if trainer.is_global_zero:

@@ -28,7 +28,22 @@ TARGET = torch.tensor([[0, 6, 4, 2, 5], [1, 1, 3, 4, 4]])
 CHOSEN = TARGET.unsqueeze(-1)
 Function = Callable[[Any], Any]
 
-UNARY = ["neg", "abs", "square", "exp", "log", "sqrt", "tanh", "sigmoid", "relu", "silu", "gelu", "nan_to_num"]
+UNARY = [
+    "neg",
+    "abs",
+    "square",
+    "exp",
+    "expm1",
+    "log",
+    "log1p",
+    "sqrt",
+    "tanh",
+    "sigmoid",
+    "relu",
+    "silu",
+    "gelu",
+    "nan_to_num",
+]
 BINARY = ["add", "sub", "mul", "div", "true_divide", "pow", "rsub"]
 OPERATORS = ["__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__"]
 OPERATORS += ["__div__", "__rdiv__", "__pow__", "__rpow__"]
@@ -37,6 +52,10 @@ STAY: dict[str, Function] = {
     "clamp": lambda x: torch.clamp(x, max=1.5),
     "clip": lambda x: x.clip(0.3, 1.2),
     "masked_fill": lambda x: x.masked_fill(torch.arange(5).view(1, 5, 1) > 2, -1.0),
+    "lerp": lambda x: torch.lerp(x, x.exp(), torch.tensor(0.3)),
+    "maximum": lambda x: torch.maximum(x, 2 - x),
+    "minimum": lambda x: x.minimum(torch.tensor(1.0)),
+    "where": lambda x: torch.where(torch.arange(5).view(5, 1) > 2, x, 0.0),
     "-x": lambda x: -x,
     "abs(x)": abs,
     "2 - x / 3 ** 2": lambda x: 2 - x / 3**2,
@@ -103,6 +122,16 @@ STAY |= {
     "split by sizes": lambda x: torch.split(x, [1, 3, 1], dim=-2)[1],
     "unbind": lambda x: torch.unbind(x, 1)[3],
     "iteration": lambda x: list(x)[1],
+    "sum over tokens": lambda x: x.sum(1),
+    "mean over sequences and tokens": lambda x: torch.mean(x, (0, 1), keepdim=True),
+    "logsumexp of two": lambda x: torch.logsumexp(torch.stack([x, 2 * x]), dim=0),
+    "sum after a transpose": lambda x: x.transpose(1, 2).sum(-1),
+    "cat": lambda x: torch.cat([x, x.exp()], dim=1),
+    "concat": lambda x: torch.concat((x, x), 0),
+    "stack": lambda x: torch.stack([x, x + 1], dim=-1),
+    "stack in front": lambda x: torch.stack((x, x + 1), 1),
+    "kl_div": lambda x: F.kl_div(x.log_softmax(-1), (x * x).softmax(-1), reduction="none"),
+    "kl_div of a mixture": lambda x: F.kl_div(x.log(), x.log_softmax(-1), log_target=True, reduction="none"),
 }
 
 PARTS: dict[str, Function] = {
@@ -126,6 +155,13 @@ PARTS: dict[str, Function] = {
     "topk of all": lambda x: x.transpose(1, 2).topk(VOCAB, 1).values,
     "mean": lambda x: x.mean(-1, keepdim=True),
     "sum in fp64": lambda x: x.sum(axis=-1, dtype=torch.float64),
+    "sum": lambda x: x.sum(),
+    "sum of chosen tokens": lambda x: x[TARGET > 2].sum(),
+    "mean of all": lambda x: torch.mean(x.square()),
+    "sum over all but tokens": lambda x: x.sum((0, 2)),
+    "logsumexp of all": lambda x: x.logsumexp((0, 1, 2)),
+    "kl_div, batchmean": lambda x: F.kl_div(x.log_softmax(-1), (x * x).softmax(-1), reduction="batchmean"),
+    "kl_div, summed": lambda x: F.kl_div(x.log(), x.square(), reduction="sum"),
     "nll_loss": lambda x: F.nll_loss(x.log_softmax(-1).view(-1, VOCAB), TARGET.flatten(), ignore_index=4),
     "nll_loss, weighted": lambda x: nn.NLLLoss(torch.arange(1.0, 8.0))(x.transpose(1, 2).log_softmax(1), TARGET),
     "nll_loss, summed": lambda x: F.nll_loss(x[0].log_softmax(-1), TARGET[0], reduction="sum"),
@@ -135,8 +171,6 @@ PARTS: dict[str, Function] = {
 
 GATHER: dict[str, Function] = {
     "softmax over tokens": lambda x: x.softmax(1),
-    "sum over tokens": lambda x: x.sum(1),
-    "sum over all but tokens": lambda x: x.sum((0, 2)),
     "argmin": lambda x: x.argmin(-1),
     "max of all": lambda x: x.max(),
     "max of two": lambda x: torch.max(x, torch.ones(())),
@@ -144,9 +178,12 @@ GATHER: dict[str, Function] = {
     "nll_loss over tokens": lambda x: F.nll_loss(x, TARGET[:, :1].expand(2, VOCAB) % 5),
     "topk of tokens": lambda x: x.topk(2, dim=1)[0],
     "smallest": lambda x: x.topk(2, largest=False)[0],
-    "sum": lambda x: x.sum(),
-    "cat": lambda x: torch.cat([x, x], dim=1),
-    "stack": lambda x: torch.stack([x, torch.ones(2, 5, VOCAB)]),
+    "stack with others": lambda x: torch.stack([x, torch.ones(2, 5, VOCAB)]),
+    "cat over the vocabulary": lambda x: torch.cat([x, x], dim=-1),
+    "cat of different maps": lambda x: torch.cat([x, x.transpose(1, 2)[:, :5]], dim=-1),
+    "kl_div whose mean torch will change": lambda x: nn.KLDivLoss(reduction="mean")(x.log(), x.square()),
+    "kl_div of a plain one": lambda x: F.kl_div(x.log(), values(), reduction="sum"),
+    "max over tokens": lambda x: x.amax(1),
     "einsum": lambda x: torch.einsum("bsv,v->bs", x, torch.arange(7.0)),
     "matmul": lambda x: x @ torch.ones(VOCAB, 2),
     "a bias over the vocabulary": lambda x: x + torch.arange(7.0),
@@ -449,6 +486,7 @@ def test_functions_on_sharded_logits_are_those_on_whole_ones(ranks: int) -> None
 
 def test_every_pointwise_function_is_checked() -> None:
     checked = {*UNARY, *BINARY, *OPERATORS, "__neg__", "__abs__", "clamp", "clip", "masked_fill"}
+    checked |= {"lerp", "maximum", "minimum", "where"}
     table = {function.__name__ for function, handler in module._HANDLERS.items() if handler is module._pointwise}
     assert table <= checked | {"_wrapped", "wrapped"}, table - checked
 

@@ -147,8 +147,20 @@ def test_a_reward_model(tiny: Path, tmp_path: Path) -> None:
         torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-5)
 
 
-def test_distillation(tiny: Path, tmp_path: Path) -> None:
-    script = (str(EXAMPLES / "distillation.py"), "--model", str(tiny), "--text", str(tiny / "text.txt"), *SHORT)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "distillation.py",
+        "trl_losses.py",
+        pytest.param("distillation.py --top_k 20", marks=pytest.mark.nightly),
+        pytest.param("trl_losses.py --beta 1", marks=pytest.mark.nightly),
+    ],
+)
+def test_distillation(tiny: Path, tmp_path: Path, name: str) -> None:
+    if name.startswith("trl"):
+        pytest.importorskip("trl", reason="TRL needs Python 3.11")
+    file, *options = name.split()
+    script = (str(EXAMPLES / file), "--model", str(tiny), "--text", str(tiny / "text.txt"), *SHORT, *options)
     losses = [
         last_loss(run(*script, "--devices", devices, "--output_dir", f"out{devices}", cwd=tmp_path))
         for devices in ("1", "2")

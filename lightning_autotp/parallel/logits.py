@@ -6,8 +6,9 @@ on it (``__torch_function__``) fall in six groups, each an explicit table below:
 * what the wrapper itself knows: shape, dtype, ...;
 * casts, pointwise functions and views run on the local part and stay sharded; the sizes that a view is given for the
   vocabulary are localized by index arithmetic, and a view that would split or merge the vocabulary is none of these;
-* a softmax over the vocabulary stays sharded, too; a sum, a mean, a log-sum-exp, the largest class and the values at
-  given classes are computed from the parts (:mod:`~lightning_autotp.parallel.vocab_functions`);
+* a softmax over the vocabulary, sums over other dims, and what is joined of logits stay sharded, too; a sum, a mean, a
+  log-sum-exp, the largest class and the values at given classes are computed from the parts
+  (:mod:`~lightning_autotp.parallel.vocab_functions`);
 * a *copy* of the logits at one position (``logits[:, -1].clone()``) that is made without gradients is gathered, without
   a word: the next token will be sampled from it, by many functions that need it whole;
 * ``F.cross_entropy`` with class indices becomes
@@ -641,18 +642,32 @@ def _softmax(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
 
 
 def _reduced(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """``sum``, ``mean`` and ``logsumexp`` over the vocabulary."""
-    if (call := _of_vocabulary(args, kwargs, "dim", "keepdim", "dtype")) is None:
+    """``sum``, ``mean`` and ``logsumexp`` over any dims; sharded still where the vocabulary is none of them."""
+    given = dict(zip(("input", "dim", "keepdim", "dtype"), args, strict=False))
+    given |= {_ALIASES.get(name, name): value for name, value in kwargs.items()}
+    logits, dims = given.pop("input", None), given.get("dim")
+    if not isinstance(logits, VocabParallelLogits) or logits.one_position or not logits.is_floating_point():
         return NotImplemented
-    logits, given = call
+    if set(given) - {"dim", "keepdim", "dtype"}:
+        return NotImplemented
+    dims = list(range(logits.dim())) if dims is None else list(dims) if isinstance(dims, Sequence) else [dims]
+    if not dims or not all(isinstance(dim, int) and -logits.dim() <= dim < logits.dim() for dim in dims):
+        return NotImplemented
+    dims = sorted({dim % logits.dim() for dim in dims})
+    dim = logits.vocab_dim
+    if dim not in dims:
+        before = 0 if given.get("keepdim") else sum(other < dim for other in dims)
+        return _rewrap(logits, func(logits.local, **given), dim - before)
     dtype = _result_dtype(logits, func, given)
-    if not dtype.is_floating_point:
+    if logits.is_meta or not dtype.is_floating_point:
         return NotImplemented
     compute = log_sum_exp if func.__name__ == "logsumexp" else total
-    found = compute(_exact(logits, dtype), logits.vocab_dim, logits.ownership, logits.group)
+    found = compute(_exact(logits, dtype), dim, logits.ownership, logits.group).unsqueeze(dim)
     if func.__name__ == "mean":
         found = found / logits.ownership.size
-    return (found.unsqueeze(logits.vocab_dim) if given.get("keepdim") else found).to(dtype)
+    if len(dims) > 1:
+        found = func(found, dims, keepdim=True)
+    return (found if given.get("keepdim") else found.squeeze(dims)).to(dtype)
 
 
 def _largest(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -717,6 +732,40 @@ def _nll_loss(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
     return (summed / each.sum() if call.arguments["reduction"] == "mean" else summed).to(logits.dtype)
 
 
+def _kl_div(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """``F.kl_div`` of log-probabilities that are sharded alike."""
+    call = _KL_DIV.bind(*args, **kwargs)
+    call.apply_defaults()
+    found, wanted, reduction = (call.arguments[name] for name in ("input", "target", "reduction"))
+    if call.arguments["size_average"] is not None or call.arguments["reduce"] is not None:
+        return NotImplemented
+    options = {"reduction": "none", "log_target": call.arguments["log_target"]}
+    each = _pointwise(func, (found, wanted), options)
+    if each is NotImplemented or reduction == "none":
+        return each
+    if reduction not in ("sum", "batchmean") or each.is_meta:
+        return NotImplemented
+    return each.sum() / each.shape[0] if reduction == "batchmean" else each.sum()
+
+
+def _joined(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """``cat`` and ``stack`` of logits that are sharded alike, along another dim than the vocabulary."""
+    given = dict(zip(("tensors", "dim"), args, strict=False)) | {_ALIASES.get(k, k): v for k, v in kwargs.items()}
+    tensors, dim = given.get("tensors"), given.get("dim", 0)
+    if set(given) - {"tensors", "dim"} or not isinstance(tensors, Sequence):
+        return NotImplemented
+    first = next(x for x in tensors if isinstance(x, VocabParallelLogits))
+    if any(not isinstance(x, VocabParallelLogits) or (x.shard, x.group) != (first.shard, first.group) for x in tensors):
+        return NotImplemented
+    is_stack = func is torch.stack
+    if not -first.dim() - is_stack <= dim < first.dim() + is_stack:
+        return NotImplemented
+    at = dim % (first.dim() + is_stack)
+    if not is_stack and at == first.vocab_dim:
+        return NotImplemented
+    return _rewrap(first, func([x.local for x in tensors], dim), first.vocab_dim + (is_stack and at <= first.vocab_dim))
+
+
 def _pieces(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """``chunk``, ``split``, ``unbind`` and iteration along another dim than the vocabulary."""
     logits, *rest = args
@@ -759,6 +808,7 @@ def _record(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any
 
 _CROSS_ENTROPY = inspect.signature(F.cross_entropy)
 _NLL_LOSS = inspect.signature(F.nll_loss)
+_KL_DIV = inspect.signature(F.kl_div)
 _WITH_STACK_LEVEL = (F.softmax, F.log_softmax)
 _ALIASES = {"axis": "dim", "keepdims": "keepdim", "self": "input"}
 _COPIES = (Tensor.clone, torch.clone)
@@ -798,8 +848,11 @@ _HANDLERS: dict[Callable[..., Any], Callable[[Callable[..., Any], Sequence[Any],
     **dict.fromkeys(_everywhere("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__"), _pointwise),
     **dict.fromkeys(_everywhere("__truediv__", "__rtruediv__", "__div__", "__rdiv__"), _pointwise),
     **dict.fromkeys(_everywhere("__pow__", "__rpow__", "__neg__", "__abs__", "rsub"), _pointwise),
-    **dict.fromkeys(_everywhere("exp", "log", "sqrt", "tanh", "sigmoid", "relu", "silu", "gelu"), _pointwise),
+    **dict.fromkeys(
+        _everywhere("exp", "expm1", "log", "log1p", "sqrt", "tanh", "sigmoid", "relu", "silu", "gelu"), _pointwise
+    ),
     **dict.fromkeys(_everywhere("clamp", "clip", "nan_to_num", "masked_fill"), _pointwise),
+    **dict.fromkeys(_everywhere("lerp", "maximum", "minimum", "where"), _pointwise),
     **dict.fromkeys(_everywhere("view", "reshape"), _reshape),
     **dict.fromkeys(_everywhere("flatten"), _flatten),
     **dict.fromkeys(_everywhere("permute"), _permute),
@@ -817,6 +870,8 @@ _HANDLERS: dict[Callable[..., Any], Callable[[Callable[..., Any], Sequence[Any],
     Tensor.register_hook: _register_hook,
     F.cross_entropy: _cross_entropy,
     F.nll_loss: _nll_loss,
+    F.kl_div: _kl_div,
+    **dict.fromkeys((torch.cat, torch.concat, torch.concatenate, torch.stack), _joined),
 }
 
 
