@@ -23,11 +23,11 @@ from lightning_autotp.parameters.meta import ParameterMeta
 
 # One of each kind: grouped queries, fused projections, one KV head, ALiBi, latent attention, mixtures, a state space
 # beside attention, linear attention, post-norms and soft caps, a mask made under torch.vmap, relative positions and
-# cross-attention, pictures, batch normalization, sounds, videos, series.
+# cross-attention, a head for each codebook, pictures, batch normalization, sounds, videos, series.
 # Each row is one test, run by ranks of its own.
 ON_TWO_RANKS = (
     ("causal:llama", "causal:gpt2", "causal:mixtral", "causal:gpt_oss", "causal:bamba", "causal:qwen3_next",
-     "ctc:wav2vec2"),
+     "causal:musicgen", "ctc:wav2vec2"),
     ("causal:deepseek_v3", "causal:falcon", "causal:bloom", "causal:gemma2", "causal:fuyu"),
     ("causal:gemma3", "masked:bert", "seq2seq:t5", "image:vit", "image:resnet"),
     ("token:deberta-v2", "question:t5", "text:roberta", "audio:whisper", "speech:moonshine"),
@@ -231,7 +231,7 @@ def test_every_causal_model_is_planned(part: int) -> None:
 
 ALL_REDUCES = {
     "llama": 2, "falcon": 1, "codegen": 1, "falcon_h1": 2, "mamba": 2, "mamba2": 1, "rwkv": 3, "jamba": 3,
-    "olmo2": 4, "deepseek_v3": 4, "qwen3_next": 2, "gpt_oss": 2, "zamba2": 4, "got_ocr2": 2,
+    "olmo2": 4, "deepseek_v3": 4, "qwen3_next": 2, "gpt_oss": 2, "zamba2": 4, "got_ocr2": 2, "musicgen": 3,
 }  # fmt: skip
 """One for each row-parallel product, sum or statistic. RWKV sums its receptance, too."""
 

@@ -118,12 +118,9 @@ def _add_slices(tables: Tables, solution: Solution, relation: Relation, kinds: M
 
 
 def _add_view(tables: Tables, solution: Solution, tensor: int, seen: set[Boundary | CallPoint]) -> None:
-    operator = tables.view_boundary(tensor)
-    if operator is None or operator.boundary is None or operator.boundary in seen:
-        return
-    source = operator.inputs[0]
-    layout = solution.layouts[operator.outputs[0]]
-    if isinstance(layout, Shard):
-        seen.add(operator.boundary)
-        shape = tables.graph.tensors[source].shape
-        solution.global_views.append(Conversion(operator.boundary, layout, layout, shape))
+    for operator in tables.view_boundaries(tensor):
+        layout = solution.layouts[operator.outputs[0]]
+        if operator.boundary is not None and operator.boundary not in seen and isinstance(layout, Shard):
+            seen.add(operator.boundary)
+            shape = tables.graph.tensors[operator.inputs[0]].shape
+            solution.global_views.append(Conversion(operator.boundary, layout, layout, shape))

@@ -40,6 +40,7 @@ I, R, P = "I", "R", "P"  # noqa: E741 (the field's own names for the types)
 _TYPES: dict[str, Layout] = {I: Invariant(), R: Replicate(), P: Partial()}
 # Among placements of equal cost, one inside a parallel layer is preferred to one where another module is entered, that
 # to one where it is left, and that to one at a call; and a sum is taken early.
+_JOINS = ("aten.cat.default", "aten.stack.default")
 _ELSEWHERE = 1e-9
 
 
@@ -230,9 +231,9 @@ class Tables:
         for tensor in self.dims.keys() - self.producer.keys() - self.graph.parameters.keys():
             problem.add((tensor,), {(codes[tensor][I],): 0.0})  # an input: what the caller gives is whole
         for tensor in set(self.graph.outputs) & self.dims.keys():
-            shown = self.view_boundary(tensor)
-            is_shown = shown is not None and (self.planned is None or self.planned.shows(shown.boundary))
-            allowed: list[Kind] = [I, *(self.touching[tensor] if is_shown else ())]
+            shown = self.view_boundaries(tensor)
+            is_planned = self.planned is None or all(self.planned.shows(operator.boundary) for operator in shown)
+            allowed: list[Kind] = [I, *(self.touching[tensor] if shown and is_planned else ())]
             problem.add((self.first.get(tensor, tensor),), {(codes[tensor][kind],): 0.0 for kind in allowed})
         if self.profile.activation_price and self.planned is None:
             for tensor in self._kept & self.producer.keys() - self.first.keys():
@@ -442,7 +443,7 @@ class Tables:
                 continue  # computed from others, so that the layer has nothing to cut
             if entry.run is not None and self._obstacle(operator, self.layout(tensor, kinds[tensor])):
                 continue
-            if not entry.shown or self.view_boundary(tensor) is not None:
+            if not entry.shown or self.view_boundaries(tensor):
                 yield entry
 
     def _obstacle(self, operator: Operator, layout: Layout) -> str:
@@ -536,7 +537,7 @@ class Tables:
 
     @cached_property
     def _kept_in_parts(self) -> frozenset[int]:
-        shown = [operator for tensor in self.graph.outputs if (operator := self.view_boundary(tensor)) is not None]
+        shown = [operator for tensor in self.graph.outputs for operator in self.view_boundaries(tensor)]
         runs = ((op, entry) for op in self.graph.operators for entry in self.implementations.of(op))
         return kept_in_parts(self.graph, runs, {operator.module for operator in shown})
 
@@ -575,15 +576,22 @@ class Tables:
         }
         return Shard.of(cuts) if cuts else Replicate()
 
-    def view_boundary(self, tensor: int) -> Operator | None:
-        """Where a sharded tensor that user code will see leaves the module that made it (``None``: nowhere)."""
-        boundary: Operator | None = None
+    def view_boundaries(self, tensor: int) -> tuple[Operator, ...]:
+        """Where a sharded tensor that user code will see leaves the modules that made it; empty: nowhere.
+
+        Several modules make it where their results are joined (a head for each codebook).
+        """
+        boundary: tuple[Operator, ...] = ()
         while (relation := self.producer.get(tensor)) is not None:
             operator = relation.operator
             crossing = operator.boundary
             if isinstance(crossing, Boundary) and crossing.side == "out" and self.calls[crossing] == 1:
-                boundary = operator
+                boundary = (operator,)
             varying = [t for t in relation.inputs if t in self.dims]
+            if len(varying) > 1 and operator.name in _JOINS:
+                found = [self.view_boundaries(t) for t in varying]
+                makers = tuple({id(maker): maker for makers in found for maker in makers}.values())
+                return makers if all(found) and len(makers) > 1 else boundary
             if len(varying) != 1 or any(t in self.graph.parameters for t in varying):
                 return boundary
             tensor = varying[0]

@@ -425,7 +425,7 @@ LEAST_ALL_REDUCES: dict[str, float] = {
     **dict.fromkeys(("codegen", "cohere", "cohere2", "cohere2_moe", "falcon", "gpt_neox", "gptj", "phi"), 1.0),
     **dict.fromkeys(("mamba2", "nemotron_h"), 1.0),
     **dict.fromkeys(("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "mvp"), 3.0),
-    **dict.fromkeys(("pegasus", "plbart", "prophetnet", "trocr", "whisper", "musicgen", "musicgen_melody"), 3.0),
+    **dict.fromkeys(("pegasus", "plbart", "prophetnet", "trocr", "whisper", "musicgen"), 3.0),
     # Mamba's x_proj makes what all channels share of the channels that the ranks divide; jamba and zamba have other
     # parts beside. Half of zamba2's layers are a mixer with a norm over all channels, the others that, attention, an
     # MLP with an adapter, and a product after them.
