@@ -152,6 +152,17 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "audioflamingo3": {"audio_config": {"max_source_positions": 32}},
     "big_bird": {"block_size": 4, "num_random_blocks": 1},
     "bigbird_pegasus": {"block_size": 4, "num_random_blocks": 1},
+    **{name: {"image_token_index": 9, "num_query_tokens": 4} for name in ("blip-2", "instructblip")},
+    **{
+        name: {"image_grid_pinpoints": [[32, 64], [64, 32]]}
+        for name in ("llava_next", "llava_next_video", "llava_onevision")
+    },
+    "deepseek_vl_hybrid": {
+        "high_res_vision_config": {
+            "mlp_dim": 112, "output_channels": 64, "patch_size": 4, "window_size": 4, "global_attn_indexes": [1],
+        },
+    },
+    "vipllava": {"vision_feature_layers": [-1, -2]},
     "blt": {
         "cross_attn_k": 2, "encoder_hash_byte_group_vocab": 96, "patcher_config": {"cross_attn_k": 2},
         "encoder_config": {"cross_attn_k": 2, "hidden_size_global": 128},
@@ -269,7 +280,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "attention_head_size": 16, "attn_layers": ["local", "lsh"], "hash_seed": 0,
     },
     "paligemma": {"projection_dim": 64, "vision_config": {"projection_dim": 64, "vision_use_head": False}},
-    **{name: {"text_config": _THREE_POSITIONS} for name in ("glm46v", "glm4v", "glm_ocr", "glmga", "qwen2_5_vl")},
+    **{
+        name: {"text_config": _THREE_POSITIONS}
+        for name in ("glm46v", "glm4v", "glm_ocr", "glmga", "qwen2_5_omni_thinker", "qwen2_5_vl")
+    },
     "glm4v_moe": {
         "text_config": {
             "rope_parameters": {**_THREE_POSITIONS["rope_parameters"], "mrope_section": [1, 1, 2]},
@@ -387,14 +401,13 @@ LEFT_OUT: dict[tuple[str, str], str] = {
     **{
         ("image-text", name): "the zoo has no batch of its pictures and text yet"
         for name in (
-            "aria", "blip", "blip-2", "chameleon", "cohere_compass", "cosmos3_edge", "deepseek_ocr2",
-            "deepseek_vl_hybrid", "diffusion_gemma", "emu3", "ernie4_5_vl_moe", "evolla", "florence2", "gemma4",
-            "gemma4_unified", "glm5_next", "granite4_vision", "granite_docling", "hunyuan_vl", "idefics", "inkling2",
-            "inkling_mm_model", "instructblip", "instructblipvideo", "janus", "kimi_k25", "kosmos-2", "kosmos-2.5",
-            "lfm2_vl", "llama4", "llava_next", "llava_next_video", "llava_onevision", "minicpm_ocr", "minicpmv4_6",
-            "minicpmv4_7", "mistral4", "mllama", "molmo2", "muse_glimmer", "muse_spark", "nemotron_h_omni",
-            "paddleocr_vl", "pi0", "pix2struct", "pp_formulanet", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker",
-            "shieldgemma2", "udop", "unlimited_ocr", "video_llama_3", "vipllava", "vision-encoder-decoder",
+            "aria", "chameleon", "cohere_compass", "cosmos3_edge", "deepseek_ocr2", "diffusion_gemma", "emu3",
+            "ernie4_5_vl_moe", "evolla", "florence2", "gemma4", "gemma4_unified", "glm5_next", "granite4_vision",
+            "granite_docling", "hunyuan_vl", "idefics", "inkling2", "inkling_mm_model", "instructblipvideo", "janus",
+            "kimi_k25", "kosmos-2", "kosmos-2.5", "lfm2_vl", "llama4", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7",
+            "mistral4", "mllama", "molmo2", "muse_glimmer", "muse_spark", "nemotron_h_omni", "paddleocr_vl", "pi0",
+            "pix2struct", "pp_formulanet", "shieldgemma2", "udop", "unlimited_ocr", "video_llama_3",
+            "vision-encoder-decoder",
         )
     },
     **{

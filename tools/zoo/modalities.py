@@ -65,6 +65,33 @@ def _sized(config: Any, generator: Generator) -> tuple[Inputs, Placeholders]:
     return inputs | {"image_sizes": torch.full((BATCH, 2), config.vision_config.image_size)}, placeholders
 
 
+def _cropped(tokens: int) -> Callable[[Any, Generator], tuple[Inputs, Placeholders]]:
+    """A wide picture per sample, once scaled to a crop and once as its two crops, and how large it is."""
+
+    def make(config: Any, generator: Generator) -> tuple[Inputs, Placeholders]:
+        size = config.vision_config.image_size
+        pixels = torch.stack([_picture(size, generator) for _ in range(3)], dim=1)
+        return {"pixel_values": pixels, "image_sizes": torch.tensor([[size, 2 * size]] * BATCH)}, {
+            config.image_token_id: tokens
+        }
+
+    return make
+
+
+def _asked(config: Any, generator: Generator) -> tuple[Inputs, Placeholders]:
+    """A picture per sample, of which queries that read the question make tokens."""
+    inputs, placeholders = _pictures(config.num_query_tokens)(config, generator)
+    question = torch.randint(40, config.qformer_config.vocab_size, (BATCH, 5), generator=generator)
+    return inputs | {"qformer_input_ids": question}, placeholders
+
+
+def _two_sizes(config: Any, generator: Generator) -> tuple[Inputs, Placeholders]:
+    """A picture per sample, in two sizes for two towers."""
+    inputs, placeholders = _pictures(16)(config, generator)
+    size = config.high_res_vision_config.image_size
+    return inputs | {"high_res_pixel_values": _picture(size, generator)}, placeholders
+
+
 def _captioned(config: Any, generator: Generator) -> tuple[Inputs, Placeholders]:
     """Attended to without placeholders."""
     return {"pixel_values": _picture(config.vision_config.image_size, generator)}, {}
@@ -92,6 +119,18 @@ def _sound(
         if mask is not None:
             inputs[mask] = torch.ones(BATCH, frames, dtype=torch.long)
         return inputs, {config.audio_token_id: tokens}
+
+    return make
+
+
+def _seen_and_heard(
+    sound: Callable[[Any, Generator], tuple[Inputs, Placeholders]],
+) -> Callable[[Any, Generator], tuple[Inputs, Placeholders]]:
+    """A picture of flat patches and a sound per sample."""
+
+    def make(config: Any, generator: Generator) -> tuple[Inputs, Placeholders]:
+        seen, heard = _grid(config, generator), sound(config, generator)
+        return seen[0] | heard[0], seen[1] | heard[1]
 
     return make
 
@@ -168,6 +207,16 @@ _MAKERS: dict[str, Callable[[Any, Generator], tuple[Inputs, Placeholders]]] = {
 
 _PICTURES_AND_TEXT: dict[str, Callable[[Any, Generator], tuple[Inputs, Placeholders]]] = {
     "aya_vision": _pictures(4),
+    "blip": _captioned,
+    "blip-2": _pictures(4),
+    "instructblip": _asked,
+    "deepseek_vl_hybrid": _two_sizes,
+    "llava_next": _cropped(52),
+    "llava_next_video": _cropped(52),
+    "llava_onevision": _cropped(52),
+    "qwen2_5_omni_thinker": _seen_and_heard(_sound(16, mask="feature_attention_mask")),
+    "qwen3_omni_moe_thinker": _seen_and_heard(_sound(13, mask="feature_attention_mask", frames=100)),
+    "vipllava": _pictures(16),
     "cohere2_vision": _pictures(4),
     "deepseek_vl": _pictures(16),
     "idefics2": _pictures(64, images=True),
