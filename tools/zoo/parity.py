@@ -67,7 +67,7 @@ def _layers(group: str, model: Any) -> int | None:
 def plan_one(name: str, group: str, ranks: int, sequence_parallel: bool = False) -> Verdict:
     """Plan one architecture in this process, without running it."""
     least = {"causal": LEAST_ALL_REDUCES.get(name, 2.0), "masked": 2.0, "seq2seq": 2.5}.get(group, 0.0)
-    verdict = Verdict(name, group, ranks, least=least)
+    verdict = Verdict(name, group, ranks, least=0.0 if sequence_parallel else least)
     if (group, name) in LEFT_OUT:
         verdict.outcome, verdict.reason = "left out", LEFT_OUT[group, name]
         return verdict

@@ -54,7 +54,7 @@ class Verdict:
         flops: share of the matrix-product FLOPs in the layers whose operands are sharded.
         counted: share of the FLOPs of a whole forward and backward that the ranks divide, as torch counts them.
         all_reduces: all-reduces per layer in forward.
-        least: the fewest known for such a layer; 0 where none is (convolutional stages).
+        least: the fewest known for such a layer; 0 where none is (convolutional stages, sequence parallelism).
         other_collectives: gathers and scatters per layer in forward.
         precision: bits of the numbers that were compared: 32, or 64 where 32 could not tell.
         loss_error: relative difference of the losses.
