@@ -134,7 +134,7 @@ class Search:
         self.choices: list[list[tuple[dict[int, Any], float]]] = []
         self._single({t: dict(tables._parameter(t)) for t in tables.graph.parameters if t in tables.dims})
         outputs = [t for t in dict.fromkeys(tables.graph.outputs) if t in tables.dims]
-        ends = {t: ["I", *(tables.touching[t] if tables.view_boundary(t) else ())] for t in outputs}
+        ends = {t: ["I", *(tables.touching[t] if tables.view_boundaries(t) else ())] for t in outputs}
         inner = [list(tables.combinations(relation)) for relation in tables.relations]
         own = [[t for t in (*r.inputs, *r.outputs) if t in tables.dims] for r in tables.relations]
         for tensors, combinations in zip(own, inner, strict=True):

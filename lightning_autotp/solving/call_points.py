@@ -103,11 +103,15 @@ def _reading_bare_matrices(graph: Graph, implementations: Implementations, known
 
 
 def _made_of_parameters(graph: Graph) -> set[int]:
-    """Tensors that parameters and numbers alone went into; not the parameters themselves."""
+    """Tensors that a module makes of its own parameters and numbers alone; not the parameters themselves.
+
+    Of a layer's weights (a convolution's, say) other code may read others, where a cache is given.
+    """
+    owners = {tensor: name.rpartition(".")[0] for tensor, name in graph.parameters.items()}
     made: set[int] = set()
     for operator in graph.operators:
         inputs = operator.inputs
-        if operator.boundary is None and inputs and all(t in graph.parameters or t in made for t in inputs):
+        if operator.boundary is None and inputs and all(owners.get(t) == operator.module or t in made for t in inputs):
             made.update(operator.outputs)
     return made
 
