@@ -4,7 +4,7 @@ Boundaries of modules suffice where a model is made of the usual layers, one aft
 convert a tensor before and after single calls in a module's own code:
 
 * calls that read a parameter, in modules that keep bare ones (experts, a transposed linear, an attention in one piece),
-  and where these have layers as well, those that read what was made of parameters alone (``1 - mix``);
+  and where these have layers as well, those that read what they make of their own parameters (``1 - mix``);
 * additions of what several modules inside gave (attention and MLP side by side, as in GPT-J; embeddings of words and of
   positions), so that the ranks' parts are added first and summed over the ranks once.
 """
