@@ -91,12 +91,17 @@ def main(
         sequence_length: tokens in a block.
         batch_size: blocks in a batch.
     """
+    task = Distillation(model, learning_rate, temperature, top_k)
+    distil(task, TextData(model, text, sequence_length, batch_size), output_dir, devices, max_steps)
+
+
+def distil(task: Distillation, data: TextData, output_dir: str, devices: int, max_steps: int) -> None:
+    """Train the student, and save it as a Hugging Face directory."""
     L.seed_everything(0)
     trainer = L.Trainer(
         strategy="autotp", devices=devices, max_steps=max_steps, max_epochs=-1, enable_checkpointing=False, logger=False
     )
-    task = Distillation(model, learning_rate, temperature, top_k)
-    trainer.fit(task, TextData(model, text, sequence_length, batch_size))
+    trainer.fit(task, data)
     trainer.strategy.save_pretrained(output_dir, model=task.student)  # type: ignore[attr-defined]
     if trainer.is_global_zero:
         print(f"loss after {trainer.global_step} steps: {trainer.callback_metrics['loss']:.6f}")

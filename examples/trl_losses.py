@@ -9,15 +9,12 @@ Python 3.11.
 
 from __future__ import annotations
 
-import lightning as L
-from distillation import Distillation
+from distillation import Distillation, distil
 from jsonargparse import auto_cli
 from smollm2 import NAME
 from task import TextData
 from torch import Tensor
 from trl.experimental.gkd import GKDTrainer
-
-import lightning_autotp  # noqa: F401  registers strategy="autotp"
 
 
 class GeneralizedDistillation(Distillation):
@@ -73,15 +70,8 @@ def main(
         sequence_length: tokens in a block.
         batch_size: blocks in a batch.
     """
-    L.seed_everything(0)
-    trainer = L.Trainer(
-        strategy="autotp", devices=devices, max_steps=max_steps, max_epochs=-1, enable_checkpointing=False, logger=False
-    )
     task = GeneralizedDistillation(model, learning_rate, temperature, beta)
-    trainer.fit(task, TextData(model, text, sequence_length, batch_size))
-    trainer.strategy.save_pretrained(output_dir, model=task.student)  # type: ignore[attr-defined]
-    if trainer.is_global_zero:
-        print(f"loss after {trainer.global_step} steps: {trainer.callback_metrics['loss']:.6f}")
+    distil(task, TextData(model, text, sequence_length, batch_size), output_dir, devices, max_steps)
 
 
 if __name__ == "__main__":

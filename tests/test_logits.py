@@ -28,22 +28,8 @@ TARGET = torch.tensor([[0, 6, 4, 2, 5], [1, 1, 3, 4, 4]])
 CHOSEN = TARGET.unsqueeze(-1)
 Function = Callable[[Any], Any]
 
-UNARY = [
-    "neg",
-    "abs",
-    "square",
-    "exp",
-    "expm1",
-    "log",
-    "log1p",
-    "sqrt",
-    "tanh",
-    "sigmoid",
-    "relu",
-    "silu",
-    "gelu",
-    "nan_to_num",
-]
+UNARY = ["neg", "abs", "square", "exp", "expm1", "log", "log1p", "sqrt", "tanh", "sigmoid", "relu", "silu", "gelu"]
+UNARY += ["nan_to_num"]
 BINARY = ["add", "sub", "mul", "div", "true_divide", "pow", "rsub"]
 OPERATORS = ["__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__"]
 OPERATORS += ["__div__", "__rdiv__", "__pow__", "__rpow__"]

@@ -597,6 +597,11 @@ def _cross_entropy(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[s
     return vocab_parallel_linear_cross_entropy(product, target, logits.ownership, logits.group, weight, **options)
 
 
+def _given(args: Sequence[Any], kwargs: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """A call's arguments by name, of a function whose positional ones are called so."""
+    return dict(zip(names, args, strict=False)) | {_ALIASES.get(name, name): value for name, value in kwargs.items()}
+
+
 def _of_vocabulary(
     args: Sequence[Any], kwargs: Mapping[str, Any], *names: str
 ) -> tuple[VocabParallelLogits, dict[str, Any]] | None:
@@ -605,8 +610,7 @@ def _of_vocabulary(
     On meta nothing is computed from parts: a trace shows collectives only where the plan has them. Logits at one
     position are gathered as ever: many functions will need them whole.
     """
-    given = dict(zip(("input", *names), args, strict=False))
-    given |= {_ALIASES.get(name, name): value for name, value in kwargs.items()}
+    given = _given(args, kwargs, "input", *names)
     logits, dim = given.pop("input", None), given.get("dim")
     if isinstance(dim, Sequence) and len(dim) == 1:
         dim = dim[0]
@@ -643,8 +647,7 @@ def _softmax(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
 
 def _reduced(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """``sum``, ``mean`` and ``logsumexp`` over any dims; sharded still where the vocabulary is none of them."""
-    given = dict(zip(("input", "dim", "keepdim", "dtype"), args, strict=False))
-    given |= {_ALIASES.get(name, name): value for name, value in kwargs.items()}
+    given = _given(args, kwargs, "input", "dim", "keepdim", "dtype")
     logits, dims = given.pop("input", None), given.get("dim")
     if not isinstance(logits, VocabParallelLogits) or logits.one_position or not logits.is_floating_point():
         return NotImplemented
@@ -750,7 +753,7 @@ def _kl_div(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any
 
 def _joined(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """``cat`` and ``stack`` of logits that are sharded alike, along another dim than the vocabulary."""
-    given = dict(zip(("tensors", "dim"), args, strict=False)) | {_ALIASES.get(k, k): v for k, v in kwargs.items()}
+    given = _given(args, kwargs, "tensors", "dim")
     tensors, dim = given.get("tensors"), given.get("dim", 0)
     if set(given) - {"tensors", "dim"} or not isinstance(tensors, Sequence):
         return NotImplemented

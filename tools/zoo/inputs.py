@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from zoo.configs import VOCABULARY
-from zoo.modalities import BATCH, other_modalities
+from zoo.modalities import BATCH, FIRST_ORDINARY_TOKEN, other_modalities
 from zoo.modalities import names as with_sound
 from zoo.without_text import picture_batch, series_batch, sound_batch, video_batch
 
@@ -47,7 +47,6 @@ ANSWERS_OF_A_LIST = frozenset(("lxmert",))
 # Mentions of entities beside the tokens.
 ENTITIES = frozenset(("luke",))
 
-_FIRST_ORDINARY_TOKEN = 40
 _IGNORED = -100
 
 
@@ -71,7 +70,7 @@ def training_batch(name: str, group: str, config: PreTrainedConfig, seed: int = 
     rows = BATCH * text.num_codebooks if name in CODEBOOKS else BATCH
     decoder = getattr(text, "decoder", None)
     vocabulary = int(getattr(text, "vocab_size", 0) or getattr(decoder, "vocab_size", VOCABULARY))
-    ids = torch.randint(_FIRST_ORDINARY_TOKEN, vocabulary, (rows, length), generator=generator)
+    ids = torch.randint(FIRST_ORDINARY_TOKEN, vocabulary, (rows, length), generator=generator)
     if group == "sequence" and config.is_encoder_decoder:
         ids[:, -1] = config.eos_token_id  # of which the class is read
     inputs, placeholders = other_modalities(name, group, config, generator)
@@ -101,7 +100,7 @@ def training_batch(name: str, group: str, config: PreTrainedConfig, seed: int = 
         key = CROSS_ATTENTION[name]
         batch[key] = states if key == "encoder_hidden_states" else (states,)
     for key in MORE_IDS.get(name, ()):
-        batch[key] = torch.randint(_FIRST_ORDINARY_TOKEN, vocabulary, (rows, length), generator=generator)
+        batch[key] = torch.randint(FIRST_ORDINARY_TOKEN, vocabulary, (rows, length), generator=generator)
     return batch
 
 
@@ -120,6 +119,6 @@ def _targets(group: str, ids: Tensor, classes: int, generator: torch.Generator) 
 
 
 def _labels(ids: Tensor) -> Tensor:
-    labels = ids.masked_fill(ids < _FIRST_ORDINARY_TOKEN, _IGNORED)
+    labels = ids.masked_fill(ids < FIRST_ORDINARY_TOKEN, _IGNORED)
     labels[0, : labels.shape[1] // 3] = _IGNORED
     return labels

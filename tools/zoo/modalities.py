@@ -14,6 +14,9 @@ from transformers import PreTrainedConfig
 
 BATCH = 3
 
+FIRST_ORDINARY_TOKEN = 40
+"""Those below it are special, or stand for what is not text."""
+
 Inputs = dict[str, Tensor]
 Placeholders = dict[int, int]
 """How many tokens of each id stand in a sample's text for what is not text."""
@@ -81,7 +84,7 @@ def _cropped(tokens: int) -> Callable[[Any, Generator], tuple[Inputs, Placeholde
 def _asked(config: Any, generator: Generator) -> tuple[Inputs, Placeholders]:
     """A picture per sample, of which queries that read the question make tokens."""
     inputs, placeholders = _pictures(config.num_query_tokens)(config, generator)
-    question = torch.randint(40, config.qformer_config.vocab_size, (BATCH, 5), generator=generator)
+    question = torch.randint(FIRST_ORDINARY_TOKEN, config.qformer_config.vocab_size, (BATCH, 5), generator=generator)
     return inputs | {"qformer_input_ids": question}, placeholders
 
 

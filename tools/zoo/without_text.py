@@ -10,7 +10,7 @@ import torch
 from torch import Generator
 from transformers import PreTrainedConfig
 
-from zoo.modalities import BATCH
+from zoo.modalities import BATCH, FIRST_ORDINARY_TOKEN
 
 Batch = dict[str, Any]
 
@@ -26,14 +26,12 @@ FRAMES = 64
 WORDS = 5
 """That were said."""
 
-_FIRST_ORDINARY_TOKEN = 40
-
 
 def picture_batch(name: str, config: PreTrainedConfig, generator: Generator) -> Batch:
     """Pictures ``[3, 3, size, size]`` and a class of each."""
     labels = torch.randint(int(config.num_labels or 1), (BATCH,), generator=generator)
     if name == "imagegpt":  # pixels are tokens
-        ids = torch.randint(_FIRST_ORDINARY_TOKEN, config.vocab_size, (BATCH, 17), generator=generator)
+        ids = torch.randint(FIRST_ORDINARY_TOKEN, config.vocab_size, (BATCH, 17), generator=generator)
         return {"input_ids": ids, "labels": labels}
     vision = getattr(config, "vision_config", config)
     if name == "siglip2":  # pictures of any size, cut into patches
@@ -97,7 +95,7 @@ def sound_batch(name: str, group: str, config: Any, generator: Generator) -> Bat
     if group == "audio":
         return batch | {"labels": torch.randint(config.num_labels, (BATCH,), generator=generator)}
     vocabulary = int(config.get_text_config(decoder=True).vocab_size)
-    return batch | {"labels": torch.randint(_FIRST_ORDINARY_TOKEN, vocabulary, (BATCH, WORDS), generator=generator)}
+    return batch | {"labels": torch.randint(FIRST_ORDINARY_TOKEN, vocabulary, (BATCH, WORDS), generator=generator)}
 
 
 def series_batch(name: str, config: Any, generator: Generator) -> Batch:
