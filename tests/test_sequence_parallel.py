@@ -14,6 +14,7 @@ from tiny import meta_model, tiny_model, token_batch
 from torch import Tensor
 
 from lightning_autotp import full_gradients, make_plan, parallelize
+from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.layouts.types import Replicate
 from lightning_autotp.parallel import overlap
 from lightning_autotp.parallel.linear import ColumnParallelLinear
@@ -37,22 +38,43 @@ BLOCKWISE = {
 """A Qwen3-Next, whose linear attention takes 64 tokens at a time."""
 
 
+WIDE = Profile(flops=Profile().flops / 64)
+"""Products are as dear as those of a model 4,096 wide."""
+
+
+def changes_in_a_layer(family: str, **sizes: Any) -> tuple[dict[str, str], Plan]:
+    """Where the second layer changes layouts, with the letters of both types; and the plan."""
+    plan, _ = make_plan(meta_model(family, **sizes), 2, sequence_parallel=True, profile=WIDE)
+    layer = "model.layers.1."
+    return {
+        f"{change.module.removeprefix(layer)}.{change.side}": change.source.letter + change.target.letter
+        for change in plan.conversions
+        if change.module.startswith(layer)
+    }, plan
+
+
 def test_the_solver_finds_megatrons_pattern() -> None:
     """Row-parallel products are reduce-scattered, column-parallel ones gather; norms are on each rank's tokens."""
-    plan, _ = make_plan(meta_model("llama"), 2, sequence_parallel=True)
-    changes = {
-        f"{change.module}.{change.side}": change.source.letter + change.target.letter
-        for change in plan.conversions
-        if change.module.startswith("model.layers.1")
-    }
+    changes, plan = changes_in_a_layer("llama")
     assert changes == {
-        "model.layers.1.self_attn.in": "SR",
-        "model.layers.1.self_attn.o_proj.out": "PS",
-        "model.layers.1.mlp.in": "SR",
-        "model.layers.1.mlp.down_proj.out": "PS",
+        "self_attn.in": "SR",
+        "self_attn.o_proj.out": "PS",
+        "mlp.in": "SR",
+        "mlp.down_proj.out": "PS",
     }
     layouts = {name: parameter.layout for parameter in plan.parameters for name in parameter.names}
     assert all(isinstance(layout, Replicate) for name, layout in layouts.items() if "norm" in name)
+
+
+def test_a_mixture_communicates_where_a_dense_block_does() -> None:
+    """Its router reads what was gathered for the experts: no sum of its own in either direction."""
+    changes, _ = changes_in_a_layer("mixtral", num_local_experts=4)
+    assert changes == {
+        "self_attn.in": "SR",
+        "self_attn.o_proj.out": "PS",
+        "mlp.in": "SR",
+        "mlp.out": "PS",
+    }
 
 
 def results(model: Any) -> list[dict[str, Tensor]]:
@@ -78,7 +100,7 @@ def parallel(rank: int, size: int, family: str, length: int = 61, changes: dict[
         tiny_model(family, **(changes or {})),
         dist.group.WORLD,  # type: ignore[arg-type]
         example_inputs=token_batch(0, 5, length),
-        profile=Profile(flops=Profile().flops / 64),  # products as dear as those of a model 4,096 wide
+        profile=WIDE,
         sequence_parallel=True,
         plan_cache=False,
     )

@@ -237,9 +237,10 @@ class Tables:
             problem.add((self.first.get(tensor, tensor),), {(codes[tensor][kind],): 0.0 for kind in allowed})
         if self.profile.activation_price and self.planned is None:
             for tensor in self._kept & self.producer.keys() - self.first.keys():
-                if self.producer[tensor].operator.boundary is None:
-                    held = ((code, self._held(tensor, kind)) for kind, code in codes[tensor].items())
-                    problem.add((tensor,), {(code,): cost for code, cost in held})
+                # What a boundary gives is what it was given, whose price that is, unless nobody has taken a sum yet.
+                priced = codes[tensor] if self.producer[tensor].operator.boundary is None else (P,)
+                held = {kind: self._held(tensor, kind) if kind in priced else 0.0 for kind in codes[tensor]}
+                problem.add((tensor,), {(codes[tensor][kind],): cost for kind, cost in held.items()})
         self.tables = []
         for relation in self.relations:
             tensors = [t for t in (*relation.inputs, *relation.outputs) if t in self.dims]
@@ -256,15 +257,22 @@ class Tables:
         return problem, domains
 
     @cached_property
-    def _kept(self) -> set[int]:
-        """Activations that are kept for the backward pass: what operators read that are not linear in all they read."""
+    def _read_again(self) -> set[int]:
+        """Activations that the backward pass of an operator reads: those of one that is not linear in all it reads."""
         kept: set[int] = set()
-        for relation in reversed(self.relations):
+        for relation in self.relations:
             read = self.dims.keys() & relation.inputs.keys()
-            if relation.operator.boundary is not None:  # gives what it is given
-                kept |= read if kept.intersection(relation.outputs) else set()
-            elif not read <= relation.linear:
+            if relation.operator.boundary is None and not read <= relation.linear:
                 kept |= {tensor for tensor in read if self.graph.tensors[tensor].is_differentiable}
+        return kept
+
+    @cached_property
+    def _kept(self) -> set[int]:
+        """Activations that are kept for the backward pass, also as they were before a boundary."""
+        kept = set(self._read_again)
+        for relation in reversed(self.relations):
+            if relation.operator.boundary is not None and kept.intersection(relation.outputs):
+                kept |= self.dims.keys() & relation.inputs.keys()
         return kept
 
     def _parameter(self, tensor: int) -> Iterator[tuple[Kind, float]]:
@@ -280,8 +288,12 @@ class Tables:
                 yield number, self._memory(size, 1 / self.ranks) + (sync if shared else 0.0)
 
     def _held(self, tensor: int, kind: Kind) -> float:
-        """The price of the memory of an activation that is kept. Of a sum that is still to be taken, it is the sum."""
-        if kind == P or not self.profile.activation_price or self.planned is not None or tensor not in self._kept:
+        """The price of the memory of an activation that is kept.
+
+        Parts of a sum count where an operator reads them. Elsewhere the sum is taken before, and counts instead.
+        """
+        kept = self._read_again if kind == P else self._kept
+        if not self.profile.activation_price or self.planned is not None or tensor not in kept:
             return 0.0
         share = self._largest_share(tensor, kind) if isinstance(kind, int) else 1.0
         return self.profile.activation(self.bytes[tensor], share, self.ranks)
