@@ -106,10 +106,10 @@ class Targets:
         grad = grad.masked_fill(self.ignored, 0)
         return (1 - self.label_smoothing) * self.weight * grad, self.label_smoothing / self.ownership.size * grad
 
-    def gradient_(self, softmax: Tensor, grad: Tensor) -> Tensor:
-        """The gradient of the logits ``[N, C/tp]``, in the place of their softmax."""
+    def gradient_(self, x: Tensor, scale: Tensor, grad: Tensor) -> Tensor:
+        """The gradient of the logits ``[N, C/tp]``, in the place of ``x``, of which ``scale * x`` is the softmax."""
         on_target, on_all = self.gradient_factors(grad)
-        result = softmax.mul_((on_target + on_all * self.total_weight).unsqueeze(1))
+        result = x.mul_((scale * (on_target + on_all * self.total_weight)).unsqueeze(1))
         if self.label_smoothing:
             result.sub_(on_all.unsqueeze(1) * (1 if self.class_weight is None else self.class_weight))
         if result.shape[1]:

@@ -10,9 +10,9 @@ what is done with the logits on their way to the loss, a part is::
 
 A loss that is summed (or a mean, which is that divided by a number) has the same gradient for every token but for a
 factor that the backward pass brings. So ``dh`` and ``dW`` are made in the forward pass, where ``x`` is, and the
-backward multiplies. With ``reduction="none"`` every token has a factor of its own; then the backward makes ``x`` again,
-which is one more product. Second derivatives (``create_graph=True``) are taken of all logits at once, as without this
-module.
+backward multiplies them in their place. With ``reduction="none"`` every token has a factor of its own; then the
+backward makes ``x`` again, which is one more product, and so does a second backward pass of a retained graph. Second
+derivatives (``create_graph=True``) are taken of all logits at once, as without this module.
 
 Each part needs the same two all-reduces that :mod:`~lightning_autotp.parallel.cross_entropy` does once.
 
@@ -129,42 +129,62 @@ class _Work:
             x = step(x)
         return x
 
-    def parts(self) -> Iterator[tuple[int, int]]:
-        """From which token to which: the same on every rank."""
+    def spans(self) -> Iterator[slice]:
+        """The tokens of each part: the same on every rank."""
         tokens = len(self.targets.classes)
         most = max(PART_TOKENS, PART_LOGITS // max(1, *self.targets.ownership.local_sizes))
         count = -(-tokens // most)
         for part in range(count):
-            yield part * tokens // count, (part + 1) * tokens // count
+            yield slice(part * tokens // count, (part + 1) * tokens // count)
 
 
 class _Part:
-    """The logits of some tokens, in memory of their own, with the way back from their gradient to the product's.
+    """The logits of some tokens, in memory of their own, with the way back from them to the product's gradient.
 
     Attributes:
+        span: which tokens.
+        features: their hidden states ``[n, hidden]``.
+        weight: ``[vocab/tp, hidden]``.
+        targets: what the loss of these tokens needs besides.
         x: the logits ``[n, vocab/tp]``, to be overwritten.
     """
 
-    def __init__(self, work: _Work, features: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, work: _Work, span: slice, features: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        self.span, self.features, self.weight = span, features, weight
+        self.targets = work.targets.rows(span.start, span.stop)
         product = F.linear(features, weight, bias)
         # What only widens has the same gradient, rounded.
-        self.steps: tuple[Tensor, Tensor] | None = None
+        self._steps: tuple[Tensor, Tensor] | None = None
         if any(work.wanted) and not all(step.widens for step in work.steps):
             with torch.enable_grad():
                 logits = work.after_steps(product.requires_grad_())
-            self.steps = logits, product
+            self._steps = logits, product
             self.x = logits.detach().to(work.precision, copy=True)
         else:
             self.x = work.after_steps(product).to(work.precision)
-        self.dtype = product.dtype
 
-    def back(self, gradient: Tensor) -> Tensor:
-        """The gradient of the product, from that of :attr:`x`."""
-        if self.steps is None:
-            return gradient.to(self.dtype)
-        logits, product = self.steps
+    def gradient(self, log_sum: Tensor, grad: Tensor) -> Tensor:
+        """The gradient of the product ``[n, vocab/tp]``, from that of the losses; :attr:`x` is gone then.
+
+        Args:
+            log_sum: the logarithms of the sums over all classes of :attr:`x`, which is ``exp(logits - largest)`` now.
+            grad: the gradient of the losses ``[n]``.
+        """
+        gradient = self.targets.gradient_(self.x, log_sum.neg().exp_(), grad)
+        steps, self._steps = self._steps, None
+        del self.x
+        if steps is None:
+            return gradient.to(self.features.dtype)
+        logits, product = steps
         (gradient,) = torch.autograd.grad(logits, product, gradient.to(logits.dtype))
         return gradient
+
+
+def _parts(work: _Work, features: Tensor, weight: Tensor, bias: Tensor | None) -> Iterator[_Part]:
+    """One part after the other; whoever takes them has to let go of one before the next is made."""
+    weight, bias = weight.to(work.dtype), None if bias is None else bias.to(work.dtype)
+    for span in work.spans():
+        yield _Part(work, span, features[span].to(work.dtype), weight, bias)
 
 
 class _Gradients:
@@ -174,20 +194,24 @@ class _Gradients:
         of_features, of_weight, of_bias = work.wanted
         precision = torch.promote_types(work.dtype, torch.float32)
         self.features = torch.empty_like(features, dtype=work.dtype) if of_features else None
-        self.weight = torch.zeros_like(weight, dtype=precision) if of_weight else None
+        # The first part is written, and not added.
+        empty = torch.empty_like if len(features) else torch.zeros_like
+        self.weight = empty(weight, dtype=precision) if of_weight else None
         self.bias = torch.zeros_like(bias, dtype=precision) if of_bias and bias is not None else None
 
-    def add(self, start: int, stop: int, gradient: Tensor, features: Tensor, weight: Tensor) -> None:
-        """What the gradient ``[n, vocab/tp]`` of a part's product adds."""
+    def add(self, part: _Part, log_sum: Tensor, grad: Tensor) -> None:
+        """What a part adds; see :meth:`_Part.gradient`."""
+        gradient, is_first = part.gradient(log_sum, grad), part.span.start == 0
         if self.features is not None:
-            torch.mm(gradient, weight, out=self.features[start:stop])
+            torch.mm(gradient, part.weight, out=self.features[part.span])
         if self.weight is not None:
             if self.weight.dtype == gradient.dtype:
-                self.weight.addmm_(gradient.T, features)
+                self.weight.addmm_(gradient.T, part.features, beta=0 if is_first else 1)  # with 0 nothing is read
             else:
                 rows = zip(self.weight.split(SUM_CLASSES), gradient.T.split(SUM_CLASSES), strict=True)
                 for total, of_rows in rows:
-                    total.add_(of_rows @ features)
+                    product = of_rows @ part.features
+                    _ = total.copy_(product) if is_first else total.add_(product)
         if self.bias is not None:
             self.bias.add_(gradient.sum(0, dtype=self.bias.dtype))
 
@@ -214,32 +238,31 @@ class _SummedLoss(Function):
     @_without_autocast
     def forward(ctx: Any, features: Tensor, weight: Tensor, bias: Tensor | None, work: _Work) -> Tensor:
         gradients = _Gradients(work, features, weight, bias)
-        losses = torch.empty_like(work.targets.weight)
-        cast_weight, cast_bias = weight.to(work.dtype), None if bias is None else bias.to(work.dtype)
-        for start, stop in work.parts():
-            rows, targets = features[start:stop].to(work.dtype), work.targets.rows(start, stop)
-            part = _Part(work, rows, cast_weight, cast_bias)
-            losses[start:stop], _, log_sum = targets.losses(part.x, 1)
+        losses, largest, log_sum = _of_tokens(work)
+        for part in _parts(work, features, weight, bias):
+            span = part.span
+            losses[span], largest[span], log_sum[span] = part.targets.losses(part.x, 1)
             if any(work.wanted):
-                softmax = part.x.mul_(log_sum.neg().exp_().unsqueeze(1))
-                gradient = part.back(targets.gradient_(softmax, torch.ones_like(targets.weight)))
-                del part, softmax
-                gradients.add(start, stop, gradient, rows, cast_weight)
-                del gradient
-        ctx.save_for_backward(features, weight, bias, *gradients.all())
-        ctx.work = work
+                gradients.add(part, log_sum[span], torch.ones_like(log_sum[span]))
+            del part
+        ctx.save_for_backward(features, weight, bias, largest, log_sum)
+        ctx.work, ctx.gradients = work, gradients.all()
         return losses.sum()
 
     @staticmethod
     @_without_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        features, weight, bias, *gradients = ctx.saved_tensors
+        *sources, largest, log_sum = ctx.saved_tensors
+        work: _Work = ctx.work
         if torch.is_grad_enabled():  # under create_graph=True
-            return *_differentiable(ctx.work, features, weight, bias, grad, is_summed=True), None
+            return *_differentiable(work, *sources, grad, is_summed=True), None
         # The mean over no tokens is nan, but has a gradient of zeros.
-        grad = grad.masked_fill(ctx.work.targets.ignored.all(), 0)
-        sources = zip(gradients, (features, weight, bias), strict=True)
-        return *(_scaled(x, grad, of.dtype) if x is not None else None for x, of in sources), None
+        grad = grad.masked_fill(work.targets.ignored.all(), 0)
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:  # another backward pass of a graph that was retained: the first one took them
+            gradients = _made_again(work, *sources, largest, log_sum, torch.ones_like(log_sum))
+        both = zip(gradients, sources, strict=True)
+        return *(_scaled_(x, grad, of.dtype) if x is not None else None for x, of in both), None
 
 
 class _TokenLosses(Function):
@@ -248,41 +271,63 @@ class _TokenLosses(Function):
     @staticmethod
     @_without_autocast
     def forward(ctx: Any, features: Tensor, weight: Tensor, bias: Tensor | None, work: _Work) -> Tensor:
-        losses, log_sums = torch.empty_like(work.targets.weight), torch.empty_like(work.targets.weight)
-        cast_weight, cast_bias = weight.to(work.dtype), None if bias is None else bias.to(work.dtype)
-        for start, stop in work.parts():
-            part = _Part(work, features[start:stop].to(work.dtype), cast_weight, cast_bias)
-            losses[start:stop], largest, log_sum = work.targets.rows(start, stop).losses(part.x, 1)
-            log_sums[start:stop] = largest + log_sum
+        losses, largest, log_sum = _of_tokens(work)
+        for part in _parts(work, features, weight, bias):
+            span = part.span
+            losses[span], largest[span], log_sum[span] = part.targets.losses(part.x, 1)
             del part
-        ctx.save_for_backward(features, weight, bias, log_sums)
+        ctx.save_for_backward(features, weight, bias, largest, log_sum)
         ctx.work = work
         return losses
 
     @staticmethod
     @_without_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        features, weight, bias, log_sums = ctx.saved_tensors
+        *sources, largest, log_sum = ctx.saved_tensors
         work: _Work = ctx.work
         if torch.is_grad_enabled():  # under create_graph=True
-            return *_differentiable(work, features, weight, bias, grad, is_summed=False), None
-        gradients = _Gradients(work, features, weight, bias)
-        cast_weight, cast_bias = weight.to(work.dtype), None if bias is None else bias.to(work.dtype)
-        for start, stop in work.parts():
-            rows, targets = features[start:stop].to(work.dtype), work.targets.rows(start, stop)
-            part = _Part(work, rows, cast_weight, cast_bias)
-            softmax = part.x.sub_(log_sums[start:stop].unsqueeze(1)).exp_()
-            gradient = part.back(targets.gradient_(softmax, grad[start:stop]))
-            del part, softmax
-            gradients.add(start, stop, gradient, rows, cast_weight)
-            del gradient
-        sources = zip(gradients.all(), (features, weight, bias), strict=True)
-        return *(x.to(of.dtype) if x is not None else None for x, of in sources), None
+            return *_differentiable(work, *sources, grad, is_summed=False), None
+        both = zip(_made_again(work, *sources, largest, log_sum, grad), sources, strict=True)
+        return *(x.to(of.dtype) if x is not None else None for x, of in both), None
 
 
-def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x * factor`` in a dtype, multiplied in the factor's, with no more memory than the result's."""
-    result = torch.empty_like(x, dtype=dtype)
+def _of_tokens(work: _Work) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for what :meth:`Targets.losses` finds."""
+    losses, largest, log_sum = (torch.empty_like(work.targets.weight) for _ in range(3))
+    return losses, largest, log_sum
+
+
+def _made_again(
+    work: _Work,
+    features: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    largest: Tensor,
+    log_sum: Tensor,
+    grad: Tensor,
+) -> tuple[Tensor | None, ...]:
+    """The gradients, from those of the losses ``[tokens]``, with one more product. Not collective.
+
+    Args:
+        work: what was done in the forward.
+        features: ``[tokens, hidden]``.
+        weight: ``[vocab/tp, hidden]``.
+        bias: ``[vocab/tp]``.
+        largest: the largest logits ``[tokens]``, of all classes.
+        log_sum: the logarithms of the sums of ``exp(logits - largest)``.
+        grad: the gradient of the losses.
+    """
+    gradients = _Gradients(work, features, weight, bias)
+    for part in _parts(work, features, weight, bias):
+        part.x.sub_(largest[part.span].unsqueeze(1)).exp_()
+        gradients.add(part, log_sum[part.span], grad[part.span])
+        del part
+    return gradients.all()
+
+
+def _scaled_(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x * factor`` in a dtype, multiplied in the factor's; in the place of ``x``, if that has the dtype."""
+    result = x if x.dtype == dtype else torch.empty_like(x, dtype=dtype)
     for piece, into in zip(x.split(PART_TOKENS), result.split(PART_TOKENS), strict=True):
         into.copy_(piece.to(factor.dtype) * factor)
     return result
