@@ -53,16 +53,26 @@ def spent(found: Sequence[Measured]) -> list[tuple[str, ...]]:
 
 def ratios(found: Sequence[Measured]) -> list[str]:
     """This project's step beside the better of its peers, and beside Megatron's pattern by hand."""
-    times = {measured.system: measured.median for measured in found if not measured.error}
-    ours = times.get("lightning_autotp")
-    peers = {name: took for name, took in times.items() if name == PEER or name.startswith("torch")}
+    systems = {measured.system: measured for measured in found if not measured.error}
+    ours = systems.get("lightning_autotp")
+    peers = [measured for name, measured in systems.items() if name == PEER or name.startswith("torch")]
     lines = []
     if ours is not None and peers:
-        best = min(peers, key=peers.__getitem__)
-        lines.append(f"{ours / peers[best]:.2f} of the time of {best}, the fastest peer")
-    if ours is not None and MEGATRON in times:
-        lines.append(f"{ours / times[MEGATRON]:.2f} of the time of {MEGATRON}")
+        best = min(peers, key=lambda measured: measured.median)
+        lines.append(f"{ours.median / best.median:.2f} of the time of {best.system}, the fastest peer")
+        if ours.spent and best.spent:
+            lines.append(
+                f"{_beside_products(ours) / _beside_products(best):.2f} of that peer's time for all but products and"
+                f" attention; these alone are {1 - _beside_products(best) / sum(best.spent.values()):.2f} of its step"
+            )
+    if ours is not None and MEGATRON in systems:
+        lines.append(f"{ours.median / systems[MEGATRON].median:.2f} of the time of {MEGATRON}")
     return lines
+
+
+def _beside_products(measured: Measured) -> float:
+    """Seconds, under the profiler, of what a system can save: all but the products and attention that each must do."""
+    return sum(seconds for kind, seconds in measured.spent.items() if kind not in ("products", "attention"))
 
 
 def print_table(case: str, found: Sequence[Measured]) -> None:
@@ -106,7 +116,8 @@ def to_markdown(found: Mapping[str, Sequence[Measured]], ranks: int, rounds: int
         "- *set-up*: from the model to one that is ready to be trained; here that is planning and proving, too.",
         "- The second table says what one more step of the first rank went to, under PyTorch's profiler, which slows it"
         " down: matrix products, attention kernels, all other operators, and the rest (waiting for the other ranks, and"
-        " Python).",
+        " Python). Every system computes the same products and attention, so no step can be a smaller part of a peer's"
+        " than these are.",
     ]
     for case, measured in found.items():
         lines += [
