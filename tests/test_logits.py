@@ -20,8 +20,7 @@ from lightning_autotp.capture import recording as trace
 from lightning_autotp.layouts.ownership import Ownership
 from lightning_autotp.layouts.types import Shard
 from lightning_autotp.parallel import TPGroup, VocabParallelLogits
-from lightning_autotp.parallel import logits as module
-from lightning_autotp.parallel.logits import GatheredLogits
+from lightning_autotp.parallel.logits import GatheredLogits, elementwise, tensor
 
 VOCAB = 7
 TARGET = torch.tensor([[0, 6, 4, 2, 5], [1, 1, 3, 4, 4]])
@@ -421,7 +420,7 @@ def gradients_through_views(group: TPGroup, ownership: Ownership) -> None:
 
 def says_once(group: TPGroup, ownership: Ownership) -> None:
     _, logits = sharded(group, ownership)
-    module._said.clear()
+    tensor._said.clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         logits.argmin(-1)
@@ -473,7 +472,7 @@ def test_functions_on_sharded_logits_are_those_on_whole_ones(ranks: int) -> None
 def test_every_pointwise_function_is_checked() -> None:
     checked = {*UNARY, *BINARY, *OPERATORS, "__neg__", "__abs__", "clamp", "clip", "masked_fill"}
     checked |= {"lerp", "maximum", "minimum", "where"}
-    table = {function.__name__ for function, handler in module._HANDLERS.items() if handler is module._pointwise}
+    table = {function.__name__ for function, handler in tensor.HANDLERS.items() if handler is elementwise.pointwise}
     assert table <= checked | {"_wrapped", "wrapped"}, table - checked
 
 

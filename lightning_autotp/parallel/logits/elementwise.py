@@ -1,0 +1,108 @@
+"""Casts and functions of single elements: they run on the local part, and the logits stay sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_autotp.parallel.collectives import copy_to_tensor_parallel
+from lightning_autotp.parallel.head_product import HeadProduct
+from lightning_autotp.parallel.logits.tensor import VocabParallelLogits, everywhere, rewrap, rewrap_product, runs
+from lightning_autotp.private.torch_private import tree_leaves, tree_map
+
+_COPIES = (Tensor.clone, torch.clone)
+_SNAPSHOTS = (*_COPIES, Tensor.detach, torch.detach)
+_HERE = object()
+
+
+@runs(*everywhere("float", "half", "bfloat16", "double", "to", "type_as", "cuda", "contiguous", "clone", "detach"))
+def _cast(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Same shape, other arguments say only how (a dtype, a device, a tensor to take them from)."""
+    logits = args[0]
+    if not isinstance(logits, VocabParallelLogits):
+        return NotImplemented
+    if logits.product is not None and (cast := _cast_product(logits, logits.product, func, args, kwargs)) is not None:
+        return cast
+    args, kwargs = tree_map(lambda x: x.local if isinstance(x, VocabParallelLogits) else x, (args, kwargs))
+    local = func(*args, **kwargs)
+    if local is logits.local:
+        return logits
+    if local.device != logits.device:  # the group may be unable to gather there
+        return NotImplemented
+    made = rewrap(logits, local, logits.vocab_dim)
+    is_copy = func in _COPIES or kwargs.get("copy") or local.dtype != logits.dtype  # the same on every rank
+    return made.full() if logits.one_position and is_copy else made
+
+
+def _cast_product(
+    logits: VocabParallelLogits,
+    product: HeadProduct,
+    func: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> VocabParallelLogits | None:
+    """A cast of logits that are not computed yet; ``None`` for a copy, on which the weights' changes have no effect."""
+    others = tree_leaves((args[1:], kwargs))
+    if func in _SNAPSHOTS or logits.one_position or any(isinstance(x, VocabParallelLogits | bool) for x in others):
+        return None
+    if "memory_format" in kwargs:
+        return None
+    found = func(product.features.new_empty(0, dtype=product.like.dtype), *args[1:], **kwargs)
+    if found.device != logits.device:
+        return None
+    if found.dtype != logits.dtype:
+        dtype = found.dtype
+        made = product.stepped(lambda x: x.to(dtype), is_cast=True)
+    elif product.like.is_contiguous() or func is not Tensor.contiguous:
+        return logits
+    else:
+        made = product.viewed(product.features, product.dim, product.like.contiguous())
+    return rewrap_product(logits, made)
+
+
+@runs(
+    *everywhere("add", "sub", "mul", "div", "true_divide", "pow", "neg", "abs", "square"),
+    *everywhere("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__"),
+    *everywhere("__truediv__", "__rtruediv__", "__div__", "__rdiv__"),
+    *everywhere("__pow__", "__rpow__", "__neg__", "__abs__", "rsub"),
+    *everywhere("exp", "expm1", "log", "log1p", "sqrt", "tanh", "sigmoid", "relu", "silu", "gelu"),
+    *everywhere("clamp", "clip", "nan_to_num", "masked_fill"),
+    *everywhere("lerp", "maximum", "minimum", "where"),
+)
+def pointwise(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """f(x)_c = f(x_c): operands are logits with the same map, scalars, and tensors that are broadcast over it."""
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    logits = next(x for x in tensors if isinstance(x, VocabParallelLogits))
+    from_right = logits.dim() - logits.vocab_dim
+    for x in tensors:
+        if isinstance(x, VocabParallelLogits):
+            fits = (x.dim() - x.vocab_dim, x.ownership, x.group) == (from_right, logits.ownership, logits.group)
+        else:
+            fits = x.dim() < from_right or x.shape[-from_right] == 1
+        if not fits:
+            return NotImplemented
+    if kwargs.get("inplace") or kwargs.get("out") is not None:
+        return NotImplemented
+
+    if logits.product is not None and len(tensors) == 1:
+        call = tree_map(lambda leaf: _HERE if leaf is logits else leaf, (args, kwargs))
+
+        def step(x: Tensor) -> Tensor:
+            args, kwargs = tree_map(lambda leaf: x if leaf is _HERE else leaf, call)
+            return func(*args, **kwargs)
+
+        return rewrap_product(logits, logits.product.stepped(step))
+
+    def local_operand(x: Any) -> Any:
+        if isinstance(x, VocabParallelLogits):
+            return x.local
+        if isinstance(x, Tensor) and x.requires_grad:
+            return copy_to_tensor_parallel(x, logits.group)
+        return x
+
+    args, kwargs = tree_map(local_operand, (args, kwargs))
+    local = func(*args, **kwargs)
+    return rewrap(logits, local, local.dim() - from_right)
