@@ -53,9 +53,13 @@ class Seen:
         self.gradients: list[dict[str, Tensor]] = []
 
     def look(self, model: nn.Module) -> None:
-        """Read the norms as any code does."""
-        norms = {name: float(p.grad.norm()) for name, p in model.named_parameters() if p.grad is not None}
-        self.norms.append(norms)
+        """Read the norms as any code does, of one gradient after the other or of all together."""
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        if len(self.norms) % 2:
+            norms = [gradient.norm() for gradient in gradients.values()]
+        else:
+            norms = list(torch._foreach_norm(list(gradients.values())))
+        self.norms.append(dict(zip(gradients, map(float, norms), strict=True)))
 
     def take(self, model: nn.Module) -> None:
         """Take the whole gradients, without a norm that was read before."""
@@ -126,11 +130,11 @@ class Accumulates(L.LightningModule):
 
 
 KINDS = (
-    "read", "unread", "changed", "manual", "zeroed", "compiled", "checkpointed", "checkpointed, reentrant",
+    "read", "unread", "changed", "manual", "zeroed", "stepped", "compiled", "checkpointed", "checkpointed, reentrant",
 )  # fmt: skip
 """Norms are read after every pass, but in "unread"; gradients are changed there; the loop is written by hand, with two
-passes a batch; zero_grad leaves zeros."""
-CHANGING = ("read", "unread", "changed", "manual")
+passes a batch; zero_grad leaves zeros; the optimizer is the first to read."""
+CHANGING = ("read", "unread", "changed", "manual", "stepped")
 """Those that have numbers of their own in one process."""
 
 
@@ -152,22 +156,23 @@ def loop(kind: str, strategy: Any = "auto", devices: int = 1) -> dict[str, Any]:
         made = build(kind)
     if kind == "compiled":
         compile_blocks(made)
-    model, optimizer = fabric.setup(made, torch.optim.SGD(made.parameters(), lr=0.3, momentum=0.9))
+    model, optimizer = fabric.setup(made, torch.optim.SGD(made.parameters(), lr=0.3, momentum=0.9, foreach=True))
     found = Seen()
     for number, batch in enumerate(DATA):
         is_last = (number + 1) % TOGETHER == 0 or number + 1 == BATCHES
-        with fabric.no_backward_sync(model, enabled=not is_last):
+        with fabric.no_backward_sync(model, enabled=kind == "stepped" or not is_last):
             loss = model(**batch, use_cache=False).loss
             fabric.backward(loss / TOGETHER)
         found.losses.append(loss.item())
         if kind == "changed":
             made.model.norm.weight.grad.mul_(0.5)
-        if kind != "unread":
+        if kind not in ("unread", "stepped"):
             found.look(made)
         if is_last:
-            found.take(made)
-            norm = fabric.clip_gradients(model, optimizer, max_norm=0.5)
-            found.norms.append({"clipped": float(norm)})
+            if kind != "stepped":
+                found.take(made)
+                norm = fabric.clip_gradients(model, optimizer, max_norm=0.5)
+                found.norms.append({"clipped": float(norm)})
             optimizer.step()
             optimizer.zero_grad()
     return found.end(made)
@@ -175,7 +180,7 @@ def loop(kind: str, strategy: Any = "auto", devices: int = 1) -> dict[str, Any]:
 
 Run = Callable[..., dict[str, Any]]
 CASES: dict[str, tuple[Run, str]] = {
-    **{f"Trainer, {kind}": (fit, kind) for kind in KINDS},
+    **{f"Trainer, {kind}": (fit, kind) for kind in KINDS if kind != "stepped"},
     **{f"Fabric, {kind}": (loop, kind) for kind in KINDS if kind not in ("manual", "zeroed", "checkpointed")},
 }
 
@@ -222,7 +227,7 @@ def test_gradients_are_one_process_s_whenever_they_are_read(
             assert len(found["norms"]) == len(wanted["norms"])
             for mine, theirs in zip(found["norms"], wanted["norms"], strict=True):
                 assert mine == pytest.approx(theirs, rel=1e-4)
-            assert len(found["gradients"]) == 3
+            assert len(found["gradients"]) == (0 if kind == "stepped" else 3)
             for mine, theirs in zip(found["gradients"], wanted["gradients"], strict=True):
                 same(mine, theirs)
             same(found["weights"], wanted["weights"])

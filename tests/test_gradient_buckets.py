@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import run_ranks
+from distributed import PATIENCE, run_ranks
 from local_model import state_of
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -333,6 +333,9 @@ def misreading(rank: int, size: int) -> dict[str, str]:
     with mock.patch.object(agreement, "PATIENCE", 0.2):
         if rank == 0:
             reads("on one rank", model)
+    default_store().set_timeout(timedelta(seconds=PATIENCE))
+    dist.barrier()
+    assert torch.equal(model.a.grad, 2 * model.a * 3)  # type: ignore[arg-type]
     return said
 
 

@@ -116,6 +116,8 @@ def meet(group: TPGroup, why: str) -> None:
             " have to do it, so write that without a condition on the rank"
         )
         if waited > store.timeout.total_seconds():  # type: ignore[attr-defined]
+            store.add(f"{key}/{number}", -1)  # as if it had not come
+            _meetings[ranks] -= 1
             raise RuntimeError(here)
         if waited > PATIENCE and not has_said:
             has_said = True
