@@ -10,10 +10,14 @@ import atexit
 import multiprocessing
 import os
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cache
 from multiprocessing.util import Finalize
+from pathlib import Path
 from subprocess import Popen
 
 import psutil
@@ -22,9 +26,44 @@ from lightning_autotp.ranks.peers import process_status
 
 LOOK = 0.1
 """Seconds between two looks."""
+FINISHING = 3.0
+"""Seconds that threads of this process have to finish."""
 GRACE = 10.0
 """Seconds that the others have to end when this process ends with an error: more than
 :data:`lightning_autotp.ranks.peers.GRACE`, so that they can say why themselves."""
+
+
+@cache
+def let_threads_finish_at_end() -> None:
+    """Let this process, when it ends, :func:`let_threads_finish`: after all that is said to ``atexit`` from now on."""
+    atexit.register(let_threads_finish)
+
+
+def let_threads_finish() -> None:
+    """Wait until no thread of this process has anything to do.
+
+    A worker thread of a process group lets go of a collective's tensors after everybody knows that it is done. On a
+    busy machine that may be when the interpreter ends already, and to let go of a tensor is to ask the interpreter.
+    That then ends the thread, where it must not end, and so the process is aborted ("terminate called without an active
+    exception"). Not for longer than :data:`FINISHING`, and for hardly any time where the system does not tell what
+    threads do.
+    """
+    deadline = time.monotonic() + FINISHING
+    idle = 0
+    # More than one look: a thread that waits for the interpreter, which this one has just now, seems to be idle.
+    while idle < 3 and time.monotonic() < deadline:
+        time.sleep(LOOK / 100)
+        idle = 0 if _are_threads_running() else idle + 1
+
+
+def _are_threads_running() -> bool:
+    """Whether any thread but this one runs or could."""
+    own = str(threading.get_native_id())
+    for status in Path("/proc/self/task").glob("*/stat"):
+        with suppress(OSError):  # it has ended
+            if status.parent.name != own and status.read_text().rpartition(")")[2].split()[0] == "R":
+                return True
+    return False
 
 
 def at_end_of_process(call: Callable[[BaseException | None], None]) -> None:
