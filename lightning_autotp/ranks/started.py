@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -66,23 +67,45 @@ def _are_threads_running() -> bool:
     return False
 
 
-def at_end_of_process(call: Callable[[BaseException | None], None]) -> None:
-    """Let something be called when this process ends, with the uncaught exception that ends it, if one does.
+_started: list[tuple[Sequence[Popen[bytes]], float]] = []
+
+
+def at_end_of_process(finish: Callable[[], None], end: Callable[[BaseException | None], None]) -> None:
+    """Let something be called when this process ends; an error in it makes the exit code 1.
 
     Processes that ``multiprocessing`` has started end without what ``atexit`` was given.
+
+    Args:
+        finish: called first, and may raise.
+        end: called with the uncaught exception that ends the process, or that of ``finish``, if there is one.
     """
 
-    def end() -> None:
-        call(sys.exc_info()[1] or getattr(sys, "last_value", None))
+    def at_end() -> None:
+        error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+        try:
+            finish()
+        except Exception as failed:
+            traceback.print_exception(failed)
+            end(error or failed)
+            for processes, patience in _started:
+                wait_for(processes, patience)
+            _end_with(1)
+        end(error)
 
     if multiprocessing.parent_process() is None:
-        atexit.register(end)
+        atexit.register(at_end)
     else:
-        Finalize(None, end, exitpriority=0)
+        Finalize(None, at_end, exitpriority=0)
+
+
+def wait_at_end(processes: Sequence[Popen[bytes]], patience: float) -> None:
+    """Let this process, when it ends, :func:`wait_for` those that it has started."""
+    _started.append((processes, patience))
+    atexit.register(wait_for, processes, patience)
 
 
 def wait_for(started: Sequence[Popen[bytes]], patience: float) -> None:
-    """Wait for processes; end this one with their exit code if one of them failed. For ``atexit``.
+    """Wait for processes; end this one with their exit code if one of them failed. At the end of this one.
 
     If this process ends with an error itself, its own exit code stands, and the others have only a little time.
 
@@ -107,9 +130,13 @@ def wait_for(started: Sequence[Popen[bytes]], patience: float) -> None:
     if failed and not has_failed:
         for pid, code in failed.items():
             _say(f"process {pid}, another rank of this job, ended with exit code {code}, and so the job has failed")
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(next((code for code in failed.values() if code > 0), 1))  # the only way at this point
+        _end_with(next((code for code in failed.values() if code > 0), 1))
+
+
+def _end_with(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # the only way at this point
 
 
 def _say(text: str) -> None:
