@@ -127,6 +127,38 @@ def _(_: Any) -> None:
     assert mode.seen == 2
 
 
+@canary("torch.overrides._pop_mode", "torch.overrides._push_mode", "torch._GLOBAL_DEVICE_CONTEXT")
+def _(*_: Any) -> None:
+    from torch.overrides import TorchFunctionMode, _len_torch_function_stack, _pop_mode, _push_mode
+
+    seen: list[str] = []
+
+    class Named(TorchFunctionMode):
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.name = name
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(self.name)
+            return func(*args, **(kwargs or {}))
+
+    before = _len_torch_function_stack()
+    with Named("outer") as outer, Named("inner") as inner:
+        torch.set_default_device("cpu")
+        taken = [_pop_mode() for _ in range(before + 3)]
+        assert taken[:2] == [inner, outer]
+        assert taken[-1] is torch._GLOBAL_DEVICE_CONTEXT.device_context  # below all others
+        for mode in (*taken[:1:-1], inner, outer):
+            _push_mode(mode)
+        seen.clear()
+        torch.ones(2)
+        found = list(seen)
+        torch.set_default_device(None)
+    assert getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None) is None
+    assert found == ["outer", "inner"]
+    assert _len_torch_function_stack() == before
+
+
 @canary("torch.utils._python_dispatch._disable_current_modes")
 def _(disable: Any) -> None:
     from torch.utils._python_dispatch import TorchDispatchMode

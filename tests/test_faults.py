@@ -320,6 +320,27 @@ def test_a_signal_that_comes_during_an_exchange_is_for_the_next_one() -> None:
     assert signals.agreed is not None
 
 
+ENDING = """
+import sys
+import torch
+import torch.distributed as dist
+from lightning_autotp.ranks.started import let_threads_finish_at_end
+
+let_threads_finish_at_end()
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+tensors = [torch.ones(1) for _ in range(20_000)]
+dist.all_reduce_coalesced(tensors)  # a worker lets go of them, which takes long, when this process ends already
+del tensors
+"""
+
+
+def test_a_process_that_ends_does_not_abort_its_threads(tmp_path: Path) -> None:
+    for number in range(4):
+        command = [sys.executable, "-c", ENDING, str(tmp_path / f"store {number}")]
+        ended = subprocess.run(command, env={**os.environ, **SCRIPT_ENVIRONMENT}, capture_output=True, check=False)
+        assert ended.returncode == 0, ended.stderr
+
+
 def test_an_error_of_its_own_ends_the_others_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(started.os, "_exit", lambda _: pytest.fail("its own exit code stands"))
     monkeypatch.setattr(started, "GRACE", 0.3)

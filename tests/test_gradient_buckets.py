@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import run_ranks
+from distributed import PATIENCE, run_ranks
 from local_model import state_of
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -20,10 +21,11 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_autotp.layouts import buckets
 from lightning_autotp.layouts.types import Invariant, Replicate
+from lightning_autotp.private.distributed_private import default_store
+from lightning_autotp.ranks import agreement
 from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.training.gradients import (
     full_gradients,
-    grad_norms,
     postponed_sums,
     synchronize_gradients,
 )
@@ -99,6 +101,49 @@ def postponed_after_a_sum(model: nn.Module, rank: int) -> Found:
         model(2.0, rank).backward()
     model(3.0, rank).backward()
     return gradients(model)
+
+
+def read_in_between(model: nn.Module, rank: int) -> Found:
+    """What is read is summed, with all that waits; what comes after is added to it. An object stays what it is."""
+    found: Found = {}
+    for index in range(4):
+        with postponed_sums(model) if index < 3 else nullcontext():
+            model(float(index + 1), rank).backward()
+        if index in (0, 2):
+            held = model.a.grad
+            assert model.b.grad is not None
+            found[f"{index}"] = model.b.grad.clone()
+            found[f"{index} norm"] = model.c.grad.norm()  # type: ignore[union-attr]
+            assert held is not None
+            found[f"{index} held"] = held.clone()
+            assert held.data_ptr() == model.a.grad.data_ptr()  # type: ignore[union-attr]
+            held.mul_(2)
+    return {**gradients(model), **found}
+
+
+def read_in_lists(model: nn.Module, rank: int) -> Found:
+    """By functions of lists of tensors; an optimizer's step."""
+    with postponed_sums(model):
+        model(1.0, rank).backward()
+        norm = torch.nn.utils.clip_grad_norm_([model.a, model.b, model.c], 1.0)
+        model(1.0, rank).backward()
+        torch.optim.SGD(model.parameters(), lr=0.0, foreach=True).step()
+        model(1.0, rank).backward()
+        torch.optim.SGD(model.parameters(), lr=0.0).zero_grad(set_to_none=False)
+        model(1.0, rank).backward()
+        torch.optim.Adam(model.parameters(), foreach=True).zero_grad(set_to_none=False)
+    model(1.0, rank).backward()
+    return {**gradients(model), "norm": norm}
+
+
+def of_functions_of_gradients(model: nn.Module, rank: int) -> Found:
+    """Functions of this package read what waits."""
+    with postponed_sums(model):
+        model(1.0, rank).backward()
+        found = full_gradients(model) if hasattr(model, "autotp") else gradients(model)
+        model(1.0, rank).backward()
+    model(1.0, rank).backward()
+    return {**gradients(model), **{f"first {name}": found[name] for name in ("a", "alike", "low")}}
 
 
 def left_to_a_pass_without_it(model: nn.Module, rank: int) -> Found:
@@ -214,7 +259,7 @@ def within_ddp(model: nn.Module, rank: int) -> Found:
 WAYS: dict[Callable[[nn.Module, int], Found], int] = {
     once: 2, twice: 4, postponed: 2, postponed_after_a_sum: 4, left_to_a_pass_without_it: 2, stepped_in_the_pass: 3,
     with_inputs: 1, retained: 4, recomputed: 2, failed: 2, copied: 4, zeroed: 6,
-    hooked_meanwhile: 4, of_functions: 4,
+    hooked_meanwhile: 4, of_functions: 4, read_in_between: 6, read_in_lists: 8, of_functions_of_gradients: 4,
 }  # fmt: skip
 
 
@@ -255,34 +300,51 @@ def test_sums_are_one_process_gradients(size: int) -> None:
         assert sums == 3  # a and b, c; low
 
 
-def reading(rank: int, size: int) -> list[str]:
-    """What is said to one who reads a gradient whose sum was postponed."""
+def misreading(rank: int, size: int) -> dict[str, str]:
+    """What is said where a gradient cannot be read; a rank's term is only shown."""
+    said: dict[str, str] = {}
+
+    def reads(name: str, model: nn.Module, gradient: Tensor | None = None) -> None:
+        with pytest.raises(RuntimeError) as caught:
+            (model.a.grad if gradient is None else gradient).norm()  # type: ignore[union-attr]
+        said[name] = str(caught.value)
+
+    def fail(_: Tensor) -> None:
+        reads("in the pass", model)
+        raise ValueError
+
+    model = made()
+    model.alike.register_hook(fail)
+    with pytest.raises(ValueError):  # noqa: PT011
+        model(1.0, rank).backward()
+    reads("after it failed", model)
+
     model = made()
     with postponed_sums(model):
         model(1.0, rank).backward()
-    said = []
-    for read in (
-        lambda: model.a.grad.norm(),
-        lambda: model.a.grad.data,
-        lambda: model.a.grad.clone(),
-        lambda: model.a.grad[0],
-        lambda: model.a.grad.detach(),
-        lambda: torch.stack([torch.ones(3), model.a.grad]),
-        lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
-        lambda: torch.optim.SGD(model.parameters(), lr=0.1).step(),
-        lambda: torch.optim.AdamW(model.parameters(), foreach=True).step(),
-        lambda: grad_norms(model),
-        lambda: full_gradients(model),
-    ):
-        with pytest.raises(RuntimeError) as caught:
-            read()
-        said.append(str(caught.value))
-    assert model.a.grad.shape == (3,)  # type: ignore[union-attr]
+        gradient = model.a.grad
+        assert gradient is not None
+        said["shown"] = f"{gradient} {gradient!r}"
+        assert gradient.shape == (3,)
+        model.zero_grad()
+        reads("taken away", model, gradient)
+        model(1.0, rank).backward()
+    default_store().set_timeout(timedelta(seconds=1))
+    with mock.patch.object(agreement, "PATIENCE", 0.2):
+        if rank == 0:
+            reads("on one rank", model)
+    default_store().set_timeout(timedelta(seconds=PATIENCE))
+    dist.barrier()
+    assert torch.equal(model.a.grad, 2 * model.a * 3)  # type: ignore[arg-type]
     return said
 
 
-def test_what_was_postponed_is_not_read_in_silence() -> None:
-    for said in run_ranks(reading, 2):
-        assert len(said) == 11
-        for text in said:
-            assert "is not summed over the ranks yet" in text
+def test_who_cannot_read_is_told() -> None:
+    first, second = run_ranks(misreading, 2)
+    assert "on rank 0, but not on 1 of the ranks [0, 1]" in first.pop("on one rank")
+    for said in (first, second):
+        shown = said.pop("shown")
+        assert shown.count("this rank's term of the gradient of a: tensor([0., ") == 2
+        assert len(said) == 3
+        for text in said.values():
+            assert "norm: the gradient of a is not summed over the ranks" in text

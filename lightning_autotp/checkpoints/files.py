@@ -15,7 +15,6 @@ process at the latest, keeps other runs out.
 
 from __future__ import annotations
 
-import copy
 import errno
 import fcntl
 import os
@@ -273,13 +272,6 @@ class Background:
             if self._thread is not None:
                 self._thread.shutdown()
                 self._thread = None
-
-
-def detached(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint that training no longer changes; its tensors must be copies already."""
-    states: dict[str, Any] = {key: checkpoint[key] for key in ("state_dict", "optimizer_states") if key in checkpoint}
-    rest = {key: value for key, value in checkpoint.items() if key not in states}
-    return {**copy.deepcopy(rest), **states}
 
 
 def _split(checkpoint: dict[str, Any]) -> tuple[dict[str, HeldTensor], dict[str, Any], dict[str, Any]]:

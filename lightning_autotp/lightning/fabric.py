@@ -31,8 +31,6 @@ from lightning_autotp.checkpoints.files import read_checkpoint, read_stored
 from lightning_autotp.checkpoints.state import (
     full_optimizer_state,
     full_state_dict,
-    held_optimizer_state,
-    held_state,
     load_full_optimizer_state,
     load_full_state_dict,
 )
@@ -52,11 +50,13 @@ from lightning_autotp.private.lightning_private import (
     default_pg_timeout,
     optimizers_to_device,
 )
+from lightning_autotp.private.torch_private import uncompiled
 from lightning_autotp.ranks.agreement import check_same_weights, raise_together
 from lightning_autotp.ranks.peers import PeerWatch
 from lightning_autotp.ranks.started import at_end_of_process
 from lightning_autotp.solving.options import PlanOptions
 from lightning_autotp.training.batches import broadcast_loader, check_sampler
+from lightning_autotp.training.checked import CheckedCalls
 from lightning_autotp.training.gradients import clip_gradients_norm, clip_gradients_value, postponed_sums
 from lightning_autotp.training.precision import AgreedGradScaler
 from lightning_autotp.training.refused import refuse_whole_optimizer_states
@@ -76,8 +76,15 @@ class AutoTPFabricStrategy(ParallelRanks, FabricModelParallelStrategy):
             a mapping of keyword arguments, or a function without arguments that returns one of these. A list of such
             tuples and mappings where no single batch reaches all of the model. Without it a
             model's ``example_input_array`` serves; else a batch is made up, for a model that takes ``input_ids``.
+        checked_batches: how many batches of each pass over a loader are compared over the ranks of a copy before the
+            model is called with them in training; later ones are compared in ``optimizer.step()``, before anything is
+            changed. A negative number: all.
+        checked_steps: how many calls of each model with each kind of arguments begin a watch over the loop, until the
+            next call: an error where its code takes this rank's part of a parameter for the whole one
+            (:func:`lightning_autotp.checked`). A negative number watches always; 0 never.
         broadcast_batches: as for :class:`~lightning_autotp.AutoTPStrategy`, and so are all options below.
         save_distributed_checkpoint: whether ``fabric.save`` writes directories.
+        save_async: whether it writes in the background.
         tokens_per_step: what one forward and backward pass of one copy will be given; by default 16,384 tokens.
         keep_whole: what stays whole on every rank.
         cut: what is cut along which dim.
@@ -98,8 +105,11 @@ class AutoTPFabricStrategy(ParallelRanks, FabricModelParallelStrategy):
         tensor_parallel_size: int | Literal["auto"] = "auto",
         data_parallel_size: int | Literal["auto"] = "auto",
         example_inputs: Any = None,
+        checked_batches: int = 2,
+        checked_steps: int = 1,
         broadcast_batches: bool = False,
         save_distributed_checkpoint: bool = False,
+        save_async: bool = False,
         tokens_per_step: int | tuple[int, int] | None = None,
         keep_whole: Sequence[str] = (),
         cut: Mapping[str, int] | None = None,
@@ -133,8 +143,10 @@ class AutoTPFabricStrategy(ParallelRanks, FabricModelParallelStrategy):
         self._modules: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
         self._optimizers: WeakKeyDictionary[Optimizer, nn.Module | None] = WeakKeyDictionary()
         self._checked = CheckedOptimizers()
-        self._saving = CheckpointWriter(save_distributed_checkpoint)
+        self._checked_calls = CheckedCalls(checked_steps, self._modules, self._optimizers)
+        self._saving = CheckpointWriter(save_distributed_checkpoint, save_async)
         self._peers: PeerWatch | None = None
+        self._checked_batches = checked_batches
         self._notes: CountedNotes | None = None
         self._loaders = 0
 
@@ -145,10 +157,10 @@ class AutoTPFabricStrategy(ParallelRanks, FabricModelParallelStrategy):
         is_first = self._peers is None
         super().setup_environment()
         self._peers = watch_peers(self, self._peers)
-        if is_first and self._peers is not None:
-            at_end_of_process(lambda error: end_watch(self._peers, self.global_rank, error))
+        if is_first:
+            at_end_of_process(self._saving.close, lambda error: end_watch(self._peers, self.global_rank, error))
         if self.tensor_parallel_group.size() > 1:
-            self._notes = CountedNotes(self.tensor_parallel_group, self.root_device)
+            self._notes = CountedNotes(self.tensor_parallel_group, self.root_device, self._checked_batches)
         precision = self.precision
         if isinstance(precision, MixedPrecision) and not isinstance(precision.scaler, AgreedGradScaler | None):
             precision.scaler = AgreedGradScaler(precision.scaler)
@@ -180,22 +192,24 @@ class AutoTPFabricStrategy(ParallelRanks, FabricModelParallelStrategy):
             ValueError: for an optimizer of other parameters, or one that works on whole tensors.
         """
         with raise_together(None, "looking at the optimizers"):
-            before = originals(optimizers, module)
+            before = originals(optimizers, uncompiled(module))
         self.setup_module(module)
         for original in before:
-            move_to_local(original, module)
+            move_to_local(original, uncompiled(module))
             self.setup_optimizer(original.optimizer)
         return module, optimizers, scheduler
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Make a model local, in place: plan, cut, prove, fill. Collective over all processes.
 
-        Of a LightningModule it is the model that the Trainer's strategy would find in it, else the module itself.
+        Of a LightningModule it is the model that the Trainer's strategy would find in it, else the module itself. What
+        ``torch.compile`` has made of a module (``_reapply_compile=False``) compiles the local one when it is called.
 
         Raises:
             CaptureError: if the model cannot be traced; and whatever else :func:`~lightning_autotp.parallelize` raises.
             ValueError: if it was set up already, or an optimizer of its parameters was set up before it.
         """
+        given, module = module, uncompiled(module)
         with raise_together(None, "looking for the model to parallelize"):
             if parallel_models(module):
                 raise ValueError(
@@ -217,8 +231,9 @@ class AutoTPFabricStrategy(ParallelRanks, FabricModelParallelStrategy):
         for model, _ in models:
             if self._notes is not None:
                 model.register_forward_pre_hook(ComparedFirst(self._notes))
+            model.register_forward_pre_hook(self._checked_calls, with_kwargs=True)
         self._modules[module] = None
-        return module
+        return given
 
     def _models_of(self, module: nn.Module) -> list[tuple[nn.Module, Any]]:
         if isinstance(module, LightningModule):
@@ -268,7 +283,7 @@ class AutoTPFabricStrategy(ParallelRanks, FabricModelParallelStrategy):
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Make a step; parameter groups added since the last one, such as thawed layers, are checked first."""
         self._check_optimizers()
-        if self._notes is not None and self._notes.is_waiting:  # what a compiled model was given
+        if self._notes is not None and self._notes.is_waiting:
             self._notes.compare()
         closure = kwargs.get("closure")
 
@@ -348,6 +363,8 @@ class AutoTPFabricStrategy(ParallelRanks, FabricModelParallelStrategy):
     ) -> None:
         """Write a checkpoint, whole or not at all; an error on one rank reaches all. Collective.
 
+        With ``save_async`` the error of a save is raised at the next save or load, or the process ends with it.
+
         Raises:
             ValueError: for a URL, ``storage_options``, or a ``filter`` of a distributed checkpoint.
         """
@@ -360,6 +377,7 @@ class AutoTPFabricStrategy(ParallelRanks, FabricModelParallelStrategy):
         self._saving.finish()
         saved: dict[str, Any] = {}
         models: dict[str, Any] = {}
+        states = [key for key, value in state.items() if self._is_divided(value)]
         for key, value in state.items():
             found = self._state_of(value)
             chosen = (filter or {}).get(key)
@@ -367,17 +385,23 @@ class AutoTPFabricStrategy(ParallelRanks, FabricModelParallelStrategy):
             if isinstance(value, nn.Module):
                 for inner, described in describe_models(value)["models"].items():
                     models[f"{key}.{inner}" if inner else key] = {**described, "entry": key, "prefix": inner}
-        self._saving.write({**saved, ENTRY: {"models": models}}, target)
+        self._saving.write({**saved, ENTRY: {"models": models}}, target, states)
+
+    def _is_divided(self, value: Any) -> bool:
+        """Whether an entry is a model that is divided, or an optimizer of one."""
+        if isinstance(value, nn.Module):
+            return bool(parallel_models(value))
+        return isinstance(value, Optimizer) and self._optimizers.get(value) is not None
 
     def _state_of(self, value: Any) -> Any:
         """What is saved of an entry; whole tensors are on rank 0 only."""
-        if isinstance(value, nn.Module) and parallel_models(value):
-            return held_state(value) if self.writes_directories else full_state_dict(value, keep=self.is_global_zero)
-        if isinstance(value, Optimizer) and (owner := self._optimizers.get(value)) is not None:
-            if self.writes_directories:
-                return held_optimizer_state(value, owner)
-            return full_optimizer_state(value, owner, keep=self.is_global_zero)
-        return value.state_dict() if _is_stateful(value) else value
+        if not self._is_divided(value):
+            return value.state_dict() if _is_stateful(value) else value
+        if isinstance(value, nn.Module):
+            return self._saving.state_of(value)
+        owner = self._optimizers[value]
+        assert owner is not None
+        return self._saving.state_of_optimizer(value, owner)
 
     def load_checkpoint(
         self,

@@ -28,22 +28,44 @@ class CountedNotes:
     Args:
         group: the tensor-parallel group.
         device: the rank's.
+        checked: how many batches of a pass over a loader are compared before a model in training is given them.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, checked: int) -> None:
         self._in_common = InCommon(group, device)
+        self._checked = checked
         self._noted = 0
+        self._number = 0
+        self._calls = 0  # without a batch that was noted
+        self._is_left = False
 
     @property
     def is_waiting(self) -> bool:
-        """Whether something was noted since the last comparison."""
-        return self._noted > 0
+        """Whether something is left to be compared: batches, or the random generators after a call."""
+        return self._noted > 0 or self._is_left
 
-    def note(self, batch: Any, where: str) -> None:
-        """Note a batch. Not collective."""
-        self._noted += 1
+    def note(self, batch: Any, number: int, where: str) -> None:
+        """Note a batch, which is this one of a pass over its loader. Not collective."""
+        self._noted, self._number = self._noted + 1, number
         if self._noted <= MOST:
             self._in_common.note(batch, where)
+
+    def called(self, in_training: bool) -> None:
+        """A model is about to be called: compare, or leave that to the optimizer's step. Collective over the group.
+
+        Without training only where something was read, for a generation of texts calls the model for every token.
+
+        Raises:
+            RuntimeError: on every rank, if any two ranks differ.
+        """
+        number = self._number
+        if not self._noted:
+            number, self._calls = self._calls, self._calls + in_training
+        is_now = not 0 <= self._checked <= number or self._noted > MOST
+        if is_now if in_training else self._noted:
+            self.compare()
+        else:
+            self._is_left |= in_training
 
     def compare(self) -> None:
         """Compare what was noted since the last time, and the random generators. Collective over the group.
@@ -51,15 +73,14 @@ class CountedNotes:
         Raises:
             RuntimeError: on every rank, if any two ranks differ.
         """
-        self._noted = 0
+        self._noted, self._is_left = 0, False
         self._in_common.compare()
 
 
 class ComparedFirst:
     """Forward pre-hook of a parallel model: what was read is compared before the model is given it.
 
-    In training before every call; else only where something was read, for a generation of texts calls the model for
-    every token. Not in a compiled model. A copy of the model does not compare.
+    Not in a compiled model. A copy of the model does not compare.
 
     Args:
         notes: what was read.
@@ -69,15 +90,13 @@ class ComparedFirst:
         self._notes = notes
 
     def __call__(self, model: nn.Module, args: Any) -> None:
-        """Compare. Collective over the tensor-parallel group.
+        """Compare, where it is time. Collective over the tensor-parallel group then.
 
         Raises:
             RuntimeError: on every rank, if any two ranks differ.
         """
-        if self._notes is None or torch.compiler.is_compiling():
-            return
-        if self._notes.is_waiting or (model.training and torch.is_grad_enabled()):
-            self._notes.compare()
+        if self._notes is not None and not torch.compiler.is_compiling():
+            self._notes.called(model.training and torch.is_grad_enabled())
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ComparedFirst, (None,)
@@ -110,7 +129,7 @@ class NotedLoader(LoaderOfLoader):
     def __iter__(self) -> Iterator[Any]:
         epoch, self._epoch = self._epoch, self._epoch + 1
         for number, batch in enumerate(self.loader):
-            self._notes.note(batch, f"batch {number} of {self._name} (read for the {epoch + 1}. time)")
+            self._notes.note(batch, number, f"batch {number} of {self._name} (read for the {epoch + 1}. time)")
             yield batch
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import uuid
 from collections.abc import Callable
 from datetime import timedelta
@@ -18,7 +17,7 @@ from lightning_autotp.lightning.starting import check_start
 from lightning_autotp.private.distributed_private import default_store
 from lightning_autotp.private.lightning_private import collect_rng_states, default_pg_timeout, set_rng_states
 from lightning_autotp.ranks.peers import Peer, PeerWatch
-from lightning_autotp.ranks.started import wait_for
+from lightning_autotp.ranks.started import let_threads_finish_at_end, wait_at_end
 
 
 class _Strategy(Protocol):
@@ -53,7 +52,8 @@ class ParallelRanks:
     """Hooks and properties that the Trainer's strategy and Fabric's have in common."""
 
     def before_launch(self: _Strategy) -> None:
-        """Decide on the sizes."""
+        """Decide on the sizes; and let this process end without a thread at work, when all else has ended."""
+        let_threads_finish_at_end()
         devices = self.num_nodes * self.num_processes
         self.set_sizes(*parallel_sizes(devices, self.tensor_ranks, self.data_ranks))
 
@@ -63,7 +63,7 @@ class ParallelRanks:
 
     def after_start(self: _Strategy, processes: list[Popen[bytes]]) -> None:
         """This process ends when those it started have ended, and says if one failed."""
-        atexit.register(wait_for, processes, self.patience)
+        wait_at_end(processes, self.patience)
 
     @property
     def patience(self: _Strategy) -> float:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
 
 from lightning_autotp.checkpoints.files import Background, save_directory, save_file
+from lightning_autotp.checkpoints.state import (
+    full_optimizer_state,
+    full_state_dict,
+    held_optimizer_state,
+    held_state,
+)
 from lightning_autotp.ranks.agreement import raise_together
 
 
@@ -18,15 +27,28 @@ class CheckpointWriter:
 
     Args:
         directories: whether a checkpoint is a directory to which each rank writes, instead of rank 0's file.
+        in_background: whether training goes on while one is written.
 
     Attributes:
         background: what writes later.
     """
 
-    def __init__(self, directories: bool) -> None:
-        self._directories = directories
+    def __init__(self, directories: bool, in_background: bool) -> None:
+        self._directories, self._in_background = directories, in_background
         self.background = Background()
         self._group: dist.ProcessGroup | None = None
+
+    def state_of(self, module: nn.Module) -> dict[str, Any]:
+        """The state to write of a module with parallel models: whole on rank 0 and empty elsewhere, or held tensors."""
+        if self._directories:
+            return held_state(module, copy=self._in_background)
+        return full_state_dict(module, keep=dist.get_rank() == 0)
+
+    def state_of_optimizer(self, optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
+        """That of an optimizer of the module's parameters, likewise."""
+        if self._directories:
+            return held_optimizer_state(optimizer, module, copy=self._in_background)
+        return full_optimizer_state(optimizer, module, keep=dist.get_rank() == 0)
 
     def finish(self) -> None:
         """Wait for the save in the background; its error on one rank reaches all."""
@@ -36,14 +58,24 @@ class CheckpointWriter:
         with self._together("writing a checkpoint in the background"):
             self.background.wait()
 
-    def write(self, checkpoint: dict[str, Any], path: Path) -> None:
-        """Write a checkpoint now, whole or not at all; an error on one rank reaches all."""
+    def write(self, checkpoint: dict[str, Any], path: Path, states: Collection[str], may_wait: bool = True) -> None:
+        """Write a checkpoint, whole or not at all, now or in the background.
+
+        An error on one rank reaches all, in the background in :meth:`finish`.
+
+        Args:
+            checkpoint: what to write.
+            path: where to.
+            states: its entries that :meth:`state_of` and :meth:`state_of_optimizer` gave; the others may change.
+            may_wait: whether it may be written in the background.
+        """
+        if self._in_background and may_wait:
+            rest = copy.deepcopy({key: value for key, value in checkpoint.items() if key not in states})
+            kept = {key: rest.get(key, value) for key, value in checkpoint.items()}
+            self.background.submit(lambda: self._write(kept, path))
+            return
         with self._together(f"writing the checkpoint {path}"):
             self._write(checkpoint, path)
-
-    def write_later(self, checkpoint: dict[str, Any], path: Path) -> None:
-        """Write one in the background, that nobody changes any more; an error is raised by :meth:`finish`."""
-        self.background.submit(lambda: self._write(checkpoint, path))
 
     def after(self, job: Callable[[], None]) -> bool:
         """Do something when what is being written is finished; ``False`` if nothing is, and nothing was done."""

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections import Counter
-from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -30,15 +29,8 @@ from transformers import PreTrainedModel
 
 from lightning_autotp.building.pretrained import meta_model
 from lightning_autotp.checkpoints.export import ENTRY, describe_models, save_pretrained
-from lightning_autotp.checkpoints.files import detached, open_checkpoint
-from lightning_autotp.checkpoints.state import (
-    full_optimizer_state,
-    full_state_dict,
-    held_optimizer_state,
-    held_state,
-    load_full_optimizer_state,
-    load_full_state_dict,
-)
+from lightning_autotp.checkpoints.files import open_checkpoint
+from lightning_autotp.checkpoints.state import load_full_optimizer_state, load_full_state_dict
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.lightning.averaging import refuse_whole_copies
 from lightning_autotp.lightning.discovery import find_models, outermost
@@ -66,7 +58,7 @@ from lightning_autotp.ranks.peers import PeerWatch
 from lightning_autotp.solving.options import PlanOptions
 from lightning_autotp.training.adapters import find_adapted, save_adapter
 from lightning_autotp.training.batches import broadcast_loader, check_sampler
-from lightning_autotp.training.checked import checked
+from lightning_autotp.training.checked import FirstSteps, checked
 from lightning_autotp.training.data_parallel import gather_if_uneven, in_parts_again
 from lightning_autotp.training.gradients import clip_gradients_norm, clip_gradients_value, postponed_sums
 from lightning_autotp.training.precision import AgreedGradScaler
@@ -152,8 +144,7 @@ class AutoTPStrategy(ParallelRanks, ModelParallelStrategy):
         )
         self._example_inputs, self._models = example_inputs, models
         self._checked_batches = checked_batches
-        self._checked_steps = checked_steps
-        self._seen_steps = Counter[Hashable]()
+        self._first_steps = FirstSteps(checked_steps)
         self._broadcast_batches = broadcast_batches
         self._plan_options = PlanOptions.given(
             tokens_per_step=tokens_per_step,
@@ -167,8 +158,7 @@ class AutoTPStrategy(ParallelRanks, ModelParallelStrategy):
         self._exchange: Exchange | None = None
         self._checked = CheckedOptimizers()
         self._averaging: list[RemovableHandle] = []
-        self._save_async = save_async
-        self._saving = CheckpointWriter(save_distributed_checkpoint)
+        self._saving = CheckpointWriter(save_distributed_checkpoint, save_async)
         self._peers: PeerWatch | None = None
         self._signals: DeferredSignals | None = None
         self._interrupted_by: BaseException | None = None
@@ -236,7 +226,7 @@ class AutoTPStrategy(ParallelRanks, ModelParallelStrategy):
             # One copy of the model sees all the data, in the order one process would: Lightning's distributed sampler
             # would only shuffle it, even where the user's does not.
             use_distributed_sampler(trainer, False)
-        self._seen_steps.clear()
+        self._first_steps.begin_again()
         self._summarizing = trainer.callbacks  # type: ignore[attr-defined]
         summarize_with(ParallelSummary, self._summarizing)
         self.barrier()
@@ -380,10 +370,8 @@ class AutoTPStrategy(ParallelRanks, ModelParallelStrategy):
     def _watch_step(self, stage: str, args: Any) -> AbstractContextManager[Any]:
         """A watch over the step, if it is one of the first with such a batch in its stage."""
         assert self.lightning_module is not None
-        kind = stage, kind_of(args[:1])
-        if self._seen_steps[kind] == self._checked_steps or is_compiled(self.lightning_module):
+        if not self._first_steps.has_one((stage, kind_of(args[:1]))) or is_compiled(self.lightning_module):
             return nullcontext()
-        self._seen_steps[kind] += 1
         return checked(self.lightning_module, self.optimizers)
 
     def _between_batches(self, everyone: bool = True) -> None:
@@ -411,17 +399,13 @@ class AutoTPStrategy(ParallelRanks, ModelParallelStrategy):
 
     def state_of(self, module: nn.Module) -> dict[str, Any]:
         """As :meth:`lightning_module_state_dict`, of any module with the parallel model's parameters. Collective."""
-        if self.writes_directories:
-            return held_state(module, copy=self._save_async)
-        return full_state_dict(module, keep=self.is_global_zero)
+        return self._saving.state_of(module)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state, likewise."""
         assert self.lightning_module is not None
         plain = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        if self.writes_directories:
-            return held_optimizer_state(plain, self.lightning_module, copy=self._save_async)
-        return full_optimizer_state(plain, self.lightning_module, keep=self.is_global_zero)
+        return self._saving.state_of_optimizer(plain, self.lightning_module)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a checkpoint, whole or not at all; an error on one rank reaches all. Collective.
@@ -441,11 +425,8 @@ class AutoTPStrategy(ParallelRanks, ModelParallelStrategy):
                     )
                 Strategy.save_checkpoint(self, checkpoint, path, storage_options)
             return
-        if self._save_async and self.lightning_module.trainer.training:
-            checkpoint = detached(checkpoint)
-            self._saving.write_later(checkpoint, Path(path))
-        else:
-            self._saving.write(checkpoint, Path(path))
+        may_wait = self.lightning_module.trainer.training
+        self._saving.write(checkpoint, Path(path), ("state_dict", "optimizer_states"), may_wait)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint, but not before the one that is being written in the background is finished."""

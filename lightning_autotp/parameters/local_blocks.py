@@ -39,7 +39,7 @@ def joined(tensor: Tensor) -> Tensor:
 
 def _detached(tensor: Tensor) -> Tensor:
     if isinstance(tensor, UnsummedGradient):
-        tensor.refuse("reading")
+        tensor.settle("reading")
     with without_subclasses():  # a part of a gradient that answers for the whole is an ordinary tensor, too
         detached = tensor.detach()
     return detached.values() if isinstance(detached, QuantizedWeight) else detached

@@ -46,7 +46,13 @@ from torch._subclasses.schema_check_mode import SchemaCheckMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
 # Modes that see functions, taken off and put back.
-from torch.overrides import _len_torch_function_stack, _pop_mode_temporarily
+from torch.overrides import (
+    TorchFunctionMode,
+    _len_torch_function_stack,
+    _pop_mode,
+    _pop_mode_temporarily,
+    _push_mode,
+)
 
 # Which tensors torch gives to its functions of lists: those of exactly these classes.
 from torch.utils._foreach_utils import _foreach_supported_types
@@ -118,12 +124,14 @@ __all__ = [
     "neg_view",
     "own_shape",
     "parameters_of",
+    "put_below",
     "quiet_fake_tensors",
     "registered_children",
     "schema_of",
     "set_data_of",
     "storage_behind",
     "storage_key",
+    "take_out",
     "traced_frames",
     "tree_leaves",
     "tree_map",
@@ -478,6 +486,29 @@ def without_modes() -> Iterator[None]:
             stack.enter_context(_pop_mode_temporarily())
         stack.enter_context(_disable_current_modes())
         yield
+
+
+def put_below(mode: TorchFunctionMode) -> None:
+    """Begin a mode below those that are on: code that is within these now will leave them as if it were not there.
+
+    But above that of ``torch.set_default_device``, which has to stay the lowest.
+    """
+    modes = _taken_off()
+    at = 1 if modes[:1] == [getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)] else 0
+    for each in (*modes[:at], mode, *modes[at:]):
+        _push_mode(each)
+
+
+def take_out(mode: TorchFunctionMode) -> None:
+    """End a mode, wherever it is among those that are on."""
+    for each in _taken_off():
+        if each is not mode:
+            _push_mode(each)
+
+
+def _taken_off() -> list[TorchFunctionMode]:
+    """The modes that were on, outermost first."""
+    return [_pop_mode() for _ in range(_len_torch_function_stack())][::-1]
 
 
 @contextmanager

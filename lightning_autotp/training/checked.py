@@ -10,11 +10,13 @@ names the line and what to write instead.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +30,8 @@ from lightning_autotp.parameters.first_use import known_writes
 from lightning_autotp.parameters.meta import ParameterMeta
 from lightning_autotp.parameters.state import parallel_models
 from lightning_autotp.parameters.unchanged import check_unchanged
-from lightning_autotp.private.torch_private import WeakIdKeyDictionary
+from lightning_autotp.private.torch_private import WeakIdKeyDictionary, is_compiled, is_in_backward, put_below, take_out
+from lightning_autotp.proving.new_calls import kind_of
 
 
 class UnsoundUse(RuntimeError):
@@ -92,6 +95,32 @@ class checked(TorchFunctionMode):
         self._summed = WeakIdKeyDictionary()
 
     def __enter__(self) -> checked:
+        self._look()
+        super().__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, traceback)
+        self._hooks.close()
+
+    def begin_in_call(self) -> None:
+        """Begin in a forward pre-hook of a model, below other modes, until :meth:`end`.
+
+        Raises:
+            RuntimeError: if the model was changed after it was divided.
+        """
+        self._look()
+        self._pause()  # the hook after this call goes on
+        put_below(self)
+
+    def end(self) -> None:
+        """End what was begun so."""
+        take_out(self)
+        self._hooks.close()
+
+    def _look(self) -> None:
         for model, state in parallel_models(self._module):
             check_unchanged(model)
             for place in state.places(model):
@@ -111,14 +140,6 @@ class checked(TorchFunctionMode):
             self._hooks.callback(optimizer.register_step_pre_hook(self._pause).remove)
             self._hooks.callback(optimizer.register_step_post_hook(self._go_on).remove)
         self._hooks.enter_context(known_writes(self._module, is_looked_at=True))
-        super().__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        super().__exit__(kind, error, traceback)
-        self._hooks.close()
 
     def _pause(self, *_: Any) -> None:
         self._paused += 1
@@ -129,7 +150,8 @@ class checked(TorchFunctionMode):
     def _after(self, parts: Sequence[ConversionPlan], module: nn.Module, args: Any, output: Any) -> None:
         """After a module's forward: called from outside of its model, it may take or give what is not whole."""
         self._go_on()
-        if self._paused or not parts or sys.exc_info()[0] is not None:
+        # In a backward pass it is the model's own code that runs again, with activation checkpointing.
+        if self._paused or not parts or sys.exc_info()[0] is not None or is_in_backward():
             return
         path, side = parts[0].module, {"in": "takes", "out": "gives"}[parts[0].side]
         raise UnsoundUse(
@@ -140,7 +162,7 @@ class checked(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._paused:
+        if self._paused or torch.compiler.is_compiling() or is_in_backward():
             return func(*args, **kwargs)
         tensors = [leaf for leaf in call_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         name = _name(func)
@@ -172,6 +194,68 @@ class checked(TorchFunctionMode):
             " whole parameter with its gradient; lightning_autotp.penalty for a sum over elements;"
             " lightning_autotp.full_gradients for gradients"
         )
+
+
+class FirstSteps:
+    """Tells which steps are among the first with a kind of batch.
+
+    Args:
+        number: how many are, for each kind; a negative number: all.
+    """
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._seen = Counter[Hashable]()
+
+    def has_one(self, kind: Hashable) -> bool:
+        """Whether the step that begins, with this kind of batch, is one."""
+        is_one = self._seen[kind] != self._number
+        self._seen[kind] += is_one
+        return is_one
+
+    def begin_again(self) -> None:
+        """All of them are to come."""
+        self._seen.clear()
+
+
+class CheckedCalls:
+    """Forward pre-hook of models in a loop that nobody knows: from their first calls to the next one code is checked.
+
+    So the whole of a loop is looked at, also what it does before it calls a model in its second turn. Not collective.
+    Models that are compiled are not checked. A copy of the hook, on a copy of a model, checks nothing.
+
+    Args:
+        number: how many calls of each model with each kind of arguments, in training and without gradients.
+        models: all of them.
+        optimizers: whose steps may come between calls.
+    """
+
+    _running: ClassVar[checked | None] = None
+    """The watch that is on: one in a process, for a loop that was left leaves it on until some model is called."""
+
+    def __init__(self, number: int, models: Iterable[nn.Module] = (), optimizers: Iterable[Optimizer] = ()) -> None:
+        self._first = FirstSteps(number)
+        self._models, self._optimizers = models, optimizers
+
+    def __call__(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        """End an earlier watch, and begin one if this call is among the first.
+
+        Raises:
+            RuntimeError: if a model was changed after it was divided.
+        """
+        if torch.compiler.is_compiling():
+            return
+        if CheckedCalls._running is not None:
+            CheckedCalls._running.end()
+            CheckedCalls._running = None
+        kind = ref(model), model.training, torch.is_grad_enabled(), kind_of((args, kwargs))
+        if self._first.has_one(kind) and not any(map(is_compiled, self._models)):
+            watch = checked(nn.ModuleList(self._models), self._optimizers)
+            watch.begin_in_call()
+            CheckedCalls._running = watch
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CheckedCalls, (0,)
 
 
 _PART = "this rank has a part of it only ({})"

@@ -6,13 +6,14 @@ does not sum each of them where it comes up:
 
 1. :class:`BucketedSum`, a tensor hook, notes that this parameter's gradient is to come. What ``.grad`` has summed
    already (an earlier pass before the same step) is put aside, so that it is not summed again.
-2. Autograd accumulates. ``.grad`` is an :class:`UnsummedGradient` from then on, which refuses to be read.
+2. Autograd accumulates. ``.grad`` is an :class:`UnsummedGradient` from then on, which nobody can take for the sum.
 3. At the end of the pass all of them are laid into one flat tensor for each dtype and device (several, if they are
    large: :func:`~lightning_autotp.layouts.buckets.in_buckets`), summed over the ranks, and put back; what was put aside
    is added.
 
-Within :meth:`GradientBuckets.postponed` step 3 is left to the first pass outside of it: under gradient accumulation
-there is one sum for an optimizer step.
+Within :meth:`GradientBuckets.postponed` step 3 is left to the first pass outside of it, or to whoever reads one of the
+gradients before: under gradient accumulation there is one sum for an optimizer step, and what is read is what one
+process would have accumulated so far.
 
 A parameter's gradient is summed where it comes up if someone else sees it before the pass is over
 (other hooks on the parameter, ``DistributedDataParallel``, FSDP2), if it is not accumulated (``torch.autograd.grad``),
@@ -39,6 +40,7 @@ from lightning_autotp.private.torch_private import (
     will_accumulate,
     without_subclasses,
 )
+from lightning_autotp.ranks.agreement import meet
 from lightning_autotp.ranks.group import TPGroup
 
 
@@ -58,7 +60,7 @@ class GradientBuckets:
 
     @contextmanager
     def postponed(self) -> Iterator[None]:
-        """Leave the sums of the backward passes within to the first one that is not. Not collective."""
+        """Leave the sums of backward passes within to the first one that is not, or to who reads. Not collective."""
         self._postponed += 1
         try:
             yield
@@ -73,7 +75,9 @@ class GradientBuckets:
             after_backward(running.end)
         parameter = hook.parameter
         before = None
-        if parameter.grad is not None and type(parameter.grad) is not UnsummedGradient:
+        if isinstance(parameter.grad, UnsummedGradient):
+            parameter.grad.sum_all = None
+        elif parameter.grad is not None:
             before, parameter.grad = parameter.grad, None
         running.expected[parameter] = hook, before
 
@@ -89,7 +93,7 @@ class GradientBuckets:
             parameter.grad = before
         elif type(parameter.grad) is not UnsummedGradient:
             unsummed = parameter.grad.as_subclass(UnsummedGradient)
-            unsummed.before, unsummed.origin = before, hook.name
+            unsummed.before, unsummed.origin, unsummed.sum_all = before, hook.name, None
             parameter.grad = unsummed
 
     def end(self, running: _Pass) -> None:
@@ -97,8 +101,24 @@ class GradientBuckets:
         for parameter, (hook, before) in running.expected.items():  # accumulated without a call of the hook
             self._mark(parameter, hook, before)
         if not self._postponed:
-            hooks, self._waiting = self._waiting, {}
-            sum_gradients(hooks.values())
+            self._sum_waiting()
+        for parameter in self._waiting:
+            if isinstance(parameter.grad, UnsummedGradient):
+                parameter.grad.sum_all = self.read
+
+    def read(self, name: str) -> None:
+        """Somebody reads the gradient of this name: sum all that wait. Collective.
+
+        Raises:
+            RuntimeError: if other ranks do not read.
+        """
+        for group in {hook.group for hook in self._waiting.values()}:
+            meet(group, f"the gradient of {name} is read, and with that summed over the ranks")
+        self._sum_waiting()
+
+    def _sum_waiting(self) -> None:
+        hooks, self._waiting = self._waiting, {}
+        sum_gradients(hooks.values())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientBuckets:
         return self
@@ -190,9 +210,8 @@ def sum_gradients(hooks: Iterable[BucketedSum]) -> None:
         for hook, total in zip(bucket, flat.split([hook.parameter.numel() for hook in bucket]), strict=True):
             unsummed = hook.parameter.grad
             assert isinstance(unsummed, UnsummedGradient)
-            gradient = unsummed.before
-            if gradient is None:
-                gradient = _plain(unsummed)
+            gradient = unsummed.become(unsummed.before)
+            if gradient is unsummed:
                 gradient.copy_(total.view_as(gradient))
             else:
                 gradient.add_(total.view_as(gradient))

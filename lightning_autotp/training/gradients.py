@@ -156,8 +156,8 @@ def synchronize_gradients(model: nn.Module, only: Collection[str] | None = None)
 def postponed_sums(module: nn.Module) -> Iterator[None]:
     """Within it, backward passes leave the gradients of parameters that every rank holds unsummed. Not collective.
 
-    The first backward pass after it sums them, with all that was accumulated. Until then these gradients refuse to be
-    read. For the passes of a gradient accumulation but the last one.
+    The first backward pass after it sums them, with all that was accumulated, or whoever reads one of them before. For
+    the passes of a gradient accumulation but the last one.
 
     Args:
         module: a parallel model, or a module that holds some.

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.overrides import resolve_name
 
 from lightning_autotp.parameters.local_blocks import plain
+from lightning_autotp.parameters.unsummed import UnsummedGradient
 from lightning_autotp.private.torch_private import (
     VIEW_GETTERS,
     check_and_unscale,
@@ -75,6 +76,8 @@ class PartOfGradient(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        if UnsummedGradient in types:  # in a list with this; torch asks the first one's class
+            return UnsummedGradient.__torch_function__(func, types, args, dict(kwargs or {}))
         handler = cls.handlers.get(func) or _unlisted(func)
         with without_subclasses():
             return handler(func, args, kwargs or {})
