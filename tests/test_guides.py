@@ -50,12 +50,16 @@ CHANGES = {
     r"\b(num_nodes|data_parallel_size|every_n_train_steps|num_hidden_layers)=\d+": r"\1=1",
     r"get_world_size\(\) // \d+, \d+": "get_world_size() // 2, 2",
     r'"cuda"': '"cpu"',
+    r"emulate=False": "emulate=True",
     r"fullgraph=True": 'fullgraph=True, backend="aot_eager"',
     r'load_in_4bit=True, bnb_4bit_quant_type="nf4"': "load_in_8bit=True",  # 72 features are no blocks of 64
     r"dist\.(init|destroy)_process_group\(\)": "dist.barrier()",  # the test's own group
 }
 IN_ONE_PROCESS = "export_checkpoint("
-NEEDS = {"BitsAndBytesConfig": "bitsandbytes"}  # what a block's code needs that not every machine has
+NEEDS = {
+    "BitsAndBytesConfig": "bitsandbytes",
+    "torchao.float8": "torchao",
+}  # what a block's code needs that not every machine has
 
 
 class Complete(L.LightningModule):

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from lightning_autotp.building.checkpoint_reading import CheckpointError
 from lightning_autotp.building.recipe import Recipe
 from lightning_autotp.layouts.listing import listed
+from lightning_autotp.private.torchao_private import casts_on_the_wire, is_float8_layer
 
 _NAME = "autotp_format"
 LIBRARIES = ("bitsandbytes", "torchao")
@@ -336,8 +337,16 @@ def refuse_quantized(model: nn.Module) -> None:
     Raises:
         QuantizationError: naming them.
     """
+    in_float8 = {name: layer for name, layer in model.named_modules() if is_float8_layer(layer)}
+    gathered = [name for name, layer in in_float8.items() if casts_on_the_wire(layer)]
+    if gathered:
+        raise QuantizationError(
+            f"{listed(gathered)} of {type(model).__name__} are to be gathered in float8"
+            " (enable_fsdp_float8_all_gather=True): their weights are tensors of another kind, which cannot be cut."
+            " Leave that out of Float8LinearConfig: data_parallel_size > 1 gathers them as they are"
+        )
     values: list[tuple[str, Tensor | nn.Module]] = [*model.named_parameters(), *model.named_modules()]
-    found = {name: value for name, value in values if _library(value)}
+    found = {name: value for name, value in values if _library(value) and name not in in_float8}
     if found:
         kinds = sorted({type(value).__name__ for value in found.values()})
         raise QuantizationError(

@@ -26,7 +26,6 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from lightning_autotp.layouts.ownership import Ownership
 from lightning_autotp.layouts.plan import ImplementationPlan
@@ -38,6 +37,7 @@ from lightning_autotp.parallel.collectives import (
     scatter,
     take_owned,
 )
+from lightning_autotp.parallel.float8 import local_product
 from lightning_autotp.parallel.local_parameters import LocalParameters, become, localize_parameter
 from lightning_autotp.parallel.overlap import product, replicate
 from lightning_autotp.ranks.group import TPGroup
@@ -169,7 +169,7 @@ class ColumnParallelLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """``[batch, ..., in] -> [batch, ..., out/tp]``; see the class for the flags. Collective."""
         input = self.replicated(input)
-        output = product(input, self)
+        output = product(input, self, self.group)
         if self.gather_output:
             output = all_gather(output, self.group, Shard(((output.dim() - 1, self.ownership),)))
         return output
@@ -302,7 +302,7 @@ class RowParallelLinear(nn.Linear):
         """``[batch, ..., in/tp] -> [batch, ..., out]``; see the class for the flags. Collective."""
         if not self.input_is_parallel:
             input = scatter(input, self.group, Shard(((input.dim() - 1, self.ownership),)))
-        output = F.linear(input, self.weight)
+        output = local_product(input, self, ("in",), self.group)
         bias: Tensor | None = self.bias
         if self.reduce_output:
             output = all_reduce(output, self.group)
