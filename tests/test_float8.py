@@ -112,8 +112,26 @@ def layers(rank: int, size: int) -> dict[str, tuple[dict[str, Tensor], dict[str,
             f"{recipe}, tokens": (dealt, wanted),
             f"{recipe}, all tokens on one rank": (alone, wanted),
             f"{recipe}, scales of parts": ({"y": part}, wanted),
+            f"{recipe}, compiled": compiled(recipe, x, group),
         }
     return found
+
+
+def compiled(recipe: str, x: Tensor, group: TPGroup) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What two layers compute when they are compiled, and when not."""
+    torch.manual_seed(5)
+    model = in_float8(nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 32)), recipe)
+    note_float8(model)
+    ColumnParallelLinear.convert(model[0], Ownership.dealt(48, group.size), group)
+    RowParallelLinear.convert(model[1], Ownership.dealt(48, group.size), group)
+    results = []
+    for run in (torch.compile(model, backend="aot_eager", fullgraph=True), model):
+        model.zero_grad()
+        given = x.clone().requires_grad_()
+        y = run(given)
+        y.square().sum().backward()
+        results.append({"y": y.detach(), "dx": given.grad, "dw": model[0].weight.grad.clone()})
+    return results[0], results[1]
 
 
 def noted_part(layer: nn.Linear, low: int, high: int) -> nn.Linear:
@@ -172,6 +190,7 @@ class Task(L.LightningModule):
         super().__init__()
         self.recipe, self.keep = recipe, keep
         self.losses: list[float] = []
+        self.batches: list[dict[str, Tensor]] = []
         self.gradients: list[dict[str, Tensor]] = []
 
     def configure_model(self) -> None:
@@ -183,6 +202,7 @@ class Task(L.LightningModule):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss: Tensor = self.model(**batch).loss
         self.losses.append(loss.item())
+        self.batches.append(batch)
         return loss
 
     def on_after_backward(self) -> None:
@@ -204,10 +224,11 @@ CASES = {
 }
 
 
-def train(case: str, devices: int) -> dict[str, Any]:
+def train(case: str, devices: int, copies: int = 1) -> dict[str, Any]:
     recipe, keep, deal = CASES[case]
     task = Task(recipe, keep)
-    strategy: Any = AutoTPStrategy(sequence_parallel=deal, plan_cache=False) if devices > 1 else "auto"
+    parallel = AutoTPStrategy(data_parallel_size=copies, sequence_parallel=deal, plan_cache=False)
+    strategy: Any = parallel if devices > 1 else "auto"
     trainer = L.Trainer(
         accelerator="cpu", devices=devices, strategy=strategy, max_epochs=1, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,
@@ -215,7 +236,7 @@ def train(case: str, devices: int) -> dict[str, Any]:
     batches = [token_batch(seed, vocabulary=96) for seed in range(STEPS)]
     with exact_products():
         trainer.fit(task, DataLoader(batches, batch_size=None))
-    found: dict[str, Any] = {"losses": task.losses, "gradients": task.gradients}
+    found: dict[str, Any] = {"losses": task.losses, "gradients": task.gradients, "batches": task.batches}
     if devices == 1:
         return found | {"weights": {name: weight.detach() for name, weight in task.model.named_parameters()}}
     kinds = {name: type(layer).__name__ for name, layer in task.model.named_modules() if float8_of(layer) is not None}
@@ -248,6 +269,30 @@ def test_training_equals_one_process(size: int) -> None:
             assert layers["down_proj"] == "RowParallelLinear"
             assert layers["up_proj"] == "ColumnParallelLinear"
             assert len(found["kinds"]) == (14 if CASES[case][1] == "lm_head" else 13 if CASES[case][1] else 15)
+
+
+@pytest.mark.nightly
+def test_copies_have_scales_of_their_own_rows() -> None:
+    """Two copies of two parts: as one process that rounds the rows of each copy by themselves."""
+    four = run_trainer_ranks(train, 4, "tensorwise", 4, 2)
+    task = Task("tensorwise", "lm_head")
+    task.configure_model()
+    optimizer = task.configure_optimizers()
+    losses: list[list[float]] = [[], []]
+    with exact_products():
+        for batches in zip(four[0]["batches"], four[2]["batches"], strict=True):
+            both = [task.model(**batch).loss for batch in batches]
+            optimizer.zero_grad()
+            (sum(both) / 2).backward()
+            optimizer.step()
+            for number, loss in enumerate(both):
+                losses[number].append(loss.item())
+    assert len(losses[0]) == STEPS // 2
+    assert losses[0] != losses[1]
+    for rank, seen in enumerate(four):
+        torch.testing.assert_close(seen["losses"], losses[rank // 2], rtol=1e-10, atol=0)
+        for name, weight in task.model.named_parameters():
+            torch.testing.assert_close(seen["weights"][name], weight.detach(), rtol=0, atol=1e-8)
 
 
 # --- what the solver may do with such layers, and what is refused ---

@@ -54,7 +54,7 @@ STORED = [f"stored {name}" for name in ("double nf4", "int8", "rows")]
 
 CASES = [*FORMATS, *STORED]
 THREE_RANKS = ["double nf4", "rows", "stored double nf4", "stored rows"]
-TWO_COPIES = ["double nf4", "rows"]
+TWO_COPIES = ["double nf4", "rows", "stored double nf4"]
 
 
 def config(case: str) -> Any:
