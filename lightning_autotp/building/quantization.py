@@ -319,8 +319,9 @@ def formats_asked_for(model: nn.Module, quantizer: Any, origin: str, dtype: torc
         QuantizationError: if such weights cannot be cut into parts.
     """
     names = [name for name, _ in model.named_parameters() if quantizer.param_needs_quantization(model, name)]
-    config, given = quantizer.quantization_config, dtype if quantizer.pre_quantized else None
-    formats = {name: _format(config, model, name, origin, given) for name in names}
+    config = quantizer.quantization_config
+    before = dtype or torch.get_default_dtype() if quantizer.pre_quantized else None
+    formats = {name: _format(config, model, name, origin, before) for name in names}
     for name in names:
         path = name.rpartition(".")[0]
         layer: Any = model.get_submodule(path)

@@ -57,11 +57,11 @@ class KeptWeights:
 
     def take_over(self, conversions: Sequence[Any]) -> None:
         """Be in the place of the quantizer's operation in transformers' conversions."""
-        kind = self.hf_quantizer.get_load_operations()["deserialize"]
+        theirs = {type(each) for own in self.hf_quantizer.get_weight_conversions() for each in own.operations}
         for conversion in conversions:
-            operations = getattr(conversion, "operations", None)
+            operations = getattr(conversion, "operations", None)  # a conversion that only renames has none
             if operations is not None:
-                conversion.operations = [self if isinstance(each, kind) else each for each in operations]
+                conversion.operations = [self if type(each) in theirs else each for each in operations]
 
     def convert(self, input_dict: dict[str, Any], full_layer_name: str, **others: Any) -> dict[str, Any]:
         """What transformers calls with the tensors of one weight."""

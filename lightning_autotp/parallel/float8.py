@@ -98,13 +98,10 @@ class _Operand(NamedTuple):
 
     def largest(self) -> Tensor:
         """The largest element of what has one scale, as far as this rank has it."""
-        if self.values.numel():
-            return largest(self.values, self.cast, self.along)
-        one = self.values.new_zeros(1, 1)  # no tokens are this rank's
-        shape = largest(one, self.cast, self.along).shape and list(self.values.shape)
-        if shape:
-            shape[self.along] = 1
-        return self.values.new_zeros(shape)
+        values = self.values
+        if not values.numel():  # no token is this rank's: as if there was one, of zeros
+            values = values.new_zeros([size or 1 for size in values.shape])
+        return largest(values, self.cast, self.along)
 
 
 class _Product(Function):

@@ -27,6 +27,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from lightning_autotp.building.float8 import float8_of
 from lightning_autotp.layouts.ownership import Ownership
 from lightning_autotp.layouts.plan import ImplementationPlan
 from lightning_autotp.layouts.types import Shard
@@ -186,7 +187,7 @@ class ColumnParallelLinear(nn.Linear):
         )
         if self.input_is_replicated:
             text += ", input_is_replicated=True"
-        return text
+        return text + _in_float8(self)
 
 
 class RowParallelLinear(nn.Linear):
@@ -316,7 +317,11 @@ class RowParallelLinear(nn.Linear):
             f"in_features={_sizes(self.ownership, self.group)}, out_features={self.out_features}, "
             f"bias={self.bias is not None}, input_is_parallel={self.input_is_parallel}"
         )
-        return text + ("" if self.reduce_output else ", reduce_output=False")
+        return text + ("" if self.reduce_output else ", reduce_output=False") + _in_float8(self)
+
+
+def _in_float8(layer: nn.Linear) -> str:
+    return "" if float8_of(layer) is None else ", in_float8=True"
 
 
 def _sizes(ownership: Ownership, group: TPGroup) -> str:
