@@ -35,6 +35,7 @@ from lightning_autotp import (
     parallelize,
     save_pretrained,
 )
+from lightning_autotp.building.checkpoint_reading import CheckpointTensor
 from lightning_autotp.building.quantization import QuantizationError, format_of
 from lightning_autotp.capture.capture import language_model_inputs
 from lightning_autotp.layouts.ownership import Ownership
@@ -401,14 +402,23 @@ def test_models_that_are_quantized_already_are_refused(case: str, folder: Path) 
 
 
 @pytest.mark.parametrize("case", FORMATS)
-def test_parts_of_quantized_checkpoints_are_read(case: str, folder: Path) -> None:
+def test_parts_of_quantized_checkpoints_are_read(case: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit those of the weights of one process, cut along rows and along columns, at the blocks' ends."""
     whole = AutoModelForCausalLM.from_pretrained(folder / f"stored {case}")
     wanted = whole_weights(whole)
+    original, read = CheckpointTensor.read, []
+
+    def noted(tensor: CheckpointTensor, *args: Any) -> Tensor:
+        read.append(found := original(tensor, *args))
+        return found
+
+    monkeypatch.setattr(CheckpointTensor, "read", noted)
     for dim in (0, 1):
         for rank in range(3):
+            read.clear()
             with meta_model():
                 ours = AutoModelForCausalLM.from_pretrained(folder / f"stored {case}")
+            assert all(tensor.numel() < 200 for tensor in read)  # what describes a weight, while the model is built
             formats = {tuple(weight.shape): format_of(weight) for weight in ours.parameters() if format_of(weight)}
 
             def between(shape: tuple[int, ...], ranks: int, dim: int = dim, formats: Any = formats) -> Layout:

@@ -164,7 +164,7 @@ class FourBit(Format):
         """Scales that are quantized again are not any more: bitsandbytes makes them of all of a matrix."""
         functional: Any = library_of("bitsandbytes").functional
         numbers, scales, code = (_part(parts, name) for name in ("weight", "weight.absmax", "weight.quant_map"))
-        found = (tuple(described["shape"]), described["quant_type"], numbers.dtype)
+        found = (tuple(described.get("shape", ())), described.get("quant_type"), numbers.dtype)
         if found != (shape, self.kind, self.storage):
             raise QuantizationError(f"it is of {found}, and {(shape, self.kind, self.storage)} was expected")
         if not torch.equal(code.clone(), functional.get_4bit_type(self.kind, device="cpu")):

@@ -73,12 +73,14 @@ class KeptWeights:
         return {full_layer_name: self._recorder.source(_Absent(full_layer_name, shape, dtype))}
 
     def formats(self, origin: str) -> dict[str, Format]:
-        """The formats of all weights, with how their parts are read.
+        """The formats of all weights, with how their parts are read. To be called once.
 
         Raises:
             QuantizationError: if a weight is not there, or there in another way.
         """
-        return {name: self._stored(name, format, origin) for name, format in self._formats.items()}
+        found = {name: self._stored(name, format, origin) for name, format in self._formats.items()}
+        self._found.clear()  # the model keeps its conversions, and what is deferred and alive would be read in the end
+        return found
 
     def _stored(self, name: str, format: Format, origin: str) -> Format:
         parts = self._found.get(name, {})
