@@ -12,7 +12,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
-EXTRAS ?= dev,examples
+EXTRAS ?= dev,examples,quantized
 JOBS ?= 2
 ARGS ?=
 BIN := $(VENV)/bin

@@ -14,7 +14,7 @@ from types import ModuleType
 import torch
 from torch import nn
 
-LIBRARIES = ("torch", "transformers", "lightning", "torchmetrics")
+LIBRARIES = ("torch", "torchao", "transformers", "lightning", "torchmetrics")
 PYTHONS_OWN = {"sys._getframe", "os._exit", "_fields", "_replace"}
 """Private by their looks alone."""
 
@@ -112,6 +112,8 @@ def symbols(file: Path) -> set[str]:
         if isinstance(node, ast.ImportFrom) and of_library(node.module or ""):
             taken = {alias.name for alias in node.names if is_private(f"{node.module}.{alias.name}")}
             taken |= {alias.name for alias in node.names if (alias.asname or alias.name) in exported}
+            # What a function imports, the module passes on by what it does with it.
+            taken |= {alias.name for alias in node.names if node not in tree.body}
             names |= {f"{node.module}.{name}" for name in taken}
         elif isinstance(node, ast.Attribute) and is_private(node.attr):
             names.add(node.attr)

@@ -37,6 +37,8 @@ from trainer_ranks import run_trainer_ranks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_autotp import AutoTPStrategy, grad_norms
+from lightning_autotp.building.float8 import float8_of
+from lightning_autotp.parameters.quantized_weight import QuantizedWeight
 
 __all__ = ["tiny"]  # a fixture
 VOCABULARY = 151
@@ -50,12 +52,14 @@ CHANGES = {
     r"\b(num_nodes|data_parallel_size|every_n_train_steps|num_hidden_layers)=\d+": r"\1=1",
     r"get_world_size\(\) // \d+, \d+": "get_world_size() // 2, 2",
     r'"cuda"': '"cpu"',
+    r"emulate=False": "emulate=True",
     r"fullgraph=True": 'fullgraph=True, backend="aot_eager"',
     r'load_in_4bit=True, bnb_4bit_quant_type="nf4"': "load_in_8bit=True",  # 72 features are no blocks of 64
     r"dist\.(init|destroy)_process_group\(\)": "dist.barrier()",  # the test's own group
 }
 IN_ONE_PROCESS = "export_checkpoint("
-NEEDS = {"BitsAndBytesConfig": "bitsandbytes"}  # what a block's code needs that not every machine has
+NEEDS = {"BitsAndBytesConfig": "bitsandbytes", "torchao.float8": "torchao"}
+"""What a block's code needs that not every machine has."""
 
 
 class Complete(L.LightningModule):
@@ -87,11 +91,13 @@ class Fit(NamedTuple):
 
 
 class FirstStep(L.Callback):
-    fit: Fit | None = None  # not of other rows, of manual optimization, or in 16 bits
+    fit: Fit | None = None  # not of other rows, of manual optimization, or in fewer bits
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         ids = batch.get("input_ids") if isinstance(batch, dict) else None
-        comparable = trainer.global_step == 1 and trainer.precision == "32-true" and outputs
+        rounded = any(isinstance(weight, QuantizedWeight) for weight in module.parameters())
+        rounded = rounded or any(float8_of(layer) is not None for layer in module.modules())
+        comparable = trainer.global_step == 1 and trainer.precision == "32-true" and outputs and not rounded
         if comparable and ids is not None and torch.equal(ids, ROWS[:2]):
             self.fit = Fit(
                 float(outputs["loss"]),

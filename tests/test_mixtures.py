@@ -251,7 +251,7 @@ def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         (
             "mixtral",
             {"quantization_config": FineGrainedFP8Config()},
-            r"quantized \(fp8\) while they are loaded, and .* part by part: .*\. Leave quantization_config out",
+            r"weights are quantized \(fp8\), and .* part by part: .*\. Use .* leave quantization_config out",
         ),
     ],
 )

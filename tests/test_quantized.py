@@ -1,9 +1,12 @@
-"""LoRA on quantized bases at tensor-parallel size > 1, each rank quantizing its part, against one process."""
+"""LoRA on quantized bases, of which each rank quantizes or reads its part, against one process."""
 
 from __future__ import annotations
 
 import copy
 import json
+import shutil
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,8 @@ import torch
 import torch.distributed as dist
 from loading import localize
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from test_peft import LINEARS
 from test_strategy import Task, assert_parity, blocks, error_of, trainer
 from torch import Tensor, nn
@@ -30,9 +35,11 @@ from lightning_autotp import (
     parallelize,
     save_pretrained,
 )
+from lightning_autotp.building.checkpoint_reading import CheckpointTensor
 from lightning_autotp.building.quantization import QuantizationError, format_of
 from lightning_autotp.capture.capture import language_model_inputs
-from lightning_autotp.layouts.types import Invariant
+from lightning_autotp.layouts.ownership import Ownership
+from lightning_autotp.layouts.types import Invariant, Layout, Shard
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
 from lightning_autotp.parameters.quantized_weight import QuantizedWeight
 from lightning_autotp.proving.read_plan import read_plan
@@ -41,13 +48,19 @@ from lightning_autotp.training.loading import load_parameters
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 torchao = pytest.importorskip("torchao.quantization")
-float8 = pytest.importorskip("torchao.float8")
 pytestmark = pytest.mark.slow
 
 STEPS = 6  # two epochs of three batches
-CASES = ["nf4", "double nf4", "fp4 of bfloat16", "int8", "groups", "rows", "four bit rows", "float8"]
-THREE_RANKS = ["double nf4", "rows"]
-TWO_COPIES = ["double nf4", "rows"]
+FORMATS = ["nf4", "double nf4", "fp4 of bfloat16", "int8", "groups", "rows", "four bit rows", "float8"]
+STORED = [f"stored {name}" for name in ("double nf4", "int8", "rows")]
+"""Of checkpoints that one process has quantized."""
+
+REPEATS = ["nf4", "four bit rows", "float8"]
+"""Those that differ little from others, for nightly tests."""
+
+CASES = [case for case in (*FORMATS, *STORED) if case not in REPEATS]
+THREE_RANKS = ["double nf4", "rows", "stored double nf4", "stored rows"]
+TWO_COPIES = ["double nf4", "rows", "stored double nf4"]
 
 
 def config(case: str) -> Any:
@@ -73,9 +86,15 @@ def config(case: str) -> Any:
     return TorchAoConfig(asked[case])
 
 
-def adapted(case: str, folder: Path) -> PeftModel:
+def base_model(case: str, folder: Path) -> Any:
+    if case in STORED:
+        return AutoModelForCausalLM.from_pretrained(folder / case)
     dtype = torch.bfloat16 if "bfloat16" in case else torch.float32
-    base = AutoModelForCausalLM.from_pretrained(folder / "source", quantization_config=config(case), dtype=dtype)
+    return AutoModelForCausalLM.from_pretrained(folder / "source", quantization_config=config(case), dtype=dtype)
+
+
+def adapted(case: str, folder: Path) -> PeftModel:
+    base = base_model(case, folder)
     if "bfloat16" in case:
         base = prepare_model_for_kbit_training(base, use_gradient_checkpointing=False)
     # The second factor is not zero: it hides nothing.
@@ -138,7 +157,8 @@ def whole_weights(task: nn.Module) -> dict[str, Tensor]:
             if isinstance(module, bitsandbytes.nn.Linear4bit) and name == "weight":
                 weight = bitsandbytes.functional.dequantize_4bit(value.data, value.quant_state)
             elif isinstance(module, bitsandbytes.nn.Linear8bitLt) and name == "weight":
-                weight = bitsandbytes.functional.int8_vectorwise_dequant(module.state.CB, module.state.SCB)
+                state = module.state if value.SCB is None else value  # before the first forward
+                weight = bitsandbytes.functional.int8_vectorwise_dequant(value.data, state.SCB)
             elif hasattr(weight, "dequantize") and type(weight) is not Tensor:
                 weight = weight.dequantize()
             found[f"{path}.{name}"] = weight.clone()
@@ -149,12 +169,12 @@ def ranks(cases: list[str], devices: int, folder: str) -> dict[str, Any]:
     directory = Path(folder)
     seen = {case: tune(case, directory, devices) for case in cases}
     half = directory / "half.ckpt"
-    if devices == 2:
+    if devices == 2 and cases == CASES:
         tune("double nf4", directory, 2, save=half, max_steps=STEPS // 2)
         seen["other base"] = error_of(tune, "groups", directory, 2, ckpt_path=half)
         seen["quantized before"] = error_of(trainer("autotp", 2).fit, QuantizedBefore("", folder), [])
         seen["exported"] = error_of(export_base, directory)
-    else:
+    elif devices != 2:
         seen["resumed"] = tune("double nf4", directory, devices, ckpt_path=half)
     return seen
 
@@ -190,18 +210,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes |= {"intermediate_size": 160}  # rows of two and a half blocks
     odd = LlamaConfig(vocab_size=67, num_hidden_layers=1, tie_word_embeddings=False, **sizes)
     AutoModelForCausalLM.from_config(odd).save_pretrained(directory / "odd")
+    for name in FORMATS:
+        base_model(name, directory).save_pretrained(directory / f"stored {name}")
     return directory
 
 
 @pytest.fixture(scope="module")
-def wanted(folder: Path) -> dict[str, dict[str, Any]]:
+def wanted(folder: Path) -> Callable[[str], dict[str, Any]]:
     """One process."""
-    return {case: tune(case, folder, 1) for case in CASES}
+    return cache(lambda case: tune(case, folder, 1))
 
 
 @pytest.fixture(scope="module")
 def two(folder: Path) -> list[dict[str, Any]]:
     return run_trainer_ranks(ranks, 2, CASES, 2, str(folder))
+
+
+@pytest.fixture(scope="module")
+def repeats(folder: Path) -> list[dict[str, Any]]:
+    return run_trainer_ranks(ranks, 2, REPEATS, 2, str(folder))
 
 
 @pytest.mark.nightly
@@ -234,15 +261,30 @@ def three(folder: Path, two: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_two_ranks_equal_one_process(case: str, two: list[dict[str, Any]], wanted: dict[str, dict[str, Any]]) -> None:
-    assert_equal(two, case, wanted[case])
+def test_two_ranks_equal_one_process(
+    case: str, two: list[dict[str, Any]], wanted: Callable[[str], dict[str, Any]]
+) -> None:
+    assert_equal(two, case, wanted(case))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("case", REPEATS)
+def test_two_ranks_equal_one_process_in_other_formats(
+    case: str, repeats: list[dict[str, Any]], wanted: Callable[[str], dict[str, Any]]
+) -> None:
+    assert_equal(repeats, case, wanted(case))
+    kind = "column" if case == "four bit rows" else "row"
+    for seen in repeats:
+        assert seen[case]["kinds"]["model.layers.1.mlp.down_proj.base_layer"] == kind
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("case", THREE_RANKS)
-def test_three_ranks_equal_one_process(case: str, three: list[dict[str, Any]], wanted: dict[str, Any]) -> None:
+def test_three_ranks_equal_one_process(
+    case: str, three: list[dict[str, Any]], wanted: Callable[[str], dict[str, Any]]
+) -> None:
     """Five blocks of 64 are two, two and one."""
-    assert_equal(three, case, wanted[case])
+    assert_equal(three, case, wanted(case))
 
 
 @pytest.mark.nightly
@@ -290,7 +332,7 @@ def test_cuts_are_between_blocks(folder: Path, two: list[dict[str, Any]]) -> Non
     assert widths == {"nf4": (1, (192, 128)), "groups": (1, (160, 160)), "int8": (0, (64, 64))}
     for seen in two:
         for case in CASES:
-            kind = "column" if case in ("int8", "four bit rows") else "row"
+            kind = "column" if "int8" in case else "row"
             assert seen[case]["kinds"]["model.layers.1.mlp.down_proj.base_layer"] == kind
 
 
@@ -298,9 +340,10 @@ def test_only_quantized_numbers_are_in_memory(two: list[dict[str, Any]]) -> None
     """Half a byte for each element, and four bytes for the scale of each block."""
     name = "model.base_model.model.model.layers.0.mlp.down_proj.base_layer.weight"
     for rank, columns in enumerate((192, 128)):
-        found = two[rank]["nf4"]["bytes"]
-        assert len(found) == 14
-        assert 128 * columns * (0.5 + 4 / 64) <= found[name] < 128 * columns * 0.6 + 1000
+        for case in ("double nf4", "stored double nf4"):
+            found = two[rank][case]["bytes"]
+            assert len(found) == 14
+            assert 128 * columns * (0.5 + 4 / 64) <= found[name] < 128 * columns * 0.6 + 1000
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -309,9 +352,7 @@ def test_the_saved_adapter_goes_with_the_base_quantized_in_one_process(
 ) -> None:
     saved = folder / f"{case} of 2"
     assert json.loads((saved / "adapter_config.json").read_text())["r"] == 4
-    dtype = torch.bfloat16 if "bfloat16" in case else torch.float32
-    base = AutoModelForCausalLM.from_pretrained(folder / "source", quantization_config=config(case), dtype=dtype)
-    loaded = PeftModel.from_pretrained(base, str(saved))
+    loaded = PeftModel.from_pretrained(base_model(case, folder), str(saved))
     weights = {name: weight for name, weight in loaded.state_dict().items() if "lora" in name}
     assert len(weights) == 28
     for name, weight in weights.items():
@@ -358,9 +399,83 @@ def test_models_that_are_quantized_already_are_refused(case: str, folder: Path) 
     whole = AutoModelForCausalLM.from_pretrained(folder / "source", quantization_config=config(case))
     with pytest.raises(QuantizationError, match="more of LlamaForCausalLM are quantized already"):
         make_plan(whole, 2)
-    whole.save_pretrained(folder / f"{case} whole")
-    with pytest.raises(QuantizationError, match="the checkpoint is quantized"), meta_model():
-        AutoModelForCausalLM.from_pretrained(folder / f"{case} whole")
+
+
+@pytest.mark.parametrize("case", FORMATS)
+def test_parts_of_quantized_checkpoints_are_read(case: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit those of the weights of one process, cut along rows and along columns, at the blocks' ends."""
+    whole = AutoModelForCausalLM.from_pretrained(folder / f"stored {case}")
+    wanted = whole_weights(whole)
+    original, read = CheckpointTensor.read, []
+
+    def noted(tensor: CheckpointTensor, *args: Any) -> Tensor:
+        read.append(found := original(tensor, *args))
+        return found
+
+    monkeypatch.setattr(CheckpointTensor, "read", noted)
+    for dim in (0, 1):
+        for rank in range(3):
+            read.clear()
+            with meta_model():
+                ours = AutoModelForCausalLM.from_pretrained(folder / f"stored {case}")
+            assert all(tensor.numel() < 200 for tensor in read)  # what describes a weight, while the model is built
+            formats = {tuple(weight.shape): format_of(weight) for weight in ours.parameters() if format_of(weight)}
+
+            def between(shape: tuple[int, ...], ranks: int, dim: int = dim, formats: Any = formats) -> Layout:
+                found = formats.get(shape)
+                if found is None:
+                    return Invariant()
+                unit = found.units(shape)[dim]
+                held = Ownership.dealt(shape[dim] // unit, ranks).held
+                runs = tuple(tuple((low * unit, high * unit) for low, high in each) for each in held)
+                return Shard(((dim, Ownership(shape[dim], runs)),)) if shape[dim] >= unit * ranks else Invariant()
+
+            localize(ours, rank, 3, between)
+            load_parameters(ours)
+            cut = 0
+            for name, weight in ours.named_parameters():
+                if isinstance(weight, QuantizedWeight):
+                    cut += weight.shape != wanted[name].shape
+                    for block in ours.autotp.metas[name].mapping:
+                        here = weight.values()[tuple(slice(*run) for run in block.local)]
+                        assert torch.equal(here, wanted[name][tuple(slice(*run) for run in block.original)]), name
+                else:
+                    assert torch.equal(weight, wanted[name])
+            assert cut == (0 if dim and case in ("int8", "four bit rows") else 2 if dim and "4" in case else 14), cut
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "message"),
+    [
+        (
+            "nf4",
+            {"mlp.up_proj.weight.absmax": None},
+            r"up_proj\.weight cannot be read .*: there is no weight\.absmax of it",
+        ),
+        ("nf4", {"mlp.up_proj.weight.quant_map": torch.zeros(16)}, "its numbers stand for others than those of nf4"),
+        (
+            "rows",
+            {"mlp.up_proj._weight_scale": None},
+            "it consists of _weight_qdata, _weight_zero_point, for",
+        ),
+        ("int8", {"mlp.up_proj.SCB": None}, "there is no SCB of it"),
+    ],
+)
+def test_quantized_checkpoints_that_lack_something_are_refused(
+    case: str, change: dict[str, Tensor | None], message: str, folder: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(folder / f"stored {case}", tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "model.safetensors"
+    with safe_open(file, "pt") as opened:
+        metadata = opened.metadata()
+    tensors = load_file(file)
+    for name, value in change.items():
+        tensors.pop(f"model.layers.1.{name}")
+        if value is not None:
+            tensors[f"model.layers.1.{name}"] = value
+    save_file(tensors, file, metadata)
+    with pytest.raises(QuantizationError, match=message), meta_model():
+        AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
 def test_a_quantized_weight_is_not_written(folder: Path) -> None:
@@ -386,14 +501,6 @@ def test_a_quantized_weight_is_not_written(folder: Path) -> None:
     assert copied.layer is not weight.layer
     assert torch.equal(copied.values(), before)
     assert torch.equal(moved.to("cpu", torch.bfloat16).weight.values(), before.bfloat16())
-
-
-def test_layers_for_float8_training_are_refused() -> None:
-    """Their scales are those of this rank's part."""
-    emulated = float8.Float8LinearConfig(emulate=True)
-    model = float8.convert_to_float8_training(nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32)), config=emulated)
-    with pytest.raises(QuantizationError, match=r"0, 1 of Sequential are quantized already \(Float8Linear\)"):
-        make_plan(model, 2, example_inputs=torch.randn(3, 32))
 
 
 def test_a_plan_that_cuts_blocks_is_refused(folder: Path) -> None:

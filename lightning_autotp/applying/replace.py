@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_autotp.applying.changed_calls import CallChanges, CallMismatch, LocalForward, number
 from lightning_autotp.applying.lengths import Lengths
+from lightning_autotp.building.float8 import float8_of, note_float8
 from lightning_autotp.capture.nested import NoSuchPlace, replaced_at, steps_of
 from lightning_autotp.capture.tracer import torch_layer
 from lightning_autotp.layouts.dims import UnknownSize
@@ -20,6 +21,7 @@ from lightning_autotp.layouts.places import CallSite
 from lightning_autotp.layouts.plan import ConversionPlan, ImplementationPlan, Plan, RunPlan, SizePlan
 from lightning_autotp.layouts.types import Invariant, Layout, Replicate, Shard, local_shape
 from lightning_autotp.parallel.collectives import convert, gather_lengths
+from lightning_autotp.parallel.float8 import Float8Linear
 from lightning_autotp.parallel.head import VocabParallelHead, compute_when_needed
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
 from lightning_autotp.parallel.linear import ColumnParallelLinear
@@ -46,6 +48,7 @@ def apply_plan(model: nn.Module, plan: Plan, group: TPGroup) -> None:
         raise PlanMismatch(f"the plan is for {plan.ranks} tensor-parallel ranks, the group has {group.size}")
     _check_parameters(model, plan)
     _own_parameters(model)
+    note_float8(model)
     state = ParallelState.of(model, plan, group)
     layouts = {name: meta.layout for name, meta in state.metas.items()}
     local: LocalParameters = {}
@@ -59,6 +62,9 @@ def apply_plan(model: nn.Module, plan: Plan, group: TPGroup) -> None:
         if isinstance(meta.layout, Shard) and parameter is not None and tuple(parameter.shape) != meta.local_shape:
             (dim, ownership), *_ = meta.layout.dims
             localize_parameter(model.get_submodule(path), attribute, dim, ownership, group, local)
+    for module in model.modules():
+        if type(module) is nn.Linear and float8_of(module) is not None:
+            Float8Linear.convert(module, group)
     for size in plan.sizes:
         if size.call is None:
             set_size(model, size, size.local[group.rank])

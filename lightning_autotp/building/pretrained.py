@@ -32,12 +32,14 @@ from lightning_autotp.building.checkpoint_reading import (
 from lightning_autotp.building.deferred import deferred_init
 from lightning_autotp.building.hub import cached_files_once
 from lightning_autotp.building.quantization import (
+    LIBRARIES,
     Format,
     QuantizationError,
     formats_asked_for,
     note_formats,
     told_clearly,
 )
+from lightning_autotp.building.quantized_files import KeptWeights
 from lightning_autotp.building.recorder import Recorder
 from lightning_autotp.building.weight_conversion import same_values
 from lightning_autotp.private.transformers_private import convert_and_load_state_dict_in_model, with_loading_step
@@ -57,7 +59,8 @@ def meta_model() -> Iterator[None]:
     Weights that are not read from files as tensors (``state_dict=``, GGUF) are loaded as usual and kept as they are
     until the parameters are filled from them. A quantized checkpoint is read like any other if it is dequantized on the
     way (``quantization_config=...(dequantize=True)``). With the ``quantization_config`` of bitsandbytes or torchao each
-    rank quantizes its part of the linear layers' weights when it is read.
+    rank quantizes its part of the linear layers' weights when it is read; of a checkpoint that these have quantized it
+    reads its part of the quantized numbers.
 
     In a process group, files from the Hub are fetched by one process of each machine, as
     :func:`~lightning_autotp.building.hub.cached_files_once` has it.
@@ -84,17 +87,21 @@ def _recording(recorder: Recorder, load: Callable[..., tuple[Any, Any]]) -> Call
         model: PreTrainedModel, state_dict: Any, checkpoint_files: list[str] | None, load_config: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
         formats: dict[str, Format] = {}
-        if state_dict is None and load_config.is_quantized:
-            quantizer, origin = load_config.hf_quantizer, str(load_config.pretrained_model_name_or_path)
+        kept: KeptWeights | None = None
+        origin = str(load_config.pretrained_model_name_or_path)
+        if state_dict is None and load_config.is_quantized and not _is_dequantized(load_config):
+            quantizer = load_config.hf_quantizer
+            formats = formats_asked_for(model, quantizer, origin, load_config.dtype)
             if quantizer.pre_quantized:
-                _refuse_quantized(load_config)
+                shapes = {name: tuple(model.get_parameter(name).shape) for name in formats}
+                kept = KeptWeights(recorder, quantizer, formats, shapes)
+                kept.take_over(load_config.weight_mapping or ())
             else:
-                formats = formats_asked_for(model, quantizer, origin)
                 load_config = dataclasses.replace(load_config, hf_quantizer=None)
         if state_dict is not None or not checkpoint_files:
             return load(model, state_dict, checkpoint_files, load_config, **kwargs)
         info = _record_checkpoint(recorder, model, checkpoint_files, load_config)
-        note_formats(model, formats)
+        note_formats(model, formats if kept is None else kept.formats(origin))
         return info, None
 
     return record
@@ -165,16 +172,19 @@ def _without_progress_bars() -> Iterator[None]:
         set_tqdm_hook(before)
 
 
-def _refuse_quantized(load_config: Any) -> None:
-    """Weights in files that are quantized are no parameters that could be cut; dequantized ones are.
+def _is_dequantized(load_config: Any) -> bool:
+    """Whether weights in files that are quantized are dequantized on the way, and then like any others.
 
     Raises:
-        QuantizationError: if they are not dequantized on the way.
+        QuantizationError: if they are not, and no format of the library's is known.
     """
-    config = load_config.hf_quantizer.quantization_config
-    if getattr(config, "dequantize", False):
-        return
+    quantizer = load_config.hf_quantizer
+    config = quantizer.quantization_config
     method = getattr(config.quant_method, "value", config.quant_method)
+    if not quantizer.pre_quantized or method in LIBRARIES:
+        return False
+    if getattr(config, "dequantize", False):
+        return True
     origin = load_config.pretrained_model_name_or_path
     advice = "Load it once with transformers, call model.dequantize() and model.save_pretrained(...), and use that copy"
     if hasattr(config, "dequantize"):

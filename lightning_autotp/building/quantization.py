@@ -6,36 +6,56 @@ same product with other numbers. So inside :func:`~lightning_autotp.building.pre
 weight between blocks only (:meth:`Format.units`), and each rank quantizes what it has read, with the library itself:
 then its numbers and scales are those that one process has.
 
+Of a checkpoint that is quantized already (:mod:`~lightning_autotp.building.quantized_files`) each rank reads its part
+of the quantized numbers and of the scales, into a layer that the library makes (:meth:`Format.tensors`).
+
 The libraries are imported only by who uses them.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from traceback import walk_tb
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lightning_autotp.building.checkpoint_reading import CheckpointError
+from lightning_autotp.building.recipe import Recipe
 from lightning_autotp.layouts.listing import listed
+from lightning_autotp.private.torchao_private import casts_on_the_wire, is_float8_layer
 
 _NAME = "autotp_format"
-_LIBRARIES = ("bitsandbytes", "torchao")
+LIBRARIES = ("bitsandbytes", "torchao")
+"""Which can quantize, each under its own name in transformers."""
+
 _INSTEAD = (
-    "Let each rank quantize its part: build the model in configure_model() or meta_model() by from_pretrained(...,"
-    " quantization_config=...), from a checkpoint that is not quantized, and call no other function that quantizes it"
+    "Let each rank quantize, or read, its part: build the model in configure_model() or meta_model() by"
+    " from_pretrained(..., quantization_config=...), or from a checkpoint that is quantized, and call no other function"
+    " that quantizes it"
 )
 
 
 class QuantizationError(CheckpointError):
     """A model is quantized in a way in which it cannot be cut into parts; the message says what can be done instead."""
+
+
+class Stored(NamedTuple):
+    """What a checkpoint has of a weight that is quantized.
+
+    Attributes:
+        format: its format, as the checkpoint has it.
+        tensors: deferred tensors ``[out, n]``, by the names in :attr:`Format.stored`.
+    """
+
+    format: Format
+    tensors: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -44,9 +64,12 @@ class Format(ABC):
 
     Attributes:
         dtype: of the weight before; what a part is when it is quantized.
+        stored: of a weight that is quantized already, how its tensors are read, each ``[out, n]``: a row of it is for a
+            row of the weight, and an element for one, for several in a row, or (``n == 1``) for all of it.
     """
 
     dtype: torch.dtype
+    stored: Mapping[str, Recipe] | None = field(default=None, kw_only=True, repr=False, compare=False)
 
     @abstractmethod
     def units(self, shape: tuple[int, ...]) -> tuple[int, int]:
@@ -69,6 +92,23 @@ class Format(ABC):
     @abstractmethod
     def dequantized(self, layer: nn.Module) -> Tensor:
         """The weight of :meth:`layer` as the numbers that it stands for, of the shape of ``values``."""
+
+    @abstractmethod
+    def tensors(self, layer: nn.Module) -> dict[str, Tensor]:
+        """What a layer's weight consists of, in its memory: tensors ``[out/tp, n]`` by the names in :attr:`stored`."""
+
+    @abstractmethod
+    def as_stored(self, parts: Mapping[str, Tensor], shape: tuple[int, ...], described: Mapping[str, Any]) -> Stored:
+        """What a checkpoint has of a weight of this format.
+
+        Args:
+            parts: the deferred tensors of the checkpoint, by their names after the layer's.
+            shape: ``(out, in)``.
+            described: what else the checkpoint says of it.
+
+        Raises:
+            QuantizationError: if that is another weight, or format, than this; it says what is different.
+        """
 
     @property
     def shares_rows(self) -> bool:
@@ -114,6 +154,34 @@ class FourBit(Format):
         found: Tensor = library_of("bitsandbytes").functional.dequantize_4bit(weight.data, weight.quant_state)
         return found
 
+    def tensors(self, layer: nn.Module) -> dict[str, Tensor]:
+        """The packed numbers, row by row, and their scales."""
+        weight: Any = layer.weight
+        rows = weight.quant_state.shape[0]
+        return {"numbers": weight.data.view(rows, -1), "scales": weight.quant_state.absmax.view(rows, -1)}
+
+    def as_stored(self, parts: Mapping[str, Tensor], shape: tuple[int, ...], described: Mapping[str, Any]) -> Stored:
+        """Scales that are quantized again are not any more: bitsandbytes makes them of all of a matrix."""
+        functional: Any = library_of("bitsandbytes").functional
+        numbers, scales, code = (_part(parts, name) for name in ("weight", "weight.absmax", "weight.quant_map"))
+        found = (tuple(described.get("shape", ())), described.get("quant_type"), numbers.dtype)
+        if found != (shape, self.kind, self.storage):
+            raise QuantizationError(f"it is of {found}, and {(shape, self.kind, self.storage)} was expected")
+        if not torch.equal(code.clone(), functional.get_4bit_type(self.kind, device="cpu")):
+            raise QuantizationError(f"its numbers stand for others than those of {self.kind}")
+        block = described["blocksize"]
+        if shape[1] % block:
+            raise QuantizationError(f"its rows of {shape[1]} are no multiple of its blocks of {block}")
+        if "weight.nested_absmax" in parts:
+            of_scales = _part(parts, "weight.nested_absmax"), _part(parts, "weight.nested_quant_map")
+            scales = functional.dequantize_blockwise(
+                scales, absmax=of_scales[0], code=of_scales[1], blocksize=described["nested_blocksize"]
+            )
+            scales = scales + torch.tensor(described["nested_offset"])
+        grids = {"numbers": numbers.reshape(shape[0], -1), "scales": scales.reshape(shape[0], -1)}
+        dtype = getattr(torch, described["dtype"])
+        return Stored(replace(self, dtype=dtype, block=block, is_double=False), grids)
+
 
 @dataclass(frozen=True)
 class EightBit(Format):
@@ -149,6 +217,18 @@ class EightBit(Format):
         found: Tensor = library_of("bitsandbytes").functional.int8_vectorwise_dequant(state.CB, state.SCB)
         return found.to(self.dtype)
 
+    def tensors(self, layer: nn.Module) -> dict[str, Tensor]:
+        """The numbers and the rows' scales."""
+        state: Any = layer.state
+        return {"numbers": state.CB, "scales": state.SCB.view(-1, 1)}
+
+    def as_stored(self, parts: Mapping[str, Tensor], shape: tuple[int, ...], described: Mapping[str, Any]) -> Stored:
+        """As they are."""
+        numbers, scales = _part(parts, "weight"), _part(parts, "SCB")
+        if (numbers.shape, numbers.dtype) != (shape, torch.int8):
+            raise QuantizationError(f"it is {tuple(numbers.shape)} of {numbers.dtype}")
+        return Stored(self, {"numbers": numbers, "scales": scales.reshape(-1, 1)})
+
 
 @dataclass(frozen=True)
 class WeightOnly(Format):
@@ -170,8 +250,8 @@ class WeightOnly(Format):
 
     @property
     def shares_rows(self) -> bool:
-        """Rows, not groups."""
-        return self.group is None
+        """Rows, not groups, of a weight that is not quantized yet."""
+        return self.group is None and self.stored is None
 
     def layer(self, values: Tensor, extremes: Tensor | None = None) -> nn.Module:
         """A linear layer whose weight is one of torchao's tensors.
@@ -193,6 +273,22 @@ class WeightOnly(Format):
         found: Tensor = weight.dequantize()
         return found.to(self.dtype)
 
+    def tensors(self, layer: nn.Module) -> dict[str, Tensor]:
+        """Those that torchao's tensor consists of, by its own names."""
+        assert self.stored is not None
+        return {name: getattr(layer.weight, name) for name in self.stored}
+
+    def as_stored(self, parts: Mapping[str, Tensor], shape: tuple[int, ...], described: Mapping[str, Any]) -> Stored:
+        """As they are."""
+        prefix = "_weight_"
+        found = {name.removeprefix(prefix): tensor for name, tensor in parts.items()}
+        wanted, data = described.get("_tensor_data_names", ()), described.get("_data", {})
+        if sorted(found) != sorted(wanted) or found["qdata"].shape != shape:
+            raise QuantizationError(f"it consists of {listed(sorted(parts))}, for a weight {shape}")
+        if any(tensor.shape[0] != shape[0] for tensor in found.values()):
+            raise QuantizationError("its scales are not of rows or of groups in a row")
+        return Stored(replace(self, dtype=getattr(torch, data["dtype"]["_data"])), found)
+
 
 def format_of(parameter: Tensor) -> Format | None:
     """How a parameter is to be quantized when its values are there; ``None`` if it is not."""
@@ -208,21 +304,30 @@ def note_formats(model: nn.Module, formats: dict[str, Format]) -> None:
         parameter.requires_grad_(False)
 
 
-def formats_asked_for(model: nn.Module, quantizer: Any, origin: str) -> dict[str, Format]:
-    """What transformers' quantizer of a model would do while it is loaded, by the names of the weights.
+def formats_asked_for(model: nn.Module, quantizer: Any, origin: str, dtype: torch.dtype | None) -> dict[str, Format]:
+    """What transformers' quantizer of a model does while it is loaded, or has done, by the names of the weights.
 
     Layers that it has put in the place of ``nn.Linear`` are ``nn.Linear`` again afterwards, on meta.
+
+    Args:
+        model: the model, without weights.
+        quantizer: transformers'.
+        origin: where the model comes from.
+        dtype: of the model, for weights that are quantized already.
 
     Raises:
         QuantizationError: if such weights cannot be cut into parts.
     """
     names = [name for name, _ in model.named_parameters() if quantizer.param_needs_quantization(model, name)]
-    formats = {name: _format(quantizer.quantization_config, model, name, origin) for name in names}
+    config = quantizer.quantization_config
+    before = dtype or torch.get_default_dtype() if quantizer.pre_quantized else None
+    formats = {name: _format(config, model, name, origin, before) for name in names}
     for name in names:
         path = name.rpartition(".")[0]
         layer: Any = model.get_submodule(path)
         if type(layer) is not nn.Linear:
-            plain = _linear(layer.in_features, layer.out_features, torch.empty_like(layer.weight.data), layer.bias)
+            weight = torch.empty_like(layer.weight.data, dtype=formats[name].dtype)
+            plain = _linear(layer.in_features, layer.out_features, weight, layer.bias)
             model.set_submodule(path, plain)
     return formats
 
@@ -233,8 +338,16 @@ def refuse_quantized(model: nn.Module) -> None:
     Raises:
         QuantizationError: naming them.
     """
+    in_float8 = {name: layer for name, layer in model.named_modules() if is_float8_layer(layer)}
+    gathered = [name for name, layer in in_float8.items() if casts_on_the_wire(layer)]
+    if gathered:
+        raise QuantizationError(
+            f"{listed(gathered)} of {type(model).__name__} are to be gathered in float8"
+            " (enable_fsdp_float8_all_gather=True): their weights are tensors of another kind, which cannot be cut."
+            " Leave that out of Float8LinearConfig: data_parallel_size > 1 gathers them as they are"
+        )
     values: list[tuple[str, Tensor | nn.Module]] = [*model.named_parameters(), *model.named_modules()]
-    found = {name: value for name, value in values if _library(value)}
+    found = {name: value for name, value in values if _library(value) and name not in in_float8}
     if found:
         kinds = sorted({type(value).__name__ for value in found.values()})
         raise QuantizationError(
@@ -257,7 +370,7 @@ def told_clearly() -> Iterator[None]:
     except Exception as error:
         frames = walk_tb(error.__traceback__)
         packages = [str(frame.f_globals.get("__name__")).partition(".")[0] for frame, _ in frames]
-        library = next((package for package in packages if package in _LIBRARIES), None)
+        library = next((package for package in packages if package in LIBRARIES), None)
         if library is None:
             raise
         raise QuantizationError(
@@ -280,7 +393,7 @@ def library_of(name: str) -> ModuleType:
         ) from error
 
 
-def _format(config: Any, model: nn.Module, name: str, origin: str) -> Format:
+def _format(config: Any, model: nn.Module, name: str, origin: str, dtype: torch.dtype | None) -> Format:
     path, _, attribute = name.rpartition(".")
     layer: Any = model.get_submodule(path)
     method = getattr(config.quant_method, "value", config.quant_method)
@@ -291,7 +404,7 @@ def _format(config: Any, model: nn.Module, name: str, origin: str) -> Format:
     if getattr(layer, "source_cls", nn.Linear) is not nn.Linear:
         source: Any = layer.source_cls
         raise _refused(origin, name, method, f"it is the weight of a {source.__name__}, not of an nn.Linear")
-    dtype = layer.weight.dtype
+    dtype = dtype or layer.weight.dtype
     if method == "bitsandbytes" and config.load_in_4bit:
         kind, storage = config.bnb_4bit_quant_type, config.bnb_4bit_quant_storage
         found = FourBit(dtype, kind, config.bnb_4bit_compute_dtype, storage, config.bnb_4bit_use_double_quant)
@@ -318,9 +431,9 @@ def _format(config: Any, model: nn.Module, name: str, origin: str) -> Format:
 
 def _refused(origin: str, name: str, method: str, how: str) -> QuantizationError:
     return QuantizationError(
-        f"{origin}: quantization_config asks for weights that are quantized ({method}) while they are loaded, and"
-        f" {name} cannot be quantized part by part: {how}. Leave quantization_config out, or use a format that"
-        " docs/lora.md of lightning_autotp lists"
+        f"{origin}: weights are quantized ({method}), and {name} cannot be quantized part by part: {how}. Use a"
+        " checkpoint that is not quantized and leave quantization_config out, or use a format that docs/lora.md of"
+        " lightning_autotp lists"
     )
 
 
@@ -334,7 +447,13 @@ def _linear(columns: int, rows: int, values: Tensor, bias: Tensor | None) -> nn.
     return layer
 
 
+def _part(parts: Mapping[str, Tensor], name: str) -> Tensor:
+    if name not in parts:
+        raise QuantizationError(f"there is no {name} of it")
+    return parts[name]
+
+
 def _library(value: Tensor | nn.Module) -> str:
     """The library that has made a tensor or a module so; empty for others."""
     packages = (kind.__module__.partition(".")[0] for kind in type(value).__mro__)
-    return next((package for package in packages if package in _LIBRARIES), "")
+    return next((package for package in packages if package in LIBRARIES), "")

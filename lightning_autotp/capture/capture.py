@@ -20,6 +20,7 @@ import torch
 import transformers.utils
 from torch import Tensor, nn
 
+from lightning_autotp.building.float8 import float8_of, note_float8
 from lightning_autotp.building.quantization import format_of
 from lightning_autotp.capture.call_sites import is_user_code
 from lightning_autotp.capture.experts import noting_experts
@@ -212,6 +213,7 @@ def _capture(
 
     calls = [Call(*map_tensors(stand_in, tuple(call))) for call in as_calls(example_inputs)]
     traced = meta_copy(model, stand_in)
+    note_float8(traced)
     if training:
         traced.train()
     tracer = Tracer(traced, real)
@@ -224,10 +226,11 @@ def _capture(
         tracer.graph.integers = note_integers(traced, lambda: tracer.modules[-1])
     _run(traced, calls, tracer, fake, until_failure)
     tracer.graph.static_on_demand()
+    in_float8 = {layer.weight: how for layer in traced.modules() if (how := float8_of(layer)) is not None}
     tracer.graph.units = {
         tensor: found.units(tuple(parameter.shape))
         for tensor, name in tracer.graph.parameters.items()
-        if (found := format_of(parameter := traced.get_parameter(name))) is not None
+        if (found := format_of(parameter := traced.get_parameter(name)) or in_float8.get(parameter)) is not None
     }
     _find_choosing(traced, tracer)
     return tracer.graph

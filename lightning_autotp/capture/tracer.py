@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_autotp.building.float8 import float8_of
 from lightning_autotp.capture import vmap as transforms
 from lightning_autotp.capture.call_sites import (
     call_key,
@@ -52,6 +53,7 @@ _MEASURING = frozenset([Tensor.shape.__get__, Tensor.size, Tensor.__len__, Tenso
 _FACTORIES = {getattr(torch, known.name.split(".")[1]) for known in records() if known.factory}
 _SAME = "aten.alias.default"
 _INDEX = "aten.index.Tensor"
+_LINEAR = "aten.linear.default"
 _CONSTANTS = {torch.tensor, torch.as_tensor, torch.asarray}
 
 
@@ -97,6 +99,8 @@ class Tracer(PreDispatchMode):
         self._places: dict[Any, Tensor] = {}
         self._alive: list[Tensor] = []  # an id must not be used again while it is in the tables
         self._layers = {path: torch_layer(module) for path, module in model.named_modules()}
+        found = {path: float8_of(module) for path, module in model.named_modules()}
+        self._rounding = {path: str(how) for path, how in found.items() if how is not None}
         for name, parameter in model.named_parameters():  # a tied parameter under its first name
             tracked = self._track(parameter, static=False)
             self.graph.parameters[tracked.value.tensor] = name
@@ -308,6 +312,8 @@ class Tracer(PreDispatchMode):
         call, source = self.calls.current
         layer = self._layers.get(module, "")
         draft = Operator(name, reads, (), module, source, layer, call=call, own_numbers=are_own_numbers_noted())
+        if name == _LINEAR:
+            draft = replace(draft, rounding=self._rounding.get(module, ""))
         static = all(self.graph.tensors[tensor].is_static for tensor in draft.inputs)
         values = tuple(self._new(output, static).tensor for output in outputs)
         operator = replace(draft, outputs=values)

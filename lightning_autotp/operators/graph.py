@@ -145,6 +145,8 @@ class Operator:
         boundary: for an operator called ``boundary``, which computes nothing: where it is.
         call: index in :attr:`Graph.calls` of the call that ran it; -1 if none did.
         own_numbers: in a local trace: whether the random numbers it may draw are the rank's own.
+        rounding: how it rounds its operands, and its result's gradient, so that none of these may be a part of a sum;
+            empty if it does not.
     """
 
     name: str
@@ -156,6 +158,7 @@ class Operator:
     boundary: Boundary | CallPoint | None = None
     call: int = -1
     own_numbers: bool = False
+    rounding: str = ""
 
     def argument(self, name: str) -> Any:
         """The argument's value."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from lightning_autotp.building.float8 import float8_of
 from lightning_autotp.parallel.head_product import HeadProduct
 from lightning_autotp.parallel.linear import ColumnParallelLinear
 from lightning_autotp.parallel.logits import VocabParallelLogits
@@ -33,8 +34,9 @@ class VocabParallelHead(ColumnParallelLinear):
 def compute_when_needed(module: nn.Module) -> None:
     """Let a layer whose output is shown whole leave it uncomputed, in place, if it can.
 
-    It can if it is a column-parallel layer as it is: what a subclass's code or a hook does with the output was written
-    for a tensor that is there.
+    It can if it is a column-parallel layer as it is, and not in float8: what a subclass's code or a hook does with the
+    output was written for a tensor that is there.
     """
-    if type(module) is ColumnParallelLinear and not module.gather_output and not ModuleHooks(module).after:
+    is_plain = type(module) is ColumnParallelLinear and float8_of(module) is None
+    if is_plain and not module.gather_output and not ModuleHooks(module).after:
         module.__class__ = VocabParallelHead

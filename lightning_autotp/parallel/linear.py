@@ -26,8 +26,8 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from lightning_autotp.building.float8 import float8_of
 from lightning_autotp.layouts.ownership import Ownership
 from lightning_autotp.layouts.plan import ImplementationPlan
 from lightning_autotp.layouts.types import Shard
@@ -38,6 +38,7 @@ from lightning_autotp.parallel.collectives import (
     scatter,
     take_owned,
 )
+from lightning_autotp.parallel.float8 import local_product
 from lightning_autotp.parallel.local_parameters import LocalParameters, become, localize_parameter
 from lightning_autotp.parallel.overlap import product, replicate
 from lightning_autotp.ranks.group import TPGroup
@@ -169,7 +170,7 @@ class ColumnParallelLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """``[batch, ..., in] -> [batch, ..., out/tp]``; see the class for the flags. Collective."""
         input = self.replicated(input)
-        output = product(input, self)
+        output = product(input, self, self.group)
         if self.gather_output:
             output = all_gather(output, self.group, Shard(((output.dim() - 1, self.ownership),)))
         return output
@@ -186,7 +187,7 @@ class ColumnParallelLinear(nn.Linear):
         )
         if self.input_is_replicated:
             text += ", input_is_replicated=True"
-        return text
+        return text + _in_float8(self)
 
 
 class RowParallelLinear(nn.Linear):
@@ -302,7 +303,7 @@ class RowParallelLinear(nn.Linear):
         """``[batch, ..., in/tp] -> [batch, ..., out]``; see the class for the flags. Collective."""
         if not self.input_is_parallel:
             input = scatter(input, self.group, Shard(((input.dim() - 1, self.ownership),)))
-        output = F.linear(input, self.weight)
+        output = local_product(input, self, ("in",), self.group)
         bias: Tensor | None = self.bias
         if self.reduce_output:
             output = all_reduce(output, self.group)
@@ -316,7 +317,11 @@ class RowParallelLinear(nn.Linear):
             f"in_features={_sizes(self.ownership, self.group)}, out_features={self.out_features}, "
             f"bias={self.bias is not None}, input_is_parallel={self.input_is_parallel}"
         )
-        return text + ("" if self.reduce_output else ", reduce_output=False")
+        return text + ("" if self.reduce_output else ", reduce_output=False") + _in_float8(self)
+
+
+def _in_float8(layer: nn.Linear) -> str:
+    return "" if float8_of(layer) is None else ", in_float8=True"
 
 
 def _sizes(ownership: Ownership, group: TPGroup) -> str:

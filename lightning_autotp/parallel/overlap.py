@@ -36,9 +36,11 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import functional as F
 
+from lightning_autotp.building.float8 import float8_of
 from lightning_autotp.layouts.transitions import transition
 from lightning_autotp.layouts.types import Invariant, Replicate, Shard
 from lightning_autotp.parallel.collectives import begin_backward, begin_gather, convert, transition_backward, wait
+from lightning_autotp.parallel.float8 import local_product
 from lightning_autotp.private.torch_private import after_backward, backward_pass, base_of, own_shape
 from lightning_autotp.ranks.group import TPGroup
 
@@ -219,7 +221,7 @@ def replicate(x: Tensor, group: TPGroup, layers: Iterable[nn.Linear], source: In
     if not x.requires_grad or not _is_recorded(x):
         return convert(x, source, Replicate(), group)
     gathered = _gathered(x)
-    trained = [layer for layer in layers if type(layer.weight) is nn.Parameter and layer.weight.requires_grad]
+    trained = [layer for layer in layers if _is_split(layer) and layer.weight.requires_grad]
     x = _Wait.apply(x)
     weights: dict[nn.Module, tuple[Tensor, _Left]] = {}
     for layer in trained:
@@ -238,23 +240,28 @@ def note_gathered(whole: Tensor, part: Tensor, source: Shard, group: TPGroup) ->
         setattr(whole, _GATHERED, _Gathered(part, source, group))
 
 
-def product(x: Tensor, layer: nn.Linear) -> Tensor:
+def product(x: Tensor, layer: nn.Linear, group: TPGroup) -> Tensor:
     """The layer's product, ``[batch, ..., in] -> [batch, ..., out/tp]``.
 
-    Not collective; the backward pass is, if the input was gathered.
+    Not collective, but where the layer computes in float8; the backward pass is, if the input was gathered.
     """
     weights: dict[nn.Module, tuple[Tensor, _Left]] = getattr(x, _WEIGHTS, {})
     weight, left = weights.pop(layer, (None, None))  # a second call has a gradient of its own
     gathered = _gathered(x) if _is_recorded(x) and layer.weight.requires_grad else None
-    if weight is None and gathered is not None and type(layer.weight) in (Tensor, nn.Parameter):
+    if weight is None and gathered is not None and _is_split(layer):
         weight = _cast(layer.weight)
     if weight is None:
-        return F.linear(x, layer.weight, layer.bias)
+        return local_product(x, layer, ("out",), group, layer.bias)
     bias = None if layer.bias is None else _cast(layer.bias)
     part = None if gathered is None else gathered.part
     if gathered is not None:
         gathered.users[weight.dtype] += 1
     return _Product.apply(_cast(x), part, weight, bias, left, gathered)
+
+
+def _is_split(layer: nn.Linear) -> bool:
+    """Whether the layer's weight gradient is computed apart from the rest of its backward pass."""
+    return type(layer.weight) in (Tensor, nn.Parameter) and float8_of(layer) is None
 
 
 def _is_recorded(x: Tensor) -> bool:

@@ -295,6 +295,9 @@ def _difference(expected: _Expected, found: Operator, local: Graph, tensors: dic
         return f"expected {expected.name}, found {found.name}"
     if found.boundary != (expected.origin.boundary if expected.name == "boundary" else None):
         return f"expected the boundary {expected.origin.boundary}, found {found.boundary}"
+    rounding = expected.origin.rounding if expected.name == expected.origin.name else ""
+    if found.rounding != rounding:
+        return f"{expected.name}: it must round {rounding or 'nothing'}, it rounds {found.rounding or 'nothing'}"
     if expected.own_numbers is not None and found.own_numbers != expected.own_numbers:
         who = ("the group's common", "its own")
         return f"{expected.name}: the rank must draw {who[expected.own_numbers]} random numbers, it draws the others"

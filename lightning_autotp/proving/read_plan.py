@@ -104,8 +104,9 @@ def _refuse_cut_blocks(plan: Plan, graph: Graph) -> None:
         layout = layouts.get(name)
         if isinstance(layout, Shard) and not is_cut_between(layout, units):
             raise PlanMismatch(
-                f"the plan cuts {name} as {layout}, inside of blocks that are quantized together: it may be cut at"
-                f" multiples of {list(units)} only. Make a plan of the model with its quantization_config"
+                f"the plan cuts {name} as {layout}, inside of blocks that are quantized together, or that products in"
+                f" float8 take: it may be cut at multiples of {list(units)} only. Make a plan of the model with its"
+                " quantization_config, or after convert_to_float8_training"
             )
 
 

@@ -365,7 +365,8 @@ class Tables:
         """Every combination of types the operator may run at, with its cost."""
         inputs = [tensor for tensor in relation.inputs if tensor in self.dims]
         outputs = list(relation.outputs)
-        for kind in (I, R):
+        rounds = bool(relation.operator.rounding)
+        for kind in (I,) if rounds else (I, R):
             same: dict[int, Kind] = dict.fromkeys((*inputs, *outputs), kind)
             yield same, self._compute(relation, None)
         linear = relation.linear
@@ -375,7 +376,7 @@ class Tables:
                 for target in (I, R, P):
                     made: dict[int, Kind] = {**dict.fromkeys(inputs, source), **dict.fromkeys(outputs, target)}
                     yield made, 0.0
-        if linear and all(self._may_be_partial(relation, tensor) for tensor in linear):
+        if linear and not rounds and all(self._may_be_partial(relation, tensor) for tensor in linear):
             kinds: dict[int, Kind] = {tensor: P if tensor in linear else R for tensor in inputs}
             yield kinds | dict.fromkeys(outputs, P), self._compute(relation, None) + _ELSEWHERE
         numbers = dict.fromkeys(n for tensor in (*inputs, *outputs) for n in self.touching[tensor])
@@ -408,6 +409,8 @@ class Tables:
                 kinds[tensor] = number
         if relation.draws and any(self._is_shared(tensor, number) for tensor in outputs):
             return "it would draw different numbers on ranks that hold the same"
+        if relation.operator.rounding and any(self._is_shared(tensor, number) for tensor in outputs):
+            return "it rounds the gradient of its result, of which ranks that hold the same have parts of a sum"
         cost = self._compute(relation, number)
         if not contracted:
             return [(kinds, cost)]

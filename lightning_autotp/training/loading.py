@@ -13,7 +13,7 @@ have been touched.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +25,9 @@ from lightning_autotp.building.checkpoint_reading import (
     files_kept_open,
     read_headers,
 )
+from lightning_autotp.building.quantization import QuantizationError
 from lightning_autotp.building.recipe import Recipe
-from lightning_autotp.building.weight_conversion import Blocks
+from lightning_autotp.building.weight_conversion import Blocks, Box
 from lightning_autotp.layouts.listing import listed
 from lightning_autotp.layouts.types import Shard
 from lightning_autotp.parameters.local_blocks import held_blocks, plain, with_values
@@ -133,23 +134,57 @@ def _read(parameter: nn.Parameter, meta: ParameterMeta, device: torch.device) ->
     recipe = meta.init_fn if isinstance(meta.init_fn, Recipe) else Recipe.given(meta.init_fn())  # type: ignore[misc]
     if recipe.target.size != meta.shape:
         raise CheckpointError(f"{meta.name} is initialized as {recipe.target.size} but has the shape {meta.shape}")
-    blocks = held_blocks(parameter, meta, meta.ranks)
-    with torch.no_grad():
-        for number, piece, part in Blocks(recipe).pieces([block.original for block in blocks]):
-            where = zip(piece, blocks[number].original, blocks[number].local, strict=True)
-            here = tuple(slice(at + low - start, at + high - start) for (low, high), (start, _), (at, _) in where)
-            values[here].copy_(part)
+    _copy(values, recipe, [(block.original, block.local) for block in held_blocks(parameter, meta, meta.ranks)])
     return values
+
+
+def _copy(target: Tensor, recipe: Recipe, blocks: Sequence[tuple[Box, Box]]) -> None:
+    """Copy blocks of what a recipe makes to a tensor: ``(box there, box in the tensor)``."""
+    with torch.no_grad():
+        for number, piece, part in Blocks(recipe).pieces([original for original, _ in blocks]):
+            where = zip(piece, *blocks[number], strict=True)
+            here = tuple(slice(at + low - start, at + high - start) for (low, high), (start, _), (at, _) in where)
+            target[here].copy_(part)
+
+
+def _read_stored(parameter: nn.Parameter, meta: ParameterMeta, device: torch.device) -> QuantizedWeight:
+    """A weight that is quantized in the files: the library's layer of this shape, with this process's part of them."""
+    assert meta.format is not None
+    blank = torch.zeros(plain(parameter).shape, dtype=meta.format.dtype, device=device)
+    weight = QuantizedWeight.of(blank, meta.format, parameter.dtype)
+    blocks = held_blocks(parameter, meta, meta.ranks)
+    for name, made in meta.format.tensors(weight.layer).items():
+        recipe = (meta.format.stored or {})[name]
+        width = recipe.target.size[1]
+
+        def along(box: Box, width: int = width) -> Box:
+            """A box of the weight in the elements of the tensor."""
+            rows, (left, right) = box
+            return rows, (0, 1) if width == 1 else (left * width // meta.shape[1], right * width // meta.shape[1])
+
+        _, (_, columns) = along(((0, blank.shape[0]), (0, blank.shape[1])))
+        if (made.dtype, made.shape[1]) != (recipe.target.dtype, columns):
+            raise QuantizationError(
+                f"{meta.name} is quantized in the checkpoint with {name} {recipe.target.size} of {recipe.target.dtype},"
+                f" but its library now makes {tuple(made.shape)} of {made.dtype} for a part {tuple(blank.shape)} of it:"
+                " save the checkpoint anew with this version of the library"
+            )
+        _copy(made, recipe, [(along(block.original), along(block.local)) for block in blocks])
+    return weight
 
 
 def _fill(
     parameter: nn.Parameter, meta: ParameterMeta, device: torch.device, extremes: Tensor | None = None
 ) -> nn.Parameter:
     """A real parameter for a meta one, with the values that belong into this process."""
-    values = _read(parameter, meta, device)
-    if meta.format is not None:
+    values: Tensor
+    if meta.format is None:
+        values = _read(parameter, meta, device)
+    elif meta.format.stored is not None:
+        values = _read_stored(parameter, meta, device)
+    else:
         extremes = None if extremes is None else extremes * extremes.new_tensor([-1.0, 1.0])
-        values = QuantizedWeight.of(values, meta.format, parameter.dtype, extremes)
+        values = QuantizedWeight.of(_read(parameter, meta, device), meta.format, parameter.dtype, extremes)
     filled = nn.Parameter(with_values(parameter, values), requires_grad=parameter.requires_grad)
     filled.__dict__.update(parameter.__dict__)
     meta.init_fn = None
