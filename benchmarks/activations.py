@@ -258,8 +258,7 @@ CONCLUSION = """\
 - Without sequence parallelism everything *outside both* stays whole on each rank: the 10 above.
 - With it a rank of Llama keeps exactly half of what one process keeps, outside and inside.
 - A mixture keeps whole, *inside*, what was gathered for it: its router needs all tokens and all features for its
-  backward pass, and no column-parallel layer takes that tensor, which alone would keep a part of it. The MLP's input,
-  which is not kept *outside* then, takes twice what it would there.
+  backward pass. Where column-parallel layers take that tensor, too (a shared expert), its part is kept besides.
 - Experts in a mixture: each rank has a part of each expert's features, so what an expert keeps of its input and its
   result is whole on every rank, and only what is between falls to 1/t. With small experts that is most of it.
 """
