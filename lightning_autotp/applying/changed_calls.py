@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -74,7 +75,7 @@ class LocalForward:
     def __init__(self, module: nn.Module, path: str, changes: Mapping[CallSite, CallChanges]) -> None:
         self.module, self.forward, self.path, self.changes = module, module.forward, path, dict(changes)
         self.lines = {(site.file, site.line, site.function) for site in changes}
-        self.is_traceable = all(site.function != "__get__" for site in changes)
+        self.is_traceable = all(site.function != "__get__" and site.file != F.__name__ for site in changes)
         self.runs: tuple[frozenset[CallSite], ...] = ()  # of traced ones without all planned calls: those they make
         self.running: list[_LocalCalls] = []
         self.known: set[Line] | None = None  # calls of runs with all planned ones
@@ -149,7 +150,9 @@ class LocalForward:
             )
         return result
 
-    @torch.compiler.disable(reason="a layout changes where an attribute of a tensor is read (weight.T)")
+    @torch.compiler.disable(
+        reason="a layout changes where an attribute of a tensor is read, or in torch's attention"
+    )
     def _run_outside_compiled_code(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run it where nothing below is compiled on its own: the mode sees the calls, and that an attribute is read."""
         return self._run(args, kwargs)
