@@ -371,7 +371,7 @@ class _Search:
 
 
 def _counts(operator: Operator) -> Iterator[int]:
-    """The numbers in an operator's arguments that are as many as a rank's part has of something (groups)."""
+    """Numbers in an operator's arguments that count parts of a dim (groups): a rank's is its share of the whole."""
     known = record(operator.name)
     for name in () if known is None else (*known.sizes, *(count for count, *_ in known.shares)):
         number = dict(operator.arguments).get(name)
