@@ -150,9 +150,7 @@ class LocalForward:
             )
         return result
 
-    @torch.compiler.disable(
-        reason="a layout changes where an attribute of a tensor is read, or in torch's attention"
-    )
+    @torch.compiler.disable(reason="a layout changes where an attribute of a tensor is read, or in torch's attention")
     def _run_outside_compiled_code(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run it where nothing below is compiled on its own: the mode sees the calls, and that an attribute is read."""
         return self._run(args, kwargs)
