@@ -63,8 +63,11 @@ $(VENV)/.zoo: $(VENV)/.installed
 	$(BIN)/python -m pip install --no-deps -c $(CONSTRAINTS) litgpt
 	touch $@
 
-zoo-others: $(VENV)/.zoo
-	$(MAKE) zoo ARGS="--group others $(ARGS)"
+# In an environment of its own: torchmetrics imports torchvision where it is installed, which fails where torchvision's
+# compiled operators are not those of the torch that is there.
+zoo-others:
+	$(MAKE) VENV=.venv-zoo EXTRAS=dev .venv-zoo/.zoo
+	$(MAKE) VENV=.venv-zoo EXTRAS=dev zoo ARGS="--group others $(ARGS)"
 
 faults: $(VENV)/.installed
 	HF_HUB_OFFLINE=1 $(BIN)/python tools/faults.py $(ARGS)
@@ -75,4 +78,4 @@ lint: $(VENV)/.installed
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) .venv-lowest build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-lowest .venv-zoo build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

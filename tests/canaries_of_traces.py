@@ -316,3 +316,29 @@ def _(_: Any) -> None:
     assert {"__call__", "uuid"} <= CustomGraphPass.__abstractmethods__
     assert get_custom_graph_passes(None) == ()
     assert get_custom_graph_passes([print]) == (print,)
+
+
+@canary("torch.nn.functional.has_torch_function")
+def _(_: Any) -> None:
+    """A copy of the function that does not ask it is not handed over, and is the same function otherwise."""
+    from torch.overrides import TorchFunctionMode
+
+    from lightning_autotp.private.torch_private import call_by_call
+
+    seen: list[str] = []
+
+    class Calls(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func.__name__)
+            return func(*args, **kwargs or {})
+
+    function = nn.functional.multi_head_attention_forward
+    x, weight, out = torch.randn(3, 2, 4), torch.randn(12, 4), torch.randn(4, 4)
+    arguments = (x, x, x, 4, 2, weight, None, None, None, False, 0.0, out, None)
+    with Calls():
+        handed_over = function(*arguments, need_weights=False)[0]
+        assert seen == ["multi_head_attention_forward"]
+        inside = call_by_call(function)(*arguments, need_weights=False)[0]
+    assert {"linear", "view", "scaled_dot_product_attention"} <= {*seen[1:]}
+    assert "multi_head_attention_forward" not in seen[1:]
+    assert torch.equal(handed_over, inside)

@@ -17,6 +17,18 @@ def embedding(draw: Draw, name: str) -> Any:
     return draw.tape.call(name, draw.operand(rows, features), ids, *options, layer=draw.one("", "Embedding"))
 
 
+@case("aten.embedding_bag.default", "aten.embedding_bag.padding_idx")
+def embedding_bag(draw: Draw, name: str) -> Any:
+    rows, features, words = draw.one(2, 3, 5), draw.one(*SIZES), 6
+    ids = draw.tape.constant(torch.randint(0, rows, (words,), generator=draw.tape.generator))
+    offsets, mode = draw.tape.constant(torch.tensor(draw.one([0], [0, 2, 5], [0, 0, 3]))), draw.one(0, 1, 2)
+    weights = draw.tape.parameter(words) if mode == 0 and draw.one(True, False) else None
+    padding = (draw.one(None, 0),) if "padding" in name else ()
+    return draw.tape.call(
+        name, draw.operand(rows, features), ids, offsets, False, mode, False, weights, False, *padding
+    )
+
+
 def indices(draw: Draw, size: int, *shape: int) -> Tensor:
     """Indices into a dim: constant ones, or computed from a parameter."""
     if draw.one(True, False):

@@ -15,8 +15,9 @@ from zoo.report import GROUP_TITLES, OTHERS_PAGE, to_markdown
 from zoo.run import run
 from zoo.verdict import Verdict
 
-ON_TWO_RANKS = ("Transformer", "MultiheadAttention", "Conv2d in a Sequential")
-"""An encoder and a decoder, attention in one piece over and across, convolutions with a norm of either kind."""
+RESIDUAL = "Conv2d in residual blocks, group norms"
+ON_TWO_RANKS = ("Transformer", "MultiheadAttention", "Conv2d in a Sequential", RESIDUAL)
+"""An encoder and a decoder, attention over and across, convolutions with norms of either kind and in groups."""
 
 
 def check(group: str, names: tuple[str, ...]) -> None:
@@ -54,6 +55,13 @@ def test_a_module_that_is_given_tensors_of_other_lengths_converts_once() -> None
     verdict = plan_one("Transformer", "torch", 2)
     assert verdict.outcome == "planned"
     assert verdict.sharded > 0.95
+
+
+@pytest.mark.parametrize("name", ["Transformer", "MultiheadAttention", RESIDUAL])
+def test_nearly_all_of_the_products_are_divided(name: str) -> None:
+    """By heads in torch's attention; between the convolutions of a block, whose one activation is in several places."""
+    verdict = plan_one(name, "torch", 2)
+    assert verdict.flops > 0.95, [f"{left.share:.1%} {left.example}: {left.reason}" for left in verdict.left]
 
 
 def test_what_losses_ask_for() -> None:

@@ -13,10 +13,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_autotp.capture.call_sites import call_key, call_leaves, calling_frame, key_while_compiling
+from lightning_autotp.capture.call_sites import (
+    by_call,
+    call_key,
+    call_leaves,
+    calling_frame,
+    key_while_compiling,
+)
 from lightning_autotp.layouts.places import EVERY, CallSite
 from lightning_autotp.ranks.compiled_draws import draw_in_compiled_code
 from lightning_autotp.ranks.group import TPGroup
@@ -68,7 +75,7 @@ class LocalForward:
     def __init__(self, module: nn.Module, path: str, changes: Mapping[CallSite, CallChanges]) -> None:
         self.module, self.forward, self.path, self.changes = module, module.forward, path, dict(changes)
         self.lines = {(site.file, site.line, site.function) for site in changes}
-        self.is_traceable = all(site.function != "__get__" for site in changes)
+        self.is_traceable = all(site.function != "__get__" and site.file != F.__name__ for site in changes)
         self.runs: tuple[frozenset[CallSite], ...] = ()  # of traced ones without all planned calls: those they make
         self.running: list[_LocalCalls] = []
         self.known: set[Line] | None = None  # calls of runs with all planned ones
@@ -106,6 +113,7 @@ class LocalForward:
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # Whether a child is running is noted by its hooks, which are not called for a child that fails. torch's hooks
         # that are called always would do, but compiled code is not shared by modules that have such ones.
+        args, kwargs = _told_apart(args, kwargs)
         mode = _LocalCalls(self)
         self.running.append(mode)
         try:
@@ -142,7 +150,7 @@ class LocalForward:
             )
         return result
 
-    @torch.compiler.disable(reason="a layout changes where an attribute of a tensor is read (weight.T)")
+    @torch.compiler.disable(reason="a layout changes where an attribute of a tensor is read, or in torch's attention")
     def _run_outside_compiled_code(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run it where nothing below is compiled on its own: the mode sees the calls, and that an attribute is read."""
         return self._run(args, kwargs)
@@ -185,6 +193,9 @@ class _LocalCalls(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.paused:
             return func(*args, **kwargs)
+        if (inside := by_call(func, kwargs)) is not None:
+            with self:
+                return inside(*args, **kwargs)
         if torch.compiler.is_compiling():
             key = key_while_compiling(func)
         else:
@@ -218,6 +229,24 @@ class _LocalCalls(TorchFunctionMode):
                 f"was traced ({error}): give example_inputs that are passed as your training step passes them"
             ) from None
         return result
+
+
+def _told_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with a tensor that is given several times as a view of itself from the second time on.
+
+    So they were in the trace, where a layout may change at each of them, and code may ask whether two are the same one
+    (``F.multi_head_attention_forward`` does, and then makes other calls).
+    """
+    given: list[Tensor] = []
+
+    def one(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            if any(value is other for other in given):
+                return value.view(value.shape)
+            given.append(value)
+        return value
+
+    return tuple([one(value) for value in args]), {name: one(value) for name, value in kwargs.items()}
 
 
 @contextmanager

@@ -251,7 +251,9 @@ class BoundaryConversion:
         self.layers: tuple[ColumnParallelLinear, ...] = ()
 
     def convert(self, tensor: Any) -> Any:
-        """The tensor in its new layout, or shown as if whole."""
+        """The tensor in its new layout, or shown as if whole; ``None`` where a call leaves it out (a mask)."""
+        if tensor is None and self.plan.call is not None:
+            return None
         if not isinstance(tensor, Tensor):
             raise PlanMismatch(
                 f"{self} expects a tensor at {self.plan.key or 'its output'}, found {type(tensor).__name__}"

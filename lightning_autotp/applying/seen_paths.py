@@ -18,7 +18,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from lightning_autotp.applying.changed_calls import LocalForward
-from lightning_autotp.capture.call_sites import call_key, call_leaves, calling_frame, grouped_leaves, is_user_code
+from lightning_autotp.capture.call_sites import (
+    by_call,
+    call_key,
+    call_leaves,
+    calling_frame,
+    grouped_leaves,
+    is_user_code,
+)
 from lightning_autotp.capture.nested import constants_in, leaves_of, tensors_in
 from lightning_autotp.parameters.state import parallel_state
 from lightning_autotp.solving.paths import (
@@ -331,6 +338,9 @@ class _SeenCalls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if (inside := by_call(func, kwargs)) is not None:
+            with self:
+                return inside(*args, **kwargs)
         caller = calling_frame(func, sys._getframe(1))
         if self.here.watch.running[-1] is not self.here or _is_hook(caller):
             return func(*args, **kwargs)

@@ -10,8 +10,26 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
-from lightning_autotp.private.torch_private import HANDING_OVER, decided_while_compiling, traced_frames
+from lightning_autotp.private.torch_private import (
+    HANDING_OVER,
+    call_by_call,
+    decided_while_compiling,
+    traced_frames,
+)
+
+_ATTENTION = F.multi_head_attention_forward
+_ATTENTION_BY_CALL = call_by_call(_ATTENTION)
+
+
+def by_call(func: Any, kwargs: Mapping[str, Any]) -> Any:
+    """The same function, of which a torch-function handler sees every call; ``None`` for one that is a single call.
+
+    What counts as code of the module that calls it, with projections, sizes and a mask of its own, is attention. Not
+    with a matrix for each projection: there it compares the matrices' shapes with those of the whole ones.
+    """
+    return _ATTENTION_BY_CALL if func is _ATTENTION and not kwargs.get("use_separate_proj_weight") else None
 
 
 def calling_frame(func: Any, frame: FrameType) -> FrameType:

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_autotp.building.float8 import float8_of
 from lightning_autotp.capture import vmap as transforms
 from lightning_autotp.capture.call_sites import (
+    by_call,
     call_key,
     call_leaves,
     calling_frame,
@@ -486,6 +487,9 @@ class Calls(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.tracer.paused:
             return func(*args, **kwargs)
+        if (inside := by_call(func, kwargs)) is not None:
+            with self:
+                return inside(*args, **kwargs)
         if func in _FACTORIES and kwargs.get("device") is None:
             kwargs = {**kwargs, "device": torch.device("meta")}
         caller = calling_frame(func, sys._getframe(1))

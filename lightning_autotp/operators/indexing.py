@@ -23,6 +23,29 @@ def embedding(site: Site) -> Dims:
     return (*site.dims("indices"), weight[1])
 
 
+@operator("aten.embedding_bag.default", "aten.embedding_bag.padding_idx")
+def embedding_bag(site: Site) -> list[Dims]:
+    """``weight [v, h]`` -> ``[bags, h]``, the sums, means or largest of rows; and whole numbers about the bags.
+
+    Those of the last are which rows are the largest, ``[bags, h]`` where that is asked for.
+    """
+    rows, features = site.dims("weight")
+    site.keep_whole(rows, because=_INDEXED)
+    bags, *others = site.shapes
+    given = tuple(dim for name in ("indices", "offsets", "per_sample_weights") for dim in site.tensor(name) or ())
+    numbers = [tuple(site.new(size) for size in shape) for shape in others]
+    if site["mode"] == _LARGEST:
+        numbers[-1] = (numbers[-1][0], features)
+    made = site.new(bags[0])
+    lengths = [dim for dims in numbers for dim in dims if dim is not features]
+    site.keep_whole(*given, made, *lengths, because="bags are made of rows that follow one another")
+    return [(made, features), *numbers]
+
+
+_LARGEST = 2
+"""The mode of bags in which the largest element is taken of each feature."""
+
+
 def indexed(site: Site, dims: Dims) -> tuple[Dims, Dims] | None:
     """What ``self[indices]`` is made of: the index's (broadcast) dims and those of its result.
 

@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -101,6 +101,7 @@ __all__ = [
     "autocast_on_meta",
     "base_of",
     "buffers_of",
+    "call_by_call",
     "changes",
     "check_and_unscale",
     "children_of",
@@ -301,6 +302,23 @@ HANDING_OVER = frozenset(
     module.__file__ for module in (torch.overrides, torch._tensor, torch._jit_internal, torch._ops)
 )
 """Files whose functions hand a call over to handlers of torch functions: no frame of these is the caller's."""
+
+
+def call_by_call(function: Any) -> Any:
+    """A function of torch that is written in Python, as one of which handlers of torch functions see every call.
+
+    Torch hands it over as a whole, and takes the handler off meanwhile; a handler that puts itself back and goes on
+    is given the same function again, because that asks ``has_torch_function`` first. Here the answer is no.
+    """
+    names = {**function.__globals__, "has_torch_function": _is_handed_over}
+    copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def _is_handed_over(tensors: object) -> bool:
+    return False
+
 
 TO = "_to_copy"
 """The operator that ``tensor.to()`` becomes, by name. Nothing public."""

@@ -244,6 +244,9 @@ class _Search:
                 if isinstance(layout, Shard) and not layout.grows:  # a number of tokens is another in each batch
                     for _, owned in layout.dims:
                         found.setdefault((owned.size, owned.local_sizes))
+                        for number in _counts(operator):  # of groups, that divide the dim
+                            if not any(number * size % owned.size for size in owned.local_sizes):
+                                found.setdefault((number, tuple(number * n // owned.size for n in owned.local_sizes)))
         return found
 
     def _candidates(self, mismatch: Mismatch, sizes: tuple[SizePlan, ...]) -> Iterator[tuple[SizePlan, ...]]:
@@ -365,6 +368,15 @@ class _Search:
         """Integers with this value that the module reads in its forward: its own, and those of its config."""
         reads = self.solution.graph.integers.get(path, {})
         return [attribute for attribute, found in reads.items() if found == value]
+
+
+def _counts(operator: Operator) -> Iterator[int]:
+    """Numbers in an operator's arguments that count parts of a dim (groups): a rank's is its share of the whole."""
+    known = record(operator.name)
+    for name in () if known is None else (*known.sizes, *(count for count, *_ in known.shares)):
+        number = dict(operator.arguments).get(name)
+        if type(number) is int and number > 1:
+            yield number
 
 
 def _length(

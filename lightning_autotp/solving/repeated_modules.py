@@ -1,8 +1,10 @@
 """Code that runs several times (shared layers, recurrences, loops over experts): every run is laid out like the first.
 
 One set of parameters, one Python code: what a size or a layout is in one run it is in all. Saying so makes the runs one
-problem for the solver; else all of them would hang together through their parameters. Where values decide how often a
-line runs, it must be so: a run that the trace has not seen is laid out like those that it has.
+problem for the solver; else all of them would hang together through their parameters. A module without parameters and
+without numbers in its code (the one activation of a block, between several layers) does the same to any layout: its
+runs are not tied. Where values decide how often a line runs, it must be so: a run that the trace has not seen is laid
+out like those that it has.
 """
 
 from __future__ import annotations
@@ -53,7 +55,14 @@ def _later_runs(graph: Graph) -> Iterator[tuple[list[Operator], list[Operator]]]
             counts[operator.module] = counts.get(operator.module, 0) + 1
     for module in sorted((name for name, count in counts.items() if count > 1), key=len):
         first, *later = _runs(graph, module)
-        yield from ((first, run) for run in later)
+        if any(_says_sizes(graph, operator) for operator in first):
+            yield from ((first, run) for run in later)
+
+
+def _says_sizes(graph: Graph, operator: Operator) -> bool:
+    """Whether an operator reads a parameter, or its call has numbers: both are the same in every run."""
+    numbers = graph.calls[operator.call].arguments if operator.call >= 0 else ()
+    return any(tensor in graph.parameters for tensor in operator.inputs) or any(type(n) is int for n in numbers)
 
 
 def _runs(graph: Graph, module: str) -> list[list[Operator]]:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import torch
 from diffusers import (
+    AuraFlowTransformer2DModel,
+    AutoencoderDC,
     AutoencoderKL,
+    CogVideoXTransformer3DModel,
     DiTTransformer2DModel,
     FluxTransformer2DModel,
+    HunyuanDiT2DModel,
     PixArtTransformer2DModel,
+    SanaTransformer2DModel,
     SD3Transformer2DModel,
     UNet2DConditionModel,
     UNet2DModel,
@@ -67,6 +72,25 @@ def _video(generator: Generator) -> Batch:
     return {"hidden_states": latents, "timestep": torch.randint(1000, (BATCH,), generator=generator)}
 
 
+def _frames(generator: Generator) -> Batch:
+    video = _video(generator)
+    return video | {"hidden_states": video["hidden_states"].transpose(1, 2).contiguous()} | _text(generator)
+
+
+def _two_texts(generator: Generator) -> Batch:
+    places = torch.arange(16, dtype=torch.float32)[:, None] * 10000.0 ** (-torch.arange(8) / 8)
+    latents = _latents(generator)
+    return {
+        **latents,
+        "timestep": latents["timestep"].float(),
+        **_text(generator),
+        "text_embedding_mask": torch.ones(BATCH, LENGTH),
+        "encoder_hidden_states_t5": torch.randn(BATCH, LENGTH + 2, _POOLED, generator=generator),
+        "text_embedding_mask_t5": torch.ones(BATCH, LENGTH + 2),
+        "image_rotary_emb": tuple(f(places).repeat_interleave(2, 1) for f in (torch.cos, torch.sin)),
+    }
+
+
 MODELS = (
     Entry(
         "DiTTransformer2DModel",
@@ -110,6 +134,43 @@ MODELS = (
         lambda generator: _video(generator) | _text(generator),
     ),
     Entry(
+        "SanaTransformer2DModel",
+        lambda: SanaTransformer2DModel(
+            in_channels=4, out_channels=4, num_attention_heads=HEADS, attention_head_dim=_HEAD, num_layers=2,
+            num_cross_attention_heads=HEADS, cross_attention_head_dim=_HEAD, cross_attention_dim=HEADS * _HEAD,
+            caption_channels=_CONTEXT, sample_size=8,
+        ),
+        lambda generator: _latents(generator) | _text(generator),
+    ),
+    Entry(
+        "AuraFlowTransformer2DModel",
+        lambda: AuraFlowTransformer2DModel(
+            sample_size=8, num_mmdit_layers=2, num_single_dit_layers=2, attention_head_dim=_HEAD,
+            num_attention_heads=HEADS, joint_attention_dim=_CONTEXT, caption_projection_dim=HEADS * _HEAD,
+            pos_embed_max_size=64,
+        ),
+        lambda generator: _latents(generator) | _text(generator),
+    ),
+    Entry(
+        "HunyuanDiT2DModel",
+        lambda: HunyuanDiT2DModel(
+            num_attention_heads=HEADS, attention_head_dim=_HEAD, hidden_size=HEADS * _HEAD, in_channels=4,
+            patch_size=2, sample_size=8, num_layers=2, activation_fn="gelu-approximate", cross_attention_dim=_CONTEXT,
+            cross_attention_dim_t5=_POOLED, text_len=LENGTH, text_len_t5=LENGTH + 2, pooled_projection_dim=32,
+            use_style_cond_and_image_meta_size=False,
+        ),
+        _two_texts,
+    ),
+    Entry(
+        "CogVideoXTransformer3DModel",
+        lambda: CogVideoXTransformer3DModel(
+            num_attention_heads=HEADS, attention_head_dim=_HEAD, in_channels=4, out_channels=4, time_embed_dim=32,
+            text_embed_dim=_CONTEXT, num_layers=2, sample_width=8, sample_height=8, sample_frames=9,
+            max_text_seq_length=LENGTH,
+        ),
+        _frames,
+    ),
+    Entry(
         "UNet2DConditionModel",
         lambda: UNet2DConditionModel(
             sample_size=16, block_out_channels=(32, 64, 64), layers_per_block=1, norm_num_groups=8,
@@ -133,6 +194,16 @@ MODELS = (
         lambda: AutoencoderKL(
             block_out_channels=(32, 64), norm_num_groups=8, down_block_types=("DownEncoderBlock2D",) * 2,
             up_block_types=("UpDecoderBlock2D",) * 2,
+        ),
+        pictures(16, "sample"),
+    ),
+    Entry(
+        "AutoencoderDC",
+        lambda: AutoencoderDC(
+            latent_channels=8, attention_head_dim=8, encoder_block_types=("ResBlock", "EfficientViTBlock"),
+            decoder_block_types=("ResBlock", "EfficientViTBlock"), encoder_block_out_channels=(32, 64),
+            decoder_block_out_channels=(32, 64), encoder_layers_per_block=(1, 1), decoder_layers_per_block=(1, 1),
+            encoder_qkv_multiscales=((), (5,)), decoder_qkv_multiscales=((), (5,)),
         ),
         pictures(16, "sample"),
     ),

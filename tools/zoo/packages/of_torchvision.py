@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from torchvision.models import MaxVit
+from torchvision.models import DenseNet, MaxVit
 from torchvision.models.convnext import CNBlockConfig, ConvNeXt
+from torchvision.models.efficientnet import EfficientNet, FusedMBConvConfig, MBConvConfig
+from torchvision.models.regnet import BlockParams, RegNet
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 from torchvision.models.swin_transformer import PatchMergingV2, SwinTransformer, SwinTransformerBlockV2
 from torchvision.models.vision_transformer import VisionTransformer
@@ -33,4 +35,17 @@ MODELS = (
           pictures(32), classified),
     Entry("ResNet, bottlenecks", lambda: ResNet(Bottleneck, [1, 1, 1, 1], num_classes=CLASSES),
           pictures(32), classified),
+    Entry("EfficientNet",
+          lambda: EfficientNet([MBConvConfig(1, 3, 1, 16, 16, 1), MBConvConfig(4, 3, 2, 16, 24, 1),
+                                MBConvConfig(6, 5, 2, 24, 40, 2)],
+                               dropout=0.0, stochastic_depth_prob=0.0, num_classes=CLASSES),
+          pictures(64), classified),
+    Entry("EfficientNet V2",
+          lambda: EfficientNet([FusedMBConvConfig(1, 3, 1, 16, 16, 1), FusedMBConvConfig(4, 3, 2, 16, 24, 1),
+                                MBConvConfig(4, 3, 2, 24, 40, 2)],
+                               dropout=0.0, stochastic_depth_prob=0.0, num_classes=CLASSES, last_channel=160),
+          pictures(64), classified),
+    Entry("RegNetY", lambda: RegNet(BlockParams.from_init_params(6, 24, 16.0, 2.0, 8, se_ratio=0.25), CLASSES),
+          pictures(64), classified),
+    Entry("DenseNet", lambda: DenseNet(16, (2, 2, 2, 2), 32, num_classes=CLASSES), pictures(64), classified),
 )  # fmt: skip

@@ -44,10 +44,12 @@ class LanguageModel(nn.Module):
 class Translator(nn.Module):
     """``nn.Transformer`` with a head."""
 
-    def __init__(self) -> None:
+    def __init__(self, norm_first: bool = False) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, HIDDEN)
-        self.transformer = nn.Transformer(HIDDEN, HEADS, 2, 2, 112, dropout=0.0, batch_first=True)
+        self.transformer = nn.Transformer(
+            HIDDEN, HEADS, 2, 2, 112, dropout=0.0, batch_first=True, norm_first=norm_first
+        )
         self.head = nn.Linear(HIDDEN, VOCABULARY)
 
     def forward(self, target: Tensor, source: Tensor) -> Tensor:
@@ -92,6 +94,70 @@ class Recurrent(nn.Module):
         return result
 
 
+class Residual(nn.Module):
+    """A block of convolutions, one of them in groups, with norms of groups and one activation between all of them."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        inside = 2 * channels
+        self.norm = nn.GroupNorm(8, channels)
+        self.up = nn.Conv2d(channels, inside, 3, padding=1)
+        self.inner_norm = nn.GroupNorm(8, inside)
+        self.grouped = nn.Conv2d(inside, inside, 3, padding=1, groups=4)
+        self.down = nn.Conv2d(inside, channels, 1)
+        self.activation = nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[batch, channels, height, width]``, in and out."""
+        inside = self.activation(self.inner_norm(self.up(self.activation(self.norm(x)))))
+        result: Tensor = x + self.down(self.activation(self.grouped(inside)))
+        return result
+
+
+def residuals() -> nn.Module:
+    """A classifier of pictures made of two such blocks, of different width."""
+    return nn.Sequential(
+        nn.Conv2d(3, 32, 3, padding=1), Residual(32), nn.Conv2d(32, 64, 3, stride=2, padding=1), Residual(64),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, CLASSES),
+    )  # fmt: skip
+
+
+class Convolving(nn.Module):
+    """Causal convolutions over the tokens with gates, as WaveNet has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, HIDDEN)
+        self.convolutions = nn.ModuleList(nn.Conv1d(HIDDEN, 2 * 96, 3, padding=2 * n, dilation=n) for n in (1, 2))
+        self.outputs = nn.ModuleList(nn.Conv1d(96, HIDDEN, 1) for _ in range(2))
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.head = nn.Linear(HIDDEN, VOCABULARY)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[batch, tokens]`` -> ``[batch, tokens, vocabulary]``."""
+        states = self.embedding(x).transpose(1, 2)
+        for convolution, output in zip(self.convolutions, self.outputs, strict=True):
+            values, gates = convolution(states)[..., : x.shape[1]].chunk(2, dim=1)
+            states = states + output(torch.tanh(values) * torch.sigmoid(gates))
+        result: Tensor = self.head(self.norm(states.transpose(1, 2)))
+        return result
+
+
+class Bags(nn.Module):
+    """Two bags of words, compared: ``nn.EmbeddingBag`` and ``nn.Bilinear``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.EmbeddingBag(VOCABULARY, HIDDEN)
+        self.compare = nn.Bilinear(HIDDEN, HIDDEN, 48)
+        self.head = nn.Sequential(nn.ReLU(), nn.Linear(48, CLASSES))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """``[batch, tokens]`` twice -> ``[batch, classes]``."""
+        result: Tensor = self.head(self.compare(self.words(x), self.words(y)))
+        return result
+
+
 def convolutions() -> nn.Module:
     """A small classifier of pictures, in one ``nn.Sequential``."""
     return nn.Sequential(
@@ -105,8 +171,12 @@ MODELS = (
     Entry("TransformerEncoder", LanguageModel, tokens(), next_token),
     Entry("TransformerEncoder, norms first", lambda: LanguageModel(norm_first=True), tokens(), next_token),
     Entry("Transformer", Translator, tokens("target", "source"), next_token),
+    Entry("Transformer, norms first", lambda: Translator(norm_first=True), tokens("target", "source"), next_token),
     Entry("MultiheadAttention", Attending, states("x", "context")),
     Entry("LSTM", lambda: Recurrent(nn.LSTM), tokens(), next_token),
     Entry("GRU", lambda: Recurrent(nn.GRU), tokens(), next_token),
     Entry("Conv2d in a Sequential", convolutions, pictures(32, "input"), classified),
+    Entry("Conv2d in residual blocks, group norms", residuals, pictures(32, "input"), classified),
+    Entry("Conv1d with gates", Convolving, tokens(), next_token),
+    Entry("EmbeddingBag and Bilinear", Bags, tokens("x", "y"), classified),
 )
