@@ -252,16 +252,16 @@ class _SummedLoss(Function):
     @staticmethod
     @_without_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        *sources, largest, log_sum = ctx.saved_tensors
+        features, weight, bias, largest, log_sum = ctx.saved_tensors
         work: _Work = ctx.work
         if torch.is_grad_enabled():  # under create_graph=True
-            return *_differentiable(work, *sources, grad, is_summed=True), None
+            return *_differentiable(work, features, weight, bias, grad, is_summed=True), None
         # The mean over no tokens is nan, but has a gradient of zeros.
         grad = grad.masked_fill(work.targets.ignored.all(), 0)
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:  # another backward pass of a graph that was retained: the first one took them
-            gradients = _made_again(work, *sources, largest, log_sum, torch.ones_like(log_sum))
-        both = zip(gradients, sources, strict=True)
+            gradients = _made_again(work, features, weight, bias, largest, log_sum, torch.ones_like(log_sum))
+        both = zip(gradients, (features, weight, bias), strict=True)
         return *(_scaled_(x, grad, of.dtype) if x is not None else None for x, of in both), None
 
 
@@ -283,11 +283,12 @@ class _TokenLosses(Function):
     @staticmethod
     @_without_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        *sources, largest, log_sum = ctx.saved_tensors
+        features, weight, bias, largest, log_sum = ctx.saved_tensors
         work: _Work = ctx.work
         if torch.is_grad_enabled():  # under create_graph=True
-            return *_differentiable(work, *sources, grad, is_summed=False), None
-        both = zip(_made_again(work, *sources, largest, log_sum, grad), sources, strict=True)
+            return *_differentiable(work, features, weight, bias, grad, is_summed=False), None
+        gradients = _made_again(work, features, weight, bias, largest, log_sum, grad)
+        both = zip(gradients, (features, weight, bias), strict=True)
         return *(x.to(of.dtype) if x is not None else None for x, of in both), None
 
 
