@@ -5,6 +5,7 @@ Sizes only. How anything is parallelized is never said here, and nothing else in
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 VOCABULARY = 250
@@ -148,6 +149,30 @@ _CODES: dict[str, Any] = {  # groups of normalization ask for 32 channels at lea
     "embed_dim": 4, "latent_channels": 4, "base_channels": 32, "channel_multiplier": [1, 1],
     "num_res_blocks": 1,
 }
+_SHARED_KEYS: dict[str, Any] = {
+    "num_hidden_layers": 4, "num_kv_shared_layers": 2, "vocab_size_per_layer_input": VOCABULARY, "laurel_rank": 8,
+    "hidden_size_per_layer_input": 16, "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0],
+}
+_MOBILE: dict[str, Any] = {"out_chs": 16, "act_layer": None, "noskip": False}
+_MOBILE_FIRST: dict[str, Any] = {
+    "block_type": "er", "stride": 2, "exp_kernel_size": 3, "pw_kernel_size": 1, "exp_ratio": 4.0, "force_in_chs": 0,
+    "se_ratio": 0.0, **_MOBILE,
+}
+_MOBILE_INVERTED: dict[str, Any] = {
+    "block_type": "uir", "stride": 2, "dw_kernel_size_start": 3, "dw_kernel_size_mid": 5, "dw_kernel_size_end": 0,
+    "exp_ratio": 6.0, "se_ratio": 0.0, **_MOBILE,
+}
+_MOBILE_ATTENTION: dict[str, Any] = {
+    "block_type": "mqa", "stride": 1, "dw_kernel_size": 3, "num_heads": 4, "key_dim": 16, "value_dim": 16,
+    "kv_stride": 2, **_MOBILE,
+}
+_MOBILE_BLOCKS = [  # as timm writes them: of every kind, over four stages
+    [_MOBILE_FIRST],
+    [_MOBILE_INVERTED],
+    [_MOBILE_INVERTED, _MOBILE_ATTENTION, {**_MOBILE_INVERTED, "stride": 1}],
+    [_MOBILE_INVERTED],
+]
 _GRID_OF_POSITIONS: dict[str, Any] = {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
 _MUSE: dict[str, Any] = {
     "vision_config": {"pos_emb_height": 4, "pos_emb_width": 4, "max_position_embeddings": 16},
@@ -215,11 +240,17 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "falcon_h1": {"mamba_d_ssm": 128},
     "fsmt": {"src_vocab_size": VOCABULARY, "tgt_vocab_size": VOCABULARY},
     "funnel": {"block_sizes": [1, 1], "n_head": 4, "d_head": 16, "d_inner": 112},
-    "gemma3n_text": {
-        "num_hidden_layers": 4, "num_kv_shared_layers": 2, "vocab_size_per_layer_input": VOCABULARY, "laurel_rank": 8,
-        "hidden_size_per_layer_input": 16, "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0],
+    "gemma3n": {
+        "text_config": _SHARED_KEYS, "vision_soft_tokens_per_image": 4,
+        "vision_config": {
+            "model_args": {"block_args": _MOBILE_BLOCKS, "msfa_output_resolution": 2}, "hidden_size": 2048,
+            "vocab_offset": 230, "vocab_size": 10,
+        },
+        "audio_config": {
+            "vocab_offset": 240, "vocab_size": 10, "conf_num_attention_heads": 4, "conf_num_hidden_layers": 1,
+        },
     },
+    "gemma3n_text": _SHARED_KEYS,
     "gemma4": {"text_config": _PER_LAYER, "vision_config": None, "audio_config": None},
     "gemma4_text": _PER_LAYER,
     "gemma4_unified": {"text_config": {"global_head_dim": 32}, "vision_config": None, "audio_config": None},
@@ -361,7 +392,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "vocabulary_map": {
             "<image>": 9, "<|extra_200|>": 10, **{f"<|visual token {code:06d}|>": 30 + code for code in range(8)},
         },
-        "vq_config": {**_CODES, "codebook_size": 8, "hidden_size": 32}, "text_config": {"intermediate_size": 2048},
+        "vq_config": {**_CODES, "codebook_size": 8, "hidden_size": 32}, "text_config": {"intermediate_size": 4096},
     },
     "ernie4_5_vl_moe": {
         "text_config": {
@@ -412,7 +443,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "inkling_mm_model": {"audio_config": {"n_mel_bins": 4, "mel_vocab_size": 20}},
     "instructblipvideo": {"video_token_index": 9, "num_query_tokens": 4},
     "janus": {
-        "text_config": {"intermediate_size": 2048}, "vision_config": {"projection_dim": 64},
+        "text_config": {"intermediate_size": 8192}, "vision_config": {"projection_dim": 64},
         "vq_config": {**_CODES, "num_embeddings": 8, "projection_dim": 64, "image_token_embed_dim": 64},
     },
     "kimi_k25": {
@@ -469,6 +500,27 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "unlimited_ocr": {"vision_config": {"sam_config": _SAM}},
     "vision-encoder-decoder": {
         "decoder": {"is_decoder": True, "add_cross_attention": True}, "pad_token_id": 0, "decoder_start_token_id": 1,
+    },
+    "fast_vlm": {
+        "vision_config": {
+            "architecture": "fastvit_mci3", "hidden_size": 128,
+            "model_args": {
+                "inference_mode": True, "layers": [1, 1, 1, 1, 1], "embed_dims": [16, 16, 32, 32, 64],
+            },
+        },
+    },
+    "perception_lm": {
+        "vision_config": {
+            "architecture": "vit_pe_core_tiny_patch16_384",
+            "model_args": {
+                "embed_dim": 64, "depth": 2, "num_heads": 4, "img_size": [32, 32], "patch_size": 8, "global_pool": "",
+                "ref_feat_shape": [4, 4], "use_post_transformer_norm": False,
+            },
+        },
+    },
+    "timm_wrapper": {
+        "architecture": "vit_tiny_patch16_224",
+        "model_args": {"embed_dim": 64, "depth": 2, "num_heads": 4, "img_size": 32, "patch_size": 8},
     },
     # speech beside text
     "dia": {
@@ -564,14 +616,31 @@ LEFT_OUT: dict[tuple[str, str], str] = {
     **{(group, "layoutlmv2"): "it needs the package detectron2" for group in ("sequence", "token", "question")},
     ("image", "dinat"): "its attention is natten's kernels; the package natten is not installed",
     ("image", "pp_lcnet"): "it has no loss",
-    ("image", "timm_wrapper"): "it is a timm model; the package timm is not installed",
     ("image", "shieldgemma2"): "it has no loss, and takes a picture and text together",
     ("image-text", "diffusion_gemma"): "it has no loss",
-    ("causal", "gemma3n"): "its vision tower is a timm model; the package timm is not installed",
     ("causal", "gemma4_assistant"): "it has no loss, and reads another model's keys and values",
     ("causal", "gemma4_unified_assistant"): "it has no loss, and reads another model's keys and values",
 }
 # fmt: on
+
+TIMM = frozenset(
+    {
+        ("image-text", "fast_vlm"),
+        ("image-text", "gemma3n"),
+        ("image-text", "perception_lm"),
+        ("image", "timm_wrapper"),
+        ("causal", "gemma3n"),
+    }
+)
+"""What has a vision tower of timm, or is one."""
+
+
+def why_left_out(group: str, name: str) -> str:
+    """The reason, or nothing if it can be tried."""
+    if (group, name) in TIMM and find_spec("timm") is None:
+        return "its vision tower is a timm model; the package timm is not installed (make zoo-others installs it)"
+    return LEFT_OUT.get((group, name), "")
+
 
 # The fewest all-reduces per layer in forward that are known where every product is divided: one for each part that ends
 # in a row-parallel product (attention, cross-attention, a state-space mixer, an MLP or mixture), one for parts side by

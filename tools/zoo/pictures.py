@@ -307,10 +307,12 @@ def tokens_of_towers(tokens: int) -> Maker:
     return make
 
 
-def of_size(size: int, tokens: int) -> Maker:
-    """A picture per sample, where the config does not say how large."""
+def of_size(size: int, tokens: int, images: bool = False) -> Maker:
+    """A picture per sample, where the config does not say how large; with a dim of pictures where ``images``."""
 
     def make(config: Any, generator: Generator) -> tuple[Inputs, Placeholders]:
-        return {"pixel_values": picture(size, generator)}, {config.image_token_id: tokens} if tokens else {}
+        pixels = picture(size, generator)
+        placeholders = {config.image_token_id: tokens} if tokens else {}
+        return {"pixel_values": pixels.unsqueeze(1) if images else pixels}, placeholders
 
     return make
