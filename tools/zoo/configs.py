@@ -169,9 +169,9 @@ _MOBILE_ATTENTION: dict[str, Any] = {
 }
 _MOBILE_BLOCKS = [  # as timm writes them: of every kind, over four stages
     [_MOBILE_FIRST],
-    [_MOBILE_INVERTED],
-    [_MOBILE_INVERTED, _MOBILE_ATTENTION, {**_MOBILE_INVERTED, "stride": 1}],
-    [_MOBILE_INVERTED],
+    [{**_MOBILE_INVERTED}],
+    [{**_MOBILE_INVERTED}, _MOBILE_ATTENTION, {**_MOBILE_INVERTED, "stride": 1}],
+    [{**_MOBILE_INVERTED}],
 ]
 _GRID_OF_POSITIONS: dict[str, Any] = {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
 _MUSE: dict[str, Any] = {
