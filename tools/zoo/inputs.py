@@ -100,7 +100,7 @@ def training_batch(name: str, group: str, config: PreTrainedConfig, seed: int = 
     if name in KINDS_OF_EXPERTS:
         batch["moe_mm_token_type_ids"] = batch["mm_token_type_ids"]
     if name in MARKED_PLACES:
-        batch[MARKED_PLACES[name]] = sum((ids == token).long() for token in placeholders).bool()
+        batch[MARKED_PLACES[name]] = torch.isin(ids, torch.tensor([*placeholders]))
     if name in SEEN_PICTURES:
         batch[SEEN_PICTURES[name]] = torch.ones(*ids.shape, 1, dtype=torch.long)
     if name in GLOBAL_ATTENTION:
