@@ -167,5 +167,7 @@ def test_a_dealt_axis_of_tokens_is_dealt_evenly_at_any_length(now: int, ranks: i
 
 def test_two_sizes_that_a_batch_gives_cannot_be_told_apart() -> None:
     dim = Product((Axis(TOKENS, 3), Axis(0, 2), Axis(TOKENS - 1, 5)))
+    cut = Cut(dim, (((0, 1),),) * 2)
+    assert not cut.is_told_by_one
     with pytest.raises(UnknownSize, match="2 of its axes"):
-        Cut(dim, (((0, 1),),) * 2).of_size(60)
+        cut.of_size(60)

@@ -56,6 +56,8 @@ def scaled(graph: Graph, tokens: TokensPerStep = NOMINAL) -> Tables:
         ([("int64", (5, 61)), ("int64", (5, 61))], StepSize(5, (61,))),
         ([("int64", (3, 17)), ("int64", (3, 19)), ("int64", (3,))], StepSize(3, (17, 19))),
         ([("bool", (2, 9)), ("float32", (2, 4, 8))], StepSize(2, (9,))),
+        ([("int64", (5, 61)), ("int64", (5, 2)), ("int64", (5, 3))], StepSize(5, (61,))),
+        ([("int64", (5, 2)), ("int64", (5, 3))], StepSize(5, (2, 3))),
         ([("float32", (4, 11, 8))], StepSize(4, (11,))),
         ([("float32", (4, 3, 32, 32)), ("int64", (4,))], StepSize(4)),
         ([("float32", (16, 8))], StepSize(16)),

@@ -45,6 +45,8 @@ from lightning_autotp.private.torch_private import (
 
 _BATCH_PRIMES = (3, 5, 7, 11, 13)
 _SEQUENCE_PRIMES = (61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109, 113, 127, 131, 137, 139)
+_MOST_SIZES = 3
+"""How many numbers say how large something is: frames, height and width."""
 
 
 class CaptureError(RuntimeError):
@@ -295,7 +297,8 @@ def step_size(tensors: Iterable[Tensor]) -> StepSize:
     """Rows of a batch, and the lengths of its sequences, from its tensors.
 
     Integers ``[rows, tokens]`` tell both; without any, floating-point numbers ``[rows, tokens, features]`` do. What has
-    neither has rows only.
+    neither has rows only. Two or three numbers a row beside more are no tokens, but how large something is (a picture's
+    height and width).
     """
     given = [tensor for tensor in tensors if tensor.ndim]
     ids = [tensor for tensor in given if tensor.ndim == 2 and not tensor.is_floating_point()]
@@ -304,7 +307,8 @@ def step_size(tensors: Iterable[Tensor]) -> StepSize:
         return StepSize()
     rows = (sequences or given)[0].shape[0]
     lengths = dict.fromkeys(tensor.shape[1] for tensor in sequences if tensor.shape[0] == rows and tensor.shape[1] > 1)
-    return StepSize(rows, tuple(lengths))
+    tokens = [length for length in lengths if length > _MOST_SIZES or max(lengths) <= _MOST_SIZES]
+    return StepSize(rows, tuple(tokens))
 
 
 def _size_of_all(sizes: Sequence[StepSize]) -> StepSize:

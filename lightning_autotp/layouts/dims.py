@@ -271,11 +271,12 @@ class Cut:
     def is_told_by_one(self) -> bool:
         """Whether every rank can tell the map from the length of its own part.
 
-        Not where the tokens themselves are dealt out, nor where a rank has nothing of every token.
+        Not where the tokens themselves are dealt out, nor where a rank has nothing of every token, nor where a batch
+        gives several sizes.
         """
-        if self._variable() is None:
+        if not self._variables():
             return True
-        return not self.grows and all(self._step(rank) for rank in range(self.ranks))
+        return self.is_told_by_all and not self.grows and all(self._step(rank) for rank in range(self.ranks))
 
     def _step(self, rank: int) -> int:
         """How much a rank's part grows with every unit of the axis whose size a batch gives."""

@@ -5,6 +5,7 @@ Sizes only. How anything is parallelized is never said here, and nothing else in
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 VOCABULARY = 250
@@ -144,6 +145,50 @@ _PYRAMID: dict[str, Any] = {
     "depths": [1, 1, 1, 1], "hidden_sizes": [16, 32, 48, 64], "num_attention_heads": [1, 2, 4, 4],
     "decoder_hidden_size": 32,
 }
+_CODES: dict[str, Any] = {  # groups of normalization ask for 32 channels at least
+    "embed_dim": 4, "latent_channels": 4, "base_channels": 32, "channel_multiplier": [1, 1],
+    "num_res_blocks": 1,
+}
+_SHARED_KEYS: dict[str, Any] = {
+    "num_hidden_layers": 4, "num_kv_shared_layers": 2, "vocab_size_per_layer_input": VOCABULARY, "laurel_rank": 8,
+    "hidden_size_per_layer_input": 16, "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0],
+}
+_MOBILE: dict[str, Any] = {"out_chs": 16, "act_layer": None, "noskip": False}
+_MOBILE_FIRST: dict[str, Any] = {
+    "block_type": "er", "stride": 2, "exp_kernel_size": 3, "pw_kernel_size": 1, "exp_ratio": 4.0, "force_in_chs": 0,
+    "se_ratio": 0.0, **_MOBILE,
+}
+_MOBILE_INVERTED: dict[str, Any] = {
+    "block_type": "uir", "stride": 2, "dw_kernel_size_start": 3, "dw_kernel_size_mid": 5, "dw_kernel_size_end": 0,
+    "exp_ratio": 6.0, "se_ratio": 0.0, **_MOBILE,
+}
+_MOBILE_ATTENTION: dict[str, Any] = {
+    "block_type": "mqa", "stride": 1, "dw_kernel_size": 3, "num_heads": 4, "key_dim": 16, "value_dim": 16,
+    "kv_stride": 2, **_MOBILE,
+}
+_MOBILE_BLOCKS = [  # as timm writes them: of every kind, over four stages
+    [_MOBILE_FIRST],
+    [{**_MOBILE_INVERTED}],
+    [{**_MOBILE_INVERTED}, _MOBILE_ATTENTION, {**_MOBILE_INVERTED, "stride": 1}],
+    [{**_MOBILE_INVERTED}],
+]
+_GRID_OF_POSITIONS: dict[str, Any] = {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+_MUSE: dict[str, Any] = {
+    "vision_config": {"pos_emb_height": 4, "pos_emb_width": 4, "max_position_embeddings": 16},
+    "projector_hidden_size": 112, "out_hidden_size": 256,
+}
+_SAM: dict[str, Any] = {
+    "mlp_dim": 112, "output_channels": 16, "downsample_channels": [32, 64], "patch_size": 4, "window_size": 4,
+    "global_attn_indexes": [1],
+}
+_TWO_KINDS_OF_ROPE: dict[str, Any] = {
+    "layer_types": ["sliding_attention", "full_attention"],
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
+        "full_attention": None,
+    },
+}
 
 # On top of SIZES; "group:name" where an architecture needs other sizes in another group.
 OVERRIDES: dict[str, dict[str, Any]] = {
@@ -170,13 +215,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "global_config": {"hidden_size": 128, "head_dim": 32},
     },
     "codegen": {"rotary_dim": 8},
-    "cohere_compass_text": {
-        "layer_types": ["sliding_attention", "full_attention"],
-        "rope_parameters": {
-            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
-            "full_attention": None,
-        },
-    },
+    "cohere_compass_text": _TWO_KINDS_OF_ROPE,
     "cpmant": {
         "dim_ff": 112, "dim_head": 16, "position_bias_num_buckets": 32, "prompt_types": 4, "segment_types": 4,
         "prompt_length": 4,
@@ -201,11 +240,17 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "falcon_h1": {"mamba_d_ssm": 128},
     "fsmt": {"src_vocab_size": VOCABULARY, "tgt_vocab_size": VOCABULARY},
     "funnel": {"block_sizes": [1, 1], "n_head": 4, "d_head": 16, "d_inner": 112},
-    "gemma3n_text": {
-        "num_hidden_layers": 4, "num_kv_shared_layers": 2, "vocab_size_per_layer_input": VOCABULARY, "laurel_rank": 8,
-        "hidden_size_per_layer_input": 16, "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0],
+    "gemma3n": {
+        "text_config": _SHARED_KEYS, "vision_soft_tokens_per_image": 4,
+        "vision_config": {
+            "model_args": {"block_args": _MOBILE_BLOCKS, "msfa_output_resolution": 2}, "hidden_size": 2048,
+            "vocab_offset": 230, "vocab_size": 10,
+        },
+        "audio_config": {
+            "vocab_offset": 240, "vocab_size": 10, "conf_num_attention_heads": 4, "conf_num_hidden_layers": 1,
+        },
     },
+    "gemma3n_text": _SHARED_KEYS,
     "gemma4": {"text_config": _PER_LAYER, "vision_config": None, "audio_config": None},
     "gemma4_text": _PER_LAYER,
     "gemma4_unified": {"text_config": {"global_head_dim": 32}, "vision_config": None, "audio_config": None},
@@ -330,6 +375,181 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "sew": _LONG_WAVE,
     "sew-d": _LONG_WAVE,
     "audio-spectrogram-transformer": {"max_length": 64, "num_mel_bins": 32},
+    # pictures beside text
+    "aria": {"projector_patch_to_query_dict": {16: 4}},
+    "chameleon": {
+        "vocabulary_map": {"<image>": 9, **{f"IMGIMG{letter}Z": 30 + code for code, letter in enumerate("ABCDEFGH")}},
+        "vq_config": {**_CODES, "num_embeddings": 8, "resolution": 8}, "intermediate_size": 2048,
+    },
+    "cohere_compass": {"text_config": _TWO_KINDS_OF_ROPE, "vision_config": _GRID_OF_POSITIONS},
+    "cosmos3_edge": {
+        "text_config": _THREE_POSITIONS, "vision_config": {"num_patches": 16}, "projector_hidden_size": 112,
+    },
+    "deepseek_ocr2": {
+        "text_config": {"mlp_layer_types": ["dense", "sparse"]}, "vision_config": {"sam_config": _SAM},
+    },
+    "emu3": {
+        "vocabulary_map": {
+            "<image>": 9, "<|extra_200|>": 10, **{f"<|visual token {code:06d}|>": 30 + code for code in range(8)},
+        },
+        "vq_config": {**_CODES, "codebook_size": 8, "hidden_size": 32}, "text_config": {"intermediate_size": 4096},
+    },
+    "ernie4_5_vl_moe": {
+        "text_config": {
+            "moe_intermediate_size": [48, 32],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 2, 4]},
+        },
+    },
+    "evolla": {
+        "aligner_num_add_layers": 1, "resampler_depth": 1, "resampler_dim_head": 16, "resampler_heads": 4,
+        "resampler_num_latents": 4,
+        "protein_encoder_config": {
+            "vocab_size": 60, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "intermediate_size": 112, "max_position_embeddings": 96, "hidden_dropout_prob": 0.0,
+            "attention_probs_dropout_prob": 0.0,
+        },
+    },
+    "florence2": {
+        "vision_config": {
+            "depths": [1, 1, 1, 1], "embed_dim": [16, 32, 48, 64], "num_heads": [2, 2, 4, 4],
+            "num_groups": [2, 2, 4, 4], "patch_size": [7, 3, 3, 3], "window_size": 4, "projection_dim": 64,
+            "max_temporal_embeddings": 8, "max_position_embeddings": 8,
+        },
+    },
+    "image-text:gemma4": {
+        "text_config": _PER_LAYER, "vision_config": {"pooling_kernel_size": 2, "position_embedding_size": 16},
+        "audio_config": None,
+    },
+    "image-text:gemma4_unified": {
+        "text_config": {"global_head_dim": 32},
+        "vision_config": {
+            "pooling_kernel_size": 2, "mm_embed_dim": 64, "mm_posemb_size": 16, "output_proj_dims": 64,
+        },
+        "audio_config": None,
+    },
+    "glm5_next": {
+        "text_config": {"index_kpool": 4, "qk_rope_head_dim": 0},
+        "vision_config": {"projection_intermediate_size": 112},
+    },
+    "hunyuan_vl": {"text_config": _THREE_POSITIONS, "vision_config": {"max_image_size": 64}},
+    "granite4_vision": {
+        "image_grid_pinpoints": [[32, 64], [64, 32]], "downsample_rate": "1/2", "deepstack_layer_map": [[-1, 0]],
+        "spatial_target_layers": [1, 2, 3, 4], "text_config": {"num_hidden_layers": 5},
+        "vision_config": {"hidden_size": 128},
+    },
+    "granite_docling": {"vision_config": {"scale_factor": 2, "deepstack_visual_indexes": [0], "use_fine_route": False}},
+    "idefics": {"freeze_text_layers": False, "freeze_vision_layers": False, "vision_config": {"embed_dim": 64}},
+    "inkling2": {"vision_config": {"posemb_grid_size": 4, "projection_hidden_dim": 112, "text_hidden_size": 64}},
+    "inkling_mm_model": {"audio_config": {"n_mel_bins": 4, "mel_vocab_size": 20}},
+    "instructblipvideo": {"video_token_index": 9, "num_query_tokens": 4},
+    "janus": {
+        "text_config": {"intermediate_size": 8192}, "vision_config": {"projection_dim": 64},
+        "vq_config": {**_CODES, "num_embeddings": 8, "projection_dim": 64, "image_token_embed_dim": 64},
+    },
+    "kimi_k25": {
+        "vision_config": {"pos_emb_height": 4, "pos_emb_width": 4}, "projection_hidden_size": 64,
+    },
+    "kosmos-2": {"latent_query_num": 4},
+    "kosmos-2.5": {"latent_query_num": 4, "vision_config": {"patch_embed_hidden_size": 192, "max_num_patches": 16}},
+    "lfm2_vl": {"projector_hidden_size": 112, "vision_config": {"num_patches": 16, "vision_use_head": False}},
+    "llama4": {
+        "text_config": {"intermediate_size_mlp": 112, "attention_chunk_size": 8},
+        "vision_config": {
+            "vision_output_dim": 64, "projector_input_dim": 64, "projector_output_dim": 64, "intermediate_size": 256,
+        },
+    },
+    **{
+        name: {"image_token_id": 9, "video_token_id": 10, "insert_layer_id": 0, "downsample_mode": "16x"}
+        for name in ("minicpm_ocr", "minicpmv4_6", "minicpmv4_7")
+    },
+    "mllama": {
+        "text_config": {"cross_attention_layers": [1]},
+        "vision_config": {
+            "max_num_tiles": 2, "num_global_layers": 1, "intermediate_layers_indices": [0, 1], "vision_output_dim": 192,
+            "supported_aspect_ratios": [[1, 1], [1, 2]],
+        },
+    },
+    "molmo2": {
+        "image_patch_id": 9, "vision_config": {"image_size": [32, 32]},
+        "adapter_config": {"vision_feature_layer": [1, 0], "text_hidden_size": 64},
+    },
+    "muse_glimmer": _MUSE,
+    "muse_spark": {
+        **_MUSE,
+        "text_config": {"moe_hidden_size": 64},
+        "audio_config": {"patch_sizes": [4, 4], "hidden_sizes": [32, 64], "depths": [1, 1], "out_hidden_size": 64},
+    },
+    "nemotron_h_omni": {
+        "vision_config": {"video_temporal_patch_size": 2, "max_img_size": 32}, "projector_hidden_size": 112,
+        "vision_hidden_size": 64, "image_token_id": 9, "audio_token_id": 10, "audio_config": None,
+    },
+    "paddleocr_vl": {"text_config": _THREE_POSITIONS},
+    "pi0": {
+        "chunk_size": 7, "max_state_dim": 8, "max_action_dim": 8,
+        "vlm_config": {"projection_dim": 64, "vision_config": {"projection_dim": 64, "vision_use_head": False}},
+    },
+    "pix2struct": {"vision_config": {"patch_embed_hidden_size": 192, "seq_len": 16}},
+    "pp_formulanet": {
+        "vision_config": {
+            **_SAM, "image_size": 32, "post_conv_in_channels": 16, "post_conv_mid_channels": 32,
+            "post_conv_out_channels": 64, "decoder_hidden_size": 64,
+        },
+    },
+    "shieldgemma2": {"mm_tokens_per_image": 4, "vision_config": {"vision_use_head": False}},
+    "udop": {"max_2d_position_embeddings": 64, "decoder_start_token_id": 0},
+    "unlimited_ocr": {"vision_config": {"sam_config": _SAM}},
+    "vision-encoder-decoder": {
+        "decoder": {"is_decoder": True, "add_cross_attention": True}, "pad_token_id": 0, "decoder_start_token_id": 1,
+    },
+    "fast_vlm": {
+        "vision_config": {
+            "architecture": "fastvit_mci3", "hidden_size": 128,
+            "model_args": {
+                "inference_mode": True, "layers": [1, 1, 1, 1, 1], "embed_dims": [16, 16, 32, 32, 64],
+            },
+        },
+    },
+    "perception_lm": {
+        "vision_config": {
+            "architecture": "vit_pe_core_tiny_patch16_384",
+            "model_args": {
+                "embed_dim": 64, "depth": 2, "num_heads": 4, "img_size": [32, 32], "patch_size": 8, "global_pool": "",
+                "ref_feat_shape": [4, 4], "use_post_transformer_norm": False,
+            },
+        },
+    },
+    "timm_wrapper": {
+        "architecture": "vit_tiny_patch16_224",
+        "model_args": {"embed_dim": 64, "depth": 2, "num_heads": 4, "img_size": 32, "patch_size": 8},
+    },
+    # speech beside text
+    "dia": {
+        "decoder_config": {
+            "cross_num_attention_heads": 4, "cross_head_dim": 16, "cross_num_key_value_heads": 4,
+            "cross_hidden_size": 64, "num_channels": 3, "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0,
+        },
+        "delay_pattern": [0, 1, 2],
+    },
+    "fun_asr_nano": {
+        "audio_config": {"num_timestamp_prediction_layers": 1},
+        "adaptor_config": {"hidden_size": 64, "intermediate_size": 16},
+    },
+    "kyutai_speech_to_text": {
+        "num_codebooks": 3, "codebook_vocab_size": 50, "audio_bos_token_id": 49, "audio_pad_token_id": 399,
+        "ffn_dim": 2048,
+        "codec_config": {
+            "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 4, "num_filters": 4,
+            "codebook_size": 64, "codebook_dim": 16, "vector_quantization_hidden_dimension": 16, "num_quantizers": 3,
+            "upsample_groups": 16, "upsampling_ratios": [2, 2],
+        },
+    },
+    "vibevoice": {
+        "audio_config": {
+            "num_filters": 4, "depths": [1, 1], "downsampling_ratios": [2], "vae_std": 0.0, "hidden_size": 16,
+        },
+        "semantic_model_config": {"num_filters": 4, "depths": [1, 1], "downsampling_ratios": [2], "hidden_size": 16},
+        "diffusion_head_config": {"frequency_embedding_size": 16},
+    },
     # videos and series
     "timesformer": {"num_frames": 4},
     "videomae": {"num_frames": 4},
@@ -396,40 +616,31 @@ LEFT_OUT: dict[tuple[str, str], str] = {
     **{(group, "layoutlmv2"): "it needs the package detectron2" for group in ("sequence", "token", "question")},
     ("image", "dinat"): "its attention is natten's kernels; the package natten is not installed",
     ("image", "pp_lcnet"): "it has no loss",
-    ("image", "timm_wrapper"): "it is a timm model; the package timm is not installed",
     ("image", "shieldgemma2"): "it has no loss, and takes a picture and text together",
-    **{
-        ("image-text", name): "the zoo has no batch of its pictures and text yet"
-        for name in (
-            "aria", "chameleon", "cohere_compass", "cosmos3_edge", "deepseek_ocr2", "diffusion_gemma", "emu3",
-            "ernie4_5_vl_moe", "evolla", "florence2", "gemma4", "gemma4_unified", "glm5_next", "granite4_vision",
-            "granite_docling", "hunyuan_vl", "idefics", "inkling2", "inkling_mm_model", "instructblipvideo", "janus",
-            "kimi_k25", "kosmos-2", "kosmos-2.5", "lfm2_vl", "llama4", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7",
-            "mistral4", "mllama", "molmo2", "muse_glimmer", "muse_spark", "nemotron_h_omni", "paddleocr_vl", "pi0",
-            "pix2struct", "pp_formulanet", "shieldgemma2", "udop", "unlimited_ocr", "video_llama_3",
-            "vision-encoder-decoder",
-        )
-    },
-    **{
-        ("image-text", name): "its vision tower is a timm model; the package timm is not installed"
-        for name in ("fast_vlm", "gemma3n", "perception_lm")
-    },
-    ("seq2seq", "voxtral_realtime"): "it takes sound only",
-    **{
-        ("speech", name): f"the zoo has no batch of {what} yet"
-        for name, what in {
-            "dia": "text to be spoken",
-            "fun_asr_nano": "its kind of sound",
-            "kyutai_speech_to_text": "a codec's tokens",
-            "vibevoice": "text to be spoken",
-            "voxtral_realtime": "sound that comes in step with text",
-        }.items()
-    },
-    ("causal", "gemma3n"): "its vision tower is a timm model; the package timm is not installed",
+    ("image-text", "diffusion_gemma"): "it has no loss",
     ("causal", "gemma4_assistant"): "it has no loss, and reads another model's keys and values",
     ("causal", "gemma4_unified_assistant"): "it has no loss, and reads another model's keys and values",
 }
 # fmt: on
+
+TIMM = frozenset(
+    {
+        ("image-text", "fast_vlm"),
+        ("image-text", "gemma3n"),
+        ("image-text", "perception_lm"),
+        ("image", "timm_wrapper"),
+        ("causal", "gemma3n"),
+    }
+)
+"""What has a vision tower of timm, or is one."""
+
+
+def why_left_out(group: str, name: str) -> str:
+    """The reason, or nothing if it can be tried."""
+    if (group, name) in TIMM and find_spec("timm") is None:
+        return "its vision tower is a timm model; the package timm is not installed (make zoo-others installs it)"
+    return LEFT_OUT.get((group, name), "")
+
 
 # The fewest all-reduces per layer in forward that are known where every product is divided: one for each part that ends
 # in a row-parallel product (attention, cross-attention, a state-space mixer, an MLP or mixture), one for parts side by

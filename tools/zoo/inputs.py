@@ -9,11 +9,10 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from zoo.configs import VOCABULARY
-from zoo.modalities import BATCH, FIRST_ORDINARY_TOKEN, other_modalities
 from zoo.modalities import names as with_sound
+from zoo.modalities import other_modalities
+from zoo.pictures import BATCH, FIRST_ORDINARY_TOKEN, LENGTH
 from zoo.without_text import picture_batch, series_batch, sound_batch, video_batch
-
-LENGTH = 17
 
 # Lengths that an architecture's chunks, blocks or tables of positions ask for.
 LENGTHS = {"reformer": 64, "big_bird": 52, "bigbird_pegasus": 52}
@@ -32,16 +31,30 @@ MORE_IDS = {"roc_bert": ("input_shape_ids", "input_pronunciation_ids")}
 # The first token attends to all tokens, and all to it, through weights of their own.
 GLOBAL_ATTENTION = frozenset(("led", "longformer"))
 # Placeholders attend to each other both ways, which their type tells.
-TYPED_PLACEHOLDERS = frozenset(("gemma3",))
+TYPED_PLACEHOLDERS = frozenset(("gemma3", "shieldgemma2"))
 # Where on the page each token stands.
-BOXES = frozenset(("bros",))
+BOXES = frozenset(("bros", "udop"))
 # Which kind of token each is, from which their positions in a picture follow.
 KINDS_OF_TOKENS = frozenset(
     (
-        "cosmos3_omni", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmga", "qwen2_5_vl", "qwen2_vl",
-        "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "qwen4_exp",
+        "cohere_compass", "cosmos3_edge", "cosmos3_omni", "ernie4_5_vl_moe", "gemma4", "gemma4_unified", "glm46v",
+        "glm4v", "glm4v_moe", "glm5_next", "glm_ocr", "glmga", "hunyuan_vl", "minicpmv4_7", "molmo2", "paddleocr_vl",
+        "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "qwen4_exp",
     )
 )  # fmt: skip
+# The same for all that is said before a token is predicted.
+KINDS_OF_EXPERTS = frozenset(("ernie4_5_vl_moe",))
+# A mask tells where in the text what is not text stands.
+MARKED_PLACES = {
+    "kosmos-2": "image_embeds_position_mask", "kosmos-2.5": "image_embeds_position_mask",
+    "vibevoice": "acoustic_loss_mask",
+}  # fmt: skip
+# Which pictures each token sees.
+SEEN_PICTURES = {"idefics": "image_attention_mask"}
+# They read no text.
+ANSWERS_ALONE = frozenset(("pix2struct", "vision-encoder-decoder"))
+# They learn something else than text.
+NO_LABELS = frozenset(("pi0",))
 # They answer with one of a list of answers, not with a place in the text.
 ANSWERS_OF_A_LIST = frozenset(("lxmert",))
 # Mentions of entities beside the tokens.
@@ -84,6 +97,12 @@ def training_batch(name: str, group: str, config: PreTrainedConfig, seed: int = 
         batch["token_type_ids"] = sum((ids == token).long() for token in placeholders)
     if name in KINDS_OF_TOKENS and placeholders:
         batch["mm_token_type_ids"] = sum((ids == token).int() for token in placeholders)
+    if name in KINDS_OF_EXPERTS:
+        batch["moe_mm_token_type_ids"] = batch["mm_token_type_ids"]
+    if name in MARKED_PLACES:
+        batch[MARKED_PLACES[name]] = torch.isin(ids, torch.tensor([*placeholders]))
+    if name in SEEN_PICTURES:
+        batch[SEEN_PICTURES[name]] = torch.ones(*ids.shape, 1, dtype=torch.long)
     if name in GLOBAL_ATTENTION:
         batch["global_attention_mask"] = (torch.arange(ids.shape[1]) == 0).long().expand_as(ids).clone()
     if name in ENTITIES:
@@ -101,7 +120,8 @@ def training_batch(name: str, group: str, config: PreTrainedConfig, seed: int = 
         batch[key] = states if key == "encoder_hidden_states" else (states,)
     for key in MORE_IDS.get(name, ()):
         batch[key] = torch.randint(FIRST_ORDINARY_TOKEN, vocabulary, (rows, length), generator=generator)
-    return batch
+    unread = ("input_ids",) * (name in ANSWERS_ALONE) + ("labels",) * (name in NO_LABELS)
+    return {key: value for key, value in batch.items() if key not in unread}
 
 
 def _targets(group: str, ids: Tensor, classes: int, generator: torch.Generator) -> dict[str, Tensor]:

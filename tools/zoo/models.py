@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
@@ -52,7 +53,8 @@ def tiny_config(name: str, group: str = "causal", **changes: Any) -> PreTrainedC
         role["num_labels"] = 2
     if group == "token":  # heads drop out by a tenth where a config does not say
         role["classifier_dropout"] = 0.0
-    override = OVERRIDES.get(f"{group}:{name}", OVERRIDES.get(name, {}))
+    # A copy: code may change what it is given.
+    override = copy.deepcopy(OVERRIDES.get(f"{group}:{name}", OVERRIDES.get(name, {})))
     return _tiny(cls, role | override | changes)
 
 

@@ -18,7 +18,7 @@ from lightning_autotp.parameters.meta import ParameterMeta
 from lightning_autotp.parameters.state import parallel_state
 from lightning_autotp.pipeline import make_plan, parallelize
 from lightning_autotp.solving.cost import Profile
-from zoo.configs import LEAST_ALL_REDUCES, LEFT_OUT
+from zoo.configs import LEAST_ALL_REDUCES, why_left_out
 from zoo.counting import counted, divided
 from zoo.inputs import training_batch
 from zoo.models import build, layer_count, stir
@@ -68,8 +68,8 @@ def plan_one(name: str, group: str, ranks: int, sequence_parallel: bool = False)
     """Plan one architecture in this process, without running it."""
     least = {"causal": LEAST_ALL_REDUCES.get(name, 2.0), "masked": 2.0, "seq2seq": 2.5}.get(group, 0.0)
     verdict = Verdict(name, group, ranks, least=0.0 if sequence_parallel else least)
-    if (group, name) in LEFT_OUT:
-        verdict.outcome, verdict.reason = "left out", LEFT_OUT[group, name]
+    if reason := why_left_out(group, name):
+        verdict.outcome, verdict.reason = "left out", reason
         return verdict
     try:
         model, batch = prepare(name, group, _EXAMPLE)

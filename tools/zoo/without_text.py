@@ -10,7 +10,7 @@ import torch
 from torch import Generator
 from transformers import PreTrainedConfig
 
-from zoo.modalities import BATCH, FIRST_ORDINARY_TOKEN
+from zoo.pictures import BATCH, FIRST_ORDINARY_TOKEN
 
 Batch = dict[str, Any]
 
