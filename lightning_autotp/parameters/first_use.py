@@ -4,21 +4,18 @@ After set-up a parameter looks as always, but a rank may have only a part of it.
 mean the whole: random numbers of its shape, its last rows, a row by its index. A write that does with each element the
 same is right; afterwards nobody can tell which of the two it was. So the values of parts have checksums from set-up to
 the first use of the model, and what was written by code that nobody looked at is an error. Loading, this package's
-callbacks and code inside ``checked`` are known. The first use is a forward, or the first step of an optimizer, where
-the forward is compiled code, which does not look. Later only the number of writes is looked at
+callbacks and code inside ``checked`` are known. Later only the number of writes is looked at
 (:mod:`~lightning_autotp.parameters.later_writes`).
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from lightning_autotp.layouts.listing import listed
@@ -71,14 +68,6 @@ def watch_writes(model: nn.Module) -> None:
     for path, module in model.named_modules():
         if path and len(path.split(".")) <= OUTER:
             first.handles.append(module.register_forward_pre_hook(first.of_module, prepend=True))
-    used = weakref.ref(model)
-
-    def of_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if (model := used()) is not None:
-            first.of_step(model, optimizer)
-
-    first.handles.append(register_optimizer_step_pre_hook(of_step))
-    weakref.finalize(model, first.handles[-1].remove)
 
 
 class _FirstUse:
@@ -105,16 +94,6 @@ class _FirstUse:
         state.written = None
         for handle in self.handles:
             handle.remove()
-
-    def of_step(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Before an optimizer's step. Collective, if it steps parts of the model.
-
-        Raises:
-            RuntimeError: as :meth:`of_model`.
-        """
-        parts = set(map(id, _parts(model).values()))
-        if any(id(parameter) in parts for group in optimizer.param_groups for parameter in group["params"]):
-            self.of_model(model, ())
 
     def of_module(self, module: nn.Module, args: Any) -> None:
         """Before a forward of a module in it that is called by itself, perhaps on one rank alone. Not collective."""
