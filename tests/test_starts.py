@@ -77,6 +77,9 @@ LINES = [  # of both ranks, and how often at most
         1,
     ),
     (r"lightning_autotp: filling each rank's part of LlamaForCausalLM's parameters", 1),
+    # transformers imports torchao where it is installed; its kernels are CUDA's, and what it calls in torch is old.
+    (r"Failed to load .*/torchao/_C_\w+\..*\.so: Could not load this library: .*\.so", 4),
+    (r"W\d+ .*/torch/utils/_pytree.py:\d+\] <enum '\w+'> is an Enum subclass .* Calling register_constant\(\).*", 4),
     # Lightning of its own calls of torch's pytrees, with every strategy.
     (r".*/lightning/pytorch/utilities/_pytree.py:\d+: `isinstance\(treespec, LeafSpec\)` is deprecated.*", 2),
     (r"`Trainer\.fit` stopped: `max_steps=1` reached\.", 1),
