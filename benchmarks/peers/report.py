@@ -15,7 +15,7 @@ from rich.table import Table
 
 from peers.cases import CASES
 from peers.profile import KINDS
-from peers.run import Measured
+from peers.run import LOOKS, Measured
 from peers.systems import OF_LLAMA, ONE, PEER
 
 HEADER = ("system", "step", "of one process", "tokens/s", "peak", "collectives", "sent", "set-up")
@@ -30,7 +30,7 @@ def rows(case: str, found: Sequence[Measured]) -> list[tuple[str, ...]]:
         (
             measured.system,
             f"{1e3 * measured.median:.0f} ms",
-            f"{measured.median / one.median:.2f}",
+            f"{measured.beside(one):.2f}",
             f"{tokens / measured.median:,.0f}",
             f"{measured.held / 2**20:,.0f} MiB",
             str(measured.calls),
@@ -43,7 +43,7 @@ def rows(case: str, found: Sequence[Measured]) -> list[tuple[str, ...]]:
 
 
 def spent(found: Sequence[Measured]) -> list[tuple[str, ...]]:
-    """What the time of one step goes to, as text."""
+    """What the time of a step goes to, as text."""
     return [
         (measured.system, *(f"{1e3 * measured.spent[kind]:.0f} ms" for kind in KINDS))
         for measured in found
@@ -59,14 +59,14 @@ def ratios(found: Sequence[Measured]) -> list[str]:
     lines = []
     if ours is not None and peers:
         best = min(peers, key=lambda measured: measured.median)
-        lines.append(f"{ours.median / best.median:.2f} of the time of {best.system}, the fastest peer")
+        lines.append(f"{ours.beside(best):.2f} of the time of {best.system}, the fastest peer")
         if ours.spent and best.spent:
             lines.append(
                 f"{_beside_products(ours) / _beside_products(best):.2f} of that peer's time for all but products and"
                 f" attention; these alone are {1 - _beside_products(best) / sum(best.spent.values()):.2f} of its step"
             )
     if ours is not None and MEGATRON in systems:
-        lines.append(f"{ours.median / systems[MEGATRON].median:.2f} of the time of {MEGATRON}")
+        lines.append(f"{ours.beside(systems[MEGATRON]):.2f} of the time of {MEGATRON}")
     return lines
 
 
@@ -104,8 +104,9 @@ def to_markdown(found: Mapping[str, Sequence[Measured]], ranks: int, rounds: int
         "# Benchmarks",
         "",
         "A training step (forward and backward, fp32) of the same model and batch on the same ranks. Everything runs in"
-        " the same processes, a step of each system in turn, so that what else the machine does is shared; the medians"
-        f" of {rounds} rounds. A system whose loss is not that of one process is not timed. Written by"
+        f" the same processes, a step of each system in turn, in {rounds} rounds, each of which begins with another"
+        " system: times are medians, and ratios are medians of the rounds' ratios, so that what else the machine does"
+        " is shared. A system whose loss is not that of one process is not timed. Written by"
         f" `python benchmarks/compare.py` on {where}, with torch {torch.__version__.partition('+')[0]} and transformers"
         f" {transformers.__version__}.",
         "",
@@ -114,10 +115,10 @@ def to_markdown(found: Mapping[str, Sequence[Measured]], ranks: int, rounds: int
         "- *peak*: parameters, and the most that a step holds besides, of the rank that holds most.",
         "- *collectives*, *sent*: of a step, by each rank, with collectives in rings.",
         "- *set-up*: from the model to one that is ready to be trained; here that is planning and proving, too.",
-        "- The second table says what one more step of the first rank went to, under PyTorch's profiler, which slows it"
-        " down: matrix products, attention kernels, all other operators, and the rest (waiting for the other ranks, and"
-        " Python). Every system computes the same products and attention, so no step can be a smaller part of a peer's"
-        " than these are.",
+        f"- The second table says what a step of the first rank went to, medians of {LOOKS} more steps under PyTorch's"
+        " profiler, which slows them down: matrix products, attention kernels, all other operators, and the rest"
+        " (waiting for the other ranks, and Python). Every system computes the same products and attention, so no step"
+        " can be a smaller part of a peer's than these are.",
     ]
     for case, measured in found.items():
         lines += [

@@ -22,11 +22,14 @@ from transformers import AutoModelForCausalLM
 
 from peers.cases import CASES, Case
 from peers.meter import Meter
-from peers.profile import profiled
+from peers.profile import KINDS, profiled
 from peers.systems import ONE, Prepared, Source, systems
 
 TOLERANCE = 1e-4
 """How far a system's loss may be from one process's: what is wrong is not timed."""
+
+LOOKS = 5
+"""Steps of each system under the profiler."""
 
 
 @dataclass
@@ -40,7 +43,7 @@ class Measured:
         held: bytes of parameters and of all else at its peak, of the rank that holds most.
         calls: collectives in a step.
         sent: megabytes that a rank sends in them.
-        spent: what the seconds of one more step of the first rank went to, see :data:`~peers.profile.KINDS`.
+        spent: what the seconds of a step of the first rank went to, see :data:`~peers.profile.KINDS`.
         error: why it was not measured, or empty.
     """
 
@@ -57,6 +60,10 @@ class Measured:
     def median(self) -> float:
         """Seconds of a step."""
         return statistics.median(self.seconds)
+
+    def beside(self, other: Measured) -> float:
+        """This system's seconds of another's, each step beside that of the same round."""
+        return statistics.median(own / its for own, its in zip(self.seconds, other.seconds, strict=True))
 
 
 def measure(case: str, ranks: int, rounds: int, only: Sequence[str] = ()) -> list[Measured]:
@@ -126,15 +133,21 @@ def _compare(case: Case, rounds: int, only: tuple[str, ...], directory: Path, de
         loss = _first(prepared.step(source.tokens) if prepared is not None else 0.0)
         if abs(loss - wanted) > TOLERANCE * abs(wanted):
             raise RuntimeError(f"the loss of {name} is {loss}, that of one process {wanted}")
-    for _ in range(rounds):
-        for measured in found:
-            if not measured.error:
-                measured.seconds.append(_timed(ready[measured.system], source))
-    for measured in found:
-        prepared = ready.get(measured.system)
-        dist.barrier()
-        if prepared is not None:
-            measured.spent = profiled(partial(prepared.step, source.tokens))
+    good = [measured for measured in found if not measured.error]
+    for turn in range(rounds):
+        first = turn % len(good)  # a step is slower or faster after another's: each comes after each
+        for measured in (*good[first:], *good[:first]):
+            measured.seconds.append(_timed(ready[measured.system], source))
+    looks: dict[str, list[dict[str, float]]] = {measured.system: [] for measured in good}
+    for _ in range(LOOKS):
+        for measured in good:
+            prepared = ready[measured.system]
+            dist.barrier()
+            if prepared is not None:
+                looks[measured.system].append(profiled(partial(prepared.step, source.tokens)))
+    for measured in good:
+        if of := looks[measured.system]:
+            measured.spent = {kind: statistics.median(look[kind] for look in of) for kind in KINDS}
     return found
 
 
