@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from distributed import PATIENCE
 from zoo import configs, inputs, modalities
-from zoo.__main__ import spelled_out
+from zoo.__main__ import spelled_out, zoo
 from zoo.models import GROUPS, architectures, build, stir, tiny_config
 from zoo.parity import _gradient_error, plan_one
-from zoo.report import summary, to_json, to_markdown, totals
+from zoo.report import from_json, summary, to_json, to_markdown, totals
 from zoo.run import Ranks, run
 from zoo.verdict import GRADIENT_TOLERANCE, LOSS_TOLERANCE, Left, Verdict
 
@@ -215,8 +216,21 @@ def test_a_line_per_architecture_says_what_was_found() -> None:
 
 
 def test_command_line_spelling() -> None:
-    words = ["zoo", "--only", "llama", "gpt2", "--tp", "4", "--plan-only"]
-    assert spelled_out(words) == ["zoo", "--only+=llama", "--only+=gpt2", "--tp", "4", "--plan_only=true"]
+    words = ["zoo", "--only", "llama", "gpt2", "--found", "a.json", "--tp", "4", "--plan-only"]
+    spelled = ["zoo", "--only+=llama", "--only+=gpt2", "--found+=a.json", "--tp", "4", "--plan_only=true"]
+    assert spelled_out(words) == spelled
+
+
+def test_what_was_found_is_not_run_again(tmp_path: Path) -> None:
+    found, page = tmp_path / "found.json", tmp_path / "page.md"
+    found.write_text(to_json([verdict for verdict in verdicts() if verdict.group == "causal"], "--tp 3"))
+    with pytest.raises(SystemExit, match=r"found.json is of a run with --tp 3, this one is with --tp 2"):
+        zoo("causal", only=["llama"], found=[found], page=page)
+    llama = replace(verdicts()[1], name="llama")  # a verdict that no run would give
+    found.write_text(to_json([llama], "--tp 3"))
+    assert from_json(found.read_text()) == ("--tp 3", [llama])
+    zoo("causal", tp=3, only=["llama"], found=[found], page=page)
+    assert "| llama | yes | 60.0%" in page.read_text()
 
 
 @pytest.mark.slow

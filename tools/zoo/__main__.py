@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 
@@ -11,8 +12,9 @@ from rich.console import Console
 
 from zoo.models import GROUPS, architectures
 from zoo.packages import PACKAGES, entries
-from zoo.report import OTHERS_PAGE, summary, to_json, to_markdown, totals_table
+from zoo.report import OTHERS_PAGE, from_json, summary, to_json, to_markdown, totals_table
 from zoo.run import run
+from zoo.verdict import Verdict
 
 
 def zoo(
@@ -20,6 +22,7 @@ def zoo(
     tp: int = 2,
     only: list[str] | None = None,
     json: Path | None = None,
+    found: list[Path] | None = None,
     page: Path | None = None,
     plan_only: bool = False,
     limit: float = 120.0,
@@ -37,7 +40,9 @@ def zoo(
         tp: number of tensor-parallel ranks (processes on this machine).
         only: these models only, by their ``model_type`` or their name on the page; the page is written only where
             ``page`` says so.
-        json: file to write everything found to.
+        json: file to write everything found to, after each model.
+        found: files that runs with the same options wrote (``json``), perhaps not to their end: what is in them is not
+            run again, and is on the page.
         page: the page to write, instead of the one in ``docs``.
         plan_only: only plan, in one process, and run nothing; writes no page of its own accord either.
         limit: seconds that one architecture may take.
@@ -55,22 +60,34 @@ def zoo(
             f"make zoo: {', '.join(unknown)} is in none of the groups ({', '.join(groups)}); "
             "--only takes names such as llama or gpt2, and those of a package with --group"
         )
-    verdicts = []
-    for verdict in run(chosen, tp, limit, plan_only, sequence_parallel):
-        verdicts.append(verdict)
+    options = f"--tp {tp}" + " --plan-only" * plan_only + " --sequence-parallel" * sequence_parallel
+    known = _found(found or (), options)
+    for verdict in run([each for each in chosen if each not in known], tp, limit, plan_only, sequence_parallel):
+        known[verdict.group, verdict.name] = verdict
         console.print(summary(verdict), markup=False, highlight=False, soft_wrap=True)
+        if json is not None:
+            json.write_text(to_json([known[each] for each in chosen if each in known], options))
+    verdicts = [known[each] for each in chosen]
     console.print(totals_table(verdicts))
-    options = f"--group {group} --tp {tp}" + f" --only {' '.join(only or ())}" * bool(only) + " --plan-only" * plan_only
-    options += " --sequence-parallel" * sequence_parallel + (f" --page {page}" if page else "")
-    command = f'make zoo ARGS="{options}"'
-    if json is not None:
-        json.write_text(to_json(verdicts, command))
+    which = f"--group {group}" + f" --only {' '.join(only or ())}" * bool(only)
+    command = f'make zoo ARGS="{which} {options}' + f" --page {page}" * (page is not None) + '"'
     if page is None and only is None and not plan_only:
         page = {"all": Path("docs") / "zoo.md", "others": Path("docs") / OTHERS_PAGE}.get(group)
     if page is not None:
         page.parent.mkdir(parents=True, exist_ok=True)
         packages = dict.fromkeys(PACKAGES[g].distribution if g in PACKAGES else "transformers" for g in groups)
         page.write_text(to_markdown(verdicts, command, {name: version(name) for name in ("torch", *packages)}))
+
+
+def _found(files: Iterable[Path], options: str) -> dict[tuple[str, str], Verdict]:
+    """The verdicts of earlier runs by group and name."""
+    verdicts = []
+    for file in files:
+        ran_with, of_file = from_json(file.read_text())
+        if ran_with != options:
+            raise SystemExit(f"make zoo: {file} is of a run with {ran_with}, this one is with {options}")
+        verdicts += of_file
+    return {(verdict.group, verdict.name): verdict for verdict in verdicts}
 
 
 def _names(group: str) -> tuple[str, ...]:
@@ -86,15 +103,14 @@ def _names(group: str) -> tuple[str, ...]:
 def spelled_out(arguments: list[str]) -> list[str]:
     """``--only NAME NAME``, flags without a value and dashes in names, in the parser's own spelling."""
     spelled: list[str] = []
-    names: list[str] | None = None
+    of: str | None = None
     for argument in arguments:
         if argument.startswith("--"):
-            names = None
-        if argument == "--only":
-            names = []
-        elif names is not None:
-            names.append(argument)
-            spelled.append(f"--only+={argument}")
+            of = argument if argument in ("--only", "--found") else None
+            if of:
+                continue
+        if of:
+            spelled.append(f"{of}+={argument}")
         else:
             name, equals, value = argument.partition("=")
             if name.startswith("--"):

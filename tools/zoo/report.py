@@ -9,7 +9,7 @@ from dataclasses import asdict
 from rich.table import Table
 
 from zoo.packages import PACKAGES
-from zoo.verdict import Verdict
+from zoo.verdict import Left, Verdict
 
 GOAL = 0.9
 """Share of the parameters that is to be sharded."""
@@ -94,14 +94,21 @@ def _by_group(verdicts: Sequence[Verdict]) -> dict[str, dict[str, int]]:
     return {group: totals([verdict for verdict in verdicts if verdict.group == group]) for group in groups}
 
 
-def to_json(verdicts: Sequence[Verdict], command: str) -> str:
-    """Everything found, as JSON text."""
+def to_json(verdicts: Sequence[Verdict], options: str) -> str:
+    """Everything that a run with these options found, as JSON text."""
     data = {
-        "command": command,
+        "options": options,
         "totals": _by_group(verdicts),
         "verdicts": [asdict(verdict) for verdict in verdicts],
     }
     return json.dumps(data, indent=1)
+
+
+def from_json(text: str) -> tuple[str, list[Verdict]]:
+    """The options and the verdicts of a run."""
+    data = json.loads(text)
+    verdicts = [Verdict(**{**each, "left": [Left(**left) for left in each["left"]]}) for each in data["verdicts"]]
+    return data["options"], verdicts
 
 
 def to_markdown(verdicts: Sequence[Verdict], command: str, versions: Mapping[str, str]) -> str:
