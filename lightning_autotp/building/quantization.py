@@ -15,7 +15,7 @@ The libraries are imported only by who uses them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -347,7 +347,7 @@ def refuse_quantized(model: nn.Module) -> None:
             " Leave that out of Float8LinearConfig: data_parallel_size > 1 gathers them as they are"
         )
     values: list[tuple[str, Tensor | nn.Module]] = [*model.named_parameters(), *model.named_modules()]
-    found = {name: value for name, value in values if _library(value) and name not in in_float8}
+    found = {name: value for name, value in values if _library(_modules(value)) and name not in in_float8}
     if found:
         kinds = sorted({type(value).__name__ for value in found.values()})
         raise QuantizationError(
@@ -368,10 +368,8 @@ def told_clearly() -> Iterator[None]:
     except CheckpointError:
         raise
     except Exception as error:
-        frames = walk_tb(error.__traceback__)
-        packages = [str(frame.f_globals.get("__name__")).partition(".")[0] for frame, _ in frames]
-        library = next((package for package in packages if package in LIBRARIES), None)
-        if library is None:
+        library = _library(str(frame.f_globals.get("__name__")) for frame, _ in walk_tb(error.__traceback__))
+        if not library:
             raise
         raise QuantizationError(
             f"{library} cannot quantize weights that have no values yet ({type(error).__name__}: {error}). {_INSTEAD}"
@@ -453,7 +451,12 @@ def _part(parts: Mapping[str, Tensor], name: str) -> Tensor:
     return parts[name]
 
 
-def _library(value: Tensor | nn.Module) -> str:
-    """The library that has made a tensor or a module so; empty for others."""
-    packages = (kind.__module__.partition(".")[0] for kind in type(value).__mro__)
+def _library(modules: Iterable[str]) -> str:
+    """The first library that these modules belong to; empty if there is none."""
+    packages = (module.partition(".")[0] for module in modules)
     return next((package for package in packages if package in LIBRARIES), "")
+
+
+def _modules(value: Tensor | nn.Module) -> Iterator[str]:
+    """Where the classes of a tensor or a module are from."""
+    return (kind.__module__ for kind in type(value).__mro__)
