@@ -61,13 +61,13 @@ def zoo(
             "--only takes names such as llama or gpt2, and those of a package with --group"
         )
     options = f"--tp {tp}" + " --plan-only" * plan_only + " --sequence-parallel" * sequence_parallel
-    known = _found(found or (), options)
-    for verdict in run([each for each in chosen if each not in known], tp, limit, plan_only, sequence_parallel):
-        known[verdict.group, verdict.name] = verdict
+    by_model = _found(found or (), options)
+    for verdict in run([each for each in chosen if each not in by_model], tp, limit, plan_only, sequence_parallel):
+        by_model[verdict.group, verdict.name] = verdict
         console.print(summary(verdict), markup=False, highlight=False, soft_wrap=True)
         if json is not None:
-            json.write_text(to_json([known[each] for each in chosen if each in known], options))
-    verdicts = [known[each] for each in chosen]
+            json.write_text(to_json([by_model[each] for each in chosen if each in by_model], options))
+    verdicts = [by_model[each] for each in chosen]
     console.print(totals_table(verdicts))
     which = f"--group {group}" + f" --only {' '.join(only or ())}" * bool(only)
     command = f'make zoo ARGS="{which} {options}' + f" --page {page}" * (page is not None) + '"'
