@@ -43,7 +43,7 @@ class Measured:
         held: bytes of parameters and of all else at its peak, of the rank that holds most.
         calls: collectives in a step.
         sent: megabytes that a rank sends in them.
-        spent: what the seconds of a step of the first rank went to, see :data:`~peers.profile.KINDS`.
+        looks: what the seconds of steps under the profiler went to on the first rank, by :data:`~peers.profile.KINDS`.
         error: why it was not measured, or empty.
     """
 
@@ -53,13 +53,18 @@ class Measured:
     held: int = 0
     calls: int = 0
     sent: float = 0.0
-    spent: dict[str, float] = field(default_factory=dict)
+    looks: list[dict[str, float]] = field(default_factory=list)
     error: str = ""
 
     @property
     def median(self) -> float:
         """Seconds of a step."""
         return statistics.median(self.seconds)
+
+    @property
+    def spent(self) -> dict[str, float]:
+        """What these seconds go to; empty where nobody looked."""
+        return {kind: statistics.median(look[kind] for look in self.looks) for kind in KINDS if self.looks}
 
     def beside(self, other: Measured) -> float:
         """This system's seconds of another's, each step beside that of the same round."""
@@ -138,16 +143,12 @@ def _compare(case: Case, rounds: int, only: tuple[str, ...], directory: Path, de
         first = turn % len(good)  # a step is slower or faster after another's: each comes after each
         for measured in (*good[first:], *good[:first]):
             measured.seconds.append(_timed(ready[measured.system], source))
-    looks: dict[str, list[dict[str, float]]] = {measured.system: [] for measured in good}
     for _ in range(LOOKS):
         for measured in good:
             prepared = ready[measured.system]
             dist.barrier()
             if prepared is not None:
-                looks[measured.system].append(profiled(partial(prepared.step, source.tokens)))
-    for measured in good:
-        if of := looks[measured.system]:
-            measured.spent = {kind: statistics.median(look[kind] for look in of) for kind in KINDS}
+                measured.looks.append(profiled(partial(prepared.step, source.tokens)))
     return found
 
 
