@@ -5,6 +5,7 @@ A test hands over one top-level function that does many checks: starting the pro
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import pickle
@@ -126,6 +127,7 @@ def _child(
     args: tuple[Any, ...],
     store: str,
 ) -> None:
+    faulthandler.enable()  # so that a crash outside Python says where it was
     try:
         os.environ.clear()
         os.environ.update(environment)

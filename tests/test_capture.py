@@ -169,6 +169,48 @@ def test_a_tensor_that_lends_its_shape_needs_no_value(made: Callable[[Tensor, Te
     assert graph.tensors[graph.outputs[0]].shape[0] == ones
 
 
+@pytest.mark.parametrize(
+    "places",
+    [
+        lambda ids: ([0, 1], [2, 0]),
+        lambda ids: ((0, 1), (2, 0)),
+        lambda ids: (range(2), [[2, 0]]),
+        lambda ids: ([0, 1], [ids.max() - 5, 0]),  # a number that follows from the batch
+        lambda ids: [1],
+        lambda ids: [True, False],
+        lambda ids: (slice(None), []),
+    ],
+)
+def test_lists_of_numbers_in_an_index_have_values(places: Callable[[Tensor], Any]) -> None:
+    """torch itself makes the tensors of such an index, where a trace does not see it."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(8, 4)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            hidden = self.table(ids)
+            mask = torch.full_like(hidden[:, :, 0], True, dtype=torch.bool)
+            mask[places(ids)] = False
+            return hidden[mask]
+
+    ids = torch.tensor([[1, 6, 7], [2, 0, 6]])
+    graph = capture(Masked(), ids)
+    assert not graph.opaque
+    assert graph.tensors[graph.outputs[0]].shape == tuple(Masked()(ids).shape)
+
+
+def test_a_list_of_tensors_is_an_index_for_each_dim() -> None:
+    class Rows(nn.Module):
+        def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+            return x[[ids, ids]] + x[[0, 1]].sum()
+
+    x, ids = torch.randn(3, 3, requires_grad=True), torch.tensor([1, 2])
+    graph = capture(Rows(), (x, ids))
+    assert graph.tensors[graph.outputs[0]].shape == (2,)
+
+
 def test_what_python_makes_of_numbers_has_a_value() -> None:
     class Counting(nn.Module):
         def __init__(self) -> None:

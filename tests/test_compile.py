@@ -49,6 +49,12 @@ class Compiled(Task):
         if self.enabled and self.case == "late":
             self.switch_on(self.model)
 
+    def on_train_end(self) -> None:
+        if self.case == "whole":  # the first forward of this model that is no compiled code
+            with torch.compiler.set_stance("force_eager"):
+                loss = self.model(**next(iter(loader())), use_cache=False).loss
+            self.seen["losses"].append(loss.item())
+
     def switch_on(self, model: Any) -> None:
         if self.case == "whole":
             model.compile(backend="aot_eager")

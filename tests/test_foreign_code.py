@@ -9,6 +9,7 @@ import torch
 from compared import assert_same_training
 from distributed import run_ranks
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from lightning_autotp import make_plan
 from lightning_autotp.capture.capture import capture_local, meta_copy
@@ -95,6 +96,25 @@ class Shared(nn.Module):
         return self.source(source).sum(1, keepdim=True) * self.target(target)
 
 
+class OwnTable(nn.Embedding):
+    """A subclass that looks its rows up by itself, rather than by its base class's forward."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.weight) * 2
+
+
+class OwnLinear(nn.Linear):
+    """One that does the same with its product."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+def of_own_layers() -> nn.Module:
+    layers = [OwnLinear(24, 40), nn.GELU(), OwnLinear(40, 24), OwnLinear(24, 50, bias=False)]
+    return nn.Sequential(OwnTable(50, 24), *layers)
+
+
 def train(rank: int, size: int) -> None:
     torch.manual_seed(0)
     states, ids = torch.randn(3, 7, 24), torch.arange(14).view(2, 7)
@@ -106,6 +126,8 @@ def train(rank: int, size: int) -> None:
     assert [change for change in changed.conversions if change.overwritten]
     assert_same_training(Shared(), (ids, ids.flip(0)), **square)
     assert_same_training(staged(2), (states[..., :16],), **square)
+    own = assert_same_training(of_own_layers(), (ids,), **square).autotp.plan  # type: ignore[union-attr]
+    assert own.sharded_fraction > 0.98
 
 
 def test_loss_and_gradients_equal_one_process() -> None:

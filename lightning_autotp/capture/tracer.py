@@ -8,6 +8,7 @@ reads the written values: the graph has no aliases.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -51,6 +52,7 @@ from lightning_autotp.ranks.random_numbers import are_own_numbers_noted
 _MEASURING = frozenset([Tensor.shape.__get__, Tensor.size, Tensor.__len__, Tensor.numel])  # type: ignore[attr-defined]
 """Functions that tell a tensor's shape, or something of it."""
 
+_INDEXING = frozenset([Tensor.__getitem__, Tensor.__setitem__])
 _FACTORIES = {getattr(torch, known.name.split(".")[1]) for known in records() if known.factory}
 _SAME = "aten.alias.default"
 _INDEX = "aten.index.Tensor"
@@ -506,6 +508,8 @@ class Calls(TorchFunctionMode):
         self.numbers = _numbers(args[1]) if func is Tensor.__getitem__ else ()
         recorded = len(self.tracer.graph.operators)
         self.tracer.overwritten.clear()
+        if func in _INDEXING:
+            args = (args[0], self._with_tensors(args[1]), *args[2:])
         try:
             result = func(*args, **kwargs)
         finally:
@@ -539,6 +543,25 @@ class Calls(TorchFunctionMode):
             real = func(*args, **{**kwargs, "device": torch.device("cpu")})
             self.tracer.concrete.known.setdefault(self.tracer._read(result).tensor, real.detach())
 
+    def _with_tensors(self, index: Any) -> Any:
+        """An index with tensors of known values for its lists: those that torch makes of lists have none, on meta."""
+        if isinstance(index, tuple):
+            return tuple(self._tensor_of(part) if isinstance(part, (list, tuple, range)) else part for part in index)
+        # A list of tensors or slices is one index for each dim.
+        is_one = isinstance(index, list) and all(isinstance(part, int) for part in index)
+        return self._tensor_of(index) if is_one else index
+
+    def _tensor_of(self, numbers: Sequence[Any]) -> Any:
+        try:
+            with self.tracer.pause(), unset_fake_temporarily():
+                values = tree_map_only(Tensor, lambda tensor: self.tracer.value(tensor).item(), list(numbers))
+                real = torch.tensor(values, dtype=None if values else torch.long)
+                tensor = real.to("meta")
+        except (NoValue, RuntimeError, TypeError, ValueError):  # torch says what is wrong with such an index
+            return numbers
+        self.tracer.concrete.known[self.tracer._read(tensor).tensor] = real
+        return tensor
+
     def _made(self, result: Any) -> tuple[Ref, ...]:
         """The tensors that a call returned; not those that Python's numbers alone made, until they are read."""
         found = [self._leaf(leaf) or self.tracer.known(leaf) for leaf in _tensors(result)]
@@ -559,10 +582,19 @@ class Calls(TorchFunctionMode):
 
 
 def torch_layer(module: nn.Module) -> str:
-    """Which layer of ``torch.nn`` a module is, or is a subclass of; empty for other modules, and those of modules."""
+    """Which layer of ``torch.nn`` a module is, or is a subclass of whose forward calls that layer's.
+
+    Empty for other modules, and those of modules. A forward that computes the layer's function by itself
+    (``F.linear(x, self.weight)``) would not go through the forward of a parallel layer.
+    """
     kinds = [kind for kind in type(module).__mro__ if kind.__module__.startswith("torch.nn.modules.")]
     names = [kind.__name__ for kind in kinds if kind is not nn.Module and not kind.__name__.startswith("_")]
-    return names[-1] if names and next(module.children(), None) is None else ""
+    if not names or next(module.children(), None) is not None:
+        return ""
+    own = next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
+    is_known = own in kinds or own.__module__.startswith("lightning_autotp.parallel.")
+    code = getattr(inspect.unwrap(vars(own)["forward"]), "__code__", None)
+    return names[-1] if is_known or code is None or "forward" in code.co_names else ""
 
 
 def _numbers(index: Any) -> list[int]:

@@ -4,23 +4,27 @@ After set-up a parameter looks as always, but a rank may have only a part of it.
 mean the whole: random numbers of its shape, its last rows, a row by its index. A write that does with each element the
 same is right; afterwards nobody can tell which of the two it was. So the values of parts have checksums from set-up to
 the first use of the model, and what was written by code that nobody looked at is an error. Loading, this package's
-callbacks and code inside ``checked`` are known. Later only the number of writes is looked at
+callbacks and code inside ``checked`` are known. The first use is a forward, or an optimizer's first step: a forward of
+compiled code does not look. Later only the number of writes is looked at
 (:mod:`~lightning_autotp.parameters.later_writes`).
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from lightning_autotp.layouts.listing import listed
 from lightning_autotp.layouts.types import Shard
 from lightning_autotp.parameters.state import parallel_models, parallel_state
+from lightning_autotp.parameters.unchanged import check_unchanged
 from lightning_autotp.parameters.written import Written
 from lightning_autotp.private.torch_private import without_modes
 from lightning_autotp.ranks.agreement import gather_objects
@@ -68,6 +72,13 @@ def watch_writes(model: nn.Module) -> None:
     for path, module in model.named_modules():
         if path and len(path.split(".")) <= OUTER:
             first.handles.append(module.register_forward_pre_hook(first.of_module, prepend=True))
+    own = weakref.ref(first)  # which lives as long as its hooks of modules
+
+    def of_step(optimizer: Optimizer, *_: Any) -> None:
+        if (first := own()) is not None:
+            first.of_step(optimizer)
+
+    weakref.finalize(model, register_optimizer_step_pre_hook(of_step).remove)
 
 
 class _FirstUse:
@@ -94,6 +105,19 @@ class _FirstUse:
         state.written = None
         for handle in self.handles:
             handle.remove()
+
+    def of_step(self, optimizer: Optimizer) -> None:
+        """Before an optimizer's step. Collective, if it steps parts of the model.
+
+        Raises:
+            RuntimeError: as :meth:`of_model`, or for another module or parameter in the model.
+        """
+        if self.model is None:
+            return
+        check_unchanged(self.model)  # parts that are gone or have moved cannot be compared
+        parts = set(map(id, _parts(self.model).values()))
+        if any(id(parameter) in parts for group in optimizer.param_groups for parameter in group["params"]):
+            self.of_model(self.model, ())
 
     def of_module(self, module: nn.Module, args: Any) -> None:
         """Before a forward of a module in it that is called by itself, perhaps on one rank alone. Not collective."""
