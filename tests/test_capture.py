@@ -211,6 +211,22 @@ def test_a_list_of_tensors_is_an_index_for_each_dim() -> None:
     assert graph.tensors[graph.outputs[0]].shape == (2,)
 
 
+def test_an_operator_may_ask_for_a_number_and_take_what_has_no_value() -> None:
+    class Narrowing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(8, 4)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            start = (ids > 5).sum()
+            return self.table(ids).narrow(1, start, ids.shape[1] - start)
+
+    graph = capture(Narrowing(), torch.tensor([[1, 6, 3], [2, 0, 1]]))
+    assert not graph.opaque
+    assert graph.tensors[graph.outputs[0]].shape == (2, 2, 4)
+    assert [o.argument("start") for o in graph.operators if o.name == "aten.narrow.default"] == [1]
+
+
 def test_what_python_makes_of_numbers_has_a_value() -> None:
     class Counting(nn.Module):
         def __init__(self) -> None:
@@ -220,6 +236,8 @@ def test_what_python_makes_of_numbers_has_a_value() -> None:
         def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
             ends = torch.tensor([0, lengths.max(), 2 * int(lengths.max())], device=x.device).cumsum(0)
             steps = torch.Tensor([2, 1]).long()  # the class: a trace does not see it
+            if torch.tensor([[1, 2]], device=x.device).tolist() != [[1, 2]]:
+                raise ValueError("the values are lost")
             rows = (ends[1:] - ends[:-1]).tolist()
             return torch.cat(self.linear(x).split(rows)[:: int(steps[0])])
 

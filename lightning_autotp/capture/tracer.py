@@ -126,8 +126,14 @@ class Tracer(PreDispatchMode):
         known = record(name)
         try:
             result = self._shaped(known.shape, reads) if known and known.shape else func(*args, **kwargs)
-        except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            result = self._by_value(func, reads, error)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            result = self._by_value(func, reads)
+            if result is NotImplemented:  # it asks for a value inside, and does something else with what has none
+                with self:
+                    result = func.decompose(*args, **kwargs)
+                if result is NotImplemented:
+                    raise
+                return result
         written = [
             leaf
             for argument, (_, value) in zip(schema_of(func).arguments, arguments, strict=True)
@@ -245,8 +251,8 @@ class Tracer(PreDispatchMode):
         run = (("dim", dims[0]), ("start", first), ("end", first + len(places)), ("step", 1))
         return "aten.slice.Tensor", (("self", named["self"]), *run)
 
-    def _by_value(self, func: Any, reads: tuple[tuple[str, Any], ...], error: RuntimeError) -> Any:
-        """What an operator gives whose result hangs on values, where they follow from the batch alone."""
+    def _by_value(self, func: Any, reads: tuple[tuple[str, Any], ...]) -> Any:
+        """What an operator gives whose result hangs on values; ``NotImplemented`` if they are not the batch's alone."""
         known = record(str(func))
 
         asked: list[Ref] = []
@@ -267,7 +273,7 @@ class Tracer(PreDispatchMode):
                 try:
                     values = {name: value(name, leaf) for name, leaf in reads}
                 except NoValue:
-                    raise error from None
+                    return NotImplemented
                 positional = [values.pop(a.name) for a in schema_of(func).arguments if not a.kwarg_only]
                 result = func(*positional, **values)
             self._asks(asked)
@@ -511,7 +517,8 @@ class Calls(TorchFunctionMode):
         if func in _INDEXING:
             args = (args[0], self._with_tensors(args[1]), *args[2:])
         try:
-            result = func(*args, **kwargs)
+            is_made_here = func is Tensor.tolist and args[0].is_meta  # by torch.tensor(); a fake tensor has its own
+            result = self.tracer.value(args[0]).tolist() if is_made_here else func(*args, **kwargs)
         finally:
             self.current, self.numbers = outer
         if func in _CONSTANTS:
