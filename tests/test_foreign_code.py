@@ -96,6 +96,38 @@ class Shared(nn.Module):
         return self.source(source).sum(1, keepdim=True) * self.target(target)
 
 
+class Keeping(nn.Module):
+    """Attention whose keys and values go into a dict, out of which another layer takes them."""
+
+    def __init__(self, keeps: str = "", takes: str = "") -> None:
+        super().__init__()
+        self.keeps, self.takes = keeps, takes
+        self.q, self.out = nn.Linear(24, 24, bias=False), nn.Linear(24, 24, bias=False)
+        if not takes:
+            self.k, self.v = nn.Linear(24, 24, bias=False), nn.Linear(24, 24, bias=False)
+
+    def forward(self, x: Tensor, kept: dict[str, tuple[Tensor, Tensor]]) -> Tensor:
+        def heads(states: Tensor) -> Tensor:
+            return states.view(*states.shape[:-1], -1, 6).transpose(1, 2)
+
+        k, v = kept[self.takes] if self.takes else (heads(self.k(x)), heads(self.v(x)))
+        if self.keeps:
+            kept[self.keeps] = k, v
+        return self.out(F.scaled_dot_product_attention(heads(self.q(x)), k, v).transpose(1, 2).flatten(2))
+
+
+class Keepers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Keeping("first"), Keeping("second"), Keeping(takes="first")])
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept: dict[str, tuple[Tensor, Tensor]] = {}
+        for layer in self.layers:
+            x = x + layer(x, kept)
+        return x * sum(k.mean() + v.mean() for k, v in kept.values())
+
+
 class OwnTable(nn.Embedding):
     """A subclass that looks its rows up by itself, rather than by its base class's forward."""
 
@@ -126,6 +158,8 @@ def train(rank: int, size: int) -> None:
     assert [change for change in changed.conversions if change.overwritten]
     assert_same_training(Shared(), (ids, ids.flip(0)), **square)
     assert_same_training(staged(2), (states[..., :16],), **square)
+    keepers = assert_same_training(Keepers(), (states,), **square).autotp.plan  # type: ignore[union-attr]
+    assert keepers.sharded_fraction > 0.98
     own = assert_same_training(of_own_layers(), (ids,), **square).autotp.plan  # type: ignore[union-attr]
     assert own.sharded_fraction > 0.98
 

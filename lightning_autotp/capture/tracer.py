@@ -179,6 +179,9 @@ class Tracer(PreDispatchMode):
             if isinstance(operator.boundary, Boundary) and operator.boundary.key.startswith(path):
                 arguments = (("self", Ref(operator.inputs[0])),)
                 self.graph.operators[at] = replace(operator, name=_SAME, arguments=arguments, boundary=None)
+        # These first: where others of the marks change the layout, that comes after all of them.
+        marked = self.graph.operators[marks.start : marks.stop]
+        self.graph.operators[marks.start : marks.stop] = sorted(marked, key=lambda mark: mark.boundary is not None)
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
