@@ -521,7 +521,7 @@ class Calls(TorchFunctionMode):
             args = (args[0], self._with_tensors(args[1]), *args[2:])
         try:
             is_made_here = func is Tensor.tolist and args[0].is_meta  # by torch.tensor(); a fake tensor has its own
-            result = self.tracer.value(args[0]).tolist() if is_made_here else func(*args, **kwargs)
+            result: Any = self.tracer.value(args[0]).tolist() if is_made_here else func(*args, **kwargs)
         finally:
             self.current, self.numbers = outer
         if func in _CONSTANTS:

@@ -240,10 +240,9 @@ def _tensors_near(graph: Graph, mismatch: Mismatch) -> Iterator[set[int]]:
 
 
 def _around(graph: Graph, operator: Operator | None) -> Iterator[frozenset[int]]:
-    """Positions of operators, in growing regions.
+    """Positions of operators, in growing regions: those that one line of code runs, its module's own, modules around.
 
-    Those that one line of code runs; its module's own; those that made what the module asks for the shape of; those in
-    the module, and in the modules around. Modules with the same line are alike, and so each region takes them all.
+    Modules with the same line are alike, and so each region takes them all.
     """
     if operator is None:
         return
@@ -256,8 +255,6 @@ def _around(graph: Graph, operator: Operator | None) -> Iterator[frozenset[int]]
     yield frozenset(position for position, _ in alike)
     paths = {other.module for _, other in alike}
     yield frozenset(position for position, other in enumerate(graph.operators) if other.module in paths)
-    asked = {tensor for path in paths for tensor in graph.measured.get(path, ())}
-    yield frozenset(position for position, other in enumerate(graph.operators) if asked.intersection(other.outputs))
     while True:
         yield frozenset(
             position
