@@ -107,16 +107,16 @@ class _FirstUse:
             handle.remove()
 
     def of_step(self, optimizer: Optimizer) -> None:
-        """Before an optimizer's step. Collective, if it steps parts of the model.
+        """Before an optimizer's step. Collective, if it steps parameters of the model.
 
         Raises:
             RuntimeError: as :meth:`of_model`, or for another module or parameter in the model.
         """
         if self.model is None:
             return
-        check_unchanged(self.model)  # parts that are gone or have moved cannot be compared
-        parts = set(map(id, _parts(self.model).values()))
-        if any(id(parameter) in parts for group in optimizer.param_groups for parameter in group["params"]):
+        own = set(map(id, self.model.parameters()))
+        if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+            check_unchanged(self.model)  # parts that are gone or have moved cannot be compared
             self.of_model(self.model, ())
 
     def of_module(self, module: nn.Module, args: Any) -> None:
