@@ -145,6 +145,17 @@ def test_what_follows_from_the_batch_alone_has_a_value() -> None:
     assert graph.tensors[graph.outputs[0]].shape == (3, 4)
 
 
+class Reading(nn.Module):
+    """Looks up states of indices, and does something with both."""
+
+    def __init__(self, read: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.table, self.read = nn.Embedding(8, 4), read
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.read(self.table(ids), ids)
+
+
 @pytest.mark.parametrize(
     ("made", "ones"),
     [
@@ -156,16 +167,8 @@ def test_what_follows_from_the_batch_alone_has_a_value() -> None:
     ],
 )
 def test_a_tensor_that_lends_its_shape_needs_no_value(made: Callable[[Tensor, Tensor], Tensor], ones: int) -> None:
-    class Asking(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Embedding(8, 4)
-
-        def forward(self, ids: Tensor) -> Tensor:
-            hidden = self.table(ids)
-            return hidden.sum() * made(hidden, ids).nonzero()
-
-    graph = capture(Asking(), torch.tensor([[1, 6, 7], [2, 0, 6]]))
+    model = Reading(lambda hidden, ids: hidden.sum() * made(hidden, ids).nonzero())
+    graph = capture(model, torch.tensor([[1, 6, 7], [2, 0, 6]]))
     assert graph.tensors[graph.outputs[0]].shape[0] == ones
 
 
@@ -184,21 +187,16 @@ def test_a_tensor_that_lends_its_shape_needs_no_value(made: Callable[[Tensor, Te
 def test_lists_of_numbers_in_an_index_have_values(places: Callable[[Tensor], Any]) -> None:
     """torch itself makes the tensors of such an index, where a trace does not see it."""
 
-    class Masked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Embedding(8, 4)
+    def masked(hidden: Tensor, ids: Tensor) -> Tensor:
+        mask = torch.full_like(hidden[:, :, 0], True, dtype=torch.bool)
+        mask[places(ids)] = False
+        return hidden[mask]
 
-        def forward(self, ids: Tensor) -> Tensor:
-            hidden = self.table(ids)
-            mask = torch.full_like(hidden[:, :, 0], True, dtype=torch.bool)
-            mask[places(ids)] = False
-            return hidden[mask]
-
+    model = Reading(masked)
     ids = torch.tensor([[1, 6, 7], [2, 0, 6]])
-    graph = capture(Masked(), ids)
+    graph = capture(model, ids)
     assert not graph.opaque
-    assert graph.tensors[graph.outputs[0]].shape == tuple(Masked()(ids).shape)
+    assert graph.tensors[graph.outputs[0]].shape == tuple(model(ids).shape)
 
 
 def test_a_list_of_tensors_is_an_index_for_each_dim() -> None:
@@ -212,16 +210,11 @@ def test_a_list_of_tensors_is_an_index_for_each_dim() -> None:
 
 
 def test_an_operator_may_ask_for_a_number_and_take_what_has_no_value() -> None:
-    class Narrowing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Embedding(8, 4)
+    def narrowed(hidden: Tensor, ids: Tensor) -> Tensor:
+        start = (ids > 5).sum()
+        return hidden.narrow(1, start, ids.shape[1] - start)
 
-        def forward(self, ids: Tensor) -> Tensor:
-            start = (ids > 5).sum()
-            return self.table(ids).narrow(1, start, ids.shape[1] - start)
-
-    graph = capture(Narrowing(), torch.tensor([[1, 6, 3], [2, 0, 1]]))
+    graph = capture(Reading(narrowed), torch.tensor([[1, 6, 3], [2, 0, 1]]))
     assert not graph.opaque
     assert graph.tensors[graph.outputs[0]].shape == (2, 2, 4)
     assert [o.argument("start") for o in graph.operators if o.name == "aten.narrow.default"] == [1]

@@ -548,10 +548,16 @@ class Calls(TorchFunctionMode):
 
     def _constant(self, func: Any, args: Any, kwargs: Any, result: Tensor) -> None:
         """Note the value of a tensor made of Python's numbers: on meta it has none."""
-        with contextlib.suppress(NoValue), self.tracer.pause(), unset_fake_temporarily():
+        with contextlib.suppress(NoValue):
+            real = self._made_of(func, args, kwargs)
+            self.tracer.concrete.known.setdefault(self.tracer._read(result).tensor, real)
+
+    def _made_of(self, func: Any, args: Any, kwargs: Any) -> Tensor:
+        """What a function makes of numbers, and of tensors whose values are known, on the CPU."""
+        with self.tracer.pause(), unset_fake_temporarily():
             args, kwargs = tree_map_only(Tensor, self.tracer.value, (args, kwargs))
-            real = func(*args, **{**kwargs, "device": torch.device("cpu")})
-            self.tracer.concrete.known.setdefault(self.tracer._read(result).tensor, real.detach())
+            made: Tensor = func(*args, **{**kwargs, "device": torch.device("cpu")})
+            return made.detach()
 
     def _with_tensors(self, index: Any) -> Any:
         """An index with tensors of known values for its lists: those that torch makes of lists have none, on meta."""
@@ -563,12 +569,11 @@ class Calls(TorchFunctionMode):
 
     def _tensor_of(self, numbers: Sequence[Any]) -> Any:
         try:
-            with self.tracer.pause(), unset_fake_temporarily():
-                values = tree_map_only(Tensor, lambda tensor: self.tracer.value(tensor).item(), list(numbers))
-                real = torch.tensor(values, dtype=None if values else torch.long)
-                tensor = real.to("meta")
+            real = self._made_of(torch.tensor, (list(numbers),), {} if numbers else {"dtype": torch.long})
         except (NoValue, RuntimeError, TypeError, ValueError):  # torch says what is wrong with such an index
             return numbers
+        with self.tracer.pause(), unset_fake_temporarily():
+            tensor = real.to("meta")
         self.tracer.concrete.known[self.tracer._read(tensor).tensor] = real
         return tensor
 

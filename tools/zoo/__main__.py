@@ -67,11 +67,11 @@ def zoo(
         if json is not None:
             json.write_text(to_json([by_model[each] for each in chosen if each in by_model], options))
 
+    write()
     for verdict in run([each for each in chosen if each not in by_model], tp, limit, plan_only, sequence_parallel):
         by_model[verdict.group, verdict.name] = verdict
         console.print(summary(verdict), markup=False, highlight=False, soft_wrap=True)
         write()
-    write()
     verdicts = [by_model[each] for each in chosen]
     console.print(totals_table(verdicts))
     which = f"--group {group}" + f" --only {' '.join(only or ())}" * bool(only)
