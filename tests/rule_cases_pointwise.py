@@ -24,7 +24,8 @@ def unary(draw: Draw, name: str) -> Any:
 
 @case("aten.conj.default", "aten.real.default", "aten.imag.default", "aten.view_as_real.default")
 def complex_unary(draw: Draw, name: str) -> Any:
-    pairs = draw.operand(*draw.shape(0, 2), 2)
+    # A section of a larger tensor may begin in the middle of a pair.
+    pairs = draw.tape.call("aten.clone.default", draw.operand(*draw.shape(0, 2), 2))
     return draw.tape.call(name, draw.tape.call("aten.view_as_complex.default", pairs))
 
 

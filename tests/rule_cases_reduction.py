@@ -151,7 +151,8 @@ def per_channel(draw: Draw, name: str) -> Any:
     training = "instance" in name or draw.one(True, False)
     x = draw.operand(n, c, *rest[: draw.one(1, 2)])
     affine = [draw.one(None, draw.operand(c)) for _ in range(2)]
-    statistics = [None, None] if training else [draw.tape.constant(draw.tape.draw(c, positive=True)) for _ in range(2)]
+    is_tracked = not training or draw.one(True, False)
+    statistics = [draw.tape.constant(draw.tape.draw(c, positive=True)) if is_tracked else None for _ in range(2)]
     return draw.tape.call(name, x, *affine, *statistics, training, 0.1, 1e-5, False)
 
 

@@ -317,8 +317,13 @@ def _run(name: str, arguments: dict[str, Any], tensors: Mapping[int, Tensor]) ->
 
 
 def run(name: str, arguments: Mapping[str, Any]) -> list[Tensor]:
-    """What the operator gives for arguments by its schema's names."""
+    """What the operator gives for arguments by its schema's names; what it updates among them stays as it is."""
     schema = overload(name)._schema.arguments
+    known = record(name)
+    updated = known.updates if known is not None else ()
+    arguments = {
+        key: value.clone() if key in updated and value is not None else value for key, value in arguments.items()
+    }
     result = MEANT.get(name, overload(name))(
         *(arguments[argument.name] for argument in schema if not argument.kwarg_only),
         **{argument.name: arguments[argument.name] for argument in schema if argument.kwarg_only},

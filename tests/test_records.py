@@ -11,13 +11,22 @@ import test_rules  # noqa: F401 (the cases register themselves)
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rule_draws import Draw, for_examples
+from rule_draws import CASES, Draw, for_examples
 from rule_truth import MEANT, Tape, overload, run
 from torch import Tensor, nn
 
 from lightning_autotp.capture.capture import capture
-from lightning_autotp.operators import Record, Shapes, functional, known_operators, operator, record, records
-from lightning_autotp.operators.graph import EXPERTS, Operator
+from lightning_autotp.operators import (
+    Record,
+    Shapes,
+    functional,
+    known_operators,
+    operator,
+    record,
+    records,
+    updated,
+)
+from lightning_autotp.operators.graph import EXPERTS, Operator, refs
 
 EXAMPLES = 25
 
@@ -26,7 +35,11 @@ def having(fact: Callable[[Record], Any]) -> list[str]:
     return [known.name for known in records() if fact(known)]
 
 
-def each(name: str, check: Callable[[Tape, Operator, dict[str, Any], list[Tensor]], object]) -> Counter[Any]:
+def each(
+    name: str,
+    check: Callable[[Tape, Operator, dict[str, Any], list[Tensor]], object],
+    examples: int = 4 * EXAMPLES,
+) -> Counter[Any]:
     """Check an operator's calls, given what they are made with and give; how often the check returned what."""
     seen: Counter[Any] = Counter()
 
@@ -35,7 +48,7 @@ def each(name: str, check: Callable[[Tape, Operator, dict[str, Any], list[Tensor
         arguments = draw.tape.arguments(called)
         seen[check(draw.tape, called, arguments, run(name, arguments))] += 1
 
-    for_examples(name, one, 4 * EXAMPLES)
+    for_examples(name, one, examples)
     return seen
 
 
@@ -57,7 +70,7 @@ def test_an_unknown_fact_is_refused() -> None:
 def test_names_are_those_of_operators_and_their_arguments(name: str) -> None:
     known = record(name)
     schema = {argument.name: str(argument.type) for argument in overload(name)._schema.arguments}
-    named = [*known.sizes, known.lends, known.takes]
+    named = [*known.sizes, known.lends, known.takes, *known.updates, known.updates_if]
     named += [key for offset in known.offsets for key in offset] + [key for share in known.shares for key in share[:2]]
     assert {key for key in named if key} <= schema.keys()
     if known.in_place:
@@ -112,6 +125,27 @@ def test_what_is_expanded_is_not_uniform_along_its_own_dims() -> None:
     called = tape.last("aten.expand.default")
     shapes = Shapes(called.arguments, called.outputs, tape.shape)
     assert [record("aten.expand.default").uniform(shapes, dim) for dim in range(3)] == [True, False, True]
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_operators_write_what_their_records_say_in_place_and_nothing_else(name: str) -> None:
+    def check(tape: Tape, called: Operator, arguments: dict[str, Any], results: list[Tensor]) -> bool:
+        given = {key: value.detach() for key, value in arguments.items() if isinstance(value, Tensor)}
+        before = {key: value.clone() for key, value in given.items()}
+        schema = overload(name)._schema.arguments
+        overload(name)(
+            *[given.get(each.name, arguments[each.name]) for each in schema if not each.kwarg_only],
+            **{each.name: given.get(each.name, arguments[each.name]) for each in schema if each.kwarg_only},
+        )
+        changed = {key for key, value in given.items() if not torch.equal(value.nan_to_num(), before[key].nan_to_num())}
+        numbers = [ref.tensor for key in sorted(changed) for ref in refs(called.argument(key))]
+        assert sorted(numbers) == sorted(updated(called))
+        for key in changed:
+            given[key].copy_(before[key])
+        return bool(changed)
+
+    seen = each(name, check, 4 * EXAMPLES if record(name).updates else 4)
+    assert not record(name).updates or (seen[True] > 0 and seen[False] > 0)
 
 
 @pytest.mark.parametrize("name", having(lambda known: known.lends))

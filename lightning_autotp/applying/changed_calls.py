@@ -44,6 +44,8 @@ class CallChanges:
         converts: whether one of them changes a tensor's layout, and not only a number.
         draws_in: the group in which each rank draws its own random numbers at this call.
         run: what makes the call, from its function, arguments and keyword arguments.
+        update: what to do after the call with arguments whose parts it has written in place: it is given the leaves of
+            the arguments, whole ones and this rank's.
     """
 
     arguments: list[tuple[int, Change]] = field(default_factory=list)
@@ -51,6 +53,7 @@ class CallChanges:
     converts: bool = False
     draws_in: TPGroup | None = None
     run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None = None
+    update: Callable[[list[Any], list[Any]], None] | None = None
 
 
 class CallMismatch(RuntimeError):
@@ -212,6 +215,7 @@ class _LocalCalls(TorchFunctionMode):
         if changes is None:
             return func(*args, **kwargs)
         self.seen.add(site)
+        given = args, kwargs
         try:
             for leaf, change in changes.arguments:
                 args, kwargs = replace_leaf((args, kwargs), leaf, change)
@@ -220,6 +224,8 @@ class _LocalCalls(TorchFunctionMode):
             else:
                 with _numbers(changes.draws_in, (args, kwargs)):
                     result = func(*args, **kwargs) if changes.run is None else changes.run(func, args, kwargs)
+            if changes.update is not None:
+                changes.update(call_leaves(given), call_leaves((args, kwargs)))
             for leaf, change in changes.results:
                 result = replace_leaf(result, leaf, change)
         except _NoLeaf as error:

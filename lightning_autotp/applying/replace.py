@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -136,6 +137,12 @@ def _change_calls(model: nn.Module, plan: Plan, group: TPGroup, lengths: Lengths
         if use.call is not None and (run := _implementation(use).run) is not None:
             here = at(use.module, use.call)
             here.converts, here.run = True, partial(run, use, group)
+    updated: dict[tuple[str, CallSite], list[ConversionPlan]] = {}
+    for conversion in plan.conversions:
+        if conversion.call is not None and conversion.updated:
+            updated.setdefault((conversion.module, conversion.call), []).append(conversion)
+    for (path, call), conversions in updated.items():
+        at(path, call).update = UpdatedArguments(conversions, model.get_submodule(path), group).gather
     for path, calls in changes.items():
         module = model.get_submodule(path)
         LocalForward(module, path, calls).take_over()
@@ -230,6 +237,43 @@ def _show_whole(module: nn.Module, conversion: ConversionPlan) -> None:
             f"{conversion.module} is planned to show {conversion.target}, but the vocabulary of its weight lies over"
             f" the ranks as {module.ownership}"
         )
+
+
+class UpdatedArguments:
+    """Whole arguments of a call, such as running statistics, of which the call writes this rank's parts in place.
+
+    Args:
+        conversions: of the whole arguments to the parts.
+        module: whose code makes the call.
+        group: the ranks.
+    """
+
+    def __init__(self, conversions: Iterable[ConversionPlan], module: nn.Module, group: TPGroup) -> None:
+        self.leaves: dict[Shard, list[int]] = {}
+        for conversion in conversions:
+            assert isinstance(conversion.target, Shard)
+            self.leaves.setdefault(conversion.target, []).append(int(conversion.key))
+        self.module, self.group = module, group
+        self.only_in_training = torch_layer(module) != ""  # torch's own layers leave them as they are in eval mode
+
+    @torch.no_grad()
+    def gather(self, whole: Sequence[Any], parts: Sequence[Any]) -> None:
+        """Bring what the ranks' calls have written into the whole tensors. Collective.
+
+        Args:
+            whole: the leaves of the call's arguments as the module's code gave them.
+            parts: the same with this rank's parts, after the call.
+        """
+        if self.only_in_training and not self.module.training:
+            return
+        for layout, leaves in self.leaves.items():
+            written = [leaf for leaf in leaves if whole[leaf] is not None and not whole[leaf].is_meta]
+            if not written:
+                continue
+            stacked = Shard(tuple((dim + 1, owned) for dim, owned in layout.dims))
+            together = convert(torch.stack([parts[leaf] for leaf in written]), stacked, Invariant(), self.group)
+            for leaf, gathered in zip(written, together.unbind(), strict=True):
+                whole[leaf].copy_(gathered)
 
 
 class BoundaryConversion:

@@ -12,7 +12,7 @@ import copy
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -269,6 +269,7 @@ def _run(traced: nn.Module, calls: Sequence[Call], tracer: Tracer, fake: FakeTen
             context.enter_context(mode)
         for layer in (fake, tracer, tracer.calls):
             context.enter_context(layer)
+        before = {id(tensor) for _, _, tensor in _tensors_of_modules(traced)}
         result: list[Any] = []
         try:
             for call in calls:
@@ -288,9 +289,31 @@ def _run(traced: nn.Module, calls: Sequence[Call], tracer: Tracer, fake: FakeTen
             failure.__cause__ = error
             needs_value = isinstance(error, DataDependentOutputException | DynamicOutputShapeException | NoValue)
             raise _Untraceable(tracer.modules[-1], failure, needs_value) from error
+        _note_kept(traced, before, tracer)
         with tracer.pause():
             returned = [leaf for leaf in tensors_in(result) if leaf.is_floating_point()]
         tracer.outputs(returned)
+
+
+def _tensors_of_modules(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
+    """Buffers, and other tensors that are attributes of modules: path of the module, name, tensor."""
+    for path, module in model.named_modules():
+        for name, value in (*buffers_of(module).items(), *vars(module).items()):
+            if isinstance(value, Tensor):
+                yield path, name, value
+
+
+def _note_kept(traced: nn.Module, before: Collection[int], tracer: Tracer) -> None:
+    """Note the tensors that modules have as attributes since the forward: code outside may read them, as whole ones.
+
+    Args:
+        traced: the model that ran.
+        before: the ``id`` of every tensor that its modules had before; all of these are alive.
+        tracer: what it ran under.
+    """
+    for path, name, tensor in _tensors_of_modules(traced):
+        if id(tensor) not in before:
+            tracer.keep(path, name, tensor)
 
 
 def step_size(tensors: Iterable[Tensor]) -> StepSize:

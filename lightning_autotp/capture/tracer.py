@@ -34,7 +34,7 @@ from lightning_autotp.capture.schemas import named_arguments, written_through
 from lightning_autotp.capture.static_values import Concrete, NoValue
 from lightning_autotp.layouts.places import Boundary, CallSite
 from lightning_autotp.operators import Shapes, functional, record, records
-from lightning_autotp.operators.graph import ASKED, Call, Graph, Operator, Ref, TensorInfo
+from lightning_autotp.operators.graph import ASKED, KEPT, Call, Graph, Operator, Ref, TensorInfo
 from lightning_autotp.private.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -220,6 +220,13 @@ class Tracer(PreDispatchMode):
     def note(self, name: str, inputs: Sequence[Tensor], result: Any) -> None:
         """Add an operator of this name to the graph."""
         self._note(name, (("input", tuple(self._read(tensor) for tensor in inputs)),), result, [])
+
+    def keep(self, module: str, name: str, tensor: Tensor) -> None:
+        """Note that a module has a tensor as an attribute after the forward, unless no parameter went into it."""
+        known = self.known(tensor)
+        if known is not None and not self.graph.tensors[known.tensor].is_static:
+            operator = Operator(KEPT, (("input", (known,)),), (), module, f"kept as {name}")
+            self.graph.operators.append(operator)
 
     def outputs(self, tensors: Sequence[Tensor]) -> None:
         """Say which tensors the model returns."""

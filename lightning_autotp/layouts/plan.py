@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any
 
 from rich.console import Group
@@ -123,6 +123,7 @@ class ConversionPlan:
         view: whether the tensor stays sharded, but is shown to the code outside as if it were whole (logits).
         call: which call.
         overwritten: whether code goes on to change the tensor in place, so that it needs memory of its own.
+        updated: whether the call writes into the tensor (running statistics): the ranks' parts are gathered after it.
     """
 
     module: str
@@ -134,6 +135,7 @@ class ConversionPlan:
     view: bool = False
     call: CallSite | None = None
     overwritten: bool = False
+    updated: bool = False
 
 
 @dataclass(frozen=True)
@@ -416,6 +418,8 @@ def _encode(value: Any) -> Any:
 def _decode(kind: Any, item: dict[str, Any]) -> Any:
     values = {}
     for field in fields(kind):
+        if field.name not in item and field.default is not MISSING:
+            continue  # a plan that was written before there was such a field
         value = item[field.name]
         if field.name in ("layout", "source", "target"):
             value = None if value is None else decode_layout(value)

@@ -29,6 +29,7 @@ from lightning_autotp.operators.registry import (
     record,
     records,
     relate,
+    updated,
 )
 
 __all__ = [
@@ -56,6 +57,7 @@ __all__ = [
     "recurrence",
     "reduction",
     "relate",
+    "updated",
     "views",
     "writing",
 ]

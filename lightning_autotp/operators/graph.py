@@ -19,6 +19,9 @@ EXPERTS = "experts"
 ASKED = "value asked for"
 """Name of the operator that stands where code asks for a value that a parameter went into: the trace made one up."""
 
+KEPT = "value kept"
+"""Name of the operator that stands, after the forward, for a tensor that a module now has as a buffer or attribute."""
+
 
 @dataclass(frozen=True)
 class Ref:

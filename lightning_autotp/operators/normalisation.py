@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from lightning_autotp.operators.registry import Dims, Site, operator
 
+_STATISTICS = ("running_mean", "running_var")
+
 
 @operator("aten.layer_norm.default", "aten.rms_norm.default")
 def layer_norm(site: Site) -> Dims:
@@ -24,21 +26,21 @@ def _per_channel(site: Site, channels: Dims, names: tuple[str, ...]) -> None:
             site.tie(channels[0], found[0])
 
 
-@operator("aten.batch_norm.default")
+@operator("aten.batch_norm.default", updates=_STATISTICS, updates_if="training")
 def batch_norm(site: Site) -> Dims:
     """``input [n, c, ...]``, everything else ``[c]``: channels by themselves; in training all else is averaged over."""
     dims = site.dims("input")
-    _per_channel(site, dims[1:2], ("weight", "bias", "running_mean", "running_var"))
+    _per_channel(site, dims[1:2], ("weight", "bias", *_STATISTICS))
     if site["training"]:
         site.keep_whole(dims[0], *dims[2:], because="a batch's statistics need all of it")
     return dims
 
 
-@operator("aten.instance_norm.default")
+@operator("aten.instance_norm.default", updates=_STATISTICS, updates_if="use_input_stats")
 def instance_norm(site: Site) -> Dims:
     """``input [n, c, ...]``, everything else ``[c]``: channels by themselves, positions stay whole."""
     dims = site.dims("input")
-    _per_channel(site, dims[1:2], ("weight", "bias", "running_mean", "running_var"))
+    _per_channel(site, dims[1:2], ("weight", "bias", *_STATISTICS))
     site.keep_whole(dims[0], *dims[2:], because="a normalisation needs all positions")
     return dims
 

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 
 from lightning_autotp.layouts.dims import ONE
 from lightning_autotp.operators.axes import Axes
-from lightning_autotp.operators.graph import ASKED, OPAQUE, Graph, Operator
+from lightning_autotp.operators.graph import ASKED, KEPT, OPAQUE, Graph, Operator, refs
 from lightning_autotp.operators.shapes import Shape, Shapes
 from lightning_autotp.operators.site import Dims, Relation, Result, Rule, Site, fresh_dims
 
@@ -53,6 +53,8 @@ class Record:
             (``aten.add_.Tensor`` for ``aten.add.Tensor``).
         scatter: the operator that writes through this one, as a view: ``(self, src, ...)`` to ``self`` with ``src`` in
             the place of the view.
+        updates: arguments that it writes in place although its schema does not say so (running statistics).
+        updates_if: the flag among its arguments with which it does.
     """
 
     name: str
@@ -76,6 +78,8 @@ class Record:
     factory: bool = False
     in_place: str = ""
     scatter: str = ""
+    updates: tuple[str, ...] = ()
+    updates_if: str = ""
 
     def positions(self, operator: Operator) -> tuple[tuple[str, str, str], ...]:
         """The offsets of one call: where it has a step, the start is a phase, which is the same on every rank."""
@@ -142,6 +146,14 @@ def functional(name: str) -> str:
     return f"{packet.removesuffix('_')}.{overload}"
 
 
+def updated(called: Operator) -> tuple[int, ...]:
+    """The tensors that an operator's call writes in place although its schema does not say so."""
+    known = _RECORDS.get(called.name)
+    if known is None or not known.updates or (known.updates_if and not called.argument(known.updates_if)):
+        return ()
+    return tuple(ref.tensor for name in known.updates for ref in refs(called.argument(name)))
+
+
 def count_flops(called: Operator, shape_of: Callable[[int], Shape]) -> float:
     """Floating-point operations of a product's forward, for tensors of these shapes; 0 for any other operator."""
     known = _RECORDS.get(called.name)
@@ -191,7 +203,11 @@ def relate(graph: Graph, untied: frozenset[int] = frozenset()) -> tuple[list[Rel
             result = known.rule(site)
         else:
             why = graph.untraced.get(called.module, "its code depends on values")
-            told = {OPAQUE: why, ASKED: "its code asks for this value"}
+            told = {
+                OPAQUE: why,
+                ASKED: "its code asks for this value",
+                KEPT: "the module keeps this value as an attribute",
+            }
             result = site.give_up(told.get(called.name, f"{called.name} has no rule"))
         if called.boundary is not None and called.inputs[0] in untied:
             result = tuple(axes.new(size) for size in site.shape)
@@ -225,4 +241,5 @@ __all__ = [
     "record",
     "records",
     "relate",
+    "updated",
 ]

@@ -21,6 +21,7 @@ from lightning_autotp.layouts.plan import (
 )
 from lightning_autotp.layouts.transitions import TRANSITIONS
 from lightning_autotp.layouts.types import Invariant, Replicate, Shard
+from lightning_autotp.operators import updated
 from lightning_autotp.operators.graph import Graph, Operator, Ref
 from lightning_autotp.solving.implementations import operand_of
 from lightning_autotp.solving.kept_parts import kept_in_parts
@@ -65,7 +66,10 @@ def annotate(
                     for change in solution.conversions
                     if _place(change) not in own
                 ),
-                *(_planned(change) for change in solution.slices.values()),
+                *(
+                    _planned(change, updated=tensor in updated(solution.graph.operators[position]))
+                    for (position, tensor), change in solution.slices.items()
+                ),
                 *(_planned(change, view=True) for change in solution.global_views),
             ]
         ),
@@ -146,7 +150,9 @@ def _made_local(solution: Solution, number: int) -> MadeLocalPlan:
     return MadeLocalPlan(call.module, call.site)
 
 
-def _planned(change: Conversion, view: bool = False, overwritten: bool = False) -> ConversionPlan:
+def _planned(
+    change: Conversion, view: bool = False, overwritten: bool = False, updated: bool = False
+) -> ConversionPlan:
     place = change.boundary
     if isinstance(place, CallPoint):
         key, call = str(place.leaf), place.call
@@ -154,7 +160,16 @@ def _planned(change: Conversion, view: bool = False, overwritten: bool = False) 
         key, call = place.key, None
     is_same = {*change.pair} <= {"I", "R"}  # any other change makes new memory
     return ConversionPlan(
-        place.module, place.side, key, change.source, change.target, change.shape, view, call, overwritten and is_same
+        place.module,
+        place.side,
+        key,
+        change.source,
+        change.target,
+        change.shape,
+        view,
+        call,
+        overwritten and is_same,
+        updated,
     )
 
 
@@ -233,6 +248,12 @@ def collectives(solution: Solution) -> Iterator[tuple[str, int, Operator | None]
         shapes = {name: tensors[value.tensor].shape for name, value in operator.arguments if isinstance(value, Ref)}
         for kind, sent in use.implementation.sent(use.output, tensors[operator.outputs[0]].bytes, shapes):
             yield kind, int(sent), operator
+    statistics: dict[int, int] = {}
+    for position, tensor in solution.slices:
+        if tensor in updated(graph.operators[position]):
+            statistics[position] = statistics.get(position, 0) + tensors[tensor].bytes
+    for position, size in statistics.items():
+        yield "all_gather", size, graph.operators[position]
     whole: dict[str, list[int]] = {}
     for tensor in sorted(graph.parameters, key=graph.parameters.__getitem__):
         layout = solution.layouts.get(tensor, Invariant())

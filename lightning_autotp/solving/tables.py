@@ -19,7 +19,7 @@ from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.layouts.step_size import TokensPerStep
 from lightning_autotp.layouts.transitions import TRANSITIONS
 from lightning_autotp.layouts.types import Invariant, Layout, Partial, Replicate, Shard
-from lightning_autotp.operators import Dims, Relation, count_flops, count_touched, record, relate
+from lightning_autotp.operators import Dims, Relation, count_flops, count_touched, record, relate, updated
 from lightning_autotp.operators.axes import Axes
 from lightning_autotp.operators.graph import OPAQUE, Graph, Operator, Ref
 from lightning_autotp.solving.call_points import private_draws, static_operands
@@ -411,7 +411,7 @@ class Tables:
             return "it would draw different numbers on ranks that hold the same"
         if relation.operator.rounding and any(self._is_shared(tensor, number) for tensor in outputs):
             return "it rounds the gradient of its result, of which ranks that hold the same have parts of a sum"
-        cost = self._compute(relation, number)
+        cost = self._compute(relation, number) + self._updating(relation, axes)
         if not contracted:
             return [(kinds, cost)]
         summed = [dim for dim in relation.contracted if touches([dim], axes)]
@@ -514,6 +514,12 @@ class Tables:
             if known is not None and known.is_by_choice:
                 share = self.profile.busiest(share)
         return self.profile.compute(*self._work(relation), share)
+
+    def _updating(self, relation: Relation, axes: Collection[int]) -> float:
+        """The price of gathering what the operator writes into its static operands, a part of them on each rank."""
+        cut = [tensor for tensor in updated(relation.operator) if touches(relation.inputs[tensor], axes)]
+        size = sum(self.graph.tensors[tensor].bytes for tensor in cut)
+        return self.profile.collective("all_gather", size, self.ranks) if cut else 0.0
 
     def _shapes(self, relation: Relation) -> dict[str, tuple[float, ...]]:
         """The operands' shapes at the priced step, by argument."""

@@ -1,4 +1,4 @@
-"""One architecture on one rank: the local model's loss and gradients against the untouched model's."""
+"""One architecture on one rank: the local model's losses, gradients and buffers against the untouched model's."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from lightning_autotp.parameters.local_blocks import plain
 from lightning_autotp.parameters.meta import ParameterMeta
 from lightning_autotp.parameters.state import parallel_state
 from lightning_autotp.pipeline import make_plan, parallelize
+from lightning_autotp.proving.new_calls import UnprovedCall
 from lightning_autotp.solving.cost import Profile
 from zoo.configs import LEAST_ALL_REDUCES, why_left_out
 from zoo.counting import counted, divided
@@ -36,6 +37,8 @@ _FINER = 1e-4
 
 PROFILE = Profile(flops=Profile().flops * 64 / 4096)
 """What a plan is priced for: a product of a model 64 wide takes the time, beside what is sent, of one 4,096 wide."""
+_STEP = 0.01
+"""Length of the optimizer's step that is made, relative to the parameters: it changes what the model computes."""
 _EXAMPLE = 1
 """Seed of the batch that is planned with: another one than is trained on, for a plan must hold for every batch."""
 
@@ -92,17 +95,20 @@ def plan_one(name: str, group: str, ranks: int, sequence_parallel: bool = False)
 def run_one(
     name: str, group: str, process_group: dist.ProcessGroup, seed: int = 0, sequence_parallel: bool = False
 ) -> dict[str, Any]:
-    """Compare this rank's loss and gradients with one process's. Collective over ``process_group``.
+    """Compare this rank's losses, gradients and buffers with one process's. Collective over ``process_group``.
+
+    A step of gradient descent is made; then come the loss of a second step, and the one in eval mode.
 
     In fp32; where any rank finds differences there, or nothing above rounding to compare, in fp64 to tolerances ten
     thousand times tighter. Rounding goes away with it and a mistake does not: batch normalization over three small
     pictures, say, multiplies fp32's rounding by thousands.
 
     Returns:
-        ``precision`` (32 or 64), ``loss_error``, ``gradient_error``, ``worst`` (a parameter's name), ``wrong`` (what is
-        out of tolerance, or nothing), ``compared`` (how many gradients are so large that a difference out of tolerance
-        is none of rounding), ``unused`` (share of the parameters that the batch does not train) and ``counted`` (share
-        of the FLOPs of forward and backward that the ranks divide among them).
+        ``precision`` (32 or 64), ``loss_error`` (the largest of the three losses'), ``gradient_error``, ``worst`` (a
+        parameter's name), ``buffer_error``, ``no_eval`` (why calls in eval mode are refused, if they are), ``wrong``
+        (what is out of tolerance, or nothing), ``compared`` (how many gradients are so large that a difference out of
+        tolerance is none of rounding), ``unused`` (share of the parameters that the batch does not train) and
+        ``counted`` (share of the FLOPs of forward and backward that the ranks divide among them).
     """
     coarse = _compare(name, group, process_group, seed, torch.float32, sequence_parallel)
     unclear = torch.tensor(float(bool(coarse.wrong()) or not coarse.compared))
@@ -118,17 +124,20 @@ class _Comparison:
     """What one precision shows on this rank: a step of the local model beside one of the untouched model."""
 
     precision: torch.dtype
-    loss: float
-    wanted_loss: float
+    losses: dict[str, tuple[float, float]]
+    """The local model's and the untouched model's."""
     errors: dict[str, float]
     """Each parameter's largest difference of a gradient, relative to the gradient's largest element."""
+    buffers: dict[str, float]
+    """Each buffer's largest difference after all steps, relative to its largest element."""
+    no_eval: str
     compared: int
     unused: float
     counted: float
 
     @property
-    def loss_error(self) -> float:
-        return abs(self.loss - self.wanted_loss) / max(abs(self.wanted_loss), 1e-12)
+    def loss_errors(self) -> dict[str, float]:
+        return {key: abs(found - wanted) / max(abs(wanted), 1e-12) for key, (found, wanted) in self.losses.items()}
 
     def wrong(self, coarse: _Comparison | None = None) -> str:
         """What is out of tolerance, or nothing.
@@ -144,8 +153,13 @@ class _Comparison:
             return error <= tolerance * _FINER or (error <= tolerance and in_coarse <= tolerance)
 
         before = self if coarse is None else coarse
-        if not agrees(self.loss_error, before.loss_error, LOSS_TOLERANCE):
-            return f"the loss is {self.loss:.12g} instead of {self.wanted_loss:.12g}"
+        for key, error in self.loss_errors.items():
+            if not agrees(error, before.loss_errors[key], LOSS_TOLERANCE):
+                found, wanted = self.losses[key]
+                return f"the {key} is {found:.12g} instead of {wanted:.12g}"
+        for key, error in self.buffers.items():
+            if not agrees(error, before.buffers[key], GRADIENT_TOLERANCE):
+                return f"the buffer {key} differs by {error:.1e} of its largest element"
         bad = {n: e for n, e in self.errors.items() if not agrees(e, before.errors[n], GRADIENT_TOLERANCE)}
         if not bad:
             return ""
@@ -158,7 +172,9 @@ class _Comparison:
         worst = max(self.errors, key=lambda n: self.errors[n])
         return {
             "precision": 32 if self.precision == torch.float32 else 64,
-            "loss_error": self.loss_error,
+            "loss_error": max(self.loss_errors.values()),
+            "buffer_error": max(self.buffers.values(), default=0.0),
+            "no_eval": self.no_eval,
             "gradient_error": self.errors[worst],
             "worst": worst,
             "wrong": self.wrong(coarse),
@@ -196,6 +212,15 @@ def _compare(
     found, mine = _step(local, batch, loss)
     everywhere = torch.tensor(mine)
     dist.all_reduce(everywhere, group=process_group)
+    rate = _rate(model)
+    seconds = [_second_loss(one, batch, loss, rate) for one in (local, model)]
+    losses = {"loss": (found.item(), wanted.item()), "loss of a second step": (seconds[0], seconds[1])}
+    no_eval = ""
+    if (expected := _loss_in_eval(model, batch, loss)) is not None:
+        try:
+            losses["loss in eval mode"] = _loss_in_eval(local, batch, loss) or 0.0, expected
+        except UnprovedCall as error:
+            no_eval = str(error)
     gradients = {n: p.grad for n, p in model.named_parameters(remove_duplicate=False)}
     largest = max((float(g.abs().max()) for g in gradients.values() if g is not None), default=0.0)
     rounding = largest * _ROUNDING[precision]
@@ -206,9 +231,12 @@ def _compare(
     unused = sum(p.numel() for p in model.parameters() if p.grad is None or not p.grad.any())
     return _Comparison(
         precision,
-        loss=found.item(),
-        wanted_loss=wanted.item(),
+        losses=losses,
         errors=errors,
+        buffers={
+            n: _difference(here, there) for (n, here), there in zip(local.named_buffers(), model.buffers(), strict=True)
+        },
+        no_eval=no_eval,
         compared=sum(g is not None and float(g.abs().max()) > visible for g in gradients.values()),
         unused=unused / total,
         counted=divided(flops, int(everywhere), process_group.size()),
@@ -232,6 +260,47 @@ def _step(model: nn.Module, batch: dict[str, Any], loss: Callable[[Any, dict[str
 
     flops = counted(run)
     return losses[0], flops
+
+
+def _rate(model: nn.Module) -> float:
+    """A learning rate with which a step of gradient descent moves all parameters together by :data:`_STEP`."""
+    moved = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    sizes = [torch.stack([tensor.detach().double().norm() for tensor in tensors]).norm() for tensors in (
+        moved, [parameter.grad for parameter in moved if parameter.grad is not None],
+    )]  # fmt: skip
+    return _STEP * float(sizes[0] / sizes[1].clamp(min=1e-30))
+
+
+def _second_loss(
+    model: nn.Module, batch: dict[str, Any], loss: Callable[[Any, dict[str, Any]], Tensor], rate: float
+) -> float:
+    """The loss after a step of gradient descent with the gradients that are there."""
+    torch.optim.SGD(model.parameters(), rate).step()
+    torch.manual_seed(_EXAMPLE)
+    return loss(model(**batch), batch).item()
+
+
+def _loss_in_eval(
+    model: nn.Module, batch: dict[str, Any], loss: Callable[[Any, dict[str, Any]], Tensor]
+) -> float | None:
+    """The loss in eval mode; ``None`` where the model gives something there that has none."""
+    torch.manual_seed(_EXAMPLE)
+    model.eval()
+    with torch.no_grad():
+        output = model(**batch)
+    try:
+        return loss(output, batch).item()
+    except (AttributeError, TypeError, KeyError, IndexError):
+        return None
+
+
+def _difference(here: Tensor, there: Tensor) -> float:
+    """The largest difference of two tensors, relative to the largest element of the second."""
+    if not here.numel():
+        return 0.0
+    here, there = here.double(), there.double()
+    gap = torch.where(here == there, 0.0, (here - there).abs()).max()  # infinite elements are equal, too
+    return float(gap / there[there.isfinite()].abs().max().clamp(min=1e-30)) if float(gap) else 0.0
 
 
 def _converted(batch: dict[str, Any], precision: torch.dtype) -> dict[str, Any]:

@@ -128,13 +128,14 @@ def to_markdown(verdicts: Sequence[Verdict], command: str, versions: Mapping[str
         _OTHER_PAGE[is_of_packages],
         "",
         "*Parity* means that the loss and every element of every gradient, put together from the ranks, are those"
-        " of the same model on one process. In fp32 the loss may differ by 1e-5 of its value and a gradient by 1e-4"
-        " of the largest element of its tensor; differences below 1e-7 of the model's largest gradient are rounding"
-        " (the gradient of a key bias under a softmax is zero but for it). Where fp32 cannot tell, because rounding"
-        " itself is larger (batch normalization over a few small pictures) or nothing is above it, both are computed"
-        " in fp64 and may differ by 1e-9 and 1e-8: `yes (fp64)`; what a model computes in fp32 whatever its weights are"
-        " may differ as in fp32, in both. *Wrong* would be a model that trains, but not the"
-        " same; *error* one that is refused or cannot be planned, with the message.",
+        " of the same model on one process; so are, after a step of gradient descent, the loss of a second step,"
+        " the one in eval mode, and every buffer. In fp32 a loss may differ by 1e-5 of its value, a gradient or a"
+        " buffer by 1e-4 of the largest element of its tensor; differences below 1e-7 of the model's largest"
+        " gradient are rounding (the gradient of a key bias under a softmax is zero but for it). Where fp32 cannot"
+        " tell, because rounding itself is larger (batch normalization over a few small pictures) or nothing is"
+        " above it, both are computed in fp64 and may differ by 1e-9 and 1e-8: `yes (fp64)`; what a model computes"
+        " in fp32 whatever its weights are may differ as in fp32, in both. *Wrong* would be a model that trains,"
+        " but not the same; *error* one that is refused or cannot be planned, with the message.",
         "",
         "| | " + " | ".join(totals([])) + " |",
         "| --- |" + " ---: |" * len(totals([])),
@@ -156,6 +157,11 @@ def to_markdown(verdicts: Sequence[Verdict], command: str, versions: Mapping[str
         " are those in the layers, and not what is done to embeddings before the first one.",
         "- *what stays whole, and why*: the share of the parameters, one of them, and the operator and source line that"
         " need all of it.",
+        *(
+            f"- Calls of {verdict.name} in eval mode are refused: {_shortened(verdict.no_eval)}"
+            for verdict in verdicts
+            if verdict.no_eval
+        ),
     ]
     for group in groups:
         lines += ["", f"## {GROUP_TITLES[group]}", "", *_divided(verdicts, group), "| " + " | ".join(_COLUMNS) + " |"]

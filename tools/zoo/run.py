@@ -92,6 +92,8 @@ class Ranks:
             return verdict
         worst = max(answers.values(), key=lambda answer: (bool(answer["wrong"]), answer["gradient_error"]))
         verdict.loss_error = max(answer["loss_error"] for answer in answers.values())
+        verdict.buffer_error = max(answer["buffer_error"] for answer in answers.values())
+        verdict.no_eval = worst["no_eval"]
         verdict.gradient_error, verdict.worst = worst["gradient_error"], worst["worst"]
         verdict.unused, verdict.precision = worst["unused"], worst["precision"]
         verdict.counted = worst["counted"]

@@ -57,9 +57,11 @@ class Verdict:
         least: the fewest known for such a layer; 0 where none is (convolutional stages, sequence parallelism).
         other_collectives: gathers and scatters per layer in forward.
         precision: bits of the numbers that were compared: 32, or 64 where 32 could not tell.
-        loss_error: relative difference of the losses.
+        loss_error: the largest relative difference of a loss: of the step, of a second one, and in eval mode.
         gradient_error: largest difference of a gradient, relative to the largest element of its tensor.
         worst: the parameter with that gradient.
+        buffer_error: largest difference of a buffer, relative to its largest element.
+        no_eval: why calls in eval mode are refused, where they are.
         left: what stays whole, largest share first.
         seconds: planning time.
     """
@@ -81,6 +83,8 @@ class Verdict:
     loss_error: float = 0.0
     gradient_error: float = 0.0
     worst: str = ""
+    buffer_error: float = 0.0
+    no_eval: str = ""
     left: list[Left] = field(default_factory=list)
     seconds: float = 0.0
 
