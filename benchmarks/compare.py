@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from jsonargparse import auto_cli
-from peers.cases import CASES
+from peers.cases import CASES, TINY
 from peers.report import picture, print_table, to_markdown
 from peers.run import measure
 
@@ -22,6 +22,7 @@ def main(
     case: list[str] | None = None,
     system: list[str] | None = None,
     page: Path | None = DOCS / "benchmarks.md",
+    tiny: bool = False,
 ) -> None:
     """Compare training steps.
 
@@ -31,9 +32,10 @@ def main(
         case: names of the models, or parts of them; all by default.
         system: names of the systems; all by default. One process is always there.
         page: where to write the page, with its picture beside it; ``null`` to print only.
+        tiny: run a tiny model instead, to see that everything runs.
     """
     found = {}
-    for name in CASES:
+    for name in [TINY] if tiny else [name for name in CASES if name != TINY]:
         if case is None or any(part in name for part in case):
             found[name] = measure(name, ranks, rounds, system or ())
             print_table(name, found[name])

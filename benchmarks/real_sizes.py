@@ -174,11 +174,12 @@ def _spelled(calls: Counter[str]) -> str:
     return ", ".join(f"{calls[kind]} {name}" for kind, name in names.items() if calls[kind]) or "nothing"
 
 
-def main(page: Path | None = PAGE) -> None:
+def main(page: Path | None = PAGE, only: list[str] | None = None) -> None:
     """Plan the models and write the page.
 
     Args:
         page: where to write it; ``null`` to print it.
+        only: names of models, or parts of them; all by default.
     """
     lines = [INTRODUCTION]
     for sequence_parallel in (False, True):
@@ -190,6 +191,8 @@ def main(page: Path | None = PAGE) -> None:
             "| --- | --- | --- | ---: | --- | ---: |",
         ]
         for model in MODELS:
+            if only is not None and not any(part in model.name for part in only):
+                continue
             solution = planned(model, sequence_parallel)
             for layer, number in model.layers.items():
                 ours, hand = sent(solution, number), by_hand(model, layer, sequence_parallel)

@@ -46,8 +46,16 @@ WIDTH = {
     "head_dim": 64,
     "vocab_size": 8192,
 }
+TINY = "a tiny Llama"
+"""The case that measures nothing, but shows whether everything runs."""
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 384}
 CASES = {
+    TINY: Case(
+        "llama",
+        {**WIDTH, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 512},
+        2,
+        16,
+    ),
     "Llama, 4 layers of width 512": Case("llama", WIDTH),
     "the same with 128,256 words": Case("llama", {**WIDTH, "vocab_size": 128_256}),
     "Mixtral, 4 layers, 8 experts": Case(
