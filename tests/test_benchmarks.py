@@ -1,4 +1,4 @@
-"""The benchmarks run from end to end, tiny and on the processor, so that they are not broken when someone needs them."""
+"""The benchmarks run from end to end, tiny and on the processor, so that none is broken when someone needs it."""
 
 from __future__ import annotations
 
