@@ -22,7 +22,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import MixedPrecision, TorchCheckpointIO
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
@@ -37,7 +37,7 @@ from lightning_autotp.lightning.discovery import find_models, outermost
 from lightning_autotp.lightning.exchange import Exchange
 from lightning_autotp.lightning.models_local import average_over_copies, fill_models, make_models_local
 from lightning_autotp.lightning.optimizers import CheckedOptimizers
-from lightning_autotp.lightning.processes import ParallelRanks, share_random_state, watch_peers
+from lightning_autotp.lightning.processes import ParallelRanks, gather_copies, share_random_state, watch_peers
 from lightning_autotp.lightning.saving import CheckpointWriter
 from lightning_autotp.lightning.summary import ParallelSummary
 from lightning_autotp.parallel.head_product import compute_undone
@@ -381,11 +381,18 @@ class AutoTPStrategy(ParallelRanks, ModelParallelStrategy):
     def _noting(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return args if self._exchange is None else self._exchange.noting(args)
 
-    # --- logging and decisions ---
+    # --- collectives ---
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over the data-parallel ranks: those of one tensor-parallel group have the same value."""
-        return super().reduce(tensor, group if group is not None else self.data_parallel_group, reduce_op)
+        """Reduce over the copies of the model: the ranks of one copy have the same value, which counts once."""
+        return super().reduce(tensor, self.over_copies(group), reduce_op)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Gather what the copies of the model have, ``[copies, ...]``; of one copy it is the tensor itself."""
+        among = self.over_copies(group)
+        if among is self.data_parallel_group:
+            return gather_copies(tensor, among, sync_grads)
+        return super().all_gather(tensor, among, sync_grads)
 
     # --- checkpoints: in the original model's coordinates ---
 
