@@ -6,6 +6,7 @@ the values and the gradients of one process.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import lightning as L
@@ -13,8 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
+from lightning.pytorch.callbacks import ThroughputMonitor
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
-from test_strategy import trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler
@@ -23,12 +25,16 @@ from trainer_ranks import run_trainer_ranks
 
 from lightning_autotp import AutoTPFabricStrategy, AutoTPStrategy, full_state_dict
 from lightning_autotp.layouts.types import Shard
+from lightning_autotp.lightning.throughput import SharedThroughput
+from lightning_autotp.lightning.throughput import ThroughputMonitor as FabricThroughputMonitor
 
 SIZES = ((2, 1), (1, 2), (2, 2))
 """Ranks to a copy, and copies."""
 ROWS = torch.randn(24, 6, generator=torch.Generator().manual_seed(1))
 OF_STEP = 8
 """Rows of a step, of all copies together."""
+FLOPS = 3000
+"""Of a batch of one copy, in the whole model, as a user says."""
 LOSSES = ("of all rows", "of a copy's rows")
 
 
@@ -63,6 +69,7 @@ class Contrasts(L.LightningModule):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
+        self.flops_per_batch = FLOPS
         self.found: dict[str, Any] = {"losses": []}
 
     def configure_model(self) -> None:
@@ -134,10 +141,32 @@ def rows_of(strategy: Any, api: Any, reduce: Any, metric: SumMetric, value: Tens
     return found
 
 
+class Kept(Logger):
+    """Keeps what is logged."""
+
+    name = version = "kept"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[dict[str, float]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.rows.append(metrics)
+
+    def log_hyperparams(self, *_: Any, **__: Any) -> None: ...
+
+
 def fit(kind: str, strategy: Any = "auto", devices: int = 1, copies: int = 1) -> dict[str, Any]:
-    task = Contrasts(kind)
-    trainer(strategy, devices, max_epochs=1, max_steps=-1).fit(task)
-    return task.found | weights_of(task.tower)
+    task, kept = Contrasts(kind), Kept()
+    monitor = ThroughputMonitor(len, lambda rows: rows.numel(), window_size=2, separator="|")
+    L.Trainer(
+        accelerator="cpu", devices=devices, strategy=strategy, logger=kept, callbacks=monitor, log_every_n_steps=1,
+        max_epochs=1, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    ).fit(task)  # fmt: skip
+    measured = [
+        {n[6:]: x for n, x in row.items() if n.startswith("train|")} for row in kept.rows if "train|time" in row
+    ]
+    return task.found | weights_of(task.tower) | {"measured": measured}
 
 
 def loop(kind: str, strategy: Any = "auto", devices: int = 1, copies: int = 1) -> dict[str, Any]:
@@ -146,7 +175,8 @@ def loop(kind: str, strategy: Any = "auto", devices: int = 1, copies: int = 1) -
     copy = fabric.global_rank * copies // devices
     tower = Tower()
     model, optimizer = fabric.setup(tower, torch.optim.SGD(tower.parameters(), lr=0.3))
-    found: dict[str, Any] = {"losses": []}
+    found: dict[str, Any] = {"losses": [], "measured": []}
+    monitor = FabricThroughputMonitor(fabric, window_size=2, separator="|")
     if devices > 1:
         value = torch.tensor([1.0 + copy, 5.0])
         found |= rows_of(fabric.strategy, fabric, fabric.all_reduce, tower.counted, value)
@@ -159,6 +189,11 @@ def loop(kind: str, strategy: Any = "auto", devices: int = 1, copies: int = 1) -
         optimizer.step()
         optimizer.zero_grad()
         found["losses"].append(loss.item())
+        seen = len(found["losses"])
+        monitor.update(
+            time=float(seen), batches=seen, samples=seen * len(rows), lengths=seen * 48 // copies, flops=FLOPS
+        )
+        found["measured"].append(monitor.compute())
     return found | weights_of(tower)
 
 
@@ -243,3 +278,37 @@ def test_what_the_trainer_counts_and_logs(size: tuple[int, int], found: dict[Any
         assert seen["devices"] == tensor_ranks * copies
         assert seen["steps"] == (steps, steps)
         assert seen["sampler"] == {"num_replicas": copies, "rank": rank // tensor_ranks}
+
+
+def rates(before: dict[str, float], after: dict[str, float], copies: int, devices: int) -> dict[str, float]:
+    """What is done in a second by all devices together, and by each."""
+    seconds = after["time"] - before["time"]
+    done = {"batches": 1, "samples": OF_STEP / copies, "items": OF_STEP * 6 / copies, "flops": FLOPS}
+    found = {f"{name}_per_sec": copies * number / seconds for name, number in done.items()}
+    of_each = {f"device|{name}": value / devices for name, value in found.items()}
+    return of_each if devices == 1 else found | of_each
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("api", ["Trainer", "Fabric"])
+def test_throughput_counts_each_batch_once(
+    api: str, size: tuple[int, int], found: dict[Any, list[dict[str, Any]]]
+) -> None:
+    tensor_ranks, copies = size
+    first, *others = found[(LOSSES[0], api, *size)]
+    alone = {"Trainer": fit, "Fabric": loop}[api](LOSSES[0])
+    for measured, of_copies, devices in ((first["measured"], copies, tensor_ranks * copies), (alone["measured"], 1, 1)):
+        assert [row["batches"] for row in measured] == [1, 2, 3]
+        assert [row["samples"] for row in measured] == [number * OF_STEP / of_copies for number in (1, 2, 3)]
+        for before, after in pairwise(measured):
+            found_rates = {name: value for name, value in after.items() if "per_sec" in name}
+            assert found_rates == pytest.approx(rates(before, after, of_copies, devices))
+    assert all(not any(seen["measured"]) for seen in others)
+
+
+def test_utilization_is_of_each_devices_share() -> None:
+    """Two devices that share each batch, of 40 FLOPs a second each, and a batch of 20 FLOPs a second."""
+    throughput = SharedThroughput(2, available_flops=40, world_size=2, window_size=2)
+    for second in (1, 2):
+        throughput.update(time=float(second), batches=second, samples=second, flops=20)
+    assert throughput.compute()["device/mfu"] == 0.25

@@ -40,6 +40,7 @@ from lightning_autotp.lightning.optimizers import CheckedOptimizers
 from lightning_autotp.lightning.processes import ParallelRanks, gather_copies, share_random_state, watch_peers
 from lightning_autotp.lightning.saving import CheckpointWriter
 from lightning_autotp.lightning.summary import ParallelSummary
+from lightning_autotp.lightning.throughput import share_batches
 from lightning_autotp.parallel.head_product import compute_undone
 from lightning_autotp.private.lightning_private import (
     DeferredSignals,
@@ -162,7 +163,7 @@ class AutoTPStrategy(ParallelRanks, ModelParallelStrategy):
         self._peers: PeerWatch | None = None
         self._signals: DeferredSignals | None = None
         self._interrupted_by: BaseException | None = None
-        self._summarizing: list[Callback] = []
+        self._callbacks: list[Callback] = []
 
     # --- set-up ---
 
@@ -227,8 +228,9 @@ class AutoTPStrategy(ParallelRanks, ModelParallelStrategy):
             # would only shuffle it, even where the user's does not.
             use_distributed_sampler(trainer, False)
         self._first_steps.begin_again()
-        self._summarizing = trainer.callbacks  # type: ignore[attr-defined]
-        summarize_with(ParallelSummary, self._summarizing)
+        self._callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        summarize_with(ParallelSummary, self._callbacks)
+        share_batches(self._callbacks, self.tensor_parallel_group.size())
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -286,7 +288,7 @@ class AutoTPStrategy(ParallelRanks, ModelParallelStrategy):
         """Finish what is being saved, and leave the precision plugin and the callbacks as they were."""
         for patched in ("clip_grad_by_norm", "clip_grad_by_value"):
             vars(self.precision_plugin).pop(patched, None)
-        summarize_as_before(self._summarizing)
+        summarize_as_before(self._callbacks)
         try:
             self._saving.close()
         finally:
