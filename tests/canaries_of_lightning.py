@@ -284,6 +284,42 @@ def _(_: Any) -> None:
     assert metric.weight == 3
 
 
+@canary("lightning.pytorch.callbacks.ThroughputMonitor._throughputs")
+def _(_: Any) -> None:
+    """It is filled when the callback is set up, before the strategy is, and what is put there is what measures."""
+    from lightning.fabric.utilities.throughput import Throughput
+    from lightning.pytorch import LightningModule, Trainer, callbacks
+    from lightning.pytorch.strategies import SingleDeviceStrategy
+
+    class Other(Throughput):
+        def compute(self) -> dict[str, Any]:
+            measured.append(self.world_size)
+            return super().compute()
+
+    class Strategy(SingleDeviceStrategy):
+        def setup(self, trainer: Trainer) -> None:
+            for stage, made in monitor._throughputs.items():
+                monitor._throughputs[stage] = Other(window_size=monitor.kwargs["window_size"], world_size=7)
+                assert (made.world_size, made.available_flops) == (1, None)
+            super().setup(trainer)
+
+    class Module(LightningModule):
+        automatic_optimization = False
+
+        def training_step(self, batch: Any) -> None: ...
+
+        def configure_optimizers(self) -> None: ...
+
+    measured: list[int] = []
+    monitor = callbacks.ThroughputMonitor(len, window_size=2)
+    fitting = Trainer(
+        strategy=Strategy("cpu"), callbacks=monitor, max_epochs=1, log_every_n_steps=1, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, logger=False,
+    )  # fmt: skip
+    fitting.fit(Module(), torch.utils.data.DataLoader([0, 1, 2]))
+    assert measured == [7, 7, 7]
+
+
 @canary("lightning.pytorch.utilities.exceptions._TunerExitException")
 def _(ended: Any) -> None:
     """It ends a run, and is no error."""

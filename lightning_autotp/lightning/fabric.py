@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
-import torch.distributed as dist
 from lightning.fabric.plugins import MixedPrecision
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch import LightningModule
@@ -39,7 +38,13 @@ from lightning_autotp.lightning.discovery import find_models
 from lightning_autotp.lightning.loaders import ComparedFirst, CountedNotes, NotedLoader, seed_workers_by
 from lightning_autotp.lightning.models_local import average_over_copies, fill_models
 from lightning_autotp.lightning.optimizers import CheckedOptimizers, move_to_local, originals, owner_of
-from lightning_autotp.lightning.processes import ParallelRanks, end_watch, share_random_state, watch_peers
+from lightning_autotp.lightning.processes import (
+    ParallelRanks,
+    end_watch,
+    gather_copies,
+    share_random_state,
+    watch_peers,
+)
 from lightning_autotp.lightning.saving import CheckpointWriter
 from lightning_autotp.parallel.head_product import compute_undone
 from lightning_autotp.parameters.state import is_parallel, parallel_models
@@ -316,13 +321,18 @@ class AutoTPFabricStrategy(ParallelRanks, FabricModelParallelStrategy):
         self.precision.unscale_gradients(optimizer)
         clip_gradients_value(self.precision.main_params(optimizer), clip_val)
 
-    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over the copies of the model: the ranks of one copy have the same value, which counts once.
+    # --- collectives ---
 
-        In place, and collective. Other groups than that of all processes are reduced over as they are.
-        """
-        everyone = group is None or group is dist.group.WORLD
-        return super().all_reduce(tensor, self.data_parallel_group if everyone else group, reduce_op)
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce over the copies of the model, in place: ranks of one copy have the same value, which counts once."""
+        return super().all_reduce(tensor, self.over_copies(group), reduce_op)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Gather what the copies of the model have, ``[copies, ...]``; of one copy it is the tensor itself."""
+        among = self.over_copies(group)
+        if among is self.data_parallel_group:
+            return gather_copies(tensor, among, sync_grads)
+        return super().all_gather(tensor, among, sync_grads)
 
     # --- data ---
 

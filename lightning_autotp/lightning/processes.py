@@ -10,12 +10,17 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_autotp.layouts.ownership import Ownership
+from lightning_autotp.layouts.types import Shard
 from lightning_autotp.lightning.discovery import parallel_sizes
 from lightning_autotp.lightning.starting import check_start
+from lightning_autotp.parallel.collectives import all_gather_replicate
 from lightning_autotp.private.distributed_private import default_store
 from lightning_autotp.private.lightning_private import collect_rng_states, default_pg_timeout, set_rng_states
+from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.ranks.peers import Peer, PeerWatch
 from lightning_autotp.ranks.started import let_threads_finish_at_end, wait_at_end
 
@@ -39,6 +44,8 @@ class _Strategy(Protocol):
     def tensor_ranks(self) -> int | str: ...
     @property
     def data_ranks(self) -> int | str: ...
+    @property
+    def data_parallel_group(self) -> dist.ProcessGroup: ...
     @property
     def timeout(self) -> timedelta | None: ...
     @property
@@ -80,6 +87,14 @@ class ParallelRanks:
         """The ranks that hold the same part of the other copies."""
         return self.device_mesh["data_parallel"].get_group()
 
+    def over_copies(self: _Strategy, group: Any) -> dist.ProcessGroup:
+        """The group of a collective that Lightning's API was given this ``group`` for.
+
+        All processes, the default, means one rank of each copy: ranks of one copy have the same values, which count
+        once. Any other group is the caller's choice.
+        """
+        return self.data_parallel_group if group is None or group is dist.group.WORLD else group
+
     def reduce_boolean_decision(self: _Strategy, decision: bool, all: bool = True) -> bool:
         """Decide together over all ranks."""
         votes = torch.tensor(int(decision), device=self.root_device)
@@ -97,6 +112,24 @@ def share_random_state(broadcast: Callable[[Any], Any], device: torch.device) ->
     set_rng_states(broadcast(collect_rng_states(include_cuda=False)))
     if device.type == "cuda":
         torch.cuda.set_rng_state(broadcast(torch.cuda.get_rng_state(device)), device)
+
+
+def gather_copies(tensor: Tensor, group: dist.ProcessGroup, sync_grads: bool) -> Tensor:
+    """What each copy of the model has, ``[...] -> [copies, ...]``; of one copy the tensor itself. Collective.
+
+    Lightning's own takes torch's, whose gradient is wrong under gloo for any group but that of all processes.
+
+    Args:
+        tensor: of the same shape everywhere.
+        group: the data-parallel group.
+        sync_grads: whether a copy's tensor gets the gradients of all copies, added up, or none.
+    """
+    copies = TPGroup.of(group)
+    if copies.size == 1:
+        return tensor
+    each_one = Shard(((0, Ownership.dealt(copies.size, copies.size)),))
+    with torch.set_grad_enabled(sync_grads and torch.is_grad_enabled()):
+        return all_gather_replicate(tensor.unsqueeze(0), copies, each_one)
 
 
 def watch_peers(strategy: _Strategy, before: PeerWatch | None) -> PeerWatch | None:

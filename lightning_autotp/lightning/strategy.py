@@ -22,7 +22,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import MixedPrecision, TorchCheckpointIO
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
@@ -37,9 +37,10 @@ from lightning_autotp.lightning.discovery import find_models, outermost
 from lightning_autotp.lightning.exchange import Exchange
 from lightning_autotp.lightning.models_local import average_over_copies, fill_models, make_models_local
 from lightning_autotp.lightning.optimizers import CheckedOptimizers
-from lightning_autotp.lightning.processes import ParallelRanks, share_random_state, watch_peers
+from lightning_autotp.lightning.processes import ParallelRanks, gather_copies, share_random_state, watch_peers
 from lightning_autotp.lightning.saving import CheckpointWriter
 from lightning_autotp.lightning.summary import ParallelSummary
+from lightning_autotp.lightning.throughput import share_batches
 from lightning_autotp.parallel.head_product import compute_undone
 from lightning_autotp.private.lightning_private import (
     DeferredSignals,
@@ -162,7 +163,7 @@ class AutoTPStrategy(ParallelRanks, ModelParallelStrategy):
         self._peers: PeerWatch | None = None
         self._signals: DeferredSignals | None = None
         self._interrupted_by: BaseException | None = None
-        self._summarizing: list[Callback] = []
+        self._callbacks: list[Callback] = []
 
     # --- set-up ---
 
@@ -227,8 +228,9 @@ class AutoTPStrategy(ParallelRanks, ModelParallelStrategy):
             # would only shuffle it, even where the user's does not.
             use_distributed_sampler(trainer, False)
         self._first_steps.begin_again()
-        self._summarizing = trainer.callbacks  # type: ignore[attr-defined]
-        summarize_with(ParallelSummary, self._summarizing)
+        self._callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        summarize_with(ParallelSummary, self._callbacks)
+        share_batches(self._callbacks, self.tensor_parallel_group.size())
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -286,7 +288,7 @@ class AutoTPStrategy(ParallelRanks, ModelParallelStrategy):
         """Finish what is being saved, and leave the precision plugin and the callbacks as they were."""
         for patched in ("clip_grad_by_norm", "clip_grad_by_value"):
             vars(self.precision_plugin).pop(patched, None)
-        summarize_as_before(self._summarizing)
+        summarize_as_before(self._callbacks)
         try:
             self._saving.close()
         finally:
@@ -381,11 +383,18 @@ class AutoTPStrategy(ParallelRanks, ModelParallelStrategy):
     def _noting(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return args if self._exchange is None else self._exchange.noting(args)
 
-    # --- logging and decisions ---
+    # --- collectives ---
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over the data-parallel ranks: those of one tensor-parallel group have the same value."""
-        return super().reduce(tensor, group if group is not None else self.data_parallel_group, reduce_op)
+        """Reduce over the copies of the model: the ranks of one copy have the same value, which counts once."""
+        return super().reduce(tensor, self.over_copies(group), reduce_op)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Gather what the copies of the model have, ``[copies, ...]``; of one copy it is the tensor itself."""
+        among = self.over_copies(group)
+        if among is self.data_parallel_group:
+            return gather_copies(tensor, among, sync_grads)
+        return super().all_gather(tensor, among, sync_grads)
 
     # --- checkpoints: in the original model's coordinates ---
 

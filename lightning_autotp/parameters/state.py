@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
@@ -25,7 +24,7 @@ from lightning_autotp.parameters.local_blocks import reshard
 from lightning_autotp.parameters.meta import ParameterMeta
 from lightning_autotp.parameters.running import Running
 from lightning_autotp.parameters.written import Written
-from lightning_autotp.private.torch_private import children_of, parameters_of
+from lightning_autotp.private.torch_private import WeakIdKeyDictionary, children_of, parameters_of
 from lightning_autotp.ranks.group import TPGroup
 
 Hook = Callable[[Tensor], Tensor]
@@ -89,7 +88,8 @@ class ParallelState:
     later_writes: LaterWrites = field(default_factory=LaterWrites)
     running: Running = field(default_factory=Running)
     # Weak: a part of the model that is thrown away is gone.
-    _paths: WeakKeyDictionary[nn.Module, str] = field(default_factory=WeakKeyDictionary)
+    # By id: the hash of a torchmetrics.Metric is another one after each update.
+    _paths: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
 
     @classmethod
     def of(cls, model: nn.Module, plan: Plan, group: TPGroup) -> ParallelState:
@@ -182,10 +182,12 @@ class ParallelState:
         return self.of_copy(memo)  # the modules were copied before: they come first in the model that carries this
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_paths": dict(self._paths), "written": None}
+        return {**vars(self), "_paths": list(self._paths.items()), "written": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _paths=WeakKeyDictionary(state["_paths"]))
+        vars(self).update(state, _paths=WeakIdKeyDictionary())
+        for module, path in state["_paths"]:
+            self._paths[module] = path
 
     def __repr__(self) -> str:
         return f"ParallelState({self.plan.model}, rank {self.group.rank} of {self.group.size})"

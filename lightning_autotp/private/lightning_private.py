@@ -27,6 +27,7 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimi
 # The random states that all ranks begin with: of Python, numpy and torch. isolate_rng is public and only restores them.
 from lightning.fabric.utilities.seed import _collect_rng_states as collect_rng_states
 from lightning.fabric.utilities.seed import _set_rng_states as set_rng_states
+from lightning.fabric.utilities.throughput import Throughput
 from lightning.pytorch import LightningModule, Trainer, callbacks, strategies
 
 # What configure_optimizers() returns, in whichever form, as lists of optimizers and of schedulers.
@@ -62,6 +63,7 @@ __all__ = [
     "set_rng_states",
     "summarize_as_before",
     "summarize_with",
+    "throughputs_of",
     "training_data",
     "use_distributed_sampler",
 ]
@@ -304,6 +306,14 @@ class WeightAveraging(callbacks.WeightAveraging):
     def _copy_average_to_current(self, pl_module: LightningModule) -> None:
         with self.exchanging(pl_module):
             super()._copy_average_to_current(pl_module)
+
+
+# --- throughput ---
+
+
+def throughputs_of(monitor: callbacks.ThroughputMonitor) -> dict[Any, Throughput]:
+    """What a monitor measures with in each stage, made anew when it is set up. Publicly it only logs."""
+    return monitor._throughputs
 
 
 # --- the summary ---
