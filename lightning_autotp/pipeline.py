@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from importlib.metadata import version
 from typing import Any, Literal
@@ -36,7 +36,7 @@ from lightning_autotp.ranks.agreement import raise_together
 from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.solving.cost import Profile
 from lightning_autotp.solving.expert_modules import as_planned
-from lightning_autotp.solving.options import PlanOptions
+from lightning_autotp.solving.options import PlanOptions, read
 from lightning_autotp.solving.planned import PlanMismatch
 from lightning_autotp.solving.solution import Solution
 from lightning_autotp.training.data_parallel import generate_together, hook_gathered, shard_over_data
@@ -134,9 +134,9 @@ def parallelize(
         profile: the hardware to plan for.
         plan: a plan to follow, or the file of one, instead of making one: of this model for so many ranks, made by
             :func:`make_plan` or ``lightning-autotp plan --json``, perhaps edited since. It is proved like any other.
-            The first rank's counts.
+            The first rank's counts, so only there the file is needed.
         plan_cache: where plans are kept, so that the next start of the same model need not plan: a directory, ``True``
-            for ``$LIGHTNING_AUTOTP_PLANS`` or the user's cache directory, ``False`` for nowhere.
+            for ``$LIGHTNING_AUTOTP_PLANS`` or the user's cache directory, ``False`` for nowhere. The first rank's.
         sequence_parallel: whether tokens are dealt out between sharded regions, as for :func:`make_plan`.
         async_tensor_parallel: whether compiled code overlaps products with the collectives of dealt tokens, on devices
             that share memory. For all that this process compiles from now on. Rank 0 prints before the second training
@@ -145,7 +145,7 @@ def parallelize(
             are, and the CPU for those on meta.
         data_mesh: the ranks that hold the same part of other copies of the model, as one dim of a device mesh. Then
             FSDP2 deals this rank's part out to them (before it takes memory), gathers it block by block, and averages
-            the gradients over them. Collective over it, too.
+            the gradients over them. Collective over it, too: all copies follow the first one's plan.
 
     Returns:
         The same module. ``model.autotp`` is its :class:`~lightning_autotp.parameters.state.ParallelState`: plan, metas.
@@ -160,7 +160,7 @@ def parallelize(
         AsyncTensorParallelError: if products cannot overlap here; in the first training step, if nothing is compiled.
         QuantizationError: if its weights are quantized already.
         CheckpointError: if the weights are missing, broken, or do not fit.
-        ValueError: for options that :func:`make_plan` refuses.
+        ValueError: for options that :func:`make_plan` refuses, or if the plan's file is missing or holds none.
     """
     options = PlanOptions.given(
         tokens_per_step=tokens_per_step,
@@ -172,15 +172,22 @@ def parallelize(
         sequence_parallel=sequence_parallel,
         async_tensor_parallel=async_tensor_parallel,
     )
-    make_local(model, process_group, example_inputs, options)
+    make_local(model, process_group, example_inputs, options, data_mesh)
     fill_local(model, device, data_mesh)
     return model
 
 
 def make_local(
-    model: nn.Module, process_group: dist.ProcessGroup, example_inputs: Any = None, options: PlanOptions | None = None
+    model: nn.Module,
+    process_group: dist.ProcessGroup,
+    example_inputs: Any = None,
+    options: PlanOptions | None = None,
+    data_mesh: DeviceMesh | None = None,
 ) -> None:
-    """The first half of :func:`parallelize`: plan, cut, prove. Parameters on meta stay there. Collective."""
+    """The first half of :func:`parallelize`: plan, cut, prove. Parameters on meta stay there.
+
+    Collective over both axes: the first rank of the first copy plans for all.
+    """
     if parallel_models(model):
         raise RuntimeError(f"{type(model).__name__} is, or holds, a model that was parallelized already: do it once")
     group = TPGroup.of(process_group)
@@ -188,14 +195,16 @@ def make_local(
         refuse_quantized(model)
         fused = overlap_products(process_group) if options is not None and options.async_tensor_parallel else None
     inputs, options = _example(model, example_inputs, options or PlanOptions())
+    groups = [process_group] if data_mesh is None else [process_group, data_mesh.get_group()]
     message: list[Any] = [None]
     with collecting_rarely():
-        with raise_together(process_group, "planning"):
+        with _raise_together(groups, "planning"):
             graph = trace(model, inputs)  # every rank its own, at the same time: what a plan is proved against
-            if group.rank == 0:
+            if all(dist.get_rank(axis) == 0 for axis in groups):
                 message = [_plan(model, graph, inputs, group.size, options).to_json()]
-        dist.broadcast_object_list(message, group_src=0, group=process_group)
-        with raise_together(process_group, "building the local model"):
+        for axis in reversed(groups):  # to the first ranks of the copies, and from them to the others
+            dist.broadcast_object_list(message, group_src=0, group=axis)
+        with _raise_together(groups, "building the local model"):
             plan = Plan.from_json(message[0])
             graph = as_planned(_opaque_as_in(plan, model, graph, inputs), plan, IMPLEMENTATIONS)
             plan, solution = read_plan(plan, graph, IMPLEMENTATIONS)
@@ -211,6 +220,15 @@ def make_local(
         model.register_forward_pre_hook(ProductReport(fused))
 
 
+@contextmanager
+def _raise_together(groups: Iterable[dist.ProcessGroup], phase: str) -> Iterator[None]:
+    """:func:`raise_together` over each group, which together are axes of a mesh: an error reaches all of its ranks."""
+    with ExitStack() as stack:
+        for group in groups:
+            stack.enter_context(raise_together(group, phase))
+        yield
+
+
 def _opaque_as_in(plan: Plan, model: nn.Module, graph: Graph, inputs: Any) -> Graph:
     """The graph where at least those modules are opaque that are so in a plan."""
     more = frozenset(plan.opaque) - graph.opaque
@@ -222,7 +240,7 @@ def _opaque_as_in(plan: Plan, model: nn.Module, graph: Graph, inputs: Any) -> Gr
 def _plan(model: nn.Module, graph: Graph, inputs: Any, ranks: int, options: PlanOptions) -> Plan:
     """The plan that is given, or was kept, or is made now."""
     if options.plan is not None:
-        return options.plan
+        return options.plan if isinstance(options.plan, Plan) else read(options.plan)
     settings = (
         ranks,
         options.tokens,

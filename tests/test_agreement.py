@@ -10,6 +10,7 @@ from distributed import run_ranks
 from torch import nn
 
 from lightning_autotp.ranks.agreement import PeerError, check_same_weights, raise_together
+from lightning_autotp.training.precision import AgreedGradScaler
 
 
 def outcome(check: Any, *args: Any) -> str | None:
@@ -31,6 +32,35 @@ def guard(rank: int, failing: tuple[int, ...], error: type[Exception]) -> tuple[
     return None
 
 
+GRADIENTS: tuple[tuple[float | None, ...], ...] = (
+    (4.0, None, 4.0),
+    (4.0, None, torch.inf),
+    (None, torch.inf, None),
+    (None, 2.0, None),
+    (None, None, None),
+)
+"""Of each rank in each step."""
+
+
+def scaled_steps(rank: int) -> list[tuple[float, float] | str]:
+    """A parameter and the scale after each step, for gradients of which a rank may have none."""
+    scaler = AgreedGradScaler(torch.amp.GradScaler("cpu", init_scale=4.0))
+    parameter = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    seen: list[tuple[float, float] | str] = []
+    for gradient in [step[rank] for step in GRADIENTS]:
+        parameter.grad = None if gradient is None else torch.full((1,), gradient)
+        scaler.scale(torch.ones(()))
+        try:
+            scaler.step(optimizer)
+        except AssertionError as error:
+            seen.append(str(error))
+            continue
+        scaler.update()
+        seen.append((parameter.item(), scaler.get_scale()))
+    return seen
+
+
 def on_every_rank(rank: int, world_size: int) -> dict[str, Any]:
     seen: dict[str, Any] = {}
     seen["one fails"] = guard(rank, (1,), FileNotFoundError)
@@ -45,6 +75,7 @@ def on_every_rank(rank: int, world_size: int) -> dict[str, Any]:
         model = nn.Linear(100, 100)
     seen["weights"] = outcome(check_same_weights, model, None)
     seen["meta weights"] = outcome(check_same_weights, nn.Linear(3, 3 + rank, device="meta"), None)
+    seen["scaled"] = scaled_steps(rank)
     return seen
 
 
@@ -92,3 +123,13 @@ def test_weights_that_differ_are_named_on_every_rank_alike(ranks: list[dict[str,
     assert "on ranks 0, 1 and float32[100, 100] (checksum " in message
     assert "on rank 2. " in message
     assert "What to do: call `seed_everything(seed)`" in message
+
+
+def test_steps_are_scaled_alike_where_ranks_have_no_gradients(ranks: list[dict[str, Any]]) -> None:
+    nobody = "No inf checks were recorded for this optimizer."  # as in one process
+    some = [(-1.0, 4.0), (-1.0, 2.0), (-1.0, 1.0), (-1.0, 1.0), nobody]
+    assert [seen["scaled"] for seen in ranks] == [
+        some,
+        [(0.0, 4.0), (0.0, 2.0), (0.0, 1.0), (-2.0, 1.0), nobody],
+        some,
+    ]

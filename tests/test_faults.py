@@ -12,9 +12,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import faults
 import lightning as L
@@ -389,11 +391,12 @@ def other() -> Iterator[Start]:
     """Starts other peers, which live until the test ends."""
     started: list[subprocess.Popen[bytes]] = []
 
-    def start(rank: int, host: str | None = None) -> tuple[Peer, subprocess.Popen[bytes]]:
+    def start(rank: int, machine: str | None = None) -> tuple[Peer, subprocess.Popen[bytes]]:
         process = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
         started.append(process)
         own = Peer.this_process(0)
-        return Peer(rank, host or own.host, process.pid, psutil.Process(process.pid).create_time()), process
+        created = psutil.Process(process.pid).create_time()
+        return Peer(rank, machine or own.machine, own.host, process.pid, created), process
 
     yield start
     for process in started:
@@ -476,19 +479,49 @@ def test_a_store_that_does_not_answer_ends_this_process(
     assert ", which keeps the job together, is gone or does not answer. Rank 0 cannot" in capsys.readouterr().err
 
 
-def test_a_silent_host_is_named(other: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    peer, _ = other(1, "elsewhere")
+def test_a_machine_of_the_same_name_has_processes_of_its_own(other: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    peer, process = other(1, "a container")
+    process.kill()
+    process.wait()
+    with watch([peer], monkeypatch) as (found, _, ended):
+        assert found._neighbours == []
+        assert not ended.wait(0.5)
+    namespace = os.readlink("/proc/self/ns/pid")
+    assert peers.this_machine().partition("/")[2] == namespace.strip("pid:[]")
+
+
+def test_a_silent_machine_is_named(other: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    next_one, _ = other(1, "next")
+    further, _ = other(2, "further")
     clock = [0.0]
     monkeypatch.setattr(peers, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    with watch([peer], monkeypatch) as (found, store, ended):
-        for beat in range(20):
-            store.set("beat/elsewhere", str(beat))
-            until = time.monotonic() + PATIENCE
-            while found._heard["elsewhere"] != (str(beat).encode(), clock[0]) and time.monotonic() < until:
-                time.sleep(0.01)
-            clock[0] += 0.9 * peers.SILENCE
-            assert not ended.wait(0.1)
+    with watch([next_one, further], monkeypatch) as (found, store, ended):
+
+        def hear(machine: str) -> None:
+            for beat in range(10):
+                store.set(f"beat/{machine}", str(beat))
+                wait_until(lambda: found._heard.get(machine) == (str(beat).encode(), clock[0]))  # noqa: B023
+                clock[0] += 0.9 * peers.SILENCE
+                assert not ended.wait(0.1)
+
+        hear("next")
+        store.set("done/1", "")  # the other one has not been heard of yet
+        hear("further")
         clock[0] += 0.2 * peers.SILENCE
         assert ended.wait(PATIENCE)
-        assert "rank 1 (process" in store.get("failed").decode()
-        assert "have not been heard of" in store.get("failed").decode()
+        assert store.get("failed").decode() == f"{further} and its machine have not been heard of for 60 s"
+
+
+@pytest.mark.parametrize("machines", [2, 50])
+def test_what_a_rank_asks_does_not_grow_with_the_machines(machines: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = Peer.this_process(0)
+    others = [replace(own, rank=rank, machine=f"machine {rank}") for rank in range(1, machines)]
+    monkeypatch.setattr(PeerWatch, "_watch", lambda _: None)  # nobody else asks
+    with watch(others, monkeypatch) as (found, store, _):
+        asked = mock.Mock(wraps=store)
+        with mock.patch.object(found, "_store", asked):
+            for beat in range(3):
+                store.set("beat/machine 1", str(beat))
+                assert found._look(beat) is None
+    # It says that it is there, and asks: has one failed? is the next one done, has it said something, and what?
+    assert len(asked.method_calls) == 3 * 5

@@ -22,7 +22,7 @@ from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
 from lightning_autotp.pipeline import make_plan, parallelize
 from lightning_autotp.proving.read_plan import read_for_call, read_plan
 from lightning_autotp.proving.verify import trace
-from lightning_autotp.solving.options import PlanOptions
+from lightning_autotp.solving.options import PlanOptions, read
 from lightning_autotp.solving.plan_cache import PlanCache
 from lightning_autotp.solving.planned import PlanMismatch
 from lightning_autotp.training.gradients import full_gradients
@@ -86,9 +86,9 @@ def test_a_plan_holds_for_another_dtype(dtype: torch.dtype) -> None:
     read_plan(plan, graph, IMPLEMENTATIONS)
 
 
-def train(rank: int, ranks: int, family: str, plan: str, file: str) -> list[dict[str, Tensor]]:
+def train(rank: int, ranks: int, family: str, file: Path) -> list[dict[str, Tensor]]:
     model = built(family)
-    given: Any = file if rank == 0 else plan and Plan.from_json(plan)
+    given = file if rank == 0 else file / "not on this machine"
     parallelize(model, dist.group.WORLD, plan=given, example_inputs={**ids(2, 17), "use_cache": False})  # type: ignore[arg-type]
     found = []
     for rows, length in ((5, 61), (1, 9)):
@@ -111,7 +111,7 @@ def check_training(family: str, plan: Plan, tmp_path: Path) -> None:
         loss.backward()
         gradients = {n: p.grad for n, p in model.named_parameters(remove_duplicate=False) if p.grad is not None}
         wanted.append({"loss": loss.detach(), **gradients})
-    for results in run_ranks(train, plan.ranks, family, plan.to_json(), str(file)):
+    for results in run_ranks(train, plan.ranks, family, file):
         for found, expected in zip(results, wanted, strict=True):
             assert found.keys() == expected.keys()
             for name, value in found.items():
@@ -201,11 +201,9 @@ def test_another_model_is_refused_by_its_first_difference() -> None:
 
 
 def test_a_file_without_a_plan(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"missing\.json' cannot be read: No such file"):
-        PlanOptions.given(plan=tmp_path / "missing.json")
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(ValueError, match=r"other\.json': this is not a plan"):
-        PlanOptions.given(plan=tmp_path / "other.json")
+        read(tmp_path / "other.json")
     with pytest.raises(ValueError, match="followed as it is"):
         PlanOptions.given(plan=make_plan(meta_model("llama"), 2)[0], keep_whole=["lm_head"])
 
@@ -310,6 +308,28 @@ def test_where_plans_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert PlanCache.of(True).directory is None
     assert PlanCache.of(False).directory is None
     assert PlanCache.of(tmp_path).directory == tmp_path
+
+
+def test_machines_that_keep_a_plan_in_one_directory_write_files_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Processes of two machines may have the same id."""
+    cache, (plan, _) = PlanCache(tmp_path), make_plan(meta_model("llama"), 2)
+    unfinished, write = [], Path.write_text
+
+    def meanwhile(self: Path, text: str) -> None:
+        unfinished.append(self)
+        if len(unfinished) == 1:
+            write(self, text[:100])
+            cache.keep("key", plan)
+            assert self.read_text() == text[:100]
+        write(self, text)
+
+    monkeypatch.setattr(Path, "write_text", meanwhile)
+    cache.keep("key", plan)
+    assert len(set(unfinished)) == 2
+    assert cache.find("key") == plan
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_a_directory_that_cannot_be_written_to_is_said(tmp_path: Path) -> None:

@@ -180,7 +180,7 @@ def test_machines_agree_on_a_commit(models: Path) -> None:
 def another_machine(rank: int, ranks: int, address: str, folder: Path) -> str:
     """Rank 1 is on a machine of its own, and the repository changes before it asks."""
     use(address, folder / f"cache {rank}")
-    own = replace(Peer.this_process(rank), host=f"host {rank}")
+    own = replace(Peer.this_process(rank), machine=f"machine {rank}")
     with mock.patch.object(Peer, "this_process", return_value=own):
         source = built("checks/moving").autotp_source
     assert Path(source.files[0]).is_relative_to(folder / f"cache {rank}")

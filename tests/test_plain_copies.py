@@ -1,21 +1,27 @@
-"""TP x FSDP2 without Lightning: ``parallelize(..., data_mesh=...)``."""
+"""TP x FSDP2 without Lightning: ``parallelize(..., data_mesh=...)``, with one plan for all copies."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from distributed import run_ranks
 from loading import peak_of
+from test_given_plan import without_an_mlp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightning_autotp import full_gradients, full_state_dict, parallelize
+from lightning_autotp import full_gradients, full_state_dict, parallelize, pipeline
 from lightning_autotp.building.deferred import deferred_init
 from lightning_autotp.building.pretrained import meta_model
+from lightning_autotp.capture.capture import language_model_inputs
+from lightning_autotp.layouts.plan import Plan
+from lightning_autotp.proving.verify import trace
+from lightning_autotp.solving.options import PlanOptions
 
 WIDTH, LAYERS = 2048, 10
 
@@ -26,7 +32,9 @@ class Found(NamedTuple):
     state: dict[str, torch.Tensor]
     tied: bool
     managed: int
+    plan: Plan
     peak: int
+    refused: list[str]
 
 
 def data() -> torch.Tensor:
@@ -57,16 +65,47 @@ def train(model: Any, gradients_of: Any, batches: torch.Tensor) -> tuple[list[fl
     return losses, gradients
 
 
-def two_by_two(rank: int, world_size: int) -> Found:
+def keep_plans(folder: Path) -> tuple[Plan, Plan]:
+    """Keep a plan for each copy in a directory of its own. That of the second one leaves an MLP whole."""
+    with meta_model():
+        model = tiny()
+    options = PlanOptions.given(plan_cache=folder / "0")
+    inputs, options = pipeline._example(model, None, options)
+    plan = pipeline._plan(model, trace(model, language_model_inputs(model)), inputs, 2, options)
+    (file,) = (folder / "0").iterdir()
+    other = without_an_mlp(plan)
+    (folder / "1").mkdir()
+    (folder / "1" / file.name).write_text(other.to_json())
+    return plan, other
+
+
+def two_by_two(rank: int, world_size: int, folder: Path) -> Found:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     copy = mesh["data"].get_local_rank()
     with meta_model():
         model = tiny()
-    parallelize(model, mesh["tensor"].get_group(), data_mesh=mesh["data"])
+    parallelize(model, mesh["tensor"].get_group(), data_mesh=mesh["data"], plan_cache=folder / str(copy))
     losses, gradients = train(model, full_gradients, data()[:, 2 * copy : 2 * copy + 2])
     tied = model.lm_head.weight is model.model.embed_tokens.weight
     managed = sum(isinstance(module, FSDPModule) for module in model.modules())
-    return Found(losses, gradients, full_state_dict(model), tied, managed, peak(mesh))
+    plan = model.autotp.plan  # type: ignore[union-attr]
+    return Found(losses, gradients, full_state_dict(model), tied, managed, plan, peak(mesh), refused(mesh, folder))
+
+
+def refused(mesh: DeviceMesh, folder: Path) -> list[str]:
+    """What a rank is told where a file of a plan is missing on the first one, and where the last one has no model."""
+    said = []
+    for plan, last in ((folder / "missing.json", nn.Linear(4, 4)), (None, nn.ReLU())):
+        model = nn.Sequential(last if torch.distributed.get_rank() == 3 else nn.Linear(4, 4))
+        try:
+            parallelize(
+                model, mesh["tensor"].get_group(), example_inputs=(torch.zeros(1, 4),), data_mesh=mesh["data"],
+                plan=plan, plan_cache=False,
+            )  # fmt: skip
+            said.append("")
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
 
 
 def peak(mesh: DeviceMesh) -> int:
@@ -82,8 +121,18 @@ def peak(mesh: DeviceMesh) -> int:
 
 
 @pytest.fixture(scope="module")
-def found() -> list[Found]:
-    results: list[Found] = run_ranks(two_by_two, 4)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("plans")
+
+
+@pytest.fixture(scope="module")
+def plans(folder: Path) -> tuple[Plan, Plan]:
+    return keep_plans(folder)
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path, plans: tuple[Plan, Plan]) -> list[Found]:
+    results: list[Found] = run_ranks(two_by_two, 4, folder)
     return results
 
 
@@ -111,3 +160,19 @@ def test_no_rank_ever_has_its_whole_tensor_parallel_part(found: list[Found]) -> 
     assert 1.1 * (held + largest) < LAYERS * largest // 2, "else this proves nothing"
     for one in found:
         assert held <= one.peak <= 1.1 * (held + largest)
+
+
+def test_all_copies_follow_the_plan_of_the_first(found: list[Found], plans: tuple[Plan, Plan], folder: Path) -> None:
+    plan, other = plans
+    assert plan != other
+    assert [one.plan.digest for one in found] == [plan.digest] * 4
+    assert [len(list((folder / copy).iterdir())) for copy in "01"] == [1, 1]  # no copy has planned
+
+
+def test_what_one_rank_cannot_plan_or_build_is_an_error_on_every_rank_of_all_copies(found: list[Found]) -> None:
+    for rank, one in enumerate(found):
+        missing, unlike = one.refused
+        assert missing.startswith("ValueError" if rank == 0 else "PeerError: rank 0 of 2 failed while planning: ")
+        assert "missing.json' cannot be read: No such file or directory" in missing
+        assert unlike
+        assert unlike.startswith("PeerError") == (rank != 3)

@@ -71,7 +71,7 @@ class _Calls:
     def __init__(self) -> None:
         self._own = Peer.this_process(dist.get_rank())
         self._job = dist.PrefixStore("autotp/hub", default_store())
-        self._machine = dist.PrefixStore(self._own.host, self._job)
+        self._machine = dist.PrefixStore(self._own.machine, self._job)
         local_rank = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))
         self._patience = 0.0 if local_rank == "0" else PRECEDENCE
 

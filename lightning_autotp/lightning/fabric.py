@@ -20,6 +20,7 @@ from lightning.fabric.plugins import MixedPrecision
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lightning_autotp.building.pretrained import meta_model
@@ -101,8 +102,8 @@ class AutoTPFabricStrategy(ParallelRanks, FabricModelParallelStrategy):
         timeout: of collectives.
 
     Raises:
-        ValueError: if ``tokens_per_step`` is no positive number, or the plan's file holds none; when ``Fabric`` is
-            made, if the sizes do not multiply to the number of devices.
+        ValueError: if ``tokens_per_step`` is no positive number; when ``Fabric`` is made, if the sizes do not multiply
+            to the number of devices; in ``fabric.setup``, if the plan's file is missing or holds none.
     """
 
     def __init__(
@@ -225,10 +226,10 @@ class AutoTPFabricStrategy(ParallelRanks, FabricModelParallelStrategy):
             models = self._models_of(module)
             for model, _ in models:
                 refuse_quantized(model)
+        copies = self.device_mesh["data_parallel"] if self.data_ranks != 1 else None
         for model, inputs in models:
             check_same_weights(model, None)
-            self._make_local(model, inputs)
-        copies = self.device_mesh["data_parallel"] if self.data_ranks != 1 else None
+            self._make_local(model, inputs, copies)
         fill_models(module, [model for model, _ in models], self.root_device, copies)
         share_random_state(self.broadcast, self.root_device)
         module.to(self.root_device)
@@ -247,9 +248,9 @@ class AutoTPFabricStrategy(ParallelRanks, FabricModelParallelStrategy):
         inputs = given() if callable(given) else given
         return [(module, inputs if inputs is not None else getattr(module, "example_input_array", None))]
 
-    def _make_local(self, model: nn.Module, inputs: Any) -> None:
+    def _make_local(self, model: nn.Module, inputs: Any, copies: DeviceMesh | None) -> None:
         try:
-            make_local(model, self.tensor_parallel_group, inputs, self._plan_options)
+            make_local(model, self.tensor_parallel_group, inputs, self._plan_options, copies)
         except CaptureError as error:
             if inputs is not None or is_parallel(model):
                 raise

@@ -32,7 +32,11 @@ from lightning_autotp.training.gradients import average_gradients
 
 
 def make_models_local(
-    trainer: Trainer, models: Sequence[tuple[nn.Module, Any]], group: dist.ProcessGroup, options: PlanOptions
+    trainer: Trainer,
+    models: Sequence[tuple[nn.Module, Any]],
+    group: dist.ProcessGroup,
+    copies: DeviceMesh | None,
+    options: PlanOptions,
 ) -> None:
     """Plan for, cut and prove these models. Collective over all processes; rank 0 says what was found.
 
@@ -43,6 +47,7 @@ def make_models_local(
         trainer: whose first training step counts.
         models: each with its example inputs, or ``None``.
         group: the tensor-parallel group.
+        copies: the ranks that have the same part of the other copies of the models, if there are several copies.
         options: for the plans. Without a number of tokens, they are priced for the first batch.
 
     Raises:
@@ -66,20 +71,25 @@ def make_models_local(
         check_same_weights(model, None)
         rank_zero_info(f"lightning_autotp: planning {type(model).__name__} for {group.size()} tensor-parallel ranks")
         if model in calls:
-            _make_local_for_call(model, calls[model], step.why, group, options)
+            _make_local_for_call(model, calls[model], step.why, group, copies, options)
         else:
-            make_local(model, group, inputs, options)
+            make_local(model, group, inputs, options, copies)
         plan = parallel_state(model).plan
         rank_zero_info(f"lightning_autotp: {plan.summary}. Proved; model.autotp.plan.table() has the details")
 
 
 def _make_local_for_call(
-    model: nn.Module, call: Call | None, why: str, group: dist.ProcessGroup, options: PlanOptions
+    model: nn.Module,
+    call: Call | None,
+    why: str,
+    group: dist.ProcessGroup,
+    copies: DeviceMesh | None,
+    options: PlanOptions,
 ) -> None:
     """Make a model local for the call of the training step; where that is not known or not traced, for one made up."""
     for example, source in _examples(model, call):
         try:
-            make_local(model, group, example, replace(options, traced_with=source))
+            make_local(model, group, example, replace(options, traced_with=source), copies)
             return
         except CaptureError as error:
             if is_parallel(model):
@@ -87,7 +97,7 @@ def _make_local_for_call(
             why = str(error)
     source = f"a made-up batch, as the first training step is not known: {why}"
     try:
-        make_local(model, group, None, replace(options, traced_with=source))
+        make_local(model, group, None, replace(options, traced_with=source), copies)
     except CaptureError as error:
         raise CaptureError(
             f"{error} (The first training step does not serve instead: {why}. If this {type(model).__name__} need not"

@@ -100,9 +100,9 @@ class AutoTPStrategy(ParallelRanks, ModelParallelStrategy):
             every rank.
         cut: by name or pattern, the dim along which parameters are cut (``{"lm_head.weight": 0}``).
         plan: a plan to follow, or its file, instead of making one: what ``lightning-autotp plan --json`` wrote, perhaps
-            edited since.
+            edited since. Global rank 0's counts, so only there the file is needed.
         plan_cache: where plans are kept, so that the next start of the same model need not plan: a directory, ``True``
-            for ``$LIGHTNING_AUTOTP_PLANS`` or the user's cache directory, ``False`` for nowhere.
+            for ``$LIGHTNING_AUTOTP_PLANS`` or the user's cache directory, ``False`` for nowhere. Global rank 0's.
         sequence_parallel: deal out the tokens between sharded regions (norms, dropouts, residual adds), so that each
             rank holds its tokens' activations there; ``"auto"``: where that costs no time.
         async_tensor_parallel: let compiled code overlap products with the collectives of dealt tokens, on devices that
@@ -113,8 +113,8 @@ class AutoTPStrategy(ParallelRanks, ModelParallelStrategy):
             Hugging Face models or, without any, its children with parameters.
 
     Raises:
-        ValueError: if ``tokens_per_step`` is no positive number, or the plan's file holds none; when the Trainer is
-            made, if the sizes do not multiply to the number of devices.
+        ValueError: if ``tokens_per_step`` is no positive number; when the Trainer is made, if the sizes do not multiply
+            to the number of devices; when it starts, if the plan's file is missing or holds none.
         RuntimeError: when the Trainer starts, if processes cannot be started, as in a notebook, or other machines not
             be found.
     """
@@ -208,15 +208,15 @@ class AutoTPStrategy(ParallelRanks, ModelParallelStrategy):
                 " keep_whole= and cut="
             )
         if self.world_size > 1:
-            copies, copy = self.distributed_sampler_kwargs["num_replicas"], self.distributed_sampler_kwargs["rank"]
+            number, copy = self.distributed_sampler_kwargs["num_replicas"], self.distributed_sampler_kwargs["rank"]
             self._exchange = Exchange(
-                trainer, self.tensor_parallel_group, self.root_device, copies, copy, self._checked_batches
+                trainer, self.tensor_parallel_group, self.root_device, number, copy, self._checked_batches
             )
             self._signals = DeferredSignals(trainer, self._exchange)
-        make_models_local(trainer, models, self.tensor_parallel_group, self._plan_options)
+        copies = self.device_mesh["data_parallel"] if self.data_ranks != 1 else None
+        make_models_local(trainer, models, self.tensor_parallel_group, copies, self._plan_options)
         # Before the parameters take memory: what is on meta becomes of the precision's dtype, and then real.
         self.model = self.precision_plugin.convert_module(module)
-        copies = self.device_mesh["data_parallel"] if self.data_ranks != 1 else None
         fill_models(module, [model for model, _ in models], self.root_device, copies)
         share_random_state(self.broadcast, self.root_device)
         self.model_to_device()

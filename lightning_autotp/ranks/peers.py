@@ -4,12 +4,15 @@ A rank that raises, or is killed, leaves the others inside a collective, where n
 group's timeout (with NCCL, not even then at once). So each process has a thread that looks, every second,
 
 * whether a peer has reported an error (in the process group's store),
-* whether the peers on the same host are alive (by their process ids), and have not been stopped for too long,
-* and, on the first rank of each host, whether the other hosts have been heard of.
+* whether the peers on the same machine are alive (by their process ids), and have not been stopped for too long,
+* and, on the first rank of each machine, whether the next machine has been heard of: each one by one other, so that the
+  store is asked as often as there are machines.
 
-When something is found, it is printed with the rank's number, and the process gets a little time to come out of its
-collective by itself, as it does with gloo; then it is ended. So are peers on the same host that are stopped: they
-cannot end by themselves.
+When something is found, all are told through the store. It is printed with the rank's number, and the process gets a
+little time to come out of its collective by itself, as it does with gloo; then it is ended. So are peers on the same
+machine that are stopped: they cannot end by themselves.
+
+Containers that do not see each other's processes count as machines of their own, whatever their host names are.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
@@ -40,11 +45,11 @@ GRACE = 5.0
 ANSWER = 3.0
 """Seconds that the store has to answer a rank that ends."""
 SILENCE = 60.0
-"""Seconds after which a host that is not heard of counts as gone."""
+"""Seconds after which a machine that is not heard of counts as gone."""
 
 
 def process_status(pid: int, started: float | None = None) -> str:
-    """What psutil says of a process on this host; one that has ended counts as a zombie.
+    """What psutil says of a process on this machine; one that has ended counts as a zombie.
 
     Args:
         pid: its id.
@@ -57,11 +62,34 @@ def process_status(pid: int, started: float | None = None) -> str:
         return psutil.STATUS_ZOMBIE
 
 
+@cache
+def this_machine() -> str:
+    """What is the same for processes that know each other by their ids, and for no others.
+
+    That is the start of the system, and the ids' namespace. Host names may be the same for several containers, or
+    copies of a virtual machine.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:  # another system than Linux
+        return socket.gethostname()
+
+
 @dataclass(frozen=True)
 class Peer:
-    """One process of the job."""
+    """One process of the job.
+
+    Attributes:
+        rank: its global rank.
+        machine: its :func:`this_machine`.
+        host: the machine's name, for people.
+        pid: its process id.
+        started: when it started.
+    """
 
     rank: int
+    machine: str
     host: str
     pid: int
     started: float
@@ -69,18 +97,18 @@ class Peer:
     @classmethod
     def this_process(cls, rank: int) -> Peer:
         """The caller."""
-        return cls(rank, socket.gethostname(), os.getpid(), psutil.Process().create_time())
+        return cls(rank, this_machine(), socket.gethostname(), os.getpid(), psutil.Process().create_time())
 
     def is_alive(self) -> bool:
-        """Whether it runs, or is stopped; only on its own host."""
+        """Whether it runs, or is stopped; only on its own machine."""
         return self._status() != psutil.STATUS_ZOMBIE
 
     def is_stopped(self) -> bool:
-        """Whether a signal (SIGSTOP, or Ctrl-Z in a terminal) has stopped it; only on its own host."""
+        """Whether a signal (SIGSTOP, or Ctrl-Z in a terminal) has stopped it; only on its own machine."""
         return self._status() == psutil.STATUS_STOPPED
 
     def kill(self) -> None:
-        """End it; only on its own host."""
+        """End it; only on its own machine."""
         with suppress(psutil.NoSuchProcess):
             if self.is_alive():
                 psutil.Process(self.pid).kill()
@@ -117,13 +145,15 @@ class PeerWatch:
         self._timeout, self._before_end = timeout, before_end
         self._stopped = Counter[int]()  # looks at which a neighbour was stopped, by rank
         self._store = dist.PrefixStore(f"autotp/{run}", store.clone())  # type: ignore[attr-defined]
-        self._neighbours = [peer for peer in peers if peer.host == self._own.host and peer.rank != rank]
+        self._neighbours = [peer for peer in peers if peer.machine == self._own.machine and peer.rank != rank]
         firsts: dict[str, Peer] = {}
         for peer in peers:
-            firsts.setdefault(peer.host, peer)
-        self._is_first = firsts[self._own.host] == self._own
-        self._others = [first for first in firsts.values() if first.host != self._own.host]
-        self._heard = {first.host: (b"", time.monotonic()) for first in self._others}
+            firsts.setdefault(peer.machine, peer)
+        ring = [*firsts.values()]
+        own = list(firsts).index(self._own.machine)
+        # From the next machine on; only for the first rank of this one.
+        self._others = [*ring[own + 1 :], *ring[:own]] if ring[own] == self._own else []
+        self._heard: dict[str, tuple[bytes, float]] = {}
         self._reported: str | None = None
         self._said: str | None = None
         self._ended = threading.Event()
@@ -194,8 +224,8 @@ class PeerWatch:
                 return
 
     def _look(self, beat: int) -> str | None:
-        if self._is_first and self._others:
-            self._store.set(f"beat/{self._own.host}", str(beat))
+        if self._others:
+            self._store.set(f"beat/{self._own.machine}", str(beat))
         return self._found()
 
     def _without_store(self) -> str:
@@ -231,15 +261,22 @@ class PeerWatch:
             allowed = self._timeout if stopped_for is None else stopped_for
             if self._stopped[peer.rank] * INTERVAL > allowed:
                 return self._tell(_stopped(peer))
-        now = time.monotonic()
-        for first in self._others if self._is_first else ():
-            key = f"beat/{first.host}"
-            last, since = self._heard[first.host]
-            beat = self._store.get(key) if self._store.check([key]) else b""
-            if beat != last:
-                self._heard[first.host] = beat, now
-            elif now - since > SILENCE and not self._store.check([f"done/{first.rank}"]):
-                return self._tell(f"{first} and its host have not been heard of for {SILENCE:.0f} s")
+        if self._others:
+            following = self._others[0]
+            if not self._store.check([f"done/{following.rank}"]):
+                return self._silence_of(following)
+            self._others = [other for other in self._others if other != following]  # whose part is taken over
+        return None
+
+    def _silence_of(self, first: Peer) -> str | None:
+        """What to say of the first rank of another machine if it has not been heard of for long."""
+        key, now = f"beat/{first.machine}", time.monotonic()
+        last, since = self._heard.setdefault(first.machine, (b"", now))
+        beat = self._store.get(key) if self._store.check([key]) else b""
+        if beat != last:
+            self._heard[first.machine] = beat, now
+        elif now - since > SILENCE:
+            return self._tell(f"{first} and its machine have not been heard of for {SILENCE:.0f} s")
         return None
 
     def _tell(self, text: str) -> str:

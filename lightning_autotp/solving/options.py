@@ -23,7 +23,7 @@ class PlanOptions:
         keep_whole: patterns of parameters or modules that stay whole on every rank.
         cut: by name or pattern, the dim along which parameters are cut.
         profile: the hardware.
-        plan: a plan that is there already: nothing of the above counts then.
+        plan: a plan that is there already, or its file: nothing of the above counts then.
         cache: where plans are kept for the next start.
         sequence_parallel: whether tokens are dealt out between sharded regions; ``"auto"``: where that costs no time.
         async_tensor_parallel: whether compiled code overlaps products with the collectives of dealt tokens.
@@ -34,7 +34,7 @@ class PlanOptions:
     keep_whole: tuple[str, ...] = ()
     cut: tuple[tuple[str, int], ...] = ()
     profile: Profile = field(default_factory=Profile)
-    plan: Plan | None = None
+    plan: Plan | Path | None = None
     cache: PlanCache = field(default_factory=lambda: PlanCache(None))
     sequence_parallel: bool | Literal["auto"] = False
     traced_with: str = ""
@@ -56,8 +56,7 @@ class PlanOptions:
         """The options as a user writes them; see :func:`lightning_autotp.parallelize`.
 
         Raises:
-            ValueError: for a number of tokens that is none, for options that exclude each other, or where the file of a
-                plan is missing or holds none.
+            ValueError: for a number of tokens that is none, or for options that exclude each other.
         """
         if sequence_parallel not in (True, False, "auto"):
             raise ValueError(f'sequence_parallel is {sequence_parallel!r}: it must be True, False or "auto"')
@@ -74,7 +73,7 @@ class PlanOptions:
             keep_whole=keep_whole,
             cut=tuple((cut or {}).items()),
             profile=profile or Profile(),
-            plan=plan if isinstance(plan, Plan) or plan is None else read(Path(plan)),
+            plan=plan if isinstance(plan, Plan) or plan is None else Path(plan),
             cache=PlanCache.of(plan_cache),
             sequence_parallel=sequence_parallel,
             async_tensor_parallel=async_tensor_parallel,

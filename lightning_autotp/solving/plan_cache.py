@@ -11,6 +11,7 @@ import os
 import warnings
 from functools import cache
 from pathlib import Path
+from uuid import uuid4
 
 from lightning_autotp.layouts.plan import Plan
 
@@ -58,11 +59,14 @@ class PlanCache:
         if self.directory is None:
             return
         file = self._file(key)
-        unfinished = file.with_suffix(f".{os.getpid()}")
+        unfinished = file.with_suffix(f".{uuid4().hex}")  # process ids are those of one machine
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            unfinished.write_text(plan.to_json())
-            unfinished.replace(file)
+            try:
+                unfinished.write_text(plan.to_json())
+                unfinished.replace(file)
+            finally:
+                unfinished.unlink(missing_ok=True)
         except OSError as error:
             warnings.warn(
                 f"the plan is not kept for the next start ({error}): name a directory that can be written to, with"

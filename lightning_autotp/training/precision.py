@@ -23,19 +23,26 @@ class AgreedGradScaler(GradScaler):
         scaler: whose device, scale and growth to go on with.
     """
 
-    def unscale_gradients(self, optimizer: Any, *args: Any) -> dict[torch.device, Tensor]:
-        """Divide this rank's gradients by the scale. Collective over all processes."""
+    def unscale_gradients(
+        self, optimizer: Any, inverse_scale: Tensor, found_infinite: Tensor, *args: Any
+    ) -> dict[torch.device, Tensor]:
+        """Divide this rank's gradients by the scale. Collective over all processes, also where there are none."""
         gradients = [
             plain(parameter.grad)
             for group in optimizer.param_groups
             for parameter in group["params"]
             if parameter.grad is not None
         ]
-        for gradient in gradients:
-            gradient.grad = gradient.view_as(gradient)
-        # FSDP2's gradients and others cannot be unscaled together, what they are made of can.
-        local = SimpleNamespace(param_groups=[{"params": gradients}])
-        found = super().unscale_gradients(local, *args)
-        for found_infinite in found.values():
-            dist.all_reduce(found_infinite, op=dist.ReduceOp.MAX)
-        return found
+        # FSDP2's gradients and others cannot be unscaled together, what they are made of can: each is the gradient of
+        # a stand-in, and not of a view of itself, for nothing would ever free such a pair.
+        stand_ins = [gradient.detach() for gradient in gradients]
+        for stand_in, gradient in zip(stand_ins, gradients, strict=True):
+            stand_in.grad = gradient
+        local = SimpleNamespace(param_groups=[{"params": stand_ins}])
+        found = super().unscale_gradients(local, inverse_scale, found_infinite, *args)
+        # Of the ranks' gradients: whether one is not finite, and whether there is one at all.
+        agreed = torch.zeros(2, device=found_infinite.device)
+        for infinite in found.values():
+            agreed = torch.maximum(agreed, torch.stack([infinite.to(agreed.device), torch.ones_like(found_infinite)]))
+        dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
+        return {agreed.device: agreed[0]} if found or agreed[1] else {}
