@@ -18,7 +18,6 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from lightning.fabric.plugins import MixedPrecision
-from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -481,11 +480,3 @@ class AutoTPFabricStrategy(ParallelRanks, FabricModelParallelStrategy):
 
 def _is_stateful(value: Any) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
-
-
-STRATEGY_REGISTRY.register(
-    "autotp",
-    AutoTPFabricStrategy,
-    description="Tensor parallelism for any model, planned from its own graph",
-    override=True,
-)
