@@ -1,4 +1,7 @@
-"""The command ``lightning-autotp``."""
+"""The command ``lightning-autotp``.
+
+Each of its parts imports what it needs when it runs, so that help and a mistyped option are answered at once.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +10,7 @@ import time
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from jsonargparse import auto_cli
-from rich.console import Console
-from transformers import AutoConfig, AutoModelForCausalLM
-
-from lightning_autotp.building.checkpoint_reading import CheckpointError
-from lightning_autotp.capture.capture import CaptureError
-from lightning_autotp.checkpoints.checksums import CHECKSUMS, check_files
-from lightning_autotp.checkpoints.export_checkpoint import export_checkpoint
-from lightning_autotp.checkpoints.files import check_checkpoint
-from lightning_autotp.checkpoints.files import consolidate as consolidate_checkpoint
-from lightning_autotp.pipeline import make_plan
-from lightning_autotp.proving.compare import VerificationError
-from lightning_autotp.solving.pins import meant
-from lightning_autotp.solving.solver import NothingToShard
 
 
 def plan(
@@ -46,6 +35,16 @@ def plan(
         sequence_parallel: deal out the tokens between sharded regions; 'auto': where that costs no time.
         json: file to write the plan to, for AutoTPStrategy(plan=...).
     """
+    import torch
+    from rich.console import Console
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from lightning_autotp.capture.capture import CaptureError
+    from lightning_autotp.pipeline import make_plan
+    from lightning_autotp.proving.compare import VerificationError
+    from lightning_autotp.solving.pins import meant
+    from lightning_autotp.solving.solver import NothingToShard
+
     console = Console()
     started = time.perf_counter()
     try:
@@ -74,10 +73,9 @@ def plan(
 
 def zoo() -> None:
     """Say how to try every architecture of transformers, which the project's repository can and the package cannot."""
-    Console().print(
+    print(
         "The zoo tries every architecture of transformers against one process. It is a tool of the project's "
-        "repository:\nclone that and run `make zoo ARGS='--only llama gpt2 --tp 2'`; docs/zoo.md has what was found.",
-        highlight=False,
+        "repository:\nclone that and run `make zoo ARGS='--only llama gpt2 --tp 2'`; docs/zoo.md has what was found."
     )
 
 
@@ -103,6 +101,12 @@ def export(
         dtype: in which floating-point tensors are written, such as bfloat16; as they are by default.
         weights_only: false to run code that the checkpoint names; only for one that you trust.
     """
+    import torch
+    from rich.console import Console
+
+    from lightning_autotp.building.checkpoint_reading import CheckpointError
+    from lightning_autotp.checkpoints.export_checkpoint import export_checkpoint
+
     started = time.perf_counter()
     wanted = getattr(torch, dtype, None) if dtype is not None else None
     try:
@@ -138,8 +142,11 @@ def consolidate(checkpoint: Path, file: Path, weights_only: bool = True) -> None
         file: where to.
         weights_only: false to run code that the checkpoint names; only for one that you trust.
     """
+    from lightning_autotp.building.checkpoint_reading import CheckpointError
+    from lightning_autotp.checkpoints import files
+
     try:
-        consolidate_checkpoint(checkpoint, file, weights_only)
+        files.consolidate(checkpoint, file, weights_only)
     except (CheckpointError, OSError) as error:
         raise SystemExit(f"lightning-autotp consolidate: {error}") from error
 
@@ -151,6 +158,12 @@ def check(path: Path, weights_only: bool = True) -> None:
         path: a checkpoint's file or directory, or a directory that was exported.
         weights_only: false to run code that a checkpoint names; only for one that you trust.
     """
+    from rich.console import Console
+
+    from lightning_autotp.building.checkpoint_reading import CheckpointError
+    from lightning_autotp.checkpoints.checksums import CHECKSUMS, check_files
+    from lightning_autotp.checkpoints.files import check_checkpoint
+
     try:
         if (path / CHECKSUMS).is_file():
             what = f"{check_files(path)} files"

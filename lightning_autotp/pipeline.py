@@ -42,6 +42,7 @@ from lightning_autotp.solving.solution import Solution
 from lightning_autotp.training.data_parallel import generate_together, hook_gathered, shard_over_data
 from lightning_autotp.training.gradients import synchronize_gradients
 from lightning_autotp.training.loading import load_parameters, row_extremes
+from lightning_autotp.training.marked_states import mark_states
 from lightning_autotp.training.refused import refuse_methods, refuse_whole_states
 from lightning_autotp.training.resizing import resize_together
 from lightning_autotp.training.shared_scales import quantize_scales, share_extremes
@@ -290,6 +291,7 @@ def fill_local(model: nn.Module, device: torch.device | str | None = None, data_
     refuse_methods(model)
     resize_together(model)
     refuse_whole_states(model)
+    mark_states(model)
     watch_writes(model)
     model.register_forward_pre_hook(Unchanged(), prepend=True)
     show_whole_tensors(model)

@@ -216,6 +216,12 @@ def _(_: Any) -> None:
     assert tree_unflatten([3, 4], spec) == OrderedDict(a=3, b=4)
 
 
+@canary("torch.utils._pytree")
+def _(module: Any) -> None:
+    """Its logger is quiet while transformers imports torchao."""
+    assert module.log.name == "torch.utils._pytree"
+
+
 @canary("torch.utils._pytree.tree_leaves")
 def _(tree_leaves: Any) -> None:
     assert tree_leaves({"a": [1, (None, 2)]}) == [1, None, 2]

@@ -37,7 +37,8 @@ PRELOADED = [
     "torch.distributed.fsdp",
     "transformers.models.llama.modeling_llama",
     "transformers.models.auto.modeling_auto",
-    "lightning_autotp",
+    "lightning_autotp.lightning.strategy",
+    "lightning_autotp.lightning.fabric",
 ]
 
 

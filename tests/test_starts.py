@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import os
 import re
 import subprocess
@@ -12,6 +14,7 @@ import pytest
 from distributed import PATIENCE, SCRIPT_ENVIRONMENT
 from tiny import tiny_model
 
+import lightning_autotp
 from lightning_autotp.lightning.starting import check_start
 
 PROGRAM = """
@@ -77,9 +80,6 @@ LINES = [  # of both ranks, and how often at most
         1,
     ),
     (r"lightning_autotp: filling each rank's part of LlamaForCausalLM's parameters", 1),
-    # transformers imports torchao where it is installed; its kernels are CUDA's, and what it calls in torch is old.
-    (r"Failed to load .*/torchao/_C_\w+\..*\.so: Could not load this library: .*\.so", 4),
-    (r"W\d+ .*/torch/utils/_pytree.py:\d+\] <enum '\w+'> is an Enum subclass .* Calling register_constant\(\).*", 4),
     # Lightning of its own calls of torch's pytrees, with every strategy.
     (r".*/lightning/pytorch/utilities/_pytree.py:\d+: `isinstance\(treespec, LeafSpec\)` is deprecated.*", 2),
     (r"`Trainer\.fit` stopped: `max_steps=1` reached\.", 1),
@@ -117,6 +117,69 @@ def check_lines(printed: str) -> None:
     assert not left, "\n".join(["a start printed what it should not:", *left])
     said = re.findall(r"lightning_autotp: (planning|LlamaForCausalLM|filling)|(TRAINED)", printed)
     assert [one or other for one, other in said] == ["planning", "LlamaForCausalLM", "filling", "TRAINED", "TRAINED"]
+
+
+HEAVY = {"torch", "lightning", "transformers", "torchmetrics", "torchao", "accelerate", "scipy", "numpy", "rich"}
+IMPORTED = f"""
+print("IMPORTED", *sorted(set(sys.modules) & {HEAVY}))
+"""
+
+
+def imported(program: str, environment: dict[str, str]) -> list[str]:
+    """Which heavy libraries a program has imported at its end."""
+    printed = output(["-c", f"import sys\n{program}\n{IMPORTED}"], environment)
+    [found] = re.findall(r"^IMPORTED ?(.*)$", printed, re.MULTILINE)
+    return found.split()
+
+
+def test_what_is_imported_is_what_is_used(environment: dict[str, str]) -> None:
+    assert imported("import lightning_autotp", environment) == []
+    found = imported("from lightning_autotp import parallelize", environment)
+    assert "torch" in found
+    assert not {"lightning", "torchmetrics"} & set(found)
+
+
+@pytest.mark.parametrize("words", [["--help"], ["plan", "--help"], ["plan", "model", "--tp", "two"]], ids=" ".join)
+def test_the_command_answers_before_it_imports(environment: dict[str, str], words: list[str]) -> None:
+    program = f"""
+from lightning_autotp.cli import main
+sys.argv = ["lightning-autotp", *{words}]
+try:
+    main()
+except SystemExit:
+    pass
+"""
+    assert imported(program, environment) == []
+
+
+@pytest.mark.parametrize("first", ["lightning_autotp", "lightning"])
+def test_the_name_is_registered_whatever_is_imported_first(environment: dict[str, str], first: str) -> None:
+    program = f"""
+import {first}
+import lightning, lightning_autotp, sys
+import lightning.pytorch.strategies as strategies
+for kind in lightning.Trainer, lightning.Fabric:
+    made = kind(strategy="autotp", accelerator="cpu", devices=1)
+    print("MADE", type(made.strategy).__name__)
+print("LOADER", type(strategies.__loader__).__name__, any("WhenImported" in repr(one) for one in sys.meta_path))
+"""
+    printed = output(["-c", program], environment)
+    assert re.findall(r"^MADE (\w+)$", printed, re.MULTILINE) == ["AutoTPStrategy", "AutoTPFabricStrategy"]
+    assert "LOADER SourceFileLoader False" in printed
+    assert "torchao" not in printed
+
+
+def test_type_checkers_see_the_names_that_there_are() -> None:
+    source = ast.parse(Path(lightning_autotp.__file__).read_text())
+    [seen] = [node for node in source.body if isinstance(node, ast.If)]
+    imports = [node for node in seen.body if isinstance(node, ast.ImportFrom)]
+    names = {alias.name: node.module for node in imports for alias in node.names}
+    assert sorted(names) == lightning_autotp.__all__
+    for name, module in names.items():
+        assert module is not None
+        assert getattr(lightning_autotp, name) is getattr(importlib.import_module(module), name)
+    with pytest.raises(AttributeError, match="module 'lightning_autotp' has no attribute 'paralelize'"):
+        lightning_autotp.paralelize  # noqa: B018
 
 
 def test_a_script_without_a_guard_and_what_it_prints(environment: dict[str, str], tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -248,6 +249,31 @@ def on_every_rank(rank: int, world_size: int, directory: str) -> dict[str, Any]:
     seen["by itself"] = error_of(copy.deepcopy(original).save_pretrained, directory)
     seen["written"] = written(cloned(copy.deepcopy(original)), Path(directory) / "checkpoint")
     seen["independent"] = independent(original)
+    seen["part"] = part_in_a_file(original, Path(directory), rank)
+    return seen
+
+
+def part_in_a_file(original: Any, directory: Path, rank: int) -> dict[str, Any]:
+    """What is said while this rank's state dict is written, and when each rank's is loaded."""
+    seen: dict[str, Any] = {}
+    holder = nn.ModuleDict({"model": copy.deepcopy(original)})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        state = copy.deepcopy(holder.state_dict())
+        holder.load_state_dict(state)
+        held_state(holder)
+        full = full_state_dict(holder)
+        torch.save(full, directory / f"full{rank}.pt")
+        seen["without a file"] = [str(warning.message) for warning in caught]
+        torch.save(state, directory / f"part{rank}.pt")
+        seen["with a file"] = [str(warning.message) for warning in caught]
+    dist.barrier()
+    parts = [torch.load(directory / f"part{other}.pt", weights_only=True) for other in range(2)]
+    seen["loaded"] = [error_of(holder.load_state_dict, part) for part in parts]
+    seen["as full"] = error_of(load_full_state_dict, holder, parts[rank])
+    seen["as it was"] = all(torch.equal(value, full[name]) for name, value in full_state_dict(holder).items())
+    otherwise = nn.ModuleDict({"model": parallelize(model_of_the_original(), dist.group.WORLD, keep_whole=["lm_head"])})
+    seen["cut otherwise"] = error_of(otherwise.load_state_dict, parts[rank])
     return seen
 
 
@@ -334,6 +360,21 @@ def test_a_parameter_is_in_one_parallel_model(two: list[dict[str, Any]]) -> None
 
 def test_a_model_does_not_save_this_ranks_part_by_itself(two: list[dict[str, Any]]) -> None:
     assert all("trainer.strategy.save_pretrained(directory)" in ranks["by itself"] for ranks in two)
+
+
+def test_a_part_in_a_file_does_not_look_whole(two: list[dict[str, Any]]) -> None:
+    for rank, seen in enumerate(ranks["part"] for ranks in two):
+        assert seen["without a file"] == []
+        [said] = seen["with a file"]
+        assert f"only the part of rank {rank} of 2" in said
+        assert "lightning_autotp.full_state_dict(model)" in said
+        other = 1 - rank
+        assert seen["loaded"][rank] == "no error"
+        assert f"that rank {other} of 2 had, and this is rank {rank} of 2" in seen["loaded"][other]
+        assert "lightning_autotp.full_state_dict(model)" in seen["loaded"][other]
+        assert f"rank {rank} of 2 had, cut in another way" in seen["cut otherwise"]
+        assert "It has the shapes of one rank's part" in seen["as full"]
+        assert seen["as it was"]
 
 
 def test_a_copy_is_independent(two: list[dict[str, Any]]) -> None:

@@ -21,7 +21,6 @@ from torchmetrics import SumMetric
 from trainer_ranks import run_trainer_ranks
 
 import lightning_autotp
-import lightning_autotp.lightning.strategy
 from lightning_autotp import AutoTPStrategy, full_gradients, full_state_dict
 
 STEPS = 20
@@ -468,12 +467,9 @@ def test_auto_sizes() -> None:
 
 
 def test_importing_again_registers_again() -> None:
-    assert StrategyRegistry["autotp"]["strategy"] is AutoTPStrategy
-    try:
-        again = importlib.reload(lightning_autotp.lightning.strategy)
-        assert StrategyRegistry["autotp"]["strategy"] is again.AutoTPStrategy
-    finally:
-        StrategyRegistry.register("autotp", AutoTPStrategy, override=True)
+    StrategyRegistry.remove("autotp")
+    importlib.reload(lightning_autotp)
+    assert isinstance(StrategyRegistry.get("autotp"), AutoTPStrategy)
 
 
 SCRIPT = """

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 from transformers.utils.logging import set_tqdm_hook
 
 from lightning_autotp.building.checkpoint_reading import (
@@ -42,7 +41,11 @@ from lightning_autotp.building.quantization import (
 from lightning_autotp.building.quantized_files import KeptWeights
 from lightning_autotp.building.recorder import Recorder
 from lightning_autotp.building.weight_conversion import same_values
-from lightning_autotp.private.transformers_private import convert_and_load_state_dict_in_model, with_loading_step
+from lightning_autotp.private.transformers_private import (
+    PreTrainedModel,
+    convert_and_load_state_dict_in_model,
+    with_loading_step,
+)
 
 _log = logging.getLogger(__name__)
 

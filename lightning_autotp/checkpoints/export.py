@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from lightning_autotp.building.quantization import QuantizationError
 from lightning_autotp.checkpoints.checksums import CHECKSUMS, checksums_text, sha256_of
@@ -45,6 +44,7 @@ from lightning_autotp.private.transformers_private import (
     SPECIAL_TOKENS_MAP_FILE,
     TOKENIZER_CONFIG_FILE,
     VIDEO_PROCESSOR_NAME,
+    PreTrainedModel,
     conversions_of,
     custom_object_save,
     set_conversions_of,

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from torch import Tensor
-from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig
 
 from lightning_autotp.building.checkpoint_reading import MismatchError
 from lightning_autotp.checkpoints.export import ENTRY, Exported, tokenizer_of, write_model, written_dtype
@@ -24,6 +24,7 @@ from lightning_autotp.checkpoints.files import read_checkpoint, refuse_foreign
 from lightning_autotp.checkpoints.reversal import plan_export, set_conversions, skeleton
 from lightning_autotp.checkpoints.safetensors_writer import Described
 from lightning_autotp.checkpoints.stored import StoredTensor
+from lightning_autotp.private.transformers_private import PreTrainedModel
 
 MAPPED_BYTES = 64 * 2**20
 """How much of a mapped file may have been read before it is mapped anew: what was read counts as this process's."""

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from lightning_autotp.building.deferred import deferred_init
 from lightning_autotp.building.recipe import Recipe
@@ -29,6 +28,7 @@ from lightning_autotp.building.weight_conversion import Blocks
 from lightning_autotp.checkpoints.safetensors_writer import Described
 from lightning_autotp.private.torch_private import parameters_of, storage_key
 from lightning_autotp.private.transformers_private import (
+    PreTrainedModel,
     conversion_key,
     conversions_of,
     get_model_conversion_mapping,

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_autotp.checkpoints.stored import HeldTensor, StoredTensor, original_shape
+from lightning_autotp.layouts.types import local_shape
 from lightning_autotp.parameters.first_use import known_writes
 from lightning_autotp.parameters.gathering import gather_to_cpu
 from lightning_autotp.parameters.local_blocks import fill, is_cut
@@ -86,7 +87,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], strict: boo
     own = model.state_dict(keep_vars=True)
     missing = [name for name in own if name not in state]
     unexpected = [name for name in state if name not in own]
-    problems = []
+    problems, are_parts = [], False
     if strict:
         problems += [f"missing: {name}" for name in missing] + [f"unexpected: {name}" for name in unexpected]
     for name in own.keys() & state.keys():
@@ -95,10 +96,16 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], strict: boo
             found = tuple(state[name].shape) if isinstance(state[name], Whole) else type(state[name]).__name__
             if found != expected:
                 problems.append(f"wrong shape: {name} is {found}, the model has {expected}")
+                meta = table.meta(own[name])
+                are_parts |= meta is not None and any(
+                    found == local_shape(meta.shape, meta.layout, rank) for rank in range(meta.ranks)
+                )
     if problems:
         raise RuntimeError(
             f"the state dict does not fit {type(model).__name__} ({len(problems)} problems):\n  "
             + "\n  ".join(sorted(problems))
+            + "\nIt has the shapes of one rank's part, as model.state_dict() of a parallel model gives it: write"
+            " lightning_autotp.full_state_dict(model) to files instead" * are_parts
         )
     loaded: dict[int, Tensor] = {}
     with torch.no_grad(), known_writes(model, loaded.values()):

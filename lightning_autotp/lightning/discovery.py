@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import nn
 from torchmetrics import Metric
-from transformers import PreTrainedModel
 
 from lightning_autotp.building.recipe import take_recipe
 from lightning_autotp.layouts.listing import listed
 from lightning_autotp.parameters.state import is_parallel
 from lightning_autotp.private.torch_private import parameters_of, uncompiled
+from lightning_autotp.private.transformers_private import PreTrainedModel
 
 
 def parallel_sizes(devices: int, tensor: int | str, data: int | str) -> tuple[int, int]:

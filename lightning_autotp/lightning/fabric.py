@@ -17,7 +17,6 @@ from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 from lightning.fabric.plugins import MixedPrecision
-from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -492,11 +491,3 @@ class AutoTPFabricStrategy(ParallelRanks, FabricModelParallelStrategy):
 
 def _is_stateful(value: Any) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
-
-
-STRATEGY_REGISTRY.register(
-    "autotp",
-    AutoTPFabricStrategy,
-    description="Tensor parallelism for any model, planned from its own graph",
-    override=True,
-)

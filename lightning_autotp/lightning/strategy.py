@@ -20,12 +20,11 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import MixedPrecision, TorchCheckpointIO
-from lightning.pytorch.strategies import Strategy, StrategyRegistry
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedModel
 
 from lightning_autotp.building.pretrained import meta_model
 from lightning_autotp.checkpoints.export import ENTRY, describe_models, save_pretrained
@@ -53,6 +52,7 @@ from lightning_autotp.private.lightning_private import (
     use_distributed_sampler,
 )
 from lightning_autotp.private.torch_private import is_compiled
+from lightning_autotp.private.transformers_private import PreTrainedModel
 from lightning_autotp.proving.new_calls import kind_of
 from lightning_autotp.ranks.agreement import raise_together
 from lightning_autotp.ranks.peers import PeerWatch
@@ -493,8 +493,3 @@ class AutoTPStrategy(ParallelRanks, ModelParallelStrategy):
                 " trainer.strategy.save_pretrained(directory, model=module.model)"
             )
         save_pretrained(models[0], directory, write=write, every_process=True, **kwargs)
-
-
-StrategyRegistry.register(
-    "autotp", AutoTPStrategy, description="Tensor parallelism for any model, planned from its own graph", override=True
-)

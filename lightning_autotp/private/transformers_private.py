@@ -3,15 +3,26 @@
 The rest of the package imports it from here, and ``tests/test_private.py`` asks each of these names for what is relied
 on. What ``from_pretrained`` and ``save_pretrained`` do is public, but only for whole tensors: their steps are not.
 """
+# ruff: noqa: E402
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+
+# transformers imports torchao wherever that is installed, and with it come warnings, from each process, of kernels for
+# other devices than this machine's, and of what torch will do without one day.
+_TALKATIVE = {logger: logger.level for logger in map(logging.getLogger, ("torchao", "torch.utils._pytree"))}
+for _logger in _TALKATIVE:
+    _logger.setLevel(logging.ERROR)
 from transformers import PreTrainedModel, modeling_utils
+
+for _logger, _level in _TALKATIVE.items():
+    _logger.setLevel(_level)
 
 # The conversions that an architecture's checkpoints go through.
 from transformers.conversion_mapping import get_model_conversion_mapping
