@@ -103,6 +103,16 @@ class Peeking(nn.Module):
         return -x
 
 
+class Counting(Peeking):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        return super().forward(x)
+
+
 class Outer(nn.Module):
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -110,6 +120,12 @@ class Outer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x).relu()
+
+
+def test_running_a_module_for_its_shapes_leaves_its_buffers_as_they_are() -> None:
+    inner = Counting()
+    assert capture(Outer(inner), torch.zeros(2, 4)).opaque == {"inner"}
+    assert inner.calls.item() == 0
 
 
 class Broken(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -147,6 +148,32 @@ def of_own_layers() -> nn.Module:
     return nn.Sequential(OwnTable(50, 24), *layers)
 
 
+class Flagged(nn.Module):
+    """Its code asks for what its buffers, and other tensors that it holds, say; one of them changes in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(24, 40), nn.Linear(40, 24)
+        self.register_buffer("is_started", torch.tensor(False))
+        self.register_buffer("is_scaled", torch.tensor([1.0]))
+        self.register_buffer("lengths", torch.tensor([10, 14]))
+        self.register_buffer("steps", torch.tensor(3))
+        self.is_shifted = torch.tensor(True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_started:
+            if not self.training:
+                raise RuntimeError("it was not trained")
+            self.is_started = torch.ones_like(self.is_started)
+        first, second = x.split(self.lengths.tolist(), dim=-1)
+        x = torch.cat([second, first], dim=-1)
+        if self.is_scaled:
+            x = x * min(1.0, self.steps.item() / 10)
+        if self.is_shifted:
+            x = x + 1
+        return self.down(self.up(x).relu())
+
+
 def train(rank: int, size: int) -> None:
     torch.manual_seed(0)
     states, ids = torch.randn(3, 7, 24), torch.arange(14).view(2, 7)
@@ -162,6 +189,12 @@ def train(rank: int, size: int) -> None:
     assert keepers.sharded_fraction > 0.98
     own = assert_same_training(of_own_layers(), (ids,), **square).autotp.plan  # type: ignore[union-attr]
     assert own.sharded_fraction > 0.98
+    flagged = Flagged()
+    local = assert_same_training(flagged, (states,), **square)
+    assert local.autotp.plan.sharded_fraction > 0.98  # type: ignore[union-attr]
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")  # that it cannot be traced in this mode
+        torch.testing.assert_close(local.eval()(states), flagged.eval()(states))
 
 
 def test_loss_and_gradients_equal_one_process() -> None:

@@ -94,8 +94,9 @@ class PathWatch:
             module = self.model.get_submodule(path)
             self.handles.append(module.register_forward_pre_hook(_Enter(self, path), with_kwargs=True, prepend=True))
             self.handles.append(module.register_forward_hook(_Leave(self), always_call=True))
-            kind = type(original.get_submodule(path))
-            if path not in parallel and not kind.__module__.startswith("torch.nn."):
+            own = original.get_submodule(path)
+            is_layer = type(own).__module__.startswith("torch.nn.") and next(own.children(), None) is None
+            if path not in parallel and not is_layer:
                 holder = _holder(module)
                 holder.forward = _SeenForward(self, path, holder.forward)
 

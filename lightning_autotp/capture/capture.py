@@ -210,7 +210,8 @@ def _capture(
         if isinstance(value, nn.Parameter):
             return fake.from_tensor(nn.Parameter(meta, requires_grad=value.requires_grad))
         made = fake.from_tensor(meta.requires_grad_(value.requires_grad))
-        real[id(made)] = value.detach().cpu() if not value.is_meta else torch.zeros(value.shape, dtype=value.dtype)
+        known = value_of(value)
+        real[id(made)] = torch.zeros(value.shape, dtype=value.dtype) if known is None else known.cpu()
         return made
 
     calls = [Call(*map_tensors(stand_in, tuple(call))) for call in as_calls(example_inputs)]
@@ -426,13 +427,32 @@ def _sizes_apart(model: nn.Module) -> tuple[int, int]:
 
 
 def on_meta(value: Tensor) -> Tensor:
-    """A tensor, or parameter, like this one on the meta device."""
+    """A tensor, or parameter, like this one on the meta device; of one that is no parameter :func:`value_of` tells."""
     meta = value.detach().to("meta")
-    return nn.Parameter(meta, requires_grad=value.requires_grad) if isinstance(value, nn.Parameter) else meta
+    if isinstance(value, nn.Parameter):
+        return nn.Parameter(meta, requires_grad=value.requires_grad)
+    vars(meta)["autotp_value"] = value_of(value)
+    return meta
+
+
+def value_of(value: Tensor) -> Tensor | None:
+    """The value of a buffer or an input, or of the one for which :func:`on_meta` made this; ``None`` if it has none."""
+    return vars(value).get("autotp_value") if value.is_meta else value.detach()
+
+
+def keep_values(copied: nn.Module, module: nn.Module) -> None:
+    """Let the buffers of a module's copy on meta have the values that those of the module have now, if it has them."""
+    here = buffers_of(module)
+    for name, buffer in buffers_of(copied).items():
+        now = here.get(name)
+        if buffer is not None and now is not None and now.shape == buffer.shape:
+            vars(buffer)["autotp_value"] = value_of(now)
 
 
 def meta_copy(model: nn.Module, stand_in: Callable[[Tensor], Tensor] = on_meta) -> nn.Module:
     """A deep copy of ``model`` with every tensor on the meta device; the original's tensors are not copied.
+
+    Code may ask what its buffers hold (``if not self.is_initialized``), so the copies know whose they are.
 
     ``stand_in`` makes the tensor, or parameter, that takes the place of one of the model's.
     """

@@ -62,7 +62,8 @@ class OpaqueForward:
                 real[id(inner)] = None
             for name, tensor in (*parameters_of(module).items(), *buffers_of(module).items()):
                 if tensor is not None:
-                    value = self.tracer.real.get(id(tensor), _random(tensor))
+                    known = self.tracer.real.get(id(tensor))
+                    value = _random(tensor) if known is None else known.clone()  # its code may write into it
                     is_parameter = name in parameters_of(module)
                     real[id(tensor)] = nn.Parameter(value, requires_grad=False) if is_parameter else value
         twin = copy.deepcopy(self.module, real)

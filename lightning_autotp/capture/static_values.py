@@ -76,6 +76,8 @@ class Concrete:
     def _choice(self, operator: Operator, tensor: int) -> Tensor:
         """Made-up indices along a dim: each in turn, so that those side by side are different ones.
 
+        After every round they shift by one, so that each index is once the first choice, once the second, and so on.
+
         Raises:
             NoValue: for what is not an index.
         """
@@ -83,8 +85,11 @@ class Concrete:
         source = self.graph.tensors[operator.inputs[0]].shape
         if not info.dtype.startswith("int") or dim is None or not source:
             raise NoValue
-        indices = torch.arange(math.prod(info.shape), dtype=getattr(torch, info.dtype)) % source[dim]
-        if len(info.shape) < len(source):  # one index for the whole dim
+        is_one = len(info.shape) < len(source)  # index for the whole dim
+        numbers = torch.arange(math.prod(info.shape), dtype=getattr(torch, info.dtype))
+        rounds = numbers // math.lcm(source[dim], 1 if is_one else info.shape[dim])
+        indices = (numbers + rounds) % source[dim]
+        if is_one:
             return indices.reshape(info.shape)
         others = [size for at, size in enumerate(info.shape) if at != dim % len(source)]
         return indices.reshape(*others, info.shape[dim]).movedim(-1, dim)

@@ -203,7 +203,7 @@ class _Product(Function):
 def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
     """``[..., out]``, ``[..., in] -> [out, in]``; ``x`` may have other dims before the last one, in the same order."""
     grad = grad.flatten(0, -2)
-    return grad.t() @ x.reshape(len(grad), -1)
+    return grad.t() @ x.reshape(-1, x.shape[-1])
 
 
 def replicate(x: Tensor, group: TPGroup, layers: Iterable[nn.Linear], source: Invariant | Shard = _WHOLE) -> Tensor:

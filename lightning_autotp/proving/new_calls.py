@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_autotp.applying.lengths import Lengths
 from lightning_autotp.applying.replace import BoundaryConversion, allow_runs, hook_boundary, set_size
 from lightning_autotp.applying.seen_paths import PathWatch
-from lightning_autotp.capture.capture import Call, CaptureError
+from lightning_autotp.capture.capture import Call, CaptureError, keep_values
 from lightning_autotp.capture.nested import map_tensors, opened, tensors_in
 from lightning_autotp.layouts.places import Boundary
 from lightning_autotp.layouts.plan import ConversionPlan, SizePlan
@@ -160,6 +160,7 @@ class CallProver:
         """
         for module, copied in zip(self.modules, self.original.modules(), strict=True):
             copied.training = module.training
+            keep_values(copied, module)
         try:
             bare = {change.module for change in self.plan.conversions if change.call and change.side == "argument"}
             graph = trace(self.original, call, frozenset(self.plan.opaque), training=False, bare=bare)
