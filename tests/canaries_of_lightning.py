@@ -109,6 +109,16 @@ def _(_: Any) -> None:
     assert connector.use_distributed_sampler is True
 
 
+@canary("lightning.pytorch.strategies.ParallelStrategy._layer_sync")
+def _(_: Any) -> None:
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    for sync in (False, True):
+        trainer = Trainer(barebones=True, accelerator="cpu", strategy=ModelParallelStrategy(), sync_batchnorm=sync)
+        assert (trainer.strategy._layer_sync is not None) is sync
+
+
 @canary("lightning.pytorch.loops.fit_loop._FitLoop._data_source")
 def _(_: Any) -> None:
     from lightning.pytorch import LightningModule, Trainer

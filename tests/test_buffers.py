@@ -111,13 +111,13 @@ def _train(model: nn.Module, batches: list[Tensor], steps: int) -> list[Tensor]:
     return [loss.detach() for loss in losses]
 
 
-def _same(model: nn.Module, batch: Tensor, name: str) -> None:
+def _same(model: nn.Module, batch: Tensor, name: str, backend: str = "") -> None:
     """Train, evaluate and train on: losses, buffers and states are those of one process."""
     local = copy.deepcopy(model)
     parallelize(local, dist.group.WORLD, example_inputs=batch, plan_cache=False)
     batches = [batch, batch.flip(0) + 0.5]
     found = []
-    for one in (model, local):
+    for one in (model, torch.compile(local, backend=backend) if backend else local):
         losses = _train(one, batches, 4)
         one.eval()
         with torch.no_grad():
@@ -139,6 +139,7 @@ def _all_the_same(rank: int, ranks: int) -> None:
     torch.manual_seed(1)
     for name, make in NORMS.items():
         _same(make(), torch.rand(4, 3, 7, 7), name)
+    _same(NORMS["batch norm"](), torch.rand(4, 3, 7, 7), "compiled", "aot_eager")
     for how in MOVING:
         _same(Moving(how), torch.rand(4, 5, 8), how)
 

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from trainer_ranks import run_trainer_ranks
 from transformers import AutoModelForCausalLM
 
-from lightning_autotp import full_state_dict
+from lightning_autotp import AutoTPStrategy, full_state_dict
 from lightning_autotp.lightning.averaging import EMAWeightAveraging, WeightAveraging
 from lightning_autotp.lightning.summary import ParallelSummary
 
@@ -31,9 +31,8 @@ QUIET = {"accelerator": "cpu", "enable_progress_bar": False}
 
 def make_trainer(devices: int, **options: Any) -> L.Trainer:
     quiet = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
-    return L.Trainer(
-        devices=devices, strategy="autotp" if devices > 1 else "auto", **{**QUIET, **quiet, "max_epochs": 2, **options}
-    )
+    strategy = "autotp" if devices > 1 else "auto"
+    return L.Trainer(devices=devices, **{"strategy": strategy, **QUIET, **quiet, "max_epochs": 2, **options})
 
 
 def batches(count: int = 4, size: int = 4) -> Any:
@@ -236,6 +235,8 @@ def ranks(directory: str) -> dict[str, Any]:
         "elsewhere": EMAWeightAveraging(device="meta"),
     }.items():
         seen[name] = error_of(make_trainer(2, callbacks=[callback]).fit, Logged(), batches())
+    copies = make_trainer(2, strategy=AutoTPStrategy(data_parallel_size=2), sync_batchnorm=True)
+    seen["synced"] = error_of(copies.fit, Logged(), batches())
     return seen
 
 
@@ -353,6 +354,11 @@ def test_callbacks_that_copy_whole_models_are_refused(case: str, use: str, two: 
     for seen in two:
         assert "copies the model before it is divided" in seen[case]
         assert use in seen[case]
+
+
+def test_batch_statistics_over_copies_are_refused(two: list[dict[str, Any]]) -> None:
+    for seen in two:
+        assert "sync_batchnorm=True: batch statistics over several copies" in seen["synced"]
 
 
 def test_averages_elsewhere_are_refused(two: list[dict[str, Any]]) -> None:

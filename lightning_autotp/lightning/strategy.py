@@ -49,6 +49,7 @@ from lightning_autotp.private.lightning_private import (
     optimizers_to_device,
     summarize_as_before,
     summarize_with,
+    syncs_batch_norms,
     use_distributed_sampler,
 )
 from lightning_autotp.private.torch_private import is_compiled
@@ -177,6 +178,12 @@ class AutoTPStrategy(ParallelRanks, ModelParallelStrategy):
         assert self.lightning_module is not None
         refuse_whole_copies(self.lightning_module.trainer.callbacks)  # type: ignore[attr-defined]
         super().setup_environment()
+        if syncs_batch_norms(self) and self.data_ranks != 1:
+            raise ValueError(
+                "sync_batchnorm=True: batch statistics over several copies of the model are not supported. Leave it"
+                " out, and each copy normalizes by the statistics of its own batch, or train one copy"
+                " (data_parallel_size=1), which is exact without it"
+            )
         self._interrupted_by = None
         self._peers = watch_peers(self, self._peers)
         share_random_state(self.broadcast, self.root_device)

@@ -63,6 +63,7 @@ __all__ = [
     "set_rng_states",
     "summarize_as_before",
     "summarize_with",
+    "syncs_batch_norms",
     "throughputs_of",
     "training_data",
     "use_distributed_sampler",
@@ -259,6 +260,11 @@ class BackwardSync:
 def use_distributed_sampler(trainer: Trainer, use: bool) -> None:
     """Whether dataloaders that are made from now on get a distributed sampler. Publicly an argument of the Trainer."""
     trainer._accelerator_connector.use_distributed_sampler = use
+
+
+def syncs_batch_norms(strategy: ModelParallelStrategy) -> bool:
+    """Whether the Trainer was given ``sync_batchnorm=True``, which it tells strategies alone."""
+    return strategy._layer_sync is not None
 
 
 def training_data(trainer: Trainer) -> tuple[Any, str]:
