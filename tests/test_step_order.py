@@ -1,0 +1,220 @@
+"""What of the package torch and Lightning call in a step, and in which order: hooks, stand-ins and strategy methods.
+
+Each list is of a step that is like the one before it, in the order in which code outside of the package first calls its
+functions. What layers, collectives and logits compute is left out.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from lightning import Fabric
+from tiny import tiny_model, token_batch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from trainer_ranks import run_trainer_ranks
+
+import lightning_autotp
+from lightning_autotp import parallelize
+
+PACKAGE = Path(lightning_autotp.__file__).parent
+COMPUTING = ("parallel/", "layouts/", "parameters/part.py")
+
+BEFORE_A_FORWARD = [
+    "parameters/unchanged.py: Unchanged.__call__",
+    "parameters/running.py: Running._begin",
+    "proving/new_calls.py: CallProver.__call__",
+    "training/gradients.py: _AllHooked.__call__",
+    "training/user_hooks.py: _NewHooks.__call__",
+]
+IN_A_BACKWARD = [
+    "training/gradient_parts.py: Mark.contribution",
+    "training/gradient_parts.py: Mark.accumulated",
+]
+BEFORE_AN_OPTIMIZER = [
+    "parameters/later_writes.py: LaterWrites.__init__.<locals>.before_step",
+    "parameters/first_use.py: watch_writes.<locals>.of_step",
+]
+AFTER_AN_OPTIMIZER = ["parameters/later_writes.py: LaterWrites.__init__.<locals>.after_step"]
+IN_A_FORWARD = [
+    "training/gradients.py: _Hooked.__call__",
+    "applying/replace.py: BoundaryConversion.before",
+    "training/user_hooks.py: _CalledAlone.before",
+    "applying/replace.py: BoundaryConversion.after",
+    "parameters/running.py: Running._end",
+    "training/user_hooks.py: _CalledAlone.after",
+]
+STEPS = {
+    "loop": [
+        *BEFORE_A_FORWARD,
+        *IN_A_FORWARD,
+        *IN_A_BACKWARD,
+        "training/whole_quantities.py: PartOfGradient.__torch_function__",
+        *BEFORE_AN_OPTIMIZER,
+        *AFTER_AN_OPTIMIZER,
+    ],
+    "Trainer": [
+        "private/lightning_private.py: DeferredSignals.between_batches",
+        "lightning/strategy.py: AutoTPStrategy.batch_to_device",
+        "lightning/strategy.py: AutoTPStrategy.optimizer_step",
+        *BEFORE_AN_OPTIMIZER,
+        "lightning/strategy.py: AutoTPStrategy.optimizer_step.<locals>.then_compute",
+        "lightning/strategy.py: AutoTPStrategy.training_step",
+        *BEFORE_A_FORWARD,
+        *IN_A_FORWARD,
+        *IN_A_BACKWARD,
+        "lightning/strategy.py: AutoTPStrategy._clip_by_norm",
+        "training/whole_quantities.py: PartOfGradient.__torch_function__",
+        *AFTER_AN_OPTIMIZER,
+    ],
+    "Fabric": [
+        "lightning/loaders.py: NotedLoader.__iter__",
+        *BEFORE_A_FORWARD,
+        "lightning/loaders.py: ComparedFirst.__call__",
+        "training/checked.py: CheckedCalls.__call__",
+        *IN_A_FORWARD,
+        *IN_A_BACKWARD,
+        "lightning/fabric.py: AutoTPFabricStrategy.clip_gradients_norm",
+        "lightning/fabric.py: AutoTPFabricStrategy.optimizer_step",
+        *BEFORE_AN_OPTIMIZER,
+        "training/whole_quantities.py: PartOfGradient.__torch_function__",
+        *AFTER_AN_OPTIMIZER,
+    ],
+}
+
+
+class Entered:
+    """While it is on: which of the package's functions are called by code outside of it."""
+
+    def __init__(self) -> None:
+        self.functions: dict[str, None] = {}
+
+    def on(self) -> None:
+        sys.setprofile(self._seen)
+
+    def off(self) -> None:
+        sys.setprofile(None)
+
+    def _seen(self, frame: Any, event: str, argument: Any) -> None:
+        file = Path(frame.f_code.co_filename)
+        if event != "call" or not file.is_relative_to(PACKAGE):
+            return
+        if frame.f_back is not None and Path(frame.f_back.f_code.co_filename).is_relative_to(PACKAGE):
+            return
+        name = f"{file.relative_to(PACKAGE).as_posix()}: {frame.f_code.co_qualname}"
+        if not name.startswith(COMPUTING):
+            self.functions.setdefault(name)
+
+
+class Task(L.LightningModule):
+    def configure_model(self) -> None:
+        self.model = tiny_model("llama", num_hidden_layers=1)
+
+    def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
+        return self.model(**batch, use_cache=False).loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+class FromBatchToBatch(L.Callback):
+    """Looks from the end of the second batch to the end of the third."""
+
+    def __init__(self) -> None:
+        self.entered = Entered()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.entered.on()
+        elif batch_idx == 2:
+            self.entered.off()
+
+
+def rows() -> DataLoader[Any]:
+    return DataLoader([{key: value[0] for key, value in token_batch(seed).items()} for seed in range(8)], batch_size=2)
+
+
+def third(step: Callable[[], None]) -> Entered:
+    step()
+    step()
+    entered = Entered()
+    entered.on()
+    step()
+    entered.off()
+    return entered
+
+
+def in_a_loop() -> Entered:
+    batches = iter(rows())
+    model = tiny_model("llama", num_hidden_layers=1)
+    parallelize(model, dist.group.WORLD, example_inputs={**token_batch(1), "use_cache": False}, plan_cache=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        model(**next(batches), use_cache=False).loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return third(step)
+
+
+def in_the_trainer() -> Entered:
+    look = FromBatchToBatch()
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    trainer = L.Trainer(
+        accelerator="cpu", devices=2, strategy="autotp", max_epochs=1, gradient_clip_val=1.0, callbacks=[look], **quiet
+    )
+    trainer.fit(Task(), rows())
+    return look.entered
+
+
+def in_fabric() -> Entered:
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="autotp")
+    fabric.launch()
+    with fabric.init_module():
+        made = tiny_model("llama", num_hidden_layers=1)
+    model = fabric.setup_module(made)
+    optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters()))
+    batches = iter(fabric.setup_dataloaders(rows()))
+
+    def step() -> None:
+        fabric.backward(model(**next(batches), use_cache=False).loss)
+        fabric.clip_gradients(model, optimizer, max_norm=1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return third(step)
+
+
+def steps() -> dict[str, list[str]]:
+    ways = {"loop": in_a_loop, "Trainer": in_the_trainer, "Fabric": in_fabric}
+    return {name: list(run().functions) for name, run in ways.items()}
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, list[str]]]:
+    return run_trainer_ranks(steps, 2)
+
+
+@pytest.mark.parametrize("way", STEPS)
+def test_a_step_calls_in_this_order(way: str, found: list[dict[str, list[str]]]) -> None:
+    for seen in found:
+        # The hooks of modules come in the order of the modules, which is the model's.
+        modules = [name for name in seen[way] if name in IN_A_FORWARD]
+        assert set(modules) == set(IN_A_FORWARD)
+        assert [name for name in seen[way] if name not in IN_A_FORWARD] == [
+            name for name in STEPS[way] if name not in IN_A_FORWARD
+        ]
