@@ -6,6 +6,7 @@ import errno
 import fcntl
 import multiprocessing
 import os
+import resource
 import shutil
 import sys
 import threading
@@ -316,18 +317,68 @@ def two_runs(rank: int, world_size: int, root: str) -> dict[str, str]:
             save(kind)
         dist.barrier()
         seen[f"second {kind}"] = str(saved(path))
+    if run == 1:
+        for kind in ("directory", "file"):
+            path = Path(root) / f"full {kind}.ckpt"
+            seen[path.name] = without_room(rank % 2, path, groups[1], kind)
+            seen[f"left in {path.name}"] = str(saved(path))
     return seen
 
 
-def test_two_runs_cannot_save_into_one_place_at_once(tmp_path: Path) -> None:
-    everyone = run_ranks(two_runs, 4, str(tmp_path))
+def without_room(rank: int, path: Path, group: dist.ProcessGroup, kind: str) -> str:
+    """What a rank says after a save for which there is no room on the last rank that writes, in place of another."""
+
+    def save(value: float, length: int) -> None:
+        if kind == "directory":
+            box = ((rank, rank + 1), (0, length))
+            held = HeldTensor((2, length), torch.full((1, length), value), {box: ((0, 1), (0, length))})
+            save_directory({"state_dict": {"weight": held}}, path, group)
+            return
+        with raise_together(group, f"writing {path}"):
+            if rank == 0:
+                save_file({"state_dict": {"weight": torch.full((2, length), value)}}, path)
+
+    save(1.0, 4)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == (1 if kind == "directory" else 0):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**18, before[1]))  # the system refuses to write more to a file
+    try:
+        return error_of(save, 2.0, 2**17)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, str]]]:
+    folder = tmp_path_factory.mktemp("two_runs")
+    return folder, run_ranks(two_runs, 4, str(folder))
+
+
+def test_two_runs_cannot_save_into_one_place_at_once(runs: tuple[Path, list[dict[str, str]]]) -> None:
+    folder, everyone = runs
     for kind in ("directory", "file"):
-        assert everyone[2][kind].startswith(f"FileExistsError: another run is saving into {tmp_path}/{kind}.ckpt at")
+        assert everyone[2][kind].startswith(f"FileExistsError: another run is saving into {folder}/{kind}.ckpt at")
         assert everyone[3][kind].startswith("PeerError: rank 0 of 2 failed while")
-        assert f"another run is saving into {tmp_path}/{kind}.ckpt at" in everyone[3][kind]
+        assert f"another run is saving into {folder}/{kind}.ckpt at" in everyone[3][kind]
         for seen in everyone:
             assert (seen[f"first {kind}"], seen[f"second {kind}"]) == ("0.0", "1.0")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["directory.ckpt", "file.ckpt"]
+    left = ["directory.ckpt", "file.ckpt", "full directory.ckpt", "full file.ckpt"]
+    assert sorted(path.name for path in folder.iterdir()) == left
+
+
+@pytest.mark.parametrize(("kind", "file"), [("directory", "/__1_0.distcp"), ("file", "")])
+def test_a_file_without_room_is_named_and_the_checkpoint_before_it_stays(
+    runs: tuple[Path, list[dict[str, str]]], kind: str, file: str
+) -> None:
+    folder, everyone = runs
+    name = f"full {kind}.ckpt"
+    said = [seen[name] for seen in everyone[2:]]
+    if kind == "directory":
+        said.reverse()
+    assert said[0] == f"OSError: [Errno 27] File too large: '{folder}/.{name}.part{file}'"
+    assert said[1].startswith(f"PeerError: rank {1 if file else 0} of 2 failed while writing")
+    assert said[1].endswith(said[0])
+    assert {seen[f"left in {name}"] for seen in everyone[2:]} == {"1.0"}
 
 
 def test_a_file_system_without_locks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

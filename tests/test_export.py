@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import resource
 import shutil
 import subprocess
 import weakref
@@ -114,6 +115,17 @@ def test_a_writer_knows_what_it_lacks(tmp_path: Path) -> None:
     assert found["b"].tolist() == [1, 2]
     with pytest.raises(ValueError, match=r"cannot hold tensors of torch.complex128 \(c\)"):
         SafetensorsWriter(tmp_path, {"other": ["c"]}, {"c": Described((1,), torch.complex128)})
+
+
+def test_a_file_without_room_is_named(tmp_path: Path) -> None:
+    writer = SafetensorsWriter(tmp_path, {"file": ["a"]}, {"a": Described((2**16,), torch.float32)})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**17, before[1]))  # the system refuses to write more to a file
+    try:
+        with pytest.raises(OSError, match=f"File too large: '{tmp_path}/file'"):
+            writer.write("a", [torch.ones(2**16)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 # --- conversions, undone

@@ -38,6 +38,7 @@ from lightning_autotp.building.checkpoint_reading import (
     load_archive,
 )
 from lightning_autotp.checkpoints.stored import HeldTensor, StoredTensor, explained, stored_tensors, write_tensors
+from lightning_autotp.private.torch_private import writing
 from lightning_autotp.ranks.agreement import raise_together
 
 META = "meta.pt"
@@ -75,7 +76,8 @@ def save_directory(checkpoint: dict[str, Any], path: Path, process_group: dist.P
         process_group: all ranks that hold something; its first rank writes what is not tensors.
 
     Raises:
-        OSError: on the rank that could not write, as for :func:`save_file`; another kind of error on the others.
+        OSError: on the rank that could not write, as for :func:`save_file`.
+        PeerError: on the others.
     """
     tensors, rest, places = _split(checkpoint)
     partial = _beside(path, "part")
@@ -86,6 +88,7 @@ def save_directory(checkpoint: dict[str, Any], path: Path, process_group: dist.P
                 path.parent.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(alone(path, _beside(path, "lock")))
                 _remove(partial)
+                stack.callback(_remove, partial)
                 partial.mkdir()
         described = write_tensors(tensors, partial, process_group)
         with raise_together(process_group, f"writing the checkpoint {path}"):
@@ -397,7 +400,7 @@ def _is_there(held: int, lock: Path) -> bool:
 
 
 def _write(value: Any, path: Path) -> None:
-    with open(path, "wb") as file:
+    with writing(path), open(path, "wb") as file:
         torch.save(value, file)
         file.flush()
         os.fsync(file.fileno())

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lightning_autotp.checkpoints.checksums import sha256_of
 from lightning_autotp.layouts.listing import listed
+from lightning_autotp.private.torch_private import writing
 
 
 class Described(NamedTuple):
@@ -71,7 +72,7 @@ class SafetensorsWriter:
             header, offsets = _header({tensor: tensors[tensor] for tensor in held})
             for tensor, offset in offsets.items():
                 self._places[tensor] = _Place(directory / name, offset, tensors[tensor].nbytes)
-            with open(directory / name, "wb") as file:
+            with writing(directory / name), open(directory / name, "wb") as file:
                 file.write(header)
                 file.truncate(len(header) + sum(tensors[tensor].nbytes for tensor in held))
 
@@ -88,7 +89,7 @@ class SafetensorsWriter:
         """
         place = self._places[name]
         written = 0
-        with open(place.path, "r+b") as file:
+        with writing(place.path), open(place.path, "r+b") as file:
             file.seek(place.offset)
             for piece in pieces:
                 written += piece.nbytes

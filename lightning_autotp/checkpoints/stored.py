@@ -40,6 +40,7 @@ from lightning_autotp.layouts.ownership import Run
 from lightning_autotp.parameters.local_blocks import counted_blocks, held_blocks, index, plain
 from lightning_autotp.parameters.meta import ParameterMeta
 from lightning_autotp.private.distributed_private import FileSystemWriter
+from lightning_autotp.ranks.agreement import in_words, peer_error
 from lightning_autotp.ranks.group import TPGroup
 
 Box = tuple[Run, ...]
@@ -253,11 +254,21 @@ def write_tensors(tensors: Mapping[str, HeldTensor], directory: Path, process_gr
         What :func:`stored_tensors` reads by: text that is to be kept.
 
     Raises:
-        torch.distributed.checkpoint.api.CheckpointException: on every rank, if one could not write.
+        OSError: on a rank that could not write.
+        PeerError: on the others.
     """
-    writer = FileSystemWriter(directory)
-    metadata: Metadata = dcp.save(dict(tensors), storage_writer=writer, planner=_Writing(), process_group=process_group)
-    return _describe(metadata, directory) if dist.get_rank(process_group) == 0 else ""
+    writer, rank = FileSystemWriter(directory), dist.get_rank(process_group)
+    try:
+        metadata: Metadata = dcp.save(
+            dict(tensors), storage_writer=writer, planner=_Writing(), process_group=process_group
+        )
+    except dcp.CheckpointException as error:  # on every rank, with the errors of all
+        failures = {failed: failure for failed, (failure, _) in error.failures.items()}
+        if rank in failures:
+            raise failures[rank] from error
+        texts = {failed: in_words(failure) for failed, failure in failures.items()}
+        raise peer_error(texts, dist.get_world_size(process_group), f"writing to {directory}") from error
+    return _describe(metadata, directory) if rank == 0 else ""
 
 
 def stored_tensors(directory: Path, described: str) -> dict[str, StoredTensor]:

@@ -24,6 +24,8 @@ from torch.distributed.fsdp import fully_shard
 # Which elements of a DTensor are in this process. Their number is public (to_local), where they begin is not.
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from lightning_autotp.private.torch_private import writing
+
 __all__ = [
     "FileSystemWriter",
     "FusedProducts",
@@ -137,7 +139,7 @@ class _Checksumming(FileSystem):
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
         """Open a file to write, which is done from its beginning to its end."""
-        with _Summed(path, self.checksums) as stream:
+        with writing(path), _Summed(path, self.checksums) as stream:
             yield stream
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
@@ -146,6 +147,7 @@ __all__ = [
     "without_subclasses",
     "wrapper",
     "writes_into",
+    "writing",
 ]
 
 
@@ -629,6 +631,28 @@ class LoaderOfLoader:
     @_iterator.setter
     def _iterator(self, value: Any) -> None:
         self.loader._iterator = value
+
+
+@contextmanager
+def writing(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Within it, where the system cannot write to a file, as on a full disk, the error names the file.
+
+    The system's own names none. And what comes of it is not the system's: ``torch.save`` ends its archive all the same,
+    and says that the archive is not as long as it should be.
+
+    Raises:
+        OSError: the system's, with the file's name.
+    """
+    handled = sys.exc_info()[1]  # by whoever writes
+    try:
+        yield
+    except Exception as error:
+        found: BaseException | None = error
+        while found is not handled and not isinstance(found, OSError | None):
+            found = found.__context__
+        if found is handled or not isinstance(found, OSError) or found.errno is None or found.filename is not None:
+            raise
+        raise OSError(found.errno, found.strerror, os.fspath(path)) from error
 
 
 class GradScaler(torch.amp.GradScaler):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -55,17 +55,31 @@ def raise_together(group: dist.ProcessGroup | None, phase: str) -> Iterator[None
         yield
     except Exception as caught:
         error = caught
-    if dist.is_initialized():
-        failures = gather_objects(f"{type(error).__name__}: {error}" if error is not None else None, group)
-    else:
-        failures = []
+    said = in_words(error) if error is not None else None
+    failures = gather_objects(said, group) if dist.is_initialized() else []
     if error is not None:
         raise error
     failed = {rank: failure for rank, failure in enumerate(failures) if failure is not None}
     if failed:
-        raise PeerError(
-            "\n".join(f"rank {rank} of {len(failures)} failed while {phase}: {text}" for rank, text in failed.items())
-        )
+        raise peer_error(failed, len(failures), phase)
+
+
+def peer_error(failures: Mapping[int, str], ranks: int, phase: str) -> PeerError:
+    """The error of a rank that did not fail.
+
+    Args:
+        failures: errors :func:`in_words`, by rank.
+        ranks: how many there are.
+        phase: as for :func:`raise_together`.
+    """
+    return PeerError(
+        "\n".join(f"rank {rank} of {ranks} failed while {phase}: {text}" for rank, text in failures.items())
+    )
+
+
+def in_words(error: BaseException) -> str:
+    """An error for other ranks."""
+    return f"{type(error).__name__}: {error}"
 
 
 def check_same_weights(model: nn.Module, group: dist.ProcessGroup | None) -> None:
