@@ -9,7 +9,7 @@ import torch
 from distributed import run_ranks
 from torch import nn
 
-from lightning_autotp.ranks.agreement import PeerError, check_same_weights, raise_together
+from lightning_autotp.ranks.agreement import PeerError, Raised, check_same_weights, raise_together
 from lightning_autotp.training.precision import AgreedGradScaler
 
 
@@ -22,13 +22,13 @@ def outcome(check: Any, *args: Any) -> str | None:
     return None
 
 
-def guard(rank: int, failing: tuple[int, ...], error: type[Exception]) -> tuple[str, str] | None:
+def guard(rank: int, failing: tuple[int, ...], error: type[Exception], text: str = "") -> Any:
     try:
         with raise_together(None, "reading the checkpoint"):
             if rank in failing:
-                raise error(f"no such file, says {rank}")
+                raise error(text or f"no such file, says {rank}")
     except (OSError, ValueError, PeerError) as caught:
-        return type(caught).__name__, str(caught)
+        return Raised.how(caught) if text else (type(caught).__name__, str(caught))
     return None
 
 
@@ -65,6 +65,7 @@ def on_every_rank(rank: int, world_size: int) -> dict[str, Any]:
     seen: dict[str, Any] = {}
     seen["one fails"] = guard(rank, (1,), FileNotFoundError)
     seen["two fail"] = guard(rank, (0, 2), ValueError)
+    seen["two fail alike"] = guard(rank, (1, 2), ValueError, "no such file")
     seen["none fails"] = guard(rank, (), ValueError)
 
     torch.manual_seed(0)
@@ -83,6 +84,10 @@ def on_every_rank(rank: int, world_size: int) -> dict[str, Any]:
 def ranks() -> list[dict[str, Any]]:
     """What each of three ranks saw."""
     return run_ranks(on_every_rank, 3)
+
+
+def test_an_error_knows_whether_an_earlier_rank_has_raised_it(ranks: list[dict[str, Any]]) -> None:
+    assert [seen["two fail alike"] for seen in ranks] == [None, Raised(1, True, True), Raised(1, False, True)]
 
 
 def test_the_failing_rank_raises_its_own_error_and_the_others_hear_of_it(ranks: list[dict[str, Any]]) -> None:

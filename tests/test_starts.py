@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from distributed import PATIENCE, SCRIPT_ENVIRONMENT
 from tiny import tiny_model
 
 import lightning_autotp
+from lightning_autotp.capture.nested import map_tensors
 from lightning_autotp.lightning.starting import check_start
+from lightning_autotp.lightning.tracebacks import print_errors_briefly
+from lightning_autotp.ranks.agreement import PeerError, Raised
 
 PROGRAM = """
 import os, sys
@@ -194,6 +200,50 @@ def test_torchrun(environment: dict[str, str], tmp_path: Path) -> None:
     script.write_text(WITHOUT_A_GUARD)
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--standalone"]
     check_lines(output([*launcher, str(script)], environment))
+
+
+def test_an_error_is_printed_once_without_the_frames_of_libraries(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    usual: list[Any] = []
+    monkeypatch.setattr(sys, "excepthook", lambda *given: usual.append(given))
+    print_errors_briefly.__wrapped__()
+
+    def printed(error: BaseException, how: Raised | None = None) -> list[str]:
+        def fail(_: Any) -> Any:
+            try:
+                json.loads("no json")
+            except ValueError as cause:
+                raise error from cause
+
+        try:
+            map_tensors(fail, torch.zeros(1))  # which is of this package
+        except BaseException as raised:
+            vars(raised)["autotp_raised"] = how
+            sys.excepthook(type(raised), raised, raised.__traceback__)
+        return capsys.readouterr().err.splitlines()
+
+    said = printed(ValueError("first line\nsecond line"))
+    assert said[:2] == ["ValueError: first line", "second line"]
+    assert sum("test_starts.py" in line for line in said) == 3  # printed() and twice fail(), for its cause
+    assert [re.sub(r"\d+", "N", line) for line in said if "frames in" in line] == [
+        "  ... N frames in lightning_autotp",
+        "  ... N frames in python",
+    ]
+    assert any(line.startswith("caused by json.decoder.JSONDecodeError: ") for line in said)
+    assert "TORCH_DISTRIBUTED_DEBUG=INFO" in said[-1]
+    assert printed(PeerError("rank 1 of 2 failed while x: ValueError: y\nmore")) == [
+        "PeerError: rank 1 of 2 failed while x: ValueError: y"
+    ]
+    assert printed(ValueError("y"), Raised(1, False, True)) == ["ValueError, as on rank 1"]
+    assert len(printed(ValueError("y"), Raised(1, True, True))) > 5
+    assert usual == []
+    assert printed(KeyboardInterrupt()) == []
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "INFO")
+    assert printed(ValueError("y")) == []
+    monkeypatch.delenv("TORCH_DISTRIBUTED_DEBUG")
+    sys.excepthook(ValueError, ValueError("of the user's own code"), None)
+    assert len(usual) == 3
 
 
 def test_without_a_file(environment: dict[str, str]) -> None:

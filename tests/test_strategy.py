@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -478,10 +479,10 @@ import lightning_autotp
 from test_strategy import Task, loader, trainer
 source, failing = sys.argv[1:]
 class Failing(Task):
-    def training_step(self, batch, batch_idx):
+    def configure_model(self):
         if failing == "yes" and self.trainer.global_rank == 1:
             raise ValueError("planted on rank 1")
-        return super().training_step(batch, batch_idx)
+        super().configure_model()
 
 task = Failing(source)
 fitting = trainer("autotp", 2, max_steps=2)
@@ -500,7 +501,16 @@ def test_lightning_starts_the_ranks_of_a_script(folder: Path, reference: dict[st
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False)
     if failing == "yes":
         assert done.returncode != 0
-        assert "planted on rank 1" in done.stderr
+        lines = done.stderr.splitlines()
+        [peer], failed = ([line for line in lines if line.startswith(f"[rank{rank}]: ")] for rank in range(2))
+        assert peer.endswith(
+            ": rank 1 of 2 failed while building the model in configure_model(): ValueError: planted on rank 1"
+        )
+        assert failed[0] == "[rank1]: ValueError: planted on rank 1"
+        assert any(re.search(r"   \.\.\. \d+ frames in lightning, lightning_autotp", line) for line in failed)
+        assert any(line.endswith("in configure_model") for line in failed)
+        assert len(failed) < 12
+        assert "cannot go on" not in done.stderr
         return
     assert done.returncode == 0, done.stderr
     assert float(done.stdout.split("LOSS")[1]) == pytest.approx(reference["losses"][1], rel=1e-5)

@@ -99,6 +99,8 @@ def _make_local_for_call(
     try:
         make_local(model, group, None, replace(options, traced_with=source), copies)
     except CaptureError as error:
+        if why == str(error):
+            raise
         raise CaptureError(
             f"{error} (The first training step does not serve instead: {why}. If this {type(model).__name__} need not"
             " be divided, AutoTPStrategy(models=[...]) names those that shall be)"

@@ -17,9 +17,11 @@ from lightning_autotp.layouts.ownership import Ownership
 from lightning_autotp.layouts.types import Shard
 from lightning_autotp.lightning.discovery import parallel_sizes
 from lightning_autotp.lightning.starting import check_start
+from lightning_autotp.lightning.tracebacks import print_errors_briefly
 from lightning_autotp.parallel.collectives import all_gather_replicate
 from lightning_autotp.private.distributed_private import default_store
 from lightning_autotp.private.lightning_private import collect_rng_states, default_pg_timeout, set_rng_states
+from lightning_autotp.ranks.agreement import Raised
 from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.ranks.peers import Peer, PeerWatch
 from lightning_autotp.ranks.started import let_threads_finish_at_end, wait_at_end
@@ -59,8 +61,9 @@ class ParallelRanks:
     """Hooks and properties that the Trainer's strategy and Fabric's have in common."""
 
     def before_launch(self: _Strategy) -> None:
-        """Decide on the sizes; and let this process end without a thread at work, when all else has ended."""
+        """Decide on the sizes; let this process end without a thread at work, and say briefly with which error."""
         let_threads_finish_at_end()
+        print_errors_briefly()
         devices = self.num_nodes * self.num_processes
         self.set_sizes(*parallel_sizes(devices, self.tensor_ranks, self.data_ranks))
 
@@ -144,12 +147,19 @@ def watch_peers(strategy: _Strategy, before: PeerWatch | None) -> PeerWatch | No
     return PeerWatch(peers, strategy.global_rank, default_store(), run, strategy.patience, strategy.kill_processes)
 
 
+def report(watch: PeerWatch, error: BaseException) -> None:
+    """Tell the other ranks of an error, unless each of them has raised one. Not collective."""
+    raised = Raised.how(error)
+    if raised is None or not raised.everywhere:
+        watch.report(error)
+
+
 def end_watch(watch: PeerWatch | None, rank: int, error: BaseException | None) -> None:
     """Stop watching, because this process ends; tell the others if it is because of an error. Not collective."""
     if watch is None:
         return
     if error is not None:
-        watch.report(error)
+        report(watch, error)
     elif rank == 0:
         watch.wait_for_others()
     watch.close()

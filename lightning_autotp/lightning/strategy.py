@@ -36,7 +36,13 @@ from lightning_autotp.lightning.discovery import find_models, outermost
 from lightning_autotp.lightning.exchange import Exchange
 from lightning_autotp.lightning.models_local import average_over_copies, fill_models, make_models_local
 from lightning_autotp.lightning.optimizers import CheckedOptimizers
-from lightning_autotp.lightning.processes import ParallelRanks, gather_copies, share_random_state, watch_peers
+from lightning_autotp.lightning.processes import (
+    ParallelRanks,
+    gather_copies,
+    report,
+    share_random_state,
+    watch_peers,
+)
 from lightning_autotp.lightning.saving import CheckpointWriter
 from lightning_autotp.lightning.summary import ParallelSummary
 from lightning_autotp.lightning.throughput import share_batches
@@ -279,7 +285,7 @@ class AutoTPStrategy(ParallelRanks, ModelParallelStrategy):
         """Tell the other ranks, which may be waiting for this one."""
         self._interrupted_by = exception
         if self._peers is not None and not self._raised_by_all(exception):
-            self._peers.report(exception)
+            report(self._peers, exception)
 
     def _raised_by_all(self, exception: BaseException) -> bool:
         return self._signals is not None and exception is self._signals.agreed

@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import nn
@@ -28,11 +28,31 @@ PATIENCE = 10.0
 """Seconds after which :func:`meet` says what it waits for."""
 LOOK = 0.001
 """Seconds between two looks."""
+_RAISED = "autotp_raised"
 _meetings = Counter[tuple[int, ...]]()
 
 
 class PeerError(RuntimeError):
     """Another rank of the group failed; the message has its error."""
+
+
+class Raised(NamedTuple):
+    """How :func:`raise_together` has raised an error.
+
+    Attributes:
+        first: the first rank of the group with an error of the same words.
+        is_first: whether that is this one.
+        everywhere: whether every process of the job has raised an error.
+    """
+
+    first: int
+    is_first: bool
+    everywhere: bool
+
+    @classmethod
+    def how(cls, error: BaseException) -> Raised | None:
+        """How an error was raised; ``None`` for any other error."""
+        return vars(error).get(_RAISED)
 
 
 @contextmanager
@@ -55,9 +75,12 @@ def raise_together(group: dist.ProcessGroup | None, phase: str) -> Iterator[None
         yield
     except Exception as caught:
         error = caught
-    said = in_words(error) if error is not None else None
-    failures = gather_objects(said, group) if dist.is_initialized() else []
+    own = in_words(error) if error is not None else None
+    failures = gather_objects(own, group) if dist.is_initialized() else [own]
     if error is not None:
+        if dist.is_initialized():
+            first, is_everyone = failures.index(own), dist.get_world_size(group) == dist.get_world_size()
+            vars(error)[_RAISED] = Raised(first, first == dist.get_rank(group), is_everyone)
         raise error
     failed = {rank: failure for rank, failure in enumerate(failures) if failure is not None}
     if failed:

@@ -1,0 +1,84 @@
+"""What is printed of an error that ends a run: its cause once, and what the user wrote on the way to it.
+
+Every rank ends with an error, most of them because another one has failed, and most lines of a traceback are of
+libraries. The exceptions themselves are left as they are, for whoever catches them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from itertools import groupby
+from pathlib import Path
+from traceback import FrameSummary, StackSummary, TracebackException, walk_tb
+from types import TracebackType
+
+from lightning_autotp.ranks.agreement import PeerError, Raised
+
+PACKAGE = Path(__file__).parent.parent
+LIBRARIES = [Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")]
+PYTHON = Path(sysconfig.get_path("stdlib"))
+WHOLE = "TORCH_DISTRIBUTED_DEBUG"
+"""torch's variable, with which whoever looks for a fault is told more."""
+
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], None]
+
+
+@cache
+def print_errors_briefly() -> None:
+    """Print uncaught errors that passed through this package so, from now on in this process.
+
+    Where a process group is made later, torch puts the rank before each line.
+    """
+    sys.excepthook = partial(_print, sys.excepthook)
+
+
+def _print(usual: Hook, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    is_ours = any(PACKAGE in Path(frame.f_code.co_filename).parents for frame, _ in walk_tb(trace))
+    if not (is_ours and isinstance(error, Exception)) or os.environ.get(WHOLE, "OFF") != "OFF":
+        usual(kind, error, trace)
+    else:
+        print("".join(_lines(error)), end="", file=sys.stderr)
+
+
+def _lines(error: Exception) -> Iterator[str]:
+    raised = Raised.how(error)
+    if isinstance(error, PeerError):
+        yield f"{type(error).__name__}: {str(error).splitlines()[0]}\n"
+    elif raised is not None and not raised.is_first:
+        yield f"{type(error).__name__}, as on rank {raised.first}\n"
+    else:
+        found = TracebackException.from_exception(error)
+        yield from found.format_exception_only()
+        yield from _frames(found)
+        while (found := found.__cause__ or (None if found.__suppress_context__ else found.__context__)) is not None:
+            if any(_library(frame) is None for frame in found.stack):
+                yield "caused by "
+                yield from found.format_exception_only()
+                yield from _frames(found)
+        yield f"(frames of libraries are left out: {WHOLE}=INFO in the environment shows them)\n"
+
+
+def _frames(error: TracebackException) -> Iterator[str]:
+    """As Python prints them; those of libraries only where the error was raised."""
+    for is_library, frames in groupby(error.stack[:-1], lambda frame: _library(frame) is not None):
+        found = list(frames)
+        if is_library:
+            yield f"  ... {len(found)} frames in {', '.join(dict.fromkeys(map(str, map(_library, found))))}\n"
+        else:
+            yield from StackSummary.from_list(found).format()
+    yield from StackSummary.from_list(error.stack[-1:]).format()
+
+
+def _library(frame: FrameSummary) -> str | None:
+    """The library that a frame is in; ``None`` for what the user wrote."""
+    file = Path(frame.filename)
+    if PACKAGE in file.parents:
+        return PACKAGE.name
+    for folder in LIBRARIES:
+        if folder in file.parents:
+            return file.relative_to(folder).parts[0]
+    return "python" if PYTHON in file.parents or frame.filename.startswith("<frozen") else None
