@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -143,6 +143,21 @@ class OwnLinear(nn.Linear):
         return F.linear(x, self.weight, self.bias)
 
 
+class Named(nn.Linear):
+    """Of a family whose classes give themselves names, by which they are known."""
+
+    known: ClassVar[dict[str, type]] = {}
+
+    def __init_subclass__(cls, *, name: str, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        Named.known[name] = cls
+
+
+class Doubled(Named, name="doubled"):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
 def of_own_layers() -> nn.Module:
     layers = [OwnLinear(24, 40), nn.GELU(), OwnLinear(40, 24), OwnLinear(24, 50, bias=False)]
     return nn.Sequential(OwnTable(50, 24), *layers)
@@ -189,6 +204,9 @@ def train(rank: int, size: int) -> None:
     assert keepers.sharded_fraction > 0.98
     own = assert_same_training(of_own_layers(), (ids,), **square).autotp.plan  # type: ignore[union-attr]
     assert own.sharded_fraction > 0.98
+    named = nn.Sequential(Doubled(24, 40), nn.GELU(), Doubled(40, 24))
+    assert assert_same_training(named, (states,), **square).autotp.plan.sharded_fraction > 0.98  # type: ignore[union-attr]
+    assert Named.known == {"doubled": Doubled}
     flagged = Flagged()
     local = assert_same_training(flagged, (states,), **square)
     assert local.autotp.plan.sharded_fraction > 0.98  # type: ignore[union-attr]
