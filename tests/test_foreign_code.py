@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from functools import lru_cache
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -143,6 +144,21 @@ class OwnLinear(nn.Linear):
         return F.linear(x, self.weight, self.bias)
 
 
+class Named(nn.Linear):
+    """Of a family whose classes give themselves names, by which they are known."""
+
+    known: ClassVar[dict[str, type]] = {}
+
+    def __init_subclass__(cls, *, name: str, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        Named.known[name] = cls
+
+
+class Doubled(Named, name="doubled"):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
 def of_own_layers() -> nn.Module:
     layers = [OwnLinear(24, 40), nn.GELU(), OwnLinear(40, 24), OwnLinear(24, 50, bias=False)]
     return nn.Sequential(OwnTable(50, 24), *layers)
@@ -174,6 +190,51 @@ class Flagged(nn.Module):
         return self.down(self.up(x).relu())
 
 
+@lru_cache
+def masked(length: int) -> Tensor:
+    return torch.full((length, length), float("-inf")).triu(1)
+
+
+TABLES: dict[int, tuple[Tensor, Tensor]] = {}
+last_scale: Tensor | None = None
+
+
+def rotated(x: Tensor) -> Tensor:
+    if x.shape[1] not in TABLES:
+        angles = torch.arange(x.shape[1], device=x.device)[:, None] / torch.arange(1, 13, device=x.device)
+        TABLES[x.shape[1]] = angles.cos(), angles.sin()
+    cos, sin = TABLES[x.shape[1]]
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+class Remembering(nn.Module):
+    """What it computes from sizes alone it keeps in a cache, in a dict of its class, and in global variables."""
+
+    shifts: ClassVar[dict[str, dict[int, Tensor]]] = {"all": {}}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(24, 40), nn.Linear(40, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        global last_scale
+        length = x.shape[1]
+        if length not in self.shifts["all"]:
+            self.shifts["all"][length] = torch.linspace(0, 1, length, device=x.device)[:, None]
+        if last_scale is None or len(last_scale) != length:
+            last_scale = torch.arange(length, device=x.device).view(-1, 1) / length
+        x = (rotated(x) + self.shifts["all"][length]) * last_scale
+        mixed = masked(length).softmax(-1) @ x
+        return self.down(self.up(mixed).relu())
+
+
+def remembered() -> list[Tensor]:
+    """What is in these places now."""
+    tables = [tensor for pair in TABLES.values() for tensor in pair]
+    return [*tables, *Remembering.shifts["all"].values(), *([] if last_scale is None else [last_scale])]
+
+
 def train(rank: int, size: int) -> None:
     torch.manual_seed(0)
     states, ids = torch.randn(3, 7, 24), torch.arange(14).view(2, 7)
@@ -189,6 +250,12 @@ def train(rank: int, size: int) -> None:
     assert keepers.sharded_fraction > 0.98
     own = assert_same_training(of_own_layers(), (ids,), **square).autotp.plan  # type: ignore[union-attr]
     assert own.sharded_fraction > 0.98
+    named = nn.Sequential(Doubled(24, 40), nn.GELU(), Doubled(40, 24))
+    assert assert_same_training(named, (states,), **square).autotp.plan.sharded_fraction > 0.98  # type: ignore[union-attr]
+    assert Named.known == {"doubled": Doubled}
+    remembering = nn.Sequential(Remembering(), Remembering())
+    assert assert_same_training(remembering, (states,), **square).autotp.plan.sharded_fraction > 0.98  # type: ignore[union-attr]
+    assert not any(tensor.is_meta for tensor in remembered())
     flagged = Flagged()
     local = assert_same_training(flagged, (states,), **square)
     assert local.autotp.plan.sharded_fraction > 0.98  # type: ignore[union-attr]
@@ -199,6 +266,15 @@ def train(rank: int, size: int) -> None:
 
 def test_loss_and_gradients_equal_one_process() -> None:
     run_ranks(train, 2)
+
+
+def test_a_trace_leaves_no_tensor_in_what_code_keeps_outside_of_the_model() -> None:
+    model = nn.Sequential(Remembering(), Remembering())
+    model(torch.zeros(2, 5, 24))
+    before = remembered()
+    make_plan(model, 2, example_inputs=torch.zeros(3, 7, 24))
+    assert all(now is then for now, then in zip(remembered(), before, strict=True))
+    assert not masked(7).is_meta
 
 
 def test_a_shared_module_is_cut_once() -> None:

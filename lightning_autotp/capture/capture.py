@@ -266,6 +266,7 @@ def _run(traced: nn.Module, calls: Sequence[Call], tracer: Tracer, fake: FakeTen
         warnings.simplefilter("ignore")
         # Experts are noted by what they are given after the marks, and what they return before them.
         marks = (noting_experts(traced, tracer), _marked_boundaries(traced, tracer))
+        context.callback(tracer.outside.put_back)
         for mode in (quiet_fake_tensors(), autocast_on_meta(), *marks, enable_python_dispatcher()):
             context.enter_context(mode)
         for layer in (fake, tracer, tracer.calls):

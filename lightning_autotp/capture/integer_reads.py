@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable
 from contextlib import suppress
 
 from torch import nn
+
+from lightning_autotp.parameters.subclassing import subclass
 
 
 def note_integers(model: nn.Module, running: Callable[[], str]) -> dict[str, dict[str, int]]:
@@ -54,6 +55,6 @@ def _watch(target: object, note: Callable[[str, int], object]) -> None:
         return value
 
     known_as = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}  # its code may look itself up by name
-    watched = types.new_class(kind.__name__, (kind,), {}, lambda body: body.update(__getattribute__=read, **known_as))
+    watched = subclass(kind.__name__, (kind,), {"__getattribute__": read, **known_as})
     with suppress(TypeError):  # a dict, say, whose class cannot be changed: it has no attributes either
         target.__class__ = watched

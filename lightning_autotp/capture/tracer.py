@@ -29,6 +29,7 @@ from lightning_autotp.capture.call_sites import (
     is_user_code,
     source_line,
 )
+from lightning_autotp.capture.kept_outside import KeptOutside
 from lightning_autotp.capture.recording import RECORD
 from lightning_autotp.capture.schemas import named_arguments, written_through
 from lightning_autotp.capture.static_values import Concrete, NoValue
@@ -93,6 +94,7 @@ class Tracer(PreDispatchMode):
         self.graph = Graph()
         self.modules: list[str] = [""]
         self.calls = Calls(self)
+        self.outside = KeptOutside()
         self.paused = False
         self.concrete = Concrete(self.graph)
         self.real = real
@@ -503,6 +505,7 @@ class Calls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        self.tracer.outside.look(sys._getframe(1))
         if self.tracer.paused:
             return func(*args, **kwargs)
         if (inside := by_call(func, kwargs)) is not None:

@@ -15,6 +15,7 @@ from torch import nn
 from lightning_autotp.layouts.ownership import Ownership
 from lightning_autotp.layouts.types import Shard
 from lightning_autotp.parallel.collectives import take_owned
+from lightning_autotp.parameters.subclassing import subclass
 from lightning_autotp.private.torch_private import parameters_of
 from lightning_autotp.ranks.group import TPGroup
 
@@ -103,7 +104,7 @@ def _combined(original: Any, parallel: Any) -> Any:
         return _blank, (original, parallel), self.__dict__
 
     # The class has no name that pickle could look up, so its instances say how to make it again.
-    return type(f"{parallel.__name__}[{original.__name__}]", (original, parallel), {"__reduce__": reduce})
+    return subclass(f"{parallel.__name__}[{original.__name__}]", (original, parallel), {"__reduce__": reduce})
 
 
 def _blank(original: Any, parallel: Any) -> Any:
