@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
+import io
 
 import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_ranks
+from rich.console import Console
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_autotp import Plan, full_state_dict, make_plan, parallelize
-from lightning_autotp.layouts.types import Shard
+from lightning_autotp.layouts.types import Invariant, Shard
+from lightning_autotp.operators.graph import KEPT
 
 
 class Convolutions(nn.Module):
@@ -61,6 +64,8 @@ class Moving(nn.Module):
             self.mean[2:7] = now[2:7]
         elif self.how == "new tensor":
             self.mean = 0.9 * self.mean + 0.1 * now
+        elif self.how == "state":
+            self.last = h.detach()
         else:
             self.last = h.square().mean()
         return self.down((h - self.mean).relu()).square().mean()
@@ -76,7 +81,7 @@ NORMS = {
     "recomputed": lambda: Convolutions(nn.BatchNorm2d(32), recompute=True),
     "own call": lambda: Convolutions(OwnNorm(32)),
 }
-MOVING = ("in place", "some of it", "new tensor", "attribute")
+MOVING = ("in place", "some of it", "new tensor", "loss")
 
 
 def divided(plan: Plan) -> set[str]:
@@ -95,9 +100,21 @@ def test_channels_with_running_statistics_are_cut(case: str) -> None:
     assert Plan.from_json(plan.to_json()) == plan
 
 
-def test_plan_says_what_an_attribute_keeps_whole() -> None:
-    plan, _ = make_plan(Moving("attribute"), 2, example_inputs=torch.zeros(4, 5, 8))
-    assert not plan.conversions  # what the attribute is computed from is whole
+def test_an_attribute_is_no_part_of_a_sum() -> None:
+    plan, solution = make_plan(Moving("loss"), 2, example_inputs=torch.zeros(4, 5, 8))
+    [kept] = [operator for operator in solution.graph.operators if operator.name == KEPT]
+    assert isinstance(solution.layouts[kept.inputs[0]], Invariant)
+    assert plan.kept_parts == ()
+
+
+def test_plan_says_which_attributes_are_parts() -> None:
+    plan, _ = make_plan(Moving("state"), 2, example_inputs=torch.zeros(4, 5, 8))
+    assert "up.weight" in divided(plan)
+    assert plan.kept_parts == ("last",)
+    assert Plan.from_json(plan.to_json()) == plan
+    console = Console(width=200, file=io.StringIO())
+    console.print(plan.table())
+    assert "after a forward each rank has its part of the attribute last" in console.file.getvalue()
 
 
 def _train(model: nn.Module, batches: list[Tensor], steps: int) -> list[Tensor]:
@@ -128,7 +145,7 @@ def _same(model: nn.Module, batch: Tensor, name: str, backend: str = "") -> None
     torch.testing.assert_close(found[1], found[0], **close, msg=lambda text: f"{name}: {text}")
     for (buffer, here), whole in zip(local.named_buffers(), model.buffers(), strict=True):
         torch.testing.assert_close(here, whole, **close, msg=lambda text, buffer=buffer: f"{name}: {buffer}: {text}")
-    if isinstance(model, Moving) and model.how == "attribute":
+    if isinstance(model, Moving) and model.how == "loss":
         torch.testing.assert_close(local.last, model.last, **close)
     saved = full_state_dict(local)
     for key, value in model.state_dict().items():

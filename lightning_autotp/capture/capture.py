@@ -271,7 +271,7 @@ def _run(traced: nn.Module, calls: Sequence[Call], tracer: Tracer, fake: FakeTen
             context.enter_context(mode)
         for layer in (fake, tracer, tracer.calls):
             context.enter_context(layer)
-        before = {id(tensor) for _, _, tensor in _tensors_of_modules(traced)}
+        before = {id(tensor) for *_, tensor in _tensors_of_modules(traced)}
         result: list[Any] = []
         try:
             for call in calls:
@@ -297,25 +297,26 @@ def _run(traced: nn.Module, calls: Sequence[Call], tracer: Tracer, fake: FakeTen
         tracer.outputs(returned)
 
 
-def _tensors_of_modules(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
-    """Buffers, and other tensors that are attributes of modules: path of the module, name, tensor."""
+def _tensors_of_modules(model: nn.Module) -> Iterator[tuple[str, str, bool, Tensor]]:
+    """Tensors that are attributes of modules: path of the module, name, whether it is a buffer, tensor."""
     for path, module in model.named_modules():
-        for name, value in (*buffers_of(module).items(), *vars(module).items()):
-            if isinstance(value, Tensor):
-                yield path, name, value
+        for holder in (buffers_of(module), vars(module)):
+            for name, value in holder.items():
+                if isinstance(value, Tensor):
+                    yield path, name, holder is not vars(module), value
 
 
 def _note_kept(traced: nn.Module, before: Collection[int], tracer: Tracer) -> None:
-    """Note the tensors that modules have as attributes since the forward: code outside may read them, as whole ones.
+    """Note the tensors that modules have as attributes since the forward: code outside may read them.
 
     Args:
         traced: the model that ran.
         before: the ``id`` of every tensor that its modules had before; all of these are alive.
         tracer: what it ran under.
     """
-    for path, name, tensor in _tensors_of_modules(traced):
+    for *place, tensor in _tensors_of_modules(traced):
         if id(tensor) not in before:
-            tracer.keep(path, name, tensor)
+            tracer.keep(*place, tensor)
 
 
 def step_size(tensors: Iterable[Tensor]) -> StepSize:

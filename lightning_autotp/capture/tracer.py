@@ -223,12 +223,12 @@ class Tracer(PreDispatchMode):
         """Add an operator of this name to the graph."""
         self._note(name, (("input", tuple(self._read(tensor) for tensor in inputs)),), result, [])
 
-    def keep(self, module: str, name: str, tensor: Tensor) -> None:
+    def keep(self, module: str, name: str, is_buffer: bool, tensor: Tensor) -> None:
         """Note that a module has a tensor as an attribute after the forward, unless no parameter went into it."""
         known = self.known(tensor)
         if known is not None and not self.graph.tensors[known.tensor].is_static:
-            operator = Operator(KEPT, (("input", (known,)),), (), module, f"kept as {name}")
-            self.graph.operators.append(operator)
+            arguments = (("input", known), ("name", name), ("is_buffer", is_buffer))
+            self.graph.operators.append(Operator(KEPT, arguments, (), module, f"kept as {name}"))
 
     def outputs(self, tensors: Sequence[Tensor]) -> None:
         """Say which tensors the model returns."""

@@ -230,6 +230,7 @@ class Plan:
         priced_for: the size of the step that it is the cheapest for, and who said so.
         gap: the share of a step's price that another plan could save at most; 0 where this is the cheapest.
         traced_with: where the call that was traced comes from.
+        kept_parts: attributes of modules that are this rank's part of a tensor after a forward.
         whole_tokens: where sequence parallelism was asked for, and tokens are not dealt out all the same: why.
     """
 
@@ -249,6 +250,7 @@ class Plan:
     gap: float = 0.0
     traced_with: str = ""
     whole_tokens: tuple[str, ...] = ()
+    kept_parts: tuple[str, ...] = ()
 
     @property
     def deals_tokens(self) -> bool:
@@ -286,6 +288,7 @@ class Plan:
                 gap=data["gap"],
                 traced_with=data["traced_with"],
                 whole_tokens=tuple(data["whole_tokens"]),
+                kept_parts=tuple(data.get("kept_parts", ())),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"this is not a plan written by Plan.to_json: {error!r}") from error
@@ -359,6 +362,7 @@ class Plan:
         if self.deals_tokens:
             lines.append("sequence parallel: between sharded regions each rank has a part of the tokens")
         lines += [f"every rank has all tokens: {why}" for why in self.whole_tokens]
+        lines += [f"after a forward each rank has its part of the attribute {name}" for name in self.kept_parts]
         lines += [
             f"{head}: its loss is computed a few tokens at a time, exactly (with one copy of the model); all logits"
             " only where something else needs them"

@@ -20,7 +20,7 @@ ASKED = "value asked for"
 """Name of the operator that stands where code asks for a value that a parameter went into: the trace made one up."""
 
 KEPT = "value kept"
-"""Name of the operator that stands, after the forward, for a tensor that a module now has as a buffer or attribute."""
+"""Name of the operator that stands, after the forward, for a module's new buffer or other attribute ``name``."""
 
 
 @dataclass(frozen=True)

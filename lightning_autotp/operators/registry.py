@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 
 from lightning_autotp.layouts.dims import ONE
 from lightning_autotp.operators.axes import Axes
-from lightning_autotp.operators.graph import ASKED, KEPT, OPAQUE, Graph, Operator, refs
+from lightning_autotp.operators.graph import ASKED, OPAQUE, Graph, Operator, refs
 from lightning_autotp.operators.shapes import Shape, Shapes
 from lightning_autotp.operators.site import Dims, Relation, Result, Rule, Site, fresh_dims
 
@@ -203,11 +203,7 @@ def relate(graph: Graph, untied: frozenset[int] = frozenset()) -> tuple[list[Rel
             result = known.rule(site)
         else:
             why = graph.untraced.get(called.module, "its code depends on values")
-            told = {
-                OPAQUE: why,
-                ASKED: "its code asks for this value",
-                KEPT: "the module keeps this value as an attribute",
-            }
+            told = {OPAQUE: why, ASKED: "its code asks for this value"}
             result = site.give_up(told.get(called.name, f"{called.name} has no rule"))
         if called.boundary is not None and called.inputs[0] in untied:
             result = tuple(axes.new(size) for size in site.shape)

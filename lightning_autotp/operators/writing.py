@@ -5,6 +5,7 @@ The result is ``self`` with some elements taken from another tensor, so it is li
 
 from __future__ import annotations
 
+from lightning_autotp.operators.graph import KEPT
 from lightning_autotp.operators.indexing import along, indexed
 from lightning_autotp.operators.registry import Dims, Site, operator
 from lightning_autotp.operators.views import sliced
@@ -113,3 +114,9 @@ def scatter(site: Site) -> Dims:
     along(site, src, index, at)
     site.linear_in("self", "src")
     return dims
+
+
+@operator(KEPT)
+def kept(site: Site) -> list[Dims]:
+    """Nothing is made. A buffer is whole on every rank; another attribute may be a part, but not a part of a sum."""
+    return site.give_up("it becomes a buffer, which every rank holds whole") if site["is_buffer"] else []

@@ -22,7 +22,7 @@ from lightning_autotp.layouts.plan import (
 from lightning_autotp.layouts.transitions import TRANSITIONS
 from lightning_autotp.layouts.types import Invariant, Replicate, Shard
 from lightning_autotp.operators import updated
-from lightning_autotp.operators.graph import Graph, Operator, Ref
+from lightning_autotp.operators.graph import KEPT, Graph, Operator, Ref
 from lightning_autotp.solving.implementations import operand_of
 from lightning_autotp.solving.kept_parts import kept_in_parts
 from lightning_autotp.solving.planned import module_digests
@@ -82,6 +82,7 @@ def annotate(
         priced_for=f"{solution.step} ({solution.step_source})",
         gap=solution.gap,
         traced_with=traced_with,
+        kept_parts=tuple(_kept_parts(solution)),
     )
     return replace(plan, runs=runs_apart(plan, solution.graph))
 
@@ -138,6 +139,13 @@ def explain(plan: Plan, solution: Solution) -> Plan:
     """The plan with the reasons why parameters are left whole."""
     found = {} if solution.reasons is None else solution.reasons.of_whole(solution.layouts)
     return replace(plan, parameters=tuple(replace(p, reasons=found.get(p.names[0], ())) for p in plan.parameters))
+
+
+def _kept_parts(solution: Solution) -> Iterator[str]:
+    """Attributes that hold parts after a forward."""
+    for operator in solution.graph.operators:
+        if operator.name == KEPT and isinstance(solution.layouts.get(operator.inputs[0]), Shard):
+            yield f"{operator.module}.{operator.argument('name')}".removeprefix(".")
 
 
 def _draw(solution: Solution, number: int) -> DrawPlan:
