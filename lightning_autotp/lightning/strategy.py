@@ -37,7 +37,13 @@ from lightning_autotp.lightning.discovery import find_models, outermost
 from lightning_autotp.lightning.exchange import Exchange
 from lightning_autotp.lightning.models_local import average_over_copies, fill_models, make_models_local
 from lightning_autotp.lightning.optimizers import CheckedOptimizers
-from lightning_autotp.lightning.processes import ParallelRanks, gather_copies, share_random_state, watch_peers
+from lightning_autotp.lightning.processes import (
+    ParallelRanks,
+    gather_copies,
+    same_random_state,
+    share_random_state,
+    watch_peers,
+)
 from lightning_autotp.lightning.saving import CheckpointWriter
 from lightning_autotp.lightning.summary import ParallelSummary
 from lightning_autotp.lightning.throughput import share_batches
@@ -176,7 +182,8 @@ class AutoTPStrategy(ParallelRanks, ModelParallelStrategy):
         """Start the process groups, watch the peers, and continue everywhere with rank 0's random state."""
         assert self.lightning_module is not None
         refuse_whole_copies(self.lightning_module.trainer.callbacks)  # type: ignore[attr-defined]
-        super().setup_environment()
+        with same_random_state(self.root_device):
+            super().setup_environment()
         self._interrupted_by = None
         self._peers = watch_peers(self, self._peers)
         share_random_state(self.broadcast, self.root_device)
