@@ -7,6 +7,7 @@ gradients are summed over the ranks once for an optimizer's step, or when somebo
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import lru_cache
 from typing import Any
 
@@ -27,6 +28,8 @@ from lightning_autotp.parameters.state import parallel_models
 BATCHES = 7
 TOGETHER = 3
 """Batches of a step. The last one of an epoch takes the one that is left."""
+MIXING = torch.randn(131, 64, generator=torch.Generator().manual_seed(5))
+"""Makes a model's probabilities another one's embeddings."""
 DATA = [token_batch(seed, 1, 16) for seed in range(BATCHES)]
 
 
@@ -64,8 +67,10 @@ class Seen:
     def take(self, model: nn.Module) -> None:
         """Take the whole gradients, without a norm that was read before."""
         named = model.named_parameters(remove_duplicate=False)
-        found = full_gradients(model) if hasattr(model, "autotp") else {name: p.grad.clone() for name, p in named}  # type: ignore[union-attr]
-        self.gradients.append(found)
+        is_parallel = hasattr(model, "autotp")
+        self.gradients.append(
+            full_gradients(model) if is_parallel else {name: p.grad.clone() for name, p in named if p.grad is not None}
+        )
 
     def end(self, model: nn.Module) -> dict[str, Any]:
         named = full_state_dict(model) if hasattr(model, "autotp") else model.state_dict()
@@ -178,10 +183,77 @@ def loop(kind: str, strategy: Any = "auto", devices: int = 1) -> dict[str, Any]:
     return found.end(made)
 
 
+PAIRS = (
+    "in turns",
+    "loss over both",
+    "one into the other",
+    "sums of one postponed",
+    "steps of their own",
+    "read",
+    "never summed",
+)
+"""Two models with an optimizer each: both are called with every batch, one after the other; their losses are added up;
+the second one takes what the first one gives; a ``no_backward_sync`` of the first is around the passes of both; the
+second one makes a step with every batch; gradients are read and changed in between; no pass is outside."""
+
+
+def pair(way: str, strategy: Any = "auto", devices: int = 1) -> dict[str, Any]:
+    fabric = Fabric(accelerator="cpu", strategy=strategy, devices=devices)
+    fabric.launch()
+    fabric.seed_everything(2, verbose=False)
+    first, second = made = [build(way), build(way)]
+    (a, ours), (b, others) = [fabric.setup(m, torch.optim.SGD(m.parameters(), lr=0.3, momentum=0.9)) for m in made]
+    found = [Seen(), Seen()]
+
+    def step(model: Any, optimizer: Any, seen: Seen, is_zeroed: bool) -> None:
+        seen.take(model.module)
+        seen.norms.append({"clipped": float(fabric.clip_gradients(model, optimizer, max_norm=0.5))})
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=not is_zeroed)
+
+    for number, batch in enumerate(DATA[:6]):
+        is_last = number % TOGETHER == TOGETHER - 1
+        waits = not is_last or way == "never summed"
+        with ExitStack() as postponed:
+            postponed.enter_context(fabric.no_backward_sync(a, enabled=waits))
+            if way not in ("sums of one postponed", "steps of their own"):
+                postponed.enter_context(fabric.no_backward_sync(b, enabled=waits))
+            if way == "one into the other":
+                mixed = a(input_ids=batch["input_ids"], use_cache=False).logits.softmax(-1) @ MIXING
+                losses = [b(inputs_embeds=mixed, labels=batch["labels"], use_cache=False).loss]
+                fabric.backward(losses[0] / TOGETHER)
+            elif way == "loss over both":
+                losses = [model(**batch, use_cache=False).loss for model in (a, b)]
+                fabric.backward(sum(losses) / TOGETHER)
+            else:
+                losses = []
+                for model in (a, b):
+                    losses.append(model(**batch, use_cache=False).loss)
+                    fabric.backward(losses[-1] / TOGETHER)
+        found[0].losses += [loss.item() for loss in losses]
+        if way == "read":
+            found[1].look(second)
+            if number == 1:
+                first.model.norm.weight.grad.mul_(0.5)
+        if is_last:
+            step(a, ours, found[0], way == "read")
+        if is_last or way == "steps of their own":
+            step(b, others, found[1], way == "read")
+    ends = [seen.end(model) for seen, model in zip(found, made, strict=True)]
+    return {
+        "losses": ends[0]["losses"],
+        "norms": ends[0]["norms"] + ends[1]["norms"],
+        "gradients": ends[0]["gradients"] + ends[1]["gradients"],
+        "weights": {f"{number}.{name}": x for number, end in enumerate(ends) for name, x in end["weights"].items()},
+        "summed": ends[0]["summed"],
+    }
+
+
 Run = Callable[..., dict[str, Any]]
 CASES: dict[str, tuple[Run, str]] = {
     **{f"Trainer, {kind}": (fit, kind) for kind in KINDS if kind != "stepped"},
     **{f"Fabric, {kind}": (loop, kind) for kind in KINDS if kind not in ("manual", "zeroed", "checkpointed")},
+    **{f"Fabric, two models, {way}": (pair, way) for way in PAIRS},
 }
 
 
@@ -217,7 +289,7 @@ def test_gradients_are_one_process_s_whenever_they_are_read(
     case: str, two: list[dict[str, dict[bool, dict[str, Any]]]]
 ) -> None:
     run, kind = CASES[case]
-    wanted = alone(run, kind if kind in CHANGING else "read")
+    wanted = alone(run, kind if kind in (*CHANGING, *PAIRS) else "read")
     summed = [two[0][case][tokens]["summed"] for tokens in (False, True)]
     assert summed[1] > summed[0] > 0
     for seen in two:
@@ -227,13 +299,17 @@ def test_gradients_are_one_process_s_whenever_they_are_read(
             assert len(found["norms"]) == len(wanted["norms"])
             for mine, theirs in zip(found["norms"], wanted["norms"], strict=True):
                 assert mine == pytest.approx(theirs, rel=1e-4)
-            assert len(found["gradients"]) == (0 if kind == "stepped" else 3)
+            assert len(found["gradients"]) == len(wanted["gradients"])
             for mine, theirs in zip(found["gradients"], wanted["gradients"], strict=True):
                 same(mine, theirs)
             same(found["weights"], wanted["weights"])
 
 
 def test_kinds_are_what_they_say() -> None:
+    assert {kind: len(alone(loop, kind)["gradients"]) for kind in ("read", "stepped")} == {"read": 3, "stepped": 0}
+    assert {way: len(alone(pair, way)["gradients"]) for way in ("read", "steps of their own")} == {
+        "read": 4, "steps of their own": 8,
+    }  # fmt: skip
     for run in (fit, loop):
         read, unread, changed = (alone(run, kind) for kind in ("read", "unread", "changed"))
         assert len(read["losses"]) == BATCHES

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 from distributed import PATIENCE, SCRIPT_ENVIRONMENT
-from lightning.fabric import Fabric
+from lightning.fabric import Fabric, seed_everything
 from lightning.fabric.plugins import MixedPrecision
-from test_strategy import ROWS, Regression, blocks, error_of, tiny_config
+from test_strategy import ROWS, Regression, blocks, drawn, error_of, tiny_config
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler
@@ -342,10 +342,15 @@ def test_copies_on_different_data(tensor_ranks: int, tmp_path: Path) -> None:
 SCRIPT = """
 import sys
 
+from lightning import seed_everything
 from test_fabric import fabric_of, run
+from test_strategy import drawn
 
+seed_everything(8)
+drawn()
 fabric = fabric_of("autotp", 2)
 fabric.launch()
+print(f"then {drawn()}\\n", end="", flush=True)
 found = run(fabric, steps=1)["losses"]
 print(f"losses {found}\\n", end="", flush=True)  # in one piece: both ranks write to one pipe
 if "fail" in sys.argv and fabric.global_rank == 1:
@@ -364,6 +369,9 @@ def test_a_script_starts_its_ranks_and_ends_with_them(fails: bool, tmp_path: Pat
     )  # fmt: skip
     losses = [line for line in ended.stdout.splitlines() if line.startswith("losses")]
     assert losses == [losses[0]] * 2, ended.stderr
+    seed_everything(8)
+    drawn()
+    assert [line for line in ended.stdout.splitlines() if line.startswith("then")] == 2 * [f"then {drawn()}"]
     assert (ended.returncode == 0) is not fails, ended.stderr
     assert ("rank 1" in ended.stderr and "failed: ArithmeticError: planted" in ended.stderr) is fails, ended.stderr
 

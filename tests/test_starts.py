@@ -35,6 +35,7 @@ import lightning_autotp
 
 class Finetune(L.LightningModule):
     def configure_model(self):
+        self.drawn = torch.rand(()).item()
         self.model = AutoModelForCausalLM.from_pretrained(os.environ["TINY"]).train()
 
     def training_step(self, batch, batch_idx):
@@ -50,8 +51,10 @@ def fit(devices, **options):
     batches = DataLoader([{"input_ids": row, "labels": row} for row in ids], batch_size=2)
     quiet = {f"enable_{part}": False for part in ("checkpointing", "progress_bar", "model_summary")} | {"logger": False}
     trainer = L.Trainer(devices=devices, accelerator="cpu", strategy="autotp", max_steps=1, **quiet, **options)
-    trainer.fit(Finetune(), batches)
-    print(f"TRAINED {trainer.global_step} of {trainer.world_size}\\n", end="")  # in one piece: ranks share a pipe
+    task = Finetune()
+    trainer.fit(task, batches)
+    # In one piece: ranks share a pipe.
+    print(f"TRAINED {trainer.global_step} of {trainer.world_size}\\nDREW {task.drawn}\\n", end="")
 """
 WITHOUT_A_GUARD = f"{PROGRAM}\n\nfit(2)\n"
 
@@ -90,6 +93,7 @@ LINES = [  # of both ranks, and how often at most
     (r".*/lightning/pytorch/utilities/_pytree.py:\d+: `isinstance\(treespec, LeafSpec\)` is deprecated.*", 2),
     (r"`Trainer\.fit` stopped: `max_steps=1` reached\.", 1),
     (r"TRAINED 1 of 2", 2),
+    (r"DREW 0\.\d+", 2),
 ]
 
 
@@ -123,6 +127,14 @@ def check_lines(printed: str) -> None:
     assert not left, "\n".join(["a start printed what it should not:", *left])
     said = re.findall(r"lightning_autotp: (planning|LlamaForCausalLM|filling)|(TRAINED)", printed)
     assert [one or other for one, other in said] == ["planning", "LlamaForCausalLM", "filling", "TRAINED", "TRAINED"]
+    check_drawn(printed, 2)
+
+
+def check_drawn(printed: str, ranks: int) -> None:
+    """A model is built with the numbers that follow on those of the data, as in a process without a strategy."""
+    torch.manual_seed(0)
+    torch.randint(0, 131, (4, 12))
+    assert re.findall(r"^DREW (.*)$", printed, re.MULTILINE) == ranks * [str(torch.rand(()).item())]
 
 
 HEAVY = {"torch", "lightning", "transformers", "torchmetrics", "torchao", "accelerate", "scipy", "numpy", "rich"}
@@ -255,6 +267,7 @@ def test_without_a_file(environment: dict[str, str]) -> None:
     assert refused[1].startswith("num_nodes=2: NODE_RANK, MASTER_ADDR, MASTER_PORT not set")
     assert "torchrun --nnodes 2 --nproc-per-node 1" in refused[1]
     assert printed.count("TRAINED 1 of 1") == 2
+    check_drawn(printed, 2)
     assert re.search(r"^  strategy: autotp$", printed, re.MULTILINE)
 
 

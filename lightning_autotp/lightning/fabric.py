@@ -42,6 +42,7 @@ from lightning_autotp.lightning.processes import (
     ParallelRanks,
     end_watch,
     gather_copies,
+    same_random_state,
     share_random_state,
     watch_peers,
 )
@@ -160,7 +161,8 @@ class AutoTPFabricStrategy(ParallelRanks, FabricModelParallelStrategy):
     def setup_environment(self) -> None:
         """Start the process groups, watch the peers, and continue everywhere with rank 0's random state."""
         is_first = self._peers is None
-        super().setup_environment()
+        with same_random_state(self.root_device):
+            super().setup_environment()
         self._peers = watch_peers(self, self._peers)
         if is_first:
             at_end_of_process(self._saving.close, lambda error: end_watch(self._peers, self.global_rank, error))

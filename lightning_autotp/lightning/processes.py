@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from subprocess import Popen
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -103,6 +105,18 @@ class ParallelRanks:
         votes = torch.tensor(int(decision), device=self.root_device)
         dist.all_reduce(votes)
         return int(votes) == self.world_size if all else int(votes) > 0
+
+
+@contextmanager
+def same_random_state(device: torch.device) -> Iterator[None]:
+    """Around what starts the processes: Lightning seeds all generators again there, as it does not with one process.
+
+    Args:
+        device: the rank's. A GPU that nothing was done on has drawn nothing.
+    """
+    drawn_on = [device] if device.type == "cuda" and torch.cuda.is_initialized() else []
+    with isolate_rng(include_cuda=False), torch.random.fork_rng(drawn_on):
+        yield
 
 
 def share_random_state(broadcast: Callable[[Any], Any], device: torch.device) -> None:

@@ -40,6 +40,7 @@ from lightning_autotp.lightning.processes import (
     ParallelRanks,
     gather_copies,
     report,
+    same_random_state,
     share_random_state,
     watch_peers,
 )
@@ -183,7 +184,8 @@ class AutoTPStrategy(ParallelRanks, ModelParallelStrategy):
         """Start the process groups, watch the peers, and continue everywhere with rank 0's random state."""
         assert self.lightning_module is not None
         refuse_whole_copies(self.lightning_module.trainer.callbacks)  # type: ignore[attr-defined]
-        super().setup_environment()
+        with same_random_state(self.root_device):
+            super().setup_environment()
         if syncs_batch_norms(self) and self.data_ranks != 1:
             raise ValueError(
                 "sync_batchnorm=True: batch statistics over several copies of the model are not supported. Leave it"
