@@ -157,6 +157,8 @@ class AutoTPFabricStrategy(ParallelRanks, FabricModelParallelStrategy):
         """Start the process groups, watch the peers, and continue everywhere with rank 0's random state."""
         is_first = self._peers is None
         super().setup_environment()
+        self.share_timeout()
+        self._saving.begin()
         self._peers = watch_peers(self, self._peers)
         if is_first:
             at_end_of_process(self._saving.close, lambda error: end_watch(self._peers, self.global_rank, error))

@@ -16,6 +16,7 @@ from lightning_autotp.lightning.discovery import parallel_sizes
 from lightning_autotp.lightning.starting import check_start
 from lightning_autotp.private.distributed_private import default_store
 from lightning_autotp.private.lightning_private import collect_rng_states, default_pg_timeout, set_rng_states
+from lightning_autotp.ranks.group import timeout_of_all
 from lightning_autotp.ranks.peers import Peer, PeerWatch
 from lightning_autotp.ranks.started import let_threads_finish_at_end, wait_at_end
 
@@ -79,6 +80,11 @@ class ParallelRanks:
     def data_parallel_group(self: _Strategy) -> dist.ProcessGroup:
         """The ranks that hold the same part of the other copies."""
         return self.device_mesh["data_parallel"].get_group()
+
+    def share_timeout(self: _Strategy) -> None:
+        """Let the groups of the mesh wait as long as that of all processes, the only one that Lightning tells."""
+        for group in self.device_mesh.get_all_groups():
+            group.set_timeout(timeout_of_all())
 
     def reduce_boolean_decision(self: _Strategy, decision: bool, all: bool = True) -> bool:
         """Decide together over all ranks."""

@@ -176,6 +176,8 @@ class AutoTPStrategy(ParallelRanks, ModelParallelStrategy):
         assert self.lightning_module is not None
         refuse_whole_copies(self.lightning_module.trainer.callbacks)  # type: ignore[attr-defined]
         super().setup_environment()
+        self.share_timeout()
+        self._saving.begin()
         self._interrupted_by = None
         self._peers = watch_peers(self, self._peers)
         share_random_state(self.broadcast, self.root_device)
