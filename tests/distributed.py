@@ -108,6 +108,12 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
     return [results[rank] for rank in range(world_size)]
 
 
+def time_limits() -> set[timedelta]:
+    """Of the collectives of all groups that this process is in."""
+    groups = dist.distributed_c10d._world.pg_map
+    return {group._get_backend(torch.device("cpu")).options._timeout for group in groups}
+
+
 def _receive(reader: Connection, process: multiprocessing.process.BaseProcess) -> tuple[str, Any]:
     try:
         outcome, payload = reader.recv()

@@ -64,6 +64,22 @@ class Slow(Background):
         super().submit(lambda: (self.may_write.wait(PATIENCE), job())[1])
 
 
+class Groups(L.Callback):
+    """Counts the process groups before there are any checkpoints, when training begins, and when it ends."""
+
+    def __init__(self) -> None:
+        self.counts = [self.count()]
+
+    def count(self) -> int:
+        return len(dist.distributed_c10d._world.pg_map)
+
+    def on_train_start(self, *_: Any) -> None:
+        self.counts.append(self.count())
+
+    def on_train_end(self, *_: Any) -> None:
+        self.counts.append(self.count())
+
+
 def two_ranks(directory: str) -> dict[str, Any]:
     folder, seen = Path(directory), {}
     rank = int(os.environ["RANK"])
@@ -74,7 +90,10 @@ def two_ranks(directory: str) -> dict[str, Any]:
         "async file": {"save_async": True},
     }
     for name, options in kinds.items():
-        trained(AutoTPStrategy(**options), 2, max_steps=3, **every_step(folder / name, save_last=True))
+        groups, saving = Groups(), every_step(folder / name, save_last=True)
+        saving["callbacks"].append(groups)
+        trained(AutoTPStrategy(**options), 2, max_steps=3, **saving)
+        seen[f"groups of {name}"] = groups.counts
         seen[f"left by {name}"] = sorted(path.name for path in (folder / name).iterdir())
         last = str(folder / name / "last.ckpt")
         seen[f"resumed {name}"] = trained(AutoTPStrategy(**options), 2, ckpt_path=last)
@@ -156,6 +175,14 @@ def test_resuming_is_as_if_nothing_had_happened(two: list[dict[str, Any]], kind:
         assert seen[f"resumed {kind}"]["losses"] == seen["uninterrupted"]["losses"][3:]
         for name, weight in seen["uninterrupted"]["weights"].items():
             assert torch.equal(seen[f"resumed {kind}"]["weights"][name], weight)
+
+
+def test_groups_for_checkpoints_are_made_before_training_and_for_directories_only(two: list[dict[str, Any]]) -> None:
+    for seen in two:
+        counts = {kind: seen[f"groups of {kind}"] for kind in ("directory", "async", "async file")}
+        assert all(begun == ended for _, begun, ended in counts.values())
+        made = {kind: begun - before for kind, (before, begun, _) in counts.items()}
+        assert made["directory"] == made["async"] == made["async file"] + 1
 
 
 def test_averages_are_cut_as_the_weights_are(two: list[dict[str, Any]], folder: Path) -> None:

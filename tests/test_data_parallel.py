@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
+from distributed import PATIENCE, time_limits
 from lightning.pytorch.plugins import MixedPrecision
 from test_strategy import Task, assert_parity, blocks, fit
 from torch import Tensor, nn
@@ -120,6 +122,7 @@ def four_ranks(directory: str) -> dict[str, Any]:
         trained(AutoTPStrategy(2, 2, **options), 4, max_steps=HALF, save=folder / f"2x2 {name}.ckpt")
         seen[f"resumed {name}"] = trained(AutoTPStrategy(2, 2), 4, ckpt_path=folder / f"2x2 {name}.ckpt")
     seen["scaled"] = trained(AutoTPStrategy(2, 2), 4, Overflow, plugins=[scaling()])
+    seen["time limits"] = time_limits()
     return seen
 
 
@@ -221,6 +224,10 @@ def test_all_ranks_skip_the_step_in_which_one_overflows(four: list[dict[str, Any
         torch.tensor([four[0]["scaled"]["losses"], four[2]["scaled"]["losses"]]).mean(0),
         torch.tensor(wanted["losses"]), rtol=2e-3, atol=0,
     )  # fmt: skip
+
+
+def test_all_groups_wait_equally_long(four: list[dict[str, Any]]) -> None:
+    assert [seen["time limits"] for seen in four] == [{timedelta(seconds=PATIENCE)}] * 4
 
 
 class Shared(nn.Module):

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import run_ranks
+from distributed import PATIENCE, run_ranks, time_limits
 from local_model import Original, cut, layouts, local_model
 from torch import Tensor, nn
 
 from lightning_autotp.layouts.types import Layout, Shard
 from lightning_autotp.parameters.state import parallel_state
-from lightning_autotp.ranks.group import TPGroup
+from lightning_autotp.ranks.group import TPGroup, new_group
 from lightning_autotp.training.gradients import (
     average_gradients,
     clip_gradients_norm,
@@ -231,12 +232,14 @@ def two_by_two(rank: int) -> dict[str, Tensor]:
 
 
 def three_in_a_pair_of_threes(rank: int, world_size: int) -> dict[str, Tensor]:
-    """Two groups of three side by side: their subgroups are made without each other."""
-    trios = [dist.new_group([0, 1, 2]), dist.new_group([3, 4, 5])]
+    """Two groups of three side by side: their subgroups are made without each other, and wait as long as all ranks."""
+    trios = [new_group([0, 1, 2]), new_group([3, 4, 5])]
     group = TPGroup.of(trios[rank // 3])
     model = cut(Original(), group, layouts(3))
     synchronize_gradients(model)
     loss_of(model, rank % 3, rank // 3, parts=True).backward()
+    assert len(dist.distributed_c10d._world.pg_map) > 2
+    assert time_limits() == {timedelta(seconds=PATIENCE)}
     return full_gradients(model)
 
 

@@ -163,6 +163,8 @@ class AutoTPFabricStrategy(ParallelRanks, FabricModelParallelStrategy):
         is_first = self._peers is None
         with same_random_state(self.root_device):
             super().setup_environment()
+        self.share_timeout()
+        self._saving.begin()
         self._peers = watch_peers(self, self._peers)
         if is_first:
             at_end_of_process(self._saving.close, lambda error: end_watch(self._peers, self.global_rank, error))

@@ -24,7 +24,7 @@ from lightning_autotp.parallel.collectives import all_gather_replicate
 from lightning_autotp.private.distributed_private import default_store
 from lightning_autotp.private.lightning_private import collect_rng_states, default_pg_timeout, set_rng_states
 from lightning_autotp.ranks.agreement import Raised
-from lightning_autotp.ranks.group import TPGroup
+from lightning_autotp.ranks.group import TPGroup, timeout_of_all
 from lightning_autotp.ranks.peers import Peer, PeerWatch
 from lightning_autotp.ranks.started import let_threads_finish_at_end, wait_at_end
 
@@ -99,6 +99,11 @@ class ParallelRanks:
         once. Any other group is the caller's choice.
         """
         return self.data_parallel_group if group is None or group is dist.group.WORLD else group
+
+    def share_timeout(self: _Strategy) -> None:
+        """Let the groups of the mesh wait as long as that of all processes, the only one that Lightning tells."""
+        for group in self.device_mesh.get_all_groups():
+            group.set_timeout(timeout_of_all())
 
     def reduce_boolean_decision(self: _Strategy, decision: bool, all: bool = True) -> bool:
         """Decide together over all ranks."""

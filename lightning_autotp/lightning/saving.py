@@ -20,6 +20,7 @@ from lightning_autotp.checkpoints.state import (
     held_state,
 )
 from lightning_autotp.ranks.agreement import raise_together
+from lightning_autotp.ranks.group import new_group
 
 
 class CheckpointWriter:
@@ -50,11 +51,16 @@ class CheckpointWriter:
             return held_optimizer_state(optimizer, module, copy=self._in_background)
         return full_optimizer_state(optimizer, module, keep=dist.get_rank() == 0)
 
+    def begin(self) -> None:
+        """Make the group in which directories are written: now, so that what is amiss with it does not end a long run.
+
+        It is the background's own, and for the CPU: what is saved is there.
+        """
+        if self._directories and self._group is None:
+            self._group = new_group(None, "gloo")
+
     def finish(self) -> None:
         """Wait for the save in the background; its error on one rank reaches all."""
-        if self._group is None:
-            # The background's own, and for the CPU: what is saved is there.
-            self._group = dist.new_group(backend="gloo")
         with self._together("writing a checkpoint in the background"):
             self.background.wait()
 

@@ -192,6 +192,8 @@ class AutoTPStrategy(ParallelRanks, ModelParallelStrategy):
                 " out, and each copy normalizes by the statistics of its own batch, or train one copy"
                 " (data_parallel_size=1), which is exact without it"
             )
+        self.share_timeout()
+        self._saving.begin()
         self._interrupted_by = None
         self._peers = watch_peers(self, self._peers)
         share_random_state(self.broadcast, self.root_device)

@@ -18,7 +18,7 @@ from torch import nn
 
 from lightning_autotp.private.distributed_private import default_store
 from lightning_autotp.ranks.description import Part, checksum, difference, kind
-from lightning_autotp.ranks.group import TPGroup
+from lightning_autotp.ranks.group import TPGroup, timeout_of_all
 
 SAMPLED_ELEMENTS = 4096
 """How many elements of a parameter :func:`check_same_weights` looks at."""
@@ -152,7 +152,7 @@ def meet(group: TPGroup, why: str) -> None:
             f"{why} on rank {dist.get_rank()}, but not on {group.size - come} of the ranks {list(ranks)}: all of them"
             " have to do it, so write that without a condition on the rank"
         )
-        if waited > store.timeout.total_seconds():  # type: ignore[attr-defined]
+        if waited > timeout_of_all().total_seconds():
             store.add(f"{key}/{number}", -1)  # as if it had not come
             _meetings[ranks] -= 1
             raise RuntimeError(here)

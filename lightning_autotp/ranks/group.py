@@ -1,12 +1,14 @@
-"""The tensor-parallel group as plain data that layers can keep, copy and pickle."""
+"""The tensor-parallel group as plain data that layers can keep, copy and pickle; and groups that are made later."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch.distributed as dist
 
-from lightning_autotp.private.distributed_private import process_group
+from lightning_autotp.private.distributed_private import default_store, process_group
 
 
 @dataclass(frozen=True)
@@ -32,3 +34,17 @@ class TPGroup:
     def process_group(self) -> dist.ProcessGroup:
         """The process group itself."""
         return process_group(self.name)
+
+
+def new_group(ranks: Sequence[int] | None, backend: str | None = None) -> dist.ProcessGroup:
+    """A group of these ranks, or of all. Collective over all processes.
+
+    Its collectives wait as long as those of the group of all processes: torch's own would wait for its default.
+    """
+    return dist.new_group(ranks, timeout_of_all(), backend)
+
+
+def timeout_of_all() -> timedelta:
+    """How long collectives of all processes wait: what was said when they came together. Not collective."""
+    timeout: timedelta = default_store().timeout  # type: ignore[attr-defined]
+    return timeout

@@ -49,7 +49,7 @@ from lightning_autotp.private.torch_private import (
     in_distributed_data_parallel,
     parameters_of,
 )
-from lightning_autotp.ranks.group import TPGroup
+from lightning_autotp.ranks.group import TPGroup, new_group
 from lightning_autotp.training.counted import counted_elements, whole_norms
 from lightning_autotp.training.cut_gradient_parts import CutMark
 from lightning_autotp.training.gradient_buckets import BucketedSum, GradientBuckets
@@ -580,11 +580,9 @@ def _subgroups(metas: Iterable[ParameterMeta], group: TPGroup) -> dict[tuple[int
     if group.size < dist.get_world_size():
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, wanted)
-        made = {
-            ranks: dist.new_group(list(ranks)) for ranks in sorted({ranks for theirs in everyone for ranks in theirs})
-        }
+        made = {ranks: new_group(ranks) for ranks in sorted({ranks for theirs in everyone for ranks in theirs})}
     else:
-        made = {ranks: dist.new_group(list(ranks)) for ranks in wanted}
+        made = {ranks: new_group(ranks) for ranks in wanted}
     own = [(ranks, made[world]) for ranks, world in zip(parts, wanted, strict=True) if group.rank in ranks]
     return groups | {ranks: TPGroup.of(process_group) for ranks, process_group in own}
 
