@@ -25,6 +25,7 @@ from lightning_autotp.operators.graph import Graph
 from lightning_autotp.parallel.async_products import ProductReport, overlap_products
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
 from lightning_autotp.parameters.first_use import watch_writes
+from lightning_autotp.parameters.local_blocks import refuse_cut
 from lightning_autotp.parameters.state import parallel_models, parallel_state
 from lightning_autotp.parameters.unchanged import Unchanged
 from lightning_autotp.proving.experts import prove_experts
@@ -86,7 +87,7 @@ def make_plan(
             cut as it was said.
         QuantizationError: if its weights are quantized already.
     """
-    refuse_quantized(model)
+    refuse_unfit(model)
     options = PlanOptions.given(
         tokens_per_step=tokens_per_step,
         keep_whole=keep_whole,
@@ -97,6 +98,17 @@ def make_plan(
     inputs, options = _example(model, example_inputs, options)
     with collecting_rarely():
         return feasible_plan(model, trace(model, inputs), inputs, tensor_parallel_size, options)
+
+
+def refuse_unfit(model: nn.Module) -> None:
+    """Refuse a model of whose parameters there is something else than the whole: quantized ones, or parts.
+
+    Raises:
+        QuantizationError: naming those that are quantized already.
+        RuntimeError: naming those that something else has divided.
+    """
+    refuse_quantized(model)
+    refuse_cut(model)
 
 
 def _example(model: nn.Module, example_inputs: Any, options: PlanOptions) -> tuple[Any, PlanOptions]:
@@ -186,7 +198,7 @@ def make_local(
         raise RuntimeError(f"{type(model).__name__} is, or holds, a model that was parallelized already: do it once")
     group = TPGroup.of(process_group)
     with raise_together(process_group, "looking at the model"):
-        refuse_quantized(model)
+        refuse_unfit(model)
         fused = overlap_products(process_group) if options is not None and options.async_tensor_parallel else None
     inputs, options = _example(model, example_inputs, options or PlanOptions())
     message: list[Any] = [None]

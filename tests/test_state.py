@@ -20,6 +20,8 @@ from local_model import Original, cut, layouts, state_of
 from peft import LoraConfig, get_peft_model
 from test_strategy import error_of
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.utils import parametrize
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -245,6 +247,8 @@ def on_every_rank(rank: int, world_size: int, directory: str) -> dict[str, Any]:
     partner = model_of_the_original()
     partner.lm_head.weight = (model := model_of_the_original()).lm_head.weight
     parallelize(model, dist.group.WORLD)
+    divided = parallelize_module(model_of_the_original(), init_device_mesh("cpu", (2,)), {"lm_head": ColwiseParallel()})
+    seen["DTensor"] = error_of(parallelize, divided, dist.group.WORLD)
     seen["shared"] = error_of(parallelize, partner, dist.group.WORLD)
     seen["by itself"] = error_of(copy.deepcopy(original).save_pretrained, directory)
     seen["written"] = written(cloned(copy.deepcopy(original)), Path(directory) / "checkpoint")
@@ -352,6 +356,14 @@ def test_what_came_later_is_an_error(case: str, said: str, two: list[dict[str, A
 def test_a_model_is_parallelized_once(two: list[dict[str, Any]]) -> None:
     for seen in two:
         assert "a model that was parallelized already" in seen["twice"]
+
+
+def test_a_model_that_something_else_has_divided_is_refused(two: list[dict[str, Any]]) -> None:
+    for seen in two:
+        assert (
+            "RuntimeError: lm_head.weight of Qwen3ForCausalLM are DTensors, which parallelize_module" in seen["DTensor"]
+        )
+        assert "leave that out" in seen["DTensor"]
 
 
 def test_a_parameter_is_in_one_parallel_model(two: list[dict[str, Any]]) -> None:

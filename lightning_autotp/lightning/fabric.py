@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_autotp.building.pretrained import meta_model
-from lightning_autotp.building.quantization import refuse_quantized
 from lightning_autotp.capture.capture import CaptureError
 from lightning_autotp.checkpoints.export import ENTRY, describe_models
 from lightning_autotp.checkpoints.files import read_checkpoint, read_stored
@@ -42,7 +41,7 @@ from lightning_autotp.lightning.processes import ParallelRanks, end_watch, share
 from lightning_autotp.lightning.saving import CheckpointWriter
 from lightning_autotp.parallel.head_product import compute_undone
 from lightning_autotp.parameters.state import is_parallel, parallel_models
-from lightning_autotp.pipeline import make_local
+from lightning_autotp.pipeline import make_local, refuse_unfit
 from lightning_autotp.private.lightning_private import (
     BackwardSync,
     FabricModelParallelStrategy,
@@ -218,7 +217,7 @@ class AutoTPFabricStrategy(ParallelRanks, FabricModelParallelStrategy):
             self._refuse_optimizers_of(module)
             models = self._models_of(module)
             for model, _ in models:
-                refuse_quantized(model)
+                refuse_unfit(model)
         for model, inputs in models:
             check_same_weights(model, None)
             self._make_local(model, inputs)

@@ -18,13 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 
-from lightning_autotp.building.quantization import refuse_quantized
 from lightning_autotp.capture.capture import Call, CaptureError, in_small
 from lightning_autotp.layouts.step_size import TokensPerStep
 from lightning_autotp.lightning.discovery import fill_remaining
 from lightning_autotp.lightning.first_step import FirstStep, first_step
 from lightning_autotp.parameters.state import is_parallel, parallel_state
-from lightning_autotp.pipeline import fill_local, make_local
+from lightning_autotp.pipeline import fill_local, make_local, refuse_unfit
 from lightning_autotp.proving.new_calls import with_rows
 from lightning_autotp.ranks.agreement import check_same_weights, raise_together
 from lightning_autotp.solving.options import PlanOptions
@@ -51,7 +50,7 @@ def make_models_local(
     """
     with raise_together(None, "looking at the models"):
         for model, _ in models:
-            refuse_quantized(model)
+            refuse_unfit(model)
     asked = [model for model, inputs in models if inputs is None and options.plan is None]
     is_price_unknown = options.plan is None and options.tokens == TokensPerStep()
     step = FirstStep(options.tokens)
