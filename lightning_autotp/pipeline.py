@@ -46,6 +46,7 @@ from lightning_autotp.training.loading import load_parameters, row_extremes
 from lightning_autotp.training.marked_states import mark_states
 from lightning_autotp.training.refused import refuse_methods, refuse_whole_states
 from lightning_autotp.training.resizing import resize_together
+from lightning_autotp.training.said import says_plan, says_weights
 from lightning_autotp.training.shared_scales import quantize_scales, share_extremes
 from lightning_autotp.training.user_hooks import show_whole_tensors
 
@@ -202,7 +203,7 @@ def make_local(
         fused = overlap_products(process_group) if options is not None and options.async_tensor_parallel else None
     inputs, options = _example(model, example_inputs, options or PlanOptions())
     message: list[Any] = [None]
-    with collecting_rarely():
+    with says_plan(model), collecting_rarely():
         with raise_together(process_group, "planning"):
             graph = trace(model, inputs)  # every rank its own, at the same time: what a plan is proved against
             if group.rank == 0:
@@ -274,7 +275,7 @@ def fill_local(model: nn.Module, device: torch.device | str | None = None, data_
     with raise_together(process_group, "looking for the extremes of quantized weights"):
         extremes = row_extremes(model, device)
     share_extremes(extremes, parallel_state(model).group)
-    with raise_together(process_group, "loading the weights"):
+    with says_weights(model), raise_together(process_group, "loading the weights"):
         load_parameters(model, device, extremes)
     quantize_scales(model)
     parallel_state(model).running.watch(model)

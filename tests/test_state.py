@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import pickle
+import re
 import warnings
 import weakref
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -235,7 +238,9 @@ LATE: dict[str, Callable[[Any], Any]] = {
 def on_every_rank(rank: int, world_size: int, directory: str) -> dict[str, Any]:
     seen: dict[str, Any] = {}
     for name, way in WAYS.items():
-        model = parallelize(model_of_the_original(), dist.group.WORLD)
+        with redirect_stderr(io.StringIO()) as said:
+            model = parallelize(model_of_the_original(), dist.group.WORLD)
+        seen["said"] = said.getvalue()
         seen["sums"] = sorted(model.autotp.gradient_sums)
         model = way(model)
         holder = nn.ModuleDict({"model": model})
@@ -351,6 +356,22 @@ def test_what_came_later_is_an_error(case: str, said: str, two: list[dict[str, A
     for seen in two:
         assert seen["late"][case].startswith("RuntimeError: ")
         assert said in seen["late"][case], seen["late"][case]
+
+
+def test_what_was_done_is_said_once(two: list[dict[str, Any]]) -> None:
+    first, other = (seen["said"].splitlines() for seen in two)
+    assert other == []
+    planned, divided, filled = first
+    assert re.fullmatch(
+        r"lightning_autotp: planned and proved Qwen3ForCausalLM for 2 tensor-parallel ranks in \d+\.\d s, traced with"
+        r" a made-up batch",
+        planned,
+    )
+    assert re.match(r"lightning_autotp: Qwen3ForCausalLM on 2 ranks: \d+\.\d% of the parameters are divided", divided)
+    assert re.fullmatch(
+        r"lightning_autotp: each rank's part of Qwen3ForCausalLM's weights was taken from the whole in \d+\.\d s",
+        filled,
+    )
 
 
 def test_a_model_is_parallelized_once(two: list[dict[str, Any]]) -> None:
