@@ -39,6 +39,7 @@ def plan(
     from rich.console import Console
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from lightning_autotp.building.hub import refuse_missing
     from lightning_autotp.capture.capture import CaptureError
     from lightning_autotp.pipeline import make_plan
     from lightning_autotp.proving.compare import VerificationError
@@ -48,6 +49,7 @@ def plan(
     console = Console()
     started = time.perf_counter()
     try:
+        refuse_missing(model)
         config = AutoConfig.from_pretrained(model)
         with torch.device("meta"):
             skeleton = AutoModelForCausalLM.from_config(config)

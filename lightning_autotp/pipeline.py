@@ -25,6 +25,7 @@ from lightning_autotp.operators.graph import Graph
 from lightning_autotp.parallel.async_products import ProductReport, overlap_products
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
 from lightning_autotp.parameters.first_use import watch_writes
+from lightning_autotp.parameters.local_blocks import refuse_cut
 from lightning_autotp.parameters.state import parallel_models, parallel_state
 from lightning_autotp.parameters.unchanged import Unchanged
 from lightning_autotp.proving.experts import prove_experts
@@ -45,6 +46,7 @@ from lightning_autotp.training.loading import load_parameters, row_extremes
 from lightning_autotp.training.marked_states import mark_states
 from lightning_autotp.training.refused import refuse_methods, refuse_whole_states
 from lightning_autotp.training.resizing import resize_together
+from lightning_autotp.training.said import says_plan, says_weights
 from lightning_autotp.training.shared_scales import quantize_scales, share_extremes
 from lightning_autotp.training.user_hooks import show_whole_tensors
 
@@ -86,7 +88,7 @@ def make_plan(
             cut as it was said.
         QuantizationError: if its weights are quantized already.
     """
-    refuse_quantized(model)
+    refuse_unfit(model)
     options = PlanOptions.given(
         tokens_per_step=tokens_per_step,
         keep_whole=keep_whole,
@@ -97,6 +99,17 @@ def make_plan(
     inputs, options = _example(model, example_inputs, options)
     with collecting_rarely():
         return feasible_plan(model, trace(model, inputs), inputs, tensor_parallel_size, options)
+
+
+def refuse_unfit(model: nn.Module) -> None:
+    """Refuse a model of whose parameters there is something else than the whole: quantized ones, or parts.
+
+    Raises:
+        QuantizationError: naming those that are quantized already.
+        RuntimeError: naming those that something else has divided.
+    """
+    refuse_quantized(model)
+    refuse_cut(model)
 
 
 def _example(model: nn.Module, example_inputs: Any, options: PlanOptions) -> tuple[Any, PlanOptions]:
@@ -193,12 +206,12 @@ def make_local(
         raise RuntimeError(f"{type(model).__name__} is, or holds, a model that was parallelized already: do it once")
     group = TPGroup.of(process_group)
     with raise_together(process_group, "looking at the model"):
-        refuse_quantized(model)
+        refuse_unfit(model)
         fused = overlap_products(process_group) if options is not None and options.async_tensor_parallel else None
     inputs, options = _example(model, example_inputs, options or PlanOptions())
     groups = [process_group] if data_mesh is None else [process_group, data_mesh.get_group()]
     message: list[Any] = [None]
-    with collecting_rarely():
+    with says_plan(model), collecting_rarely():
         with _raise_together(groups, "planning"):
             graph = trace(model, inputs)  # every rank its own, at the same time: what a plan is proved against
             if all(dist.get_rank(axis) == 0 for axis in groups):
@@ -280,7 +293,7 @@ def fill_local(model: nn.Module, device: torch.device | str | None = None, data_
     with raise_together(process_group, "looking for the extremes of quantized weights"):
         extremes = row_extremes(model, device)
     share_extremes(extremes, parallel_state(model).group)
-    with raise_together(process_group, "loading the weights"):
+    with says_weights(model), raise_together(process_group, "loading the weights"):
         load_parameters(model, device, extremes)
     quantize_scales(model)
     parallel_state(model).running.watch(model)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
+import re
 import subprocess
 import sys
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -73,11 +75,13 @@ def run(
     others = [parameter for parameter in model.parameters() if parameter.dim() == 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others}]
     optimizer = getattr(torch.optim, kind)(groups, **{"lr": 1e-2, **options})
-    model, optimizer = fabric.setup(model, optimizer)
+    with redirect_stderr(io.StringIO()) as said:
+        model, optimizer = fabric.setup(model, optimizer)
     state = {"model": model, "optimizer": optimizer, "step": 0}
     rest = fabric.load(load, state) if load else {}
     loader = fabric.setup_dataloaders(DataLoader(blocks(), batch_size=2)) if data is None else data  # type: ignore[arg-type]
     seen: dict[str, Any] = {"losses": [], "norms": [], "gradients": [], "batches": [], "loaded": (state["step"], rest)}
+    seen["said"] = re.sub(r"\d+\.\d s|\d+\.\d%", "N", said.getvalue()).splitlines()
     batches = iter(loader)
     for step in range(steps):
         for is_last in (False, True):
@@ -406,6 +410,16 @@ def test_a_loop_is_that_of_one_process(case: str, alone: dict[str, Any], found: 
     for seen in found:
         assert_same(seen[case], alone[case])
         assert all(map(torch.equal, seen[case]["batches"], alone[case]["batches"]))
+
+
+def test_a_start_says_what_the_trainers_does(alone: dict[str, Any], found: list[dict[str, Any]]) -> None:
+    first, other = (seen["norm"]["said"] for seen in found)
+    assert alone["norm"]["said"] == other == []
+    planned, divided, filled = first
+    model = "LlamaForCausalLM"
+    assert planned.startswith(f"lightning_autotp: planned and proved {model} for 2 tensor-parallel ranks in N, traced")
+    assert divided.startswith(f"lightning_autotp: {model} on 2 ranks: N of the parameters are divided")
+    assert filled == f"lightning_autotp: each rank's part of {model}'s weights was initialized in N"
 
 
 def test_clipping_does_something(alone: dict[str, Any]) -> None:

@@ -191,13 +191,35 @@ def test_an_unknown_implementation_is_refused() -> None:
 
 def test_another_model_is_refused_by_its_first_difference() -> None:
     plan, _ = make_plan(meta_model("llama"), 2)
-    with pytest.raises(PlanMismatch, match="made for another model"):
+    with pytest.raises(PlanMismatch, match=r"another model: model\.layers\.0\.mlp\..* Give plan= the plan of this"):
         reads(plan, "mixtral")
     model = meta_model("llama")
     model.get_submodule("model.layers.1.mlp").act_fn = nn.GELU()
     graph = trace(model, {**ids(5, 61), "use_cache": False})
     with pytest.raises(PlanMismatch, match=r"model\.layers\.1\.mlp\.act_fn"):
         read_plan(plan, graph, IMPLEMENTATIONS)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        (
+            {"num_hidden_layers": 3, "hidden_size": 48},
+            r"model\.layers is of length 3 in the plan and 2 here; model\.embed_tokens\.weight is \[131, 48\] in the"
+            r" plan and \[131, 64\] here \(and \d+ more parameters\)\. Give plan=",
+        ),
+        ({"num_hidden_layers": 1}, r"model\.layers is of length 1 in the plan and 2 here\. Give"),
+        ({"vocab_size": 66}, r"model: model\.embed_tokens\.weight is \[66, 64\] in the plan and \[131, 64\] here"),
+    ],
+)
+def test_a_model_of_other_sizes_is_refused_by_them(sizes: dict[str, int], said: str) -> None:
+    config = tiny_config("llama")
+    for name, size in sizes.items():
+        setattr(config, name, size)
+    with torch.device("meta"):
+        plan, _ = make_plan(AutoModelForCausalLM.from_config(config), 2)
+    with pytest.raises(PlanMismatch, match=said):
+        reads(plan, "llama")
 
 
 def test_a_file_without_a_plan(tmp_path: Path) -> None:

@@ -359,6 +359,7 @@ def test_what_would_mislead_is_refused(ranks: list[dict[str, Any]], what: str) -
         assert "was called on this rank's part of the gradient of even (" in text
         assert f"] of [12, 3], S(0: 12 -> {12 // len(ranks)})" in text
         assert "lightning_autotp.full_gradients(model)['even'] is the whole one" in text
+        assert "lightning_autotp.WholeMatrixOptimizer(module, parameters, kind, lr=...)" in text
 
 
 def test_norms_are_the_same_in_three_ways(ranks: list[dict[str, Any]]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,7 @@ def load_everything(rank: int, ranks: int, address: str, folder: Path) -> dict[s
         "variant": {"subfolder": "sub", "variant": "other"},
     }.items():
         result[name] = refused(f"checks/{name}", **arguments)
+    result["missing"] = refused("./checks/missing")
     dist.barrier()
     if rank == 1:  # a call that only one rank makes waits for nobody
         same_as(folder / "first", "checks/alone", cache)
@@ -105,6 +107,13 @@ def load_everything(rank: int, ranks: int, address: str, folder: Path) -> dict[s
     use(address, cache)
     same_as(folder / "first", "checks/plain", cache, local_files_only=True)
     return result
+
+
+@pytest.mark.parametrize("path", ["./missing", "/missing", "a/path/missing", "missing/", "~/missing"])
+def test_a_path_where_there_is_nothing_is_not_asked_of_the_hub(path: str) -> None:
+    for nested in nullcontext(), meta_model():
+        with nested, mock.patch("socket.socket.connect", side_effect=AssertionError("asked")):
+            assert refused(path).startswith(f"FileNotFoundError: {path} does not exist: as seen from {Path.cwd()}")
 
 
 @pytest.fixture
@@ -162,6 +171,7 @@ def test_one_process_fetches_for_all(models: Path) -> None:
         "reset": "fetching model.safetensors of checks/reset failed: ReadError.*start again",
         "variant": "model.other.safetensors",
         "gone": "couldn't connect to 'http://127.0.0.1.*Check your internet connection",
+        "missing": "^FileNotFoundError: ./checks/missing does not exist",
         "offline": "couldn't find them in the cached files",
     }.items():
         assert re.search(said, one[name], re.DOTALL), f"{name}: {one[name]}"

@@ -95,4 +95,4 @@ def test_command_reports_errors_in_a_line(tmp_path: Path) -> None:
     result = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert result.returncode == 1
     assert "Traceback" not in result.stderr
-    assert "nothing" in result.stderr
+    assert f"plan: {tmp_path}/nothing does not exist: as seen from" in result.stderr

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import re
 import weakref
 from typing import Any
 from unittest import mock
@@ -10,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_ranks
+from rich.console import Console
 from tiny import meta_model, tiny_model, token_batch
 from torch import Tensor
 
@@ -214,3 +217,13 @@ def test_auto_deals_tokens_out_where_that_costs_no_time() -> None:
         assert plan.deals_tokens == dealt
         assert bool(plan.whole_tokens) != dealt
         assert solution.cost < without.cost if dealt else solution.cost == pytest.approx(without.cost)
+
+
+def test_where_tokens_stay_whole_is_said_calmly() -> None:
+    plan, _ = make_plan(meta_model("gpt2"), 2, sequence_parallel=True)
+    assert plan.deals_tokens
+    console = Console(width=500, record=True, file=io.StringIO())
+    console.print(plan.table())
+    text = console.export_text()
+    assert "every rank has all tokens in transformer, whose code uses their number\n" in re.sub(" +\n", "\n", text)
+    assert not re.search("Error|local trace", text)

@@ -160,8 +160,14 @@ def test_same_answer_every_time() -> None:
 
 
 def test_too_many_ranks_is_an_error() -> None:
-    with pytest.raises(NothingToShard, match=r"7 ranks.*smaller tensor_parallel_size"):
-        make_plan(nn.Linear(3, 5), 7, example_inputs=decoder_batch()[0].float()[:, :3])
+    batch = decoder_batch()[0].float()[:, :3]
+    with pytest.raises(
+        NothingToShard, match=r"among 7 ranks, but among 5 or fewer: use tensor_parallel_size=5, or less$"
+    ):
+        make_plan(nn.Sequential(nn.Linear(3, 5)), 7, example_inputs=batch)
+    make_plan(nn.Sequential(nn.Linear(3, 5)), 5, example_inputs=batch)
+    with pytest.raises(NothingToShard, match=r"or fewer: its forward uses no parameters\. Use tensor_parallel_size=1$"):
+        make_plan(nn.ReLU(), 2, example_inputs=batch)
 
 
 def test_whole_parameters_say_why() -> None:

@@ -81,14 +81,18 @@ LINES = [  # of both ranks, and how often at most
     (r"-+", 2),
     (r"distributed_backend=gloo", 1),
     (r"All distributed processes registered\. Starting with 2 processes", 1),
-    (r"lightning_autotp: planning LlamaForCausalLM for 2 tensor-parallel ranks", 1),
     (
-        r"lightning_autotp: LlamaForCausalLM on 2 ranks: \d+\.\d% of the parameters are divided, 5 of 21 tensors stay"
-        r" whole; rank 0 holds [\d,]+ of [\d,]+ bytes; \d+ collectives in a step\. Proved;"
-        r" model\.autotp\.plan\.table\(\) has the details",
+        r"lightning_autotp: planned and proved LlamaForCausalLM for 2 tensor-parallel ranks in \d+\.\d s, traced with"
+        r" the call of the first training step, its batch cut to a few short sentences",
         1,
     ),
-    (r"lightning_autotp: filling each rank's part of LlamaForCausalLM's parameters", 1),
+    (
+        r"lightning_autotp: LlamaForCausalLM on 2 ranks: \d+\.\d% of the parameters are divided, 5 of 21 tensors stay"
+        r" whole; rank 0 holds [\d,]+ of [\d,]+ bytes; \d+ collectives in a step; model\.autotp\.plan\.table\(\) has"
+        r" the details",
+        1,
+    ),
+    (r"lightning_autotp: each rank's part of LlamaForCausalLM's weights was read from /.*model\d in \d+\.\d s", 1),
     # Lightning of its own calls of torch's pytrees, with every strategy.
     (r".*/lightning/pytorch/utilities/_pytree.py:\d+: `isinstance\(treespec, LeafSpec\)` is deprecated.*", 2),
     (r"`Trainer\.fit` stopped: `max_steps=1` reached\.", 1),
@@ -125,8 +129,8 @@ def check_lines(printed: str) -> None:
         assert len(found) <= times, f"{len(found)} times, not {times}: {found[0]}"
         left = [line for line in left if line not in found]
     assert not left, "\n".join(["a start printed what it should not:", *left])
-    said = re.findall(r"lightning_autotp: (planning|LlamaForCausalLM|filling)|(TRAINED)", printed)
-    assert [one or other for one, other in said] == ["planning", "LlamaForCausalLM", "filling", "TRAINED", "TRAINED"]
+    said = re.findall(r"lightning_autotp: (planned|LlamaForCausalLM|each rank)|(TRAINED)", printed)
+    assert [one or other for one, other in said] == ["planned", "LlamaForCausalLM", "each rank", "TRAINED", "TRAINED"]
     check_drawn(printed, 2)
 
 
@@ -268,6 +272,8 @@ def test_without_a_file(environment: dict[str, str]) -> None:
     assert "torchrun --nnodes 2 --nproc-per-node 1" in refused[1]
     assert printed.count("TRAINED 1 of 1") == 2
     check_drawn(printed, 2)
+    assert printed.count("lightning_autotp: LlamaForCausalLM is not divided: there is one tensor-parallel rank") == 2
+    assert "for 1 tensor-parallel ranks" not in printed
     assert re.search(r"^  strategy: autotp$", printed, re.MULTILINE)
 
 

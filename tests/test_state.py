@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import pickle
+import re
 import warnings
 import weakref
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,8 @@ from local_model import Original, cut, layouts, state_of
 from peft import LoraConfig, get_peft_model
 from test_strategy import error_of
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.utils import parametrize
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -233,7 +238,9 @@ LATE: dict[str, Callable[[Any], Any]] = {
 def on_every_rank(rank: int, world_size: int, directory: str) -> dict[str, Any]:
     seen: dict[str, Any] = {}
     for name, way in WAYS.items():
-        model = parallelize(model_of_the_original(), dist.group.WORLD)
+        with redirect_stderr(io.StringIO()) as said:
+            model = parallelize(model_of_the_original(), dist.group.WORLD)
+        seen["said"] = said.getvalue()
         seen["sums"] = sorted(model.autotp.gradient_sums)
         model = way(model)
         holder = nn.ModuleDict({"model": model})
@@ -245,6 +252,8 @@ def on_every_rank(rank: int, world_size: int, directory: str) -> dict[str, Any]:
     partner = model_of_the_original()
     partner.lm_head.weight = (model := model_of_the_original()).lm_head.weight
     parallelize(model, dist.group.WORLD)
+    divided = parallelize_module(model_of_the_original(), init_device_mesh("cpu", (2,)), {"lm_head": ColwiseParallel()})
+    seen["DTensor"] = error_of(parallelize, divided, dist.group.WORLD)
     seen["shared"] = error_of(parallelize, partner, dist.group.WORLD)
     seen["by itself"] = error_of(copy.deepcopy(original).save_pretrained, directory)
     seen["written"] = written(cloned(copy.deepcopy(original)), Path(directory) / "checkpoint")
@@ -349,9 +358,33 @@ def test_what_came_later_is_an_error(case: str, said: str, two: list[dict[str, A
         assert said in seen["late"][case], seen["late"][case]
 
 
+def test_what_was_done_is_said_once(two: list[dict[str, Any]]) -> None:
+    first, other = (seen["said"].splitlines() for seen in two)
+    assert other == []
+    planned, divided, filled = first
+    assert re.fullmatch(
+        r"lightning_autotp: planned and proved Qwen3ForCausalLM for 2 tensor-parallel ranks in \d+\.\d s, traced with"
+        r" a made-up batch",
+        planned,
+    )
+    assert re.match(r"lightning_autotp: Qwen3ForCausalLM on 2 ranks: \d+\.\d% of the parameters are divided", divided)
+    assert re.fullmatch(
+        r"lightning_autotp: each rank's part of Qwen3ForCausalLM's weights was taken from the whole in \d+\.\d s",
+        filled,
+    )
+
+
 def test_a_model_is_parallelized_once(two: list[dict[str, Any]]) -> None:
     for seen in two:
         assert "a model that was parallelized already" in seen["twice"]
+
+
+def test_a_model_that_something_else_has_divided_is_refused(two: list[dict[str, Any]]) -> None:
+    for seen in two:
+        assert (
+            "RuntimeError: lm_head.weight of Qwen3ForCausalLM are DTensors, which parallelize_module" in seen["DTensor"]
+        )
+        assert "leave that out" in seen["DTensor"]
 
 
 def test_a_parameter_is_in_one_parallel_model(two: list[dict[str, Any]]) -> None:

@@ -187,6 +187,11 @@ class Regression(L.LightningModule):
         return getattr(torch.optim, self.optimizer)(self.parameters(), lr=0.1)
 
 
+class WithoutLabels(Task):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.model(input_ids=batch["input_ids"]).loss
+
+
 class FailsOnOneRank(Task):
     def build(self) -> Any:
         if dist.get_rank() == 1:
@@ -257,6 +262,7 @@ def two_ranks(directory: str) -> dict[str, Any]:
     seen["cut"] = attempt(small, ckpt_path=str(folder / "cut.ckpt"))
     seen["another model"] = attempt(small, ckpt_path=str(folder / "end.ckpt"))
     seen["quadratic"] = attempt(Regression("LBFGS"))
+    seen["no loss"] = attempt(WithoutLabels(source), blocks())
     seen["one rank fails"] = attempt(FailsOnOneRank(source))
     seen["nothing there"] = attempt(Empty(source))
     seen["two there"] = attempt(Pair(source))
@@ -441,6 +447,11 @@ def test_ranks_that_see_different_batches_are_told_what_to_do(two: list[dict[str
     ("case", "expected"),
     [
         ("quadratic", "LBFGS computes its update from whole tensors"),
+        (
+            "no loss",
+            "RuntimeError: WithoutLabels.training_step returned no loss, and several processes cannot skip a step",
+        ),
+        ("no loss", 'where its batch has labels: {"input_ids": ids, "labels": ids}'),
         ("one rank fails", "FileNotFoundError: weights are not on this node"),
         ("nothing there", "it holds no Hugging Face model and no child with parameters"),
         ("two there", "AutoTPStrategy(models=[...]) names those that shall be"),

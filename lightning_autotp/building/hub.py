@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -54,15 +55,33 @@ def cached_files_once() -> Iterator[None]:
     processes of a machine must see the same cache directory. Nestable; transformers is as before afterwards.
 
     Raises:
+        FileNotFoundError: from ``from_pretrained`` with a path where there is nothing.
         FetchError: from ``from_pretrained``, on every rank of the machine whose process could not fetch.
         PeerError: if the process that fetches dies.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1 or not asks_hub_by_own_functions():
+    if not asks_hub_by_own_functions():
         yield
-        return
-    calls = _Calls()
-    with with_hub_functions(calls.files, calls.has_file, calls.commit):
-        yield
+    elif not dist.is_initialized() or dist.get_world_size() == 1:
+        with with_hub_functions(_checked, _checked, _checked):
+            yield
+    else:
+        calls = _Calls()
+        with with_hub_functions(calls.files, calls.has_file, calls.commit):
+            yield
+
+
+def refuse_missing(model: str) -> None:
+    """Refuse the path of a directory that does not exist: it is no id, so the Hub need not be asked for it.
+
+    Raises:
+        FileNotFoundError: if it is one.
+    """
+    is_path = model.startswith((".", "/", "~")) or model.endswith("/") or model.count("/") > 1
+    if is_path and "://" not in model and not os.path.exists(model):
+        raise FileNotFoundError(
+            f"{model} does not exist: as seen from {os.getcwd()} there is no such file or directory, and an id of the"
+            " Hub is NAME or OWNER/NAME. Correct the path, or make it absolute"
+        )
 
 
 class _Calls:
@@ -169,5 +188,18 @@ def _named(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     return inspect.signature(function).bind(*args, **kwargs).arguments
 
 
+def _checked(ask: Callable[..., Any]) -> Callable[..., Any]:
+    """One of the functions, which does not ask for what is no id."""
+
+    @wraps(ask)  # where contexts are nested, it is one itself
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        repository, *_ = _named(ask, args, kwargs).values()
+        refuse_missing(str(repository))
+        return ask(*args, **kwargs)
+
+    return checked
+
+
 def _is_local(repository: str, given: dict[str, Any]) -> bool:
+    refuse_missing(repository)
     return os.path.isdir(repository) or bool(given.get("local_files_only")) or is_offline_mode()

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import AutoConfig, GenerationConfig
 
 from lightning_autotp.building.checkpoint_reading import MismatchError
+from lightning_autotp.building.hub import refuse_missing
 from lightning_autotp.checkpoints.export import ENTRY, Exported, tokenizer_of, write_model, written_dtype
 from lightning_autotp.checkpoints.files import read_checkpoint, refuse_foreign
 from lightning_autotp.checkpoints.reversal import plan_export, set_conversions, skeleton
@@ -175,6 +176,7 @@ def _choose(checkpoint: Mapping[str, Any], path: Path, model: str | None, prefix
 
 def _of_directory(model: str) -> tuple[type[PreTrainedModel], Any, Any]:
     """The class, configuration and generation configuration of a model's directory or Hub id."""
+    refuse_missing(model)
     config = AutoConfig.from_pretrained(model)
     if not config.architectures:
         raise ValueError(

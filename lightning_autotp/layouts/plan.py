@@ -231,7 +231,8 @@ class Plan:
         gap: the share of a step's price that another plan could save at most; 0 where this is the cheapest.
         traced_with: where the call that was traced comes from.
         kept_parts: attributes of modules that are this rank's part of a tensor after a forward.
-        whole_tokens: where sequence parallelism was asked for, and tokens are not dealt out all the same: why.
+        whole_tokens: where sequence parallelism was asked for, and tokens are not dealt out all the same: where, if
+            elsewhere they are; else why.
     """
 
     model: str
@@ -361,7 +362,8 @@ class Plan:
             lines.append(f"traced with {self.traced_with}")
         if self.deals_tokens:
             lines.append("sequence parallel: between sharded regions each rank has a part of the tokens")
-        lines += [f"every rank has all tokens: {why}" for why in self.whole_tokens]
+        where = " in" if self.deals_tokens else ":"
+        lines += [f"every rank has all tokens{where} {why}" for why in self.whole_tokens]
         lines += [f"after a forward each rank has its part of the attribute {name}" for name in self.kept_parts]
         lines += [
             f"{head}: its loss is computed a few tokens at a time, exactly (with one copy of the model); all logits"

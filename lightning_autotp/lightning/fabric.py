@@ -23,7 +23,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lightning_autotp.building.pretrained import meta_model
-from lightning_autotp.building.quantization import refuse_quantized
 from lightning_autotp.capture.capture import CaptureError
 from lightning_autotp.checkpoints.export import ENTRY, describe_models
 from lightning_autotp.checkpoints.files import read_checkpoint, read_stored
@@ -49,7 +48,7 @@ from lightning_autotp.lightning.processes import (
 from lightning_autotp.lightning.saving import CheckpointWriter
 from lightning_autotp.parallel.head_product import compute_undone
 from lightning_autotp.parameters.state import is_parallel, parallel_models
-from lightning_autotp.pipeline import make_local
+from lightning_autotp.pipeline import make_local, refuse_unfit
 from lightning_autotp.private.lightning_private import (
     BackwardSync,
     FabricModelParallelStrategy,
@@ -228,7 +227,7 @@ class AutoTPFabricStrategy(ParallelRanks, FabricModelParallelStrategy):
             self._refuse_optimizers_of(module)
             models = self._models_of(module)
             for model, _ in models:
-                refuse_quantized(model)
+                refuse_unfit(model)
         copies = self.device_mesh["data_parallel"] if self.data_ranks != 1 else None
         for model, inputs in models:
             check_same_weights(model, None)

@@ -12,19 +12,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
-from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 
-from lightning_autotp.building.quantization import refuse_quantized
 from lightning_autotp.capture.capture import Call, CaptureError, in_small
 from lightning_autotp.layouts.step_size import TokensPerStep
 from lightning_autotp.lightning.discovery import fill_remaining
 from lightning_autotp.lightning.first_step import FirstStep, first_step
-from lightning_autotp.parameters.state import is_parallel, parallel_state
-from lightning_autotp.pipeline import fill_local, make_local
+from lightning_autotp.parameters.state import is_parallel
+from lightning_autotp.pipeline import fill_local, make_local, refuse_unfit
 from lightning_autotp.proving.new_calls import with_rows
 from lightning_autotp.ranks.agreement import check_same_weights, raise_together
 from lightning_autotp.solving.options import PlanOptions
@@ -38,7 +36,7 @@ def make_models_local(
     copies: DeviceMesh | None,
     options: PlanOptions,
 ) -> None:
-    """Plan for, cut and prove these models. Collective over all processes; rank 0 says what was found.
+    """Plan for, cut and prove these models. Collective over all processes.
 
     A model without example inputs is traced in the call that the first training step makes of it, where that can be
     looked at; else with a made-up batch. A plan that is given is of a made-up batch already.
@@ -56,7 +54,7 @@ def make_models_local(
     """
     with raise_together(None, "looking at the models"):
         for model, _ in models:
-            refuse_quantized(model)
+            refuse_unfit(model)
     asked = [model for model, inputs in models if inputs is None and options.plan is None]
     is_price_unknown = options.plan is None and options.tokens == TokensPerStep()
     step = FirstStep(options.tokens)
@@ -69,13 +67,10 @@ def make_models_local(
     calls = dict(zip(asked, step.calls, strict=True))
     for model, inputs in models:
         check_same_weights(model, None)
-        rank_zero_info(f"lightning_autotp: planning {type(model).__name__} for {group.size()} tensor-parallel ranks")
         if model in calls:
             _make_local_for_call(model, calls[model], step.why, group, copies, options)
         else:
             make_local(model, group, inputs, options, copies)
-        plan = parallel_state(model).plan
-        rank_zero_info(f"lightning_autotp: {plan.summary}. Proved; model.autotp.plan.table() has the details")
 
 
 def _make_local_for_call(
@@ -128,7 +123,6 @@ def fill_models(
         copies: the ranks that have the same part of the other copies of the models, if there are several copies.
     """
     for model in models:
-        rank_zero_info(f"lightning_autotp: filling each rank's part of {type(model).__name__}'s parameters")
         fill_local(model, device, copies)
     with raise_together(None, f"initializing the {type(module).__name__}'s own parameters"):
         fill_remaining(module)

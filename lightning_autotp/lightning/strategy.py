@@ -365,7 +365,17 @@ class AutoTPStrategy(ParallelRanks, ModelParallelStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """A step; the first of a kind are watched. What it reads from a dataloader is compared as batches are."""
         with self._watch_step("training", args):
-            return super().training_step(*self._noting(args), **kwargs)
+            output = super().training_step(*self._noting(args), **kwargs)
+        module = self.lightning_module
+        assert module is not None
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if loss is None and module.automatic_optimization and self.world_size > 1:
+            raise RuntimeError(
+                f"{type(module).__name__}.training_step returned no loss, and several processes cannot skip a step."
+                ' A Hugging Face model computes one only where its batch has labels: {"input_ids": ids, "labels": ids}'
+                " for a causal language model. Else return what you compute of its logits (lightning_autotp.losses)"
+            )
+        return output
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Likewise, unless the job has been asked to end."""

@@ -51,14 +51,15 @@ def _lines(error: Exception) -> Iterator[str]:
     elif raised is not None and not raised.is_first:
         yield f"{type(error).__name__}, as on rank {raised.first}\n"
     else:
-        found = TracebackException.from_exception(error)
-        yield from found.format_exception_only()
-        yield from _frames(found)
-        while (found := found.__cause__ or (None if found.__suppress_context__ else found.__context__)) is not None:
-            if any(_library(frame) is None for frame in found.stack):
-                yield "caused by "
+        found: TracebackException | None = TracebackException.from_exception(error)
+        caused_by = ""
+        while found is not None:
+            if not caused_by or any(_library(frame) is None for frame in found.stack):
+                yield caused_by
                 yield from found.format_exception_only()
                 yield from _frames(found)
+            caused_by = "caused by "
+            found = found.__cause__ or (None if found.__suppress_context__ else found.__context__)
         yield f"(frames of libraries are left out: {WHOLE}=INFO in the environment shows them)\n"
 
 

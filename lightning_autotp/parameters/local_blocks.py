@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from lightning_autotp.layouts.listing import listed
 from lightning_autotp.layouts.ownership import Run
 from lightning_autotp.parameters.meta import ParameterMeta, Slices
 from lightning_autotp.parameters.quantized_weight import QuantizedWeight
@@ -43,6 +44,21 @@ def _detached(tensor: Tensor) -> Tensor:
     with without_subclasses():  # a part of a gradient that answers for the whole is an ordinary tensor, too
         detached = tensor.detach()
     return detached.values() if isinstance(detached, QuantizedWeight) else detached
+
+
+def refuse_cut(model: nn.Module) -> None:
+    """Refuse a whole model of which something has divided parameters already.
+
+    Raises:
+        RuntimeError: naming them.
+    """
+    names = [name for name, parameter in model.named_parameters() if is_cut(parameter)]
+    if names:
+        raise RuntimeError(
+            f"{listed(names)} of {type(model).__name__} are DTensors, which parallelize_module, distribute_tensor or"
+            " fully_shard has divided already: leave that out. lightning_autotp divides the whole model itself, and"
+            " data_parallel_size= (or data_mesh= of parallelize) lets FSDP2 cut its copies"
+        )
 
 
 def is_cut(tensor: Tensor) -> bool:

@@ -177,6 +177,7 @@ class _Search:
             profile = replace(profile, activation_price=SEQUENCE_PARALLEL_PRICE, all_reduce_passes=2.0)
         cuts = self.pins | {name: _cut(solution.layouts.get(at)) for at, name in self.graph.parameters.items()}
         undealt: dict[int, str] = {}
+        messages: dict[str, str] = {}
         while True:
             dealt = self._solved(cuts, profile, dealt_on=solution, undealt=undealt)
             try:
@@ -188,13 +189,15 @@ class _Search:
                 more = next((region for region in regions if region - undealt.keys()), None)
                 if more is None:
                     return replace(plan, whole_tokens=(str(mismatch),)), solution
-                why = f"{mismatch.module or 'the model'}: code there needs them ({mismatch.message})"
+                why = f"{mismatch.module or 'the model'}, whose code uses their number"
                 undealt |= dict.fromkeys(more, why)
+                messages.setdefault(why, mismatch.message)
         reasons = {parameter.names: parameter.reasons for parameter in plan.parameters}
         parameters = tuple(replace(parameter, reasons=reasons[parameter.names]) for parameter in found.parameters)
-        whole = tuple(dict.fromkeys(undealt.values()))
-        if not found.deals_tokens and not whole:
-            whole = ("dealing them out costs more than it saves",)
+        whole = tuple(messages)
+        if not found.deals_tokens:
+            failed = tuple(f"{why} ({message})" for why, message in messages.items())
+            whole = failed or ("dealing them out costs more than it saves",)
         return replace(found, parameters=parameters, whole_tokens=whole), dealt
 
     def _solved(self, pins: Mapping[str, int | None], profile: Profile, **dealing: Any) -> Solution:

@@ -7,7 +7,7 @@ start, or made on another machine is proved like one that was just made.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from lightning_autotp.layouts.places import Boundary, CallPoint
@@ -38,7 +38,7 @@ def read_plan(plan: Plan, graph: Graph, implementations: Implementations) -> tup
         PlanMismatch: if the plan is not of this model, or says what the operators' rules do not allow; it names the
             first difference.
     """
-    difference = _other_model(plan, graph)
+    difference = _other_parameters(plan, graph) or _other_model(plan, graph)
     if difference:
         raise PlanMismatch(f"the plan was made for another model: {difference}")
     _refuse_cut_blocks(plan, graph)
@@ -108,6 +108,42 @@ def _refuse_cut_blocks(plan: Plan, graph: Graph) -> None:
                 f" float8 take: it may be cut at multiples of {list(units)} only. Make a plan of the model with its"
                 " quantization_config, or after convert_to_float8_training"
             )
+
+
+def _other_parameters(plan: Plan, graph: Graph) -> str:
+    """What is different about the parameters that the model uses, in numbers; empty if nothing is."""
+    theirs = {name: parameter.shape for parameter in plan.parameters for name in parameter.names}
+    ours = {name: graph.tensors[tensor].shape for tensor, name in graph.parameters.items()}
+    used = {name for p in plan.parameters if isinstance(p.layout, Shard) for name in p.names[:1]}
+    strangers = [*(used - ours.keys()), *(ours.keys() - theirs.keys())]
+    resized = [name for name in ours if theirs.get(name, ours[name]) != ours[name]]
+    if not strangers and not resized:
+        return ""
+    told = []
+    lengths, here = _lengths(theirs), _lengths(ours)
+    differing = [path for path in lengths if path in here and here[path] != lengths[path]]
+    if strangers and differing:
+        path = differing[0]
+        told.append(f"{path} is of length {lengths[path]} in the plan and {here[path]} here")
+    elif strangers:
+        which = "here but not in the plan" if min(strangers) in ours else "in the plan but not here"
+        told.append(f"{min(strangers)} is {which}")
+    if resized:
+        name = resized[0]
+        more = f" (and {len(resized) - 1} more parameters)" if len(resized) > 1 else ""
+        told.append(f"{name} is {list(theirs[name])} in the plan and {list(ours[name])} here{more}")
+    return f"{'; '.join(told)}. Give plan= the plan of this model, or leave it out"
+
+
+def _lengths(names: Iterable[str]) -> dict[str, int]:
+    """How many modules the lists of modules have, by the lists' paths."""
+    found: dict[str, set[str]] = {}
+    for name in names:
+        parts = name.split(".")
+        for place, part in enumerate(parts):
+            if part.isdecimal():
+                found.setdefault(".".join(parts[:place]), set()).add(part)
+    return {path: len(numbers) for path, numbers in found.items()}
 
 
 def _other_model(plan: Plan, graph: Graph) -> str:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 
-from lightning_autotp.layouts.dims import leaves
 from lightning_autotp.layouts.listing import listed
 from lightning_autotp.layouts.places import Boundary, CallPoint
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.layouts.step_size import TokensPerStep
 from lightning_autotp.layouts.types import Layout
 from lightning_autotp.operators.graph import Graph
+from lightning_autotp.solving.candidates import candidates
 from lightning_autotp.solving.cost import Profile
 from lightning_autotp.solving.elimination import MOST_SECONDS, Elimination, NoAssignment
 from lightning_autotp.solving.implementations import Implementations
@@ -156,12 +156,15 @@ def _not_as_planned(tables: Tables, tensor: int) -> str:
 
 
 def _nothing(tables: Tables) -> str:
-    sizes = sorted({axis.size for dims in tables.dims.values() for dim in dims for axis in leaves(dim)}, reverse=True)
-    largest = f"the most units of any of its dims are {sizes[0]}" if sizes else "its forward uses no parameters"
-    return (
-        f"nothing in this model can be divided among {tables.ranks} ranks: {largest}. "
-        "Use a smaller tensor_parallel_size."
-    )
+    dims = [tables.dims[tensor] for tensor in tables.graph.parameters if tensor in tables.dims]
+    most = next((ranks for ranks in range(tables.ranks - 1, 1, -1) if candidates(dims, ranks)), None)
+    if most is not None:
+        what = f"but among {most} or fewer: use tensor_parallel_size={most}, or less"
+    elif dims:
+        what = "or fewer: its operators leave no dim of its parameters to be divided. Use tensor_parallel_size=1"
+    else:
+        what = "or fewer: its forward uses no parameters. Use tensor_parallel_size=1"
+    return f"nothing in this model can be divided among {tables.ranks} ranks, {what}"
 
 
 def _converted_differently(solution: Solution) -> set[Boundary | CallPoint]:

@@ -115,7 +115,8 @@ def misleading(func: Callable[..., Any], gradient: PartOfGradient, detail: str =
         " lightning_autotp.clip_gradients_norm(model, max_norm) clips. Elementwise functions, norms and sums over all"
         " elements are right as they are, and, unless FSDP2 has cut the model, masks of the whole shape, slices of rows"
         " or columns, randn_like and rand_like. What is meant for this rank's part alone takes it as a plain tensor:"
-        " gradient.as_subclass(torch.Tensor)"
+        " gradient.as_subclass(torch.Tensor). An optimizer whose step calls it is one process's in a"
+        " lightning_autotp.WholeMatrixOptimizer(module, parameters, kind, lr=...), which gives it whole tensors"
     )
 
 

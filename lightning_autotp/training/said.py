@@ -1,0 +1,49 @@
+"""What a start says, once in a job: what was planned, how much of it is divided, and where the weights came from."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import perf_counter
+
+import torch.distributed as dist
+from torch import nn
+
+from lightning_autotp.layouts.listing import listed
+from lightning_autotp.parameters.state import ParallelState, parallel_state
+
+
+@contextmanager
+def says_plan(model: nn.Module) -> Iterator[None]:
+    """Around planning and proving, after which the model is this rank's local one."""
+    began = perf_counter()
+    yield
+    plan, name = parallel_state(model).plan, type(model).__name__
+    if plan.ranks == 1:
+        _say(f"{name} is not divided: there is one tensor-parallel rank (devices=1, or as many copies as devices)")
+        return
+    traced = f", traced with {plan.traced_with}" if plan.traced_with else ""
+    _say(f"planned and proved {name} for {plan.ranks} tensor-parallel ranks in {perf_counter() - began:.1f} s{traced}")
+    _say(f"{plan.summary}; model.autotp.plan.table() has the details")
+
+
+@contextmanager
+def says_weights(model: nn.Module) -> Iterator[None]:
+    """Around filling in the parameters of a local model."""
+    began, how = perf_counter(), _how(parallel_state(model))
+    yield
+    _say(f"each rank's part of {type(model).__name__}'s weights was {how} in {perf_counter() - began:.1f} s")
+
+
+def _how(state: ParallelState) -> str:
+    """How the weights come to be there."""
+    if not any(meta.need_initialize for meta in state.metas.values()):
+        return "taken from the whole"
+    origins = dict.fromkeys(source.origin for source in state.sources.values())
+    return f"read from {listed(list(origins))}" if origins else "initialized"
+
+
+def _say(text: str) -> None:
+    if dist.get_rank() == 0:
+        print(f"lightning_autotp: {text}", file=sys.stderr, flush=True)
