@@ -33,8 +33,8 @@ def ids(*shape: int) -> Tensor:
     return torch.zeros(shape, dtype=torch.long, device="meta")
 
 
-def traced(model: nn.Module, rows: int, length: int) -> Graph:
-    batch = {"input_ids": ids(rows, length), "labels": ids(rows, length), "use_cache": False}
+def traced(model: nn.Module, rows: int, length: int, use_cache: bool = False) -> Graph:
+    batch = {"input_ids": ids(rows, length), "labels": ids(rows, length), "use_cache": use_cache}
     graph = capture(model, batch)
     return open_calls(graph, IMPLEMENTATIONS)
 
@@ -164,11 +164,20 @@ def test_rows_grow_where_there_are_no_sequences() -> None:
     assert scaled(graph, TokensPerStep(size=StepSize(256))).sizes.step == StepSize(256)
 
 
-def test_a_single_row_stands_for_packed_sequences() -> None:
-    graph = traced(meta_model("llama", num_hidden_layers=1), 1, 50)
+def test_a_single_row_stands_for_those_of_the_step() -> None:
+    model = meta_model("llama", num_hidden_layers=1)
+    one, several = traced(model, 1, 50), traced(model, 5, 61)
+    assert scaled(one).sizes.step == StepSize(4, (NOMINAL_LENGTH,))
+    assert sizes_of(one)[4, NOMINAL_LENGTH, 112] == sizes_of(several)[4, NOMINAL_LENGTH, 112] > 0
+    # Each row attends to itself: the work does not grow with all tokens squared.
+    assert attention_work(one) == pytest.approx(attention_work(several), rel=1e-6)
+
+
+def attention_work(graph: Graph) -> float:
     tables = scaled(graph)
-    assert tables.sizes.step == StepSize(1, (NOMINAL_TOKENS,))
-    assert sizes_of(graph)[1, NOMINAL_TOKENS, 112]
+    relations = [r for r in tables.relations if "dot_product_attention" in r.operator.name]
+    assert len(relations) == 1
+    return tables.work(relations[0])[0]
 
 
 # -- the same plan whatever the trace --------------------------------------------------------------------------------
@@ -180,6 +189,17 @@ def test_the_price_does_not_depend_on_the_trace(family: str) -> None:
     first, second = (solve(traced(model, *size), 2, IMPLEMENTATIONS) for size in ((5, 61), (3, 157)))
     assert layouts(first) == layouts(second)
     assert second.cost == pytest.approx(first.cost, rel=1e-3)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt2", "bloom"])
+def test_the_plan_does_not_depend_on_the_trace(family: str) -> None:
+    """On three ranks, which do not divide the heads: not for a single row, nor as many rows as tokens, nor a cache."""
+    model = meta_model(family)
+    expected = solve(traced(model, 5, 61), 3, IMPLEMENTATIONS)
+    for rows, length, use_cache in ((1, 50, False), (8, 8, False), (3, 157, True)):
+        found = solve(traced(model, rows, length, use_cache), 3, IMPLEMENTATIONS)
+        assert layouts(found) == layouts(expected), (rows, length, use_cache)
+        assert collectives(found) == collectives(expected), (rows, length, use_cache)
 
 
 def test_a_parameter_much_smaller_than_a_matrix_is_held_for_nothing() -> None:
@@ -257,7 +277,8 @@ def test_the_cheapest_plan_of_large_mixtures(build: Any, layers: int) -> None:
 
 def test_key_and_value_heads_of_qwen3_235b_are_shared() -> None:
     """At 305 tokens two more all-reduces a layer looked cheaper than summing the gradients of K and V once."""
-    graph = traced(qwen3_235b(2), 5, 61)
+    model = qwen3_235b(2)
+    graph = traced(model, 5, 61)
     few, best = solve(graph, 8, IMPLEMENTATIONS, tokens=FEW), solve(graph, 8, IMPLEMENTATIONS, tokens=NOMINAL)
     assert price(few, NOMINAL, IMPLEMENTATIONS) > best.cost
     found = layouts(best)
@@ -269,6 +290,8 @@ def test_key_and_value_heads_of_qwen3_235b_are_shared() -> None:
     assert of_best.total() < collectives(few).total()
     assert of_best[4096] == 4 * 2
     assert set(of_best) == {4096, 128}
+    # Called with a cache, the model gives attention its few key heads, which meet each rank's own query heads.
+    assert layouts(solve(traced(model, 3, 4093, use_cache=True), 8, IMPLEMENTATIONS)) == found
 
 
 def collectives(solution: Solution) -> Counter[int]:

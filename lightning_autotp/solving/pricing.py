@@ -14,12 +14,15 @@ An axis of positions, which indices have, and some of its positions (all tokens 
 their number. A tensor has one axis of rows, its first. What values count (the tokens that choose an expert) grows with
 both. Only axes that occur in no parameter count: a model may have as many heads as the batch has rows. The exception
 are axes of indices (token ids, positions), which are never features: a table of positions is a parameter that has an
-axis of tokens. (The made-up batch's sizes are primes that equal no size of the model.)
+axis of tokens. (The made-up batch's sizes are primes that equal no size of the model.) Where an example has as many
+rows as tokens, its own tensors tell which axis is which.
+
+An example with a single row has no axis of rows to be seen: every tensor computed from it is there once for each row of
+the step.
 
 Where only a number of tokens is known, the sequences are :data:`NOMINAL_LENGTH` long at most, so that the price, which
-grows with their length squared, does not depend on how long those of the trace are. An example with a single row stands
-for packed sequences: its one row grows. A model without sequences gets as many rows as make that many positions of
-its median hidden state (patches of a picture).
+grows with their length squared, does not depend on how long those of the trace are. A model without sequences gets as
+many rows as make that many positions of its median hidden state (patches of a picture).
 """
 
 from __future__ import annotations
@@ -63,6 +66,8 @@ class ScaledSizes:
             for tensor, dims in relation.inputs.items():
                 if tensor in graph.parameters:
                     self._in_parameters |= {axis.id for dim in dims for axis in leaves(dim)}
+        if self._example.rows in self._example.lengths:
+            self._tell_apart(relations, positions)
         for relation in relations:
             for tensor, dims in relation.inputs.items():
                 info = graph.tensors[tensor]
@@ -85,11 +90,9 @@ class ScaledSizes:
             length = self.step.longest / self._example.longest
         if self._example.rows > 1:
             rows = self.step.rows / self._example.rows
-        elif self._example.lengths:  # one row of all tokens
-            length *= self.step.rows
         self._growth = {_ROWS: rows, _TOKENS: length, _BOTH: rows * length}
-        if self._example.rows in self._example.lengths:  # which is which cannot be told
-            self._growth |= dict.fromkeys((_ROWS, _TOKENS), math.sqrt(rows * length))
+        self._copies = self.step.rows if self._example.rows == 1 else 1
+        self._of_a_row = self._computed_from_the_row() if self._copies > 1 else set()
 
     @property
     def growing(self) -> frozenset[int]:
@@ -104,6 +107,11 @@ class ScaledSizes:
 
     def shape(self, tensor: int, dims: Dims) -> tuple[float, ...]:
         """The tensor's shape, from its resolved dims."""
+        times, shape = self.times(tensor, dims), self.shape_of_copy(tensor, dims)
+        return (times * shape[0], *shape[1:]) if shape else shape
+
+    def shape_of_copy(self, tensor: int, dims: Dims) -> tuple[float, ...]:
+        """The shape of one of the tensor's copies."""
         if tensor in self._graph.parameters:
             return self._graph.tensors[tensor].shape
         sizes, has_rows = [], False
@@ -111,6 +119,10 @@ class ScaledSizes:
             size, has_rows = self._size(dim, has_rows)
             sizes.append(size)
         return tuple(sizes)
+
+    def times(self, tensor: int, dims: Dims) -> int:
+        """How many copies of the tensor there are, one after the other along its first dim."""
+        return self._copies if dims and tensor in self._of_a_row else 1
 
     def bytes(self, tensor: int, dims: Dims) -> float:
         """The tensor's bytes, from its resolved dims."""
@@ -143,6 +155,28 @@ class ScaledSizes:
         if longest > 1 and size and size % longest == 0:
             return _BOTH if rows > 1 and size % (rows * longest) == 0 else _TOKENS
         return None
+
+    def _computed_from_the_row(self) -> set[int]:
+        """Tensors that are others for each row of a batch, where the example has one."""
+        lengths, tensors = self._example.lengths, self._graph.tensors
+        shapes = ((tensor, tensors[tensor].shape) for tensor in self._graph.loose())
+        found = {t for t, shape in shapes if shape[:1] == (1,) and (not lengths or {*shape[1:]} & {*lengths})}
+        for operator in self._graph.operators:
+            if not found.isdisjoint(operator.inputs):
+                found.update(operator.outputs)
+        return found
+
+    def _tell_apart(self, relations: Sequence[Relation], positions: Collection[int]) -> None:
+        """Note which axes are rows and which are tokens, where there are as many: by the dims of what is given."""
+        self._kinds |= dict.fromkeys(positions, _TOKENS)
+        square = (self._example.rows, self._example.rows)
+        for relation in relations:
+            for tensor, dims in relation.inputs.items():
+                info = self._graph.tensors[tensor]
+                is_given = info.is_static and (len(dims) == 3 if info.is_floating else info.dtype.startswith("int"))
+                if is_given and info.shape[:2] == square:
+                    self._kinds |= {axis.id: _ROWS for axis in leaves(dims[0])}
+                    self._kinds |= {axis.id: _TOKENS for axis in leaves(dims[1])}
 
     def _recognise(self, dim: Dim, everywhere: bool = False) -> None:
         """Note which axes of a dim grow; ``everywhere``: also such as occur in parameters."""
@@ -187,8 +221,6 @@ class ScaledSizes:
             return tokens.size
         if not example.lengths:
             return StepSize(max(1, round(tokens.number / self._positions(relations))))
-        if example.rows == 1:
-            return StepSize(1, (tokens.number,))
         length = min(tokens.number, NOMINAL_LENGTH)
         return StepSize(max(1, round(tokens.number / length)), (length,))
 

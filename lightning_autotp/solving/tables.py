@@ -509,11 +509,11 @@ class Tables:
                 for tensor in (*relation.inputs, *relation.outputs)
                 if tensor in self.dims and number in self.touching[tensor]
             ]
-            share = max(shares, default=1.0)
+            share = min(shares, default=1.0)  # a key head that several ranks hold meets each one's own query heads
             known = record(relation.operator.name)
             if known is not None and known.is_by_choice:
                 share = self.profile.busiest(share)
-        return self.profile.compute(*self._work(relation), share)
+        return self.profile.compute(*self.work(relation), share)
 
     def _updating(self, relation: Relation, axes: Collection[int]) -> float:
         """The price of gathering what the operator writes into its static operands, a part of them on each rank."""
@@ -527,14 +527,18 @@ class Tables:
         tensors = {name: value.tensor for name, value in arguments if isinstance(value, Ref)}
         return {name: self.sizes.shape(tensor, relation.inputs[tensor]) for name, tensor in tensors.items()}
 
-    def _work(self, relation: Relation) -> tuple[float, float]:
+    def work(self, relation: Relation) -> tuple[float, float]:
         """Floating-point operations of an operator, and the bytes it touches, both for whole tensors."""
         position = self.position[id(relation.operator)]
         if position not in self._works:
             operator, dims = relation.operator, relation.inputs | relation.outputs
             shapes = {tensor: self.sizes.shape(tensor, found) for tensor, found in dims.items()}
+            touched = count_touched(operator, lambda tensor: shapes[tensor], self.graph)
+            times = max(self.sizes.times(tensor, found) for tensor, found in dims.items())
+            if times > 1:  # each row attends to itself
+                shapes = {tensor: self.sizes.shape_of_copy(tensor, found) for tensor, found in dims.items()}
             flops = count_flops(operator, lambda tensor: shapes[tensor])
-            self._works[position] = flops, count_touched(operator, lambda tensor: shapes[tensor], self.graph)
+            self._works[position] = times * flops, touched
         return self._works[position]
 
     def _conversions(self, operator: Operator, source: int, target: int) -> Iterator[tuple[dict[int, Kind], float]]:
