@@ -314,9 +314,9 @@ def _note_kept(traced: nn.Module, before: Collection[int], tracer: Tracer) -> No
         before: the ``id`` of every tensor that its modules had before; all of these are alive.
         tracer: what it ran under.
     """
-    for *place, tensor in _tensors_of_modules(traced):
+    for path, name, is_buffer, tensor in _tensors_of_modules(traced):
         if id(tensor) not in before:
-            tracer.keep(*place, tensor)
+            tracer.keep(path, name, is_buffer, tensor)
 
 
 def step_size(tensors: Iterable[Tensor]) -> StepSize:
