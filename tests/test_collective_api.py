@@ -94,7 +94,8 @@ class Contrasts(L.LightningModule):
             return
         trainer, strategy, copy = self.trainer, self.trainer.strategy, self.copy
         value = torch.tensor([1.0 + copy, 5.0])
-        self.found |= rows_of(strategy, self, strategy.reduce, self.tower.counted, value)
+        (counts,) = (callback for callback in trainer.callbacks if isinstance(callback, Counts))  # type: ignore[attr-defined]
+        self.found |= rows_of(strategy, self, strategy.reduce, [self.tower.counted, counts.counted], value)
         self.found |= {
             "ranks": (trainer.world_size, trainer.global_rank, trainer.local_rank, trainer.is_global_zero),
             "devices": trainer.num_devices,
@@ -117,11 +118,11 @@ class Contrasts(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.3)
 
 
-def rows_of(strategy: Any, api: Any, reduce: Any, metric: SumMetric, value: Tensor) -> dict[str, Any]:
+def rows_of(strategy: Any, api: Any, reduce: Any, metrics: list[SumMetric], value: Tensor) -> dict[str, Any]:
     """What the Trainer and Fabric both have."""
-    outside = SumMetric(process_group=strategy.data_parallel_group)
-    for each in (metric, outside):
-        each.update(value[0])
+    metrics = [*metrics, SumMetric(process_group=strategy.data_parallel_group)]
+    for metric in metrics:
+        metric.update(value[0])
     group = dist.new_group()  # of all processes, but not the default one: what is asked for is done
     found = {
         "gathered": api.all_gather(value),
@@ -135,10 +136,17 @@ def rows_of(strategy: Any, api: Any, reduce: Any, metric: SumMetric, value: Tens
         "broadcast": strategy.broadcast({"rank": strategy.global_rank}, src=strategy.world_size - 1),
         "decisions": [strategy.reduce_boolean_decision(strategy.global_rank == 0, every) for every in (True, False)],
         "rank zero": rank_zero_only(lambda: "ran")(),
-        "metrics": [float(each.compute()) for each in (metric, outside)],
+        "metrics": [float(metric.compute()) for metric in metrics],
     }  # fmt: skip
     strategy.barrier()
     return found
+
+
+class Counts(L.Callback):
+    """Has a metric."""
+
+    def __init__(self) -> None:
+        self.counted = SumMetric()
 
 
 class Kept(Logger):
@@ -160,8 +168,9 @@ def fit(kind: str, strategy: Any = "auto", devices: int = 1, copies: int = 1) ->
     task, kept = Contrasts(kind), Kept()
     monitor = ThroughputMonitor(len, lambda rows: rows.numel(), window_size=2, separator="|")
     L.Trainer(
-        accelerator="cpu", devices=devices, strategy=strategy, logger=kept, callbacks=monitor, log_every_n_steps=1,
-        max_epochs=1, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        accelerator="cpu", devices=devices, strategy=strategy, logger=kept, callbacks=[monitor, Counts()],
+        log_every_n_steps=1, max_epochs=1, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
     ).fit(task)  # fmt: skip
     measured = [
         {n[6:]: x for n, x in row.items() if n.startswith("train|")} for row in kept.rows if "train|time" in row
@@ -171,7 +180,9 @@ def fit(kind: str, strategy: Any = "auto", devices: int = 1, copies: int = 1) ->
 
 def loop(kind: str, strategy: Any = "auto", devices: int = 1, copies: int = 1) -> dict[str, Any]:
     fabric = Fabric(accelerator="cpu", strategy=strategy, devices=devices)
+    early = fabric.to_device(SumMetric())  # which knows of no group yet
     fabric.launch()
+    assert early.process_group is None
     copy = fabric.global_rank * copies // devices
     tower = Tower()
     model, optimizer = fabric.setup(tower, torch.optim.SGD(tower.parameters(), lr=0.3))
@@ -179,7 +190,9 @@ def loop(kind: str, strategy: Any = "auto", devices: int = 1, copies: int = 1) -
     monitor = FabricThroughputMonitor(fabric, window_size=2, separator="|")
     if devices > 1:
         value = torch.tensor([1.0 + copy, 5.0])
-        found |= rows_of(fabric.strategy, fabric, fabric.all_reduce, tower.counted, value)
+        metrics: Any = [tower.counted, fabric.to_device(SumMetric())]
+        found |= rows_of(fabric.strategy, fabric, fabric.all_reduce, metrics, value)
+        found["sampler"] = fabric.strategy.distributed_sampler_kwargs
         with fabric.rank_zero_first():
             pass
         found["ranks"] = fabric.world_size, fabric.global_rank, fabric.local_rank, fabric.is_global_zero
@@ -263,21 +276,22 @@ def test_what_every_call_gives(api: str, size: tuple[int, int], found: dict[Any,
         assert seen["broadcast"] == {"rank": devices - 1}
         assert seen["decisions"] == [False, True]
         assert seen["rank zero"] == ("ran" if rank == 0 else None)
-        assert seen["metrics"] == [total[0], total[0]]
+        assert seen["metrics"] == [total[0], total[0], total[0]]
         assert seen["ranks"] == (devices, rank, rank, rank == 0)
+        place = {"num_replicas": copies, "rank": rank // tensor_ranks}
+        assert seen["sampler"] == (None if api == "Fabric" and copies == 1 else place)
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_what_the_trainer_counts_and_logs(size: tuple[int, int], found: dict[Any, list[dict[str, Any]]]) -> None:
     tensor_ranks, copies = size
     total, steps = sum(range(1, copies + 1)), len(ROWS) // OF_STEP
-    for rank, seen in enumerate(found[(LOSSES[0], "Trainer", *size)]):
+    for seen in found[(LOSSES[0], "Trainer", *size)]:
         assert seen["logged"] == {
             "mean": total / copies, "sum": total, "mean of an epoch": total / copies, "sum of an epoch": total * steps,
         }  # fmt: skip
         assert seen["devices"] == tensor_ranks * copies
         assert seen["steps"] == (steps, steps)
-        assert seen["sampler"] == {"num_replicas": copies, "rank": rank // tensor_ranks}
 
 
 def rates(before: dict[str, float], after: dict[str, float], copies: int, devices: int) -> dict[str, float]:

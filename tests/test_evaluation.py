@@ -45,6 +45,9 @@ class Evaluated(Task):
         output = self.model(**batch)
         if self.trainer.world_size > 1:
             assert isinstance(output.logits, VocabParallelLogits)
+            place = self.trainer.strategy.distributed_sampler_kwargs  # type: ignore[attr-defined]
+            gathered: Any = self.all_gather(output.logits)
+            assert torch.equal(gathered[place["rank"]] if place["num_replicas"] > 1 else gathered, output.logits)
         self.metrics.update(output.logits[:, :-1], batch["labels"][:, 1:])
         self.log_dict(self.metrics, on_epoch=True)  # type: ignore[arg-type]
         self.log("mean of batches", output.loss, sync_dist=True)

@@ -35,7 +35,7 @@ from lightning_autotp.checkpoints.state import (
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.lightning.discovery import find_models
 from lightning_autotp.lightning.loaders import ComparedFirst, CountedNotes, NotedLoader, seed_workers_by
-from lightning_autotp.lightning.models_local import average_over_copies, fill_models
+from lightning_autotp.lightning.models_local import average_over_copies, count_copies_once, fill_models
 from lightning_autotp.lightning.optimizers import CheckedOptimizers, move_to_local, originals, owner_of
 from lightning_autotp.lightning.processes import (
     ParallelRanks,
@@ -150,6 +150,7 @@ class AutoTPFabricStrategy(ParallelRanks, FabricModelParallelStrategy):
         self._checked = CheckedOptimizers()
         self._checked_calls = CheckedCalls(checked_steps, self._modules, self._optimizers)
         self._saving = CheckpointWriter(save_distributed_checkpoint, save_async)
+        self._is_started = False
         self._peers: PeerWatch | None = None
         self._checked_batches = checked_batches
         self._notes: CountedNotes | None = None
@@ -159,7 +160,7 @@ class AutoTPFabricStrategy(ParallelRanks, FabricModelParallelStrategy):
 
     def setup_environment(self) -> None:
         """Start the process groups, watch the peers, and continue everywhere with rank 0's random state."""
-        is_first = self._peers is None
+        is_first, self._is_started = not self._is_started, True
         with same_random_state(self.root_device):
             super().setup_environment()
         self.share_timeout()
@@ -187,9 +188,14 @@ class AutoTPFabricStrategy(ParallelRanks, FabricModelParallelStrategy):
             yield
 
     def module_to_device(self, module: nn.Module) -> None:
-        """Models go to the device in :meth:`setup_module`, this rank's part; what has no parameters goes there now."""
+        """Models go to the device in :meth:`setup_module`, this rank's part; what has no parameters goes there now.
+
+        Metrics that go there after ``fabric.launch()`` count each copy of the model once.
+        """
         if next(module.parameters(), None) is None:
             module.to(self.root_device)
+            if self._is_started:
+                count_copies_once(module, self.data_parallel_group)
 
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None

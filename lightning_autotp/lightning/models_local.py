@@ -140,7 +140,15 @@ def average_over_copies(module: nn.Module, group: dist.ProcessGroup) -> list[Rem
     Returns:
         The handles of the gradients' hooks.
     """
+    count_copies_once(module, group)
+    return average_gradients(module, group)
+
+
+def count_copies_once(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Let the metrics in a module, or one that is a metric, be synchronized over the copies, not over all ranks.
+
+    Those that have a process group of their own keep it.
+    """
     for metric in module.modules():
         if isinstance(metric, Metric) and metric.process_group is None:
             metric.process_group = group
-    return average_gradients(module, group)

@@ -34,7 +34,12 @@ from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.lightning.averaging import refuse_whole_copies
 from lightning_autotp.lightning.discovery import find_models, outermost
 from lightning_autotp.lightning.exchange import Exchange
-from lightning_autotp.lightning.models_local import average_over_copies, fill_models, make_models_local
+from lightning_autotp.lightning.models_local import (
+    average_over_copies,
+    count_copies_once,
+    fill_models,
+    make_models_local,
+)
 from lightning_autotp.lightning.optimizers import CheckedOptimizers
 from lightning_autotp.lightning.processes import (
     ParallelRanks,
@@ -240,12 +245,15 @@ class AutoTPStrategy(ParallelRanks, ModelParallelStrategy):
         for handle in self._averaging:
             handle.remove()
         self._averaging = average_over_copies(module, self.data_parallel_group)
+        self._callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        for held in (value for callback in self._callbacks for value in vars(callback).values()):
+            if isinstance(held, nn.Module):
+                count_copies_once(held, self.data_parallel_group)
         if self.data_ranks == 1:
             # One copy of the model sees all the data, in the order one process would: Lightning's distributed sampler
             # would only shuffle it, even where the user's does not.
             use_distributed_sampler(trainer, False)
         self._first_steps.begin_again()
-        self._callbacks = trainer.callbacks  # type: ignore[attr-defined]
         summarize_with(ParallelSummary, self._callbacks)
         share_batches(self._callbacks, self.tensor_parallel_group.size())
         self.barrier()
