@@ -35,6 +35,7 @@ from lightning_autotp.proving.read_plan import read_plan
 from lightning_autotp.proving.verify import trace, verify
 from lightning_autotp.ranks.agreement import raise_together
 from lightning_autotp.ranks.group import TPGroup
+from lightning_autotp.ranks.meeting import announce
 from lightning_autotp.solving.cost import Profile
 from lightning_autotp.solving.expert_modules import as_planned
 from lightning_autotp.solving.options import PlanOptions, read
@@ -205,6 +206,7 @@ def make_local(
     if parallel_models(model):
         raise RuntimeError(f"{type(model).__name__} is, or holds, a model that was parallelized already: do it once")
     group = TPGroup.of(process_group)
+    announce()
     with raise_together(process_group, "looking at the model"):
         refuse_unfit(model)
         fused = overlap_products(process_group) if options is not None and options.async_tensor_parallel else None

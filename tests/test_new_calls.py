@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import re
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import run_ranks
+from distributed import PATIENCE, run_ranks
 from test_mixtures import MIXTURES, SIZES
 from tiny import tiny_config
 from torch import Tensor, nn
@@ -17,7 +20,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from lightning_autotp import PeerError, UnprovedCall, full_gradients, parallelize
 from lightning_autotp.parallel import TPGroup
+from lightning_autotp.private.distributed_private import default_store
 from lightning_autotp.proving import new_calls
+from lightning_autotp.ranks import meeting
 
 OTHER_MIXTURES: dict[str, dict[str, Any]] = {
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
@@ -247,19 +252,56 @@ def test_kinds_of_calls() -> None:
     assert kind((ids, None)) != kind((ids,))
 
 
-def unknown(rank: int, size: int) -> None:
+def on_one_rank(model: nn.Module, inputs: Tensor, rank: int) -> list[str]:
+    """What the first rank says that calls a model alone, in ways that nobody has called it in; then all do so."""
+    said = []
+    store = default_store()
+    for other, has_ended in (([], False), ([object()], False), ([object()], True)):
+        dist.barrier()
+        if rank == 0:
+            announced = store.get("process/1")
+            if has_ended:
+                store.set("process/1", json.dumps({**json.loads(announced), "started": 0.0}))
+            else:
+                store.set_timeout(timedelta(seconds=2))
+            with mock.patch.object(meeting, "PATIENCE", 0.2), torch.no_grad(), pytest.raises(RuntimeError) as raised:
+                model(inputs, *other)
+            said.append(str(raised.value))
+            store.set("process/1", announced)
+            store.set_timeout(timedelta(seconds=PATIENCE))
+    dist.barrier()
+    with torch.no_grad():
+        model(inputs, object())
+        with pytest.raises(UnprovedCall):
+            model(inputs)
+    return said
+
+
+def unknown(rank: int, size: int) -> list[str]:
     torch.manual_seed(0)
     model = Normalising(Options())
     inputs = torch.randn(5, 6)
     parallelize(model, TPGroup.of(dist.group.WORLD).process_group, example_inputs=inputs, plan_cache=False)
+    model(inputs)
+    model.eval()
+    said = on_one_rank(model, inputs, rank)
+    model.train()
     with pytest.warns(UserWarning, match="called with a object, about which nothing is known"):
         model(inputs, object())
     with torch.no_grad():
         model(inputs, object())
+    return said
 
 
-def test_what_cannot_be_described_is_said() -> None:
-    run_ranks(unknown, 2)
+def test_what_cannot_be_described_is_said_and_so_is_who_calls_a_model_alone() -> None:
+    alone, nothing = run_ranks(unknown, 2)
+    assert nothing == []
+    for text in alone:
+        assert text.startswith(
+            "Normalising is called, for the first time in this way, on rank 0, but not on 1 of the ranks [0, 1]: all of"
+            " them have to do it, so write that without a condition on the rank"
+        )
+    assert [bool(re.search(r"rank 1 \(process \d+ on .*\) has ended$", text)) for text in alone] == [False, False, True]
 
 
 class Grouped(nn.Module):

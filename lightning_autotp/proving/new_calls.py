@@ -39,6 +39,7 @@ from lightning_autotp.proving.read_plan import read_for_call
 from lightning_autotp.proving.verify import trace
 from lightning_autotp.ranks.agreement import raise_together
 from lightning_autotp.ranks.group import TPGroup
+from lightning_autotp.ranks.meeting import meet
 from lightning_autotp.solving.annotate import inputs_of_modules, parts_at_modules, runs_apart
 from lightning_autotp.solving.expert_modules import as_planned
 from lightning_autotp.solving.paths import seen_paths
@@ -93,6 +94,7 @@ class CallProver:
         if len(kinds) == 1:
             self.proved[kinds[0]] = state.parts
         self.at_inputs: dict[Hashable, list[BoundaryConversion]] = {}  # what hooks of other modules cannot do
+        self.met: set[Hashable] = set()
         self.running: Hashable = None
         self.with_gradients: set[Hashable] = set()  # kinds whose backward passes may be still to come
         self.was_backward = False
@@ -113,10 +115,13 @@ class CallProver:
         unknown: list[str] = []
         arguments = kind_of(call, unknown)
         if unknown:
+            if arguments not in self.met and not _is_traced(call):
+                self._meet(arguments)
             self._say_unknown(unknown[0])
             return None
         kind = arguments, bytes(map(_TRAINING, self.modules)), self.configs.version()
         if kind not in self.proved and not _is_traced(call):
+            self._meet(kind)
             # The user's modes see what the model computes, not the traces.
             with without_modes(), raise_together(self.group.process_group, "proving a new kind of call"):
                 self.proved[kind] = self._prove(kind, with_rows(call))
@@ -211,6 +216,11 @@ class CallProver:
             f" {described(call, self.modules[0].training)}. Give example_inputs that are passed in this way, so that it"
             " is planned for, or leave out what is new"
         )
+
+    def _meet(self, kind: Hashable) -> None:
+        """Wait for the other ranks before the first call of a kind: that is where one rank alone calls the model."""
+        meet(self.group, f"{self._who()} is called, for the first time in this way,")
+        self.met.add(kind)
 
     def _who(self) -> str:
         return type(self.model).__name__

@@ -6,9 +6,6 @@ nonsense without any error. Both are found here at once, with a message that say
 
 from __future__ import annotations
 
-import sys
-import time
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -16,20 +13,13 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import nn
 
-from lightning_autotp.private.distributed_private import default_store
 from lightning_autotp.ranks.description import Part, checksum, difference, kind
-from lightning_autotp.ranks.group import TPGroup, timeout_of_all
 
 SAMPLED_ELEMENTS = 4096
 """How many elements of a parameter :func:`check_same_weights` looks at."""
 
 
-PATIENCE = 10.0
-"""Seconds after which :func:`meet` says what it waits for."""
-LOOK = 0.001
-"""Seconds between two looks."""
 _RAISED = "autotp_raised"
-_meetings = Counter[tuple[int, ...]]()
 
 
 class PeerError(RuntimeError):
@@ -126,41 +116,6 @@ def check_same_weights(model: nn.Module, group: dist.ProcessGroup | None) -> Non
             " must start from the same values. What to do: call `seed_everything(seed)` before the model is built, or"
             " build it in `configure_model()`, where the ranks share one state of the random generators."
         )
-
-
-def meet(group: TPGroup, why: str) -> None:
-    """Wait until every rank of a group has come here. Collective.
-
-    For a collective that one rank's own code may begin by itself: the others would take it for their next one, and wait
-    with it for ever or add up what has nothing to do with each other. This asks the store that all processes share, and
-    touches no collective before all are there.
-
-    Args:
-        group: the ranks.
-        why: what is being done, as in "the gradient of norm.weight is read".
-
-    Raises:
-        RuntimeError: if some have not come within the timeout of collectives.
-    """
-    ranks = tuple(dist.get_process_group_ranks(group.process_group))
-    _meetings[ranks] += 1
-    store, key, number = default_store(), f"meeting/{ranks}", _meetings[ranks]
-    begin, has_come, has_said = time.monotonic(), False, False
-    while (come := store.add(f"{key}/{number}", 0 if has_come else 1)) < group.size:
-        has_come, waited = True, time.monotonic() - begin
-        here = (
-            f"{why} on rank {dist.get_rank()}, but not on {group.size - come} of the ranks {list(ranks)}: all of them"
-            " have to do it, so write that without a condition on the rank"
-        )
-        if waited > timeout_of_all().total_seconds():
-            store.add(f"{key}/{number}", -1)  # as if it had not come
-            _meetings[ranks] -= 1
-            raise RuntimeError(here)
-        if waited > PATIENCE and not has_said:
-            has_said = True
-            print(f"lightning_autotp: {here}. It waits for them", file=sys.stderr, flush=True)
-        time.sleep(LOOK)
-    store.delete_key(f"{key}/{number - 1}")  # all have left it
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None) -> list[Any]:

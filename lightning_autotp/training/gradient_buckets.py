@@ -40,8 +40,8 @@ from lightning_autotp.private.torch_private import (
     will_accumulate,
     without_subclasses,
 )
-from lightning_autotp.ranks.agreement import meet
 from lightning_autotp.ranks.group import TPGroup
+from lightning_autotp.ranks.meeting import meet
 
 
 class GradientBuckets:
