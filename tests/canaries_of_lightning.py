@@ -125,11 +125,16 @@ def _(_: Any) -> None:
 
     trainer, loader = Trainer(barebones=True, accelerator="cpu"), torch.utils.data.DataLoader([0])
     trainer._data_connector.attach_data(LightningModule(), train_dataloaders=loader)
-    source = trainer.fit_loop._data_source
-    assert (source.is_module(), source.instance) == (False, loader)
-    trainer._data_connector.attach_data(LightningModule())
-    source = trainer.fit_loop._data_source
-    assert (source.is_module(), source.name) == (True, "train_dataloader")
+    assert trainer.fit_loop._data_source.dataloader() is loader
+
+    class WithHook(LightningModule):
+        def train_dataloader(self) -> Any:
+            return [loader]
+
+    module = WithHook()
+    module.trainer = trainer
+    trainer._data_connector.attach_data(module)
+    assert trainer.fit_loop._data_source.dataloader() == [loader]
 
 
 @canary(

@@ -22,13 +22,20 @@ def outcome(check: Any, *args: Any) -> str | None:
     return None
 
 
+def rewritten(error: Exception) -> Exception:
+    try:
+        raise type(error)("with more words") from error
+    except type(error) as made:
+        return made
+
+
 def guard(rank: int, failing: tuple[int, ...], error: type[Exception], text: str = "") -> Any:
     try:
         with raise_together(None, "reading the checkpoint"):
             if rank in failing:
                 raise error(text or f"no such file, says {rank}")
     except (OSError, ValueError, PeerError) as caught:
-        return Raised.how(caught) if text else (type(caught).__name__, str(caught))
+        return Raised.how(rewritten(caught)) if text else (type(caught).__name__, str(caught))
     return None
 
 

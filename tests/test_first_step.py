@@ -56,7 +56,7 @@ def states() -> Any:
 
 
 def batch_size_of(loader: Any) -> TokensPerStep:
-    return first_step_with(loader, L.LightningModule()).tokens
+    return first_step_with(lambda: loader, L.LightningModule()).tokens
 
 
 def test_looking_changes_nothing(capfd: pytest.CaptureFixture[str]) -> None:
@@ -181,13 +181,17 @@ class Task(L.LightningModule):
 
     def train_dataloader(self) -> Any:
         self.asked += 1
-        return self.loader
+        return self.loader() if callable(self.loader) else self.loader
 
 
 def plans() -> dict[str, str]:
     """What the plan is said to be priced for, by where the data come from."""
     data = Sentences()
     loader = DataLoader(data, batch_size=3, collate_fn=padded)
+
+    def talks_to_others() -> Any:
+        dist.barrier()
+        return loader
 
     def fit(given: Any, hook: Any, **options: Any) -> str:
         task = Task(hook)
@@ -202,6 +206,7 @@ def plans() -> dict[str, str]:
     return {
         "given": fit(loader, None),
         "hook": fit(None, loader),
+        "hook that talks": fit(None, talks_to_others),
         "said": fit(loader, None, tokens_per_step=2048),
         "both said": fit(loader, None, tokens_per_step=(2, 300)),
     }
@@ -211,7 +216,10 @@ def test_the_strategy_prices_for_the_first_batch() -> None:
     first, second = run_trainer_ranks(plans, 2)
     assert first == second
     assert first["given"] == "3 x 12 tokens (as the first batch of the training data)"
-    assert first["hook"].startswith("4 x 4096 tokens (nominal: train_dataloader() is not called ahead of time")
+    assert first["hook"] == "3 x 12 tokens (as the first batch of the training data)"
+    assert first["hook that talks"].startswith(
+        "4 x 4096 tokens (nominal: train_dataloader(), called ahead of time, raised"
+    )
     assert first["said"] == "1 x 2048 tokens (as tokens_per_step says)"
     assert first["both said"] == "2 x 300 tokens (as tokens_per_step says)"
 
@@ -293,7 +301,7 @@ STEPS: dict[str, tuple[Any, Any, Any, str]] = {
         lambda: {"teacher": llama()["model"], "student": llama()["model"]}, distilled, "sentences",
         "its batch cut to a few short sentences",
     ),
-    "talks first": (llama, talks_first, "sentences", "a made-up batch, as the first training step is not known"),
+    "talks first": (llama, talks_first, "sentences", "a made-up batch (training_step, run ahead of time, raised"),
     "needs more": (llama, needs_more, "sentences", "its batch cut to a few short sentences"),
 }  # fmt: skip
 

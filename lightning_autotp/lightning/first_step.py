@@ -1,13 +1,13 @@
 """The first training step, looked at before training without a trace: how much data it has, how it calls the models.
 
 A plan is proved for one call of the model, and priced for the tokens of a step. Where nobody says what these are, the
-training data and ``training_step`` do: if a :class:`~torch.utils.data.DataLoader` over a map-style dataset was given to
-``trainer.fit``, its first ``batch_size`` samples are read and collated, and ``training_step`` runs with them until it
-calls the models. That happens in a forked process, as in a loader's worker: what it changes (random numbers that
-augmentations draw, files that a dataset opens, caches it fills, attributes that a step sets) is gone with it, and the
-loader itself and its sampler are not asked. Its copies of the parent's sockets are closed first, so that it cannot talk
-to other ranks in the parent's name. A stream cannot be read without moving it on, and hooks such as
-``train_dataloader()`` may do anything: these are not touched.
+training data and ``training_step`` do: if ``trainer.fit`` was given a :class:`~torch.utils.data.DataLoader` over a
+map-style dataset, or ``train_dataloader()`` returns one, its first ``batch_size`` samples are read and collated, and
+``training_step`` runs with them until it calls the models. That happens in a forked process, as in a loader's worker:
+what it changes (random numbers that augmentations draw, files that a dataset opens, caches it fills, attributes that a
+hook or a step sets) is gone with it, and the sampler is not asked. Its copies of the parent's sockets are closed first,
+so that it cannot talk to other ranks in the parent's name. A stream cannot be read without moving it on: it is not
+touched.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import stat
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -67,23 +67,19 @@ def first_step(trainer: Trainer, models: Sequence[nn.Module] = ()) -> FirstStep:
     """What the trainer's first training step is given, and how it calls these models."""
     if trainer.state.fn != TrainerFn.FITTING:
         return _unseen("nothing is trained", models)
-    data, hook = training_data(trainer)
-    if hook:
-        return _unseen(f"{hook}() is not called ahead of time", models)
-    return first_step_with(data, trainer.lightning_module, models)
+    return first_step_with(training_data(trainer), trainer.lightning_module, models)
 
 
-def first_step_with(loader: Any, module: LightningModule, models: Sequence[nn.Module] = ()) -> FirstStep:
-    """What a module's first training step is given by this loader, and how it calls these models.
+def first_step_with(data: Callable[[], Any], module: LightningModule, models: Sequence[nn.Module] = ()) -> FirstStep:
+    """What a module's first training step is given by the loader that ``data`` gives, and how it calls these models.
 
     Without models ``training_step`` does not run, and only the data are looked at.
     """
-    why = _unreadable(loader)
-    if why:
-        return _unseen(why, models)
+    if sys.platform != "linux":
+        return _unseen("the training data are looked into on Linux only", models)
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe(duplex=False)
-    process = context.Process(target=_look, args=(loader, module, models, there), daemon=True)
+    process = context.Process(target=_look, args=(data, module, models, there), daemon=True)
     deadline = time.monotonic() + SECONDS
     try:
         with warnings.catch_warnings():
@@ -126,8 +122,6 @@ def _unreadable(loader: Any) -> str:
         return "a stream cannot be looked into before training"
     if loader.batch_sampler is not None and loader.batch_size is None:
         return f"a {type(loader.batch_sampler).__name__} of your own makes the batches"
-    if sys.platform != "linux":
-        return "the training data are looked into on Linux only"
     return ""
 
 
@@ -148,7 +142,7 @@ class _AllCalled(BaseException):
     """Every model has been called: the rest of the step does not run. Not caught by ``except Exception``."""
 
 
-def _look(loader: DataLoader[Any], module: LightningModule, models: Sequence[nn.Module], pipe: Connection) -> None:
+def _look(data: Callable[[], Any], module: LightningModule, models: Sequence[nn.Module], pipe: Connection) -> None:
     """Send the batch's size, then the models' calls; or what went wrong."""
 
     def send(found: Any) -> None:
@@ -163,8 +157,13 @@ def _look(loader: DataLoader[Any], module: LightningModule, models: Sequence[nn.
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
         for stream in (1, 2):
             os.dup2(nowhere.fileno(), stream)
-        doing = "reading the first batch"
+        doing = "train_dataloader(), called ahead of time,"
         try:
+            loader = data()
+            if why := _unreadable(loader):
+                send(why)
+                return
+            doing = "reading the first batch"
             batch = _collated(loader)
             send(step_size(tensors_in(batch)))
             doing = "training_step, run ahead of time,"

@@ -90,7 +90,7 @@ def _make_local_for_call(
             if is_parallel(model):
                 raise
             why = str(error)
-    source = f"a made-up batch, as the first training step is not known: {why}"
+    source = f"a made-up batch ({why.splitlines()[0]})"
     try:
         make_local(model, group, None, replace(options, traced_with=source), copies)
     except CaptureError as error:

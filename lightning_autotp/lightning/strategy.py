@@ -90,10 +90,10 @@ class AutoTPStrategy(ParallelRanks, ModelParallelStrategy):
             mapping of keyword arguments, or a function without arguments that returns one of these. A list of such
             tuples and mappings where no single batch reaches all of the model. Where it is left
             out, and there is no ``example_input_array`` for a model that is none of Hugging Face's, the call that the
-            first training step makes serves, if a ``DataLoader`` over a map-style dataset was given to
-            ``trainer.fit``: ``training_step`` runs once in a forked process, until it calls the model. Else a batch is
-            made up, for a model that takes ``input_ids``. Of several models, a mapping from their names gives each its
-            own (``{"student": ..., "teacher": ...}``).
+            first training step makes serves, if a ``DataLoader`` over a map-style dataset was given to ``trainer.fit``
+            or is what ``train_dataloader()`` returns: it and ``training_step`` run once in a forked process, until the
+            model is called. Else a batch is made up, for a model that takes ``input_ids``. Of several models, a mapping
+            from their names gives each its own (``{"student": ..., "teacher": ...}``).
         checked_batches: how many training batches of each epoch are compared over the ranks of a tensor-parallel group
             before they are used. Later ones are compared before the next one, with an exchange that is there anyway.
         checked_steps: how many steps of each stage, with each kind of batch, run under
@@ -108,7 +108,8 @@ class AutoTPStrategy(ParallelRanks, ModelParallelStrategy):
         save_async: write checkpoints in the background, from a copy in host memory, while training goes on.
         tokens_per_step: what one forward and backward pass of one copy will be given: a number of tokens, or
             (sequences, tokens of each). The plan is the cheapest for that. Where it is left out, the first batch of a
-            ``DataLoader`` over a map-style dataset, given to ``trainer.fit``, tells it; else it is 16,384 tokens.
+            ``DataLoader`` over a map-style dataset, given to ``trainer.fit`` or from ``train_dataloader()``, tells it;
+            else it is 16,384 tokens.
         keep_whole: names of parameters or modules, or patterns of them (``"model.vision_tower.*"``), that stay whole on
             every rank.
         cut: by name or pattern, the dim along which parameters are cut (``{"lm_head.weight": 0}``).

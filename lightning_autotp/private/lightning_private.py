@@ -267,13 +267,12 @@ def syncs_batch_norms(strategy: ModelParallelStrategy) -> bool:
     return strategy._layer_sync is not None
 
 
-def training_data(trainer: Trainer) -> tuple[Any, str]:
-    """What ``trainer.fit`` was given to train on, or ``None`` and the hook that will be asked for it.
+def training_data(trainer: Trainer) -> Callable[[], Any]:
+    """Gives what ``trainer.fit`` was given to train on, or what the hook ``train_dataloader()`` returns.
 
     ``trainer.train_dataloader`` is public, but is there only when training has begun.
     """
-    source = trainer.fit_loop._data_source
-    return (None, source.name) if source.is_module() else (source.instance, "")
+    return trainer.fit_loop._data_source.dataloader
 
 
 # --- averages ---

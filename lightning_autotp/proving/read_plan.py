@@ -126,8 +126,10 @@ def _other_parameters(plan: Plan, graph: Graph) -> str:
         path = differing[0]
         told.append(f"{path} is of length {lengths[path]} in the plan and {here[path]} here")
     elif strangers:
-        which = "here but not in the plan" if min(strangers) in ours else "in the plan but not here"
-        told.append(f"{min(strangers)} is {which}")
+        name = min(strangers)
+        told.append(
+            f"{name} is " + ("used here and not in the plan" if name in ours else "used in the plan and not here")
+        )
     if resized:
         name = resized[0]
         more = f" (and {len(resized) - 1} more parameters)" if len(resized) > 1 else ""

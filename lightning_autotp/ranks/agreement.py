@@ -41,7 +41,9 @@ class Raised(NamedTuple):
 
     @classmethod
     def how(cls, error: BaseException) -> Raised | None:
-        """How an error was raised; ``None`` for any other error."""
+        """How an error, or the one of its kind that it was made of, was raised; ``None`` for any other error."""
+        if type(error.__cause__) is type(error):
+            error = error.__cause__
         return vars(error).get(_RAISED)
 
 
