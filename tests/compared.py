@@ -13,7 +13,14 @@ from lightning_autotp import full_gradients, parallelize
 
 
 def assert_same_training(
-    model: nn.Module, batch: Any, loss_of: Any = torch.mean, *, call: Any = None, example: Any = None, **options: Any
+    model: nn.Module,
+    batch: Any,
+    loss_of: Any = torch.mean,
+    *,
+    call: Any = None,
+    example: Any = None,
+    local: nn.Module | None = None,
+    **options: Any,
 ) -> nn.Module:
     """Divide a copy of ``model`` over all processes; loss and gradients of ``batch`` must be the whole model's.
 
@@ -23,13 +30,14 @@ def assert_same_training(
         loss_of: makes the loss of what the model returns.
         call: makes the model's result of the model and the batch.
         example: the example inputs, if it is not the batch.
+        local: the copy, if the model cannot be copied.
         **options: for :func:`~lightning_autotp.parallelize`.
 
     Returns:
         The local model.
     """
     run = call or (lambda one, given: one(**given) if isinstance(given, dict) else one(*given))
-    local = copy.deepcopy(model)
+    local = copy.deepcopy(model) if local is None else local
     parallelize(
         local, dist.group.WORLD, example_inputs=batch if example is None else example, plan_cache=False, **options
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -12,6 +13,7 @@ from compared import assert_same_training
 from distributed import run_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import spectral_norm, weight_norm
 
 from lightning_autotp import make_plan
 from lightning_autotp.capture.capture import capture_local, meta_copy
@@ -235,6 +237,63 @@ def remembered() -> list[Tensor]:
     return [*tables, *Remembering.shifts["all"].values(), *([] if last_scale is None else [last_scale])]
 
 
+class WithTeacher(nn.Module):
+    """Moves a copy of a part of itself after that part, in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = nn.Sequential(nn.Linear(24, 40), nn.ReLU(), nn.Linear(40, 24))
+        self.head = nn.Sequential(nn.Linear(24, 40), nn.ReLU(), nn.Linear(40, 24))
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+        nn.init.normal_(self.teacher[0].weight)
+
+    @torch.no_grad()
+    def move(self) -> None:
+        for mine, other in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+            mine.data.mul_(0.75).add_(other.data, alpha=0.25)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.move()
+        with torch.no_grad():
+            wanted = self.teacher(x)
+        return self.head(self.student(x)) - wanted
+
+
+def normed() -> nn.Module:
+    """Hooks compute the weights of two layers anew before each run; they cannot be copied."""
+    torch.manual_seed(0)
+    layers = [weight_norm(nn.Linear(24, 24)), nn.GELU(), spectral_norm(nn.Linear(24, 24))]
+    return nn.Sequential(*layers, nn.GELU(), nn.Linear(24, 80), nn.GELU(), nn.Linear(80, 24))
+
+
+class Reading(nn.Module):
+    """Uses the weights of its layers itself, and how many rows one of them has, as a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(24, 40), nn.Linear(40, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = 40 / self.up.weight.shape[0]
+        x = F.linear(x, self.up.weight * scale, self.up.bias).relu()
+        return F.linear(x, self.down.weight / self.down.weight.norm(), self.down.bias)
+
+
+class Drawing(nn.Module):
+    """Has a generator of its own, and makes another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(24, 40), nn.Linear(40, 24)
+        self.numbers = torch.Generator().manual_seed(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x)
+        x = x * torch.bernoulli(torch.full_like(x, 0.5), generator=self.numbers)
+        order = torch.randperm(40, generator=torch.Generator().manual_seed(5))
+        return self.down(x[..., order.to(x.device)].relu())
+
+
 def train(rank: int, size: int) -> None:
     torch.manual_seed(0)
     states, ids = torch.randn(3, 7, 24), torch.arange(14).view(2, 7)
@@ -256,6 +315,16 @@ def train(rank: int, size: int) -> None:
     remembering = nn.Sequential(Remembering(), Remembering())
     assert assert_same_training(remembering, (states,), **square).autotp.plan.sharded_fraction > 0.98  # type: ignore[union-attr]
     assert not any(tensor.is_meta for tensor in remembered())
+    moved = assert_same_training(WithTeacher(), (states,), **square)
+    assert moved.autotp.plan.sharded_fraction > 0.98  # type: ignore[union-attr]
+    hooked = assert_same_training(normed(), (states,), local=normed(), **square)
+    assert 0.7 < hooked.autotp.plan.sharded_fraction < 0.8  # type: ignore[union-attr]
+    reading = nn.Sequential(Reading(), nn.Linear(24, 80), nn.GELU(), nn.Linear(80, 24))
+    plan = assert_same_training(reading, (states,), **square).autotp.plan  # type: ignore[union-attr]
+    whole = {item.names[0]: item.reason for item in plan.parameters if not isinstance(item.layout, Shard)}
+    assert {"0.up.weight", "0.down.weight"} == {name for name in whole if name.endswith("weight")}
+    assert "self.up.weight * scale" in str(whole["0.up.weight"])
+    assert assert_same_training(Drawing(), (states,), **square).autotp.plan.sharded_fraction > 0.98  # type: ignore[union-attr]
     flagged = Flagged()
     local = assert_same_training(flagged, (states,), **square)
     assert local.autotp.plan.sharded_fraction > 0.98  # type: ignore[union-attr]

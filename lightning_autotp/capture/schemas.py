@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+from torch import Generator, Tensor
 
 from lightning_autotp.operators import record
 from lightning_autotp.operators.graph import Operator, Ref
@@ -35,4 +35,6 @@ def _plain(value: Any) -> Any:
         return tuple(_plain(item) for item in value)
     if value is None or isinstance(value, Tensor | Ref | bool | int | float | str):
         return value
+    if isinstance(value, Generator):  # another trace has another one, made in the same way
+        return f"generator with seed {value.initial_seed()}"
     return str(value)

@@ -149,13 +149,16 @@ _ADD, _MUL, _DROPOUT = "aten.add.Tensor", "aten.mul.Tensor", "aten.dropout.defau
 
 
 def _argument_points(opened: Graph, first: Operator, mine: list[Operator]) -> dict[int, Ref]:
-    """Points for the call's arguments that exactly one of its operators reads; their new names."""
+    """Points for the call's arguments that exactly one of its operators reads; their new names.
+
+    Not for one that the call writes in place: that would be the converted tensor, and not the one that others read.
+    """
     call = opened.calls[first.call]
     names: dict[int, Ref] = {}
     for leaf, value in enumerate(call.arguments):
         if not isinstance(value, Ref) or call.arguments.count(value) > 1 or opened.tensors[value.tensor].is_static:
             continue
-        if sum(value.tensor in operator.inputs for operator in mine) != 1:
+        if leaf in dict(call.written) or sum(value.tensor in operator.inputs for operator in mine) != 1:
             continue
         target = _like(opened, value.tensor)
         names[value.tensor] = Ref(target)
@@ -165,9 +168,12 @@ def _argument_points(opened: Graph, first: Operator, mine: list[Operator]) -> di
 
 
 def _results(graph: Graph, operator: Operator, mine: list[Operator]) -> dict[int, int]:
-    """Outputs of the operator that its call returns and none of the call's operators reads, by leaf."""
+    """Outputs of the operator that its call returns and none of the call's operators reads, by leaf.
+
+    Not what the call has written in place, which others read as well.
+    """
     call = graph.calls[operator.call]
-    read = {tensor for other in mine for tensor in other.inputs}
+    read = {tensor for other in mine for tensor in other.inputs} | {ref.tensor for _, ref in call.written}
     return {
         value.tensor: leaf
         for leaf, value in enumerate(call.results)
@@ -210,10 +216,12 @@ def static_operands(graph: Graph, implementations: Implementations) -> dict[tupl
 
 
 def private_draws(graph: Graph, drawing: Collection[Operator]) -> frozenset[int]:
-    """Positions of those operators that alone draw random numbers in the call that runs them.
+    """Positions of those operators that alone draw random numbers in the call that runs them, for each rank others.
 
-    A whole call draws the group's common numbers, or the rank's own: two operators of one call may need one each.
+    A whole call draws the group's common numbers, or the rank's own: two operators of one call may need one each. A
+    generator that the code gives draws the same on every rank.
     """
     counts = Counter(operator.call for operator in drawing)
-    alone = {id(operator) for operator in drawing if operator.call >= 0 and counts[operator.call] == 1}
+    common = (operator for operator in drawing if dict(operator.arguments).get("generator") is None)
+    alone = {id(operator) for operator in common if operator.call >= 0 and counts[operator.call] == 1}
     return frozenset(position for position, operator in enumerate(graph.operators) if id(operator) in alone)

@@ -94,8 +94,10 @@ class Tables:
         drawing = private_draws(graph, [relation.operator for relation in relations if relation.draws])
         for relation in relations:
             because = blocked.get(self.position[id(relation.operator)])
+            if because is not None and isinstance(relation.operator.boundary, CallPoint):
+                self.fixed.add(relation.operator.boundary)  # nothing is gathered at a call there, either
             if because is None and relation.draws and self.position[id(relation.operator)] not in drawing:
-                because = "it draws random numbers in a call that draws others, too"
+                because = "it draws random numbers of a generator of its own, or in a call that draws others, too"
             if because is not None:
                 everything = [*relation.inputs.values(), *relation.outputs.values()]
                 relation.whole |= {dim: because for dims in everything for dim in dims if dim not in relation.whole}
