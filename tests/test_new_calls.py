@@ -252,29 +252,24 @@ def test_kinds_of_calls() -> None:
     assert kind((ids, None)) != kind((ids,))
 
 
-def on_one_rank(model: nn.Module, inputs: Tensor, rank: int) -> list[str]:
-    """What the first rank says that calls a model alone, in ways that nobody has called it in; then all do so."""
-    said = []
-    store = default_store()
-    for other, has_ended in (([], False), ([object()], False), ([object()], True)):
-        dist.barrier()
-        if rank == 0:
-            announced = store.get("process/1")
-            if has_ended:
-                store.set("process/1", json.dumps({**json.loads(announced), "started": 0.0}))
-            else:
-                store.set_timeout(timedelta(seconds=2))
-            with mock.patch.object(meeting, "PATIENCE", 0.2), torch.no_grad(), pytest.raises(RuntimeError) as raised:
-                model(inputs, *other)
-            said.append(str(raised.value))
-            store.set("process/1", announced)
-            store.set_timeout(timedelta(seconds=PATIENCE))
+def alone(rank: int, model: nn.Module, *given: Any, has_ended: bool = False) -> list[str]:
+    """What the first rank says that calls a model alone, in a way in which nobody has called it."""
     dist.barrier()
-    with torch.no_grad():
-        model(inputs, object())
-        with pytest.raises(UnprovedCall):
-            model(inputs)
-    return said
+    if rank > 0:
+        dist.barrier()
+        return []
+    store = default_store()
+    announced = store.get("process/1")
+    if has_ended:
+        store.set("process/1", json.dumps({**json.loads(announced), "started": 0.0}))
+    else:
+        store.set_timeout(timedelta(seconds=2))
+    with mock.patch.object(meeting, "PATIENCE", 0.2), pytest.raises(RuntimeError) as raised:
+        model(*given)
+    store.set("process/1", announced)
+    store.set_timeout(timedelta(seconds=PATIENCE))
+    dist.barrier()
+    return [str(raised.value)]
 
 
 def unknown(rank: int, size: int) -> list[str]:
@@ -282,10 +277,13 @@ def unknown(rank: int, size: int) -> list[str]:
     model = Normalising(Options())
     inputs = torch.randn(5, 6)
     parallelize(model, TPGroup.of(dist.group.WORLD).process_group, example_inputs=inputs, plan_cache=False)
+    said = alone(rank, model, inputs)
     model(inputs)
     model.eval()
-    said = on_one_rank(model, inputs, rank)
+    said += alone(rank, model, inputs)
     model.train()
+    said += alone(rank, model, inputs, object())
+    said += alone(rank, model, inputs, object(), has_ended=True)
     with pytest.warns(UserWarning, match="called with a object, about which nothing is known"):
         model(inputs, object())
     with torch.no_grad():
@@ -294,14 +292,16 @@ def unknown(rank: int, size: int) -> list[str]:
 
 
 def test_what_cannot_be_described_is_said_and_so_is_who_calls_a_model_alone() -> None:
-    alone, nothing = run_ranks(unknown, 2)
+    said, nothing = run_ranks(unknown, 2)
     assert nothing == []
-    for text in alone:
-        assert text.startswith(
-            "Normalising is called, for the first time in this way, on rank 0, but not on 1 of the ranks [0, 1]: all of"
-            " them have to do it, so write that without a condition on the rank"
-        )
-    assert [bool(re.search(r"rank 1 \(process \d+ on .*\) has ended$", text)) for text in alone] == [False, False, True]
+    first = "Normalising is used, in a call or an optimizer's step, for the first time"
+    later = "Normalising is called, for the first time in this way,"
+    where = (
+        " on rank 0, but not on 1 of the ranks [0, 1]: all of them have to do it, so write that without a condition on"
+        " the rank"
+    )
+    assert said[:3] == [first + where, later + where, later + where]
+    assert re.fullmatch(re.escape(later + where) + r"\. rank 1 \(process \d+ on .*\) has ended", said[3])
 
 
 class Grouped(nn.Module):

@@ -28,6 +28,7 @@ from lightning_autotp.parameters.unchanged import check_unchanged
 from lightning_autotp.parameters.written import Written
 from lightning_autotp.private.torch_private import without_modes
 from lightning_autotp.ranks.agreement import gather_objects
+from lightning_autotp.ranks.meeting import meet
 
 OUTER = 2
 """Modules so deep in a model may be called by themselves: its base model, embeddings and head."""
@@ -99,6 +100,7 @@ class _FirstUse:
         state = parallel_state(model)
         written = state.written
         if written is not None:
+            meet(state.group, f"{type(model).__name__} is used, in a call or an optimizer's step, for the first time")
             with without_modes():  # the user's see what the model computes, not this
                 found = gather_objects(written.close(_parts(model)), state.group.process_group)
             _refuse(model, list(dict.fromkeys(name for names in found for name in names)))
