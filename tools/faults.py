@@ -59,7 +59,7 @@ FAULTS: dict[str, Callable[[], None]] = {
 """What a rank may do, by name."""
 
 # What every start says.
-_PHASES = r"planning |filling |\w+ on \d+ ranks: "
+_PHASES = r"planned |each rank's |\w+ is not divided|\w+ on \d+ ranks: "
 PLACES = ("planning", "loading", "first step", "saving", "validation", "teardown")
 """Where in a run, in its order, every fault is tried."""
 
@@ -109,7 +109,7 @@ class Outcome:
         """The line that says why, with what differs from run to run replaced; empty if there is none."""
         found = re.findall(r"lightning_autotp: (.*)\. Rank \d+ cannot", self.said)
         found = found or re.findall(rf"lightning_autotp: (?!{_PHASES})(.*)", self.said)
-        found = found or re.findall(r"(?m)^(?:\[rank\d+\]: )?((?:[\w.]*(?:Error|Exception)): .*)$", self.said)
+        found = found or re.findall(r"(?m)^(?:\[rank\d+\]: )?((?!PeerError)[\w.]*(?:Error|Exception): .*)$", self.said)
         text = re.sub(r"process \d+ on [^)\s]+\)", "process … on …)", found[0]) if found else ""
         return text if len(text) < 160 else f"{text[:160]}..."
 
