@@ -11,6 +11,7 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+from rich.console import Console
 from test_strategy import Task, assert_parity, loader, trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -156,6 +157,44 @@ def gumbel() -> dict[str, Any]:
     return {"plan": local.autotp.plan, "value": local(x), "random": torch.get_rng_state()}
 
 
+class Noise(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.randn_like(x)
+
+
+class Noisy(nn.Module):
+    """Noise on tensors of which each rank has a part: of a module without parameters, and of its own code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.noise, self.second = nn.Linear(6, 20), Noise(), nn.Linear(20, 6)
+        self.third, self.fourth = nn.Linear(6, 20), nn.Linear(20, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.third(self.second(self.noise(self.first(x)).relu()))
+        x = self.fourth((x * (1 + torch.rand_like(x))).relu())
+        return x.square().mean()
+
+
+NOISE_KEPT = ((), ("noise",), ("noise", ""))
+
+
+def noise() -> list[tuple[Plan, Tensor, Tensor]]:
+    """With other modules pinned: the plan, what it computes, and what one process does."""
+    found = []
+    for names in NOISE_KEPT:
+        torch.manual_seed(0)
+        x, whole, local = torch.randn(3, 6), Noisy(), Noisy()
+        local.load_state_dict(whole.state_dict())
+        parallelize(local, dist.group.WORLD, example_inputs=x, keep_whole=names, plan_cache=False)  # type: ignore[arg-type]
+        results = []
+        for model in (local, whole):
+            torch.manual_seed(1)
+            results.append(model(x).detach())
+        found.append((local.autotp.plan, *results))  # type: ignore[union-attr]
+    return found
+
+
 def linear() -> dict[str, Any]:
     """Many draws of one model; the same compiled; and a forward that draws nothing."""
     torch.manual_seed(0)
@@ -188,7 +227,7 @@ def seed_batches() -> L.Callback:
 
 
 def two_ranks(directory: str) -> dict[str, Any]:
-    seen: dict[str, Any] = {"linear": linear(), "gumbel": gumbel()}
+    seen: dict[str, Any] = {"linear": linear(), "gumbel": gumbel(), "noise": noise()}
     for attention in ("eager", "sdpa"):
         seen[attention] = fit("autotp", 2, Dropping(attention))
     for attention, reentrant in RECOMPUTED:
@@ -277,6 +316,25 @@ def test_expected_value_keep_rate_and_independence(two: list[dict[str, Any]]) ->
     assert correlations.abs().max() < 5 / count**0.5
     following = torch.corrcoef(torch.stack([columns[1:].flatten(), columns[:-1].flatten()]))[0, 1]
     assert abs(following) < 5 / columns[1:].numel() ** 0.5
+
+
+def text_of(plan: Plan) -> str:
+    console = Console(width=200)
+    with console.capture() as printed:
+        console.print(plan.table())
+    return printed.get()
+
+
+def test_the_plan_says_where_ranks_draw_numbers_of_their_own_and_a_pin_makes_them_common(two: Any) -> None:
+    for seen in two:
+        for names, (plan, value, wanted) in zip(NOISE_KEPT, seen["noise"], strict=True):
+            assert plan.sharded_fraction > 0.9
+            said = [line.split() for line in text_of(plan).splitlines() if "test_dropout:" in line]
+            there = {"noise": "randn_like", "": "rand_like"}
+            assert {place: call for place, _, call in said} == {
+                f"{path or repr(path)}:": call for path, call in there.items() if path not in names
+            }
+            assert torch.allclose(value, wanted, rtol=1e-5, atol=0) == (not said)
 
 
 def test_a_call_may_draw_among_other_things(two: list[dict[str, Any]]) -> None:

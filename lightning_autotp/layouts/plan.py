@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any
@@ -370,6 +371,16 @@ class Plan:
             " only where something else needs them"
             for head in self.losses_in_parts
         ]
+        if self.draws:
+            lines.append(
+                "each rank draws its own random numbers for its part of a tensor, which are not those of one process"
+                " (they are where keep_whole= names the module):"
+            )
+            calls = Counter((_in_any_layer(draw.module), str(draw.call)) for draw in self.draws)
+            lines += [
+                f"  {module or repr(module)}: {call}" + (f" ({count}x)" if count > 1 else "")
+                for (module, call), count in calls.items()
+            ]
         for parameter in self.parameters:
             if parameter.reason:
                 lines.append(f"whole on every rank: {parameter.names[0]}: {parameter.reason}")
@@ -399,8 +410,7 @@ def _repeated(parameters: tuple[ParameterPlan, ...], kinds: dict[str, str]) -> l
     rows: dict[Any, list[ParameterPlan]] = {}
     for parameter in parameters:
         name = parameter.names[0]
-        pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
-        key = (pattern, parameter.shape, parameter.layout, kinds.get(name.rpartition(".")[0], ""))
+        key = (_in_any_layer(name), parameter.shape, parameter.layout, kinds.get(name.rpartition(".")[0], ""))
         rows.setdefault(key, []).append(parameter)
     named = []
     for (pattern, *_), members in rows.items():
@@ -408,6 +418,11 @@ def _repeated(parameters: tuple[ParameterPlan, ...], kinds: dict[str, str]) -> l
         tied = members[0].names[1:]
         named.append((name + (f" = {', '.join(tied)}" if tied and len(members) == 1 else ""), members))
     return named
+
+
+def _in_any_layer(name: str) -> str:
+    """A name without the numbers of layers."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def _encode(value: Any) -> Any:

@@ -22,7 +22,7 @@ from lightning_autotp.solving.cost import Profile
 from lightning_autotp.solving.expert_modules import with_whole_experts
 from lightning_autotp.solving.options import PlanOptions
 from lightning_autotp.solving.paths import Ambiguous, seen_paths
-from lightning_autotp.solving.pins import pinned
+from lightning_autotp.solving.pins import kept_draws, pinned
 from lightning_autotp.solving.solution import Solution
 from lightning_autotp.solving.solver import NothingToShard, solve
 
@@ -138,8 +138,9 @@ class _Search:
         for name, parameter in model.named_parameters(remove_duplicate=False):
             names.setdefault(parameter, []).append(name)
         self.parameters = [(tuple(aliases), tuple(p.shape), p.element_size()) for p, aliases in names.items()]
-        self.pins = pinned(list(names.values()), options.keep_whole, dict(options.cut))
-        self.blocked: dict[int, str] = {}
+        paths = [path for path, _ in model.named_modules()]
+        self.pins = pinned(list(names.values()), options.keep_whole, dict(options.cut), paths)
+        self.blocked = kept_draws(graph, options.keep_whole)
 
     @cached_property
     def first(self) -> Solution:
