@@ -37,6 +37,7 @@ from lightning_autotp.applying.replace import apply_plan
 from lightning_autotp.capture.capture import language_model_inputs, meta_copy
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
+from lightning_autotp.proving import feasible
 from lightning_autotp.proving.read_plan import read_plan
 from lightning_autotp.ranks.group import TPGroup
 
@@ -138,9 +139,9 @@ def measure(case: Case, layers: int) -> dict[str, Seconds]:
     inputs = language_model_inputs(model)
     seconds = {stage: Seconds() for stage in STAGES}
     with (
-        timed(pipeline, "capture", seconds["capture"]),
-        timed(pipeline, "solve", seconds["solve"]),
-        timed(pipeline, "find_sizes", seconds["find_sizes"]),
+        timed(pipeline, "trace", seconds["capture"]),
+        timed(feasible, "solve", seconds["solve"]),
+        timed(feasible, "find_sizes", seconds["find_sizes"]),
         seconds["make_plan"].add(),
     ):
         plan, solution = pipeline.make_plan(model, case.ranks, example_inputs=inputs)

@@ -135,6 +135,16 @@ def index_fill(draw: Draw, name: str) -> Any:
     return draw.tape.call(name, draw.operand(*shape), dim, indices(draw, shape[dim], 2), draw.one(0, 3))
 
 
+@case("aten.scatter_reduce.two")
+def scatter_reduce(draw: Draw, name: str) -> Any:
+    shape = draw.shape()
+    dim = draw.dim(shape) % len(shape)
+    sizes = [draw.one(size, size, 1) for size in shape]
+    places, src = indices(draw, shape[dim], *sizes), draw.other(*sizes)
+    how = draw.one("sum", "sum", "mean", "amax")
+    return draw.tape.call(name, draw.operand(*shape), dim, places, src, how, include_self=draw.one(True, False))
+
+
 @case("aten.scatter.src", "aten.scatter.value", "aten.scatter_add.default")
 def scatter(draw: Draw, name: str) -> Any:
     shape = draw.shape()

@@ -258,3 +258,11 @@ def alignment_loss(draw: Draw, name: str) -> Any:
     log_probs = draw.tape.call("aten._log_softmax.default", draw.operand(frames, rows, classes), 2, False)
     reduction = draw.one(0, 1, 2)
     return draw.tape.call(name, log_probs, draw.tape.constant(targets), *counts, 0, reduction)
+
+
+@case(*(f"aten.{name}_backward.default" for name in ("leaky_relu", "sigmoid", "tanh", "threshold")))
+def pointwise_backward(draw: Draw, name: str) -> Any:
+    shape = draw.shape()
+    gradient = draw.operand(*shape)
+    rest = {"leaky_relu": [0.1, False], "threshold": [0.0]}.get(name.split(".")[1].removesuffix("_backward"), [])
+    return draw.tape.call(name, gradient, draw.other(*shape, like=gradient), *rest)

@@ -131,6 +131,16 @@ def recurrent(draw: Draw, name: str) -> Any:
     return draw.tape.call(name, x, start, matrices, True, layers, 0.0, True, directions == 2, False)
 
 
+@case(*(f"aten.{name}_cell.default" for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")))
+def recurrent_cell(draw: Draw, name: str) -> Any:
+    features, hidden = draw.one(1, 2, 3), draw.one(2, 3)
+    gates = {"lstm_cell": 4, "gru_cell": 3}.get(name.split(".")[1], 1)
+    states = [draw.operand(4, hidden) for _ in range(2 if "lstm" in name else 1)]
+    matrices = [draw.operand(gates * hidden, features), draw.operand(gates * hidden, hidden)]
+    biases = [draw.operand(gates * hidden) for _ in range(2)]
+    return draw.tape.call(name, draw.operand(4, features), states if "lstm" in name else states[0], *matrices, *biases)
+
+
 @case(
     *(f"aten.conv{n}d.default" for n in (1, 2, 3)), *(f"aten.conv{n}d.padding" for n in (1, 2, 3)),
     "aten.convolution.default", "aten.conv_transpose1d.default", *(f"aten.conv_transpose{n}d.input" for n in (2, 3)),

@@ -145,6 +145,14 @@ def fourier(draw: Draw, name: str) -> Any:
     return draw.tape.call(name, x, None, [-1, draw.one(*range(len(shape) - 1))] if "2" in name else draw.dim(shape))
 
 
+@case("aten._weight_norm.default")
+def weight_norm(draw: Draw, name: str) -> Any:
+    shape = draw.shape(2)
+    dim = draw.one(0, len(shape) - 1)
+    norms = [size if at == dim else 1 for at, size in enumerate(shape)]
+    return draw.tape.call(name, draw.operand(*shape), draw.operand(*norms), dim)
+
+
 @case("aten.batch_norm.default", "aten.instance_norm.default")
 def per_channel(draw: Draw, name: str) -> Any:
     n, c, *rest = draw.one(2, 3), draw.one(2, 3, 4, 6), draw.one(2, 3), draw.one(2, 3)

@@ -163,6 +163,13 @@ def join(draw: Draw, name: str) -> Any:
     return draw.tape.call(name, parts, dim)
 
 
+@case("aten.broadcast_tensors.default")
+def broadcast_tensors(draw: Draw, name: str) -> Any:
+    shape = draw.shape()
+    first = draw.operand(*draw.narrowed(shape))
+    return draw.tape.call(name, [first, *(draw.other(*draw.narrowed(shape)) for _ in range(draw.one(0, 1, 2)))])
+
+
 @case("aten.select.int")
 def select(draw: Draw, name: str) -> Any:
     shape = draw.shape()

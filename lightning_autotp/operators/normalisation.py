@@ -20,6 +20,20 @@ def layer_norm(site: Site) -> Dims:
     return dims
 
 
+@operator("aten._weight_norm.default")
+def weight_norm(site: Site) -> Dims:
+    """``v [..., n, ...]`` with norms taken over all dims but the one that is named, and ``g [1, ..., n, ..., 1]``."""
+    dims = site.dims("v")
+    at = site["dim"] % len(dims)
+    if len(site.dims("g")) == len(dims):
+        site.tie(dims[at], site.dims("g")[at])
+    else:
+        site.keep_whole(dims[at], because="a norm needs the whole dim")
+    site.keep_whole(*dims[:at], *dims[at + 1 :], because="a norm needs the whole dim")
+    site.linear_in("g")
+    return dims
+
+
 def _per_channel(site: Site, channels: Dims, names: tuple[str, ...]) -> None:
     for name in names:
         if (found := site.tensor(name)) is not None:

@@ -99,6 +99,13 @@ def divide(site: Site) -> Dims:
     return broadcast(site)
 
 
+@operator(*(f"aten.{name}_backward.default" for name in ("leaky_relu", "sigmoid", "tanh", "threshold")))
+def pointwise_backward(site: Site) -> Dims:
+    """The derivative of a function of every element: linear in the gradient that it is given."""
+    site.linear_in("grad_output")
+    return broadcast(site)
+
+
 @operator("aten.where.self")
 def where(site: Site) -> Dims:
     """Linear in both choices together."""

@@ -1,4 +1,4 @@
-"""Recurrent layers in one kernel: no rule, so they stay whole."""
+"""Recurrent layers and cells in one kernel: no rule, so they stay whole."""
 
 from __future__ import annotations
 
@@ -12,4 +12,11 @@ def _recurrent_flops(shapes: Shapes) -> float:
     return 2 * prod(shapes["input"][:-1]) * sum(prod(shape) for shape in shapes.each("params") if len(shape) == 2)
 
 
-operator(*(f"aten.{name}.input" for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")), flops=_recurrent_flops)
+def _cell_flops(shapes: Shapes) -> float:
+    """``input [..., features]``: every row meets both matrices, its state the second one."""
+    return 2 * prod(shapes["input"][:-1]) * (prod(shapes["w_ih"]) + prod(shapes["w_hh"]))
+
+
+_KINDS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+operator(*(f"aten.{name}.input" for name in _KINDS), flops=_recurrent_flops)
+operator(*(f"aten.{name}_cell.default" for name in _KINDS), flops=_cell_flops)

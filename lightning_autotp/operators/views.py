@@ -287,6 +287,14 @@ def cat(site: Site) -> Dims:
     return (*parts[0][:index], concat([dims[index] for dims in parts]), *parts[0][index + 1 :])
 
 
+@operator("aten.broadcast_tensors.default", is_view=True)
+def broadcast_tensors(site: Site) -> list[Dims]:
+    """Every tensor with the dims that all of them have together."""
+    dims = site.broadcast(site.tensors("tensors"))
+    site.linear_in("tensors")
+    return [dims] * len(site.shapes)
+
+
 @operator("aten.stack.default")
 def stack(site: Site) -> Dims:
     """A new dim over the tensors; it stays whole."""

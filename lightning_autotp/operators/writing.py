@@ -99,7 +99,7 @@ def index_fill(site: Site) -> Dims:
     return dims
 
 
-@operator("aten.scatter.src", "aten.scatter.value", "aten.scatter_add.default")
+@operator("aten.scatter.src", "aten.scatter.value", "aten.scatter_add.default", "aten.scatter_reduce.two")
 def scatter(site: Site) -> Dims:
     """By an index along one dim, which stays whole; the other dims are indexed alike where the index is as long."""
     dims, index = site.dims("self"), site.dims("index")
@@ -112,7 +112,8 @@ def scatter(site: Site) -> Dims:
             site.linear_in("self")
         return dims
     along(site, src, index, at)
-    site.linear_in("self", "src")
+    if dict(site.operator.arguments).get("reduce", "sum") in ("sum", "mean"):
+        site.linear_in("self", "src")
     return dims
 
 

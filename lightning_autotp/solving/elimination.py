@@ -6,6 +6,8 @@ are kept once, and an elimination step is remembered by its tables, so that the 
 once. For that a step's result is stored relative to its least cost, which goes straight into the total: else the cost
 of all layers before would make every layer's tables new. (Dechter, *Bucket elimination*, 1999.)
 
+Rows are kept as arrays: joining some thousands of them one by one in Python would be most of the time of planning.
+
 Where the joined table of a variable would be too large, the variable is left. What is left in the end is solved as an
 integer program (:mod:`~lightning_autotp.solving.integer_program`): exactly, or, where its time is over before, with a
 cost that no assignment is below.
@@ -17,6 +19,10 @@ import heapq
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
 
 from lightning_autotp.solving.integer_program import Contradiction, least_sum
 
@@ -36,6 +42,9 @@ MOST_ROWS = 20_000
 
 MOST_SECONDS = 120.0
 """The most that the integer program of what is left may take."""
+
+
+_LARGEST = 2**62  # up to which numbers of rows are multiplied
 
 
 class _TooManyRows(Exception):
@@ -70,20 +79,53 @@ class Table:
     rows: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """The rows of a table.
+
+    Attributes:
+        values: a row each, in ascending order.
+        costs: what each costs.
+    """
+
+    values: NDArray[np.int32]
+    costs: NDArray[np.float64]
+
+    @classmethod
+    def of(cls, rows: Mapping[Row, float], width: int) -> _Rows:
+        """Those of a mapping from rows of so many values to costs."""
+        ordered = sorted(rows.items())
+        values = np.array([row for row, _ in ordered], np.int32).reshape(len(ordered), width)
+        return cls(values, np.array([cost for _, cost in ordered], np.float64))
+
+    @cached_property
+    def by_row(self) -> dict[Row, float]:
+        """Costs by row."""
+        return dict(zip(map(tuple, self.values.tolist()), self.costs.tolist(), strict=True))
+
+    def place(self, row: Row) -> int:
+        """Which of the rows this one is."""
+        first, last = 0, len(self.values)
+        for column, value in enumerate(row):
+            part = self.values[first:last, column]
+            first, last = (first + int(np.searchsorted(part, value, side)) for side in ("left", "right"))
+        return first
+
+
+@dataclass(frozen=True, eq=False)
 class _Step:
     """The result of eliminating one variable from some tables.
 
     Attributes:
         rest: positions of the remaining variables.
         rows: number of the interned rows over them, of which the cheapest costs 0.
-        best: the variable's best value for each row.
+        best: the variable's best value for each of these rows.
         least: what the cheapest row costs.
     """
 
     rest: tuple[int, ...]
     rows: int
-    best: dict[Row, int]
+    best: NDArray[np.int32]
     least: float
 
 
@@ -96,17 +138,17 @@ class Elimination:
 
     def __init__(self, most_rows: int = MOST_ROWS) -> None:
         self._most_rows = most_rows
-        self._rows: list[dict[Row, float]] = []
-        self._numbers: dict[tuple[tuple[Row, float], ...], int] = {}
+        self._rows: list[_Rows] = []
+        self._numbers: dict[tuple[int, bytes, bytes], int] = {}
         self._steps: dict[object, _Step] = {}
         self.tables: list[Table] = []
 
     def add(self, scope: Sequence[int], rows: dict[Row, float]) -> None:
         """Add a table: a cost for every allowed row of values of the scope's variables."""
-        self.tables.append(Table(tuple(scope), self._intern(rows)))
+        self.tables.append(Table(tuple(scope), self._intern(_Rows.of(rows, len(scope)))))
 
-    def _intern(self, rows: dict[Row, float]) -> int:
-        key = tuple(sorted(rows.items()))
+    def _intern(self, rows: _Rows) -> int:
+        key = (rows.values.shape[1], rows.values.tobytes(), rows.costs.tobytes())
         number = self._numbers.setdefault(key, len(self._rows))
         if number == len(self._rows):
             self._rows.append(rows)
@@ -114,13 +156,12 @@ class Elimination:
 
     def rows(self, table: Table) -> Mapping[Row, float]:
         """What a table that was added says: a cost for every allowed row."""
-        return self._rows[table.rows]
+        return self._rows[table.rows].by_row
 
     def cost(self, values: Mapping[int, int]) -> float:
         """What an assignment costs; infinity where a table does not allow it."""
         return sum(
-            self._rows[table.rows].get(tuple(values[variable] for variable in table.scope), math.inf)
-            for table in self.tables
+            self.rows(table).get(tuple(values[variable] for variable in table.scope), math.inf) for table in self.tables
         )
 
     def solve(self, seconds: float = MOST_SECONDS) -> Assignment:
@@ -144,7 +185,7 @@ class Elimination:
 
         queue = [(degree(variable), variable) for variable in holders]
         heapq.heapify(queue)
-        choices: list[tuple[int, tuple[int, ...], dict[Row, int]]] = []
+        choices: list[tuple[int, tuple[int, ...], _Step]] = []
         total = 0.0
         while queue:
             expected, variable = heapq.heappop(queue)
@@ -161,7 +202,7 @@ class Elimination:
             del holders[variable]
             for number in numbers:
                 del tables[number]
-            choices.append((variable, scope, step.best))
+            choices.append((variable, scope, step))
             total += step.least
             if not scope:
                 continue
@@ -178,8 +219,9 @@ class Elimination:
             except Contradiction as error:
                 raise NoAssignment(min(holders)) from error
             bound += least
-        for variable, scope, best in reversed(choices):
-            values[variable] = best[tuple(values[other] for other in scope)]
+        for variable, scope, step in reversed(choices):
+            row = self._rows[step.rows].place(tuple(values[other] for other in scope))
+            values[variable] = int(step.best[row])
         if not holders:
             return Assignment(values, total, total)
         cost = self.cost(values)
@@ -195,46 +237,53 @@ class Elimination:
                 [(tuple(place[other] for other in table.scope), self._rows[table.rows]) for table in tables],
                 self._most_rows,
             )
-            rest = tuple(position for position in range(len(order)) if position != place[variable])
-            costs: dict[Row, float] = {}
-            best: dict[Row, int] = {}
-            for row, cost in sorted(joined.items()):
-                left = tuple(row[position] for position in rest)
-                if left not in costs or cost < costs[left]:
-                    costs[left], best[left] = cost, row[place[variable]]
-            if not costs:
+            if not len(joined.values):
                 raise NoAssignment(variable)
-            least = min(costs.values())
-            rows = self._intern({left: cost - least for left, cost in costs.items()})
-            self._steps[key] = _Step(rest, rows, best, least)
+            rest = tuple(position for position in range(len(order)) if position != place[variable])
+            left, own = joined.values[:, rest], joined.values[:, place[variable]]
+            codes = _codes(left)
+            cheapest = np.lexsort((own, joined.costs, codes))
+            codes = codes[cheapest]
+            first = cheapest[np.flatnonzero(np.append(True, codes[1:] != codes[:-1]))]
+            costs = joined.costs[first]
+            least = float(costs.min())
+            rows = self._intern(_Rows(np.ascontiguousarray(left[first]), costs - least))
+            self._steps[key] = _Step(rest, rows, own[first], least)
         step = self._steps[key]
         return tuple(order[position] for position in step.rest), step
 
 
-def _join(tables: Iterable[tuple[tuple[int, ...], dict[Row, float]]], most_rows: int) -> dict[Row, float]:
-    """Rows over all positions 0..n-1, in order, that every table allows; costs add up."""
+def _codes(values: NDArray[np.int32]) -> NDArray[np.int64]:
+    """A number for every row, in the same order as the rows: equal ones have the same."""
+    codes = np.zeros(len(values), np.int64)
+    for column in values.T:
+        base = int(column.max(initial=0)) + 1
+        if int(codes.max(initial=0)) > _LARGEST // base:
+            codes = np.unique(codes, return_inverse=True)[1]
+        codes = codes * base + column
+    return codes
+
+
+def _join(tables: Iterable[tuple[tuple[int, ...], _Rows]], most_rows: int) -> _Rows:
+    """Rows over all positions 0..n-1, in this order of positions, that every table allows; costs add up."""
     scope: tuple[int, ...] = ()
-    rows: dict[Row, float] = {(): 0.0}
-    for other_scope, other_rows in tables:
+    values, costs = np.zeros((1, 0), np.int32), np.zeros(1)
+    for other_scope, other in tables:
         shared = [position for position in other_scope if position in scope]
         added = [position for position in other_scope if position not in scope]
-        index: dict[Row, list[tuple[Row, float]]] = {}
-        for row, cost in other_rows.items():
-            by_position = dict(zip(other_scope, row, strict=True))
-            entry = (tuple(by_position[position] for position in added), cost)
-            index.setdefault(tuple(by_position[position] for position in shared), []).append(entry)
-        where = [scope.index(position) for position in shared]
-        widest = max((len(entries) for entries in index.values()), default=0)
-        if (
-            widest * len(rows) > most_rows
-            and sum(len(index.get(tuple(row[position] for position in where), ())) for row in rows) > most_rows
-        ):
+        ours = values[:, [scope.index(position) for position in shared]]
+        theirs = other.values[:, [other_scope.index(position) for position in shared]]
+        codes = _codes(np.concatenate([ours, theirs]))
+        ours_codes, theirs_codes = codes[: len(ours)], codes[len(ours) :]
+        by_code = np.argsort(theirs_codes, kind="stable")
+        starts, stops = (np.searchsorted(theirs_codes[by_code], ours_codes, side) for side in ("left", "right"))
+        counts = stops - starts
+        total = int(counts.sum())
+        if total > most_rows:
             raise _TooManyRows
-        rows = {
-            row + extra: cost + more
-            for row, cost in rows.items()
-            for extra, more in index.get(tuple(row[position] for position in where), ())
-        }
+        left = np.repeat(np.arange(len(values)), counts)
+        right = by_code[np.arange(total) + np.repeat(starts - (np.cumsum(counts) - counts), counts)]
+        fresh = other.values[right][:, [other_scope.index(position) for position in added]]
+        values, costs = np.concatenate([values[left], fresh], 1), costs[left] + other.costs[right]
         scope = (*scope, *added)
-    where = [scope.index(position) for position in range(len(scope))]
-    return {tuple(row[position] for position in where): cost for row, cost in rows.items()}
+    return _Rows(values[:, [scope.index(position) for position in range(len(scope))]], costs)
