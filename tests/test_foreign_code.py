@@ -304,6 +304,7 @@ def train(rank: int, size: int) -> None:
     changed = assert_same_training(overwriting(), (states,), **square).autotp.plan  # type: ignore[union-attr]
     assert [change for change in changed.conversions if change.overwritten]
     assert_same_training(Shared(), (ids, ids.flip(0)), **square)
+    assert assert_same_training(nn.Linear(24, 33), (states,), **square).autotp.plan.sharded_fraction == 1  # type: ignore[union-attr]
     assert_same_training(staged(2), (states[..., :16],), **square)
     keepers = assert_same_training(Keepers(), (states,), **square).autotp.plan  # type: ignore[union-attr]
     assert keepers.sharded_fraction > 0.98
@@ -318,7 +319,7 @@ def train(rank: int, size: int) -> None:
     moved = assert_same_training(WithTeacher(), (states,), **square)
     assert moved.autotp.plan.sharded_fraction > 0.98  # type: ignore[union-attr]
     hooked = assert_same_training(normed(), (states,), local=normed(), **square)
-    assert 0.7 < hooked.autotp.plan.sharded_fraction < 0.8  # type: ignore[union-attr]
+    assert hooked.autotp.plan.sharded_fraction > 0.85  # type: ignore[union-attr]
     reading = nn.Sequential(Reading(), nn.Linear(24, 80), nn.GELU(), nn.Linear(80, 24))
     plan = assert_same_training(reading, (states,), **square).autotp.plan  # type: ignore[union-attr]
     whole = {item.names[0]: item.reason for item in plan.parameters if not isinstance(item.layout, Shard)}

@@ -18,7 +18,7 @@ from lightning_autotp.capture.nested import NoSuchPlace, replaced_at, steps_of
 from lightning_autotp.capture.tracer import torch_layer
 from lightning_autotp.layouts.dims import UnknownSize
 from lightning_autotp.layouts.listing import listed
-from lightning_autotp.layouts.places import CallSite
+from lightning_autotp.layouts.places import CallSite, member
 from lightning_autotp.layouts.plan import ConversionPlan, ImplementationPlan, Plan, RunPlan, SizePlan
 from lightning_autotp.layouts.types import Invariant, Layout, Replicate, Shard, local_shape
 from lightning_autotp.parallel.collectives import convert, gather_lengths
@@ -192,7 +192,7 @@ def _make_parallel(
     """Turn a layer into its parallel implementation."""
     module = model.get_submodule(use.module)
     entry = _implementation(use)
-    layout = use.layout if entry.is_module else layouts.get(f"{use.module}.{entry.operand}")
+    layout = use.layout if entry.is_module else layouts.get(member(use.module, entry.operand))
     if not entry.fits(layout) or entry.build is None:
         raise PlanMismatch(
             f"{use.module} is planned as {use.name}-parallel, but its {entry.operand} lies over the ranks as {layout}"

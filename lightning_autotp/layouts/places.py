@@ -10,6 +10,11 @@ def said_of(operator: str, module: str, source: str) -> str:
     return f"{operator} in {module or 'the model'} ({source})"
 
 
+def member(module: str, name: str) -> str:
+    """The name of a module's own parameter or attribute in the whole model."""
+    return f"{module}.{name}" if module else name
+
+
 @dataclass(frozen=True)
 class Boundary:
     """A place where a tensor enters or leaves a module: there a layout may change.

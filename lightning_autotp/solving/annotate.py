@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from lightning_autotp.layouts.buckets import in_buckets
-from lightning_autotp.layouts.places import EVERY, Boundary, CallPoint, CallSite
+from lightning_autotp.layouts.places import EVERY, Boundary, CallPoint, CallSite, member
 from lightning_autotp.layouts.plan import (
     Communication,
     ConversionPlan,
@@ -145,7 +145,7 @@ def _kept_parts(solution: Solution) -> Iterator[str]:
     """Attributes that hold parts after a forward."""
     for operator in solution.graph.operators:
         if operator.name == KEPT and isinstance(solution.layouts.get(operator.inputs[0]), Shard):
-            yield f"{operator.module}.{operator.argument('name')}".removeprefix(".")
+            yield member(operator.module, operator.argument("name"))
 
 
 def _draw(solution: Solution, number: int) -> DrawPlan:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from lightning_autotp.layouts.places import Boundary, CallPoint
+from lightning_autotp.layouts.places import Boundary, CallPoint, member
 from lightning_autotp.layouts.plan import ConversionPlan, ImplementationPlan, Plan
 from lightning_autotp.layouts.transitions import Pair
 from lightning_autotp.layouts.types import Layout, Shard
@@ -118,7 +118,7 @@ class Planned:
                 entry = implementations[use.name]
             except KeyError as error:
                 raise PlanMismatch(f"{use.module}: {error.args[0]}") from None
-            operand = tensors.get(aliases.get(f"{use.module}.{entry.operand}", ""))
+            operand = tensors.get(aliases.get(member(use.module, entry.operand), ""))
             for place, pair in _layer_changes(use):
                 if operand is not None and place in crossed:
                     before, after = (self.parameters[operand] if letter == "S" else letter for letter in pair)
