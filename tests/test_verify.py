@@ -17,6 +17,7 @@ from lightning_autotp.layouts.types import Invariant, Shard
 from lightning_autotp.parallel.linear import RowParallelLinear
 from lightning_autotp.pipeline import make_plan
 from lightning_autotp.proving.compare import VerificationError
+from lightning_autotp.proving.feasible import regions_around
 from lightning_autotp.proving.verify import verify
 from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.solving.solution import Solution
@@ -153,3 +154,12 @@ def test_plan_of_another_model() -> None:
         apply_plan(meta_model("llama"), plan, TPGroup("", 0, 3))
     with pytest.raises(PlanMismatch, match="shape"):
         apply_plan(meta_model("llama", intermediate_size=96), plan, TPGroup("", 0, 2))
+
+
+def test_where_no_operator_is_at_fault_everything_stays_whole() -> None:
+    """Also where the local trace has one that the original does not have: no region is searched for without an end."""
+    _, _, solution = planned("llama")
+    graph = solution.graph
+    stranger = replace(graph.operators[0], name="aten.stranger.default", source="nowhere")
+    for operator in (None, stranger):
+        assert list(regions_around(graph, operator)) == [frozenset(range(len(graph.operators)))]

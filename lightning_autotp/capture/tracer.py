@@ -610,8 +610,11 @@ def torch_layer(module: nn.Module) -> str:
     """Which layer of ``torch.nn`` a module is, or is a subclass of whose forward calls that layer's.
 
     Empty for other modules, and those of modules. A forward that computes the layer's function by itself
-    (``F.linear(x, self.weight)``) would not go through the forward of a parallel layer.
+    (``F.linear(x, self.weight)``), or that was put on the object, would not go through the forward of a parallel layer.
     """
+    replaced = vars(module).get("forward")
+    if replaced is not None and not str(replaced.__module__).startswith("lightning_autotp."):
+        return ""
     kinds = [kind for kind in type(module).__mro__ if kind.__module__.startswith("torch.nn.modules.")]
     names = [kind.__name__ for kind in kinds if kind is not nn.Module and not kind.__name__.startswith("_")]
     if not names or next(module.children(), None) is not None:

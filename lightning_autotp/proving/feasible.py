@@ -156,7 +156,7 @@ class _Search:
                 return explain(plan, solution), solution
             except Unlocalizable as error:
                 mismatch = error.mismatch
-                regions = _around(self.graph, mismatch.operator)
+                regions = regions_around(self.graph, mismatch.operator)
                 found = next((found for found in regions if found - self.blocked.keys()), None)
                 if found is None:
                     raise VerificationError(str(error)) from error
@@ -237,25 +237,30 @@ def _tensors_near(graph: Graph, mismatch: Mismatch) -> Iterator[set[int]]:
     """
     here = in_any_layer(mismatch.module)
     yield {at for path, measured in graph.measured.items() if in_any_layer(path) == here for at in measured}
-    for positions in _around(graph, mismatch.operator):
+    for positions in regions_around(graph, mismatch.operator):
         found = [graph.operators[position] for position in positions]
         yield {tensor for operator in found for tensor in (*operator.inputs, *operator.outputs)}
     yield set(range(len(graph.tensors)))
 
 
-def _around(graph: Graph, operator: Operator | None) -> Iterator[frozenset[int]]:
+def regions_around(graph: Graph, operator: Operator | None) -> Iterator[frozenset[int]]:
     """Positions of operators, in growing regions: those that one line of code runs, its module's own, modules around.
 
-    Modules with the same line are alike, and so each region takes them all.
+    Modules with the same line are alike, and so each region takes them all. Where no operator is at fault that the
+    graph has, the one region is everything.
     """
-    if operator is None:
-        return
     alike = [
         (position, other)
         for position, other in enumerate(graph.operators)
-        if other is operator
-        or (other.name == operator.name and other.boundary is None and other.source == operator.source != "")
+        if operator is not None
+        and (
+            other is operator
+            or (other.name == operator.name and other.boundary is None and other.source == operator.source != "")
+        )
     ]
+    if not alike:
+        yield frozenset(range(len(graph.operators)))
+        return
     yield frozenset(position for position, _ in alike)
     paths = {other.module for _, other in alike}
     yield frozenset(position for position, other in enumerate(graph.operators) if other.module in paths)
