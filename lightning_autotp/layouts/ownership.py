@@ -122,6 +122,11 @@ class Ownership:
         """Whether some index has more than one owner."""
         return sum(self.local_sizes) > self.size
 
+    @property
+    def in_common(self) -> int:
+        """How many indices every rank holds."""
+        return sum(stop - start for start, stop, ranks in self.owners if len(ranks) == self.ranks)
+
     def __str__(self) -> str:
         sizes = list(self.local_sizes)
         return f"{self.size} -> {sizes[0] if len(set(sizes)) == 1 else sizes}"

@@ -84,6 +84,12 @@ class ParameterPlan:
         how = f"cut along {_describe(self.layout)}" if isinstance(self.layout, Shard) else "whole"
         return "\n  ".join([f"{self.names[0]}: {how}", *reasons])
 
+    @property
+    def in_common(self) -> int:
+        """Elements that every rank holds."""
+        cut = {dim: owned.in_common for dim, owned in self.layout.dims} if isinstance(self.layout, Shard) else {}
+        return math.prod(cut.get(dim, size) for dim, size in enumerate(self.shape))
+
     def bytes(self, rank: int) -> int:
         """Bytes that a rank holds of it."""
         return math.prod(local_shape(self.shape, self.layout, rank)) * self.itemsize
@@ -311,10 +317,10 @@ class Plan:
 
     @property
     def sharded_fraction(self) -> float:
-        """Share of the parameter elements that are sharded."""
+        """Share of the parameter elements that not every rank holds."""
         total = sum(math.prod(parameter.shape) for parameter in self.parameters)
-        sharded = sum(math.prod(p.shape) for p in self.parameters if isinstance(p.layout, Shard))
-        return sharded / max(total, 1)
+        everywhere = sum(parameter.in_common for parameter in self.parameters)
+        return 1 - everywhere / max(total, 1)
 
     @property
     def losses_in_parts(self) -> tuple[str, ...]:
@@ -401,6 +407,7 @@ def _describe(layout: Layout) -> str:
         notes = [f"{sections} sections"] if sections > 1 else []
         notes += ["shared"] if ownership.is_shared else []
         notes += [f"uneven {sizes}"] if len(set(sizes)) > 1 else []
+        notes += [f"{ownership.in_common} of {ownership.size} on every rank"] if ownership.in_common else []
         parts.append(f"dim {dim}" + (f" ({', '.join(notes)})" if notes else ""))
     return ", ".join(parts)
 
