@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import planner
 from distributed import SCRIPT_ENVIRONMENT
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
@@ -44,3 +45,11 @@ def test_what_a_layer_sends(tmp_path: Path) -> None:
     rows = [line for line in page.read_text().splitlines() if line.startswith("| Llama")]
     assert len(rows) == 2  # without and with sequence parallelism
     assert all("| 4 all-reduces |" in row.partition("every layer")[2] for row in rows[:1])
+
+
+def test_stages_of_planning() -> None:
+    case = planner.Case("gpt2", 2, "n_layer", 2, 60.0, {"n_embd": 64, "n_head": 4, "vocab_size": 131})
+    seconds = planner.measure(case, 2)
+    assert list(seconds) == list(planner.STAGES)
+    assert all(stage.wall > 0 for stage in seconds.values())
+    assert planner.total(seconds).wall >= seconds["make_plan"].wall
