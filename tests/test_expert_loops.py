@@ -422,6 +422,8 @@ def test_experts_that_made_up_choices_do_not_reach_stay_whole() -> None:
         model = Net(Mixture)
     plan, _ = make_plan(model, 2, example_inputs=torch.zeros(1, 1, HIDDEN))
     assert set(plan.opaque) >= {"layers.0", "layers.1"}
+    reasons = {parameter.names[0]: str(parameter.reason) for parameter in plan.parameters}
+    assert "with made-up choices its code does not use layers.0.experts.2" in reasons["layers.0.experts.0.up.weight"]
 
 
 def test_types_that_fit() -> None:

@@ -95,7 +95,7 @@ def capture(
     inputs = language_model_inputs(model) if example_inputs is None else example_inputs
     failures: dict[str, _Untraceable] = {}  # of each opaque module that was found: why it is
     while True:
-        untraced = {path: failure.why for path, failure in failures.items() if not failure.needs_value}
+        untraced = {path: failure.why for path, failure in failures.items() if failure.why}
         try:
             graph = _capture(model, inputs, opaque, training)
             if training:
@@ -149,8 +149,10 @@ class _Untraceable(Exception):
 
     @property
     def why(self) -> str:
-        """What the plan says of such a module."""
+        """What the plan says of such a module, where it is more than that its code depends on values."""
         cause = self.error.__cause__
+        if self.needs_value:
+            return f"{cause} (example_inputs with more rows may)" if type(cause) is NoValue and str(cause) else ""
         return f"its code cannot be traced ({type(cause).__name__}: {first_line(cause)})"
 
     def look_back(self, failures: Mapping[str, _Untraceable]) -> None:

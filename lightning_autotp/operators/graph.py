@@ -205,7 +205,7 @@ class Graph:
         calls: the calls in the model's code that ran the operators.
         opaque: modules whose code depends on values that a trace does not have, or cannot be traced for another reason:
             one operator each.
-        untraced: of those that cannot be traced for another reason, what was raised.
+        untraced: of those of which more is known than that their code depends on values: why they are not looked into.
         failure: what the model's code raised, where it did not come to its end.
         example: rows and tokens of the batch that was traced.
         integers: by module, the integers that its code read: its own attributes, and as ``config.NAME`` its config's.
