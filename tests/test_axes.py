@@ -18,6 +18,7 @@ from lightning_autotp.layouts.dims import (
     shardable,
 )
 from lightning_autotp.operators.axes import Axes
+from lightning_autotp.solving.candidates import candidates
 
 
 def labels(dim: Dim, axis: int) -> list[int | None]:
@@ -185,6 +186,21 @@ def test_an_axis_in_two_dims_cannot_be_cut() -> None:
     assert shardable([concat([axis, product([axis, other])])], cut)
     assert not shardable([axis, product([axis, other])], cut)
     assert not shardable([product([axis, other, axis])], cut)
+
+
+def test_axes_side_by_side_are_cut_together_in_sections_alone() -> None:
+    axes = Axes()
+    heads, features, inner = axes.new(4), axes.new(3), axes.new(6)
+    fused = concat([product([heads, features]), product([heads, features]), inner])
+    [both] = [found for found in candidates([(fused,)], 2) if len(found.axes) > 1]
+    assert both.divides([fused])
+    assert both.divides([axes.new(5), product([heads, features])])
+    assert both.ownership(fused).local_sizes == (15, 15)
+    assert not both.divides([heads, inner])  # nobody would have the first heads' second half
+    assert not both.divides([product([heads, inner])])
+    # Where they are factors of one product, or one is inside of another, they are not cut together.
+    assert all(len(found.axes) == 1 for found in candidates([(fused,), (product([heads, inner]),)], 2))
+    assert all(len(found.axes) == 1 for found in candidates([(concat([product([heads, features]), features]),)], 2))
 
 
 def test_positions_of_a_sequence_have_no_parts() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from compared import assert_same_training
 from distributed import run_ranks
+from tiny import AttentionBesideMLP
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import spectral_norm, weight_norm
@@ -327,6 +328,10 @@ def train(rank: int, size: int) -> None:
     changed = assert_same_training(overwriting(), (states,), **square).autotp.plan  # type: ignore[union-attr]
     assert [change for change in changed.conversions if change.overwritten]
     assert_same_training(Shared(), (ids, ids.flip(0)), **square)
+    wide = torch.randn(3, 7, 64)
+    for keys in (1, 4):
+        beside = assert_same_training(AttentionBesideMLP(keys), (wide,), **square).autotp.plan  # type: ignore[union-attr]
+        assert beside.sharded_fraction > 0.94
     assert assert_same_training(nn.Linear(24, 33), (states,), **square).autotp.plan.sharded_fraction == 1  # type: ignore[union-attr]
     assert_same_training(staged(2), (states[..., :16],), **square)
     keepers = assert_same_training(Keepers(), (states,), **square).autotp.plan  # type: ignore[union-attr]

@@ -10,9 +10,8 @@ import pytest
 import torch
 from distributed import PATIENCE
 from rich.console import Console
-from tiny import meta_model, tiny_config
+from tiny import AttentionBesideMLP, meta_model, tiny_config
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from lightning_autotp.capture.capture import CaptureError
 from lightning_autotp.layouts.plan import Plan
@@ -69,33 +68,26 @@ def test_bytes_add_up(plan: Plan) -> None:
     assert all(plan.whole_bytes / 3 < plan.bytes(rank) < plan.whole_bytes / 2 for rank in range(3))
 
 
-class Parallel(nn.Module):
-    """Attention with one key head beside an MLP, both from one matrix: its sections would be cut along other axes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fused = nn.Linear(64, 64 + 16 + 16 + 256, bias=False)
-        self.attended, self.down = nn.Linear(64, 64, bias=False), nn.Linear(256, 64, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v, inner = self.fused(x).split((64, 16, 16, 256), -1)
-        q = q.unflatten(-1, (4, 16)).transpose(1, 2)
-        k, v = (other[:, None].expand(-1, 4, -1, -1) for other in (k, v))
-        attended = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-        return x + self.attended(attended) + self.down(inner.relu())
-
-
 def test_what_every_rank_holds_does_not_count_as_divided() -> None:
-    plan, _ = make_plan(Parallel(), 2, example_inputs=torch.zeros(3, 7, 64))
+    plan, _ = make_plan(AttentionBesideMLP(), 2, example_inputs=torch.zeros(3, 7, 64))
     (fused,) = (parameter for parameter in plan.parameters if parameter.names[0] == "fused.weight")
     assert isinstance(fused.layout, Shard)
     ((_, owned),) = fused.layout.dims
     everywhere = set(owned.indices(0)) & set(owned.indices(1))
-    assert len(everywhere) >= 2 * 16  # the key head, and what only the other half's axis would cut
+    assert everywhere == set(
+        range(64, 64 + 2 * 16)
+    )  # the one key head; queries and the MLP are cut, each along its axis
     assert fused.in_common == 64 * len(everywhere)
-    total = sum(parameter.numel() for parameter in Parallel().parameters())
+    total = sum(parameter.numel() for parameter in AttentionBesideMLP().parameters())
     assert plan.sharded_fraction == pytest.approx(1 - fused.in_common / total)
-    assert f"{len(everywhere)} of 352 on every rank" in fused.described()
+    assert "32 of 352 on every rank" in fused.described()
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_sections_of_one_matrix_are_cut_along_axes_of_their_own(ranks: int) -> None:
+    plan, _ = make_plan(AttentionBesideMLP(keys=4), ranks, example_inputs=torch.zeros(3, 7, 64))
+    assert plan.sharded_fraction == 1
+    assert [(each.kind, each.calls) for each in plan.communication] == [("all_reduce", 1)]  # of both sums together
 
 
 def test_command_needs_only_the_config(tmp_path: Path) -> None:

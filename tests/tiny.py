@@ -110,3 +110,25 @@ def shuffled_names(seed: int) -> dict[str, str]:
 
 def decoder_batch() -> tuple[Tensor, Tensor]:
     return torch.zeros(3, 7, dtype=torch.long), torch.zeros(3, 7, dtype=torch.long)
+
+
+class AttentionBesideMLP(nn.Module):
+    """Attention and an MLP of one input, from one matrix, as in PaLM (Chowdhery et al. 2022).
+
+    Args:
+        keys: number of key heads, for four query heads.
+    """
+
+    def __init__(self, keys: int = 1) -> None:
+        super().__init__()
+        self.keys = keys
+        self.fused = nn.Linear(64, 64 + 2 * 16 * keys + 256, bias=False)
+        self.attended, self.down = nn.Linear(64, 64, bias=False), nn.Linear(256, 64, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v, inner = self.fused(x).split((64, 16 * self.keys, 16 * self.keys, 256), -1)
+        q, k, v = (part.unflatten(-1, (-1, 16)).transpose(1, 2) for part in (q, k, v))
+        if self.keys == 1:
+            k, v = k.expand(-1, 4, -1, -1), v.expand(-1, 4, -1, -1)
+        attended = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return x + self.attended(attended) + self.down(inner.relu())

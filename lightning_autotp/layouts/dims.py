@@ -119,6 +119,15 @@ def shardable(dims: Sequence[Dim], axes: frozenset[int]) -> bool:
     return not any(repeats(dim) for dim in dims) and sum(map(len, held)) == len(set().union(*held))
 
 
+def depth(dim: Dim, axes: frozenset[int]) -> int:
+    """How many of these axes are factors of one product in a (resolved) dim."""
+    if isinstance(dim, Axis):
+        return int(dim.id in axes)
+    if isinstance(dim, Product):
+        return sum(depth(factor, axes) for factor in dim.factors)
+    return max(depth(section, axes) for section in dim.sections)
+
+
 def held_runs(dim: Dim, held: Mapping[int, Sequence[Run]]) -> tuple[Run, ...]:
     """The indices of a (resolved) dim that a rank holds, given what it holds of some axes (all of any other)."""
     if isinstance(dim, Axis):

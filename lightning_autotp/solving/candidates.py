@@ -8,7 +8,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 
-from lightning_autotp.layouts.dims import FIXED, Axis, Concat, Cut, Dim, Product, leaves, numbered_ownership
+from lightning_autotp.layouts.dims import (
+    FIXED,
+    Axis,
+    Concat,
+    Cut,
+    Dim,
+    Product,
+    depth,
+    leaves,
+    numbered_ownership,
+    shardable,
+)
 from lightning_autotp.layouts.ownership import Ownership, Run
 from lightning_autotp.layouts.types import Shard
 from lightning_autotp.operators import Relation
@@ -22,10 +33,17 @@ class Sharding:
     Attributes:
         axes: ids of the axes, the outer one first.
         held: per rank, the runs of each axis.
+        beside: whether each axis is dealt out to all ranks, as they lie side by side in sections of a dim.
     """
 
     axes: tuple[int, ...]
     held: tuple[tuple[tuple[int, tuple[Run, ...]], ...], ...]
+    beside: bool = False
+
+    def divides(self, dims: Sequence[Dim]) -> bool:
+        """Whether it cuts a tensor of these resolved dims into boxes, of which each element has an owner."""
+        axes = frozenset(self.axes)
+        return shardable(dims, axes) and not (self.beside and depth(Product(tuple(dims)), axes) > 1)
 
     def ownership(self, dim: Dim) -> Ownership:
         """The map of a resolved dim."""
@@ -72,7 +90,7 @@ def _number(axes: tuple[int, ...], numbers: dict[tuple[int, ...], int]) -> int:
 
 
 def candidates(
-    tensors: Iterable[tuple[Dim, ...]],
+    tensors: Collection[tuple[Dim, ...]],
     ranks: int,
     among: Collection[int] | None = None,
     together: Mapping[int, int] | None = None,
@@ -98,6 +116,10 @@ def candidates(
                 for other in factors[:position] + factors[position + 1 :]:
                     if isinstance(other, Axis) and other.size >= -(-ranks // factor.size):
                         found.setdefault((factor.id, other.id), _dealt_within(factor, other, ranks))
+    for axes in _side_by_side(tensors):
+        if len(beside := [found[axis,] for axis in axes if (axis,) in found]) > 1:
+            sharding = _dealt_beside(beside)
+            found.setdefault(sharding.axes, sharding)
     return list(found.values())
 
 
@@ -165,6 +187,29 @@ def _dealt_within(outer: Axis, inner: Axis, ranks: int) -> Sharding:
         shares = Ownership.dealt(inner.size, members)
         held += [((outer.id, ((unit, unit + 1),)), (inner.id, shares.held[member])) for member in range(members)]
     return Sharding((outer.id, inner.id), tuple(held))
+
+
+def _dealt_beside(each: Sequence[Sharding]) -> Sharding:
+    """Axes that are dealt out to all ranks each, in sections of one dim."""
+    held = tuple(tuple(runs for one in rank for runs in one) for rank in zip(*(one.held for one in each), strict=True))
+    return Sharding(tuple(axis for one in each for axis in one.axes), held, beside=True)
+
+
+def _side_by_side(tensors: Collection[tuple[Dim, ...]]) -> Iterator[tuple[int, ...]]:
+    """The outermost axes of a concatenation's sections, where these are several: an attention's heads beside an MLP.
+
+    Not two that are factors of one product somewhere: cut along both, it would be no box.
+    """
+    products = [{axis.id for axis in leaves(Product(p))} for dims in tensors for dim in dims for p in _products(dim)]
+    for dim in dict.fromkeys(dim for dims in tensors for dim in dims if isinstance(dim, Concat)):
+        axes: list[int] = []
+        for section in dim.sections:
+            outer = section.factors[0] if isinstance(section, Product) else section
+            if isinstance(outer, Axis) and not any(
+                outer.id in together and not together.isdisjoint(axes) for together in products
+            ):
+                axes.append(outer.id)
+        yield tuple(axes)
 
 
 def _products(dim: Dim) -> Iterator[tuple[Dim, ...]]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
 
-from lightning_autotp.layouts.dims import leaves, shardable, spelled, touches
+from lightning_autotp.layouts.dims import leaves, spelled, touches
 from lightning_autotp.layouts.plan import Reason
 from lightning_autotp.layouts.types import Layout, Shard
 from lightning_autotp.operators import Dims
@@ -195,11 +195,11 @@ class Reasons:
         axes = {axis.id for axis in leaves(dims[dim])}
         if not axes:
             return _Obstacle("a dim of length 1")
-        candidates = [{*sharding.axes} for sharding in self._tables.shardings if axes.intersection(sharding.axes)]
-        if any(shardable(dims, frozenset(candidate)) for candidate in candidates):
+        candidates = [sharding for sharding in self._tables.shardings if axes.intersection(sharding.axes)]
+        if any(candidate.divides(dims) for candidate in candidates):
             return _Obstacle("it can be cut only together with another dim")
         if candidates:
-            others = [at for at, other in enumerate(dims) if at != dim and touches([other], candidates[0])]
+            others = [at for at, other in enumerate(dims) if at != dim and touches([other], candidates[0].axes)]
             twice = f"dim {others[0]} has the same axis, and both would be cut" if others else "it has the axis twice"
             return _Obstacle(twice)
         units = f"no unit of it ({spelled(dims[dim])}) divides among {self._tables.ranks} ranks"

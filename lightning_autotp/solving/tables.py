@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from functools import cached_property
 
-from lightning_autotp.layouts.dims import Dim, leaves, shardable, touches
+from lightning_autotp.layouts.dims import Dim, leaves, touches
 from lightning_autotp.layouts.places import Boundary, CallPoint
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.layouts.step_size import TokensPerStep
@@ -188,7 +188,7 @@ class Tables:
     def _touching(self, dims: Dims) -> tuple[int, ...]:
         """Candidates that cut a tensor of these dims into boxes."""
         numbers = sorted({number for dim in dims for axis in leaves(dim) for number in self.cutting.get(axis.id, ())})
-        return tuple(number for number in numbers if shardable(dims, frozenset(self.shardings[number].axes)))
+        return tuple(number for number in numbers if self.shardings[number].divides(dims))
 
     def follow(self, plan: Plan, is_other_call: bool = False) -> None:
         """Allow only what a plan says; in another call than its own also changes of layout where it has none."""
@@ -403,7 +403,7 @@ class Tables:
                 if tensor in self.dims:
                     kinds[tensor] = R
             elif tensor not in self.dims:  # static: every rank takes its part
-                if not (self._convertible(relation, tensor) and shardable(dims, frozenset(axes))):
+                if not (self._convertible(relation, tensor) and self.shardings[number].divides(dims)):
                     return f"an operand {_shape(dims)} that no parameter went into cannot be cut at this call"
             elif number not in self.touching[tensor]:
                 return f"a tensor {_shape(dims)} of it has the axis twice"
