@@ -196,7 +196,7 @@ def test_axes_side_by_side_are_cut_together_in_sections_alone() -> None:
     assert both.divides([fused])
     assert both.divides([axes.new(5), product([heads, features])])
     assert both.ownership(fused).local_sizes == (15, 15)
-    assert not both.divides([heads, inner])  # nobody would have the first heads' second half
+    assert not both.divides([heads, inner])  # no rank would have the first heads' second half
     assert not both.divides([product([heads, inner])])
     # Where they are factors of one product, or one is inside of another, they are not cut together.
     assert all(len(found.axes) == 1 for found in candidates([(fused,), (product([heads, inner]),)], 2))

@@ -253,7 +253,7 @@ def test_kinds_of_calls() -> None:
 
 
 def alone(rank: int, model: nn.Module, *given: Any, has_ended: bool = False) -> list[str]:
-    """What the first rank says that calls a model alone, in a way in which nobody has called it."""
+    """What the first rank says that calls a model alone, in a way that is new."""
     dist.barrier()
     if rank > 0:
         dist.barrier()

@@ -33,7 +33,7 @@ class Sharding:
     Attributes:
         axes: ids of the axes, the outer one first.
         held: per rank, the runs of each axis.
-        beside: whether each axis is dealt out to all ranks, as they lie side by side in sections of a dim.
+        beside: whether each axis is cut over all ranks, as the axes lie side by side in sections of a dim.
     """
 
     axes: tuple[int, ...]
@@ -190,7 +190,7 @@ def _dealt_within(outer: Axis, inner: Axis, ranks: int) -> Sharding:
 
 
 def _dealt_beside(each: Sequence[Sharding]) -> Sharding:
-    """Axes that are dealt out to all ranks each, in sections of one dim."""
+    """Axes that are each cut over all ranks, in sections of one dim."""
     held = tuple(tuple(runs for one in rank for runs in one) for rank in zip(*(one.held for one in each), strict=True))
     return Sharding(tuple(axis for one in each for axis in one.axes), held, beside=True)
 
