@@ -23,7 +23,7 @@ def run(script: str, *options: str | Path) -> str:
 
 def test_steps_on_a_device(tmp_path: Path) -> None:
     page = tmp_path / "gpu.md"
-    run("gpu.py", "--page", page, "--device", "cpu", "--tiny", "true", "--rounds", "2")
+    run("gpu.py", "--page", page, "--device", "cpu", "--tiny", "--rounds", "2")
     text = page.read_text()
     assert "failed" not in text
     steps = [line for line in text.splitlines() if " ms |" in line]

@@ -25,12 +25,13 @@ from torch import Tensor, nn
 from lightning_autotp.capture.capture import capture
 from lightning_autotp.layouts.types import Shard
 from lightning_autotp.operators import known_operators, operator, record, relate
-from lightning_autotp.operators.graph import EXPERTS, Graph, Ref
+from lightning_autotp.operators.graph import EXPERTS, KEPT, Graph, Ref
 
 # Registered, but without a case of its own here.
 ELSEWHERE = {
     "boundary": "the identity; its conversions are collectives with tests of their own",
     EXPERTS: "no operator of torch's but a module; tests/test_whole_experts.py tries it, as every plan does",
+    KEPT: "makes nothing; tests/test_buffers.py",
     "aten.cross_entropy_loss.default": "over sharded classes another loss runs; its relation is tested below",
 }
 # Every dim stays whole here.
