@@ -204,7 +204,7 @@ def _side_by_side(tensors: Collection[tuple[Dim, ...]]) -> Iterator[tuple[int, .
     for dim in dict.fromkeys(dim for dims in tensors for dim in dims if isinstance(dim, Concat)):
         axes: list[int] = []
         for section in dim.sections:
-            outer = section.factors[0] if isinstance(section, Product) else section
+            outer = next(iter(section.factors), section) if isinstance(section, Product) else section
             if isinstance(outer, Axis) and not any(
                 outer.id in together and not together.isdisjoint(axes) for together in products
             ):

@@ -272,6 +272,16 @@ class Reasons:
                 if before not in seen:
                     seen.add(before)
                     queue.append(before)
+        # Or what reads the tensor that a boundary passes on?
+        passed = deque([relation] if relation.operator.boundary is not None else [])
+        while passed:
+            for output in passed.popleft().outputs:
+                for reader in (self._tables.relations[position] for position in self._readers.get(output, ())):
+                    found = self._tables.sharded(reader, number)
+                    if isinstance(found, str):
+                        return _Obstacle(found, reader.operator)
+                    if reader.operator.boundary is not None and output in reader.operator.inputs:
+                        passed.append(reader)
         return _Obstacle("the types that its operands would have do not go together", relation.operator)
 
     @cached_property
