@@ -249,10 +249,11 @@ class UpdatedArguments:
     """
 
     def __init__(self, conversions: Iterable[ConversionPlan], module: nn.Module, group: TPGroup) -> None:
-        self.leaves: dict[Shard, list[int]] = {}
+        self.leaves: dict[Shard, list[int]] = {}  # by the layout of several such tensors, stacked
         for conversion in conversions:
             assert isinstance(conversion.target, Shard)
-            self.leaves.setdefault(conversion.target, []).append(int(conversion.key))
+            stacked = Shard(tuple((dim + 1, owned) for dim, owned in conversion.target.dims))
+            self.leaves.setdefault(stacked, []).append(int(conversion.key))
         self.module, self.group = module, group
         self.only_in_training = torch_layer(module) != ""  # torch's own layers leave them as they are in eval mode
 
@@ -266,11 +267,10 @@ class UpdatedArguments:
         """
         if self.only_in_training and not self.module.training:
             return
-        for layout, leaves in self.leaves.items():
+        for stacked, leaves in self.leaves.items():
             written = [leaf for leaf in leaves if whole[leaf] is not None and not whole[leaf].is_meta]
             if not written:
                 continue
-            stacked = Shard(tuple((dim + 1, owned) for dim, owned in layout.dims))
             together = convert(torch.stack([parts[leaf] for leaf in written]), stacked, Invariant(), self.group)
             for leaf, gathered in zip(written, together.unbind(), strict=True):
                 whole[leaf].copy_(gathered)

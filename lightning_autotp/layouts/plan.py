@@ -238,7 +238,7 @@ class Plan:
         gap: the share of a step's price that another plan could save at most; 0 where this is the cheapest.
         traced_with: where the call that was traced comes from.
         kept_parts: attributes of modules that are this rank's part of a tensor after a forward.
-        whole_tokens: where sequence parallelism was asked for, and tokens are not dealt out all the same: where, if
+        whole_tokens: where sequence parallelism was asked for, and tokens are still whole: where, if
             elsewhere they are; else why.
     """
 

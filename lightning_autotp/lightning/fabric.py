@@ -40,7 +40,6 @@ from lightning_autotp.lightning.optimizers import CheckedOptimizers, move_to_loc
 from lightning_autotp.lightning.processes import (
     ParallelRanks,
     end_watch,
-    gather_copies,
     same_random_state,
     share_random_state,
     watch_peers,
@@ -335,13 +334,6 @@ class AutoTPFabricStrategy(ParallelRanks, FabricModelParallelStrategy):
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce over the copies of the model, in place: ranks of one copy have the same value, which counts once."""
         return super().all_reduce(tensor, self.over_copies(group), reduce_op)
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Gather what the copies of the model have, ``[copies, ...]``; of one copy it is the tensor itself."""
-        among = self.over_copies(group)
-        if among is self.data_parallel_group:
-            return gather_copies(tensor, among, sync_grads)
-        return super().all_gather(tensor, among, sync_grads)
 
     # --- data ---
 

@@ -55,6 +55,7 @@ class _Strategy(Protocol):
     @property
     def patience(self) -> float: ...
     def set_sizes(self, tensor_ranks: int, data_ranks: int) -> None: ...
+    def over_copies(self, group: Any) -> dist.ProcessGroup: ...
     def broadcast(self, obj: Any, src: int = 0) -> Any: ...
     def kill_processes(self) -> None: ...
 
@@ -99,6 +100,13 @@ class ParallelRanks:
         once. Any other group is the caller's choice.
         """
         return self.data_parallel_group if group is None or group is dist.group.WORLD else group
+
+    def all_gather(self: _Strategy, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Gather what the copies of the model have, ``[copies, ...]``; of one copy it is the tensor itself."""
+        among = self.over_copies(group)
+        if among is self.data_parallel_group:
+            return gather_copies(tensor, among, sync_grads)
+        return super().all_gather(tensor, among, sync_grads)  # type: ignore[misc]
 
     def share_timeout(self: _Strategy) -> None:
         """Let the groups of the mesh wait as long as that of all processes, the only one that Lightning tells."""

@@ -22,7 +22,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import MixedPrecision, TorchCheckpointIO
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -43,7 +43,6 @@ from lightning_autotp.lightning.models_local import (
 from lightning_autotp.lightning.optimizers import CheckedOptimizers
 from lightning_autotp.lightning.processes import (
     ParallelRanks,
-    gather_copies,
     report,
     same_random_state,
     share_random_state,
@@ -424,13 +423,6 @@ class AutoTPStrategy(ParallelRanks, ModelParallelStrategy):
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce over the copies of the model: the ranks of one copy have the same value, which counts once."""
         return super().reduce(tensor, self.over_copies(group), reduce_op)
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Gather what the copies of the model have, ``[copies, ...]``; of one copy it is the tensor itself."""
-        among = self.over_copies(group)
-        if among is self.data_parallel_group:
-            return gather_copies(tensor, among, sync_grads)
-        return super().all_gather(tensor, among, sync_grads)
 
     # --- checkpoints: in the original model's coordinates ---
 

@@ -10,7 +10,7 @@ group's timeout (with NCCL, not even then at once). So each process has a thread
 
 When something is found, all are told through the store. It is printed with the rank's number, and the process gets a
 little time to come out of its collective by itself, as it does with gloo; then it is ended. So are peers on the same
-machine that are stopped: they cannot end by themselves.
+machine that are stopped, which cannot end on their own.
 
 Containers that do not see each other's processes count as machines of their own, whatever their host names are.
 """
