@@ -19,18 +19,17 @@ from lightning_autotp.applying.replace import apply_plan
 from lightning_autotp.building.quantization import refuse_quantized
 from lightning_autotp.capture.capture import as_calls, language_model_inputs, meta_copy
 from lightning_autotp.capture.fingerprint import fingerprint
+from lightning_autotp.guard.guard import Guard, guard_of
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.layouts.step_size import TokensPerStep
 from lightning_autotp.operators.graph import Graph
 from lightning_autotp.parallel.async_products import ProductReport, overlap_products
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
-from lightning_autotp.parameters.first_use import watch_writes
 from lightning_autotp.parameters.local_blocks import refuse_cut
 from lightning_autotp.parameters.state import parallel_models, parallel_state
-from lightning_autotp.parameters.unchanged import Unchanged
 from lightning_autotp.proving.experts import prove_experts
 from lightning_autotp.proving.feasible import feasible_plan
-from lightning_autotp.proving.new_calls import prove_new_calls
+from lightning_autotp.proving.new_calls import CallProver
 from lightning_autotp.proving.read_plan import read_plan
 from lightning_autotp.proving.verify import trace, verify
 from lightning_autotp.ranks.agreement import raise_together
@@ -44,12 +43,8 @@ from lightning_autotp.solving.solution import Solution
 from lightning_autotp.training.data_parallel import generate_together, hook_gathered, shard_over_data
 from lightning_autotp.training.gradients import synchronize_gradients
 from lightning_autotp.training.loading import load_parameters, row_extremes
-from lightning_autotp.training.marked_states import mark_states
-from lightning_autotp.training.refused import refuse_methods, refuse_whole_states
-from lightning_autotp.training.resizing import resize_together
 from lightning_autotp.training.said import says_plan, says_weights
 from lightning_autotp.training.shared_scales import quantize_scales, share_extremes
-from lightning_autotp.training.user_hooks import show_whole_tensors
 
 
 def make_plan(
@@ -228,7 +223,7 @@ def make_local(
             original = meta_copy(model)
             apply_plan(model, plan, group)
             verify(model, solution, group.rank, inputs)
-            prove_new_calls(model, original, solution, as_calls(inputs))
+            parallel_state(model).guard = Guard(model, CallProver(model, original, solution, as_calls(inputs)))
     if any(isinstance(module, nn.MultiheadAttention) for module in model.modules()):
         # In evaluation one kernel would read the layers' weights, which are this rank's parts, and run none of them.
         torch.backends.mha.set_fastpath_enabled(False)
@@ -298,18 +293,11 @@ def fill_local(model: nn.Module, device: torch.device | str | None = None, data_
     with says_weights(model), raise_together(process_group, "loading the weights"):
         load_parameters(model, device, extremes)
     quantize_scales(model)
-    parallel_state(model).running.watch(model)
     synchronize_gradients(model)
     if data_mesh is not None:
         hook_gathered(model)
         generate_together(model)
-    refuse_methods(model)
-    resize_together(model)
-    refuse_whole_states(model)
-    mark_states(model)
-    watch_writes(model)
-    model.register_forward_pre_hook(Unchanged(), prepend=True)
-    show_whole_tensors(model)
+    guard_of(model).attach()
 
 
 @contextmanager

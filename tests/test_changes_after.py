@@ -27,9 +27,11 @@ from trainer_ranks import run_trainer_ranks
 from transformers import AutoModelForCausalLM
 
 from lightning_autotp import full_gradients, full_state_dict, load_full_state_dict, parallelize
+from lightning_autotp.guard.guard import Guard
 from lightning_autotp.layouts.types import Invariant
 from lightning_autotp.parallel import TPGroup
-from lightning_autotp.parameters.unchanged import Unchanged, check_unchanged
+from lightning_autotp.parameters.snapshot import Snapshot
+from lightning_autotp.parameters.unchanged import check_unchanged
 
 FAMILIES: dict[str, dict[str, Any]] = {
     # Its norms compute in fp32 whatever their weights are.
@@ -516,16 +518,18 @@ def calls(run: Callable[[], Any]) -> int:
 def test_looking_again_takes_the_same_few_calls_whatever_the_size() -> None:
     counted = {}
     for size in (2, 200):
-        model, look = deep(size), Unchanged()
-        assert calls(partial(look, model, ())) > 10 * size
-        counted[size] = calls(partial(look, model, ()))
-    assert counted[2] == counted[200] < 20
+        model = deep(size)
+        assert calls(partial(Snapshot, model)) > 10 * size
+        snapshot = Snapshot(model)
+        counted[size] = calls(snapshot.is_current)
+        assert snapshot.is_current()
+    assert counted[2] == counted[200] < 30
 
 
 def test_what_is_given_for_one_call_is_not_kept() -> None:
-    model, look = deep(2), Unchanged()
-    look(model, ())
-    model.register_forward_pre_hook(look)
+    model = deep(2)
+    guard: Any = Guard(model, calls=None)  # type: ignore[arg-type]
+    model.register_forward_pre_hook(lambda *_: guard._look())
     given = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     functional_call(model, given, torch.zeros(1, 3))
     first = weakref.ref(given.pop("0.0.weight"))

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,14 +15,17 @@ import torch.distributed as dist
 from distributed import run_ranks
 from tiny import tiny_model, token_batch
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 import lightning_autotp
 from lightning_autotp import parallelize
+from lightning_autotp.guard.guard import Guard, guard_of
+from lightning_autotp.guard.standalone import StandaloneCall
 
 PACKAGE = Path(lightning_autotp.__file__).parent
-LOOKS = ("parameters/unchanged.py", "proving/new_calls.py", "proving/configs.py", "training/user_hooks.py",
-         "parameters/running.py", "training/gradients.py", "parameters/state.py",
-         "parameters/later_writes.py")  # fmt: skip
+LOOKS = ("guard/guard.py", "guard/standalone.py", "guard/user_hooks.py", "parameters/snapshot.py",
+         "parameters/unchanged.py", "parameters/writes.py", "parameters/state.py", "proving/new_calls.py",
+         "proving/configs.py", "training/gradients.py")  # fmt: skip
 """Files whose functions look at the model before it runs."""
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": torch.optim.AdamW,
@@ -47,24 +51,46 @@ def python_calls(run: Callable[[], Any]) -> Counter[tuple[str, str]]:
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether a module inside looks at its parameters where it is not the whole model that runs."""
-    return any(type(hook).__name__ == "_Hooked" for hook in module._forward_pre_hooks.values())
+    """Whether a module inside is looked at where it is not the whole model that runs."""
+    hooks = module._forward_pre_hooks.values()
+    return any(isinstance(getattr(hook, "__self__", None), StandaloneCall) for hook in hooks)
+
+
+TABLES = [
+    "_forward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called", "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_state_dict_hooks", "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+]  # fmt: skip
+
+
+def hooks_and_attributes(model: nn.Module) -> dict[str, Any]:
+    """Of every module, by path; and of all optimizers."""
+    found: dict[str, Any] = {
+        path: (set(vars(module)), [dict(getattr(module, table)) for table in TABLES])
+        for path, module in model.named_modules()
+    }
+    found["optimizers"] = [dict(hooks) for hooks in (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)]
+    return found
 
 
 def counts(rank: int, size: int, layers: int) -> dict[str, Any]:
     """Of a step that is like the one before it."""
     inputs = token_batch(1) | {"use_cache": False}
     model = tiny_model("llama", num_hidden_layers=layers)
-    model = parallelize(model, dist.group.WORLD, example_inputs=inputs, plan_cache=False)
+    unguarded: dict[str, Any] = {}
+
+    def noted(guard: Guard) -> None:
+        unguarded.update(hooks_and_attributes(guard.model))
+        attach(guard)
+
+    attach = Guard.attach
+    with mock.patch.object(Guard, "attach", noted):
+        model = parallelize(model, dist.group.WORLD, example_inputs=inputs, plan_cache=False)
     model(**inputs).loss.backward()
     forward = python_calls(lambda: model(**inputs))
     found: dict[str, Any] = {
         "forward": {at: count for at, count in forward.items() if at[0] in LOOKS},
-        "hooked modules": sum(
-            type(hook).__name__ == "_Hooked"
-            for module in model.modules()
-            for hook in module._forward_pre_hooks.values()
-        ),
+        "hooked modules": sum(is_hooked(module) for module in model.modules() if not isinstance(module, nn.ModuleList)),
         "marked": sum(type(parameter.grad) is not torch.Tensor for parameter in model.parameters()),
     }
     for name, made in OPTIMIZERS.items():
@@ -73,6 +99,9 @@ def counts(rank: int, size: int, layers: int) -> dict[str, Any]:
             optimizer.step()
             found[f"{name}, {foreach}"] = dict(python_calls(optimizer.step))
     found["clipping"] = dict(python_calls(lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+    guard_of(model).remove()
+    found["left behind"] = [path for path, there in hooks_and_attributes(model).items() if there != unguarded[path]]
+    found["loss"] = model(**inputs).loss.item(), model.save_pretrained.__name__
     return found
 
 
@@ -88,15 +117,15 @@ def large() -> Any:
 
 def test_looks_before_a_forward_are_no_more_calls_in_a_larger_model(small: Any, large: Any) -> None:
     for few, many in zip(small, large, strict=True):
-        hooked = ("training/gradients.py", "_Hooked.__call__")
+        hooked = ("guard/standalone.py", "StandaloneCall.before")
         assert few["forward"].pop(hooked) == few["hooked modules"]  # nothing but that call in each
         assert many["forward"].pop(hooked) == many["hooked modules"] > few["hooked modules"]
         looks = (
-            "parameters/later_writes.py",
-            "parameters/unchanged.py",
+            "guard/guard.py",
+            "guard/user_hooks.py",
+            "parameters/snapshot.py",
+            "parameters/writes.py",
             "proving/new_calls.py",
-            "training/user_hooks.py",
-            "training/gradients.py",
         )
         assert {file for file, _ in few["forward"]} >= set(looks)
         assert few["forward"] == many["forward"]
@@ -113,9 +142,9 @@ def test_optimizers_on_lists_of_gradients_ask_no_single_one(small: Any, large: A
 def test_a_function_of_a_marked_gradient_takes_no_more_than_its_handler(large: Any, optimizer: str) -> None:
     for found in large:
         called = {name: count for (_, name), count in found[f"{optimizer}, False"].items()}
-        hooks = ("before_step", "after_step")
-        looks = [*(f"LaterWrites.__init__.<locals>.{hook}" for hook in hooks), "LaterWrites.check", "LaterWrites.note"]
-        looks.append("watch_writes.<locals>.of_step")  # which has nothing to do any more
+        looks = ["_before_step", "Guard.before_step", "parallel_state", "Writes.check"]
+        looks += ["_after_step", "Guard.after_step", "Writes.note"]
+        called["parallel_state"] -= 1  # before and after
         assert [called.pop(look) for look in looks] == [1] * len(looks)  # once a step, whatever the model's size
         asked = called.pop("PartOfGradient.__torch_function__")
         assert asked % found["marked"] == 0
@@ -128,3 +157,9 @@ def test_clipping_asks_each_gradient_for_what_it_counts(large: Any) -> None:
         called = {name: count for (_, name), count in found["clipping"].items()}
         assert called["GradientPart.counted"] == found["marked"]
         assert "counted_elements" not in called  # no rank shares any of it
+
+
+def test_a_guard_that_is_removed_leaves_nothing_behind(small: Any) -> None:
+    for found in small:
+        assert found["left behind"] == []
+        assert found["loss"] == (small[0]["loss"][0], "save_pretrained")  # runs, and the methods are its own again

@@ -28,28 +28,23 @@ PACKAGE = Path(lightning_autotp.__file__).parent
 COMPUTING = ("parallel/", "layouts/", "parameters/part.py")
 
 BEFORE_A_FORWARD = [
-    "parameters/unchanged.py: Unchanged.__call__",
-    "parameters/running.py: Running._begin",
-    "proving/new_calls.py: CallProver.__call__",
-    "training/gradients.py: _AllHooked.__call__",
-    "training/user_hooks.py: _NewHooks.__call__",
+    "guard/guard.py: Guard._before",
 ]
 IN_A_BACKWARD = [
     "training/gradient_parts.py: Mark.contribution",
     "training/gradient_parts.py: Mark.accumulated",
 ]
 BEFORE_AN_OPTIMIZER = [
-    "parameters/later_writes.py: LaterWrites.__init__.<locals>.before_step",
-    "parameters/first_use.py: watch_writes.<locals>.of_step",
+    "guard/guard.py: _before_step",
 ]
-AFTER_AN_OPTIMIZER = ["parameters/later_writes.py: LaterWrites.__init__.<locals>.after_step"]
+AFTER_AN_OPTIMIZER = ["guard/guard.py: _after_step"]
 IN_A_FORWARD = [
-    "training/gradients.py: _Hooked.__call__",
+    "guard/standalone.py: StandaloneCall.before",
     "applying/replace.py: BoundaryConversion.before",
-    "training/user_hooks.py: _CalledAlone.before",
     "applying/replace.py: BoundaryConversion.after",
-    "parameters/running.py: Running._end",
-    "training/user_hooks.py: _CalledAlone.after",
+    "guard/standalone.py: StandaloneCall.end",
+    "guard/standalone.py: StandaloneCall.after",
+    "guard/guard.py: Guard._after",
 ]
 STEPS = {
     "loop": [

@@ -25,6 +25,7 @@ ORDER = [
     "applying",
     "proving",
     "training",
+    "guard",
     "checkpoints",
     "pipeline",
     "lightning",

@@ -18,7 +18,9 @@ from trainer_ranks import run_trainer_ranks
 from transformers import AutoModelForCausalLM
 
 from lightning_autotp import checked, full_gradients, full_state_dict, full_tensor, load_full_state_dict, parallelize
-from lightning_autotp.parameters.first_use import watch_writes
+from lightning_autotp.parameters.known_writes import parts_of
+from lightning_autotp.parameters.state import parallel_state
+from lightning_autotp.parameters.writes import Writes
 
 
 def weight(model: Any) -> Any:
@@ -139,7 +141,8 @@ def parallel(family: str) -> Any:
 def as_set_up(model: Any, whole: dict[str, Tensor]) -> None:
     load_full_state_dict(model, whole)
     model.zero_grad()
-    watch_writes(model)
+    parallel_state(model).writes = Writes()
+    parallel_state(model).writes.begin(parts_of(model))
 
 
 def right_ones(rank: int, size: int, family: str) -> dict[str, dict[str, Tensor]]:

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from lightning_autotp.checkpoints.stored import HeldTensor, StoredTensor, original_shape
 from lightning_autotp.layouts.types import local_shape
-from lightning_autotp.parameters.first_use import known_writes
 from lightning_autotp.parameters.gathering import gather_to_cpu
+from lightning_autotp.parameters.known_writes import known_writes
 from lightning_autotp.parameters.local_blocks import fill, is_cut
 from lightning_autotp.parameters.meta import ParameterMeta
 from lightning_autotp.parameters.state import ParameterTable

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_autotp.checkpoints.state import load_full_state_dict
-from lightning_autotp.parameters.first_use import known_writes
+from lightning_autotp.parameters.known_writes import known_writes
 from lightning_autotp.parameters.local_blocks import plain, reshard
 from lightning_autotp.parameters.state import parallel_models
 from lightning_autotp.private import lightning_private as private

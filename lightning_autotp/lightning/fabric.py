@@ -32,6 +32,7 @@ from lightning_autotp.checkpoints.state import (
     load_full_optimizer_state,
     load_full_state_dict,
 )
+from lightning_autotp.guard.state_dicts import refuse_whole_optimizer_states
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.lightning.discovery import find_models
 from lightning_autotp.lightning.loaders import ComparedFirst, CountedNotes, NotedLoader, seed_workers_by
@@ -63,7 +64,6 @@ from lightning_autotp.training.batches import broadcast_loader, check_sampler
 from lightning_autotp.training.checked import CheckedCalls
 from lightning_autotp.training.gradients import clip_gradients_norm, clip_gradients_value, postponed_sums
 from lightning_autotp.training.precision import AgreedGradScaler
-from lightning_autotp.training.refused import refuse_whole_optimizer_states
 
 
 class AutoTPFabricStrategy(ParallelRanks, FabricModelParallelStrategy):

@@ -19,11 +19,9 @@ from lightning_autotp.building.quantization import format_of
 from lightning_autotp.building.recipe import take_recipe
 from lightning_autotp.layouts.listing import listed
 from lightning_autotp.layouts.plan import ConversionPlan, Plan
-from lightning_autotp.parameters.later_writes import LaterWrites
 from lightning_autotp.parameters.local_blocks import reshard
 from lightning_autotp.parameters.meta import ParameterMeta
-from lightning_autotp.parameters.running import Running
-from lightning_autotp.parameters.written import Written
+from lightning_autotp.parameters.writes import Writes
 from lightning_autotp.private.torch_private import WeakIdKeyDictionary, children_of, parameters_of
 from lightning_autotp.ranks.group import TPGroup
 
@@ -66,13 +64,15 @@ class ParallelState:
         metas: what each parameter is, by every name it had when the model was divided; tied names share one meta.
         sources: the checkpoint files that the weights are from, by the path of the module that was built from them.
         gradient_sums: what sums a parameter's gradient over the ranks, by its first name, for those that need it.
+        gradient_hooks: what puts the hooks on a parameter that its gradients need, by its first name; not for those
+            that FSDP2 has cut.
         parts: what its modules take and give that is not Invariant, each as the change of layout that would make it so.
         given: the tensors that its modules were given in the call that was planned: ``(module, key)``.
         outer: the paths of modules that take and give whole tensors where they are called by themselves.
         modules: the paths of its modules when it was divided, each module's first one.
-        written: which of its parts were written since set-up, until it is used for the first time; not of a copy.
-        later_writes: which of its parts were written after that, by whom nobody knows.
-        running: whether it is running; a copy is not.
+        writes: which of its parts were written by code that is not known to be right; none of a copy's.
+        guard: what checks around every use that it still is what was proved
+            (:class:`~lightning_autotp.guard.guard.Guard`).
     """
 
     plan: Plan
@@ -80,13 +80,13 @@ class ParallelState:
     metas: dict[str, ParameterMeta]
     sources: dict[str, CheckpointSource] = field(default_factory=dict)
     gradient_sums: dict[str, Hook] = field(default_factory=dict)
+    gradient_hooks: dict[str, Callable[[Tensor], Any]] = field(default_factory=dict)
     parts: tuple[ConversionPlan, ...] = ()
     given: frozenset[tuple[str, str]] = frozenset()
     outer: frozenset[str] = frozenset()
     modules: tuple[str, ...] = ()
-    written: Written | None = None
-    later_writes: LaterWrites = field(default_factory=LaterWrites)
-    running: Running = field(default_factory=Running)
+    writes: Writes = field(default_factory=Writes)
+    guard: object = None
     # Weak: a part of the model that is thrown away is gone.
     # By id: the hash of a torchmetrics.Metric is another one after each update.
     _paths: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
@@ -170,9 +170,10 @@ class ParallelState:
         """
         metas = {id(meta): replace(meta) for meta in self.metas.values()}
         made = ParallelState(self.plan, self.group, {name: metas[id(meta)] for name, meta in self.metas.items()})
-        made.sources, made.gradient_sums = dict(self.sources), dict(self.gradient_sums)
+        made.sources = dict(self.sources)
+        made.gradient_sums, made.gradient_hooks = dict(self.gradient_sums), dict(self.gradient_hooks)
+        made.guard = twins.get(id(self.guard))  # which hooks of a deep copy have
         made.parts, made.given, made.outer, made.modules = self.parts, self.given, self.outer, self.modules
-        made.running = twins.get(id(self.running), made.running)  # which hooks of a deep copy know
         for module, path in self._paths.items():
             if id(module) in twins:
                 made._paths[twins[id(module)]] = path
@@ -182,7 +183,7 @@ class ParallelState:
         return self.of_copy(memo)  # the modules were copied before: they come first in the model that carries this
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_paths": list(self._paths.items()), "written": None}
+        return {**vars(self), "_paths": list(self._paths.items()), "writes": Writes()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _paths=WeakIdKeyDictionary())

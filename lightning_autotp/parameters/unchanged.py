@@ -1,20 +1,15 @@
-"""A look at a parallel model before it runs: its modules and parameters are those for which the plan was proved.
+"""Whether the modules and parameters of a parallel model are those for which the plan was proved.
 
-Nobody tells a model that a layer of it was replaced, that its embeddings were resized or untied. So before every
-forward the objects in it are compared with those that were there before the last one, which takes a few dozen
-microseconds. Only where some are others is it asked whether these may be there: libraries put parameters in the places
-of others (FSDP2, ``module.to(...)``, copies) and modules around others (compilers, adapters' wrappers).
+Nobody tells a model that a layer of it was replaced, that its embeddings were resized or untied. Some changes are
+right: libraries put parameters in the places of others (FSDP2, ``module.to(...)``, copies) and modules around others
+(compilers, adapters' wrappers).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain
-from operator import is_
-from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_autotp.parameters.local_blocks import fsdp_modules
 from lightning_autotp.parameters.state import (
@@ -25,9 +20,6 @@ from lightning_autotp.parameters.state import (
     parallel_state,
     refuse_changes,
 )
-from lightning_autotp.private.torch_private import children_of, parameters_of
-
-_END = object()
 
 
 def check_unchanged(model: nn.Module) -> None:
@@ -70,56 +62,3 @@ def _other_modules(model: nn.Module, state: ParallelState) -> Iterator[str]:
 
 def _kind(module: nn.Module) -> str:
     return type(module).__name__
-
-
-class Unchanged:
-    """Forward pre-hook of a parallel model: :func:`check_unchanged`, where something is not what it was before.
-
-    A copy of it, on a copy of the model, has seen nothing so far.
-    """
-
-    def __init__(self) -> None:
-        self._seen: _Objects | None = None
-
-    def __call__(self, model: nn.Module, args: Any) -> None:
-        """Before a forward."""
-        if torch.compiler.is_compiling():
-            return
-        later_writes = parallel_state(model).later_writes
-        if self._seen is not None and self._seen.are_there():
-            later_writes.check()
-            return
-        self._seen = None
-        check_unchanged(model)
-        seen = _Objects(model)
-        later_writes.watch(seen.parts)
-        # What is there for one call (torch.func.functional_call) is not kept alive.
-        self._seen = seen if seen.is_lasting else None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Unchanged, ()
-
-
-class _Objects:
-    """The modules and parameters in a parallel model at one time, and the sizes of those of which it has a part."""
-
-    def __init__(self, model: nn.Module) -> None:
-        state = parallel_state(model)
-        modules = [module for _, module in own_modules(model)]
-        tables: list[dict[str, Any]] = [table for of in modules for table in (children_of(of), parameters_of(of))]
-        self._empty = [table for table in tables if not table]
-        # Views: they follow what is put into the tables.
-        self._live = [*(table.values() for table in tables if table), (_END,)]
-        self._objects = list(chain.from_iterable(self._live))
-        places = [place for place in state.places(model) if place.meta.is_parallel]
-        self.parts = {place.meta.name: place.parameter for place in places}
-        self._sizes = list(map(Tensor.numel, self.parts.values()))
-        self.is_lasting = all(isinstance(part, nn.Module | nn.Parameter | None) for part in self._objects[:-1])
-
-    def are_there(self) -> bool:
-        """Whether they still are, and no others."""
-        return (
-            all(map(is_, chain.from_iterable(self._live), self._objects))
-            and not any(self._empty)
-            and list(map(Tensor.numel, self.parts.values())) == self._sizes
-        )

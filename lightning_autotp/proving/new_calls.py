@@ -28,11 +28,7 @@ from lightning_autotp.layouts.places import Boundary
 from lightning_autotp.layouts.plan import ConversionPlan, SizePlan
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
 from lightning_autotp.parameters.state import parallel_state
-from lightning_autotp.private.torch_private import (
-    ModuleHooks,
-    is_in_backward,
-    without_modes,
-)
+from lightning_autotp.private.torch_private import is_in_backward, without_modes
 from lightning_autotp.proving.configs import ConfigWatch
 from lightning_autotp.proving.local_sizes import Unlocalizable, find_sizes_of_call
 from lightning_autotp.proving.read_plan import read_for_call
@@ -54,7 +50,7 @@ class UnprovedCall(RuntimeError):
 
 
 class CallProver:
-    """Forward pre-hook of a parallel model that proves each new kind of call. Collective where a kind is new.
+    """Proves each new kind of call of a parallel model. Collective where a kind is new.
 
     Args:
         model: the local model.
@@ -99,7 +95,7 @@ class CallProver:
         self.with_gradients: set[Hashable] = set()  # kinds whose backward passes may be still to come
         self.was_backward = False
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def prove(self, args: Any, kwargs: Any) -> Any:
         """Before a forward of the model.
 
         Returns:
@@ -109,8 +105,6 @@ class CallProver:
             UnprovedCall: if the parts do not compute what the model does in a call like this.
             PeerError: on ranks where they do, if they do not on another one.
         """
-        if torch.compiler.is_compiling():
-            return None
         call = Call(args, kwargs)
         unknown: list[str] = []
         arguments = kind_of(call, unknown)
@@ -130,7 +124,7 @@ class CallProver:
             parallel_state(self.model).parts = self.proved[kind]
         changes = self.at_inputs.get(kind, [])
         for change in changes:
-            args, kwargs = change.before(module, args, kwargs)
+            args, kwargs = change.before(self.model, args, kwargs)
         return (args, kwargs) if changes else None
 
     def is_running(self, kind: Hashable) -> bool:
@@ -331,21 +325,3 @@ def _said(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     return repr(value) if value is None or isinstance(value, bool | int | float | str) else type(value).__name__
-
-
-def call_prover(model: nn.Module) -> CallProver:
-    """What proves the new kinds of calls of a parallel model."""
-    return next(hook for hook in ModuleHooks(model).before.values() if isinstance(hook, CallProver))
-
-
-def prove_new_calls(model: nn.Module, original: nn.Module, solution: Solution, examples: tuple[Call, ...]) -> None:
-    """Let a local model prove every kind of call that differs from the example's, when it comes for the first time.
-
-    Args:
-        model: the local model, proved for the examples.
-        original: a copy of the model before, on the meta device.
-        solution: what its plan means in the examples' calls.
-        examples: the calls that it was proved for.
-    """
-    prover = CallProver(model, original, solution, examples)
-    model.register_forward_pre_hook(prover, with_kwargs=True, prepend=True)

@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_autotp.capture.call_sites import call_leaves, calling_frame, is_user_code, source_line
 from lightning_autotp.layouts.plan import ConversionPlan
 from lightning_autotp.layouts.types import Invariant, Replicate
-from lightning_autotp.parameters.first_use import known_writes
+from lightning_autotp.parameters.known_writes import known_writes
 from lightning_autotp.parameters.meta import ParameterMeta
 from lightning_autotp.parameters.state import parallel_models
 from lightning_autotp.parameters.unchanged import check_unchanged
@@ -139,7 +139,7 @@ class checked(TorchFunctionMode):
         for optimizer in self._optimizers:
             self._hooks.callback(optimizer.register_step_pre_hook(self._pause).remove)
             self._hooks.callback(optimizer.register_step_post_hook(self._go_on).remove)
-        self._hooks.enter_context(known_writes(self._module, is_looked_at=True))
+        self._hooks.enter_context(known_writes(self._module, is_checked=True))
 
     def _pause(self, *_: Any) -> None:
         self._paused += 1

@@ -8,7 +8,6 @@ on meta, so that no rank ever has its whole tensor-parallel part in memory.
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -69,6 +68,17 @@ def hook_gathered(model: nn.Module) -> None:
         managers[path].reshard()
 
 
+def generate_together(model: nn.Module) -> None:
+    """Let ``model.generate()`` take as many steps in every copy as in the one whose texts are the longest.
+
+    Every copy must call it equally often: FSDP2 lets them wait for each other at every block. Not collective.
+    """
+    # Its encoder may be called before the model itself, and would take itself for the outermost module.
+    is_outermost(model)
+    if hasattr(model, "generate"):
+        set_waits_for_copies(model, True)
+
+
 def beside_fsdp(gradient: Tensor) -> Tensor:
     """A hook for gradients on their way to parameters that FSDP2 has cut, past FSDP2. Not collective.
 
@@ -85,20 +95,8 @@ def beside_fsdp(gradient: Tensor) -> Tensor:
     return gradient
 
 
-def generate_together(model: nn.Module) -> None:
-    """Let ``model.generate()`` take as many steps in every copy as in the one whose texts are the longest.
-
-    Every copy must call it equally often: FSDP2 lets them wait for each other at every block. Not collective.
-    """
-    # Its encoder may be called before the model itself, and would take itself for the outermost module.
-    is_outermost(model)
-    if hasattr(model, "generate"):
-        set_waits_for_copies(model, True)
-        model.generate = functools.partial(_generate, model)  # type: ignore[assignment]
-
-
-def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """With the parameters that belong to no block: an encoder is called past the model."""
+def generate_gathered(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """``model.generate()``, with the parameters that belong to no block gathered: an encoder runs past the model."""
     in_parts = waits_for_copies(model)
     if in_parts:
         model.unshard()

@@ -7,8 +7,8 @@ summed, those of whole parameters in buckets at the end of the backward pass
 is the true one for the elements it holds, and only quantities *over* a parameter, such as a norm, must count each
 element of the original model once.
 
-A hook is on a parameter object. Where another one takes its place, or the model is copied, the modules see to it that
-the new one has the hook, before they run.
+A hook is on a parameter object. Where another one takes its place, or the model is copied, the new one gets the hook
+before it is used (:mod:`~lightning_autotp.guard.guard`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import product
-from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -31,21 +30,17 @@ from lightning_autotp.parameters.gathering import gather_to_cpu
 from lightning_autotp.parameters.local_blocks import counted_blocks, data_group, index, is_cut, plain
 from lightning_autotp.parameters.meta import ParameterMeta
 from lightning_autotp.parameters.part import PartOf
-from lightning_autotp.parameters.running import Running
 from lightning_autotp.parameters.state import (
     Hook,
     ParallelState,
     ParameterTable,
-    Place,
+    dotted,
     parallel_models,
     parallel_state,
 )
 from lightning_autotp.private.torch_private import (
-    ModuleHooks,
     accumulated_hooks,
-    children_of,
     gradient_hooks,
-    hook_tables,
     in_distributed_data_parallel,
     parameters_of,
 )
@@ -121,7 +116,7 @@ def synchronize_gradients(model: nn.Module, only: Collection[str] | None = None)
     Args:
         model: a parallel model.
         only: the first names of parameters that have become others since the call for all of them; only these get new
-            hooks then, and what modules knew of them is forgotten.
+            hooks then.
 
     Returns:
         The hooks' handles.
@@ -130,7 +125,9 @@ def synchronize_gradients(model: nn.Module, only: Collection[str] | None = None)
     places = state.places(model)
     if only is not None:
         places = [place for place in places if place.meta.name in only]
-        _forget(model, places)
+        for name in only:
+            state.gradient_sums.pop(name, None)
+            state.gradient_hooks.pop(name, None)
     groups = _subgroups([place.meta for place in places], state.group)
     buckets = next(iter(_buckets(state)), GradientBuckets())
     hooks: dict[str, GradientHooks] = {}
@@ -144,12 +141,14 @@ def synchronize_gradients(model: nn.Module, only: Collection[str] | None = None)
             mark = Mark(PartOf(meta.name, meta.shape, meta.layout, state.group))
         if shared or mark:
             hooks[meta.name] = GradientHooks(state.gradient_sums.get(meta.name), mark)
-    hooked = [place for place in places if place.meta.name in hooks and not is_cut(place.parameter)]
-    attached = {place.parameter: hooks[place.meta.name] for place in hooked}  # tied ones once
-    handles = [handle for parameter, hook in attached.items() for handle in hook.attach(parameter)]
-    for parameter, meta in {place.parameter: place.meta for place in places if is_cut(place.parameter)}.items():
-        handles.append(_hook_accumulated(parameter, CutMark(meta, state.group).accumulated))
-    return handles + _keep_hooked(model, hooked, hooks)
+    handles: list[RemovableHandle] = []
+    for parameter, meta in {place.parameter: place.meta for place in places}.items():  # tied ones once
+        if is_cut(parameter):
+            handles.append(_hook_accumulated(parameter, CutMark(meta, state.group).accumulated))
+        elif meta.name in hooks:
+            state.gradient_hooks[meta.name] = hooks[meta.name]
+            handles += hooks[meta.name](parameter)
+    return handles
 
 
 @contextmanager
@@ -372,14 +371,17 @@ class GradientHooks:
     total: Hook | None
     mark: Mark | None
 
-    def attach(self, parameter: Tensor) -> list[RemovableHandle]:
+    def __call__(self, parameter: Tensor) -> list[RemovableHandle]:
         """Put those hooks on a parameter that it does not have yet."""
+        is_parameter = isinstance(parameter, nn.Parameter)  # torch.func.functional_call may be given any tensor
+        if not is_parameter and not parameter.requires_grad:
+            return []
         total = self.total.of(parameter) if isinstance(self.total, GradientSum) else self.total
         wanted: list[Hook] = [total] if total else []
         afterwards: list[Callable[[Tensor], None]] = []
         if isinstance(total, BucketedSum):
             afterwards.append(total.buckets.accumulated)
-        if self.mark is not None:
+        if self.mark is not None and is_parameter:
             wanted.append(self.mark.contribution)
             afterwards.append(self.mark.accumulated)
         there, there_afterwards = gradient_hooks(parameter), accumulated_hooks(parameter)
@@ -413,146 +415,34 @@ def _trainable(parameter: Tensor) -> Iterator[None]:
 
 def keep_hooked(parameter: Tensor, hook: Hook | None) -> None:
     """See to it that a parameter, which may not be the one of before, has its hook, if there is one."""
-    GradientHooks(hook, None).attach(parameter)
+    GradientHooks(hook, None)(parameter)
 
 
-Places = Collection[tuple[nn.Module | None, str]]
-"""Where parameters are: a module, and the name there."""
-
-
-class _AllHooked:
-    """Forward pre-hook of a parallel model: its parameters have their hooks, also those that took others' places.
-
-    Where all is as it was at the last look, which is found by comparing objects, none of them is asked. A copy of it,
-    on a copy of the model, has seen nothing so far.
-
-    Args:
-        places: where the parameters are.
-        hooks: theirs.
-    """
-
-    def __init__(self, places: list[Place], hooks: list[GradientHooks]) -> None:
-        self._places, self._hooks = places, hooks
-        self._seen: _Seen | None = None
-
-    def __call__(self, model: nn.Module, args: Any) -> None:
-        if not torch.compiler.is_compiling() and in_distributed_data_parallel():
-            for hooks in self._hooks:
-                if isinstance(hooks.total, GradientSum):
-                    hooks.total.buckets.at_once = True
-        if torch.compiler.is_compiling() or (self._seen is not None and self._seen.are_there()):
-            return
-        tables = [parameters_of(place.module) for place in self._places]
-        names = [place.attribute for place in self._places]
-        found = list(map(dict.get, tables, names))
-        for parameter, hooks in zip(found, self._hooks, strict=True):
-            _attach(parameter, hooks)
-        # What is there for one call (torch.func.functional_call) is not kept alive.
-        is_lasting = all(isinstance(parameter, nn.Parameter) for parameter in found)
-        self._seen = _Seen(tables, names, found) if is_lasting else None
-
-    def forget(self, model: nn.Module, gone: Places) -> None:
-        """Leave the parameters at these places as they are from now on."""
-        kept = [
-            (place, hooks)
-            for place, hooks in zip(self._places, self._hooks, strict=True)
-            if (place.module, place.attribute) not in gone
-        ]
-        self._places, self._hooks = [place for place, _ in kept], [hooks for _, hooks in kept]
-        self._seen = None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _AllHooked, (self._places, self._hooks)
-
-
-class _Seen:
-    """Parameters that have their hooks, with objects that are others where a hook could be missing."""
-
-    def __init__(self, tables: list[Any], names: list[str], parameters: list[Any]) -> None:
-        self._tables, self._names, self._parameters = tables, names, parameters
-        # Where the contents of two tensors are swapped, so are the dicts of their attributes.
-        self._attributes = list(map(_ATTRIBUTES, parameters))
-        self._hooks = hook_tables(parameters)
-        self._lengths = list(map(len, filter(None, self._hooks)))
-
-    def are_there(self) -> bool:
-        """Whether they still are, and nothing was done to their hooks."""
-        parameters = self._parameters
-        return (
-            all(map(is_, map(dict.get, self._tables, self._names), parameters))
-            and all(map(is_, map(_ATTRIBUTES, parameters), self._attributes))
-            and all(map(is_, hook_tables(parameters), self._hooks))
-            and list(map(len, filter(None, self._hooks))) == self._lengths
-        )
-
-
-_ATTRIBUTES = attrgetter("__dict__")
-
-
-class _Hooked:
-    """Forward pre-hook of a module: as :class:`_AllHooked`, where it is not the whole model that runs.
-
-    Args:
-        hooks: of its parameters, and of those right below it, which its own code may use, by their names in it.
-        running: whether the model runs, which has looked.
-    """
-
-    def __init__(self, hooks: dict[str, GradientHooks], running: Running) -> None:
-        self.hooks, self.running = hooks, running
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        if self.running.depth > 0 or torch.compiler.is_compiling():
-            return
-        for name, hooks in self.hooks.items():
-            owner, attribute = _owner(module, name)
-            _attach(None if owner is None else parameters_of(owner).get(attribute), hooks)
-
-    def forget(self, module: nn.Module, gone: Places) -> None:
-        """Leave the parameters at these places as they are from now on."""
-        self.hooks = {name: hooks for name, hooks in self.hooks.items() if _owner(module, name) not in gone}
-
-
-def _attach(parameter: Tensor | None, hooks: GradientHooks) -> None:
-    if isinstance(parameter, nn.Parameter):
-        hooks.attach(parameter)
-    elif parameter is not None and parameter.requires_grad:
-        keep_hooked(parameter, hooks.total)  # what torch.func.functional_call is given may be any tensor
-
-
-def _owner(module: nn.Module, name: str) -> tuple[nn.Module | None, str]:
-    """Which module has a parameter of this name in ``module`` or right below it, and the parameter's name there."""
-    child, _, attribute = name.rpartition(".")
-    return children_of(module).get(child) if child else module, attribute
-
-
-def _forget(model: nn.Module, places: list[Place]) -> None:
-    """What hooks these parameters have to have is not known any more."""
+def hook_parameters(model: nn.Module) -> None:
+    """Put the hooks that their gradients need on a parallel model's parameters, also those that took others' places."""
     state = parallel_state(model)
-    for place in places:
-        state.gradient_sums.pop(place.meta.name, None)
-    gone = {(place.module, place.attribute) for place in places}
-    for module in model.modules():
-        for hook in ModuleHooks(module).before.values():
-            if isinstance(hook, _AllHooked | _Hooked):
-                hook.forget(module, gone)
+    for place in state.places(model):
+        if (hooks := state.gradient_hooks.get(place.meta.name)) is not None:
+            hooks(place.parameter)
 
 
-def _keep_hooked(model: nn.Module, hooked: list[Place], hooks: dict[str, GradientHooks]) -> list[RemovableHandle]:
-    """Let the model, and the modules that use these parameters, see to it that they have their hooks."""
-    running = parallel_state(model).running
-    watched: dict[nn.Module, dict[str, GradientHooks]] = {}
-    above = {child: (module, name) for module in model.modules() for name, child in module.named_children()}
-    for place in hooked:
-        watched.setdefault(place.module, {})[place.attribute] = hooks[place.meta.name]
-        if place.module is not model:
-            parent, name = above[place.module]
-            watched.setdefault(parent, {})[f"{name}.{place.attribute}"] = hooks[place.meta.name]
-    watched.pop(model, None)
-    looking = _AllHooked(hooked, [hooks[place.meta.name] for place in hooked])
-    return [
-        model.register_forward_pre_hook(looking),
-        *(module.register_forward_pre_hook(_Hooked(hooks, running)) for module, hooks in watched.items()),
-    ]
+def hook_parameters_of(module: nn.Module, model: nn.Module) -> None:
+    """As :func:`hook_parameters`, for the parameters of one module and those right below it, which its code may use."""
+    state = parallel_state(model)
+    for owner in (module, *module.children()):
+        path = state.path(owner)
+        for attribute, parameter in parameters_of(owner).items():
+            meta = None if path is None else state.metas.get(dotted(path, attribute))
+            hooks = None if meta is None else state.gradient_hooks.get(meta.name)
+            if hooks is not None and parameter is not None:
+                hooks(parameter)
+
+
+def sum_at_once_in_ddp(model: nn.Module) -> None:
+    """Under DistributedDataParallel, whose own sums come when a gradient is there, no gradient waits for others."""
+    if in_distributed_data_parallel():
+        for buckets in _buckets(parallel_state(model)):
+            buckets.at_once = True
 
 
 def _shared_elements(meta: ParameterMeta) -> dict[tuple[int, ...], Blocks]:

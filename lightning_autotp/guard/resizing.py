@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_autotp.applying.replace import apply_plan, follow_conversions
 from lightning_autotp.capture.capture import CaptureError, meta_copy
+from lightning_autotp.guard.resized_copies import METHOD, Asked, Resized, set_settings
 from lightning_autotp.layouts.other_lengths import with_lengths
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.layouts.types import Shard
@@ -31,7 +32,7 @@ from lightning_autotp.parameters.state import Place, own_modules, parallel_state
 from lightning_autotp.parameters.unchanged import check_unchanged
 from lightning_autotp.private.torch_private import buffers_of, parameters_of, without_modes
 from lightning_autotp.proving.compare import VerificationError
-from lightning_autotp.proving.new_calls import CallProver, call_prover
+from lightning_autotp.proving.new_calls import CallProver
 from lightning_autotp.proving.read_plan import read_plan
 from lightning_autotp.proving.verify import trace, verify
 from lightning_autotp.ranks.agreement import gather_objects, raise_together
@@ -42,7 +43,6 @@ from lightning_autotp.solving.expert_modules import as_planned
 from lightning_autotp.solving.planned import PlanMismatch
 from lightning_autotp.solving.solution import Solution
 from lightning_autotp.training.gradients import synchronize_gradients
-from lightning_autotp.training.resized_copies import METHOD, Asked, Resized, set_settings
 
 _BEFORE = "Call it while the model is whole, in configure_model() or before parallelize()"
 
@@ -53,10 +53,11 @@ class ResizesTogether:
     Args:
         model: the parallel model.
         module: it, or the module in it.
+        calls: proves the model's new kinds of calls.
     """
 
-    def __init__(self, model: nn.Module, module: nn.Module) -> None:
-        self._model, self._module = model, module
+    def __init__(self, model: nn.Module, module: nn.Module, calls: CallProver) -> None:
+        self._model, self._module, self._calls = model, module, calls
 
     def __call__(self, *args: Any, **kwargs: Any) -> nn.Module:
         """Resize the token embeddings, and the output head, as the model's own method does in one process.
@@ -77,23 +78,17 @@ class ResizesTogether:
                 if FSDP2 has cut the model, or if the plan cannot be followed at the new sizes.
             PeerError: on the ranks that do not fail, if another does.
         """
-        _resize(self._model, self._module, args, kwargs)
+        _resize(self._model, self._module, self._calls, args, kwargs)
         embeddings: nn.Module = self._module.get_input_embeddings()  # type: ignore[operator]
         return embeddings
 
 
-def resize_together(model: nn.Module) -> None:
-    """Let the token embeddings of a parallel model be resized by the methods with which a whole one's are."""
-    for module in model.modules():
-        if callable(getattr(type(module), METHOD, None)):
-            vars(module)[METHOD] = ResizesTogether(model, module)
-
-
-def _resize(model: nn.Module, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def _resize(
+    model: nn.Module, module: nn.Module, prover: CallProver, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> None:
     state = parallel_state(model)
     group = state.group
     _check_alike(model, state.path(module), args, kwargs)
-    prover = call_prover(model)
     with without_modes(), raise_together(group.process_group, "planning to resize the token embeddings"):
         _refuse_cut_again(model)
         check_unchanged(model)

@@ -1,0 +1,196 @@
+"""What is checked around every use of a parallel model, in one place and one order.
+
+A plan is proved for the model that was traced, and nobody tells a model that a layer of it was replaced, a parameter
+written, a hook added. So one :class:`Guard` stands around it: one hook before its forward and one after it, hooks of
+modules in it for where they are called without it, one pair of hooks of optimizers for all guards of the process, one
+pair of ``load_state_dict``, and what stands for methods that know only whole tensors.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakSet, finalize
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from lightning_autotp.guard.first_use import first_use
+from lightning_autotp.guard.methods import StandIns
+from lightning_autotp.guard.standalone import Running, StandaloneCall, is_outer
+from lightning_autotp.guard.state_dicts import mark_as_part, refuse_other_parts, refuse_whole_tensors
+from lightning_autotp.guard.user_hooks import UserHooks
+from lightning_autotp.parameters.known_writes import parts_of
+from lightning_autotp.parameters.snapshot import Snapshot
+from lightning_autotp.parameters.state import parallel_state
+from lightning_autotp.parameters.unchanged import check_unchanged
+from lightning_autotp.proving.new_calls import CallProver
+from lightning_autotp.training.gradients import hook_parameters, sum_at_once_in_ddp
+
+
+class Guard:
+    """Checks, around every use of a parallel model, that it is still what was proved.
+
+    Before a forward, in this order: that modules and parameters are those of the plan, and that parameters have the
+    hooks their gradients need (both only where something is another than in the last snapshot); that nothing has been
+    written into parts; that this kind of call is proved, or else it is now; that hooks that were added see whole
+    tensors. Before an optimizer's step: that nothing has been written into parts. A copy of the model has a guard of
+    its own, which has seen nothing so far.
+
+    Args:
+        model: the model, divided and proved.
+        calls: proves new kinds of calls.
+
+    Attributes:
+        running: which of its forwards are under way.
+    """
+
+    def __init__(self, model: nn.Module, calls: CallProver) -> None:
+        # Not its state: a deep copy of the model has one of its own.
+        self.model, self.calls = model, calls
+        self.running = Running(model)
+        self._snapshot: Snapshot | None = None
+        self._user_hooks = UserHooks(model)
+        self._stand_ins: StandIns | None = None
+        self._handles: list[RemovableHandle] = []
+
+    def attach(self) -> None:
+        """Begin, when the model has its weights. Not collective, but every forward is that changes something."""
+        model, state = self.model, parallel_state(self.model)
+        self._stand_ins = StandIns(model, self.calls)
+        given = {part.module for part in state.parts}
+        state.outer = frozenset(path for path in given if path and is_outer(path))
+        for path, module in model.named_modules():
+            if path:
+                self._handles += StandaloneCall(self.running, path).attach(module)
+        self._handles += [
+            model.register_state_dict_post_hook(mark_as_part),
+            model.register_load_state_dict_pre_hook(self._before_loading),
+            model.register_load_state_dict_post_hook(self._after_loading),
+            model.register_forward_hook(self._after, always_call=True),
+            model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True),  # before FSDP2's own
+        ]
+        state.writes.begin(parts_of(model))
+        _guard_steps(self)
+
+    def remove(self) -> None:
+        """Take away what :meth:`attach` has put on the model: nothing is checked any more. Not collective."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._user_hooks.unwrap()
+        if self._stand_ins is not None:
+            self._stand_ins.remove()
+        _live.discard(self)
+        _forget_steps()
+
+    def _before(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Before a forward. Collective before the first use, and where a call is of a new kind.
+
+        Returns:
+            The model's arguments, where calls of this kind need them in another layout; else ``None``.
+
+        Raises:
+            RuntimeError: naming what was changed or written, on every rank.
+            UnprovedCall: if the parts do not compute what the model does in a call like this.
+        """
+        self.running.depth += 1
+        if torch.compiler.is_compiling():
+            return None
+        sum_at_once_in_ddp(model)
+        if self._snapshot is not None and self._snapshot.is_current():
+            parallel_state(model).writes.check()
+        else:
+            self._look()
+        first_use(model)
+        arguments = self.calls.prove(args, kwargs)
+        self._user_hooks.wrap()
+        return arguments
+
+    def _after(self, model: nn.Module, *_: Any) -> None:
+        """After a forward, also one that failed."""
+        self.running.depth = max(0, self.running.depth - 1)  # a hook before this one's may have failed
+
+    def _look(self) -> None:
+        """Look at all of the model, and remember it."""
+        self._snapshot = None
+        check_unchanged(self.model)
+        hook_parameters(self.model)
+        seen = Snapshot(self.model)
+        parallel_state(self.model).writes.watch(seen.parts)
+        self._snapshot = seen if seen.is_lasting else None
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Before an optimizer's step. Collective, if it is the first use of the model.
+
+        Raises:
+            RuntimeError: as before a forward.
+        """
+        writes = parallel_state(self.model).writes
+        writes.check()
+        if not writes.is_before_use:
+            return
+        own = set(map(id, self.model.parameters()))
+        if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+            check_unchanged(self.model)  # parts that are gone or have moved cannot be compared
+            first_use(self.model)
+
+    def after_step(self) -> None:
+        """After an optimizer's step: what it has written is right."""
+        parallel_state(self.model).writes.note()
+
+    def _before_loading(self, model: nn.Module, state: Any, prefix: str, metadata: Any, *_: Any) -> None:
+        refuse_whole_tensors(model, state, prefix)
+        refuse_other_parts(model, metadata)
+        parallel_state(model).writes.begin_known(parts_of(model))
+
+    def _after_loading(self, model: nn.Module, keys: Any) -> None:
+        missing = [f".{key}" for key in keys.missing_keys]
+        parts = parts_of(model)
+        given = [part for name, part in parts.items() if not any(key.endswith(f".{name}") for key in missing)]
+        parallel_state(model).writes.end_known(parts, given)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_snapshot": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        _guard_steps(self)
+
+
+def guard_of(model: nn.Module) -> Guard:
+    """The guard of a parallel model."""
+    guard = parallel_state(model).guard
+    assert isinstance(guard, Guard)
+    return guard
+
+
+_live: WeakSet[Guard] = WeakSet()
+"""The guards of this process. Optimizers belong to no model: whatever steps, all of them are asked."""
+_steps: list[RemovableHandle] = []
+
+
+def _guard_steps(guard: Guard) -> None:
+    if not _steps:
+        _steps.extend((register_optimizer_step_pre_hook(_before_step), register_optimizer_step_post_hook(_after_step)))
+    _live.add(guard)
+    finalize(guard, _forget_steps)
+
+
+def _forget_steps() -> None:
+    """Leave no hook of optimizers behind when there is no guard any more."""
+    if next(iter(_live), None) is None:
+        while _steps:
+            _steps.pop().remove()
+
+
+def _before_step(optimizer: Optimizer, *_: Any) -> None:
+    for guard in list(_live):
+        guard.before_step(optimizer)
+
+
+def _after_step(*_: Any) -> None:
+    for guard in list(_live):
+        guard.after_step()

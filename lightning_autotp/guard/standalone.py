@@ -1,0 +1,139 @@
+"""Calls of a module in a parallel model from outside of the model, such as of its base model without the head.
+
+The modules right below the model take and give whole tensors then. (Deeper ones give their parts: a call of one is an
+error where the code around the model is checked.) The parameters of every module have the hooks their gradients need.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from lightning_autotp.applying.replace import BoundaryConversion
+from lightning_autotp.capture.nested import leaves_of
+from lightning_autotp.guard.first_use import use_of_module
+from lightning_autotp.guard.whole_tensors import parts_at, planned_changes, to_parts, to_whole
+from lightning_autotp.layouts.types import Invariant
+from lightning_autotp.parameters.state import dotted, parallel_state
+from lightning_autotp.private.torch_private import is_in_backward
+from lightning_autotp.training.gradients import hook_parameters_of
+
+
+def is_outer(path: str) -> bool:
+    """Whether a module may well be called without its model: its base model, embeddings or head."""
+    return path.count(".") <= 1
+
+
+@dataclass
+class Running:
+    """Which forwards of a parallel model are under way; of a copy of the model, none.
+
+    Attributes:
+        model: the model.
+        depth: how many of its own.
+        standalone: how many of modules in it that it has not called.
+    """
+
+    model: nn.Module
+    depth: int = 0
+    standalone: int = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Running, (self.model,)
+
+
+class StandaloneCall:
+    """Hooks of a module in a parallel model. While the model itself is running they do nothing.
+
+    Args:
+        running: whether it is.
+        path: the module.
+    """
+
+    def __init__(self, running: Running, path: str) -> None:
+        self.running, self.path = running, path
+        self.is_outer = is_outer(path)
+        self.shows_whole = path in parallel_state(running.model).outer
+
+    def attach(self, module: nn.Module) -> list[RemovableHandle]:
+        """Hook the module, if there is anything to do for it."""
+        if not self.is_outer and not self._has_hooked(module):
+            return []
+        handles = [module.register_forward_pre_hook(self.before, with_kwargs=True, prepend=True)]
+        if self.shows_whole:
+            handles.append(module.register_forward_hook(self.end, always_call=True))
+            handles.append(module.register_forward_hook(self.after))
+        return handles
+
+    def _has_hooked(self, module: nn.Module) -> bool:
+        """Whether it has parameters, or modules that have, whose gradients need hooks."""
+        state = parallel_state(self.running.model)
+        names = [name for name, _ in module.named_parameters(remove_duplicate=False) if name.count(".") <= 1]
+        metas = [state.metas.get(dotted(self.path, name)) for name in names]
+        return any(meta is not None and meta.name in state.gradient_hooks for meta in metas)
+
+    @property
+    def _is_inside(self) -> bool:
+        """Whether the model's own code has called it, be it again in a backward pass (activation checkpointing)."""
+        return self.running.depth > 0 or self.running.standalone > 0 or is_in_backward()
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Forward pre-hook: what does not come Invariant in the model is made what it is there.
+
+        Raises:
+            RuntimeError: naming parts that were written before the first use; or under sequence parallelism, for a
+                tensor that the module is not given in the model.
+        """
+        running = self.running
+        if running.depth > 0:
+            return None
+        if not torch.compiler.is_compiling():
+            hook_parameters_of(module, running.model)
+            if self.is_outer:
+                use_of_module(running.model)
+        if not self.shows_whole:
+            return None
+        is_inside = self._is_inside
+        running.standalone += 1
+        return None if is_inside else self._as_in_model(module, args, kwargs)
+
+    def end(self, *_: Any) -> None:
+        """Forward hook, also of a forward that failed."""
+        if self.running.depth == 0:
+            self.running.standalone = max(0, self.running.standalone - 1)
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Forward hook: what the module gives is made whole."""
+        if self._is_inside:
+            return None
+        model = self.running.model
+        return to_whole(output, parts_at(model, self.path, "out"), parallel_state(model).group)[0]
+
+    def _as_in_model(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        model, state = self.running.model, parallel_state(self.running.model)
+        if state.plan.deals_tokens:
+            self._check(state.given, args, kwargs)
+        changes = planned_changes(module)
+        changed = {change.plan.key for change in changes}
+        changed |= {"[0][0]" for use in state.plan.implementations if use.module == self.path and use.input}
+        taken = [part for part in parts_at(model, self.path, "in") if part.key not in changed]
+        value = to_parts((args, kwargs), taken, state.group)
+        for change in changes:
+            if not isinstance(change.plan.source, Invariant):
+                given = replace(change.plan, source=Invariant(), target=change.plan.source)
+                value = change.replaced(value, BoundaryConversion(given, state.group, change.lengths).convert)
+        return value
+
+    def _check(self, given: frozenset[tuple[str, str]], args: Any, kwargs: Any) -> None:
+        for path, value in leaves_of((args, kwargs)):
+            has_tokens = isinstance(value, Tensor) and value.is_floating_point()
+            if has_tokens and (self.path, path) not in given:
+                raise RuntimeError(
+                    f"{self.path} is called by itself with a tensor at {path}, where the model that was planned gives"
+                    " it none: how its tokens are to lie over the ranks is not known. Call it with the arguments that"
+                    " the model calls it with, call the whole model, or plan with sequence_parallel=False"
+                )

@@ -1,0 +1,57 @@
+"""What a parallel model consists of at one time, to find before each forward that nothing has changed since.
+
+Modules, parameters and their hooks are compared by identity, in a few calls of C whatever the size of the model. Only
+where something is another than before is it asked, module by module, what may be there.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+from operator import attrgetter, is_
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_autotp.parameters.state import own_modules, parallel_state
+from lightning_autotp.private.torch_private import children_of, hook_tables, parameters_of
+
+_ATTRIBUTES = attrgetter("__dict__")
+_END = object()
+
+
+class Snapshot:
+    """The modules and parameters in a parallel model, the sizes of its parts, and the hooks on its parameters.
+
+    Attributes:
+        parts: the parameters of which this rank has a part, by name.
+        is_lasting: whether it may be kept: not what is there for one call (``torch.func.functional_call``).
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        state = parallel_state(model)
+        modules = [module for _, module in own_modules(model)]
+        tables: list[dict[str, Any]] = [table for of in modules for table in (children_of(of), parameters_of(of))]
+        self._empty = [table for table in tables if not table]
+        # Views: they follow what is put into the tables.
+        self._live = [*(table.values() for table in tables if table), (_END,)]
+        self._objects = list(chain.from_iterable(self._live))
+        places = state.places(model)
+        self.parts = {place.meta.name: place.parameter for place in places if place.meta.is_parallel}
+        self._sizes = list(map(Tensor.numel, self.parts.values()))
+        self._hooked = [place.parameter for place in places if place.meta.name in state.gradient_hooks]
+        # Where the contents of two tensors are swapped, so are the dicts of their attributes.
+        self._attributes = list(map(_ATTRIBUTES, self._hooked))
+        self._hooks = hook_tables(self._hooked)
+        self._lengths = list(map(len, filter(None, self._hooks)))
+        self.is_lasting = all(isinstance(part, nn.Module | nn.Parameter | None) for part in self._objects[:-1])
+
+    def is_current(self) -> bool:
+        """Whether all of that is there still, and nothing else."""
+        return (
+            all(map(is_, chain.from_iterable(self._live), self._objects))
+            and not any(self._empty)
+            and list(map(Tensor.numel, self.parts.values())) == self._sizes
+            and all(map(is_, map(_ATTRIBUTES, self._hooked), self._attributes))
+            and all(map(is_, hook_tables(self._hooked), self._hooks))
+            and list(map(len, filter(None, self._hooks))) == self._lengths
+        )
