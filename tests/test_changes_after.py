@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import sys
 import weakref
@@ -117,6 +118,18 @@ def wrapped(model: Any) -> None:
     layers(model)[0].mlp = Around(layers(model)[0].mlp)
 
 
+def around_forwards(model: Any) -> None:
+    """What a profiler does, and what ``accelerate`` does with hooks of its own."""
+    for module in model.modules():
+        forward = module.forward
+
+        @functools.wraps(forward)
+        def timed(*args: Any, _forward: Any = forward, **kwargs: Any) -> Any:
+            return _forward(*args, **kwargs)
+
+        module.forward = functools.update_wrapper(partial(timed), timed)
+
+
 def tied_again(model: Any) -> None:
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
     if model.config.tie_word_embeddings:
@@ -145,6 +158,7 @@ RIGHT: dict[str, Callable[[Any], Any]] = {
     "modes": modes,
     "own state": own_state,
     "wrapped": wrapped,
+    "forwards wrapped": around_forwards,
     "tied again": tied_again,
     "replaced and back": replaced_and_back,
     "drawn anew": drawn_anew,
@@ -284,6 +298,11 @@ def added(model: Any) -> None:
     up(model).adapter = nn.Linear(3, 4)
 
 
+def another_forward(model: Any) -> None:
+    block = layers(model)[1].mlp
+    block.forward = lambda x: x
+
+
 def family_of(model: Any) -> str:
     return str(model.config.model_type)
 
@@ -304,6 +323,11 @@ WRONG: dict[str, tuple[Callable[[Any], Any], str, list[str]]] = {
     "last layer gone": (last_layer_gone, "before", ["1 is gone", DO_BEFORE]),
     "swapped layers": (swapped_layers, "before", ["1 is at ", "0 is at ", DO_BEFORE]),
     "no norm weight": (no_norm_weight, "before", ["weight is gone", DO_BEFORE]),
+    "another forward": (
+        another_forward,
+        "before",
+        ["the forward of ", "1.mlp was replaced by another_forward.<locals>"],
+    ),
     "adapter": (added, "before", ["adapter.weight", "came into the parallel"]),
     "weight norm": (
         lambda model: parametrizations.weight_norm(up(model)),

@@ -25,6 +25,7 @@ from lightning_autotp.capture.call_sites import (
     key_while_compiling,
 )
 from lightning_autotp.layouts.places import EVERY, CallSite
+from lightning_autotp.parameters.forwards import forward_of, wrapped_in
 from lightning_autotp.ranks.compiled_draws import draw_in_compiled_code
 from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.ranks.random_numbers import own_numbers
@@ -92,9 +93,9 @@ class LocalForward:
 
     @classmethod
     def of(cls, module: nn.Module) -> LocalForward | None:
-        """What runs a module's forward with changes, if there are any."""
-        owner = getattr(vars(module).get("forward"), "__self__", None)
-        return owner if isinstance(owner, LocalForward) else None
+        """What runs a module's forward with changes, if there are any, whatever was put around it."""
+        owners = (getattr(function, "__self__", None) for function in wrapped_in(forward_of(module)))
+        return next((owner for owner in owners if isinstance(owner, LocalForward)), None)
 
     def take_over(self) -> None:
         """Let the module run so.

@@ -22,6 +22,7 @@ from lightning_autotp.guard.methods import StandIns
 from lightning_autotp.guard.standalone import Running, StandaloneCall, is_outer
 from lightning_autotp.guard.state_dicts import mark_as_part, refuse_other_parts, refuse_whole_tensors
 from lightning_autotp.guard.user_hooks import UserHooks
+from lightning_autotp.parameters.forwards import forward_of
 from lightning_autotp.parameters.known_writes import parts_of
 from lightning_autotp.parameters.snapshot import Snapshot
 from lightning_autotp.parameters.state import parallel_state
@@ -63,6 +64,7 @@ class Guard:
         given = {part.module for part in state.parts}
         state.outer = frozenset(path for path in given if path and is_outer(path))
         for path, module in model.named_modules():
+            state.forwards[module] = forward_of(module)
             if path:
                 self._handles += StandaloneCall(self.running, path).attach(module)
         self._handles += [

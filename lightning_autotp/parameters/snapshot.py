@@ -7,7 +7,7 @@ where something is another than before is it asked, module by module, what may b
 from __future__ import annotations
 
 from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter, is_, methodcaller
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,11 +16,12 @@ from lightning_autotp.parameters.state import own_modules, parallel_state
 from lightning_autotp.private.torch_private import children_of, hook_tables, parameters_of
 
 _ATTRIBUTES = attrgetter("__dict__")
+_FORWARD = methodcaller("get", "forward")
 _END = object()
 
 
 class Snapshot:
-    """The modules and parameters in a parallel model, the sizes of its parts, and the hooks on its parameters.
+    """The modules in a parallel model and their forwards, its parameters, the sizes of parts, and parameters' hooks.
 
     Attributes:
         parts: the parameters of which this rank has a part, by name.
@@ -38,6 +39,9 @@ class Snapshot:
         places = state.places(model)
         self.parts = {place.meta.name: place.parameter for place in places if place.meta.is_parallel}
         self._sizes = list(map(Tensor.numel, self.parts.values()))
+        # Another forward may be put on an object.
+        self._dicts = list(map(vars, modules))
+        self._forwards = list(map(_FORWARD, self._dicts))
         self._hooked = [place.parameter for place in places if place.meta.name in state.gradient_hooks]
         # Where the contents of two tensors are swapped, so are the dicts of their attributes.
         self._attributes = list(map(_ATTRIBUTES, self._hooked))
@@ -51,6 +55,7 @@ class Snapshot:
             all(map(is_, chain.from_iterable(self._live), self._objects))
             and not any(self._empty)
             and list(map(Tensor.numel, self.parts.values())) == self._sizes
+            and all(map(is_, map(_FORWARD, self._dicts), self._forwards))
             and all(map(is_, map(_ATTRIBUTES, self._hooked), self._attributes))
             and all(map(is_, hook_tables(self._hooked), self._hooks))
             and list(map(len, filter(None, self._hooks))) == self._lengths

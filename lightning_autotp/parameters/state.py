@@ -70,6 +70,7 @@ class ParallelState:
         given: the tensors that its modules were given in the call that was planned: ``(module, key)``.
         outer: the paths of modules that take and give whole tensors where they are called by themselves.
         modules: the paths of its modules when it was divided, each module's first one.
+        forwards: what ran each of its modules when it was divided: a function of its class, or what was on the object.
         writes: which of its parts were written by code that is not known to be right; none of a copy's.
         guard: what checks around every use that it still is what was proved
             (:class:`~lightning_autotp.guard.guard.Guard`).
@@ -85,6 +86,7 @@ class ParallelState:
     given: frozenset[tuple[str, str]] = frozenset()
     outer: frozenset[str] = frozenset()
     modules: tuple[str, ...] = ()
+    forwards: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
     writes: Writes = field(default_factory=Writes)
     guard: object = None
     # Weak: a part of the model that is thrown away is gone.

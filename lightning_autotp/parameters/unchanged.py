@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from lightning_autotp.parameters.forwards import other_forwards
 from lightning_autotp.parameters.local_blocks import fsdp_modules
 from lightning_autotp.parameters.state import (
     ParallelState,
@@ -26,11 +27,12 @@ def check_unchanged(model: nn.Module) -> None:
     """Look at all of a parallel model. Not collective.
 
     Raises:
-        RuntimeError: naming modules that are gone, have moved or were replaced; or parameters of which nothing is
-            known, that are gone, of another shape than this rank's part, or tied otherwise than before.
+        RuntimeError: naming modules that are gone, have moved or were replaced, or whose ``forward`` was; or parameters
+            of which nothing is known, that are gone, of another shape than this rank's part, or tied otherwise than
+            before.
     """
     state = parallel_state(model)
-    refuse_changes(model, list(_other_modules(model, state)))
+    refuse_changes(model, [*_other_modules(model, state), *other_forwards(model, state)])
     places = state.places(model)
     here = {place.name for place in places}
     gone = [name for name in state.metas if name not in here and name.rpartition(".")[0] in state.modules]
