@@ -34,10 +34,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lightning_autotp import make_plan
 from lightning_autotp.applying.replace import apply_plan
 from lightning_autotp.building.pretrained import meta_model
+from lightning_autotp.gradients.sums import synchronize_gradients
 from lightning_autotp.layouts.ownership import Ownership
 from lightning_autotp.parallel import TPGroup, VocabParallelLogits
 from lightning_autotp.parallel.head import VocabParallelHead
-from lightning_autotp.training.gradients import synchronize_gradients
 
 PAGE = Path(__file__).parent.parent / "docs" / "gpu.md"
 RANKS, WARM_UP = 8, 3

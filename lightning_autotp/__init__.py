@@ -16,14 +16,20 @@ if TYPE_CHECKING:
     from lightning_autotp.building.checkpoint_reading import CheckpointError
     from lightning_autotp.building.pretrained import meta_model
     from lightning_autotp.capture.capture import CaptureError
+    from lightning_autotp.checkpoints.adapters import save_adapter
     from lightning_autotp.checkpoints.export import save_pretrained
     from lightning_autotp.checkpoints.export_checkpoint import export_checkpoint
     from lightning_autotp.checkpoints.state import full_state_dict, load_full_state_dict
+    from lightning_autotp.gradients.norms import clip_gradients_norm, full_gradients, grad_norms
+    from lightning_autotp.gradients.penalties import penalty
+    from lightning_autotp.gradients.whole_parameters import full_tensor
+    from lightning_autotp.guard.checked import UnsoundUse, checked
     from lightning_autotp.layouts.plan import Plan
     from lightning_autotp.lightning.averaging import EMAWeightAveraging, WeightAveraging
     from lightning_autotp.lightning.fabric import AutoTPFabricStrategy
     from lightning_autotp.lightning.strategy import AutoTPStrategy
     from lightning_autotp.lightning.summary import ParallelSummary
+    from lightning_autotp.optimizers.whole_matrices import WholeMatrixOptimizer
     from lightning_autotp.pipeline import make_plan, parallelize
     from lightning_autotp.proving.compare import VerificationError
     from lightning_autotp.proving.new_calls import UnprovedCall
@@ -31,12 +37,6 @@ if TYPE_CHECKING:
     from lightning_autotp.solving.cost import Profile
     from lightning_autotp.solving.planned import PlanMismatch
     from lightning_autotp.solving.solver import NothingToShard
-    from lightning_autotp.training.adapters import save_adapter
-    from lightning_autotp.training.checked import UnsoundUse, checked
-    from lightning_autotp.training.gradients import clip_gradients_norm, full_gradients, grad_norms
-    from lightning_autotp.training.penalties import penalty
-    from lightning_autotp.training.whole_matrices import WholeMatrixOptimizer
-    from lightning_autotp.training.whole_parameters import full_tensor
 
 _NAMES = {
     "applying.seen_paths": ["UnseenPath"],

@@ -19,9 +19,13 @@ from lightning_autotp.applying.replace import apply_plan
 from lightning_autotp.building.quantization import refuse_quantized
 from lightning_autotp.capture.capture import as_calls, language_model_inputs, meta_copy
 from lightning_autotp.capture.fingerprint import fingerprint
+from lightning_autotp.gradients.data_parallel import generate_together, hook_gathered, shard_over_data
+from lightning_autotp.gradients.sums import synchronize_gradients
 from lightning_autotp.guard.guard import Guard, guard_of
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.layouts.step_size import TokensPerStep
+from lightning_autotp.loading.parameters import load_parameters, row_extremes
+from lightning_autotp.loading.shared_scales import quantize_scales, share_extremes
 from lightning_autotp.operators.graph import Graph
 from lightning_autotp.parallel.async_products import ProductReport, overlap_products
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
@@ -40,11 +44,7 @@ from lightning_autotp.solving.expert_modules import as_planned
 from lightning_autotp.solving.options import PlanOptions, read
 from lightning_autotp.solving.planned import PlanMismatch
 from lightning_autotp.solving.solution import Solution
-from lightning_autotp.training.data_parallel import generate_together, hook_gathered, shard_over_data
-from lightning_autotp.training.gradients import synchronize_gradients
-from lightning_autotp.training.loading import load_parameters, row_extremes
-from lightning_autotp.training.said import says_plan, says_weights
-from lightning_autotp.training.shared_scales import quantize_scales, share_extremes
+from lightning_autotp.start_report import says_plan, says_weights
 
 
 def make_plan(

@@ -9,8 +9,8 @@ import torch
 from distributed import run_ranks
 from torch import nn
 
+from lightning_autotp.optimizers.scaler import AgreedGradScaler
 from lightning_autotp.ranks.agreement import PeerError, Raised, check_same_weights, raise_together
-from lightning_autotp.training.precision import AgreedGradScaler
 
 
 def outcome(check: Any, *args: Any) -> str | None:

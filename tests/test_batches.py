@@ -33,7 +33,7 @@ from trainer_ranks import run_trainer_ranks
 from transformers import BatchEncoding
 
 from lightning_autotp import AutoTPStrategy
-from lightning_autotp.training.batches import LARGE, read_once
+from lightning_autotp.data.batches import LARGE, read_once
 
 WIDTH = 6
 ROWS = torch.randn(22, WIDTH, generator=torch.Generator().manual_seed(1))

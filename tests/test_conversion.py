@@ -35,7 +35,7 @@ from lightning_autotp.building.deferred import deferred_init
 from lightning_autotp.building.pretrained import meta_model
 from lightning_autotp.building.recipe import Recipe
 from lightning_autotp.building.weight_conversion import Blocks, same_values
-from lightning_autotp.training.loading import load_parameters
+from lightning_autotp.loading.parameters import load_parameters
 
 Box = tuple[tuple[int, int], ...]
 all_operations = pytest.mark.skipif(

@@ -101,7 +101,7 @@ def expected(sequence_parallel: bool, rows: int) -> Counts:
     # In the backward pass gradients with heads before tokens are made contiguous for the linear layers: one a layer.
     found: Counts = {**IN_THE_MODEL, **IN_THE_LOSS, ("model", "clone"): 2}
     if sequence_parallel:
-        found["training/gradient_buckets", "cat"] = 1  # the norms' gradients, to be summed all at once
+        found["gradients/buckets", "cat"] = 1  # the norms' gradients, to be summed all at once
     if sequence_parallel and rows > 1:
         # Tokens are the second dim, so the ranks' parts of it alternate in memory, but a collective takes and gives
         # them one after the other. One copy for each of 10 gathers (5 in forward, and the backward of 5

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from trainer_ranks import run_trainer_ranks
 
 from lightning_autotp import AutoTPStrategy
-from lightning_autotp.training.data_parallel import repeated_blocks
+from lightning_autotp.gradients.data_parallel import repeated_blocks
 
 STEPS = 8
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from lightning_autotp import pipeline
+from lightning_autotp.gradients.norms import full_gradients
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.layouts.types import Invariant, Shard
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
@@ -25,7 +26,6 @@ from lightning_autotp.proving.verify import trace
 from lightning_autotp.solving.options import PlanOptions, read
 from lightning_autotp.solving.plan_cache import PlanCache
 from lightning_autotp.solving.planned import PlanMismatch
-from lightning_autotp.training.gradients import full_gradients
 
 FAMILIES = ("llama", "gpt2", "mixtral")
 

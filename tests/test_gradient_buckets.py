@@ -19,16 +19,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from lightning_autotp.gradients.norms import full_gradients
+from lightning_autotp.gradients.sums import postponed_sums, synchronize_gradients
 from lightning_autotp.layouts import buckets
 from lightning_autotp.layouts.types import Invariant, Replicate
 from lightning_autotp.private.distributed_private import default_store
 from lightning_autotp.ranks import meeting
 from lightning_autotp.ranks.group import TPGroup
-from lightning_autotp.training.gradients import (
-    full_gradients,
-    postponed_sums,
-    synchronize_gradients,
-)
 
 
 class Scales(nn.Module):

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_autotp import clip_gradients_norm, full_gradients, full_state_dict, grad_norms, parallelize
+from lightning_autotp.gradients.parts import GradientPart, marked
+from lightning_autotp.gradients.sums import synchronize_gradients
 from lightning_autotp.layouts.ownership import Ownership
 from lightning_autotp.layouts.types import Shard
 from lightning_autotp.parameters.part import PartOf
 from lightning_autotp.ranks.group import TPGroup
-from lightning_autotp.training.gradient_parts import GradientPart, marked
-from lightning_autotp.training.gradients import synchronize_gradients
 
 Named = dict[str, nn.Parameter]
 

@@ -12,16 +12,11 @@ from distributed import PATIENCE, run_ranks, time_limits
 from local_model import Original, cut, layouts, local_model
 from torch import Tensor, nn
 
+from lightning_autotp.gradients.norms import clip_gradients_norm, full_gradients, gradient_norm
+from lightning_autotp.gradients.sums import average_gradients, synchronize_gradients
 from lightning_autotp.layouts.types import Layout, Shard
 from lightning_autotp.parameters.state import parallel_state
 from lightning_autotp.ranks.group import TPGroup, new_group
-from lightning_autotp.training.gradients import (
-    average_gradients,
-    clip_gradients_norm,
-    full_gradients,
-    gradient_norm,
-    synchronize_gradients,
-)
 
 NORMS = [1.0, 2.0, 3.5, float("inf")]
 

@@ -24,9 +24,9 @@ from transformers.utils import hub as of_transformers
 
 from lightning_autotp.building.hub import cached_files_once
 from lightning_autotp.building.pretrained import meta_model
+from lightning_autotp.loading.parameters import load_parameters
 from lightning_autotp.ranks.agreement import PeerError
 from lightning_autotp.ranks.peers import Peer
-from lightning_autotp.training.loading import load_parameters
 
 
 def use(address: str, cache: Path, offline: bool = False) -> None:

@@ -32,8 +32,8 @@ from lightning_autotp.building.deferred import deferred_init
 from lightning_autotp.building.pretrained import meta_model
 from lightning_autotp.layouts.ownership import Ownership, merge_runs
 from lightning_autotp.layouts.types import Layout, Shard
+from lightning_autotp.loading.parameters import check_checkpoint, load_parameters
 from lightning_autotp.parameters.state import parallel_state
-from lightning_autotp.training.loading import check_checkpoint, load_parameters
 
 
 class Tied(nn.Module):
@@ -239,7 +239,7 @@ def test_damaged_and_old_torch_save_files(tmp_path: Path) -> None:
 PEAK = """
 import os, sys, torch
 from transformers import AutoModelForCausalLM, LlamaConfig
-from lightning_autotp.training.loading import load_parameters
+from lightning_autotp.loading.parameters import load_parameters
 from lightning_autotp.building.pretrained import meta_model
 from loading import localize, peak_of
 directory, tiny, rank, ranks, dtype = *sys.argv[1:3], int(sys.argv[3]), int(sys.argv[4]), getattr(torch, sys.argv[5])

@@ -34,8 +34,8 @@ from lightning_autotp.checkpoints.checksums import CHECKSUMS
 from lightning_autotp.checkpoints.export import save_pretrained
 from lightning_autotp.layouts.ownership import Ownership
 from lightning_autotp.layouts.types import Invariant, Layout, Shard
+from lightning_autotp.loading.parameters import load_parameters
 from lightning_autotp.ranks.group import TPGroup
-from lightning_autotp.training.loading import load_parameters
 
 SIZES: dict[str, Any] = {
     "vocab_size": 101, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -26,6 +26,7 @@ from zoo.parity import prepare
 from lightning_autotp.applying.changed_calls import CallMismatch
 from lightning_autotp.applying.replace import PlanMismatch, apply_plan
 from lightning_autotp.capture.capture import capture_local, meta_copy
+from lightning_autotp.gradients.sums import synchronize_gradients
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.parameters.local_blocks import plain
 from lightning_autotp.parameters.state import parallel_state
@@ -33,7 +34,6 @@ from lightning_autotp.pipeline import make_plan
 from lightning_autotp.proving.compare import compare, cut_differently
 from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.solving.solution import Solution
-from lightning_autotp.training.gradients import synchronize_gradients
 
 RANKS = 2
 ARCHITECTURES = {

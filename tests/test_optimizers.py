@@ -17,11 +17,11 @@ from transformers import Adafactor
 from lightning_autotp.layouts.ownership import Ownership
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.layouts.types import Invariant, Shard
+from lightning_autotp.optimizers import on_parts as optimizers
+from lightning_autotp.optimizers.on_parts import check_optimizer
 from lightning_autotp.parameters.meta import ParameterMeta
 from lightning_autotp.parameters.state import ParallelState
 from lightning_autotp.ranks.group import TPGroup
-from lightning_autotp.training import optimizers
-from lightning_autotp.training.optimizers import check_optimizer
 
 Make = Callable[[list[nn.Parameter]], Optimizer]
 

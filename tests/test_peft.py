@@ -17,7 +17,7 @@ from trainer_ranks import run_trainer_ranks
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from lightning_autotp import full_gradients, full_state_dict, make_plan, meta_model
-from lightning_autotp.training.adapters import find_adapted, save_adapter
+from lightning_autotp.checkpoints.adapters import find_adapted, save_adapter
 
 STEPS = 6  # two epochs of three batches
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

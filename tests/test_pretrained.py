@@ -39,7 +39,7 @@ from lightning_autotp.building.checkpoint_reading import (
 )
 from lightning_autotp.building.pretrained import meta_model
 from lightning_autotp.building.recipe import Recipe
-from lightning_autotp.training.loading import load_parameters
+from lightning_autotp.loading.parameters import load_parameters
 
 
 def save(family: str, directory: Path, **changes: Any) -> Path:

@@ -40,11 +40,11 @@ from lightning_autotp.building.quantization import QuantizationError, format_of
 from lightning_autotp.capture.capture import language_model_inputs
 from lightning_autotp.layouts.ownership import Ownership
 from lightning_autotp.layouts.types import Invariant, Layout, Shard
+from lightning_autotp.loading.parameters import load_parameters
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
 from lightning_autotp.parameters.quantized_weight import QuantizedWeight
 from lightning_autotp.proving.read_plan import read_plan
 from lightning_autotp.proving.verify import trace
-from lightning_autotp.training.loading import load_parameters
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 torchao = pytest.importorskip("torchao.quantization")

@@ -36,11 +36,12 @@ from lightning_autotp.checkpoints.state import (
     held_state,
     load_full_optimizer_state,
 )
+from lightning_autotp.gradients.norms import clip_gradients_norm, gradient_norm
+from lightning_autotp.gradients.sums import synchronize_gradients
 from lightning_autotp.layouts.types import Invariant, Replicate
+from lightning_autotp.optimizers.on_parts import check_optimizer
 from lightning_autotp.parameters.state import ParallelState, ParameterTable, parallel_state
 from lightning_autotp.ranks.group import TPGroup
-from lightning_autotp.training.gradients import clip_gradients_norm, gradient_norm, synchronize_gradients
-from lightning_autotp.training.optimizers import check_optimizer
 
 IDS = torch.randint(0, 67, (2, 9), generator=torch.Generator().manual_seed(1))
 LIMIT = 0.1

@@ -25,7 +25,7 @@ from lightning_autotp.guard.standalone import StandaloneCall
 PACKAGE = Path(lightning_autotp.__file__).parent
 LOOKS = ("guard/guard.py", "guard/standalone.py", "guard/user_hooks.py", "parameters/snapshot.py",
          "parameters/unchanged.py", "parameters/writes.py", "parameters/state.py", "proving/new_calls.py",
-         "proving/configs.py", "training/gradients.py")  # fmt: skip
+         "proving/configs.py", "gradients/sums.py")  # fmt: skip
 """Files whose functions look at the model before it runs."""
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": torch.optim.AdamW,

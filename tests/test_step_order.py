@@ -31,8 +31,8 @@ BEFORE_A_FORWARD = [
     "guard/guard.py: Guard._before",
 ]
 IN_A_BACKWARD = [
-    "training/gradient_parts.py: Mark.contribution",
-    "training/gradient_parts.py: Mark.accumulated",
+    "gradients/parts.py: Mark.contribution",
+    "gradients/parts.py: Mark.accumulated",
 ]
 BEFORE_AN_OPTIMIZER = [
     "guard/guard.py: _before_step",
@@ -51,7 +51,7 @@ STEPS = {
         *BEFORE_A_FORWARD,
         *IN_A_FORWARD,
         *IN_A_BACKWARD,
-        "training/whole_quantities.py: PartOfGradient.__torch_function__",
+        "gradients/whole_quantities.py: PartOfGradient.__torch_function__",
         *BEFORE_AN_OPTIMIZER,
         *AFTER_AN_OPTIMIZER,
     ],
@@ -66,20 +66,20 @@ STEPS = {
         *IN_A_FORWARD,
         *IN_A_BACKWARD,
         "lightning/strategy.py: AutoTPStrategy._clip_by_norm",
-        "training/whole_quantities.py: PartOfGradient.__torch_function__",
+        "gradients/whole_quantities.py: PartOfGradient.__torch_function__",
         *AFTER_AN_OPTIMIZER,
     ],
     "Fabric": [
         "lightning/loaders.py: NotedLoader.__iter__",
         *BEFORE_A_FORWARD,
         "lightning/loaders.py: ComparedFirst.__call__",
-        "training/checked.py: CheckedCalls.__call__",
+        "guard/checked.py: CheckedCalls.__call__",
         *IN_A_FORWARD,
         *IN_A_BACKWARD,
         "lightning/fabric.py: AutoTPFabricStrategy.clip_gradients_norm",
         "lightning/fabric.py: AutoTPFabricStrategy.optimizer_step",
         *BEFORE_AN_OPTIMIZER,
-        "training/whole_quantities.py: PartOfGradient.__torch_function__",
+        "gradients/whole_quantities.py: PartOfGradient.__torch_function__",
         *AFTER_AN_OPTIMIZER,
     ],
 }

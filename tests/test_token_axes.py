@@ -10,6 +10,8 @@ from torch.nn import functional as F
 
 from lightning_autotp.applying.replace import apply_plan
 from lightning_autotp.capture.capture import capture, capture_local, meta_copy
+from lightning_autotp.gradients.norms import full_gradients
+from lightning_autotp.gradients.sums import synchronize_gradients
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.layouts.step_size import StepSize, TokensPerStep
 from lightning_autotp.layouts.types import Replicate, Shard
@@ -22,7 +24,6 @@ from lightning_autotp.solving.call_points import open_calls
 from lightning_autotp.solving.cost import Profile
 from lightning_autotp.solving.solution import Solution
 from lightning_autotp.solving.solver import solve
-from lightning_autotp.training.gradients import full_gradients, synchronize_gradients
 
 SLOW_MEMORY = Profile(latency=0.0, memory_bandwidth=1e9)
 """Hardware on which whatever every rank does for all tokens is dear."""

@@ -24,13 +24,17 @@ ORDER = [
     "parallel",
     "applying",
     "proving",
-    "training",
+    "gradients",
+    "optimizers",
+    "loading",
+    "data",
     "guard",
     "checkpoints",
+    "start_report",
     "pipeline",
     "lightning",
 ]
-"""The folders, and the module that tells their story, each of which imports only from those before it."""
+"""The folders and the modules that put them together, each of which imports only from those before it."""
 
 ON_TOP = ["losses", "metrics", "cli", "__init__"]
 """What lies beside them, for the user."""

@@ -20,8 +20,8 @@ from transformers import Adafactor, AutoModelForCausalLM, LlamaConfig, Phi3Confi
 from lightning_autotp import AutoTPStrategy, WholeMatrixOptimizer
 from lightning_autotp.layouts.ownership import Ownership
 from lightning_autotp.layouts.types import Invariant, Layout, Shard
-from lightning_autotp.training.homes import Spread, balanced
-from lightning_autotp.training.optimizers import check_optimizer
+from lightning_autotp.optimizers.homes import Spread, balanced
+from lightning_autotp.optimizers.on_parts import check_optimizer
 
 STEPS = 4
 HALF = 2

@@ -3,7 +3,7 @@
 Inside :func:`deferred_init` ordinary code builds an ordinary model, except that every ``nn.Parameter`` lies on the meta
 device. Everything else (buffers, temporaries) is real. A dispatch mode writes down each operation that makes or changes
 a tensor's memory; at the end every parameter gets a :class:`~lightning_autotp.building.recipe.Recipe` at
-``parameter.meta.init_fn``, from which :mod:`~lightning_autotp.training.loading` makes this rank's part of it.
+``parameter.meta.init_fn``, from which :mod:`~lightning_autotp.loading.parameters` makes this rank's part of it.
 
 How it stays exact:
 

@@ -125,7 +125,7 @@ class FourBit(Format):
         compute_dtype: of the product.
         storage: of the packed numbers.
         is_double: whether the scales are quantized again, which takes those of the whole weight
-            (:func:`~lightning_autotp.training.shared_scales.quantize_scales`).
+            (:func:`~lightning_autotp.loading.shared_scales.quantize_scales`).
     """
 
     kind: str

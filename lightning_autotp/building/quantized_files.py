@@ -3,7 +3,7 @@
 transformers gathers the tensors of a quantized weight (numbers, scales, what describes them) and gives them to an
 operation of its quantizer, which makes the library's weight of them. Here another operation takes its place: it keeps
 the deferred tensors, and gives the layer a weight that stands for them. So names and conversions on the way are
-transformers' own, and :mod:`~lightning_autotp.training.loading` reads of each tensor what belongs into a process.
+transformers' own, and :mod:`~lightning_autotp.loading.parameters` reads of each tensor what belongs into a process.
 """
 
 from __future__ import annotations

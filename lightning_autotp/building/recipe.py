@@ -1,8 +1,8 @@
 """How to make one tensor later: the recorded operations its value depends on, as plain immutable data.
 
 A recipe is written by :mod:`~lightning_autotp.building.deferred` (or is just a tensor that is already there, or one in
-a file) and used by :mod:`~lightning_autotp.training.loading`. Tensors are identified by their storage: an operation is
-kept with the geometry of its arguments within their storages, so views and in-place operations need nothing of their
+a file) and used by :mod:`~lightning_autotp.loading.parameters`. Tensors are identified by their storage: an operation
+is kept with the geometry of its arguments within their storages, so views and in-place operations need nothing of their
 own.
 
 Until there is a parallel model to hold it, a parameter's recipe is an attribute of the parameter (``autotp_recipe``).

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from lightning_autotp.gradients.sums import hook_parameters, sum_at_once_in_ddp
 from lightning_autotp.guard.first_use import first_use
 from lightning_autotp.guard.methods import StandIns
 from lightning_autotp.guard.standalone import Running, StandaloneCall, is_outer
@@ -28,7 +29,6 @@ from lightning_autotp.parameters.snapshot import Snapshot
 from lightning_autotp.parameters.state import parallel_state
 from lightning_autotp.parameters.unchanged import check_unchanged
 from lightning_autotp.proving.new_calls import CallProver
-from lightning_autotp.training.gradients import hook_parameters, sum_at_once_in_ddp
 
 
 class Guard:

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_autotp.gradients.data_parallel import generate_gathered
 from lightning_autotp.guard.resized_copies import METHOD as RESIZES
 from lightning_autotp.guard.resizing import ResizesTogether
 from lightning_autotp.parallel.embedding import VocabParallelEmbedding
@@ -24,7 +25,6 @@ from lightning_autotp.parameters.local_blocks import fsdp_modules
 from lightning_autotp.parameters.state import parallel_state
 from lightning_autotp.private.transformers_private import INITIALIZES
 from lightning_autotp.proving.new_calls import CallProver
-from lightning_autotp.training.data_parallel import generate_gathered
 
 ON_WHOLE_TENSORS = (
     "resize_decoder_token_embeddings",

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_autotp.applying.replace import apply_plan, follow_conversions
 from lightning_autotp.capture.capture import CaptureError, meta_copy
+from lightning_autotp.gradients.sums import synchronize_gradients
 from lightning_autotp.guard.resized_copies import METHOD, Asked, Resized, set_settings
 from lightning_autotp.layouts.other_lengths import with_lengths
 from lightning_autotp.layouts.plan import Plan
@@ -42,7 +43,6 @@ from lightning_autotp.solving.annotate import annotate
 from lightning_autotp.solving.expert_modules import as_planned
 from lightning_autotp.solving.planned import PlanMismatch
 from lightning_autotp.solving.solution import Solution
-from lightning_autotp.training.gradients import synchronize_gradients
 
 _BEFORE = "Call it while the model is whole, in configure_model() or before parallelize()"
 

@@ -32,6 +32,10 @@ from lightning_autotp.checkpoints.state import (
     load_full_optimizer_state,
     load_full_state_dict,
 )
+from lightning_autotp.data.batches import broadcast_loader, check_sampler
+from lightning_autotp.gradients.norms import clip_gradients_norm, clip_gradients_value
+from lightning_autotp.gradients.sums import postponed_sums
+from lightning_autotp.guard.checked import CheckedCalls
 from lightning_autotp.guard.state_dicts import refuse_whole_optimizer_states
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.lightning.discovery import find_models
@@ -46,6 +50,7 @@ from lightning_autotp.lightning.processes import (
     watch_peers,
 )
 from lightning_autotp.lightning.saving import CheckpointWriter
+from lightning_autotp.optimizers.scaler import AgreedGradScaler
 from lightning_autotp.parallel.head_product import compute_undone
 from lightning_autotp.parameters.state import is_parallel, parallel_models
 from lightning_autotp.pipeline import make_local, refuse_unfit
@@ -60,10 +65,6 @@ from lightning_autotp.ranks.agreement import check_same_weights, raise_together
 from lightning_autotp.ranks.peers import PeerWatch
 from lightning_autotp.ranks.started import at_end_of_process
 from lightning_autotp.solving.options import PlanOptions
-from lightning_autotp.training.batches import broadcast_loader, check_sampler
-from lightning_autotp.training.checked import CheckedCalls
-from lightning_autotp.training.gradients import clip_gradients_norm, clip_gradients_value, postponed_sums
-from lightning_autotp.training.precision import AgreedGradScaler
 
 
 class AutoTPFabricStrategy(ParallelRanks, FabricModelParallelStrategy):

@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 
 from lightning_autotp.capture.capture import Call, CaptureError, in_small
+from lightning_autotp.gradients.sums import average_gradients
 from lightning_autotp.layouts.step_size import TokensPerStep
 from lightning_autotp.lightning.discovery import fill_remaining
 from lightning_autotp.lightning.first_step import FirstStep, first_step
@@ -26,7 +27,6 @@ from lightning_autotp.pipeline import fill_local, make_local, refuse_unfit
 from lightning_autotp.proving.new_calls import with_rows
 from lightning_autotp.ranks.agreement import check_same_weights, raise_together
 from lightning_autotp.solving.options import PlanOptions
-from lightning_autotp.training.gradients import average_gradients
 
 
 def make_models_local(

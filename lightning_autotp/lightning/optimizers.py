@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_autotp.checkpoints.state import load_full_optimizer_state
+from lightning_autotp.optimizers.on_parts import check_optimizer
 from lightning_autotp.ranks.agreement import raise_together
-from lightning_autotp.training.optimizers import check_optimizer
 
 
 class CheckedOptimizers:

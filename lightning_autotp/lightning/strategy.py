@@ -27,9 +27,15 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_autotp.building.pretrained import meta_model
+from lightning_autotp.checkpoints.adapters import find_adapted, save_adapter
 from lightning_autotp.checkpoints.export import ENTRY, describe_models, save_pretrained
 from lightning_autotp.checkpoints.files import open_checkpoint
 from lightning_autotp.checkpoints.state import load_full_optimizer_state, load_full_state_dict
+from lightning_autotp.data.batches import broadcast_loader, check_sampler
+from lightning_autotp.gradients.data_parallel import gather_if_uneven, in_parts_again
+from lightning_autotp.gradients.norms import clip_gradients_norm, clip_gradients_value
+from lightning_autotp.gradients.sums import postponed_sums
+from lightning_autotp.guard.checked import FirstSteps, checked
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.lightning.averaging import refuse_whole_copies
 from lightning_autotp.lightning.discovery import find_models, outermost
@@ -51,6 +57,7 @@ from lightning_autotp.lightning.processes import (
 from lightning_autotp.lightning.saving import CheckpointWriter
 from lightning_autotp.lightning.summary import ParallelSummary
 from lightning_autotp.lightning.throughput import share_batches
+from lightning_autotp.optimizers.scaler import AgreedGradScaler
 from lightning_autotp.parallel.head_product import compute_undone
 from lightning_autotp.private.lightning_private import (
     DeferredSignals,
@@ -69,12 +76,6 @@ from lightning_autotp.proving.new_calls import kind_of
 from lightning_autotp.ranks.agreement import raise_together
 from lightning_autotp.ranks.peers import PeerWatch
 from lightning_autotp.solving.options import PlanOptions
-from lightning_autotp.training.adapters import find_adapted, save_adapter
-from lightning_autotp.training.batches import broadcast_loader, check_sampler
-from lightning_autotp.training.checked import FirstSteps, checked
-from lightning_autotp.training.data_parallel import gather_if_uneven, in_parts_again
-from lightning_autotp.training.gradients import clip_gradients_norm, clip_gradients_value, postponed_sums
-from lightning_autotp.training.precision import AgreedGradScaler
 
 
 class AutoTPStrategy(ParallelRanks, ModelParallelStrategy):
@@ -504,7 +505,7 @@ class AutoTPStrategy(ParallelRanks, ModelParallelStrategy):
         Args:
             directory: where to.
             model: which of the LightningModule's models; only needed if it has several.
-            **kwargs: for :func:`~lightning_autotp.training.adapters.save_adapter`, or for
+            **kwargs: for :func:`~lightning_autotp.checkpoints.adapters.save_adapter`, or for
                 :func:`lightning_autotp.save_pretrained`, such as ``max_shard_size`` and ``dtype``.
 
         Raises:

@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 
+from lightning_autotp.gradients.data_parallel import beside_fsdp
+from lightning_autotp.gradients.linear_maps import linear, same
+from lightning_autotp.gradients.sums import keep_hooked
 from lightning_autotp.parallel.collectives import all_reduce
 from lightning_autotp.parameters.choosing import parameter_names
 from lightning_autotp.parameters.local_blocks import counted_blocks, data_group, index, is_cut, plain
@@ -18,9 +21,6 @@ from lightning_autotp.parameters.meta import Slices
 from lightning_autotp.parameters.state import ParameterTable
 from lightning_autotp.ranks.agreement import raise_together
 from lightning_autotp.ranks.group import TPGroup
-from lightning_autotp.training.data_parallel import beside_fsdp
-from lightning_autotp.training.gradients import keep_hooked
-from lightning_autotp.training.linear_maps import linear, same
 
 Terms = Callable[[str, Tensor], Tensor]
 """What a function makes of a parameter, element by element, given its name."""

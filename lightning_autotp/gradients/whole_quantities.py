@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import resolve_name
 
+from lightning_autotp.gradients.counted import from_every_rank, whole_norms
 from lightning_autotp.parameters.local_blocks import plain
 from lightning_autotp.parameters.unsummed import UnsummedGradient
 from lightning_autotp.private.torch_private import (
@@ -26,7 +27,6 @@ from lightning_autotp.private.torch_private import (
     without_subclasses,
 )
 from lightning_autotp.ranks.group import TPGroup
-from lightning_autotp.training.counted import from_every_rank, whole_norms
 
 Handler = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
 """Takes a function and its arguments, and gives its result. Subclasses of tensors are not asked while it runs."""

@@ -25,13 +25,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
+from lightning_autotp.optimizers.homes import Spread, Traveller, balanced, from_homes, to_homes
+from lightning_autotp.optimizers.stepping import needs_closure, plain_step
 from lightning_autotp.parameters.local_blocks import data_group, is_cut, plain
 from lightning_autotp.parameters.state import ParameterTable, parallel_models
 from lightning_autotp.private.torch_private import as_written
 from lightning_autotp.ranks.agreement import gather_objects, raise_together
 from lightning_autotp.ranks.group import TPGroup
-from lightning_autotp.training.homes import Spread, Traveller, balanced, from_homes, to_homes
-from lightning_autotp.training.stepping import needs_closure, plain_step
 
 ALONE = TPGroup("", 0, 1)
 """One rank, which has everything."""

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from lightning_autotp.gradients.sums import hook_gradient
 from lightning_autotp.parallel.head import VocabParallelHead
 from lightning_autotp.parameters.local_blocks import fsdp_modules, is_cut, reshard
 from lightning_autotp.parameters.state import is_parallel, parallel_state
 from lightning_autotp.private.distributed_private import is_outermost
 from lightning_autotp.private.transformers_private import set_waits_for_copies, waits_for_copies
-from lightning_autotp.training.gradients import hook_gradient
 
 
 def shard_over_data(model: nn.Module, mesh: DeviceMesh) -> None:

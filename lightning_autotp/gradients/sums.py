@@ -1,11 +1,11 @@
-"""Gradients of a parallel model: sums between ranks, norms, clipping, and the original model's gradients.
+"""Gradients of a parallel model are summed over the ranks in every backward pass.
 
 A parameter's layout says what its local gradients mean. An element that several ranks hold and use differently (a
 ``Replicate`` parameter, a unit that ranks share) has on each of them only a part of its gradient: the parts are
 summed, those of whole parameters in buckets at the end of the backward pass
-(:mod:`~lightning_autotp.training.gradient_buckets`), the others by a hook during it. After that every rank's gradient
-is the true one for the elements it holds, and only quantities *over* a parameter, such as a norm, must count each
-element of the original model once.
+(:mod:`~lightning_autotp.gradients.buckets`), the others by a hook during it. After that every rank's gradient is the
+true one for the elements it holds, and only quantities *over* a parameter, such as a norm, must count each element of
+the original model once (:mod:`~lightning_autotp.gradients.norms`).
 
 A hook is on a parameter object. Where another one takes its place, or the model is copied, the new one gets the hook
 before it is used (:mod:`~lightning_autotp.guard.guard`).
@@ -13,8 +13,7 @@ before it is used (:mod:`~lightning_autotp.guard.guard`).
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import product
@@ -25,15 +24,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_autotp.gradients.buckets import BucketedSum, GradientBuckets
+from lightning_autotp.gradients.cut_parts import CutMark
+from lightning_autotp.gradients.linear_maps import linear, same
+from lightning_autotp.gradients.parts import Mark, marked_like
 from lightning_autotp.layouts.types import Shard
-from lightning_autotp.parameters.gathering import gather_to_cpu
-from lightning_autotp.parameters.local_blocks import counted_blocks, data_group, index, is_cut, plain
+from lightning_autotp.parameters.local_blocks import index, is_cut
 from lightning_autotp.parameters.meta import ParameterMeta
 from lightning_autotp.parameters.part import PartOf
 from lightning_autotp.parameters.state import (
     Hook,
     ParallelState,
-    ParameterTable,
     dotted,
     parallel_models,
     parallel_state,
@@ -45,11 +46,6 @@ from lightning_autotp.private.torch_private import (
     parameters_of,
 )
 from lightning_autotp.ranks.group import TPGroup, new_group
-from lightning_autotp.training.counted import counted_elements, whole_norms
-from lightning_autotp.training.cut_gradient_parts import CutMark
-from lightning_autotp.training.gradient_buckets import BucketedSum, GradientBuckets
-from lightning_autotp.training.gradient_parts import Mark, marked_like
-from lightning_autotp.training.linear_maps import linear, same
 
 Blocks = tuple[tuple[slice, ...], ...]
 """Index expressions of blocks of a local tensor."""
@@ -107,7 +103,7 @@ def synchronize_gradients(model: nn.Module, only: Collection[str] | None = None)
     Only what a backward pass contributes is summed, so accumulation over several passes stays right, and a tied
     parameter, whose uses autograd adds up before the hook, is summed once. A frozen parameter gets its hook too, for
     when it is thawed. ``model.autotp.gradient_sums`` keeps the sums by the parameters' names: where FSDP2 has cut a
-    parameter, :func:`~lightning_autotp.training.data_parallel.hook_gathered` hooks what it gathers.
+    parameter, :func:`~lightning_autotp.gradients.data_parallel.hook_gathered` hooks what it gathers.
 
     Every rank runs the same model, hence the hooks in the same order; within a parameter the sets of ranks come in
     ascending order, and each of a set's buffers lists its elements in the original tensor's order. So no two ranks
@@ -206,157 +202,6 @@ class _Average:
         mean = gradient.clone(memory_format=torch.contiguous_format).div_(self._size)
         dist.all_reduce(mean, group=self._group)
         return mean
-
-
-def gradient_norm(module: nn.Module, norm_type: float = 2.0, *, parameters: Iterable[Tensor] | None = None) -> Tensor:
-    """The norm of the original model's gradient: every element counted once, whatever number of ranks hold it.
-
-    Collective over the model's tensor-parallel group, and over the data axis where FSDP2 has cut the parameters.
-
-    Args:
-        module: a parallel model after a backward pass, or a module that holds one.
-        norm_type: any positive number, or infinity.
-        parameters: only these, such as an optimizer's; by default all of the module's. Those without a gradient are
-            left out.
-
-    Returns:
-        A scalar, float32 or wider, the same on every rank.
-
-    Raises:
-        ValueError: if ``norm_type`` is not positive.
-        RuntimeError: if no parallel model is found.
-    """
-    chosen = list(module.parameters() if parameters is None else parameters)
-    return torch.linalg.vector_norm(_norms(chosen, ParameterTable(module), norm_type), norm_type)
-
-
-def grad_norms(module: nn.Module, norm_type: float | int | str = 2.0, group_separator: str = "/") -> dict[str, Tensor]:
-    """The norm of every parameter's gradient in the original model, and of all together.
-
-    Collective over the model's tensor-parallel group, and over the data axis where FSDP2 has cut the parameters. In
-    one process it is ``lightning.pytorch.utilities.grad_norm``, with the same names: made to be logged, on every rank,
-    in ``on_before_optimizer_step``.
-
-    Args:
-        module: a parallel model after a backward pass, or a module that holds one.
-        norm_type: any positive number, or infinity.
-        group_separator: stands between the kind of norm and the parameter's name.
-
-    Returns:
-        Scalars, float32 or wider, the same on every rank. Parameters without a gradient are absent.
-
-    Raises:
-        ValueError: if ``norm_type`` is not positive.
-        RuntimeError: if no parallel model is found.
-    """
-    norm_type = float(norm_type)
-    table = ParameterTable(module)
-    names, parameters = zip(*module.named_parameters(), strict=True)
-    norms = _norms(parameters, table, norm_type)
-    found = {
-        f"grad_{norm_type}_norm{group_separator}{name}": norm
-        for name, parameter, norm in zip(names, parameters, norms, strict=True)
-        if parameter.grad is not None
-    }
-    if found:
-        found[f"grad_{norm_type}_norm_total"] = torch.linalg.vector_norm(norms, norm_type)
-    return found
-
-
-def clip_gradients_norm(
-    module: nn.Module,
-    max_norm: float,
-    norm_type: float = 2.0,
-    error_if_nonfinite: bool = False,
-    *,
-    parameters: Iterable[Tensor] | None = None,
-) -> Tensor:
-    """Scale the gradients so that the norm of the original model's gradient is at most ``max_norm``.
-
-    Collective as :func:`gradient_norm` is. Same as ``torch.nn.utils.clip_grad_norm_`` in one process.
-
-    Args:
-        module: a parallel model after a backward pass, or a module that holds one.
-        max_norm: the greatest norm.
-        norm_type: any positive number, or infinity.
-        error_if_nonfinite: whether a norm that is not finite is an error.
-        parameters: only these, such as an optimizer's; by default all of the module's.
-
-    Returns:
-        The norm before clipping, a scalar.
-
-    Raises:
-        ValueError: if ``norm_type`` is not positive.
-        RuntimeError: if no parallel model is found; under ``error_if_nonfinite``, on every rank, if the norm is not
-            finite.
-    """
-    chosen = list(module.parameters() if parameters is None else parameters)
-    norm = gradient_norm(module, norm_type, parameters=chosen)
-    if error_if_nonfinite and not torch.isfinite(norm):
-        raise RuntimeError(f"the gradients' norm of order {norm_type} is {norm.item()}: they cannot be clipped")
-    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for parameter in chosen:
-        if parameter.grad is not None:
-            plain(parameter.grad).mul_(scale.to(parameter.grad.device))
-    return norm
-
-
-def clip_gradients_value(parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
-    """Clamp every element of the gradients to ``[-clip_value, clip_value]``. Not collective.
-
-    Same as ``torch.nn.utils.clip_grad_value_``, also where FSDP2 has cut some of the parameters and not others.
-    """
-    for parameter in [parameters] if isinstance(parameters, Tensor) else parameters:
-        if parameter.grad is not None:
-            plain(parameter.grad).clamp_(-clip_value, clip_value)
-
-
-def full_gradients(model: nn.Module) -> dict[str, Tensor]:
-    """The gradients of the original model.
-
-    Collective over the model's tensor-parallel group; every rank gets the result.
-
-    Args:
-        model: a parallel model after a backward pass, or a module that holds one.
-
-    Returns:
-        Whole gradients on the CPU under every name of their parameter; parameters without a gradient are absent.
-
-    Raises:
-        RuntimeError: if no parallel model is found.
-    """
-    table = ParameterTable(model)
-    group = table.group
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    present: list[list[str]] = [[] for _ in range(group.size)]
-    dist.all_gather_object(present, [n for n, p in parameters.items() if p.grad is not None], group=group.process_group)
-    wanted = {name for names in present for name in names}
-    gathered: dict[int, Tensor] = {}
-    gradients: dict[str, Tensor] = {}
-    for name, parameter in parameters.items():
-        if name not in wanted:
-            continue
-        if id(parameter) not in gathered:
-            gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-            gathered[id(parameter)] = gather_to_cpu(gradient, table.meta(parameter), group)
-        gradients[name] = gathered[id(parameter)]
-    return gradients
-
-
-def _norms(parameters: Sequence[Tensor], table: ParameterTable, norm_type: float) -> Tensor:
-    """The norms of the original model's gradients, ``[parameters]``, zero for those without one. Collective."""
-    device = parameters[0].device if parameters else torch.device("cpu")
-    dtype = functools.reduce(torch.promote_types, (parameter.dtype for parameter in parameters), torch.float32)
-    spread = next((found for parameter in parameters if (found := data_group(parameter)) is not None), None)
-    # What FSDP2 does not manage is in every copy of the model: the first one counts it.
-    is_first_copy = spread is None or dist.get_rank(spread) == 0
-    elements = [torch.empty(0, dtype=dtype, device=device)] * len(parameters)
-    for place, parameter in enumerate(parameters):
-        if parameter.grad is not None and (is_first_copy or is_cut(parameter)):
-            blocks = counted_blocks(parameter, table.meta(parameter), table.group)
-            elements[place] = counted_elements(plain(parameter.grad), blocks)
-    groups = [table.group] if spread is None else [table.group, TPGroup.of(spread)]
-    return whole_norms(elements, norm_type, dtype, groups)
 
 
 @dataclass(frozen=True)

@@ -27,12 +27,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_autotp.parallel.collectives import copy_to_tensor_parallel
-from lightning_autotp.parameters.part import PartOf
-from lightning_autotp.private.torch_private import LIST_UPDATES, allow_foreach
-from lightning_autotp.ranks.group import TPGroup
-from lightning_autotp.training.counted import counted_elements, from_every_rank
-from lightning_autotp.training.whole_quantities import (
+from lightning_autotp.gradients.counted import counted_elements, from_every_rank
+from lightning_autotp.gradients.whole_quantities import (
     ELEMENTWISE,
     IN_PLACE,
     QUANTITIES,
@@ -41,6 +37,10 @@ from lightning_autotp.training.whole_quantities import (
     misleading,
     named,
 )
+from lightning_autotp.parallel.collectives import copy_to_tensor_parallel
+from lightning_autotp.parameters.part import PartOf
+from lightning_autotp.private.torch_private import LIST_UPDATES, allow_foreach
+from lightning_autotp.ranks.group import TPGroup
 
 
 class GradientPart(PartOfGradient):

@@ -32,11 +32,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lightning_autotp.layouts.types import Shard
+from lightning_autotp.optimizers.stepping import needs_closure, plain_step
+from lightning_autotp.optimizers.whole_matrices import WholeMatrixOptimizer
 from lightning_autotp.parameters.local_blocks import data_group, plain
 from lightning_autotp.parameters.state import ParameterTable
 from lightning_autotp.private.torch_private import as_written
-from lightning_autotp.training.stepping import needs_closure, plain_step
-from lightning_autotp.training.whole_matrices import WholeMatrixOptimizer
 
 STEPS = 32
 """Enough for preconditioners that are recomputed every tenth step, or first used after 25."""

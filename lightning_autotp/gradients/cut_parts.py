@@ -2,7 +2,7 @@
 
 Such a gradient is a ``DTensor`` over the data axis alone: its own norm is that of the tensor-parallel part, another one
 for every tensor-parallel rank. :class:`CutGradientPart` is the same object as one of a subclass, with the same rules as
-:class:`~lightning_autotp.training.gradient_parts.GradientPart`, but for those that need the whole's indices: rows,
+:class:`~lightning_autotp.gradients.parts.GradientPart`, but for those that need the whole's indices: rows,
 masks of the whole shape and random numbers are refused.
 """
 
@@ -15,12 +15,8 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_autotp.parameters.local_blocks import counted_blocks, data_group, plain
-from lightning_autotp.parameters.meta import ParameterMeta
-from lightning_autotp.private.torch_private import LIST_UPDATES
-from lightning_autotp.ranks.group import TPGroup
-from lightning_autotp.training.counted import counted_elements
-from lightning_autotp.training.whole_quantities import (
+from lightning_autotp.gradients.counted import counted_elements
+from lightning_autotp.gradients.whole_quantities import (
     ELEMENTWISE,
     IN_PLACE,
     QUANTITIES,
@@ -28,6 +24,10 @@ from lightning_autotp.training.whole_quantities import (
     as_it_is,
     first_part,
 )
+from lightning_autotp.parameters.local_blocks import counted_blocks, data_group, plain
+from lightning_autotp.parameters.meta import ParameterMeta
+from lightning_autotp.private.torch_private import LIST_UPDATES
+from lightning_autotp.ranks.group import TPGroup
 
 
 class CutGradientPart(PartOfGradient, DTensor):

@@ -1,0 +1,1 @@
+"""Batches of a parallel model: every tensor-parallel rank has the same."""

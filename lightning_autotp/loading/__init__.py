@@ -1,0 +1,1 @@
+"""Weights of a parallel model: each rank reads its own blocks."""

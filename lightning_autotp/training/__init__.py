@@ -1,1 +1,0 @@
-"""Weights, gradients, data and optimizers of a parallel model, without Lightning."""
