@@ -14,6 +14,7 @@ from distributed import PATIENCE
 PACKAGE = Path(__file__).parent.parent / "lightning_autotp"
 ORDER = [
     "private",
+    "torch_functions",
     "layouts",
     "ranks",
     "building",

@@ -44,13 +44,9 @@ from lightning_autotp.solving.paths import (
     said_line,
     type_of,
 )
+from lightning_autotp.torch_functions import writes
 
 _UNKNOWN = "unknown"
-_WRITING = {
-    f"__{name}__"
-    for name in ("setitem", "delitem", "set", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow")
-} | {f"__i{name}__" for name in ("and", "or", "xor", "lshift", "rshift", "matmul")}
-"""Functions that change a tensor in place, besides those that end in an underscore."""
 _NEUTRAL = (STATIC, ZEROS)
 _DEVICE = Tensor.device.__get__
 _WHOLE = ("I", "R", *_NEUTRAL)
@@ -215,8 +211,7 @@ class _Running:
             bool(tensors)
             and all(self.type(tensor) in (STATIC, UNSEEN) for tensor in tensors)
             and not any(type(leaf) is int and leaf > 1 for leaf in leaves)
-            and not line[2].removesuffix("__").endswith("_")
-            and line[2] not in _WRITING
+            and not writes(line[2])
             and "out" not in kwargs
         )
 

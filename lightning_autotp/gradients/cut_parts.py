@@ -17,8 +17,6 @@ from torch.distributed.tensor import DTensor
 
 from lightning_autotp.gradients.counted import counted_elements
 from lightning_autotp.gradients.whole_quantities import (
-    ELEMENTWISE,
-    IN_PLACE,
     QUANTITIES,
     PartOfGradient,
     as_it_is,
@@ -28,6 +26,7 @@ from lightning_autotp.parameters.local_blocks import counted_blocks, data_group,
 from lightning_autotp.parameters.meta import ParameterMeta
 from lightning_autotp.private.torch_private import LIST_UPDATES
 from lightning_autotp.ranks.group import TPGroup
+from lightning_autotp.torch_functions import ELEMENTWISE, IN_PLACE
 
 
 class CutGradientPart(PartOfGradient, DTensor):

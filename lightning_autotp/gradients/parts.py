@@ -29,18 +29,16 @@ from torch import Tensor
 
 from lightning_autotp.gradients.counted import counted_elements, from_every_rank
 from lightning_autotp.gradients.whole_quantities import (
-    ELEMENTWISE,
-    IN_PLACE,
     QUANTITIES,
     PartOfGradient,
     first_part,
     misleading,
-    named,
 )
 from lightning_autotp.parallel.collectives import copy_to_tensor_parallel
 from lightning_autotp.parameters.part import PartOf
 from lightning_autotp.private.torch_private import LIST_UPDATES, allow_foreach
 from lightning_autotp.ranks.group import TPGroup
+from lightning_autotp.torch_functions import ELEMENTWISE, IN_PLACE, functions
 
 
 class GradientPart(PartOfGradient):
@@ -294,9 +292,9 @@ GradientPart.handlers = {
     **QUANTITIES,
     **dict.fromkeys(ELEMENTWISE, _elementwise),
     **dict.fromkeys(LIST_UPDATES, _of_lists),
-    **dict.fromkeys(named("equal allclose"), _all_equal),
-    **dict.fromkeys(named("randn_like rand_like randint_like"), _draw_like),
-    **dict.fromkeys(named(_DRAWN_INTO), _draw_into),
+    **dict.fromkeys(functions("equal allclose"), _all_equal),
+    **dict.fromkeys(functions("randn_like rand_like randint_like"), _draw_like),
+    **dict.fromkeys(functions(_DRAWN_INTO), _draw_into),
     **dict.fromkeys((dist.all_reduce, dist.broadcast), _communicate),
     Tensor.__getitem__: _get_window,
     Tensor.__setitem__: _set_window,

@@ -19,7 +19,6 @@ from lightning_autotp.gradients.counted import from_every_rank, whole_norms
 from lightning_autotp.parameters.local_blocks import plain
 from lightning_autotp.parameters.unsummed import UnsummedGradient
 from lightning_autotp.private.torch_private import (
-    VIEW_GETTERS,
     check_and_unscale,
     foreach_norm,
     is_operator,
@@ -27,6 +26,7 @@ from lightning_autotp.private.torch_private import (
     without_subclasses,
 )
 from lightning_autotp.ranks.group import TPGroup
+from lightning_autotp.torch_functions import DESCRIBING, OF_MEMORY, functions, getters
 
 Handler = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
 """Takes a function and its arguments, and gives its result. Subclasses of tensors are not asked while it runs."""
@@ -223,65 +223,24 @@ def _check_and_unscale(func: Callable[..., Any], args: Sequence[Any], kwargs: Ma
         found_inf.copy_(from_every_rank(found_inf, group).amax(0))
 
 
-def named(names: str, form: str = "{}") -> list[Callable[..., Any]]:
-    """The functions of these names, each in this form, in ``torch.Tensor`` and ``torch``."""
-    wanted = [form.format(name) for name in names.split()]
-    return [getattr(home, name) for name in wanted for home in (Tensor, torch) if callable(getattr(home, name, None))]
-
-
-def getters(names: str) -> list[Callable[..., Any]]:
-    """By which torch asks a subclass of tensors for these attributes."""
-    return [getattr(Tensor, name).__get__ for name in names.split()]
-
-
-_METADATA = (
-    "size dim ndimension numel nelement element_size get_device stride storage_offset is_floating_point is_complex"
-    " is_contiguous is_conj is_neg is_inference is_pinned is_same_size is_shared data_ptr untyped_storage record_stream"
-    " as_subclass register_hook retain_grad __len__ __hash__"
-)
-_GETTERS = "grad grad_fn requires_grad is_leaf shape dtype device layout is_cpu is_cuda is_meta itemsize nbytes"
-_P_NORMS = frozenset(named("norm"))
+_P_NORMS = frozenset(functions("norm"))
 _SUM = _over_all(lambda x: x.sum(), lambda x: x.sum(0))
 
 QUANTITIES: dict[Callable[..., Any], Handler] = {
-    **dict.fromkeys(named(_METADATA) + getters(_GETTERS) + VIEW_GETTERS, as_it_is),
+    **dict.fromkeys(
+        (*DESCRIBING, *OF_MEMORY, *getters("grad"), *functions("as_subclass record_stream register_hook retain_grad")),
+        as_it_is,
+    ),
     moves_alike(): as_it_is,
     **dict.fromkeys((*_P_NORMS, torch.linalg.norm, torch.linalg.vector_norm), _norm),
-    **dict.fromkeys(named("sum"), _SUM),
-    **dict.fromkeys(named("mean"), _mean),
-    **dict.fromkeys(named("max amax"), _extreme(largest=True)),
-    **dict.fromkeys(named("min amin"), _extreme(largest=False)),
-    **dict.fromkeys(named("any"), _over_all(lambda x: x.any(), lambda x: x.any(0))),
-    **dict.fromkeys(named("all"), _over_all(lambda x: x.all(), lambda x: x.all(0))),
-    **dict.fromkeys(named("count_nonzero"), _over_all(lambda x: x.count_nonzero(), lambda x: x.sum(0))),
+    **dict.fromkeys(functions("sum"), _SUM),
+    **dict.fromkeys(functions("mean"), _mean),
+    **dict.fromkeys(functions("max amax"), _extreme(largest=True)),
+    **dict.fromkeys(functions("min amin"), _extreme(largest=False)),
+    **dict.fromkeys(functions("any"), _over_all(lambda x: x.any(), lambda x: x.any(0))),
+    **dict.fromkeys(functions("all"), _over_all(lambda x: x.all(), lambda x: x.all(0))),
+    **dict.fromkeys(functions("count_nonzero"), _over_all(lambda x: x.count_nonzero(), lambda x: x.sum(0))),
     foreach_norm: _list_norms,
     check_and_unscale: _check_and_unscale,
 }
 """What any part of a gradient gives: sizes that are the part's, and quantities over all elements."""
-
-FUNCTIONS = (
-    "abs absolute neg negative positive square sqrt rsqrt exp exp2 expm1 log log2 log10 log1p sign sgn signbit"
-    " reciprocal sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh sigmoid relu erf erfc floor ceil round"
-    " trunc fix frac isnan isinf isfinite isposinf isneginf logical_not bitwise_not nan_to_num clamp clip clamp_min"
-    " clamp_max add sub subtract mul multiply div divide true_divide floor_divide remainder fmod pow float_power atan2"
-    " arctan2 maximum minimum fmax fmin eq ne gt ge lt le not_equal greater greater_equal less less_equal isclose"
-    " logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor copysign hypot rsub xlogy lerp addcmul"
-    " addcdiv where masked_fill heaviside conj conj_physical resolve_conj resolve_neg clone"
-)
-OPERATORS = "add sub mul truediv floordiv mod pow and or xor"
-OTHER_OPERATORS = "radd rsub rmul rtruediv rfloordiv rmod rpow neg pos abs invert eq ne gt ge lt le"
-COPIES = (
-    "detach contiguous to float double half bfloat16 int long bool cpu cuda type_as zeros_like ones_like empty_like"
-    " full_like"
-)
-IN_PLACE = frozenset(
-    named(FUNCTIONS, "{}_") + named("copy_ zero_ fill_ detach_ requires_grad_") + named(OPERATORS, "__i{}__")
-)
-"""Elementwise functions that write their first argument."""
-
-ELEMENTWISE = (
-    frozenset(named(FUNCTIONS) + named(COPIES) + getters("data real"))
-    | frozenset(named(OPERATORS, "__{}__") + named(OTHER_OPERATORS, "__{}__"))
-    | IN_PLACE
-)
-"""Functions whose result at an index depends on their arguments there."""

@@ -32,6 +32,7 @@ from lightning_autotp.parameters.state import parallel_models
 from lightning_autotp.parameters.unchanged import check_unchanged
 from lightning_autotp.private.torch_private import WeakIdKeyDictionary, is_compiled, is_in_backward, put_below, take_out
 from lightning_autotp.proving.new_calls import kind_of
+from lightning_autotp.torch_functions import DESCRIBING, ELEMENTWISE, OF_MEMORY
 
 
 class UnsoundUse(RuntimeError):
@@ -39,23 +40,15 @@ class UnsoundUse(RuntimeError):
 
 
 _NOT_READING = frozenset({
-    "__delete__", "__format__", "__get__", "__hash__", "__len__", "__repr__", "__set__", "backward", "data_ptr",
-    "dim", "element_size", "get_device", "has_names", "is_complex", "is_contiguous", "is_floating_point",
-    "is_inference", "is_same_size", "is_shared", "is_signed", "is_tensor", "ndimension", "nelement", "numel",
-    "pin_memory", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad",
-    "share_memory_", "size", "storage_offset", "stride", "type", "untyped_storage",
+    *(function.__name__ for function in DESCRIBING | OF_MEMORY),  # getters are all called __get__
+    "__delete__", "__format__", "__repr__", "__set__", "backward", "has_names", "is_signed", "is_tensor", "pin_memory",
+    "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad", "share_memory_", "type",
 })  # fmt: skip
 """Functions that compute nothing; getters but that of ``data``, and setters."""
 _ELEMENTWISE = frozenset({
-    "__abs__", "__add__", "__deepcopy__", "__iadd__", "__imul__", "__ipow__", "__isub__", "__itruediv__", "__mul__",
-    "__neg__", "__pow__", "__radd__", "__rmul__", "__rpow__", "__rsub__", "__rtruediv__", "__sub__", "__truediv__",
-    "_foreach_add", "_foreach_add_", "_foreach_copy_", "_foreach_lerp_", "_foreach_mul", "_foreach_mul_",
-    "_foreach_sub", "_foreach_zero_", "abs", "abs_", "add", "add_", "alias", "bfloat16", "clamp", "clamp_",
-    "clamp_max", "clamp_max_", "clamp_min", "clamp_min_", "clip", "clone", "contiguous", "copy_", "cpu", "cuda",
-    "detach", "detach_", "div", "div_", "divide", "double", "empty_like", "exp", "fill_", "float", "full_like",
-    "half", "lerp", "lerp_", "log", "mul", "mul_", "multiply", "neg", "neg_", "ones_like", "pow", "pow_",
-    "reciprocal", "rsqrt", "rsub", "sign", "sqrt", "sqrt_", "square", "square_", "sub", "sub_", "subtract", "to",
-    "true_divide", "type_as", "where", "zero_", "zeros_like",
+    *(function.__name__ for function in ELEMENTWISE),
+    "__deepcopy__", "_foreach_add", "_foreach_add_", "_foreach_copy_", "_foreach_lerp_", "_foreach_mul",
+    "_foreach_mul_", "_foreach_sub", "_foreach_zero_", "alias",
 })  # fmt: skip
 """Functions that do with each element by itself what they do: of a part they make the same part of the result."""
 

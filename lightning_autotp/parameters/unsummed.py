@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_autotp.private.torch_private import is_in_backward, is_operator, without_subclasses
+from lightning_autotp.torch_functions import DESCRIBING
 
 
 class UnsummedGradient(Tensor):
@@ -75,13 +76,5 @@ class UnsummedGradient(Tensor):
         return self if gradient is None else gradient
 
 
-_PROPERTIES = (
-    "shape", "dtype", "device", "layout", "ndim", "grad_fn", "is_leaf", "requires_grad", "is_sparse", "is_cuda",
-)  # fmt: skip
-_TELLING_NO_VALUES = frozenset(
-    (
-        *(Tensor.zero_, Tensor.detach_, Tensor.requires_grad_, Tensor.size, Tensor.dim, Tensor.numel),
-        *(getattr(Tensor, name).__get__ for name in _PROPERTIES),
-    )
-)
+_TELLING_NO_VALUES = DESCRIBING | {Tensor.zero_, Tensor.detach_, Tensor.requires_grad_}
 _WRITING = frozenset((Tensor.__repr__, Tensor.__format__))

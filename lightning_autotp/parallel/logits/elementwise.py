@@ -10,15 +10,16 @@ from torch import Tensor
 
 from lightning_autotp.parallel.collectives import copy_to_tensor_parallel
 from lightning_autotp.parallel.head_product import HeadProduct
-from lightning_autotp.parallel.logits.tensor import VocabParallelLogits, everywhere, rewrap, rewrap_product, runs
+from lightning_autotp.parallel.logits.tensor import VocabParallelLogits, rewrap, rewrap_product, runs
 from lightning_autotp.private.torch_private import tree_leaves, tree_map
+from lightning_autotp.torch_functions import functions_of_layers
 
 _COPIES = (Tensor.clone, torch.clone)
 _SNAPSHOTS = (*_COPIES, Tensor.detach, torch.detach)
 _HERE = object()
 
 
-@runs(*everywhere("float", "half", "bfloat16", "double", "to", "type_as", "cuda", "contiguous", "clone", "detach"))
+@runs(*functions_of_layers("float half bfloat16 double to type_as cuda contiguous clone detach"))
 def _cast(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Same shape, other arguments say only how (a dtype, a device, a tensor to take them from)."""
     logits = args[0]
@@ -64,13 +65,13 @@ def _cast_product(
 
 
 @runs(
-    *everywhere("add", "sub", "mul", "div", "true_divide", "pow", "neg", "abs", "square"),
-    *everywhere("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__"),
-    *everywhere("__truediv__", "__rtruediv__", "__div__", "__rdiv__"),
-    *everywhere("__pow__", "__rpow__", "__neg__", "__abs__", "rsub"),
-    *everywhere("exp", "expm1", "log", "log1p", "sqrt", "tanh", "sigmoid", "relu", "silu", "gelu"),
-    *everywhere("clamp", "clip", "nan_to_num", "masked_fill"),
-    *everywhere("lerp", "maximum", "minimum", "where"),
+    *functions_of_layers("add sub mul div true_divide pow neg abs square"),
+    *functions_of_layers("__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__"),
+    *functions_of_layers("__truediv__ __rtruediv__ __div__ __rdiv__"),
+    *functions_of_layers("__pow__ __rpow__ __neg__ __abs__ rsub"),
+    *functions_of_layers("exp expm1 log log1p sqrt tanh sigmoid relu silu gelu"),
+    *functions_of_layers("clamp clip nan_to_num masked_fill"),
+    *functions_of_layers("lerp maximum minimum where"),
 )
 def pointwise(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """f(x)_c = f(x_c): operands are logits with the same map, scalars, and tensors that are broadcast over it."""

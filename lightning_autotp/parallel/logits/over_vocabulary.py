@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_autotp.parallel.logits.tensor import VocabParallelLogits, arguments_by_name, everywhere, rewrap, runs
+from lightning_autotp.parallel.logits.tensor import VocabParallelLogits, arguments_by_name, rewrap, runs
 from lightning_autotp.parallel.vocab_functions import (
     at_classes,
     largest,
@@ -19,6 +19,7 @@ from lightning_autotp.parallel.vocab_functions import (
     top,
     total,
 )
+from lightning_autotp.torch_functions import functions_of_layers
 
 _WITH_STACK_LEVEL = (F.softmax, F.log_softmax)
 
@@ -55,7 +56,7 @@ def exact(logits: VocabParallelLogits, dtype: torch.dtype | None = None) -> Tens
     return logits.local.to(torch.promote_types(dtype or logits.dtype, torch.float32))
 
 
-@runs(*everywhere("softmax", "log_softmax"))
+@runs(*functions_of_layers("softmax log_softmax"))
 def _softmax(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     names = ("dim", "_stacklevel", "dtype") if func in _WITH_STACK_LEVEL else ("dim", "dtype")
     if (call := _of_vocabulary(args, kwargs, *names)) is None:
@@ -67,7 +68,7 @@ def _softmax(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
     return rewrap(logits, found.to(dtype), logits.vocab_dim)
 
 
-@runs(*everywhere("sum", "mean", "logsumexp"))
+@runs(*functions_of_layers("sum mean logsumexp"))
 def _reduced(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """``sum``, ``mean`` and ``logsumexp`` over any dims; sharded still where the vocabulary is none of them."""
     given = arguments_by_name(args, kwargs, "input", "dim", "keepdim", "dtype")
@@ -96,7 +97,7 @@ def _reduced(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
     return (found if given.get("keepdim") else found.squeeze(dims)).to(dtype)
 
 
-@runs(*everywhere("argmax", "max"))
+@runs(*functions_of_layers("argmax max"))
 def _largest(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """``argmax``, and ``max`` over the vocabulary."""
     if (call := _of_vocabulary(args, kwargs, "dim", "keepdim")) is None:
@@ -111,7 +112,7 @@ def _largest(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
     return torch.return_types.max((values, classes)) if func.__name__ == "max" else classes
 
 
-@runs(*everywhere("topk"))
+@runs(*functions_of_layers("topk"))
 def _topk(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     names = ("k", "dim", "largest", "sorted")
     if (call := _of_vocabulary(args, {"dim": -1, **kwargs} if len(args) < 3 else kwargs, *names)) is None:
@@ -126,7 +127,7 @@ def _topk(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
     return torch.return_types.topk((values, classes))
 
 
-@runs(*everywhere("gather"))
+@runs(*functions_of_layers("gather"))
 def _gather(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if (call := _of_vocabulary(args, kwargs, "dim", "index")) is None:
         return NotImplemented

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.nn import functional as F
 from torch.overrides import resolve_name
 from torch.utils.hooks import RemovableHandle
 
@@ -34,6 +32,7 @@ from lightning_autotp.private.torch_private import (
     wrapper,
 )
 from lightning_autotp.ranks.group import TPGroup
+from lightning_autotp.torch_functions import DESCRIBING, functions, getters, writes
 
 Handler = Callable[[Callable[..., Any], Sequence[Any], dict[str, Any]], Any]
 """The result for a function, its arguments and its keyword arguments; ``NotImplemented`` to have logits gathered."""
@@ -58,11 +57,6 @@ def runs(*functions: Callable[..., Any]) -> Callable[[Handler], Handler]:
         return handler
 
     return enter
-
-
-def everywhere(*names: str) -> list[Callable[..., Any]]:
-    """The functions of these names in ``torch.Tensor``, ``torch`` and ``torch.nn.functional``."""
-    return [getattr(home, name) for name in names for home in (Tensor, torch, F) if callable(getattr(home, name, None))]
 
 
 def arguments_by_name(args: Sequence[Any], kwargs: Mapping[str, Any], *names: str) -> dict[str, Any]:
@@ -392,28 +386,11 @@ def _recorders() -> tuple[Any, ...]:
     return operator, operator.default
 
 
-def _getters(*names: str) -> list[Callable[..., Any]]:
-    return [getattr(Tensor, name).__get__ for name in names]
-
-
-_METADATA = frozenset(
-    everywhere("size", "dim", "ndimension", "numel", "nelement", "element_size", "get_device")
-    + everywhere("is_floating_point", "is_complex", "__len__", "__hash__", "__format__")
-    + _getters(
-        "shape", "ndim", "dtype", "device", "layout", "itemsize", "nbytes", "requires_grad", "grad_fn", "is_leaf"
-    )
-    + everywhere("is_conj", "is_neg", "is_inference")
-    + VIEW_GETTERS
-    + _getters("grad", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested")
-)
+_METADATA = DESCRIBING | {*VIEW_GETTERS, *getters("grad"), *functions("__format__")}
 
 
 # --- everything else ---
 
-_IN_PLACE = re.compile(
-    r"__(set|delete|setitem|i(add|sub|mul|div|truediv|floordiv|mod|pow|matmul|and|or|xor|lshift|rshift))__"
-    r"|.*[^_]_"
-)
 _NO_WRITES = frozenset((Tensor.requires_grad_, Tensor.detach_))
 _SERIALIZERS = frozenset((Tensor.__deepcopy__, Tensor.__reduce_ex__))
 _GRADIENT_KEEPERS = frozenset((Tensor.retain_grad, Tensor.register_post_accumulate_grad_hook))
@@ -423,7 +400,7 @@ _said: set[str] = set()
 def _refuse_mutation(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     name = getattr(func, "__name__", "")
     changed = [kwargs.get("out")]
-    if _IN_PLACE.fullmatch(name) or kwargs.get("inplace"):
+    if writes(name) or kwargs.get("inplace"):
         changed.append(args[0] if args else None)
     for x in tree_leaves(changed):
         if isinstance(x, VocabParallelLogits) or (isinstance(x, GatheredLogits) and func not in _NO_WRITES):

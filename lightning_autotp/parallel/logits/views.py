@@ -13,12 +13,12 @@ from torch import Tensor
 from lightning_autotp.parallel.logits.tensor import (
     VocabParallelLogits,
     arguments_by_name,
-    everywhere,
     rewrap,
     rewrap_product,
     runs,
 )
 from lightning_autotp.parallel.whole_dim import after_index, after_reshape
+from lightning_autotp.torch_functions import functions_of_layers
 
 
 def _view(logits: VocabParallelLogits, view: Callable[[Tensor], Tensor], dim: int) -> VocabParallelLogits:
@@ -28,7 +28,7 @@ def _view(logits: VocabParallelLogits, view: Callable[[Tensor], Tensor], dim: in
     return rewrap(logits, view(logits.local), dim)
 
 
-@runs(*everywhere("view", "reshape"))
+@runs(*functions_of_layers("view reshape"))
 def _reshape(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """``view`` and ``reshape`` to sizes among which the vocabulary is whole."""
     logits, *sizes = args
@@ -53,7 +53,7 @@ def _reshape(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
     return rewrap(logits, func(logits.local, sized(logits.local)), dim)
 
 
-@runs(*everywhere("flatten"))
+@runs(*functions_of_layers("flatten"))
 def _flatten(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     bound = dict(zip(("self", "start_dim", "end_dim"), args, strict=False)) | kwargs
     logits = bound.pop("self", None)
@@ -66,7 +66,7 @@ def _flatten(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
     return NotImplemented if dim is None else _view(logits, lambda x: x.flatten(start, end), dim)
 
 
-@runs(*everywhere("permute"))
+@runs(*functions_of_layers("permute"))
 def _permute(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     logits, *dims = args
     if len(dims) == 1 and isinstance(dims[0], Sequence):
@@ -77,7 +77,7 @@ def _permute(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
     return _view(logits, lambda x: func(x, dims), order.index(logits.vocab_dim))
 
 
-@runs(*everywhere("transpose", "swapaxes"))
+@runs(*functions_of_layers("transpose swapaxes"))
 def _transpose(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if kwargs or len(args) != 3:
         return NotImplemented
@@ -87,7 +87,7 @@ def _transpose(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
     return _view(logits, lambda x: func(x, *args[1:]), moved)
 
 
-@runs(*everywhere("unsqueeze"))
+@runs(*functions_of_layers("unsqueeze"))
 def _unsqueeze(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if kwargs or len(args) != 2:
         return NotImplemented
@@ -96,7 +96,7 @@ def _unsqueeze(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
     return _view(logits, lambda x: func(x, dim), logits.vocab_dim + (at <= logits.vocab_dim))
 
 
-@runs(*everywhere("squeeze"))
+@runs(*functions_of_layers("squeeze"))
 def _squeeze(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if kwargs or len(args) > 2:
         return NotImplemented
@@ -135,7 +135,7 @@ def _getitem(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
     return part
 
 
-@runs(*everywhere("chunk", "split", "unbind", "__iter__"))
+@runs(*functions_of_layers("chunk split unbind __iter__"))
 def _pieces(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """``chunk``, ``split``, ``unbind`` and iteration along another dim than the vocabulary."""
     logits, *rest = args

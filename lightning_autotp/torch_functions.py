@@ -1,0 +1,89 @@
+"""What torch's functions do with the elements of a tensor: one table for all who see calls of them on parts.
+
+A gradient of which a rank has a part, logits, a parameter in code around the model, and what a module's code computes
+are each followed by torch's functions, not by its operators. What a function is to a part follows from what it does.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_autotp.private.torch_private import VIEW_GETTERS
+
+
+def functions(names: str, form: str = "{}") -> list[Callable[..., Any]]:
+    """The functions of these names, each in this form, in ``torch.Tensor`` and ``torch``."""
+    wanted = [form.format(name) for name in names.split()]
+    return [getattr(home, name) for name in wanted for home in (Tensor, torch) if callable(getattr(home, name, None))]
+
+
+def functions_of_layers(names: str) -> list[Callable[..., Any]]:
+    """The functions of these names in ``torch.nn.functional`` as well."""
+    return functions(names) + [getattr(F, name) for name in names.split() if callable(getattr(F, name, None))]
+
+
+def getters(names: str) -> list[Callable[..., Any]]:
+    """By which torch asks a subclass of tensors for these attributes."""
+    return [getattr(Tensor, name).__get__ for name in names.split()]
+
+
+_DESCRIBING = (
+    "size dim ndimension numel nelement element_size get_device is_floating_point is_complex is_conj is_neg"
+    " is_inference __len__ __hash__"
+)
+_DESCRIBING_ATTRIBUTES = (
+    "shape ndim dtype device layout itemsize nbytes requires_grad grad_fn is_leaf is_cpu is_cuda is_meta is_sparse"
+    " is_quantized is_nested"
+)
+_OF_MEMORY = "stride storage_offset is_contiguous is_pinned is_same_size is_shared data_ptr untyped_storage"
+_FUNCTIONS = (
+    "abs absolute neg negative positive square sqrt rsqrt exp exp2 expm1 log log2 log10 log1p sign sgn signbit"
+    " reciprocal sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh sigmoid relu erf erfc floor ceil round"
+    " trunc fix frac isnan isinf isfinite isposinf isneginf logical_not bitwise_not nan_to_num clamp clip clamp_min"
+    " clamp_max add sub subtract mul multiply div divide true_divide floor_divide remainder fmod pow float_power atan2"
+    " arctan2 maximum minimum fmax fmin eq ne gt ge lt le not_equal greater greater_equal less less_equal isclose"
+    " logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor copysign hypot rsub xlogy lerp addcmul"
+    " addcdiv where masked_fill heaviside conj conj_physical resolve_conj resolve_neg clone"
+)
+_OPERATORS = "add sub mul truediv floordiv mod pow and or xor"
+_OTHER_OPERATORS = "radd rsub rmul rtruediv rfloordiv rmod rpow neg pos abs invert eq ne gt ge lt le"
+_COPIES = (
+    "detach contiguous to float double half bfloat16 int long bool cpu cuda type_as zeros_like ones_like empty_like"
+    " full_like"
+)
+
+DESCRIBING = frozenset(functions(_DESCRIBING) + getters(_DESCRIBING_ATTRIBUTES))
+"""Functions and getters that tell sizes, dtypes and the like, and neither values nor where they lie."""
+
+OF_MEMORY = frozenset(functions(_OF_MEMORY) + VIEW_GETTERS)
+"""Functions that tell how and where the elements lie."""
+
+IN_PLACE = frozenset(
+    functions(_FUNCTIONS, "{}_")
+    + functions("copy_ zero_ fill_ detach_ requires_grad_")
+    + functions(_OPERATORS, "__i{}__")
+)
+"""Elementwise functions that write their first argument."""
+
+ELEMENTWISE = (
+    frozenset(functions(_FUNCTIONS) + functions(_COPIES) + getters("data real"))
+    | frozenset(functions(_OPERATORS, "__{}__") + functions(_OTHER_OPERATORS, "__{}__"))
+    | IN_PLACE
+)
+"""Functions whose result at an index depends on their arguments there: of a part they make the part of the result."""
+
+_WRITES = re.compile(
+    r"__(set|delete|setitem|delitem|i(add|sub|mul|div|truediv|floordiv|mod|pow|matmul|and|or|xor|lshift|rshift))__"
+    r"|.*[^_]_"
+)
+
+
+def writes(name: str) -> bool:
+    """Whether a function of this name writes its first argument, whatever else it does."""
+    return _WRITES.fullmatch(name) is not None
