@@ -216,6 +216,7 @@ def make_local(
         for axis in reversed(groups):  # to the first ranks of the copies, and from them to the others
             dist.broadcast_object_list(message, group_src=0, group=axis)
         with _raise_together(groups, "building the local model"):
+            # A plan is a claim, whoever made it: each rank derives its solution from it, on its own graph.
             plan = Plan.from_json(message[0])
             graph = as_planned(_opaque_as_in(plan, model, graph, inputs), plan, IMPLEMENTATIONS)
             plan, solution = read_plan(plan, graph, IMPLEMENTATIONS)
