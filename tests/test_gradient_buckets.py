@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_autotp.gradients.norms import full_gradients
-from lightning_autotp.gradients.sums import postponed_sums, synchronize_gradients
+from lightning_autotp.gradients.sums import hook_parameters, postponed_sums, sum_at_once_in_ddp, synchronize_gradients
 from lightning_autotp.layouts import buckets
 from lightning_autotp.layouts.types import Invariant, Replicate
 from lightning_autotp.private.distributed_private import default_store
@@ -60,7 +60,14 @@ def made() -> nn.Module:
     model = Scales()
     model.autotp = state_of(model, group, lambda name, _: Invariant() if name == "alike" else Replicate())  # type: ignore[assignment]
     synchronize_gradients(model)
+    model.register_forward_pre_hook(before_forward)
     return model
+
+
+def before_forward(model: nn.Module, _: Any) -> None:
+    """What the guard of a parallel model does for its gradients."""
+    sum_at_once_in_ddp(model)
+    hook_parameters(model)
 
 
 Found = dict[str, Tensor]

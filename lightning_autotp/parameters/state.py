@@ -8,6 +8,7 @@ been moved to since, and of the parameter in it. Who has a parameter object, or 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -182,13 +183,16 @@ class ParallelState:
         return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelState:
-        return self.of_copy(memo)  # the modules were copied before: they come first in the model that carries this
+        made = self.of_copy(memo)  # the modules were copied before: they come first in the model that carries this
+        for module, forward in self.forwards.items():
+            made.forwards[memo[id(module)]] = copy.deepcopy(forward, memo)
+        return made
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_paths": list(self._paths.items()), "writes": Writes()}
+        return {**vars(self), "_paths": list(self._paths.items()), "writes": Writes(), "forwards": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _paths=WeakIdKeyDictionary())
+        vars(self).update(state, _paths=WeakIdKeyDictionary(), forwards=WeakIdKeyDictionary())
         for module, path in state["_paths"]:
             self._paths[module] = path
 
