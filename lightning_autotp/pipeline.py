@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_autotp.applying.fused_attention import run_layers_of_attention
 from lightning_autotp.applying.replace import apply_plan
 from lightning_autotp.building.quantization import refuse_quantized
 from lightning_autotp.capture.capture import as_calls, language_model_inputs, meta_copy
@@ -225,11 +227,10 @@ def make_local(
             apply_plan(model, plan, group)
             verify(model, solution, group.rank, inputs)
             parallel_state(model).guard = Guard(model, CallProver(model, original, solution, as_calls(inputs)))
-    if any(isinstance(module, nn.MultiheadAttention) for module in model.modules()):
-        # In evaluation one kernel would read the layers' weights, which are this rank's parts, and run none of them.
-        torch.backends.mha.set_fastpath_enabled(False)
+    run_layers_of_attention(model)
     if fused is not None:
         model.register_forward_pre_hook(ProductReport(fused))
+        weakref.finalize(model, fused.end)
 
 
 @contextmanager

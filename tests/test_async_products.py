@@ -37,7 +37,9 @@ def fused(rank: int, size: int, rows: int) -> dict[str, Any]:
         seen.look_at(copy)
         counted.append((seen.gathered, seen.scattered))
 
-    counting = FusedProducts()
+    before = config._micro_pipeline_tp, config.post_grad_custom_post_pass
+    counting, another = FusedProducts(), FusedProducts()
+    another.end()
     turned_on = config._micro_pipeline_tp
     config.post_grad_custom_post_pass = [*config.post_grad_custom_post_pass, look]
     model = parallelize(
@@ -51,9 +53,12 @@ def fused(rank: int, size: int, rows: int) -> dict[str, Any]:
     batch = token_batch(3, rows, 16)
     loss = model(**batch, use_cache=False).loss
     loss.backward()
+    config.post_grad_custom_post_pass = [each for each in config.post_grad_custom_post_pass if each is not look]
+    counting.end()
     return {
         "counted": counted,
         "turned on": turned_on,
+        "left behind": (config._micro_pipeline_tp, config.post_grad_custom_post_pass) != before,
         "seen": (counting.gathered, counting.scattered, counting.graphs),
         "loss": loss.detach(),
         "gradients": full_gradients(model),
@@ -70,6 +75,7 @@ def test_torch_s_pass_recognizes_a_block(rows: int, wanted: list[tuple[int, int]
     loss.backward()
     for found in run_ranks(fused, 2, rows):
         assert found["turned on"]
+        assert not found["left behind"]
         blocks = [pair for pair in found["counted"] if pair != (0, 0)]
         assert blocks == wanted
         assert found["seen"] == (0, 0, len(found["counted"]))  # nothing is shared here, so nothing is fused

@@ -121,7 +121,9 @@ def four_ranks(directory: str) -> dict[str, Any]:
     for name, options in FORMATS.items():
         trained(AutoTPStrategy(2, 2, **options), 4, max_steps=HALF, save=folder / f"2x2 {name}.ckpt")
         seen[f"resumed {name}"] = trained(AutoTPStrategy(2, 2), 4, ckpt_path=folder / f"2x2 {name}.ckpt")
-    seen["scaled"] = trained(AutoTPStrategy(2, 2), 4, Overflow, plugins=[scaling()])
+    scaled = scaling()
+    seen["scaled"] = trained(AutoTPStrategy(2, 2), 4, Overflow, plugins=[scaled])
+    seen["scaler afterwards"] = type(scaled.scaler), scaled.scaler.get_scale()  # type: ignore[union-attr]
     seen["time limits"] = time_limits()
     return seen
 
@@ -217,6 +219,7 @@ def test_all_ranks_skip_the_step_in_which_one_overflows(four: list[dict[str, Any
     assert scales[5] == (256.0, {5})
     for seen in four:
         assert seen["scaled"]["scales"] == scales
+        assert seen["scaler afterwards"] == (torch.amp.GradScaler, scales[-1][0])  # the plugin's own, as if it had been
     wanted = alone(four, "scaled", kind=Overflow, plugins=[scaling()])
     assert wanted["scales"] == scales
     # In half precision.

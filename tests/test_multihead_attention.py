@@ -49,10 +49,11 @@ def parity(rank: int, ranks: int) -> None:
     padding = torch.zeros(2, LENGTH, dtype=torch.bool)
     padding[1, -2:] = True
     masked = (*batch(), padding)
-    with torch.no_grad():  # by the fused kernels, which are switched off below
+    with torch.no_grad():  # by the fused kernels, which the parallel model does not use
         evaluated = copy.deepcopy(original).eval()(*masked)
     local = parallelize(copy.deepcopy(original), dist.group.WORLD, example_inputs=(*batch(2), padding))
-    assert not torch.backends.mha.get_fastpath_enabled()
+    switch = []
+    local.across.register_forward_pre_hook(lambda *_: switch.append(torch.backends.mha.get_fastpath_enabled()))
     for arguments in (masked, batch()):
         wanted, found = original(*arguments), local(*arguments)
         wanted.square().sum().backward()
@@ -69,6 +70,9 @@ def parity(rank: int, ranks: int) -> None:
     torch.testing.assert_close(compiled(*masked), original(*masked), rtol=1e-5, atol=1e-6)
     with torch.no_grad():
         torch.testing.assert_close(local.eval()(*masked), evaluated, rtol=1e-5, atol=1e-6)
+    assert switch
+    assert not any(switch)
+    assert torch.backends.mha.get_fastpath_enabled()  # for other models
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.nightly), 3])

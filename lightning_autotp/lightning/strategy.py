@@ -178,6 +178,7 @@ class AutoTPStrategy(ParallelRanks, ModelParallelStrategy):
         self._signals: DeferredSignals | None = None
         self._interrupted_by: BaseException | None = None
         self._callbacks: list[Callback] = []
+        self._own_scaler: torch.amp.GradScaler | None = None  # the precision plugin's, while another stands for it
 
     # --- set-up ---
 
@@ -291,7 +292,8 @@ class AutoTPStrategy(ParallelRanks, ModelParallelStrategy):
         plugin = self.precision_plugin
         plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
         plugin.clip_grad_by_value = self._clip_by_value  # type: ignore[method-assign]
-        if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
+        if isinstance(plugin, MixedPrecision) and plugin.scaler is not None and self._own_scaler is None:
+            self._own_scaler = plugin.scaler
             plugin.scaler = AgreedGradScaler(plugin.scaler)
 
     def on_exception(self, exception: BaseException) -> None:
@@ -314,6 +316,10 @@ class AutoTPStrategy(ParallelRanks, ModelParallelStrategy):
         """Finish what is being saved, and leave the precision plugin and the callbacks as they were."""
         for patched in ("clip_grad_by_norm", "clip_grad_by_value"):
             vars(self.precision_plugin).pop(patched, None)
+        if self._own_scaler is not None and isinstance(self.precision_plugin, MixedPrecision):
+            assert self.precision_plugin.scaler is not None
+            self._own_scaler.load_state_dict(self.precision_plugin.scaler.state_dict())
+            self.precision_plugin.scaler, self._own_scaler = self._own_scaler, None
         summarize_as_before(self._callbacks)
         try:
             self._saving.close()

@@ -63,6 +63,8 @@ def share_memory(group: dist.ProcessGroup) -> None:
 class FusedProducts:
     """Turns on inductor's asynchronous tensor parallelism, and counts what it fuses. Nothing public does either.
 
+    It is on for all that this process compiles, until :meth:`end`.
+
     Attributes:
         gathered: products that overlap with the gather of their operand.
         scattered: products that overlap with the reduce-scatter of their result.
@@ -83,9 +85,19 @@ class FusedProducts:
                 """Compile anew instead of taking code from the cache: only what is compiled is counted."""
 
         self.gathered = self.scattered = self.graphs = 0
+        self._counting, self._was_on = Counting(), inductor._micro_pipeline_tp
         before = get_custom_graph_passes(inductor.post_grad_custom_post_pass)
-        inductor.post_grad_custom_post_pass = [*before, Counting()]
+        inductor.post_grad_custom_post_pass = [*before, self._counting]
         inductor._micro_pipeline_tp = True
+
+    def end(self) -> None:
+        """Count no more, and leave it on only if it was before."""
+        import torch._inductor.config as inductor
+        from torch._inductor.custom_graph_pass import get_custom_graph_passes
+
+        passes = get_custom_graph_passes(inductor.post_grad_custom_post_pass)
+        inductor.post_grad_custom_post_pass = [each for each in passes if each is not self._counting] or None
+        inductor._micro_pipeline_tp = self._was_on
 
     def look_at(self, graph: torch.fx.Graph) -> None:
         """Count what was fused in a graph that is about to become code."""
