@@ -9,6 +9,8 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
+import runpy
+import subprocess
 import sys
 import tempfile
 import time
@@ -60,6 +62,24 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
         RuntimeError: as soon as one rank fails, with its traceback; the other ranks are ended.
         TimeoutError: when :data:`PATIENCE` is over; every rank is ended.
     """
+    return _run(_ranked, world_size, fn, args)
+
+
+def run_python(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run ``python ARGUMENTS`` (a file, ``-m`` and a module, or ``-c`` and code) and wait for its end.
+
+    It is forked from what has imported everything; one that ``sys.executable`` starts imports it anew, so that is for
+    tests about starting, about imports and about memory.
+
+    Raises:
+        TimeoutError: when :data:`PATIENCE` is over; the process is ended.
+    """
+    (done,) = _run(_forked, 1, arguments, cwd)
+    return done
+
+
+def _run(target: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+    """What ``target(rank, world_size, store, *args)`` returned on every rank; see :func:`run_ranks`."""
     # Forked from one process per test worker that has imported everything, which takes most of the time to start.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
@@ -74,7 +94,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
                 for rank in range(world_size):
                     reader, writer = context.Pipe(duplex=False)
                     process = context.Process(
-                        target=_child, args=(writer, dict(os.environ), fn, rank, world_size, args, str(store))
+                        target=_child, args=(writer, dict(os.environ), target, rank, world_size, str(store), args)
                     )
                     process.start()
                     writer.close()
@@ -128,23 +148,18 @@ def _receive(reader: Connection, process: multiprocessing.process.BaseProcess) -
 def _child(
     writer: Connection,
     environment: dict[str, str],
-    fn: Callable[..., Any],
+    target: Callable[..., Any],
     rank: int,
     world_size: int,
-    args: tuple[Any, ...],
     store: str,
+    args: tuple[Any, ...],
 ) -> None:
     faulthandler.enable()  # so that a crash outside Python says where it was
     try:
         os.environ.clear()
         os.environ.update(environment)
         torch.set_num_threads(1)
-        dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=PATIENCE)
-        )
-        # Pickled here, not by the pipe: the pipe would share the tensors' memory, which ends with this process.
-        payload = pickle.dumps(fn(rank, world_size, *args))
-        dist.destroy_process_group()
+        payload = target(rank, world_size, store, *args)
     except BaseException:
         writer.send(("error", pickle.dumps(traceback.format_exc())))
         writer.close()
@@ -154,3 +169,55 @@ def _child(
         os._exit(1)
     writer.send(("result", payload))
     writer.close()
+
+
+def _ranked(rank: int, world_size: int, store: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=PATIENCE)
+    )
+    # Pickled here, not by the pipe: the pipe would share the tensors' memory, which ends with this process.
+    payload = pickle.dumps(fn(rank, world_size, *args))
+    dist.destroy_process_group()
+    return payload
+
+
+def _forked(rank: int, world_size: int, store: str, arguments: tuple[str, ...], cwd: Path | None) -> bytes:
+    return pickle.dumps(run_here(arguments, cwd))
+
+
+def run_here(arguments: tuple[str, ...], cwd: Path | None) -> subprocess.CompletedProcess[str]:
+    """Run ``python ARGUMENTS`` in this process, which is fit for nothing else then."""
+    if cwd is not None:
+        os.chdir(cwd)
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+        for stream, file in ((sys.stdout, output), (sys.stderr, errors)):
+            stream.flush()
+            os.dup2(file.fileno(), stream.fileno())
+        code = _exit_code(arguments)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for file in (output, errors):
+            file.seek(0)
+        return subprocess.CompletedProcess(arguments, code, output.read(), errors.read())
+
+
+def _exit_code(arguments: tuple[str, ...]) -> int:
+    try:
+        if arguments[0] == "-m":
+            sys.argv = list(arguments[1:])
+            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        elif arguments[0] == "-c":
+            sys.argv = ["-c", *arguments[2:]]
+            exec(compile(arguments[1], "<string>", "exec"), {"__name__": "__main__"})
+        else:
+            sys.argv = list(arguments)
+            sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
+            runpy.run_path(arguments[0], run_name="__main__")
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        return 1
+    return 0

@@ -15,6 +15,7 @@ from distributed import PATIENCE
 from history import largest_difference, read_losses
 from task import TextData
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from trainer_ranks import run_script
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 ROOT = Path(__file__).parent.parent
@@ -99,9 +100,10 @@ def test_finetune_follows_one_process_and_leaves_what_it_promises(tiny: Path, tm
 
 
 def test_cli_takes_the_strategy_from_a_configuration(tiny: Path, tmp_path: Path) -> None:
-    output = run(
+    output = run_script(
         *(str(ROOT / "examples/cli.py"), "fit", "--config", str(ROOT / "configs/finetune.yaml")),
         *("--model.model", str(tiny), "--data.text", str(tiny / "text.txt"), "--trainer.max_steps", "3"),
+        ranks=2,
         cwd=tmp_path,
     )
     assert "`max_steps=3` reached" in output

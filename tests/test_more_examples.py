@@ -1,4 +1,4 @@
-"""The other examples as a user runs them, at small size, each against one process."""
+"""The other examples as torchrun runs them, at small size, each against one process."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from dpo import Pairs
 from instruct import IGNORED, Instructions
 from peft import PeftModel
 from test_examples import ROOT, run, tiny
+from trainer_ranks import run_script
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 __all__ = ["tiny"]  # a fixture
@@ -25,12 +26,20 @@ def last_loss(output: str) -> float:
     return float(re.findall(r"loss[ =:]+(?:after \d+ steps: )?([0-9.]+)", output)[-1])
 
 
+def losses_of(*script: str, cwd: Path) -> list[float]:
+    """The last losses of one process, which writes to out1, and of two, which write to out2."""
+    return [
+        last_loss(run_script(*script, "--devices", str(n), "--output_dir", f"out{n}", ranks=n, cwd=cwd)) for n in (1, 2)
+    ]
+
+
 @pytest.mark.nightly
 def test_lora(tiny: Path, tmp_path: Path) -> None:
     for devices in ("1", "2"):
-        run(
+        run_script(
             *(str(EXAMPLES / "lora.py"), "--model", str(tiny), "--text", str(tiny / "text.txt"), *SHORT),
             *("--devices", devices, "--output_dir", f"adapter{devices}"),
+            ranks=int(devices),
             cwd=tmp_path,
         )
     base = AutoModelForCausalLM.from_pretrained(tiny)
@@ -51,7 +60,8 @@ def test_pretraining(tmp_path: Path) -> None:
     sizes = ("--sequence_length", "32", "--batch_size", "4", "--max_steps", "8")
     seen = {}
     for devices in ("1", "2"):
-        run(*common, *sizes, "--devices", devices, "--output_dir", f"out{devices}", cwd=tmp_path)
+        trained = ("--devices", devices, "--output_dir", f"out{devices}")
+        run_script(*common, *sizes, *trained, ranks=int(devices), cwd=tmp_path)
         with open(tmp_path / f"out{devices}" / "metrics.csv", newline="") as file:
             rows = list(csv.DictReader(file))
         seen[devices] = [float(row["loss"]) for row in rows if row.get("loss")] + [
@@ -85,9 +95,10 @@ def test_instruction_tuning(tiny: Path, tmp_path: Path) -> None:
     assert (batch["labels"][batch["attention_mask"] == 0] == IGNORED).all()
 
     for devices in ("1", "2"):
-        run(
+        run_script(
             *(str(EXAMPLES / "instruct.py"), "--model", str(tiny), "--path", str(path), "--max_steps", "4"),
             *("--max_length", "64", "--learning_rate", "1e-3", "--devices", devices, "--output_dir", f"out{devices}"),
+            ranks=int(devices),
             cwd=tmp_path,
         )
     models = [AutoModelForCausalLM.from_pretrained(tmp_path / f"out{devices}") for devices in ("1", "2")]
@@ -117,10 +128,7 @@ def test_preferences(tiny: Path, tmp_path: Path) -> None:
 
     common = ("--model", str(tiny), "--path", str(path), "--max_steps", "4", "--max_length", "64")
     script = (str(EXAMPLES / "dpo.py"), *common, "--learning_rate", "1e-4", "--batch_size", "4")
-    losses = [
-        last_loss(run(*script, "--devices", devices, "--output_dir", f"out{devices}", cwd=tmp_path))
-        for devices in ("1", "2")
-    ]
+    losses = losses_of(*script, cwd=tmp_path)
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     assert abs(losses[1] - math.log(2)) > 1e-4  # what it is where the policy is the reference
     one, two = (AutoModelForCausalLM.from_pretrained(tmp_path / f"out{devices}") for devices in ("1", "2"))
@@ -132,10 +140,7 @@ def test_a_reward_model(tiny: Path, tmp_path: Path) -> None:
     path = pairs(tmp_path / "pairs.jsonl")
     common = ("--model", str(tiny), "--path", str(path), "--max_steps", "4", "--max_length", "64", "--batch_size", "4")
     script = (str(EXAMPLES / "reward_model.py"), *common, "--learning_rate", "1e-4")
-    losses = [
-        last_loss(run(*script, "--devices", devices, "--output_dir", f"out{devices}", cwd=tmp_path))
-        for devices in ("1", "2")
-    ]
+    losses = losses_of(*script, cwd=tmp_path)
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     one, two = (
         AutoModelForSequenceClassification.from_pretrained(tmp_path / f"out{devices}") for devices in ("1", "2")
@@ -161,10 +166,7 @@ def test_distillation(tiny: Path, tmp_path: Path, name: str) -> None:
         pytest.importorskip("trl", reason="TRL needs Python 3.11")
     file, *options = name.split()
     script = (str(EXAMPLES / file), "--model", str(tiny), "--text", str(tiny / "text.txt"), *SHORT, *options)
-    losses = [
-        last_loss(run(*script, "--devices", devices, "--output_dir", f"out{devices}", cwd=tmp_path))
-        for devices in ("1", "2")
-    ]
+    losses = losses_of(*script, cwd=tmp_path)
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     one, two = (AutoModelForCausalLM.from_pretrained(tmp_path / f"out{devices}") for devices in ("1", "2"))
     assert one.config.num_hidden_layers == 1
@@ -201,9 +203,9 @@ def test_a_plain_loop(tiny: Path, tmp_path: Path) -> None:
 
 
 def test_a_module_without_hugging_face(tmp_path: Path) -> None:
+    script = (str(EXAMPLES / "own_module.py"), "--max_steps", "12")
     losses = [
-        last_loss(run(str(EXAMPLES / "own_module.py"), "--devices", devices, "--max_steps", "12", cwd=tmp_path))
-        for devices in ("1", "2")
+        last_loss(run_script(*script, "--devices", str(devices), ranks=devices, cwd=tmp_path)) for devices in (1, 2)
     ]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     assert losses[1] < 0.8

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from distributed import PATIENCE
+from distributed import PATIENCE, run_python
 from rich.console import Console
 from tiny import AttentionBesideMLP, meta_model, tiny_config
 from torch import Tensor, nn
@@ -104,8 +104,7 @@ def test_command_pins(tmp_path: Path) -> None:
     tiny_config("llama", architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
     output = tmp_path / "plan.json"
     pins = ["--keep-whole", "[model.layers.0, model.embed*]", "--cut", "{lm_head.weight: 1}", "--tokens", "300"]
-    command = [sys.executable, "-m", "lightning_autotp.cli", "plan", str(tmp_path), *pins, "--json", str(output)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    result = run_python("-m", "lightning_autotp.cli", "plan", str(tmp_path), *pins, "--json", str(output))
     assert result.returncode == 0, result.stderr
     layouts = {p.names[0]: p.layout for p in Plan.from_json(output.read_text()).parameters}
     assert layouts["lm_head.weight"].letter == "S"
@@ -114,8 +113,7 @@ def test_command_pins(tmp_path: Path) -> None:
 
 
 def test_command_reports_errors_in_a_line(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "lightning_autotp.cli", "plan", str(tmp_path / "nothing"), "--tp", "2"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    result = run_python("-m", "lightning_autotp.cli", "plan", str(tmp_path / "nothing"), "--tp", "2")
     assert result.returncode == 1
     assert "Traceback" not in result.stderr
     assert f"plan: {tmp_path}/nothing does not exist: as seen from" in result.stderr

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from distributed import PATIENCE
+from distributed import run_python
 from tiny import meta_model, tiny_config
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -441,10 +440,9 @@ def test_cuts_that_exclude_each_other_name_the_operand() -> None:
 
 def test_the_command_tells_reasons_where_it_is_asked(tmp_path: Path) -> None:
     tiny_config("llama", architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
-    command = [sys.executable, "-m", "lightning_autotp.cli", "plan", str(tmp_path), "--why"]
 
     def run(pattern: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([*command, pattern], capture_output=True, text=True, timeout=PATIENCE, check=False)
+        return run_python("-m", "lightning_autotp.cli", "plan", str(tmp_path), "--why", pattern)
 
     found = run("model.layers.1.*norm")
     assert found.returncode == 0, found.stderr

@@ -1,12 +1,13 @@
-"""Run a function that makes a Trainer on several ranks, started as torchrun would."""
+"""Run a function that makes a Trainer on several ranks, or a script, started as torchrun would."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from distributed import run_ranks
+from distributed import run_here, run_ranks
 
 
 def run_trainer_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
@@ -20,6 +21,22 @@ def run_trainer_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> li
         TimeoutError: when they have not answered for long.
     """
     return run_ranks(_launched, world_size, fn, args)
+
+
+def run_script(*arguments: str, ranks: int, cwd: Path) -> str:
+    """Run ``python ARGUMENTS`` on every rank, as torchrun would; what they printed, rank 0 first.
+
+    Raises:
+        RuntimeError: as soon as one rank ends with another exit code than 0, with what it printed.
+        TimeoutError: when they have not answered for long.
+    """
+    return "".join(run_trainer_ranks(_script, ranks, arguments, cwd))
+
+
+def _script(arguments: tuple[str, ...], cwd: Path) -> str:
+    done = run_here(arguments, cwd)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
 
 
 def _launched(rank: int, world_size: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
