@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import planner
-from distributed import SCRIPT_ENVIRONMENT
+import pytest
+from distributed import run_python
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 
-def run(script: str, *options: str | Path) -> str:
-    command = [sys.executable, script, *map(str, options)]
-    environment = {**os.environ, **SCRIPT_ENVIRONMENT}
-    return subprocess.run(
-        command, cwd=BENCHMARKS, check=True, env=environment, text=True, stdout=subprocess.PIPE
-    ).stdout
+def run(script: str, *options: str | Path) -> None:
+    done = run_python(script, *map(str, options), cwd=BENCHMARKS)
+    assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.nightly
 def test_steps_on_a_device(tmp_path: Path) -> None:
     page = tmp_path / "gpu.md"
     run("gpu.py", "--page", page, "--device", "cpu", "--tiny", "--rounds", "2")
@@ -30,6 +26,7 @@ def test_steps_on_a_device(tmp_path: Path) -> None:
     assert len(steps) == 3 * 2 + 3  # three systems, eager and compiled; and three losses
 
 
+@pytest.mark.nightly
 def test_steps_beside_the_peers(tmp_path: Path) -> None:
     page = tmp_path / "benchmarks.md"
     run("compare.py", "--page", page, "--tiny", "true", "--rounds", "2")

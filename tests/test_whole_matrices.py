@@ -337,12 +337,12 @@ def test_every_element_is_sent_once(name: str) -> None:
         sent = torch.zeros(7, 5)
         for rank, pieces in enumerate(spread.pieces):
             for piece in spread.outgoing(rank, home):
-                sent[tuple(itertools.starmap(slice, piece.whole))] += 1
+                sent[tuple(itertools.starmap(slice, piece.original))] += 1
                 assert rank == home or home not in piece.ranks
             assert sum(piece.elements for piece in pieces) == sum(piece.elements for piece in spread.held(rank))
         owned = torch.zeros(7, 5)
         for piece in itertools.chain(*spread.pieces):
-            owned[tuple(itertools.starmap(slice, piece.whole))] = 1
+            owned[tuple(itertools.starmap(slice, piece.original))] = 1
         assert torch.equal(sent, owned)
 
 

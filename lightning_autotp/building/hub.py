@@ -95,7 +95,7 @@ class _Calls:
         self._patience = 0.0 if local_rank == "0" else PRECEDENCE
 
     def files(self, fetch: Callable[..., list[str] | None]) -> Callable[..., list[str] | None]:
-        """Of the function that gives the paths of files in the cache, one that fetches them once per machine."""
+        """What stands for the function that fetches files into the cache: it does so once per machine."""
 
         def once(*args: Any, **kwargs: Any) -> list[str] | None:
             given = _named(fetch, args, kwargs)
@@ -107,7 +107,7 @@ class _Calls:
         return once
 
     def has_file(self, ask: Callable[..., bool]) -> Callable[..., bool]:
-        """Likewise, of the function that asks whether a repository has a file."""
+        """What stands for the function that asks whether a repository has a file."""
 
         def once(*args: Any, **kwargs: Any) -> bool:
             given = _named(ask, args, kwargs)
@@ -119,7 +119,7 @@ class _Calls:
         return once
 
     def commit(self, ask: Callable[..., ResolvedRevision]) -> Callable[..., ResolvedRevision]:
-        """Likewise, of the method that asks which commit a revision is: the same one on every machine."""
+        """What stands for the method that asks which commit a revision is: the same one on every machine."""
         from huggingface_hub import ResolvedRevision
 
         def once(*args: Any, **kwargs: Any) -> ResolvedRevision:

@@ -34,13 +34,12 @@ import torch
 from torch import Tensor
 
 from lightning_autotp.building.recipe import Recipe, Source, View
+from lightning_autotp.layouts.blocks import Box, index
 from lightning_autotp.layouts.ownership import Run
 from lightning_autotp.private.torch_private import TO
 
 CHUNK_BYTES = 16 * 2**20
 """Bytes of the converted tensor that are made at a time."""
-
-Box = tuple[Run, ...]
 
 _COPIES = ("clone", TO)
 _JOINS = ("cat", "stack")
@@ -156,7 +155,7 @@ class Blocks:
         self._used.add(key)
         if key not in self._whole:
             self._whole[key] = _until(self._recipe, view, before)()
-        return self._whole[key][tuple(slice(low, high) for low, high in box)]
+        return self._whole[key][index(box)]
 
 
 def same_values(one: Recipe, other: Recipe) -> bool:
@@ -193,9 +192,9 @@ def _chunks(box: Box, target: View) -> Iterator[Box]:
         return
     rows = max(1, CHUNK_BYTES // max(1, row))
     start, stop = box[outer]
-    for index in product(*(range(*run) for run in box[:outer])):
+    for places in product(*(range(*run) for run in box[:outer])):
         for first in range(start, stop, rows):
-            yield (*((at, at + 1) for at in index), (first, min(first + rows, stop)), *box[outer + 1 :])
+            yield (*((at, at + 1) for at in places), (first, min(first + rows, stop)), *box[outer + 1 :])
 
 
 def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:

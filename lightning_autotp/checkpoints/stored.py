@@ -36,14 +36,12 @@ from lightning_autotp.building.checkpoint_reading import (
     load_archive,
 )
 from lightning_autotp.checkpoints.checksums import sha256_of
-from lightning_autotp.layouts.ownership import Run
-from lightning_autotp.parameters.local_blocks import counted_blocks, held_blocks, index, plain
+from lightning_autotp.layouts.blocks import Box, all_of, common, index, moved, tile, within
+from lightning_autotp.parameters.local_blocks import counted_blocks, held_blocks, plain
 from lightning_autotp.parameters.meta import ParameterMeta
 from lightning_autotp.private.distributed_private import FileSystemWriter
 from lightning_autotp.ranks.agreement import in_words, peer_error
 from lightning_autotp.ranks.group import TPGroup
-
-Box = tuple[Run, ...]
 
 TORCHS_TABLE = ".metadata"
 """torch's table of contents (the name is torch's)."""
@@ -86,13 +84,12 @@ class HeldTensor:
         """
         if value.is_meta:
             return cls(tuple(value.shape), value.new_empty(0, device="cpu"), {})
-        box = tuple((0, size) for size in value.shape)
-        local = value.detach()
+        box, local = all_of(value.shape), value.detach()
         return cls(tuple(value.shape), local.to("cpu", copy=True) if copy else local, {box: box})
 
     @classmethod
     def to_fill(cls, value: Tensor, meta: ParameterMeta | None, group: TPGroup) -> HeldTensor:
-        """What this rank reads of ``value``, likewise."""
+        """Where this rank's part of ``value`` is read to, with every block of it, whichever rank counts it."""
         boxes = {block.original: block.local for block in held_blocks(value, meta, group.size)}
         return cls(original_shape(value, meta), plain(value), boxes)
 
@@ -104,12 +101,9 @@ class HeldTensor:
     def fill(self, box: Box, values: Tensor) -> None:
         """Take what is held of a box of the original tensor from its values."""
         for original, local in self._boxes.items():
-            if (common := _common(original, box)) is not None:
-                there = [
-                    (own[0] + run[0] - old[0], own[0] + run[1] - old[0])
-                    for own, run, old in zip(local, common, original, strict=True)
-                ]
-                self._local[index(tuple(there))].copy_(values[index(_within(common, box))])
+            if (shared := common(original, box)) is not None:
+                here = moved(shared, original, local)
+                self._local[index(here)].copy_(values[index(within(shared, box))])
 
     def at(self, offset: torch.Size | None) -> Tensor:
         """The box that begins at an offset of the original tensor: a view of the memory held."""
@@ -186,7 +180,7 @@ class StoredTensor:
 
     def _fill(self, held: HeldTensor) -> None:
         for stored in self._boxes:
-            if any(_common(box, stored.box) is not None for box in held.boxes):
+            if any(common(box, stored.box) is not None for box in held.boxes):
                 held.fill(stored.box, self._values(stored))
 
     def _values(self, stored: _Stored) -> Tensor:
@@ -332,42 +326,6 @@ def _stored_tensor(name: str, entry: dict[str, Any], files: Mapping[str, int], d
         nbytes = prod(stop - start for start, stop in stored.box) * dtype.itemsize
         if not nbytes < stored.length <= files[stored.file] - stored.offset:
             raise ValueError(f"{name} does not fit into {stored.file}")
-    if not _tile([stored.box for stored in boxes], shape):
+    if not tile([stored.box for stored in boxes], shape):
         raise ValueError(f"the parts of {name} on disk are not all of it, or overlap")
     return StoredTensor(name, shape, dtype, boxes, directory)
-
-
-def _common(one: Box, other: Box) -> Box | None:
-    """What two boxes share, ``None`` if they share nothing."""
-    common = tuple((max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(one, other, strict=True))
-    return common if all(start < stop for start, stop in common) else None
-
-
-def _within(box: Box, outer: Box) -> Box:
-    """A box as seen from the beginning of one around it."""
-    return tuple((start - origin, stop - origin) for (start, stop), (origin, _) in zip(box, outer, strict=True))
-
-
-def _tile(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
-    """Whether boxes have every element of a shape once."""
-    solid = [box for box in boxes if all(start < stop for start, stop in box)]
-    if any(
-        len(box) != len(shape) or any(start < 0 or stop > size for (start, stop), size in zip(box, shape, strict=True))
-        for box in solid
-    ):
-        return False
-    if sum(prod(stop - start for start, stop in box) for box in solid) != prod(shape):
-        return False
-    if len(solid) < 2:
-        return True
-    # As many elements as there are: all are there unless two boxes share some. Only neighbours along the dim that is
-    # cut most often need to be compared.
-    dim = max(range(len(shape)), key=lambda dim: len({box[dim] for box in solid}))
-    solid.sort(key=lambda box: box[dim])
-    open_boxes: list[Box] = []
-    for box in solid:
-        open_boxes = [other for other in open_boxes if other[dim][1] > box[dim][0]]
-        if any(_common(box, other) is not None for other in open_boxes):
-            return False
-        open_boxes.append(box)
-    return True

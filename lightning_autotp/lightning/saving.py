@@ -46,7 +46,7 @@ class CheckpointWriter:
         return full_state_dict(module, keep=dist.get_rank() == 0)
 
     def state_of_optimizer(self, optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
-        """That of an optimizer of the module's parameters, likewise."""
+        """The state to write of an optimizer of the module's parameters: whole on rank 0, or held tensors."""
         if self._directories:
             return held_optimizer_state(optimizer, module, copy=self._in_background)
         return full_optimizer_state(optimizer, module, keep=dist.get_rank() == 0)

@@ -393,19 +393,19 @@ class AutoTPStrategy(ParallelRanks, ModelParallelStrategy):
         return output
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Likewise, unless the job has been asked to end."""
+        """A step of validation, unless the job has been asked to end; the first of a kind are watched."""
         self._between_batches()
         with self._watch_step("validation", args):
             return super().validation_step(*self._noting(args), **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Likewise."""
+        """A step of testing, unless the job has been asked to end; the first of a kind are watched."""
         self._between_batches()
         with self._watch_step("test", args):
             return super().test_step(*self._noting(args), **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Likewise."""
+        """A step of prediction, unless the job has been asked to end; the first of a kind are watched."""
         # Copies of the model may have different numbers of batches.
         self._between_batches(everyone=self.data_ranks == 1)
         with self._watch_step("prediction", args):
@@ -446,7 +446,7 @@ class AutoTPStrategy(ParallelRanks, ModelParallelStrategy):
         return self._saving.state_of(module)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer's state, likewise."""
+        """The optimizer's state: whole on global rank 0 and empty elsewhere, or held tensors. Collective."""
         assert self.lightning_module is not None
         plain = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         return self._saving.state_of_optimizer(plain, self.lightning_module)

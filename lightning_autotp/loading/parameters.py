@@ -27,7 +27,8 @@ from lightning_autotp.building.checkpoint_reading import (
 )
 from lightning_autotp.building.quantization import QuantizationError
 from lightning_autotp.building.recipe import Recipe
-from lightning_autotp.building.weight_conversion import Blocks, Box
+from lightning_autotp.building.weight_conversion import Blocks
+from lightning_autotp.layouts.blocks import Box, index, moved
 from lightning_autotp.layouts.listing import listed
 from lightning_autotp.layouts.types import Shard
 from lightning_autotp.parameters.local_blocks import held_blocks, plain, with_values
@@ -142,9 +143,7 @@ def _copy(target: Tensor, recipe: Recipe, blocks: Sequence[tuple[Box, Box]]) -> 
     """Copy blocks of what a recipe makes to a tensor: ``(box there, box in the tensor)``."""
     with torch.no_grad():
         for number, piece, part in Blocks(recipe).pieces([original for original, _ in blocks]):
-            where = zip(piece, *blocks[number], strict=True)
-            here = tuple(slice(at + low - start, at + high - start) for (low, high), (start, _), (at, _) in where)
-            target[here].copy_(part)
+            target[index(moved(piece, *blocks[number]))].copy_(part)
 
 
 def _read_stored(parameter: nn.Parameter, meta: ParameterMeta, device: torch.device) -> QuantizedWeight:

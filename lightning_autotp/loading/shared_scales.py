@@ -19,8 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_autotp.building.quantization import FourBit, library_of
-from lightning_autotp.layouts.ownership import Run
-from lightning_autotp.parameters.local_blocks import index
+from lightning_autotp.layouts.blocks import Box, index
 from lightning_autotp.parameters.meta import ParameterMeta
 from lightning_autotp.parameters.quantized_weight import QuantizedWeight
 from lightning_autotp.parameters.state import parallel_state
@@ -76,7 +75,7 @@ def _quantize(weight: QuantizedWeight, meta: ParameterMeta, format: FourBit, gro
         parts[index(local)] = rounded[index(original)]
 
 
-def _blocks(box: tuple[Run, ...], block: int) -> tuple[Run, ...]:
+def _blocks(box: Box, block: int) -> Box:
     """Rows and columns of a box in blocks."""
     rows, (left, right) = box
     return rows, (left // block, right // block)

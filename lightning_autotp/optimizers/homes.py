@@ -16,35 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_autotp.layouts.ownership import Run
-from lightning_autotp.layouts.types import Layout, Shard, owned_boxes
-from lightning_autotp.parameters.local_blocks import index
+from lightning_autotp.layouts.blocks import Block, all_of, blocks_of, chunk, index, rows_of
+from lightning_autotp.layouts.types import Layout
 from lightning_autotp.ranks.group import TPGroup
-
-Box = tuple[Run, ...]
-
-
-class Piece(NamedTuple):
-    """A block of a whole tensor on one rank.
-
-    Attributes:
-        local: where it lies in the rank's tensor.
-        whole: where it lies in the whole one.
-        ranks: which ranks have it, ascending.
-    """
-
-    local: Box
-    whole: Box
-    ranks: tuple[int, ...]
-
-    @property
-    def elements(self) -> int:
-        """How many elements it has."""
-        return math.prod(stop - start for start, stop in self.whole)
-
-    def sender(self, home: int) -> int:
-        """The rank that sends it to the home; the home itself if it has it."""
-        return home if home in self.ranks else self.ranks[0]
 
 
 @dataclass(frozen=True)
@@ -57,43 +31,41 @@ class Spread:
     """
 
     shape: tuple[int, ...]
-    pieces: tuple[tuple[Piece, ...], ...]
+    pieces: tuple[tuple[Block, ...], ...]
 
     @classmethod
     def everywhere(cls, shape: tuple[int, ...], ranks: int) -> Spread:
         """Every rank has all of it."""
-        whole = tuple((0, size) for size in shape)
-        return cls(shape, ((Piece(whole, whole, tuple(range(ranks))),),) * ranks)
+        return cls.of_layout(shape, None, ranks)
 
     @classmethod
     def of_layout(cls, shape: tuple[int, ...], layout: Layout | None, ranks: int) -> Spread:
         """As a layout says; ``None`` for what every rank has whole."""
-        if not isinstance(layout, Shard):
-            return cls.everywhere(shape, ranks)
-        pieces = [[Piece(*box) for box in owned_boxes(shape, layout, rank)] for rank in range(ranks)]
-        return cls(shape, tuple(map(tuple, pieces)))
+        return cls(shape, tuple(blocks_of(shape, layout, rank, ranks) for rank in range(ranks)))
 
     @classmethod
     def of_rows(cls, shape: tuple[int, ...], ranks: int) -> Spread:
         """Cut in dim 0 as FSDP2 does: into chunks of one size, of which the last ones may be smaller or empty."""
-        chunk = -(-shape[0] // ranks)
-        rest = tuple((0, size) for size in shape[1:])
-        pieces = []
+        cuts = []
         for rank in range(ranks):
-            start, stop = min(rank * chunk, shape[0]), min((rank + 1) * chunk, shape[0])
-            pieces.append((Piece(((0, stop - start), *rest), ((start, stop), *rest), (rank,)),))
-        return cls(shape, tuple(pieces))
+            part = rows_of(Block(all_of(shape), all_of(shape), (rank,)), chunk(shape[0], ranks, rank))
+            cuts.append(() if part is None else (part,))
+        return cls(shape, tuple(cuts))
 
     @property
     def elements(self) -> int:
         """How many elements the whole has."""
         return math.prod(self.shape)
 
-    def outgoing(self, rank: int, home: int) -> Iterator[Piece]:
+    def outgoing(self, rank: int, home: int) -> Iterator[Block]:
         """What ``rank`` sends to the home, or copies there if it is the home itself."""
-        return (piece for piece in self.pieces[rank] if piece.elements and piece.sender(home) == rank)
+        return (
+            piece
+            for piece in self.pieces[rank]
+            if piece.elements and rank == (home if home in piece.ranks else piece.owner)
+        )
 
-    def held(self, rank: int) -> Iterator[Piece]:
+    def held(self, rank: int) -> Iterator[Block]:
         """All that ``rank`` has."""
         return (piece for piece in self.pieces[rank] if piece.elements)
 
@@ -153,7 +125,7 @@ def to_homes(travellers: Sequence[Traveller], group: TPGroup) -> list[Tensor | N
         whole = part.new_empty(spread.shape)
         for rank in range(group.size):
             for piece in spread.outgoing(rank, home):
-                target = whole[index(piece.whole)]
+                target = whole[index(piece.original)]
                 target.copy_(part[index(piece.local)] if rank == home else incoming[rank].take(target))
         wholes.append(whole)
     return wholes
@@ -177,15 +149,15 @@ def from_homes(travellers: Sequence[Traveller], group: TPGroup) -> None:
             continue
         assert whole is not None
         for rank in set(range(group.size)) - {home}:
-            outgoing[rank] += [whole[index(piece.whole)] for piece in spread.held(rank)]
+            outgoing[rank] += [whole[index(piece.original)] for piece in spread.held(rank)]
     incoming = _exchange(outgoing, expected, group, device)
     for home, spread, part, whole in travellers:
         for piece in spread.held(group.rank):
             target = part[index(piece.local)]
-            target.copy_(incoming[home].take(target) if whole is None else whole[index(piece.whole)])
+            target.copy_(incoming[home].take(target) if whole is None else whole[index(piece.original)])
 
 
-def _size(pieces: Iterator[Piece]) -> int:
+def _size(pieces: Iterator[Block]) -> int:
     return sum(piece.elements for piece in pieces)
 
 

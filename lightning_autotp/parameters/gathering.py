@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_autotp.layouts.blocks import index
 from lightning_autotp.layouts.types import Shard, boxes, local_shape
-from lightning_autotp.parameters.local_blocks import index, joined
+from lightning_autotp.parameters.local_blocks import joined
 from lightning_autotp.parameters.meta import ParameterMeta
 from lightning_autotp.ranks.group import TPGroup
 

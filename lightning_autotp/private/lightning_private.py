@@ -167,7 +167,7 @@ class ModelParallelStrategy(_Told, strategies.ModelParallelStrategy):
 
 
 class FabricModelParallelStrategy(_Told, fabric_strategies.ModelParallelStrategy):
-    """Fabric's, likewise."""
+    """Fabric's strategy, with what it does not have publicly."""
 
 
 # --- signals ---
