@@ -65,6 +65,8 @@ class FusedProducts:
         gathered: products that overlap with the gather of their operand.
         scattered: products that overlap with the reduce-scatter of their result.
         graphs: graphs that were compiled.
+        counting: the pass that counts.
+        was_on: whether it was on before.
     """
 
     def __init__(self) -> None:
@@ -81,9 +83,9 @@ class FusedProducts:
                 """Compile anew instead of taking code from the cache: only what is compiled is counted."""
 
         self.gathered = self.scattered = self.graphs = 0
-        self._counting, self._was_on = Counting(), inductor._micro_pipeline_tp
+        self.counting, self.was_on = Counting(), inductor._micro_pipeline_tp
         before = get_custom_graph_passes(inductor.post_grad_custom_post_pass)
-        inductor.post_grad_custom_post_pass = [*before, self._counting]
+        inductor.post_grad_custom_post_pass = [*before, self.counting]
         inductor._micro_pipeline_tp = True
 
     def end(self) -> None:
@@ -92,8 +94,8 @@ class FusedProducts:
         from torch._inductor.custom_graph_pass import get_custom_graph_passes
 
         passes = get_custom_graph_passes(inductor.post_grad_custom_post_pass)
-        inductor.post_grad_custom_post_pass = [each for each in passes if each is not self._counting] or None
-        inductor._micro_pipeline_tp = self._was_on
+        inductor.post_grad_custom_post_pass = [each for each in passes if each is not self.counting] or None
+        inductor._micro_pipeline_tp = self.was_on
 
     def look_at(self, graph: torch.fx.Graph) -> None:
         """Count what was fused in a graph that is about to become code."""
