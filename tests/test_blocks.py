@@ -72,7 +72,7 @@ def test_chunks_are_those_of_torch(size: int, ranks: int) -> None:
 
 @given(st.integers(1, 4))
 def test_rows_of_a_ranks_part_are_rows_of_the_whole(ranks: int) -> None:
-    layout = Shard(((0, Ownership.dealt(7, 2)),))
+    layout = Shard(((0, Ownership.even(7, 2)),))
     values = np.arange(35).reshape(SHAPE)
     for tensor_rank in range(2):
         blocks = blocks_of(SHAPE, layout, tensor_rank, 2)
