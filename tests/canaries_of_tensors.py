@@ -609,15 +609,6 @@ def _(collectives: Any) -> None:
             assert result.data_ptr() != x.data_ptr()
 
 
-@canary("torch.distributed.tensor._utils.compute_local_shape_and_global_offset")
-def _(compute: Any) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard
-
-    with alone():
-        assert compute((5, 3), init_device_mesh("cpu", (1,)), [Shard(0)]) == ((5, 3), (0, 0))
-
-
 @canary(
     "torch.distributed.fsdp.fully_shard.state", "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._lazy_init"
 )

@@ -19,9 +19,10 @@ from torch.nn import functional as F
 
 from lightning_autotp import full_gradients, full_tensor, parallelize, penalty
 from lightning_autotp.gradients.sums import synchronize_gradients
+from lightning_autotp.layouts.blocks import index
 from lightning_autotp.layouts.types import Invariant, Partial, Shard
 from lightning_autotp.parallel import convert
-from lightning_autotp.parameters.local_blocks import counted_blocks, index, joined
+from lightning_autotp.parameters.local_blocks import counted_blocks, joined
 from lightning_autotp.parameters.state import ParameterTable, parallel_state
 from lightning_autotp.ranks.agreement import PeerError
 from lightning_autotp.ranks.group import TPGroup

@@ -14,9 +14,8 @@ from __future__ import annotations
 import io
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,31 +35,40 @@ from lightning_autotp.building.checkpoint_reading import (
     load_archive,
 )
 from lightning_autotp.checkpoints.checksums import sha256_of
-from lightning_autotp.layouts.ownership import Run
-from lightning_autotp.parameters.local_blocks import counted_blocks, held_blocks, index, plain
+from lightning_autotp.layouts.blocks import (
+    Block,
+    Box,
+    blocks_of,
+    common,
+    elements_of,
+    index,
+    shape_of,
+    start_of,
+    tile,
+    within,
+)
+from lightning_autotp.parameters.local_blocks import counted_blocks, held_blocks, plain
 from lightning_autotp.parameters.meta import ParameterMeta
 from lightning_autotp.private.distributed_private import FileSystemWriter
 from lightning_autotp.ranks.agreement import in_words, peer_error
 from lightning_autotp.ranks.group import TPGroup
-
-Box = tuple[Run, ...]
 
 TORCHS_TABLE = ".metadata"
 """torch's table of contents (the name is torch's)."""
 
 
 class HeldTensor:
-    """Boxes of one original tensor that are in this process's memory, in the form that DCP writes and reads.
+    """Blocks of one original tensor that are in this process's memory, in the form that DCP writes and reads.
 
     Attributes:
         shape: the original shape.
         dtype: of its elements.
     """
 
-    def __init__(self, shape: tuple[int, ...], local: Tensor, boxes: Mapping[Box, Box]) -> None:
+    def __init__(self, shape: tuple[int, ...], local: Tensor, blocks: Sequence[Block]) -> None:
         self.shape, self.dtype = shape, local.dtype
         self._local = local
-        self._boxes = boxes  # original -> local
+        self._blocks = blocks
 
     @classmethod
     def spoken_for(cls, value: Tensor, meta: ParameterMeta | None, group: TPGroup, *, copy: bool) -> HeldTensor:
@@ -73,8 +81,8 @@ class HeldTensor:
             copy: whether to take a copy on the CPU now, for a save that goes on while training does.
         """
         local = plain(value)
-        boxes = {block.original: block.local for block in counted_blocks(value, meta, group)}
-        return cls(original_shape(value, meta), local.to("cpu", copy=True) if copy else local, boxes)
+        blocks = counted_blocks(value, meta, group)
+        return cls(original_shape(value, meta), local.to("cpu", copy=True) if copy else local, blocks)
 
     @classmethod
     def all_or_nothing(cls, value: Tensor, *, copy: bool) -> HeldTensor:
@@ -85,37 +93,31 @@ class HeldTensor:
             copy: as for :meth:`spoken_for`.
         """
         if value.is_meta:
-            return cls(tuple(value.shape), value.new_empty(0, device="cpu"), {})
-        box = tuple((0, size) for size in value.shape)
+            return cls(tuple(value.shape), value.new_empty(0, device="cpu"), ())
         local = value.detach()
-        return cls(tuple(value.shape), local.to("cpu", copy=True) if copy else local, {box: box})
+        blocks = blocks_of(value.shape, None, 0, 1)
+        return cls(tuple(value.shape), local.to("cpu", copy=True) if copy else local, blocks)
 
     @classmethod
     def to_fill(cls, value: Tensor, meta: ParameterMeta | None, group: TPGroup) -> HeldTensor:
         """What this rank reads of ``value``, likewise."""
-        boxes = {block.original: block.local for block in held_blocks(value, meta, group.size)}
-        return cls(original_shape(value, meta), plain(value), boxes)
+        return cls(original_shape(value, meta), plain(value), held_blocks(value, meta, group.size))
 
-    @property
-    def boxes(self) -> Iterable[Box]:
-        """The boxes of the original tensor."""
-        return self._boxes.keys()
+    def meets(self, box: Box) -> bool:
+        """Whether something is held of a box of the original tensor."""
+        return any(common(block.original, box) is not None for block in self._blocks)
 
     def fill(self, box: Box, values: Tensor) -> None:
         """Take what is held of a box of the original tensor from its values."""
-        for original, local in self._boxes.items():
-            if (common := _common(original, box)) is not None:
-                there = [
-                    (own[0] + run[0] - old[0], own[0] + run[1] - old[0])
-                    for own, run, old in zip(local, common, original, strict=True)
-                ]
-                self._local[index(tuple(there))].copy_(values[index(_within(common, box))])
+        for block in self._blocks:
+            if (shared := common(block.original, box)) is not None:
+                self._local[index(block.place(shared))].copy_(values[index(within(shared, box))])
 
     def at(self, offset: torch.Size | None) -> Tensor:
         """The box that begins at an offset of the original tensor: a view of the memory held."""
-        for original, local in self._boxes.items():
-            if torch.Size(start for start, _ in original) == offset:
-                return self._local[index(local)]
+        for block in self._blocks:
+            if start_of(block.original) == offset:
+                return self._local[index(block.local)]
         raise KeyError(offset)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HeldTensor:
@@ -124,10 +126,8 @@ class HeldTensor:
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(self._local)
         chunks = [
-            ChunkStorageMetadata(
-                offsets=torch.Size(start for start, _ in box), sizes=torch.Size(stop - start for start, stop in box)
-            )
-            for box in self._boxes
+            ChunkStorageMetadata(torch.Size(start_of(block.original)), torch.Size(shape_of(block.original)))
+            for block in self._blocks
         ]
         return [
             WriteItem(
@@ -167,8 +167,7 @@ class StoredTensor:
     def read(self) -> Tensor:
         """The whole tensor, on the CPU. Not collective."""
         whole = torch.empty(self.shape, dtype=self.dtype)
-        box = tuple((0, size) for size in self.shape)
-        self._fill(HeldTensor(self.shape, whole, {box: box}))
+        self._fill(HeldTensor(self.shape, whole, blocks_of(self.shape, None, 0, 1)))
         return whole
 
     def read_into(self, tensor: Tensor, meta: ParameterMeta | None, group: TPGroup) -> None:
@@ -186,14 +185,14 @@ class StoredTensor:
 
     def _fill(self, held: HeldTensor) -> None:
         for stored in self._boxes:
-            if any(_common(box, stored.box) is not None for box in held.boxes):
+            if held.meets(stored.box):
                 held.fill(stored.box, self._values(stored))
 
     def _values(self, stored: _Stored) -> Tensor:
         content = self._bytes(stored)
         with explained(self._directory, stored.file):
             values: Tensor = load_archive(io.BytesIO(content))
-            shape = tuple(stop - start for start, stop in stored.box)
+            shape = shape_of(stored.box)
             if tuple(values.shape) != shape or values.dtype != self.dtype:
                 raise ValueError(f"{self.name} is {values.dtype}{[*values.shape]} there, not {self.dtype}{[*shape]}")
         return values
@@ -329,45 +328,9 @@ def _stored_tensor(name: str, entry: dict[str, Any], files: Mapping[str, int], d
     boxes = [_Stored(tuple((start, stop) for start, stop in box), *place) for box, *place in entry["boxes"]]
     for stored in boxes:
         # What memory is made for must be there.
-        nbytes = prod(stop - start for start, stop in stored.box) * dtype.itemsize
+        nbytes = elements_of(stored.box) * dtype.itemsize
         if not nbytes < stored.length <= files[stored.file] - stored.offset:
             raise ValueError(f"{name} does not fit into {stored.file}")
-    if not _tile([stored.box for stored in boxes], shape):
+    if not tile([stored.box for stored in boxes], shape):
         raise ValueError(f"the parts of {name} on disk are not all of it, or overlap")
     return StoredTensor(name, shape, dtype, boxes, directory)
-
-
-def _common(one: Box, other: Box) -> Box | None:
-    """What two boxes share, ``None`` if they share nothing."""
-    common = tuple((max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(one, other, strict=True))
-    return common if all(start < stop for start, stop in common) else None
-
-
-def _within(box: Box, outer: Box) -> Box:
-    """A box as seen from the beginning of one around it."""
-    return tuple((start - origin, stop - origin) for (start, stop), (origin, _) in zip(box, outer, strict=True))
-
-
-def _tile(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
-    """Whether boxes have every element of a shape once."""
-    solid = [box for box in boxes if all(start < stop for start, stop in box)]
-    if any(
-        len(box) != len(shape) or any(start < 0 or stop > size for (start, stop), size in zip(box, shape, strict=True))
-        for box in solid
-    ):
-        return False
-    if sum(prod(stop - start for start, stop in box) for box in solid) != prod(shape):
-        return False
-    if len(solid) < 2:
-        return True
-    # As many elements as there are: all are there unless two boxes share some. Only neighbours along the dim that is
-    # cut most often need to be compared.
-    dim = max(range(len(shape)), key=lambda dim: len({box[dim] for box in solid}))
-    solid.sort(key=lambda box: box[dim])
-    open_boxes: list[Box] = []
-    for box in solid:
-        open_boxes = [other for other in open_boxes if other[dim][1] > box[dim][0]]
-        if any(_common(box, other) is not None for other in open_boxes):
-            return False
-        open_boxes.append(box)
-    return True

@@ -7,16 +7,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lightning_autotp.layouts.blocks import Block, index
 from lightning_autotp.layouts.ownership import Ownership
 from lightning_autotp.layouts.types import Shard
 from lightning_autotp.parallel.collectives import all_gather
-from lightning_autotp.parameters.local_blocks import index
-from lightning_autotp.parameters.meta import Slices
 from lightning_autotp.private.torch_private import foreach_norm
 from lightning_autotp.ranks.group import TPGroup
 
 
-def counted_elements(local: Tensor, blocks: Sequence[Slices]) -> Tensor:
+def counted_elements(local: Tensor, blocks: Sequence[Block]) -> Tensor:
     """The elements of this rank's tensor that it speaks for, in any shape; a copy only where it does not for some.
 
     Args:

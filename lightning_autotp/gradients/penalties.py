@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor
 from lightning_autotp.gradients.data_parallel import beside_fsdp
 from lightning_autotp.gradients.linear_maps import linear, same
 from lightning_autotp.gradients.sums import keep_hooked
+from lightning_autotp.layouts.blocks import Block, index
 from lightning_autotp.parallel.collectives import all_reduce
 from lightning_autotp.parameters.choosing import parameter_names
-from lightning_autotp.parameters.local_blocks import counted_blocks, data_group, index, is_cut, plain
-from lightning_autotp.parameters.meta import Slices
+from lightning_autotp.parameters.local_blocks import counted_blocks, data_group, is_cut, plain
 from lightning_autotp.parameters.state import ParameterTable
 from lightning_autotp.ranks.agreement import raise_together
 from lightning_autotp.ranks.group import TPGroup
@@ -97,7 +97,7 @@ def _counted_sum(name: str, parameter: Tensor, function: Terms, table: Parameter
     return linear(local, counted, of_each)
 
 
-def _only(blocks: tuple[Slices, ...], values: Tensor) -> Tensor:
+def _only(blocks: tuple[Block, ...], values: Tensor) -> Tensor:
     kept = torch.zeros_like(values)
     for block in blocks:
         kept[index(block.local)] = values[index(block.local)]

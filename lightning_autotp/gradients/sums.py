@@ -28,8 +28,9 @@ from lightning_autotp.gradients.buckets import BucketedSum, GradientBuckets
 from lightning_autotp.gradients.cut_parts import CutMark
 from lightning_autotp.gradients.linear_maps import linear, same
 from lightning_autotp.gradients.parts import Mark, marked_like
+from lightning_autotp.layouts.blocks import index
 from lightning_autotp.layouts.types import Shard
-from lightning_autotp.parameters.local_blocks import index, is_cut
+from lightning_autotp.parameters.local_blocks import is_cut
 from lightning_autotp.parameters.meta import ParameterMeta
 from lightning_autotp.parameters.part import PartOf
 from lightning_autotp.parameters.state import (

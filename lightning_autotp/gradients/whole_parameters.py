@@ -10,10 +10,11 @@ from torch.distributed.tensor import DTensor, Partial
 from lightning_autotp.gradients.data_parallel import beside_fsdp
 from lightning_autotp.gradients.linear_maps import linear
 from lightning_autotp.gradients.sums import keep_hooked
+from lightning_autotp.layouts.blocks import index
 from lightning_autotp.layouts.types import Invariant
 from lightning_autotp.parameters.choosing import parameter_names
 from lightning_autotp.parameters.gathering import gather_parameter
-from lightning_autotp.parameters.local_blocks import counted_blocks, index
+from lightning_autotp.parameters.local_blocks import counted_blocks
 from lightning_autotp.parameters.meta import ParameterMeta
 from lightning_autotp.parameters.state import Hook, ParameterTable
 from lightning_autotp.ranks.group import TPGroup

@@ -16,35 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_autotp.layouts.ownership import Run
-from lightning_autotp.layouts.types import Layout, Shard, owned_boxes
-from lightning_autotp.parameters.local_blocks import index
+from lightning_autotp.layouts.blocks import Block, blocks_of, chunk, index, whole_box
+from lightning_autotp.layouts.types import Layout
 from lightning_autotp.ranks.group import TPGroup
-
-Box = tuple[Run, ...]
-
-
-class Piece(NamedTuple):
-    """A block of a whole tensor on one rank.
-
-    Attributes:
-        local: where it lies in the rank's tensor.
-        whole: where it lies in the whole one.
-        ranks: which ranks have it, ascending.
-    """
-
-    local: Box
-    whole: Box
-    ranks: tuple[int, ...]
-
-    @property
-    def elements(self) -> int:
-        """How many elements it has."""
-        return math.prod(stop - start for start, stop in self.whole)
-
-    def sender(self, home: int) -> int:
-        """The rank that sends it to the home; the home itself if it has it."""
-        return home if home in self.ranks else self.ranks[0]
 
 
 @dataclass(frozen=True)
@@ -53,49 +27,36 @@ class Spread:
 
     Attributes:
         shape: the whole shape.
-        pieces: those of every rank.
+        blocks: those of every rank.
     """
 
     shape: tuple[int, ...]
-    pieces: tuple[tuple[Piece, ...], ...]
-
-    @classmethod
-    def everywhere(cls, shape: tuple[int, ...], ranks: int) -> Spread:
-        """Every rank has all of it."""
-        whole = tuple((0, size) for size in shape)
-        return cls(shape, ((Piece(whole, whole, tuple(range(ranks))),),) * ranks)
+    blocks: tuple[tuple[Block, ...], ...]
 
     @classmethod
     def of_layout(cls, shape: tuple[int, ...], layout: Layout | None, ranks: int) -> Spread:
         """As a layout says; ``None`` for what every rank has whole."""
-        if not isinstance(layout, Shard):
-            return cls.everywhere(shape, ranks)
-        pieces = [[Piece(*box) for box in owned_boxes(shape, layout, rank)] for rank in range(ranks)]
-        return cls(shape, tuple(map(tuple, pieces)))
+        return cls(shape, tuple(blocks_of(shape, layout, rank, ranks) for rank in range(ranks)))
 
     @classmethod
     def of_rows(cls, shape: tuple[int, ...], ranks: int) -> Spread:
-        """Cut in dim 0 as FSDP2 does: into chunks of one size, of which the last ones may be smaller or empty."""
-        chunk = -(-shape[0] // ranks)
-        rest = tuple((0, size) for size in shape[1:])
-        pieces = []
-        for rank in range(ranks):
-            start, stop = min(rank * chunk, shape[0]), min((rank + 1) * chunk, shape[0])
-            pieces.append((Piece(((0, stop - start), *rest), ((start, stop), *rest), (rank,)),))
-        return cls(shape, tuple(pieces))
+        """Cut in dim 0 as FSDP2 does."""
+        box = whole_box(shape)
+        parts = [Block(box, box, (rank,)).cut(0, chunk(shape[0], ranks, rank)) for rank in range(ranks)]
+        return cls(shape, tuple(() if part is None else (part,) for part in parts))
 
     @property
     def elements(self) -> int:
         """How many elements the whole has."""
         return math.prod(self.shape)
 
-    def outgoing(self, rank: int, home: int) -> Iterator[Piece]:
+    def outgoing(self, rank: int, home: int) -> Iterator[Block]:
         """What ``rank`` sends to the home, or copies there if it is the home itself."""
-        return (piece for piece in self.pieces[rank] if piece.elements and piece.sender(home) == rank)
+        return (block for block in self.held(rank) if rank == (home if home in block.ranks else block.owner))
 
-    def held(self, rank: int) -> Iterator[Piece]:
+    def held(self, rank: int) -> Iterator[Block]:
         """All that ``rank`` has."""
-        return (piece for piece in self.pieces[rank] if piece.elements)
+        return (block for block in self.blocks[rank] if block.elements)
 
 
 class Traveller(NamedTuple):
@@ -140,7 +101,7 @@ def to_homes(travellers: Sequence[Traveller], group: TPGroup) -> list[Tensor | N
     expected = [0] * group.size
     for home, spread, part, _ in travellers:
         if home != group.rank:
-            outgoing[home] += [part[index(piece.local)] for piece in spread.outgoing(group.rank, home)]
+            outgoing[home] += [part[index(block.local)] for block in spread.outgoing(group.rank, home)]
         else:
             for rank in set(range(group.size)) - {home}:
                 expected[rank] += _size(spread.outgoing(rank, home)) * part.element_size()
@@ -152,9 +113,9 @@ def to_homes(travellers: Sequence[Traveller], group: TPGroup) -> list[Tensor | N
             continue
         whole = part.new_empty(spread.shape)
         for rank in range(group.size):
-            for piece in spread.outgoing(rank, home):
-                target = whole[index(piece.whole)]
-                target.copy_(part[index(piece.local)] if rank == home else incoming[rank].take(target))
+            for block in spread.outgoing(rank, home):
+                target = whole[index(block.original)]
+                target.copy_(part[index(block.local)] if rank == home else incoming[rank].take(target))
         wholes.append(whole)
     return wholes
 
@@ -177,16 +138,16 @@ def from_homes(travellers: Sequence[Traveller], group: TPGroup) -> None:
             continue
         assert whole is not None
         for rank in set(range(group.size)) - {home}:
-            outgoing[rank] += [whole[index(piece.whole)] for piece in spread.held(rank)]
+            outgoing[rank] += [whole[index(block.original)] for block in spread.held(rank)]
     incoming = _exchange(outgoing, expected, group, device)
     for home, spread, part, whole in travellers:
-        for piece in spread.held(group.rank):
-            target = part[index(piece.local)]
-            target.copy_(incoming[home].take(target) if whole is None else whole[index(piece.whole)])
+        for block in spread.held(group.rank):
+            target = part[index(block.local)]
+            target.copy_(incoming[home].take(target) if whole is None else whole[index(block.original)])
 
 
-def _size(pieces: Iterator[Piece]) -> int:
-    return sum(piece.elements for piece in pieces)
+def _size(blocks: Iterator[Block]) -> int:
+    return sum(block.elements for block in blocks)
 
 
 class _Bytes:

@@ -13,12 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from lightning_autotp.layouts.blocks import Block, blocks_of, chunk, index, owned_by
 from lightning_autotp.layouts.listing import listed
-from lightning_autotp.layouts.ownership import Run
-from lightning_autotp.parameters.meta import ParameterMeta, Slices
+from lightning_autotp.parameters.meta import ParameterMeta
 from lightning_autotp.parameters.quantized_weight import QuantizedWeight
 from lightning_autotp.parameters.unsummed import UnsummedGradient
-from lightning_autotp.private.distributed_private import compute_local_shape_and_global_offset
 from lightning_autotp.private.torch_private import without_subclasses
 from lightning_autotp.ranks.group import TPGroup
 
@@ -71,7 +70,7 @@ def data_group(tensor: Tensor) -> dist.ProcessGroup | None:
     return tensor.device_mesh.get_group() if isinstance(tensor, DTensor) else None
 
 
-def held_blocks(tensor: Tensor, meta: ParameterMeta | None, ranks: int) -> tuple[Slices, ...]:
+def held_blocks(tensor: Tensor, meta: ParameterMeta | None, ranks: int) -> tuple[Block, ...]:
     """The blocks of the original tensor that are in this process, and where they lie in :func:`plain` of it.
 
     Args:
@@ -82,23 +81,19 @@ def held_blocks(tensor: Tensor, meta: ParameterMeta | None, ranks: int) -> tuple
     Returns:
         Blocks, each with the tensor-parallel ranks that hold it.
     """
-    if meta is not None:
-        blocks = meta.mapping
-    else:
-        whole = tuple((0, size) for size in tensor.shape)
-        blocks = (Slices(whole, "", whole, tuple(range(ranks))),)
-    if not isinstance(tensor, DTensor):
+    blocks = meta.mapping if meta is not None else blocks_of(tensor.shape, None, 0, ranks)
+    if not isinstance(tensor, DTensor) or not tensor.placements[0].is_shard(0):
         return blocks
-    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(_rows(block, offsets[0], offsets[0] + sizes[0]) for block in blocks if _meets(block, offsets, sizes))
+    rows = chunk(tensor.shape[0], tensor.device_mesh.size(), tensor.device_mesh.get_local_rank())
+    return tuple(kept for block in blocks if (kept := block.cut(0, rows)) is not None)
 
 
-def counted_blocks(tensor: Tensor, meta: ParameterMeta | None, group: TPGroup) -> tuple[Slices, ...]:
+def counted_blocks(tensor: Tensor, meta: ParameterMeta | None, group: TPGroup) -> tuple[Block, ...]:
     """Those of :func:`held_blocks` that this rank speaks for: every element of the original has one such rank.
 
     (One in each tensor-parallel group: a tensor that FSDP2 does not manage is in every copy of the model.)
     """
-    return tuple(block for block in held_blocks(tensor, meta, group.size) if block.ranks[0] == group.rank)
+    return owned_by(held_blocks(tensor, meta, group.size), group.rank)
 
 
 def fill(tensor: Tensor, meta: ParameterMeta | None, whole: Tensor, group: TPGroup) -> None:
@@ -114,11 +109,6 @@ def fill(tensor: Tensor, meta: ParameterMeta | None, whole: Tensor, group: TPGro
             tensor.check(local[index(block.local)], given, meta.name if meta is not None else "a parameter")
         else:
             local[index(block.local)] = given
-
-
-def index(runs: tuple[Run, ...]) -> tuple[slice, ...]:
-    """A block as an index expression."""
-    return tuple(slice(start, stop) for start, stop in runs)
 
 
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
@@ -143,18 +133,3 @@ def with_values(tensor: Tensor, values: Tensor) -> Tensor:
         return values
     mesh, placements = tensor.device_mesh, tensor.placements
     return DTensor.from_local(values, mesh, placements, shape=tensor.shape, stride=tensor.stride())
-
-
-def _meets(block: Slices, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
-    return max(block.local[0][0], offsets[0]) < min(block.local[0][1], offsets[0] + sizes[0])
-
-
-def _rows(block: Slices, first: int, last: int) -> Slices:
-    (start, stop), at = block.local[0], block.original[0][0]
-    low, high = max(start, first), min(stop, last)
-    return Slices(
-        ((low - first, high - first), *block.local[1:]),
-        block.source,
-        ((at + low - start, at + high - start), *block.original[1:]),
-        block.ranks,
-    )

@@ -9,25 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_autotp.building.quantization import Format
-from lightning_autotp.layouts.ownership import Run
-from lightning_autotp.layouts.types import Invariant, Layout, Shard, local_shape, owned_boxes
-
-
-@dataclass(frozen=True)
-class Slices:
-    """One contiguous block: where it lies in the local tensor and where in the original one.
-
-    Attributes:
-        local: per dim, the half-open range in this rank's tensor.
-        source: name of the tensor in the original model.
-        original: per dim, the half-open range in the original tensor.
-        ranks: the ranks that hold this block, ascending.
-    """
-
-    local: tuple[Run, ...]
-    source: str
-    original: tuple[Run, ...]
-    ranks: tuple[int, ...]
+from lightning_autotp.layouts.blocks import Block, blocks_of
+from lightning_autotp.layouts.types import Invariant, Layout, Shard, local_shape
 
 
 @dataclass
@@ -82,16 +65,12 @@ class ParameterMeta:
         return local_shape(self.shape, self.layout, self.rank)
 
     @property
-    def mapping(self) -> tuple[Slices, ...]:
+    def mapping(self) -> tuple[Block, ...]:
         """Blocks of the local tensor, where they lie in the original one, and who holds them."""
-        if isinstance(self.layout, Shard):
-            owned = owned_boxes(self.shape, self.layout, self.rank)
-            return tuple(Slices(here, self.name, there, ranks) for here, there, ranks in owned)
-        whole = tuple((0, size) for size in self.shape)
-        return (Slices(whole, self.name, whole, tuple(range(self.ranks))),)
+        return blocks_of(self.shape, self.layout, self.rank, self.ranks)
 
     @property
-    def grad_sync(self) -> tuple[Slices, ...]:
+    def grad_sync(self) -> tuple[Block, ...]:
         """The blocks whose local gradient must be summed with that of the other ranks that hold them."""
         if isinstance(self.layout, Invariant):  # every rank computes all of the gradient
             return ()

@@ -10,9 +10,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from lightning_autotp.layouts.blocks import Block, blocks_of, owned_by
 from lightning_autotp.layouts.ownership import Ownership, merge_runs
-from lightning_autotp.layouts.types import Shard, local_shape, owned_boxes
-from lightning_autotp.parameters.meta import Slices
+from lightning_autotp.layouts.types import Shard, local_shape
 from lightning_autotp.ranks.group import TPGroup
 
 
@@ -38,17 +38,15 @@ class PartOf:
         return local_shape(self.shape, self.layout, self.group.rank)
 
     @cached_property
-    def counted(self) -> tuple[Slices, ...]:
+    def counted(self) -> tuple[Block, ...]:
         """The blocks of this rank's part that it speaks for: every element has one rank that does."""
-        owned = owned_boxes(self.shape, self.layout, self.group.rank)
-        blocks = (Slices(here, self.name, there, ranks) for here, there, ranks in owned)
-        return tuple(block for block in blocks if block.ranks[0] == self.group.rank)
+        rank, ranks = self.group.rank, self.group.size
+        return owned_by(blocks_of(self.shape, self.layout, rank, ranks), rank)
 
     @cached_property
     def counts_all(self) -> bool:
         """Whether this rank speaks for all of its part."""
-        sizes = (math.prod(stop - start for start, stop in block.local) for block in self.counted)
-        return sum(sizes) == math.prod(self.local_shape)
+        return sum(block.elements for block in self.counted) == math.prod(self.local_shape)
 
     def is_laid_out_as(self, other: PartOf) -> bool:
         """Whether a rank's elements are at the same places in both whole tensors."""

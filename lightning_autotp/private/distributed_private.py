@@ -21,16 +21,12 @@ from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.fsdp import fully_shard
 
-# Which elements of a DTensor are in this process. Their number is public (to_local), where they begin is not.
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
 from lightning_autotp.private.torch_private import writing
 
 __all__ = [
     "FileSystemWriter",
     "FusedProducts",
     "collectives",
-    "compute_local_shape_and_global_offset",
     "default_store",
     "is_outermost",
     "process_group",
