@@ -304,7 +304,7 @@ def loss_lines(setting: Setting) -> list[str]:
     device, dtype = setting.device, torch.bfloat16
     x = torch.randn(tokens, hidden, device=device, dtype=dtype, requires_grad=True)
     target = torch.randint(0, words, (tokens,), device=device)
-    ownership, group = Ownership.dealt(words, 1), TPGroup.of(dist.new_group([0]))
+    ownership, group = Ownership.even(words, 1), TPGroup.of(dist.new_group([0]))
     head = VocabParallelHead(hidden, words, ownership, group, bias=False, device=device, dtype=dtype)
     with torch.no_grad():
         head.weight.normal_(std=0.02)

@@ -1,7 +1,7 @@
 """Fine-tune a real language model with tensor parallelism: ``python examples/finetune.py --help``.
 
 By default SmolLM2-135M-Instruct learns the Python reference manual on two processes: on GPUs if there are two, else on
-the CPU. Its 9 query heads and 3 key/value heads are dealt out to them as 6 and 3, and 2 and 1. In ``--output-dir`` are
+the CPU. Its 9 query heads and 3 key/value heads are sharded over them as 6 and 3, and 2 and 1. In ``--output-dir`` are
 then
 
 * ``metrics.csv`` and ``loss.png``: every step's training loss, and with ``--compare`` that of one process;

@@ -32,7 +32,7 @@ def plan(
         keep_whole: names or patterns of parameters or modules that stay whole, such as '[lm_head, model.vision*]'.
         cut: by name or pattern, the dim along which parameters are cut, such as '{lm_head.weight: 0}'.
         why: name or pattern of parameters or modules of which to say, for each dim that is not cut, why not.
-        sequence_parallel: deal out the tokens between sharded regions; 'auto': where that costs no time.
+        sequence_parallel: shard the tokens between tensor-parallel regions; 'auto': where that costs no time.
         json: file to write the plan to, for AutoTPStrategy(plan=...).
     """
     import torch

@@ -71,7 +71,7 @@ def make_plan(
         keep_whole: names of parameters or modules, or patterns of them (``"model.vision_tower.*"``), that stay whole.
         cut: the dim along which the parameters of a name or pattern are cut (``{"lm_head.weight": 0}``).
         profile: the hardware to plan for.
-        sequence_parallel: deal out the tokens between sharded regions (norms, dropouts, residual adds), so that each
+        sequence_parallel: shard the tokens between tensor-parallel regions (norms, dropouts, residual adds), so that each
             rank holds its tokens' activations there; ``"auto"``: where that costs no time.
 
     Returns:
@@ -93,7 +93,7 @@ def make_plan(
         sequence_parallel=sequence_parallel,
     )
     inputs, options = _example(model, example_inputs, options)
-    with collecting_rarely():
+    with relaxed_gc():
         return feasible_plan(model, trace(model, inputs), inputs, tensor_parallel_size, options)
 
 
@@ -147,8 +147,8 @@ def parallelize(
             The first rank's counts, so only there the file is needed.
         plan_cache: where plans are kept, so that the next start of the same model need not plan: a directory, ``True``
             for ``$LIGHTNING_AUTOTP_PLANS`` or the user's cache directory, ``False`` for nowhere. The first rank's.
-        sequence_parallel: whether tokens are dealt out between sharded regions, as for :func:`make_plan`.
-        async_tensor_parallel: whether compiled code overlaps products with the collectives of dealt tokens, on devices
+        sequence_parallel: whether tokens are sharded between tensor-parallel regions, as for :func:`make_plan`.
+        async_tensor_parallel: whether compiled code overlaps products with the collectives of sharded tokens, on devices
             that share memory. For all that this process compiles from now on. Rank 0 prints before the second training
             step how many products do.
         device: where this rank's parameters live; by default the device of ``data_mesh``, or without one where they
@@ -183,7 +183,7 @@ def parallelize(
         async_tensor_parallel=async_tensor_parallel,
     )
     make_local(model, process_group, example_inputs, options, data_mesh)
-    fill_local(model, device, data_mesh)
+    materialize(model, device, data_mesh)
     return model
 
 
@@ -208,7 +208,7 @@ def make_local(
     inputs, options = _example(model, example_inputs, options or PlanOptions())
     groups = [process_group] if data_mesh is None else [process_group, data_mesh.get_group()]
     message: list[Any] = [None]
-    with says_plan(model), collecting_rarely():
+    with says_plan(model), relaxed_gc():
         with _raise_together(groups, "planning"):
             graph = trace(model, inputs)  # every rank its own, at the same time: what a plan is proved against
             if all(dist.get_rank(axis) == 0 for axis in groups):
@@ -277,7 +277,7 @@ def _plan(model: nn.Module, graph: Graph, inputs: Any, ranks: int, options: Plan
     return plan
 
 
-def fill_local(model: nn.Module, device: torch.device | str | None = None, data_mesh: DeviceMesh | None = None) -> None:
+def materialize(model: nn.Module, device: torch.device | str | None = None, data_mesh: DeviceMesh | None = None) -> None:
     """The second half: cut again over the data axis, give the parameters their values, arrange for gradient sums.
 
     From then on the model looks before every forward whether it is still what was proved.
@@ -302,7 +302,7 @@ def fill_local(model: nn.Module, device: torch.device | str | None = None, data_
 
 
 @contextmanager
-def collecting_rarely() -> Iterator[None]:
+def relaxed_gc() -> Iterator[None]:
     """Planning makes many small objects that live to its end: looking for dead ones takes a quarter of the time."""
     before = gc.get_threshold()
     gc.set_threshold(100_000, 50, 100)

@@ -10,7 +10,7 @@ from time import perf_counter
 import torch.distributed as dist
 from torch import nn
 
-from lightning_autotp.layouts.listing import listed
+from lightning_autotp.layouts.names import join_names
 from lightning_autotp.parameters.state import ParallelState, parallel_state
 
 
@@ -41,7 +41,7 @@ def _how(state: ParallelState) -> str:
     if not any(meta.need_initialize for meta in state.metas.values()):
         return "taken from the whole"
     origins = dict.fromkeys(source.origin for source in state.sources.values())
-    return f"read from {listed(list(origins))}" if origins else "initialized"
+    return f"read from {join_names(list(origins))}" if origins else "initialized"
 
 
 def _say(text: str) -> None:

@@ -32,8 +32,8 @@ def peak_of(work: Callable[[], T]) -> tuple[T, int]:
 
 
 def dealt(shape: tuple[int, ...], ranks: int) -> Layout:
-    """The first two dims that are long enough are dealt out, unevenly where they do not divide."""
-    dims = [(dim, Ownership.dealt(size, ranks)) for dim, size in enumerate(shape) if size >= ranks]
+    """The first two dims that are long enough are sharded, unevenly where they do not divide."""
+    dims = [(dim, Ownership.even(size, ranks)) for dim, size in enumerate(shape) if size >= ranks]
     return Shard(tuple(dims[:2])) if dims and ranks > 1 else Invariant()
 
 

@@ -16,11 +16,11 @@ from lightning_autotp.ranks.group import TPGroup
 
 
 def sections(sizes: list[int], ranks: int) -> Ownership:
-    """A fused dim: every section dealt out by itself."""
+    """A fused dim: every section sharded by itself."""
     held: list[list[Run]] = [[] for _ in range(ranks)]
     offset = 0
     for size in sizes:
-        for rank, runs in enumerate(Ownership.dealt(size, ranks).held):
+        for rank, runs in enumerate(Ownership.even(size, ranks).held):
             held[rank] += [(offset + start, offset + stop) for start, stop in runs]
         offset += size
     return Ownership(offset, tuple(merge_runs(runs) for runs in held))
@@ -75,7 +75,7 @@ class Original(nn.Module):
 
 def layouts(ranks: int) -> dict[str, Layout]:
     """How each parameter of :class:`Original` lies over the ranks."""
-    box: Layout = Shard(((0, Ownership.dealt(4, ranks)),))
+    box: Layout = Shard(((0, Ownership.even(4, ranks)),))
     if ranks == 4:
         halves = [[((0, n // 2),), ((n // 2, n),)] for n in (4, 6)]
         box = Shard(
@@ -85,18 +85,18 @@ def layouts(ranks: int) -> dict[str, Layout]:
             )
         )
     return {
-        "even": Shard(((0, Ownership.dealt(12, ranks)),)),
-        "uneven": Shard(((0, Ownership.dealt(7, ranks)),)),
-        "inner": Shard(((1, Ownership.dealt(7, ranks)),)),
+        "even": Shard(((0, Ownership.even(12, ranks)),)),
+        "uneven": Shard(((0, Ownership.even(7, ranks)),)),
+        "inner": Shard(((1, Ownership.even(7, ranks)),)),
         "fused": Shard(((0, sections([6, 4, 3], ranks)),)),
         "units": Shard(((0, shared(2 if ranks > 2 else 1, 4 // (2 if ranks > 2 else 1), ranks)),)),
         "crossed": Shard(((1, interleaved(ranks)),)),
         "box": box,
-        "few": Shard(((0, Ownership.dealt(2, ranks)),)),
+        "few": Shard(((0, Ownership.even(2, ranks)),)),
         "same": Invariant(),
         "used_differently": Replicate(),
         "scalar": Replicate(),
-        "low": Shard(((0, Ownership.dealt(5, ranks)),)),
+        "low": Shard(((0, Ownership.even(5, ranks)),)),
         "frozen": Replicate(),
     }
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from lightning_autotp.layouts.ownership import Ownership, merge_runs
 from lightning_autotp.layouts.plan import ConversionPlan, ImplementationPlan, ParameterPlan, Plan, SizePlan
 from lightning_autotp.layouts.types import Invariant, Layout, Partial, Replicate, Shard
-from lightning_autotp.solving.implementations import LEFT
+from lightning_autotp.solving.implementations import DEFERRED_SUM
 from lightning_autotp.solving.solution import Conversion, Solution
 
 PLAN, SOLUTION = "plan", "solution"
@@ -106,7 +106,7 @@ def _mapped(change: Callable[[Ownership], Ownership | None]) -> Callable[[Layout
 
 
 def sections_joined(owned: Ownership) -> Ownership | None:
-    """The dim dealt out as one piece instead of section by section: every local size is the same."""
+    """The dim sharded as one piece instead of section by section: every local size is the same."""
     sizes = [owned.local_size(rank) for rank in range(owned.ranks)]
     if max(map(len, owned.held)) < 2 or owned.is_shared:
         return None
@@ -172,9 +172,9 @@ def _of_layers(plan: Plan, solution: Solution) -> Iterator[Mutation]:
 
     for kind in ("row", "vocab"):
         for layer in [x for x in layers if x.name == kind and x.output == ("P", "I")][:1]:
-            left = changed(layer, replace(layer, output=LEFT))
+            left = changed(layer, replace(layer, output=DEFERRED_SUM))
             yield Mutation("layer's all-reduce dropped", PLAN, layer.module, left, solution)
-        for layer in [x for x in layers if x.name == kind and x.output == LEFT][:1]:
+        for layer in [x for x in layers if x.name == kind and x.output == DEFERRED_SUM][:1]:
             taken = changed(layer, replace(layer, output=("P", "I")))
             yield Mutation("layer's sum taken that is left", PLAN, layer.module, taken, solution)
     for layer in [x for x in layers if x.name == "column" and x.input is not None][:1]:
@@ -191,7 +191,7 @@ def _of_layers(plan: Plan, solution: Solution) -> Iterator[Mutation]:
         yield Mutation("layer's gather dropped", PLAN, layer.module, ungathered, solution)
     for kind in ("row", "vocab", "column"):
         # A row-parallel layer that leaves its sum does what an ordinary one does with its part.
-        for layer in [x for x in layers if x.name == kind and (kind, x.output) != ("row", LEFT)][-1:]:
+        for layer in [x for x in layers if x.name == kind and (kind, x.output) != ("row", DEFERRED_SUM)][-1:]:
             yield Mutation(f"{kind} layer left ordinary", PLAN, layer.module, changed(layer), solution)
 
 

@@ -295,7 +295,7 @@ def forced(tape: Tape, name: str, tensor: Tensor, dim: int, ranks: int) -> Combi
     layouts: dict[int, Layout] = {}
     for other, dims in (*relation.inputs.items(), *relation.outputs.items()):
         cut = [at for at, found in enumerate(dims) if axes.resolve(found) == axis]
-        dealt = Ownership.dealt(axis.size, ranks)
+        dealt = Ownership.even(axis.size, ranks)
         layouts[other] = Shard(tuple((at, dealt) for at in cut)) if cut else REPLICATE
     return Combination(relation, layouts)
 

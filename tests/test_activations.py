@@ -36,7 +36,7 @@ def test_outside_attention_and_mlp_a_rank_keeps_half_with_sequence_parallelism()
             # that, and the result, which is the input of what follows.
             assert one[block, OUTSIDE] == 4 * 2 * ROWS * LENGTH * (3 * WIDTH + 1)
             assert plain[block, OUTSIDE] == one[block, OUTSIDE]
-            # The first block's input is dealt out where it enters, so that belongs to the block, as in no other.
+            # The first block's input is sharded where it enters, so that belongs to the block, as in no other.
             entering = 4 * ROWS * LENGTH * WIDTH if block == 0 else 0
             assert 2 * parallel[block, OUTSIDE] == one[block, OUTSIDE] + entering
             assert 2 * plain[block, MLP] == one[block, MLP]

@@ -23,8 +23,8 @@ def maps(ranks: int) -> dict[str, Ownership]:
         tuple((start + rank * 2, start + rank * 2 + 2) for start in (0, ranks * 2)) for rank in range(ranks)
     )
     return {
-        "even": Ownership.dealt(2 * ranks, ranks),
-        "uneven": Ownership.dealt(7, ranks),
+        "even": Ownership.even(2 * ranks, ranks),
+        "uneven": Ownership.even(7, ranks),
         "sections": Ownership(4 * ranks, sections),
         "shared": Ownership(6, (((0, 4),), ((1, 2), (3, 6)), ((0, 1), (2, 5)))[:ranks]),
         "empty": Ownership(5, (*(() for _ in range(ranks - 1)), ((0, 5),))),
@@ -152,7 +152,7 @@ def compiled(group: TPGroup) -> None:
 
 
 def nothing_to_send(group: TPGroup) -> None:
-    shard = Shard(((1, Ownership.dealt(7, group.size)),))
+    shard = Shard(((1, Ownership.even(7, group.size)),))
     for source, target in pairs(shard):
         x = torch.zeros(local_shape((0, 7), source, group.rank), requires_grad=True)
         y = convert(x, source, target, group)
@@ -222,7 +222,7 @@ class _Convert(nn.Module):
 def test_on_meta_a_conversion_is_one_node_of_the_trace(
     source: Layout | str, target: Layout | str, name: str, entering: int, leaving: int
 ) -> None:
-    shard = Shard(((1, Ownership.dealt(7, 2)),))
+    shard = Shard(((1, Ownership.even(7, 2)),))
     model = _Convert(*(shard if isinstance(layout, str) else layout for layout in (source, target)))
     x = torch.empty(2, entering, dtype=torch.bfloat16, device="meta")
     graph = torch.export.export(model, (x,), strict=False).graph
@@ -238,13 +238,13 @@ def test_on_meta_a_conversion_is_one_node_of_the_trace(
 
 def test_equal_layouts_need_no_conversion() -> None:
     x = torch.ones(3)
-    shard = Shard(((0, Ownership.dealt(6, 2)),))
-    assert convert(x, shard, Shard(((0, Ownership.dealt(6, 2)),)), TPGroup("", 0, 2)) is x
+    shard = Shard(((0, Ownership.even(6, 2)),))
+    assert convert(x, shard, Shard(((0, Ownership.even(6, 2)),)), TPGroup("", 0, 2)) is x
 
 
 def test_what_cannot_be_converted_is_said() -> None:
     group = TPGroup("", 0, 2)
-    even, other = Shard(((0, Ownership.dealt(6, 2)),)), Shard(((1, Ownership.dealt(6, 2)),))
+    even, other = Shard(((0, Ownership.even(6, 2)),)), Shard(((1, Ownership.even(6, 2)),))
     both = Shard((*even.dims, *other.dims))
     with pytest.raises(ValueError, match=r"no conversion from S\(0: 6 -> 3\) to P"):
         convert(torch.ones(3), even, PARTIAL, group)

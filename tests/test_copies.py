@@ -2,7 +2,7 @@
 
 Left out is what is no larger than one token's hidden state: labels, positions, norms' gradients. Even shards, along the
 first dim that is longer than 1, go through a collective without a copy: that is batch 1 here, where tokens
-``[1, 16, 64]`` are dealt out.
+``[1, 16, 64]`` are sharded.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def every_option(group: TPGroup) -> int:
 
 
 def other_inputs(group: TPGroup) -> None:
-    ownership = Ownership.dealt(131, group.size)
+    ownership = Ownership.even(131, group.size)
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(13, 131, generator=generator)
     target = torch.randint(0, 131, (13,), generator=generator)
@@ -123,7 +123,7 @@ def other_inputs(group: TPGroup) -> None:
 
 def bad_targets(group: TPGroup) -> None:
     """Every rank says so, whoever would own the class: the others would wait."""
-    ownership = Ownership.dealt(7, group.size)
+    ownership = Ownership.even(7, group.size)
     logits = torch.zeros(2, ownership.local_size(group.rank))
     for bad in (7, -1, -100):
         with pytest.raises(IndexError, match=rf"in \[0, 7\), or ignore_index=-5; found {bad}"):
@@ -163,7 +163,7 @@ def test_the_loss_is_that_of_the_whole_logits(ranks: int) -> None:
 
 
 GROUP = TPGroup("", 0, 2)
-SEVEN = Ownership.dealt(7, 2)
+SEVEN = Ownership.even(7, 2)
 
 
 @pytest.mark.parametrize(("reduction", "shape"), [("mean", []), ("sum", []), ("none", [5, 3])])

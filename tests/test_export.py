@@ -287,7 +287,7 @@ def dealt(model: nn.Module, group: TPGroup, dims: dict[str, int | None] | None =
     layouts: dict[str, Layout] = {}
     for name, parameter in model.named_parameters():
         dim = dims[name] if dims is not None else 0 if parameter.dim() > 1 else None
-        cutting = None if dim is None else Shard(((dim, Ownership.dealt(parameter.shape[dim], group.size)),))
+        cutting = None if dim is None else Shard(((dim, Ownership.even(parameter.shape[dim], group.size)),))
         layouts[name] = cutting or Invariant()
     return cut(model, group, layouts)
 

@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM
 from lightning_autotp import AutoTPFabricStrategy, full_gradients, full_state_dict
 from lightning_autotp.cli import check
 from lightning_autotp.lightning import saving
-from lightning_autotp.ranks.in_common import InCommon
+from lightning_autotp.ranks.consistency import ReplicaConsistency
 
 # --- torch.compile ---
 
@@ -154,7 +154,7 @@ def batches(rank: int, checked_batches: int) -> tuple[int, str]:
             if number % 3 == 2:
                 optimizer.step()
 
-    with mock.patch.object(InCommon, "compare", autospec=True, side_effect=InCommon.compare) as compare:
+    with mock.patch.object(ReplicaConsistency, "compare", autospec=True, side_effect=ReplicaConsistency.compare) as compare:
         train(IDS[:12])
     different = IDS[:12].clone()
     different[8:] = (different[8:] + rank) % 67

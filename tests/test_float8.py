@@ -89,14 +89,14 @@ def layers(rank: int, size: int) -> dict[str, tuple[dict[str, Tensor], dict[str,
             return whole[0]  # type: ignore[return-value]
 
         wanted = products(made(), x, gradient)
-        by_outputs, by_features = Ownership.dealt(48, size), Ownership.dealt(32, size)
+        by_outputs, by_features = Ownership.even(48, size), Ownership.even(32, size)
         ((low, high),) = by_outputs.held[rank]
         ours = products(ColumnParallelLinear.convert(noted(), by_outputs, group), x, gradient[:, low:high])
         column = {"y": gathered(ours["y"], 1), "dx": ours["dx"], "dw": gathered(ours["dw"], 0)}
         ((low, high),) = by_features.held[rank]
         ours = products(RowParallelLinear.convert(noted(), by_features, group), x[:, low:high], gradient)
         row = {"y": ours["y"], "dx": gathered(ours["dx"], 1), "dw": gathered(ours["dw"], 1)}
-        ((low, high),) = Ownership.dealt(12, size).held[rank]
+        ((low, high),) = Ownership.even(12, size).held[rank]
         whole = noted()
         float8.Float8Linear.convert(whole, group)
         ours = products(whole, x[low:high], gradient[low:high])
@@ -122,8 +122,8 @@ def compiled(recipe: str, x: Tensor, group: TPGroup) -> tuple[dict[str, Tensor],
     torch.manual_seed(5)
     model = in_float8(nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 32)), recipe)
     note_float8(model)
-    ColumnParallelLinear.convert(model[0], Ownership.dealt(48, group.size), group)
-    RowParallelLinear.convert(model[1], Ownership.dealt(48, group.size), group)
+    ColumnParallelLinear.convert(model[0], Ownership.even(48, group.size), group)
+    RowParallelLinear.convert(model[1], Ownership.even(48, group.size), group)
     results = []
     for run in (torch.compile(model, backend="aot_eager", fullgraph=True), model):
         model.zero_grad()
@@ -219,8 +219,8 @@ CASES = {
     "tensorwise": ("tensorwise", "lm_head", False),
     "tensorwise, the head too": ("tensorwise", "", False),
     "rowwise": ("rowwise", "lm_head", False),
-    "rowwise, tokens dealt out": ("rowwise_with_gw_hp", "lm_head", True),
-    "tensorwise, tokens dealt out": ("tensorwise", "k_proj", True),
+    "rowwise, tokens sharded": ("rowwise_with_gw_hp", "lm_head", True),
+    "tensorwise, tokens sharded": ("tensorwise", "k_proj", True),
 }
 
 
@@ -241,7 +241,7 @@ def train(case: str, devices: int, copies: int = 1) -> dict[str, Any]:
         return found | {"weights": {name: weight.detach() for name, weight in task.model.named_parameters()}}
     kinds = {name: type(layer).__name__ for name, layer in task.model.named_modules() if float8_of(layer) is not None}
     weights = {name: weight for name, weight in full_state_dict(task.model).items() if "rotary" not in name}
-    return found | {"weights": weights, "kinds": kinds, "dealt": task.model.autotp.plan.deals_tokens}
+    return found | {"weights": weights, "kinds": kinds, "dealt": task.model.autotp.plan.shards_sequence}
 
 
 def train_all(cases: Sequence[str], devices: int) -> dict[str, Any]:
@@ -252,8 +252,8 @@ def train_all(cases: Sequence[str], devices: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("size", "cases"),
     [
-        (2, ("tensorwise, the head too", "rowwise", "tensorwise, tokens dealt out")),
-        pytest.param(2, ("tensorwise", "rowwise, tokens dealt out"), marks=pytest.mark.nightly),
+        (2, ("tensorwise, the head too", "rowwise", "tensorwise, tokens sharded")),
+        pytest.param(2, ("tensorwise", "rowwise, tokens sharded"), marks=pytest.mark.nightly),
         pytest.param(3, tuple(CASES), marks=pytest.mark.nightly),
     ],
 )

@@ -205,7 +205,7 @@ def looked_at(x: Tensor) -> Tensor:
 def every_way(rank: int, size: int) -> dict[str, int]:
     group = TPGroup.of(dist.group.WORLD)
     linear_cross_entropy.PART_TOKENS, linear_cross_entropy.PART_LOGITS = 3, 1
-    ownership = Ownership.dealt(131, size)
+    ownership = Ownership.even(131, size)
     whole = Whole(131)
     divided = Divided(whole, ownership, group)
     largest: dict[str, int] = {}
@@ -246,7 +246,7 @@ def test_every_way_to_the_loss_equals_one_process() -> None:
 def other_ways(rank: int, size: int) -> dict[str, Any]:
     group = TPGroup.of(dist.group.WORLD)
     linear_cross_entropy.PART_TOKENS, linear_cross_entropy.PART_LOGITS = 5, 1
-    ownership = Ownership.dealt(131, size)
+    ownership = Ownership.even(131, size)
     second_derivatives(group, ownership)
     precisions(group, ownership)
     evaluation(group, ownership)

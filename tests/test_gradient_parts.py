@@ -393,7 +393,7 @@ def test_torchs_scaler_skips_the_steps_that_one_process_skips(ranks: list[dict[s
 
 # --- optimizers ---
 
-PART = PartOf("weight", (12, 4), Shard(((0, Ownership.dealt(12, 2)),)), TPGroup("", 0, 2))
+PART = PartOf("weight", (12, 4), Shard(((0, Ownership.even(12, 2)),)), TPGroup("", 0, 2))
 OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
     (kind, {"lr": 0.1, **options})
     for kind in (

@@ -28,7 +28,7 @@ from lightning_autotp import AutoTPStrategy, full_state_dict
 from lightning_autotp.parameters.local_blocks import fill
 from lightning_autotp.ranks.description import LONGEST, ROW, ROWS, checksum, describe, difference
 from lightning_autotp.ranks.group import TPGroup
-from lightning_autotp.ranks.in_common import InCommon
+from lightning_autotp.ranks.consistency import ReplicaConsistency
 from lightning_autotp.ranks.random_numbers import own_numbers
 
 WIDTH = 6
@@ -121,7 +121,7 @@ def compared(rank: int, world_size: int) -> dict[str, Any]:
 
     def compare(name: str, *batches: Any, where: str = "batch 7") -> None:
         torch.manual_seed(4)
-        common = InCommon(group, cpu)
+        common = ReplicaConsistency(group, cpu)
         for batch in batches:
             common.note(batch, where)
         seen[name] = outcome(common.compare)
@@ -150,14 +150,14 @@ def compared(rank: int, world_size: int) -> dict[str, Any]:
     compare("no batch", *([] if rank == 1 else [tokens]))
 
     torch.manual_seed(4)
-    common = InCommon(group, cpu)
+    common = ReplicaConsistency(group, cpu)
     for number, drawn in enumerate([3, 3 + rank]):
         common.note(tokens, f"batch {number}")
         common.compare()
         torch.rand(drawn)
     seen["drawn otherwise"] = outcome(common.compare)
     torch.manual_seed(rank)
-    common = InCommon(group, cpu)
+    common = ReplicaConsistency(group, cpu)
     common.note(tokens + rank, "batch 9")
     seen["both"] = outcome(common.compare)
     return seen
@@ -556,7 +556,7 @@ def drawn(rank: int, world_size: int) -> str | None:
     world = dist.group.WORLD
     assert world is not None
     torch.manual_seed(0)
-    common = InCommon(world, torch.device("cpu"))
+    common = ReplicaConsistency(world, torch.device("cpu"))
     with own_numbers(TPGroup.of(world), torch.device("cpu")):
         torch.rand(3 + rank)
     torch.rand(5, generator=torch.Generator().manual_seed(rank))

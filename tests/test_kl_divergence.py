@@ -83,9 +83,9 @@ def on_every_map(rank: int, size: int) -> dict[str, Any]:
             low = example(ownership.size, torch.bfloat16)
             seen[f"{name}, bf16"] = kl_divergence(*(cut(x, ownership) for x in low))
     seen["ruled out"] = derivatives(
-        lambda s, t: kl_divergence(cut(s, Ownership.dealt(7, size)), cut(t, Ownership.dealt(7, size))), *ruled_out()
+        lambda s, t: kl_divergence(cut(s, Ownership.even(7, size)), cut(t, Ownership.even(7, size))), *ruled_out()
     )
-    even, other = Ownership.dealt(6, size), Ownership(6, tuple(reversed(Ownership.dealt(6, size).held)))
+    even, other = Ownership.even(6, size), Ownership(6, tuple(reversed(Ownership.even(6, size).held)))
     student, teacher = example(6)
     for case, arguments in {
         "differently": (cut(student, even), cut(teacher, other)),

@@ -171,7 +171,7 @@ def check_block(group: TPGroup) -> None:
     """A whole block, eager and compiled in one graph, and *f* shared by two layers."""
     torch.manual_seed(0)
     whole = Block()
-    seven = Ownership.dealt(7, group.size)
+    seven = Ownership.even(7, group.size)
     parallel = copy.deepcopy(whole)
     seen = []
     parallel.up.register_forward_hook(lambda module, args, output: seen.append(tuple(output.shape)))
@@ -196,27 +196,27 @@ def check_dealt_tokens(group: TPGroup) -> None:
     """column → row with only this rank's tokens around them, unevenly dealt; gathered inputs are not kept."""
     torch.manual_seed(0)
     up, down = nn.Linear(6, 7), nn.Linear(7, 6)
-    seven = Ownership.dealt(7, group.size)
+    seven = Ownership.even(7, group.size)
     local_up = ColumnParallelLinear.convert(copy.deepcopy(up), seven, group, input_is_replicated=True)
     local_down = RowParallelLinear.convert(copy.deepcopy(down), seven, group, reduce_output=False)
-    sequence = Shard(((1, Ownership.dealt(2 * group.size + 1, group.size)),))
+    sequence = Shard(((1, Ownership.even(2 * group.size + 1, group.size)),))
     x = torch.randn(3, 2 * group.size + 1, 6, requires_grad=True)
     mine = scatter(x, group, sequence)
     whole = replicate(mine, group, [local_up], sequence)
     note_gathered(whole, mine, sequence, group)
     y = all_gather(reduce_scatter(local_down(local_up(whole).tanh()), group, sequence), group, sequence)
     truth = down(up(x).tanh())
-    assert_near(y, truth, "dealt tokens")
+    assert_near(y, truth, "sharded tokens")
     gradients = torch.autograd.grad(y.square().sum(), [x, local_up.weight, local_down.bias])
     expected = torch.autograd.grad(truth.square().sum(), [x, up.weight, down.bias])
-    assert_near(gradients[0], expected[0], "input gradient with dealt tokens")
-    assert_near(gradients[1], part(expected[1], Shard(((0, seven),)), group.rank), "weight gradient with dealt tokens")
-    assert_near(gradients[2], expected[2], "bias gradient with dealt tokens")
+    assert_near(gradients[0], expected[0], "input gradient with sharded tokens")
+    assert_near(gradients[1], part(expected[1], Shard(((0, seven),)), group.rank), "weight gradient with sharded tokens")
+    assert_near(gradients[2], expected[2], "bias gradient with sharded tokens")
 
 
 def check_initialization(group: TPGroup) -> None:
     """Drawing this rank's values gives what one process draws with the same seed."""
-    seven, five = Ownership.dealt(7, group.size), maps(group.size)["empty"]
+    seven, five = Ownership.even(7, group.size), maps(group.size)["empty"]
     for layer, whole, dim, ownership in (
         (ColumnParallelLinear(4, 7, seven, group), nn.Linear, 0, seven),
         (RowParallelLinear(7, 4, seven, group), nn.Linear, 1, seven),
@@ -252,7 +252,7 @@ def test_layers_equal_those_of_one_process(ranks: int) -> None:
 
 
 GROUP = TPGroup("", 0, 2)
-SEVEN = Ownership.dealt(7, 2)
+SEVEN = Ownership.even(7, 2)
 
 
 def nodes_of(layer: nn.Module, x: Tensor) -> list[str]:
@@ -316,7 +316,7 @@ def test_a_trace_shows_exactly_these_nodes(layer: object, shape: tuple[int, ...]
 
 
 def test_parallel_layers_read_well() -> None:
-    column = ColumnParallelLinear(64, 112, Ownership.dealt(112, 2), GROUP, False, device="meta")
+    column = ColumnParallelLinear(64, 112, Ownership.even(112, 2), GROUP, False, device="meta")
     assert (
         repr(column) == "ColumnParallelLinear(in_features=64, out_features=112 -> 56, bias=False, gather_output=False)"
     )

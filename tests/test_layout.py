@@ -27,7 +27,7 @@ def ownerships(draw: st.DrawFn, ranks: int | None = None) -> Ownership:
 
 @given(st.integers(0, 40), RANKS)
 def test_dealt_evenly_in_order(units: int, ranks: int) -> None:
-    dealt = Ownership.dealt(units, ranks)
+    dealt = Ownership.even(units, ranks)
     sizes = [dealt.local_size(rank) for rank in range(ranks)]
     assert [index for rank in range(ranks) for index in dealt.indices(rank)] == list(range(units))
     assert max(sizes) - min(sizes) <= 1
@@ -120,7 +120,7 @@ def test_a_cut_by_axis_tells_the_map_at_any_length(
     units: int, before: int, planned: int, ranks: int, shared: bool
 ) -> None:
     """Heads of every token, two numbers each, after some fixed elements: for more or fewer tokens than planned."""
-    heads = Ownership.dealt(units, ranks).held
+    heads = Ownership.even(units, ranks).held
     if shared:  # everybody has the first unit
         heads = tuple(merge_runs([(0, 1), *runs]) for runs in heads)
 
@@ -155,10 +155,10 @@ def test_a_cut_by_axis_tells_the_map_at_any_length(
 def test_a_dealt_axis_of_tokens_is_dealt_evenly_at_any_length(now: int, ranks: int) -> None:
     cut = Cut(
         Product((Axis(0, 12), Axis(FIXED, 3))),
-        tuple((runs,) for runs in Ownership.dealt(12, ranks).held),
+        tuple((runs,) for runs in Ownership.even(12, ranks).held),
         frozenset([0]),
     )
-    wanted = [3 * Ownership.dealt(now, ranks).local_size(rank) for rank in range(ranks)]
+    wanted = [3 * Ownership.even(now, ranks).local_size(rank) for rank in range(ranks)]
     found = cut.of_size(3 * now)
     assert [found.local_size(rank) for rank in range(ranks)] == wanted
     assert cut.of_local_sizes(wanted) == found

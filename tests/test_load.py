@@ -50,9 +50,9 @@ class Tied(nn.Module):
 
 
 def sections(shape: tuple[int, ...], ranks: int) -> Layout:
-    """A first dim of two sections, each dealt out, and a last index that all hold."""
+    """A first dim of two sections, each sharded, and a last index that all hold."""
     half = shape[0] // 2
-    shares = Ownership.dealt(half, ranks).held
+    shares = Ownership.even(half, ranks).held
     held = [[*runs, *((half + a, half + b) for a, b in runs), (2 * half, shape[0])] for runs in shares]
     return Shard(((0, Ownership(shape[0], tuple(merge_runs(runs) for runs in held))),))
 

@@ -435,7 +435,7 @@ def says_once(group: TPGroup, ownership: Ownership) -> None:
 
 def every_check(rank: int, ranks: int) -> int:
     group = TPGroup.of(dist.group.WORLD)
-    ownerships = [Ownership.dealt(VOCAB, ranks)]
+    ownerships = [Ownership.even(VOCAB, ranks)]
     if ranks == 3:
         ownerships.append(Ownership(VOCAB, (((0, 4), (6, 7)), ((3, 5),), ((4, 7),))))
     if ranks == 2:
@@ -478,7 +478,7 @@ def test_every_pointwise_function_is_checked() -> None:
 
 def on_meta() -> VocabParallelLogits:
     return VocabParallelLogits(
-        torch.empty(2, 5, 4, device="meta"), Shard(((2, Ownership.dealt(VOCAB, 2)),)), TPGroup("", 0, 2)
+        torch.empty(2, 5, 4, device="meta"), Shard(((2, Ownership.even(VOCAB, 2)),)), TPGroup("", 0, 2)
     )
 
 
@@ -507,7 +507,7 @@ def test_what_the_wrapper_knows_needs_no_group() -> None:
 
 
 def test_logits_must_fit_their_layout() -> None:
-    seven = Ownership.dealt(VOCAB, 2)
+    seven = Ownership.even(VOCAB, 2)
     with pytest.raises(ValueError, match="rank 0 has 4 of the vocabulary"):
         VocabParallelLogits(torch.zeros(2, 3), Shard(((1, seven),)), TPGroup("", 0, 2))
     with pytest.raises(ValueError, match="does not fit a local tensor"):

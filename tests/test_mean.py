@@ -27,7 +27,7 @@ def whole(length: int) -> Tensor:
 
 
 def use_of(length: int, size: int, output: Pair) -> ImplementationPlan:
-    layout = Shard(((2, Ownership.dealt(length, size)),))
+    layout = Shard(((2, Ownership.even(length, size)),))
     return ImplementationPlan("norm", MEAN.name, output=output, call=CallSite("file", 1, "mean", 0), layout=layout)
 
 
@@ -36,7 +36,7 @@ def means(rank: int, size: int) -> dict[int, tuple[Tensor, Tensor, Tensor]]:
     group = TPGroup.of(dist.group.WORLD)
     found = {}
     for length in LENGTHS:
-        part = take_owned(whole(length), 2, Ownership.dealt(length, size), rank).requires_grad_()
+        part = take_owned(whole(length), 2, Ownership.even(length, size), rank).requires_grad_()
         mean = mean_of_parts(use_of(length, size, ("P", "R")), group, Tensor.mean, (part, -1), {"keepdim": True})
         (part * mean.exp()).sum().backward()
         total = mean_of_parts(use_of(length, size, ("P", "I")), group, torch.mean, (part,), {"dim": (1, 2)})
@@ -55,7 +55,7 @@ def test_a_mean_of_parts_is_the_mean(size: int) -> None:
             assert x.grad is not None
             torch.testing.assert_close(mean, wanted.detach())
             torch.testing.assert_close(total, x.detach().mean((1, 2)))
-            torch.testing.assert_close(gradient, take_owned(x.grad, 2, Ownership.dealt(length, size), rank))
+            torch.testing.assert_close(gradient, take_owned(x.grad, 2, Ownership.even(length, size), rank))
 
 
 def test_a_part_of_another_length_is_an_error() -> None:

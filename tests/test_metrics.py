@@ -34,7 +34,7 @@ def sharded(logits: Tensor, ownership: Ownership, group: TPGroup) -> VocabParall
 
 def ownerships(ranks: int) -> list[Ownership]:
     """Uneven; a rank with nothing; several runs, and classes that two ranks hold."""
-    maps = [Ownership.dealt(VOCAB, ranks), Ownership(VOCAB, (((0, VOCAB),), *[()] * (ranks - 1)))]
+    maps = [Ownership.even(VOCAB, ranks), Ownership(VOCAB, (((0, VOCAB),), *[()] * (ranks - 1)))]
     rest = [((30, 41),)] * (ranks - 2)
     return [*maps, Ownership(VOCAB, (((0, 20), (50, 67)), ((10, 60),), *rest))]
 
@@ -150,7 +150,7 @@ def bytes_on_the_wire(rank: int, ranks: int) -> dict[str, tuple[dict[str, int], 
     found = {}
     for dtype in (torch.float32, torch.bfloat16):
         logits, target = batch(0, (3, 11), dtype, ties=False)
-        mine = sharded(logits, Ownership.dealt(VOCAB, ranks), group)
+        mine = sharded(logits, Ownership.even(VOCAB, ranks), group)
         metrics = {
             "loss": CrossEntropy(-100),
             "perplexity": Perplexity(-100),
@@ -167,7 +167,7 @@ def bytes_on_the_wire(rank: int, ranks: int) -> dict[str, tuple[dict[str, int], 
 def errors(rank: int, ranks: int) -> None:
     group = TPGroup.of(dist.group.WORLD)
     logits, target = batch(0, (3, 11), torch.float32, ties=False)
-    mine = sharded(logits, Ownership.dealt(VOCAB, ranks), group)
+    mine = sharded(logits, Ownership.even(VOCAB, ranks), group)
     for metric in (Perplexity(), TokenAccuracy(), CrossEntropy()):
         with pytest.raises(ValueError, match=r"logits of shape \(3, 11, 67\) need targets of shape \(3, 11\)"):
             metric.update(mine, target.flatten())

@@ -69,12 +69,12 @@ BATCH = torch.arange(3, 20).repeat(2, 1)
 
 
 def whole_experts(shape: tuple[int, ...], ranks: int) -> Layout:
-    """Experts dealt out, matrices by row."""
-    return Shard(((0, Ownership.dealt(shape[0], ranks)),)) if len(shape) > 1 else Invariant()
+    """Experts sharded, matrices by row."""
+    return Shard(((0, Ownership.even(shape[0], ranks)),)) if len(shape) > 1 else Invariant()
 
 
 def fused_rows(shape: tuple[int, ...], ranks: int) -> Layout:
-    """The next-to-last dim in two sections, each dealt out unevenly."""
+    """The next-to-last dim in two sections, each sharded unevenly."""
     dim = len(shape) - 2
     if dim < 0:
         return Invariant()
@@ -82,15 +82,15 @@ def fused_rows(shape: tuple[int, ...], ranks: int) -> Layout:
 
 
 def last_dim(shape: tuple[int, ...], ranks: int) -> Layout:
-    """The last dim dealt out, of vectors too."""
-    return Shard(((len(shape) - 1, Ownership.dealt(shape[-1], ranks)),)) if shape else Invariant()
+    """The last dim sharded, of vectors too."""
+    return Shard(((len(shape) - 1, Ownership.even(shape[-1], ranks)),)) if shape else Invariant()
 
 
 def grid(shape: tuple[int, ...], ranks: int) -> Layout:
     """Two sharded dims: pairs of neighbours share their half of the first one, and divide the last one."""
     if len(shape) < 2 or shape[0] % 2 or ranks % 2:
         return Invariant()
-    halves = Ownership.dealt(shape[-1], 2).held
+    halves = Ownership.even(shape[-1], 2).held
     rows = shared(2, shape[0] // 2, ranks)
     return Shard(((0, rows), (len(shape) - 1, Ownership(shape[-1], tuple(halves[rank % 2] for rank in range(ranks))))))
 

@@ -173,7 +173,7 @@ def is_explained(name: str, mutation: Mutation) -> str:
     lookups = {f"{use.module}.weight" for use in plan.implementations if use.name == "vocab"}
     untied = {p.names[0] for p in plan.parameters if len(p.names) == 1}
     if mutation.stage == SOLUTION and mutation.where in lookups & untied:
-        return "the ranks' look-ups add up however the rows are dealt out"
+        return "the ranks' look-ups add up however the rows are sharded"
     read_only = ("sliding_window", "q_lora_rank")  # by these attentions, which then do nothing with it
     if mutation.kind == "size made local that stays whole" and mutation.where.split(":")[1].endswith(read_only):
         return "the module reads the number and does not compute with it"

@@ -29,7 +29,7 @@ Make = Callable[[list[nn.Parameter]], Optimizer]
 def parameter(*shape: int, dims: tuple[int, ...] = (0,), name: str = "weight") -> nn.Parameter:
     """The first rank's half of a tensor that is cut along some dims, or all of it."""
     whole = [size * 2 if dim in dims else size for dim, size in enumerate(shape)]
-    layout = Shard(tuple((dim, Ownership.dealt(whole[dim], 2)) for dim in dims)) if dims else Invariant()
+    layout = Shard(tuple((dim, Ownership.even(whole[dim], 2)) for dim in dims)) if dims else Invariant()
     made = nn.Parameter(torch.randn(shape))
     made.cut = ParameterMeta((name,), tuple(whole), torch.float32, layout, 0, 2)  # type: ignore[attr-defined]
     return made

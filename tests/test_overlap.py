@@ -92,7 +92,7 @@ class Region(nn.Module):
         self.layers = nn.ModuleList()
         for outputs in (7, 12):
             whole = nn.Linear(5, outputs, bias, dtype=torch.float64)
-            dealt = Ownership.dealt(outputs, group.size)
+            dealt = Ownership.even(outputs, group.size)
             self.layers.append(ColumnParallelLinear.convert(whole, dealt, group, input_is_replicated=True))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -168,7 +168,7 @@ def compared(rank: int, size: int) -> dict[str, float]:
     """The largest difference between gradients with and without overlap, over the largest gradient."""
     group = TPGroup.of(dist.group.WORLD)  # type: ignore[arg-type]
     found = {}
-    evenly, unevenly = (Shard(((dim, Ownership.dealt((3, 4)[dim], size)),)) for dim in (1, 0))
+    evenly, unevenly = (Shard(((dim, Ownership.even((3, 4)[dim], size)),)) for dim in (1, 0))
     for way, bias, source in itertools.product(WAYS, (True, False), (None, evenly, unevenly)):
         results = []
         for overlapped in (True, False):

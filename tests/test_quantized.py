@@ -426,7 +426,7 @@ def test_parts_of_quantized_checkpoints_are_read(case: str, folder: Path, monkey
                 if found is None:
                     return Invariant()
                 unit = found.units(shape)[dim]
-                held = Ownership.dealt(shape[dim] // unit, ranks).held
+                held = Ownership.even(shape[dim] // unit, ranks).held
                 runs = tuple(tuple((low * unit, high * unit) for low, high in each) for each in held)
                 return Shard(((dim, Ownership(shape[dim], runs)),)) if shape[dim] >= unit * ranks else Invariant()
 

@@ -160,7 +160,7 @@ def test_as_in_one_process(family: str, ranks: int, wanted: Callable[[str], dict
         (matrix,) = {value.shape[0] for name, value in theirs[way]["state"].items() if name.startswith("lm_head")}
         assert matrix == rows, "one process resizes to the size that is meant"
         # Else this test would be of models that nothing divides.
-        assert [seen[way]["local"] for seen in found] == list(Ownership.dealt(rows, ranks).local_sizes)
+        assert [seen[way]["local"] for seen in found] == list(Ownership.even(rows, ranks).local_sizes)
         planned = found[0][way]["planned"]
         assert all(planned[name] == tuple(v.shape) for name, v in theirs[way]["state"].items() if name in planned)
 
@@ -466,7 +466,7 @@ def test_with_the_trainer(tmp_path: Path) -> None:
 
 
 def rows(axes: tuple[int, ...], sizes: tuple[int, ...], dim: Any) -> Shard:
-    held = [Ownership.dealt(size, 2).held for size in sizes]
+    held = [Ownership.even(size, 2).held for size in sizes]
     return Shard.of({0: Cut(dim, tuple(zip(*held, strict=True)), axes=axes)})
 
 

@@ -214,7 +214,7 @@ def test_a_write_through_a_slice_cuts_what_is_written_to() -> None:
 
 
 def test_attention_broadcasts_over_the_batch() -> None:
-    """A query without a batch of its own meets a mask that has one; the heads are dealt out all the same."""
+    """A query without a batch of its own meets a mask that has one; the heads are sharded all the same."""
 
     class Attending(nn.Module):
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Sequence parallelism: tokens are dealt out between sharded regions, and one process's numbers come out."""
+"""Sequence parallelism: tokens are sharded between tensor-parallel regions, and one process's numbers come out."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def parallel(rank: int, size: int, family: str, length: int = 61, changes: dict[
         sequence_parallel=True,
         plan_cache=False,
     )
-    assert model.autotp.plan.deals_tokens
+    assert model.autotp.plan.shards_sequence
     return results(model)
 
 
@@ -214,14 +214,14 @@ def test_auto_deals_tokens_out_where_that_costs_no_time() -> None:
     for profile, dealt in ((Profile(all_reduce_passes=2.0), True), (Profile(), False)):
         plan, solution = make_plan(model, 8, sequence_parallel="auto", profile=profile)
         _, without = make_plan(model, 8, profile=profile)
-        assert plan.deals_tokens == dealt
+        assert plan.shards_sequence == dealt
         assert bool(plan.whole_tokens) != dealt
         assert solution.cost < without.cost if dealt else solution.cost == pytest.approx(without.cost)
 
 
 def test_where_tokens_stay_whole_is_said_calmly() -> None:
     plan, _ = make_plan(meta_model("gpt2"), 2, sequence_parallel=True)
-    assert plan.deals_tokens
+    assert plan.shards_sequence
     console = Console(width=500, record=True, file=io.StringIO())
     console.print(plan.table())
     text = console.export_text()

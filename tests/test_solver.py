@@ -11,7 +11,7 @@ from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.layouts.types import Invariant, Replicate, Shard
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
 from lightning_autotp.pipeline import make_plan
-from lightning_autotp.solving.implementations import LEFT
+from lightning_autotp.solving.implementations import DEFERRED_SUM
 from lightning_autotp.solving.solution import Solution
 from lightning_autotp.solving.solver import NothingToShard, solve
 
@@ -144,7 +144,7 @@ def test_attention_and_mlp_side_by_side_are_summed_once(family: str) -> None:
     changes = [change.source.letter + change.target.letter for change in plan.conversions if ".1" in change.module]
     assert sorted(change for change in changes if change != "IP") == ["IR", "PI"]
     uses = [use for use in plan.implementations if ".layers.1." in use.module]
-    assert {(use.input, use.output) for use in uses} == {(None, None), (None, LEFT)}
+    assert {(use.input, use.output) for use in uses} == {(None, None), (None, DEFERRED_SUM)}
 
 
 def test_norm_over_sharded_heads_sums_its_gradient() -> None:

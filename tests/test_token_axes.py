@@ -66,7 +66,7 @@ class Experts(nn.Module):
         return torch.einsum("tei,eih,te->th", h, self.down, weights).square().sum()
 
 
-def solved(model: nn.Module, batch: Tensor, ranks: int, *, deal_tokens: bool = True) -> Solution:
+def solved(model: nn.Module, batch: Tensor, ranks: int, *, shard_sequence: bool = True) -> Solution:
     """The cheapest layouts with matrices that are cut: else every rank would take its tokens through all of them."""
     graph = capture(model, batch)
     graph = open_calls(graph, IMPLEMENTATIONS)
@@ -75,7 +75,7 @@ def solved(model: nn.Module, batch: Tensor, ranks: int, *, deal_tokens: bool = T
         pins = {f"{name}.{n}": dim for n in range(2) for name, dim in (("up", 1), ("down", 0), ("norm", None))}
     few = TokensPerStep(size=StepSize(7))  # for many it would gather the matrices instead
     whole = solve(graph, ranks, IMPLEMENTATIONS, SLOW_MEMORY, tokens=few, pinned=pins)
-    if not deal_tokens:
+    if not shard_sequence:
         return whole
     return solve(graph, ranks, IMPLEMENTATIONS, SLOW_MEMORY, tokens=few, pinned=pins, dealt_on=whole)
 
@@ -165,7 +165,7 @@ def test_whole_experts_are_dealt_out() -> None:
 
 def test_without_it_tokens_stay_whole() -> None:
     model = Blocks()
-    solution = solved(model, torch.zeros(7, 8), 2, deal_tokens=False)
+    solution = solved(model, torch.zeros(7, 8), 2, shard_sequence=False)
     tensors = solution.graph.tensors
     layouts = [layout for t, layout in solution.layouts.items() if tensors[t].shape[:1] == (7,)]
     assert any(isinstance(layout, Shard) for layout in layouts)

@@ -63,7 +63,7 @@ def on_every_map(rank: int, size: int) -> dict[str, Any]:
             seen[name] = derivatives(divided, *example(ownership.size))
             low, tokens = example(ownership.size, torch.bfloat16)
             seen[f"{name}, bf16"] = divided(low, tokens)
-    shard = Shard(((1, Ownership.dealt(7, size)),))
+    shard = Shard(((1, Ownership.even(7, size)),))
     logits, tokens = example(7)
     sharded = VocabParallelLogits(part(logits.flatten(0, 1), shard, rank), shard, group)
     seen["one dim"] = token_log_probs(sharded, tokens.flatten().int())

@@ -54,7 +54,7 @@ def logits(seed: int) -> Tensor:
 
 
 def every_loss(rank: int, ranks: int) -> list[str]:
-    group, ownership = TPGroup.of(dist.group.WORLD), Ownership.dealt(VOCAB, ranks)
+    group, ownership = TPGroup.of(dist.group.WORLD), Ownership.even(VOCAB, ranks)
     shard = Shard(((2, ownership),))
     for name, loss in losses().items():
         whole, teacher = logits(0).requires_grad_(), logits(1)

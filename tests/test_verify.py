@@ -73,7 +73,7 @@ def test_boundary_shifted_by_one_unit() -> None:
 
 def test_sections_in_the_wrong_order() -> None:
     """Halves instead of half of each section: every shape of the trace is the same."""
-    halves = Shard(((0, Ownership.dealt(224, 2)),))
+    halves = Shard(((0, Ownership.even(224, 2)),))
     with pytest.raises(VerificationError, match="gate_up_proj"):
         check("phi3", lambda plan: with_parameter(plan, "layers.0.mlp.gate_up_proj.weight", halves))
 

@@ -42,7 +42,7 @@ def mixture(family: str, experts: str, **changes: Any) -> PreTrainedModel:
 
 
 def deals(plan: Plan) -> set[str]:
-    """The modules whose experts are dealt out whole."""
+    """The modules whose experts are distributed whole."""
     return {use.module for use in plan.implementations if use.name == WHOLE}
 
 
@@ -95,7 +95,7 @@ def parallel(rank: int, size: int, case: Case) -> list[dict[str, Tensor]]:
         plan_cache=False,
     )
     assert deals(model.autotp.plan)
-    assert model.autotp.plan.deals_tokens == dealt
+    assert model.autotp.plan.shards_sequence == dealt
     return results(model)
 
 
@@ -130,7 +130,7 @@ def test_experts_that_do_not_divide_are_dealt_out_unevenly() -> None:
     layouts = {parameter.names[0]: parameter.layout for parameter in plan.parameters}
     layout = layouts["model.layers.0.mlp.experts.gate_up_proj"]
     assert isinstance(layout, Shard)
-    assert layout.ownership(0) == Ownership.dealt(7, 3)
+    assert layout.ownership(0) == Ownership.even(7, 3)
     assert {size.local for size in plan.sizes if size.module.endswith("experts")} == {(3, 2, 2)}
 
 
@@ -187,7 +187,7 @@ def test_flops_are_those_of_the_products_that_run() -> None:
 
 def test_every_product_runs_on_one_rank() -> None:
     (whole,) = products(None)
-    parts = products(Ownership.dealt(4, 3))
+    parts = products(Ownership.even(4, 3))
     assert sum(parts) == whole
     assert all(parts)
 
@@ -267,7 +267,7 @@ def test_experts_that_are_not_the_same_in_parts_are_not_dealt_out_and_the_plan_s
     assert dealable_experts(model, trace(model, IDS), 2).refused["experts"].startswith("its ")
     whole, _ = make_plan(model, 2, example_inputs=IDS, keep_whole=["experts"])
     (matrices,) = [parameter for parameter in whole.parameters if parameter.names[0] == "experts.matrices"]
-    assert "its experts cannot be dealt out: its" in matrices.described()
+    assert "its experts cannot be sharded: its" in matrices.described()
 
 
 def test_choices_that_are_no_experts_are_refused() -> None:
@@ -279,7 +279,7 @@ def test_choices_that_are_no_experts_are_refused() -> None:
 
 def test_a_choice_that_is_no_expert_is_an_error() -> None:
     experts = Experts()
-    experts.forward = WholeExperts(experts, Ownership.dealt(4, 1), 0)  # type: ignore[method-assign]
+    experts.forward = WholeExperts(experts, Ownership.even(4, 1), 0)  # type: ignore[method-assign]
     with pytest.raises(IndexError, match=r"must be in \[0, 4\), the experts; found 4"):
         experts(torch.randn(2, 16), torch.tensor([[0, 4], [1, 2]]), torch.rand(2, 2))
 
@@ -291,7 +291,7 @@ def given(rank: int, size: int, plan: Plan) -> None:
 def test_a_given_plan_is_tried_too() -> None:
     """The trace of experts is the same whatever their code computes: only trying them tells."""
     plan, _ = make_plan(Model(Experts), 1 + 1, example_inputs=IDS)
-    with pytest.raises(RuntimeError, match="deals out the experts of experts whole, but its result in parts"):
+    with pytest.raises(RuntimeError, match="shards the experts of experts whole, but its result in parts"):
         run_ranks(given, 2, plan)
 
 

@@ -323,8 +323,8 @@ def test_homes_are_balanced(ranks: int) -> None:
 
 LAYOUTS: dict[str, Layout] = {
     "whole": Invariant(),
-    "rows": Shard(((0, Ownership.dealt(7, 3)),)),
-    "both": Shard(((0, Ownership.dealt(7, 3)), (1, Ownership.dealt(5, 3)))),
+    "rows": Shard(((0, Ownership.even(7, 3)),)),
+    "both": Shard(((0, Ownership.even(7, 3)), (1, Ownership.even(5, 3)))),
     "shared": Shard(((0, Ownership(7, (((0, 2), (4, 5)), ((1, 2), (4, 7)), ((2, 4),)))),)),
 }
 

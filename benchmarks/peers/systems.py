@@ -90,7 +90,7 @@ def autotp(source: Source, *, sequence_parallel: bool = False, compiled: bool = 
 
     Args:
         source: the model.
-        sequence_parallel: whether tokens are dealt out between sharded regions.
+        sequence_parallel: whether tokens are sharded between tensor-parallel regions.
         compiled: whether blocks are compiled.
         read: whether code asks the logits for the best word besides, so that they are computed.
     """

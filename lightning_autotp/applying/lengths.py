@@ -1,6 +1,6 @@
-"""How long the axes are that are dealt out to the ranks and whose length the batch gives: the tokens of a sequence.
+"""How long the axes are that are sharded over the ranks and whose length the batch gives: the tokens of a sequence.
 
-A rank's part of an unevenly dealt sequence does not tell how long it is. Where it was dealt out the whole was there, so
+A rank's part of an unevenly dealt sequence does not tell how long it is. Where it was sharded the whole was there, so
 its length is noted, and what gathers it later in that forward reads it, instead of asking the other ranks.
 """
 
@@ -10,14 +10,14 @@ from lightning_autotp.private.torch_private import is_in_backward
 
 
 class Lengths:
-    """The lengths of dealt axes in a model's last forward; the same on every rank."""
+    """The lengths of sharded axes in a model's last forward; the same on every rank."""
 
     def __init__(self) -> None:
         self._last: dict[int, int] = {}
         self._several: set[int] = set()
 
     def note(self, axis: int, units: int) -> None:
-        """An axis was dealt out that had so many units."""
+        """An axis was sharded that had so many units."""
         if self._last.setdefault(axis, units) != units:
             self._several.add(axis)
             self._last[axis] = units

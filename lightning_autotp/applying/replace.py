@@ -17,7 +17,7 @@ from lightning_autotp.building.float8 import float8_of, note_float8
 from lightning_autotp.capture.nested import NoSuchPlace, replaced_at, steps_of
 from lightning_autotp.capture.tracer import torch_layer
 from lightning_autotp.layouts.dims import UnknownSize
-from lightning_autotp.layouts.listing import listed
+from lightning_autotp.layouts.names import join_names
 from lightning_autotp.layouts.places import CallSite, member
 from lightning_autotp.layouts.plan import ConversionPlan, ImplementationPlan, Plan, RunPlan, SizePlan
 from lightning_autotp.layouts.types import Invariant, Layout, Replicate, Shard, local_shape
@@ -163,7 +163,7 @@ def _check_parameters(model: nn.Module, plan: Plan) -> None:
     shapes = {name: parameter.shape for parameter in plan.parameters for name in parameter.names}
     strangers = sorted(found.keys() ^ shapes.keys())
     if strangers:
-        raise PlanMismatch(f"the plan was made for another model: they differ in {listed(strangers)}")
+        raise PlanMismatch(f"the plan was made for another model: they differ in {join_names(strangers)}")
     for name, shape in found.items():
         if shape != shapes[name]:
             raise PlanMismatch(f"{name} has shape {list(shape)}, the plan says {list(shapes[name])}")
@@ -282,7 +282,7 @@ class BoundaryConversion:
     Args:
         plan: the change.
         group: the ranks.
-        lengths: of the axes that this one and others in the same call deal out and gather; none are known by default.
+        lengths: of the axes that this one and others in the same call shard and gather; none are known by default.
 
     Attributes:
         layers: column-parallel layers that may take the tensor, if it becomes Replicate: the sum of its gradient

@@ -25,7 +25,7 @@ from torch import Tensor
 from lightning_autotp.building.recorder import _trim
 from lightning_autotp.building.weight_conversion import CHUNK_BYTES
 from lightning_autotp.layouts.blocks import index
-from lightning_autotp.layouts.listing import listed
+from lightning_autotp.layouts.names import join_names
 from lightning_autotp.layouts.ownership import Run
 
 _DTYPES = {
@@ -93,7 +93,7 @@ def _check_records(file: str | os.PathLike[str], contents: bool) -> None:
 
 def _not_plain(file: str | os.PathLike[str], error: Exception) -> str:
     try:
-        named = listed(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file)))
+        named = join_names(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file)))
     except Exception:
         named = ""
     if not named:

@@ -36,7 +36,7 @@ from lightning_autotp.building.quantization import (
     QuantizationError,
     formats_asked_for,
     note_formats,
-    told_clearly,
+    translated_errors,
 )
 from lightning_autotp.building.quantized_files import KeptWeights
 from lightning_autotp.building.recorder import Recorder
@@ -75,7 +75,7 @@ def meta_model() -> Iterator[None]:
             they cannot be quantized part by part.
     """
     with (
-        told_clearly(),
+        translated_errors(),
         deferred_init() as recorder,
         with_loading_step(partial(_recording, recorder)),
         cached_files_once(),

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from lightning_autotp.building.checkpoint_reading import CheckpointError
 from lightning_autotp.building.recipe import Recipe
-from lightning_autotp.layouts.listing import listed
+from lightning_autotp.layouts.names import join_names
 from lightning_autotp.private.torchao_private import casts_on_the_wire, is_float8_layer
 
 _NAME = "autotp_format"
@@ -284,7 +284,7 @@ class WeightOnly(Format):
         found = {name.removeprefix(prefix): tensor for name, tensor in parts.items()}
         wanted, data = described.get("_tensor_data_names", ()), described.get("_data", {})
         if sorted(found) != sorted(wanted) or found["qdata"].shape != shape:
-            raise QuantizationError(f"it consists of {listed(sorted(parts))}, for a weight {shape}")
+            raise QuantizationError(f"it consists of {join_names(sorted(parts))}, for a weight {shape}")
         if any(tensor.shape[0] != shape[0] for tensor in found.values()):
             raise QuantizationError("its scales are not of rows or of groups in a row")
         return Stored(replace(self, dtype=getattr(torch, data["dtype"]["_data"])), found)
@@ -342,7 +342,7 @@ def refuse_quantized(model: nn.Module) -> None:
     gathered = [name for name, layer in in_float8.items() if casts_on_the_wire(layer)]
     if gathered:
         raise QuantizationError(
-            f"{listed(gathered)} of {type(model).__name__} are to be gathered in float8"
+            f"{join_names(gathered)} of {type(model).__name__} are to be gathered in float8"
             " (enable_fsdp_float8_all_gather=True): their weights are tensors of another kind, which cannot be cut."
             " Leave that out of Float8LinearConfig: data_parallel_size > 1 gathers them as they are"
         )
@@ -351,13 +351,13 @@ def refuse_quantized(model: nn.Module) -> None:
     if found:
         kinds = sorted({type(value).__name__ for value in found.values()})
         raise QuantizationError(
-            f"{listed(list(found))} of {type(model).__name__} are quantized already ({', '.join(kinds)}), which cannot"
+            f"{join_names(list(found))} of {type(model).__name__} are quantized already ({', '.join(kinds)}), which cannot"
             f" be cut. {_INSTEAD}"
         )
 
 
 @contextmanager
-def told_clearly() -> Iterator[None]:
+def translated_errors() -> Iterator[None]:
     """Within it, what a library raises that quantizes weights without values says what to do instead.
 
     Raises:

@@ -29,7 +29,7 @@ from lightning_autotp.checkpoints.files import alone
 from lightning_autotp.checkpoints.reversal import ExportPlan, Step, describe_conversions, plan_export, skeleton
 from lightning_autotp.checkpoints.safetensors_writer import Described, SafetensorsWriter
 from lightning_autotp.checkpoints.stored import original_shape
-from lightning_autotp.layouts.listing import listed
+from lightning_autotp.layouts.names import join_names
 from lightning_autotp.parameters.gathering import whole_tensor
 from lightning_autotp.parameters.state import ParameterTable, is_parallel, parallel_models, parallel_state
 from lightning_autotp.private.transformers_private import (
@@ -142,7 +142,7 @@ def save_pretrained(
         quantized = [name for name, meta in metas if meta.format is not None]
         if quantized:
             raise QuantizationError(
-                f"{listed(quantized)} of {type(model).__name__} are quantized, and its checkpoint is there: save"
+                f"{join_names(quantized)} of {type(model).__name__} are quantized, and its checkpoint is there: save"
                 " what was trained beside them (trainer.strategy.save_pretrained(directory) or save_adapter), and merge"
                 " it in one process"
             )
@@ -260,7 +260,7 @@ def _described(
     if other:
         raise ValueError(
             f"the model's state dict has values that are no tensors, which safetensors files cannot hold:"
-            f" {listed(other)}. Save full_state_dict(model) with torch.save instead"
+            f" {join_names(other)}. Save full_state_dict(model) with torch.save instead"
         )
     tensors: dict[str, tuple[Described, Hashable]] = {}
     for name, value in state.items():

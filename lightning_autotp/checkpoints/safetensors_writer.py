@@ -19,7 +19,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from lightning_autotp.checkpoints.checksums import sha256_of
-from lightning_autotp.layouts.listing import listed
+from lightning_autotp.layouts.names import join_names
 from lightning_autotp.private.torch_private import writing
 
 
@@ -110,7 +110,7 @@ class SafetensorsWriter:
         """
         missing = sorted(name for names in self._missing.values() for name in names)
         if missing:
-            raise RuntimeError(f"{len(missing)} tensors were not written: {listed(missing)}")
+            raise RuntimeError(f"{len(missing)} tensors were not written: {join_names(missing)}")
 
 
 def _header(tensors: Mapping[str, Described]) -> tuple[bytes, dict[str, int]]:
@@ -119,7 +119,7 @@ def _header(tensors: Mapping[str, Described]) -> tuple[bytes, dict[str, int]]:
     if unknown:
         raise ValueError(
             "safetensors files cannot hold tensors of "
-            + listed([f"{dtype} ({name})" for name, dtype in sorted(unknown.items())])
+            + join_names([f"{dtype} ({name})" for name, dtype in sorted(unknown.items())])
             + ": convert them to another dtype, or save the state dict with torch.save"
         )
     # A leading dim of no elements: the library says of the others how it writes them.

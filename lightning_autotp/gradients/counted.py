@@ -33,7 +33,7 @@ def from_every_rank(value: Tensor, group: TPGroup) -> Tensor:
     """Every rank's ``value``, the same on every rank: ``[...] -> [ranks, ...]``. Collective, differentiable."""
     if value.dtype == torch.bool:  # not every backend sends these
         return from_every_rank(value.int(), group).bool()
-    return all_gather(value.unsqueeze(0), group, Shard(((0, Ownership.dealt(group.size, group.size)),)))
+    return all_gather(value.unsqueeze(0), group, Shard(((0, Ownership.even(group.size, group.size)),)))
 
 
 def whole_norms(elements: Sequence[Tensor], norm_type: float, dtype: torch.dtype, groups: Sequence[TPGroup]) -> Tensor:

@@ -1,7 +1,7 @@
 """Tensor parallelism times data parallelism: FSDP2 cuts a parallel model's parameters again, over the data axis.
 
 It is PyTorch's own engine (``torch.distributed.fsdp.fully_shard``), applied to each repeated block and then to the
-model. To FSDP2 a rank's tensor-parallel part is an ordinary parameter: its rows are dealt out to the copies, gathered
+model. To FSDP2 a rank's tensor-parallel part is an ordinary parameter: its rows are sharded over the copies, gathered
 before the block runs, and its gradients come back averaged over the copies. The cut is made while the parameters are
 on meta, so that no rank ever has its whole tensor-parallel part in memory.
 """

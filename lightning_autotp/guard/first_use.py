@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from lightning_autotp.layouts.listing import listed
+from lightning_autotp.layouts.names import join_names
 from lightning_autotp.parameters.known_writes import parts_of
 from lightning_autotp.parameters.state import parallel_state
 from lightning_autotp.private.torch_private import without_modes
@@ -47,7 +47,7 @@ def use_of_module(model: nn.Module) -> None:
 def _refuse(model: nn.Module, names: Sequence[str]) -> None:
     if names:
         raise RuntimeError(
-            f"{listed(names)} of the parallel"
+            f"{join_names(names)} of the parallel"
             f" {type(model).__name__} were written in place after it was divided, when each rank has only a part of"
             " them, by code that nobody has looked at: rows by their index or random numbers would be others in the"
             " whole tensor. Write while the model is whole, in configure_model() or before parallelize(); or write into"

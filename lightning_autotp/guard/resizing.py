@@ -1,6 +1,6 @@
 """``resize_token_embeddings`` of a parallel model: every rank has its part of what one process would have then.
 
-The plan stays the same but for the length of the vocabulary, which is dealt out anew. It is read on a trace of the
+The plan stays the same but for the length of the vocabulary, which is sharded anew. It is read on a trace of the
 resized original, and a local model made by it is proved, both without weights, before a tensor is touched. Then the few
 tensors that the model's own method replaces are gathered, the method runs on them on every rank, with the same random
 numbers, and every rank cuts its part out of what it gives. The layers stay the same objects, so hooks on them do.

@@ -115,7 +115,7 @@ class StandaloneCall:
 
     def _as_in_model(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         model, state = self.running.model, parallel_state(self.running.model)
-        if state.plan.deals_tokens:
+        if state.plan.shards_sequence:
             self._check(state.given, args, kwargs)
         changes = planned_changes(module)
         changed = {change.plan.key for change in changes}

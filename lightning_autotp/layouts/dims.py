@@ -1,4 +1,4 @@
-"""Dims as axes, products of axes and concatenations of them, and how the ranks deal out an axis. Plain data.
+"""Dims as axes, products of axes and concatenations of them, and how the ranks shard an axis. Plain data.
 
 :mod:`~lightning_autotp.operators.axes` finds out what the dims of a model are made of.
 """
@@ -173,12 +173,12 @@ class Cut:
     """How a dim is cut, said by axis: an ownership map follows for whatever length a batch gives the dim.
 
     Attributes:
-        dim: the dim, made of axes: those with a number from 0 on are dealt out; the others every rank has whole.
+        dim: the dim, made of axes: those with a number from 0 on are sharded; the others every rank has whole.
             Among these, :data:`FIXED` is the number of all whose size the model says, and those with lower numbers
             have the size that a batch gives them: its rows, its tokens.
-        held: for every rank, the runs that it has of each dealt axis, in the order of their numbers.
-        grows: the numbers of dealt axes whose size a batch gives; they are dealt out evenly, in order.
-        axes: the numbers of the dealt axes in the model's graph.
+        held: for every rank, the runs that it has of each sharded axis, in the order of their numbers.
+        grows: the numbers of sharded axes whose size a batch gives; they are sharded evenly, in order.
+        axes: the numbers of the sharded axes in the model's graph.
     """
 
     dim: Dim
@@ -235,7 +235,7 @@ class Cut:
 
     @property
     def grown_axis(self) -> int | None:
-        """The number in the model's graph of the axis that is dealt out and whose size the batch gives."""
+        """The number in the model's graph of the axis that is sharded and whose size the batch gives."""
         return next((self.axes[number] for number in self.grows), None)
 
     def of_local_size(self, rank: int, size: int) -> Ownership:
@@ -254,13 +254,13 @@ class Cut:
         Raises:
             UnknownSize: if the lengths do not tell it.
         """
-        if self.grows:  # dealt out, each unit to one rank: the lengths add up
+        if self.grows:  # sharded, each unit to one rank: the lengths add up
             return self.of_size(sum(sizes))
         rank = max(range(self.ranks), key=self._step)
         return _grown(self, self._solve(sizes[rank], lambda units: _grown(self, units).local_size(rank)))
 
     def dealt_anew(self, units: Mapping[int, int]) -> Cut:
-        """The cut where the model has other numbers of units of some axes, which are dealt out evenly.
+        """The cut where the model has other numbers of units of some axes, which are sharded evenly.
 
         Args:
             units: how many, by the axes' numbers in the model's graph; an axis that has as many stays as it is.
@@ -272,7 +272,7 @@ class Cut:
             if before is None or (now := units.get(axis, before.size)) == before.size:
                 continue
             dim = _resized(dim, before, now)
-            for runs, dealt in zip(held, Ownership.dealt(now, self.ranks).held, strict=True):
+            for runs, dealt in zip(held, Ownership.even(now, self.ranks).held, strict=True):
                 runs[number] = dealt
         return replace(self, dim=dim, held=tuple(map(tuple, held)))
 
@@ -280,7 +280,7 @@ class Cut:
     def is_told_by_one(self) -> bool:
         """Whether every rank can tell the map from the length of its own part.
 
-        Not where the tokens themselves are dealt out, nor where a rank has nothing of every token, nor where a batch
+        Not where the tokens themselves are sharded, nor where a rank has nothing of every token, nor where a batch
         gives several sizes.
         """
         if not self._variables():
@@ -330,7 +330,7 @@ def _grown(cut: Cut, units: int) -> Ownership:
     axis = cut._variable()
     held = [dict(enumerate(runs)) for runs in cut.held]
     if axis is not None and axis.id in cut.grows:
-        dealt = Ownership.dealt(units, cut.ranks).held
+        dealt = Ownership.even(units, cut.ranks).held
         held = [{**runs, axis.id: dealt[rank]} for rank, runs in enumerate(held)]
     return ownership(_resized(cut.dim, axis, units), held)
 

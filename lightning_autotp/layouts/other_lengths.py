@@ -1,6 +1,6 @@
 """The plan of a model some of whose parameters have become longer or shorter, as when a vocabulary grows.
 
-What is cut stays cut along the same axes. An axis that has more or fewer units now is dealt out anew, as evenly as it
+What is cut stays cut along the same axes. An axis that has more or fewer units now is sharded anew, as evenly as it
 goes, in every layout that has it. Whether the model's operators still allow that is not decided here.
 """
 
@@ -55,7 +55,7 @@ def _axes(parameter: ParameterPlan, shape: tuple[int, ...]) -> Iterator[tuple[in
             yield cut.axes[0], shape[dim]
         elif shape[dim] != ownership.size:
             raise ValueError(
-                f"{name} has {ownership.size} indices along dim {dim}, which are not dealt out one by one: with"
+                f"{name} has {ownership.size} indices along dim {dim}, which are not sharded one by one: with"
                 f" {shape[dim]} the plan does not say which rank has which"
             )
 

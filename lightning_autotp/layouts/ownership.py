@@ -69,8 +69,8 @@ class Ownership:
         return cls(size, (merge_runs([(0, size)]),) * ranks)
 
     @classmethod
-    def dealt(cls, units: int, ranks: int) -> Ownership:
-        """Units dealt out in order, as evenly as they go: 3 units on 2 ranks are 2 and 1."""
+    def even(cls, units: int, ranks: int) -> Ownership:
+        """Units sharded in order, as evenly as they go: 3 units on 2 ranks are 2 and 1."""
         return _dealt(units, ranks)
 
     @property

@@ -261,8 +261,8 @@ class Plan:
     kept_parts: tuple[str, ...] = ()
 
     @property
-    def deals_tokens(self) -> bool:
-        """Whether tokens of sequences are dealt out to the ranks somewhere."""
+    def shards_sequence(self) -> bool:
+        """Whether tokens of sequences are sharded over the ranks somewhere."""
         layouts = [layout for change in self.conversions for layout in (change.source, change.target)]
         return any(isinstance(layout, Shard) and layout.grows for layout in layouts)
 
@@ -367,9 +367,9 @@ class Plan:
             lines.append(f"priced for a step of {self.priced_for}; {found}")
         if self.traced_with:
             lines.append(f"traced with {self.traced_with}")
-        if self.deals_tokens:
+        if self.shards_sequence:
             lines.append("sequence parallel: between sharded regions each rank has a part of the tokens")
-        where = " in" if self.deals_tokens else ":"
+        where = " in" if self.shards_sequence else ":"
         lines += [f"every rank has all tokens{where} {why}" for why in self.whole_tokens]
         lines += [f"after a forward each rank has its part of the attribute {name}" for name in self.kept_parts]
         lines += [
@@ -464,7 +464,7 @@ def _decode(kind: Any, item: dict[str, Any]) -> Any:
 
 
 def encode_layout(layout: Layout) -> Any:
-    """A layout as JSON data: a shard by the axes that are dealt out, or by its maps where no axes are known."""
+    """A layout as JSON data: a shard by the axes that are sharded, or by its maps where no axes are known."""
     if not isinstance(layout, Shard):
         return str(layout)
     if layout.cuts:

@@ -82,7 +82,7 @@ class Shard:
 
     @property
     def grows(self) -> bool:
-        """Whether what is dealt out are rows or tokens, of which each batch has another number."""
+        """Whether what is sharded are rows or tokens, of which each batch has another number."""
         return any(cut.grows for cut in self.cuts)
 
     def ownership(self, dim: int) -> Ownership | None:

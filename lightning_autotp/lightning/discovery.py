@@ -9,7 +9,7 @@ from torch import nn
 from torchmetrics import Metric
 
 from lightning_autotp.building.recipe import take_recipe
-from lightning_autotp.layouts.listing import listed
+from lightning_autotp.layouts.names import join_names
 from lightning_autotp.parameters.state import is_parallel
 from lightning_autotp.private.torch_private import parameters_of, uncompiled
 from lightning_autotp.private.transformers_private import PreTrainedModel
@@ -67,8 +67,8 @@ def find_models(
     given = set(inputs) & models.keys() if isinstance(inputs, Mapping) and (names or len(models) > 1) else set()
     if given and (strangers := sorted(set(inputs) - given)):
         raise ValueError(
-            f"example_inputs are for {listed(sorted(given))}, and also for {listed(strangers)}, but the models of"
-            f" {type(module).__name__} are {listed(list(models))}"
+            f"example_inputs are for {join_names(sorted(given))}, and also for {join_names(strangers)}, but the models of"
+            f" {type(module).__name__} are {join_names(list(models))}"
         )
     found = {name: inputs.get(name) if given else inputs for name in models}
     return [(model, found[name]) for name, model in models.items() if not is_parallel(model)]
@@ -85,7 +85,7 @@ def _named(module: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
         if name not in inside or not name:
             raise ValueError(
                 f"models= names {name!r}, which {type(module).__name__} does not have; its children are"
-                f" {listed([child for child, _ in module.named_children()])}"
+                f" {join_names([child for child, _ in module.named_children()])}"
             )
         if around := next((other for other in names if name.startswith(f"{other}.")), None):
             raise ValueError(f"models= names {name!r}, which is inside {around!r}: name one of them")

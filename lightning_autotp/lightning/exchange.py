@@ -1,7 +1,7 @@
 """The exchange between batches: one small all-reduce, which tells every rank what it should know before it goes on.
 
 It says whether any rank has got a signal, and whether the ranks of each copy of the model still have in common what
-they must (:mod:`lightning_autotp.ranks.in_common`). Before a batch of validation, test or prediction is used, so is
+they must (:mod:`lightning_autotp.ranks.consistency`). Before a batch of validation, test or prediction is used, so is
 known whether it is the same one everywhere. In training the exchange comes before a batch is read, as signals want it,
 so that a batch is compared before the next one; the first batches are compared on their own before they are used, for
 a sampler or a padding that is wrong at all is wrong from the beginning.
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 
-from lightning_autotp.ranks.in_common import LOWEST, InCommon
+from lightning_autotp.ranks.consistency import LOWEST, ReplicaConsistency
 
 
 class Exchange:
@@ -36,7 +36,7 @@ class Exchange:
         self, trainer: Trainer, group: dist.ProcessGroup, device: torch.device, copies: int, copy: int, checked: int
     ) -> None:
         self._trainer, self._group, self._device = trainer, group, device
-        self._in_common = InCommon(group, device) if group.size() > 1 else None
+        self._consistency = ReplicaConsistency(group, device) if group.size() > 1 else None
         self._copies, self._copy, self._checked = copies, copy, checked
         self._loop: tuple[Any, ...] = ()
         self._seen = Counter[int]()  # by dataloader
@@ -53,16 +53,16 @@ class Exchange:
         """
         group = None if everyone else self._group
         numbers = [int(answer) for answer in asked]
-        if self._in_common is not None:
+        if self._consistency is not None:
             copies, copy = (self._copies, self._copy) if everyone else (1, 0)
             numbers += 2 * copies * [LOWEST]
         sent = torch.tensor(numbers, dtype=torch.int64, device=self._device)
-        if self._in_common is not None:
-            sent[len(asked) :].view(-1, 2)[copy] = self._in_common.fingerprint()
+        if self._consistency is not None:
+            sent[len(asked) :].view(-1, 2)[copy] = self._consistency.fingerprint()
         dist.all_reduce(sent, dist.ReduceOp.MAX, group=group)
         largest = sent.tolist()
-        if self._in_common is not None:
-            self._in_common.settle(largest[len(asked) :], group)
+        if self._consistency is not None:
+            self._consistency.settle(largest[len(asked) :], group)
         return [bool(answer) for answer in largest[: len(asked)]]
 
     def note(self, batch: Any, dataloader_idx: int) -> None:
@@ -71,7 +71,7 @@ class Exchange:
         Raises:
             RuntimeError: on every rank, if one of these differs between the ranks of a copy.
         """
-        if self._in_common is None:
+        if self._consistency is None:
             return
         trainer = self._trainer
         loop = trainer.state.stage, trainer.current_epoch
@@ -87,15 +87,15 @@ class Exchange:
 
     def noting(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """A step's arguments, where what it reads from an iterator (``training_step(dataloader_iter)``) is noted."""
-        if self._in_common is None or not arguments or not isinstance(arguments[0], Iterator):
+        if self._consistency is None or not arguments or not isinstance(arguments[0], Iterator):
             return arguments
         return _Noting(arguments[0], self._note), *arguments[1:]
 
     def _note(self, batch: Any, number: int, dataloader_idx: int) -> None:
-        assert self._in_common is not None
+        assert self._consistency is not None
         trainer = self._trainer
         assert trainer.state.stage is not None
-        self._in_common.note(
+        self._consistency.note(
             batch,
             f"batch {number} of the {trainer.state.stage.value} data (dataloader {dataloader_idx}, epoch"
             f" {trainer.current_epoch}, step {trainer.global_step})",

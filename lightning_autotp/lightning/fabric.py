@@ -95,8 +95,8 @@ class AutoTPFabricStrategy(ParallelRanks, FabricModelParallelStrategy):
         cut: what is cut along which dim.
         plan: a plan to follow, or its file.
         plan_cache: where plans are kept.
-        sequence_parallel: whether tokens are dealt out between sharded regions.
-        async_tensor_parallel: whether compiled code overlaps products with the collectives of dealt tokens.
+        sequence_parallel: whether tokens are sharded between tensor-parallel regions.
+        async_tensor_parallel: whether compiled code overlaps products with the collectives of sharded tokens.
         process_group_backend: by default the one for the device: nccl or gloo.
         timeout: of collectives.
 

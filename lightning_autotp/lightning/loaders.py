@@ -16,7 +16,7 @@ from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch import nn
 
 from lightning_autotp.private.torch_private import LoaderOfLoader
-from lightning_autotp.ranks.in_common import InCommon
+from lightning_autotp.ranks.consistency import ReplicaConsistency
 
 MOST = 256
 """Batches that are noted between two comparisons: those of a long evaluation would add up."""
@@ -32,7 +32,7 @@ class CountedNotes:
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, checked: int) -> None:
-        self._in_common = InCommon(group, device)
+        self._consistency = ReplicaConsistency(group, device)
         self._checked = checked
         self._noted = 0
         self._number = 0
@@ -48,7 +48,7 @@ class CountedNotes:
         """Note a batch, which is this one of a pass over its loader. Not collective."""
         self._noted, self._number = self._noted + 1, number
         if self._noted <= MOST:
-            self._in_common.note(batch, where)
+            self._consistency.note(batch, where)
 
     def called(self, in_training: bool) -> None:
         """A model is about to be called: compare, or leave that to the optimizer's step. Collective over the group.
@@ -74,7 +74,7 @@ class CountedNotes:
             RuntimeError: on every rank, if any two ranks differ.
         """
         self._noted, self._is_left = 0, False
-        self._in_common.compare()
+        self._consistency.compare()
 
 
 class ComparedFirst:

@@ -23,7 +23,7 @@ from lightning_autotp.layouts.step_size import TokensPerStep
 from lightning_autotp.lightning.discovery import fill_remaining
 from lightning_autotp.lightning.first_step import FirstStep, first_step
 from lightning_autotp.parameters.state import is_parallel
-from lightning_autotp.pipeline import fill_local, make_local, refuse_unfit
+from lightning_autotp.pipeline import materialize, make_local, refuse_unfit
 from lightning_autotp.proving.new_calls import with_rows
 from lightning_autotp.ranks.agreement import check_same_weights, raise_together
 from lightning_autotp.solving.options import PlanOptions
@@ -123,7 +123,7 @@ def fill_models(
         copies: the ranks that have the same part of the other copies of the models, if there are several copies.
     """
     for model in models:
-        fill_local(model, device, copies)
+        materialize(model, device, copies)
     with raise_together(None, f"initializing the {type(module).__name__}'s own parameters"):
         fill_remaining(module)
 

@@ -157,7 +157,7 @@ def gather_copies(tensor: Tensor, group: dist.ProcessGroup, sync_grads: bool) ->
     copies = TPGroup.of(group)
     if copies.size == 1:
         return tensor
-    each_one = Shard(((0, Ownership.dealt(copies.size, copies.size)),))
+    each_one = Shard(((0, Ownership.even(copies.size, copies.size)),))
     with torch.set_grad_enabled(sync_grads and torch.is_grad_enabled()):
         return all_gather_replicate(tensor.unsqueeze(0), copies, each_one)
 

@@ -117,9 +117,9 @@ class AutoTPStrategy(ParallelRanks, ModelParallelStrategy):
             edited since. Global rank 0's counts, so only there the file is needed.
         plan_cache: where plans are kept, so that the next start of the same model need not plan: a directory, ``True``
             for ``$LIGHTNING_AUTOTP_PLANS`` or the user's cache directory, ``False`` for nowhere. Global rank 0's.
-        sequence_parallel: deal out the tokens between sharded regions (norms, dropouts, residual adds), so that each
+        sequence_parallel: shard the tokens between tensor-parallel regions (norms, dropouts, residual adds), so that each
             rank holds its tokens' activations there; ``"auto"``: where that costs no time.
-        async_tensor_parallel: let compiled code overlap products with the collectives of dealt tokens, on devices that
+        async_tensor_parallel: let compiled code overlap products with the collectives of sharded tokens, on devices that
             share memory (NVLink). Needs ``sequence_parallel`` and compiled blocks.
         process_group_backend: by default the one for the device: nccl or gloo.
         timeout: of collectives.

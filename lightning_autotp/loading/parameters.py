@@ -29,7 +29,7 @@ from lightning_autotp.building.quantization import QuantizationError
 from lightning_autotp.building.recipe import Recipe
 from lightning_autotp.building.weight_conversion import Blocks
 from lightning_autotp.layouts.blocks import Block, Box, in_units, index, whole_box
-from lightning_autotp.layouts.listing import listed
+from lightning_autotp.layouts.names import join_names
 from lightning_autotp.layouts.types import Shard
 from lightning_autotp.parameters.local_blocks import held_blocks, plain, with_values
 from lightning_autotp.parameters.meta import ParameterMeta
@@ -107,7 +107,7 @@ def load_parameters(
     if empty:
         raise CheckpointError(
             f"nothing is known to fill {len(empty)} parameters from, which were made on the meta device elsewhere, or"
-            f" belong to another parallel model, too: {listed(empty)}. Build the"
+            f" belong to another parallel model, too: {join_names(empty)}. Build the"
             " model in configure_model()"
         )
     wrong = [

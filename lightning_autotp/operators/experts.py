@@ -48,4 +48,4 @@ def experts(site: Site) -> Dims:
     return result
 
 
-_WHOLE = "experts are dealt out whole here, for all tokens"
+_WHOLE = "experts are distributed whole here, for all tokens"

@@ -61,7 +61,7 @@ def instance_norm(site: Site) -> Dims:
 
 @operator("aten.group_norm.default", shares=(("num_groups", "input", 1),))
 def group_norm(site: Site) -> Dims | list[Dims]:
-    """``input [n, (g c), ...]``, weight and bias ``[(g c)]``: whole groups are dealt out, their number with them."""
+    """``input [n, (g c), ...]``, weight and bias ``[(g c)]``: whole groups are sharded, their number with them."""
     dims = site.dims("input")
     parts = site.axes.split(dims[1], site["num_groups"])
     if parts is None:

@@ -1,4 +1,4 @@
-"""Whole tensors at home: each is put together from the ranks' parts on one rank, and dealt out from there again.
+"""Whole tensors at home: each is put together from the ranks' parts on one rank, and sharded from there again.
 
 Many tensors travel in one all-to-all, each to its own home, so that every rank has some to work on at the same time.
 An element that several ranks hold is sent by one of them, by the home itself if it is one of them, and comes back to

@@ -1,7 +1,7 @@
 """``WholeMatrixOptimizer``: optimizers that look at whole tensors (Muon, Adafactor, ...), on a parallel model.
 
 Every parameter has a home, one rank on which an optimizer of its own steps the whole tensor. In a step the ranks' parts
-of the parameter and of its gradient are put together there, in the original coordinates, and the result is dealt out
+of the parameter and of its gradient are put together there, in the original coordinates, and the result is sharded
 again. The homes are balanced by the numbers of elements, and the tensors travel in rounds, one to each home: all ranks
 compute at the same time, and each has one whole parameter and its gradient in memory. What the optimizer keeps between
 steps is only at home, and whole.

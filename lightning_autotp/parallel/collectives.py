@@ -225,7 +225,7 @@ def _reduce_scatter(x: Tensor, group: TPGroup, dim: int, ownership: Ownership) -
 # --- what each transition computes, forward and backward side by side ---
 
 
-class Way(NamedTuple):
+class Kernel(NamedTuple):
     """How one transition runs: ``(tensor, group, dim, ownership) -> tensor`` in each direction.
 
     ``dim`` and ``ownership`` are those of the shard, where one side is one.
@@ -275,18 +275,18 @@ def _keep_once(x: Tensor, group: TPGroup, dim: int, ownership: Any) -> Tensor:
     return x.clone() if group.rank == 0 else torch.zeros_like(x)  # no view: code may add to it in place
 
 
-WAYS: dict[Pair, Way] = {
-    ("I", "R"): Way(_same, _sum),
-    ("P", "I"): Way(_sum, _same),
-    ("P", "R"): Way(_sum, _sum),
-    ("S", "I"): Way(_gather_first, _take_first),
-    ("S", "R"): Way(_gather_first, _sum_part_first),
-    ("I", "S"): Way(_take, _gather_sum),
-    ("R", "S"): Way(_take, _place_part),
-    ("I", "P"): Way(_keep_once, _same),
-    ("R", "P"): Way(_keep_once, _keep_once),
-    ("R", "I"): Way(_same, _keep_once),
-    ("P", "S"): Way(_sum_part, _gather_sum),
+KERNELS: dict[Pair, Kernel] = {
+    ("I", "R"): Kernel(_same, _sum),
+    ("P", "I"): Kernel(_sum, _same),
+    ("P", "R"): Kernel(_sum, _sum),
+    ("S", "I"): Kernel(_gather_first, _take_first),
+    ("S", "R"): Kernel(_gather_first, _sum_part_first),
+    ("I", "S"): Kernel(_take, _gather_sum),
+    ("R", "S"): Kernel(_take, _place_part),
+    ("I", "P"): Kernel(_keep_once, _same),
+    ("R", "P"): Kernel(_keep_once, _keep_once),
+    ("R", "I"): Kernel(_same, _keep_once),
+    ("P", "S"): Kernel(_sum_part, _gather_sum),
 }
 """For every row of :data:`~lightning_autotp.layouts.transitions.TRANSITIONS`, the two functions that do it."""
 
@@ -296,7 +296,7 @@ class _Transition(Function):
     def forward(ctx: Any, x: Tensor, pair: Pair, group: TPGroup, dim: int, ownership: Ownership | None) -> Tensor:
         ctx.where = pair, group, dim, ownership
         if not x.is_meta:
-            return WAYS[pair].forward(x, group, dim, ownership)
+            return KERNELS[pair].forward(x, group, dim, ownership)
         shape = list(x.shape)
         if ownership is not None:
             shape[dim] = ownership.size if pair[0] == "S" else ownership.local_size(group.rank)
@@ -313,7 +313,7 @@ class _TransitionBackward(Function):
     @staticmethod
     def forward(ctx: Any, grad: Tensor, pair: Pair, group: TPGroup, dim: int, ownership: Ownership | None) -> Tensor:
         ctx.where = pair, group, dim, ownership
-        return WAYS[pair].backward(grad, group, dim, ownership)
+        return KERNELS[pair].backward(grad, group, dim, ownership)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
@@ -324,7 +324,7 @@ def transition_backward(grad: Tensor, pair: Pair, group: TPGroup, dim: int, owne
     """The gradient before a transition, from the one after it; differentiable where gradients are recorded."""
     if torch.is_grad_enabled():  # under create_graph=True
         return _TransitionBackward.apply(grad, pair, group, dim, ownership)
-    return WAYS[pair].backward(grad, group, dim, ownership)
+    return KERNELS[pair].backward(grad, group, dim, ownership)
 
 
 # --- begun here, waited for elsewhere, where products are computed meanwhile: even shards, outside autograd ---
@@ -344,7 +344,7 @@ def begin_backward(grad: Tensor, pair: Pair, group: TPGroup, dim: int, ownership
         return collectives.all_reduce(grad.contiguous(), "sum", group.name)
     if pair == ("S", "R") and ownership is not None and ownership.is_even:
         return own_shape(_begin_reduce_scatter_even(grad, group, dim), _part_shape(grad, group, dim))
-    return WAYS[pair].backward(grad, group, dim, ownership)
+    return KERNELS[pair].backward(grad, group, dim, ownership)
 
 
 # --- what layers call ---

@@ -25,7 +25,7 @@ from lightning_autotp.parallel.collectives import all_reduce, owner_rows, take_o
 from lightning_autotp.parallel.local_parameters import LocalParameters, become, localize_parameter
 from lightning_autotp.private.torch_private import assert_async
 from lightning_autotp.ranks.group import TPGroup
-from lightning_autotp.solving.implementations import LEFT, Implementation
+from lightning_autotp.solving.implementations import DEFERRED_SUM, Implementation
 
 _Embedding = TypeVar("_Embedding", bound="VocabParallelEmbedding")
 
@@ -128,7 +128,7 @@ class VocabParallelEmbedding(nn.Embedding):
 
     Example:
         >>> group = TPGroup(name="", rank=0, size=2)  # without a process group: layers on meta only
-        >>> layer = VocabParallelEmbedding(131, 16, Ownership.dealt(131, group.size), group, device="meta")
+        >>> layer = VocabParallelEmbedding(131, 16, Ownership.even(131, group.size), group, device="meta")
         >>> layer
         VocabParallelEmbedding(131 -> 66, 16)
         >>> layer(torch.empty(2, 5, dtype=torch.long, device="meta")).shape
@@ -234,7 +234,7 @@ def _build(
     local: LocalParameters,
 ) -> None:
     (_, ownership), *_ = layout.dims
-    VocabParallelEmbedding.convert(module, ownership, group, local=local, reduce_output=use.output != LEFT)
+    VocabParallelEmbedding.convert(module, ownership, group, local=local, reduce_output=use.output != DEFERRED_SUM)
 
 
 VOCAB = Implementation(
@@ -243,7 +243,7 @@ VOCAB = Implementation(
     layer="Embedding",
     operand="weight",
     dims=(0,),
-    outputs=(("P", "I"), LEFT),
+    outputs=(("P", "I"), DEFERRED_SUM),
     given_instead=True,
     primitive="vocab_parallel_lookup",
     reads=("weight", "indices"),

@@ -28,7 +28,7 @@ from lightning_autotp.parallel.embedding import check_indices, local_positions
 from lightning_autotp.parallel.local_parameters import LocalParameters, localize_parameter
 from lightning_autotp.private.torch_private import parameters_of
 from lightning_autotp.ranks.group import TPGroup
-from lightning_autotp.solving.implementations import LEFT, Implementation
+from lightning_autotp.solving.implementations import DEFERRED_SUM, Implementation
 
 
 class WholeExperts:
@@ -65,7 +65,7 @@ class WholeExperts:
         inputs = ExpertInputs.found_in(args, kwargs)
         if inputs is None:
             raise TypeError(
-                f"{type(self.module).__name__}, whose experts are dealt out to the ranks whole, must be given tokens"
+                f"{type(self.module).__name__}, whose experts are sharded over the ranks whole, must be given tokens"
                 " [tokens, hidden], the experts that they choose [tokens, choices], and weights like these:"
                 ' cut={"....experts.*": 1} or keep_whole= plans it otherwise'
             )
@@ -107,7 +107,7 @@ WHOLE_EXPERTS = Implementation(
     is_module=True,
     operand="weight",
     dims=(0,),
-    outputs=(LEFT,),
+    outputs=(DEFERRED_SUM,),
     primitive="whole_experts",
     reads=("hidden_states", "index", "weights", "weight", "stacked", "others"),
     build=deal_out,

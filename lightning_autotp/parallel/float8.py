@@ -10,7 +10,7 @@ product                     operands            a row's scale goes along   is cu
 .                           ``W^T [in, out]``   ``in``                     row-parallel
 ``dx = dy W``               ``dy``              ``out``                    column-parallel
 .                           ``W^T``             ``out``                    column-parallel
-``dW = dy^T x``             ``dy``, ``x``       ``tokens``                 whole, its tokens dealt out
+``dW = dy^T x``             ``dy``, ``x``       ``tokens``                 whole, its tokens sharded
 ==========================  ==================  =========================  =========================
 
 The largest elements of what goes along a cut dim are made those of the whole tensor, by one all-reduce in a layer's
@@ -40,7 +40,7 @@ from lightning_autotp.ranks.group import TPGroup
 class Float8Linear(nn.Linear):
     """A linear layer that is whole on every rank and computes in float8: ``[..., in] -> [..., out]``.
 
-    The tokens of its input may be dealt out. Forward and backward are collective.
+    The tokens of its input may be sharded. Forward and backward are collective.
     """
 
     group: TPGroup

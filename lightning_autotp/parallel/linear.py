@@ -42,7 +42,7 @@ from lightning_autotp.parallel.float8 import local_product
 from lightning_autotp.parallel.local_parameters import LocalParameters, become, localize_parameter
 from lightning_autotp.parallel.overlap import product, replicate
 from lightning_autotp.ranks.group import TPGroup
-from lightning_autotp.solving.implementations import LEFT, Implementation
+from lightning_autotp.solving.implementations import DEFERRED_SUM, Implementation
 
 _Column = TypeVar("_Column", bound="ColumnParallelLinear")
 _Row = TypeVar("_Row", bound="RowParallelLinear")
@@ -79,7 +79,7 @@ class ColumnParallelLinear(nn.Linear):
 
     Example:
         >>> group = TPGroup(name="", rank=0, size=2)  # without a process group: layers on meta only
-        >>> ownership = Ownership.dealt(112, group.size)
+        >>> ownership = Ownership.even(112, group.size)
         >>> layer = ColumnParallelLinear(64, 112, ownership, group, bias=False, device="meta")
         >>> layer
         ColumnParallelLinear(in_features=64, out_features=112 -> 56, bias=False, gather_output=False)
@@ -221,7 +221,7 @@ class RowParallelLinear(nn.Linear):
 
     Example:
         >>> group = TPGroup(name="", rank=1, size=2)  # without a process group: layers on meta only
-        >>> layer = RowParallelLinear(7, 64, Ownership.dealt(7, group.size), group, device="meta")
+        >>> layer = RowParallelLinear(7, 64, Ownership.even(7, group.size), group, device="meta")
         >>> layer
         RowParallelLinear(in_features=7 -> 3, out_features=64, bias=True, input_is_parallel=True)
         >>> layer(torch.empty(2, 5, 3, device="meta")).shape
@@ -368,7 +368,7 @@ def _build_row(
         group,
         local=local,
         input_is_parallel=use.input is None,
-        reduce_output=use.output != LEFT,
+        reduce_output=use.output != DEFERRED_SUM,
     )
 
 
@@ -391,7 +391,7 @@ ROW = Implementation(
     operand="weight",
     dims=(1,),
     inputs=(("I", "S"),),
-    outputs=(("P", "I"), LEFT),
+    outputs=(("P", "I"), DEFERRED_SUM),
     added_last="bias",
     build=_build_row,
 )

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_autotp.layouts.blocks import Block, blocks_of, chunk, index, owned_by
-from lightning_autotp.layouts.listing import listed
+from lightning_autotp.layouts.names import join_names
 from lightning_autotp.parameters.meta import ParameterMeta
 from lightning_autotp.parameters.quantized_weight import QuantizedWeight
 from lightning_autotp.parameters.unsummed import UnsummedGradient
@@ -54,7 +54,7 @@ def refuse_cut(model: nn.Module) -> None:
     names = [name for name, parameter in model.named_parameters() if is_cut(parameter)]
     if names:
         raise RuntimeError(
-            f"{listed(names)} of {type(model).__name__} are DTensors, which parallelize_module, distribute_tensor or"
+            f"{join_names(names)} of {type(model).__name__} are DTensors, which parallelize_module, distribute_tensor or"
             " fully_shard has divided already: leave that out. lightning_autotp divides the whole model itself, and"
             " data_parallel_size= (or data_mesh= of parallelize) lets FSDP2 cut its copies"
         )

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightning_autotp.building.checkpoint_reading import CheckpointSource
 from lightning_autotp.building.quantization import format_of
 from lightning_autotp.building.recipe import take_recipe
-from lightning_autotp.layouts.listing import listed
+from lightning_autotp.layouts.names import join_names
 from lightning_autotp.layouts.plan import ConversionPlan, Plan
 from lightning_autotp.parameters.local_blocks import reshard
 from lightning_autotp.parameters.meta import ParameterMeta
@@ -158,7 +158,7 @@ class ParallelState:
                     places.append(Place(name, module, attribute, self.metas[name]))
         if strangers:
             raise RuntimeError(
-                f"{listed(strangers)} came into the parallel"
+                f"{join_names(strangers)} came into the parallel"
                 f" {type(model).__name__} after it was divided: nothing is known of how they lie over the ranks. Add"
                 " adapters, heads and parametrizations before (in configure_model()), or put what every rank is to"
                 " have whole outside of this model"

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from lightning_autotp.layouts.listing import listed
+from lightning_autotp.layouts.names import join_names
 from lightning_autotp.parameters.local_blocks import plain
 from lightning_autotp.private.torch_private import StorageWeakRef, writes_into
 from lightning_autotp.ranks.description import checksum
@@ -95,7 +95,7 @@ class Writes:
         elif (unknown := sorted(changed - self._checked)) and not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"{listed(unknown)} were written in"
+                f"{join_names(unknown)} were written in"
                 " place, not by an optimizer, by code that nobody has looked at. Each rank has only a part of them:"
                 " what does the same with each element is right; rows by their index or random numbers would be others"
                 " in the whole tensor. Run that code once inside `with lightning_autotp.checked(model):`, which tells",

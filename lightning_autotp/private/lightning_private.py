@@ -333,7 +333,7 @@ class ModelSummary(model_summary.ModelSummary):
         return self._model
 
     @property
-    def listed(self) -> list[nn.Module]:
+    def join_names(self) -> list[nn.Module]:
         """The modules that have a row."""
         return [layer._module for layer in self._layer_summary.values()]
 

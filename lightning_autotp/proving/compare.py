@@ -20,7 +20,7 @@ from lightning_autotp.layouts.types import Invariant, Layout, Shard, local_shape
 from lightning_autotp.operators import Shapes, record
 from lightning_autotp.operators.graph import Graph, Operator, Ref, refs, renamed
 from lightning_autotp.parameters.meta import ParameterMeta
-from lightning_autotp.solving.implementations import LEFT, Use
+from lightning_autotp.solving.implementations import DEFERRED_SUM, Use
 from lightning_autotp.solving.solution import Conversion, Solution
 
 
@@ -216,7 +216,7 @@ def _implemented(use: Use, operator: Operator, shapes: Any, solution: Solution) 
     (target, shape) = shapes[0]
     added = dict(operator.arguments).get(entry.added_last) if entry.added_last else None
     total = ("total", target) if added else target
-    change = None if use.output == LEFT else use.output
+    change = None if use.output == DEFERRED_SUM else use.output
     result = ("partial", target) if change is not None else total
     if entry.primitive:
         reads = tuple(ref for name in entry.reads for ref in refs(operator.argument(name)))
@@ -229,7 +229,7 @@ def _implemented(use: Use, operator: Operator, shapes: Any, solution: Solution) 
     if change is not None:
         yield _Expected(f"record:{TRANSITIONS[change].name}", (("input", (result,)),), ((total, shape),), operator)
     if added:
-        if use.output == LEFT:  # it counts once
+        if use.output == DEFERRED_SUM:  # it counts once
             once, name = ("once", target), f"record:{TRANSITIONS['I', 'P'].name}"
             whole = solution.graph.tensors[added.tensor].shape
             yield _Expected(name, (("input", (added,)),), ((once, whole),), operator)

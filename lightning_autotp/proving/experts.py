@@ -1,4 +1,4 @@
-"""Which modules' experts may be dealt out whole: those whose code is tried, and gives the same in parts.
+"""Which modules' experts may be distributed whole: those whose code is tried, and gives the same in parts.
 
 A trace does not tell what the code of a mixture's experts does with the numbers of the experts that tokens choose. So
 it is tried, on the CPU with random numbers: a small copy of the module, with narrower matrices, must give for all
@@ -37,7 +37,7 @@ _TOLERANCE = 1e-4  # of the largest element
 
 @dataclass(frozen=True)
 class Dealable:
-    """Which experts may be dealt out whole.
+    """Which experts may be distributed whole.
 
     Attributes:
         sizes: by module, the sizes in its code that must be its number of experts on each rank.
@@ -76,7 +76,7 @@ def dealable_experts(
         if not because:
             shapes = tuple((name, tuple(parameter.shape)) for name, parameter in module.named_parameters())
             numbers = _numbers(graph, call.module, module, number)
-            ownership = Ownership.dealt(number, ranks) if planned is None else planned[call.module]
+            ownership = Ownership.even(number, ranks) if planned is None else planned[call.module]
             key = type(module), shapes, choices, numbers, call.places, ownership
             if key not in tried:
                 tried[key] = _tried(module, call, graph, ownership, numbers)
@@ -92,7 +92,7 @@ def dealable_experts(
 
 
 def prove_experts(model: nn.Module, graph: Graph, plan: Plan) -> None:
-    """Prove that the experts which a plan deals out whole give the same in parts, with the sizes that it says.
+    """Prove that the experts which a plan shards whole give the same in parts, with the sizes that it says.
 
     Args:
         model: the original model.
@@ -106,18 +106,18 @@ def prove_experts(model: nn.Module, graph: Graph, plan: Plan) -> None:
     planned = {path: layout.dims[0][1] for path, layout in layouts.items() if isinstance(layout, Shard)}
     found = dealable_experts(model, graph, plan.ranks, planned)
     for path, because in found.refused.items():
-        raise PlanMismatch(f"the plan deals out the experts of {path} whole, but {because}")
+        raise PlanMismatch(f"the plan shards the experts of {path} whole, but {because}")
     for path, needed in found.sizes.items():
         sizes = {str(size) for size in plan.sizes if size.module == path}
         if sizes != set(map(str, needed)):
             raise PlanMismatch(
-                f"the plan deals out the experts of {path} whole, for which these sizes must become local, and no"
+                f"the plan shards the experts of {path} whole, for which these sizes must become local, and no"
                 f" others: {', '.join(map(str, needed)) or 'none'}; the plan says {', '.join(sorted(sizes)) or 'none'}"
             )
 
 
 def _not_dealable(call: ExpertsCall, module: nn.Module, number: int, ranks: int, first_names: Set[str]) -> str:
-    """Why experts may not be dealt out, if that can be told without trying them; else empty."""
+    """Why experts may not be sharded, if that can be told without trying them; else empty."""
     if number < ranks:
         return f"there are fewer experts ({number}) than ranks"
     if "forward" in vars(module):

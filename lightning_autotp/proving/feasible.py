@@ -75,7 +75,7 @@ def _feasible(model: nn.Module, graph: Graph, inputs: Any, ranks: int, options: 
 
 
 def _cheaper(divided: _Search, whole: _Search) -> _Search:
-    """The search of the cheaper plans: experts are divided along their features, or dealt out whole.
+    """The search of the cheaper plans: experts are divided along their features, or distributed whole.
 
     All mixtures of a model are treated alike. Experts whose code cannot be traced cannot be divided; and a user may ask
     for one or the other, by pins.
@@ -99,13 +99,13 @@ def _cheaper(divided: _Search, whole: _Search) -> _Search:
 
 
 def _with_refused(plan: Plan, found: Dealable) -> Plan:
-    """The plan, which says of experts that are whole on every rank why they are not dealt out."""
+    """The plan, which says of experts that are whole on every rank why they are not sharded."""
 
     def said(parameter: ParameterPlan) -> ParameterPlan:
         why = found.refused.get(parameter.names[0].rpartition(".")[0])
         if why is None or isinstance(parameter.layout, Shard) or len(parameter.shape) < 2:
             return parameter
-        reason = Reason(0, parameter.shape[0], f"its experts cannot be dealt out: {why}")
+        reason = Reason(0, parameter.shape[0], f"its experts cannot be sharded: {why}")
         return replace(parameter, reasons=(reason, *(known for known in parameter.reasons if known.dim != 0)))
 
     return replace(plan, parameters=tuple(map(said, plan.parameters)))
@@ -167,7 +167,7 @@ class _Search:
         """The plan where each rank has a part of the tokens between sharded regions.
 
         Parameters stay cut as they are without: the memory of activations is not to be paid for with theirs. Where
-        dealt tokens cannot be carried out, because code asks how many there are, every rank has them all.
+        sharded tokens cannot be carried out, because code asks how many there are, every rank has them all.
 
         Args:
             plan: the plan with whole tokens.
@@ -196,7 +196,7 @@ class _Search:
         reasons = {parameter.names: parameter.reasons for parameter in plan.parameters}
         parameters = tuple(replace(parameter, reasons=reasons[parameter.names]) for parameter in found.parameters)
         whole = tuple(messages)
-        if not found.deals_tokens:
+        if not found.shards_sequence:
             failed = tuple(f"{why} ({message})" for why, message in messages.items())
             whole = failed or ("dealing them out costs more than it saves",)
         return replace(found, parameters=parameters, whole_tokens=whole), dealt

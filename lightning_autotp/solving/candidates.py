@@ -1,4 +1,4 @@
-"""Candidate shardings: which axes may be dealt out to the ranks, and how."""
+"""Candidate shardings: which axes may be sharded over the ranks, and how."""
 
 from __future__ import annotations
 
@@ -95,12 +95,12 @@ def candidates(
     among: Collection[int] | None = None,
     together: Mapping[int, int] | None = None,
 ) -> list[Sharding]:
-    """Every axis of some tensors, dealt out; with fewer units than ranks, together with another factor's.
+    """Every axis of some tensors, sharded; with fewer units than ranks, together with another factor's.
 
     Args:
         tensors: their resolved dims.
         ranks: among so many.
-        among: ids of the axes that may be dealt out; all by default.
+        among: ids of the axes that may be sharded; all by default.
         together: by axis, how many of its units may not be separated, where there are enough of such groups.
     """
     together = together or {}
@@ -173,7 +173,7 @@ def _dealt(axis: Axis, ranks: int, together: int) -> Sharding:
     groups = -(-axis.size // together)
     if groups < ranks:
         groups, together = axis.size, 1
-    dealt = Ownership.dealt(groups, ranks)
+    dealt = Ownership.even(groups, ranks)
     held = (tuple((a * together, min(b * together, axis.size)) for a, b in runs) for runs in dealt.held)
     return Sharding((axis.id,), tuple(((axis.id, runs),) for runs in held))
 
@@ -181,10 +181,10 @@ def _dealt(axis: Axis, ranks: int, together: int) -> Sharding:
 def _dealt_within(outer: Axis, inner: Axis, ranks: int) -> Sharding:
     """Ranks outnumber the outer units: each unit has several ranks, which divide the inner ones among them."""
     held = []
-    teams = Ownership.dealt(ranks, outer.size)
+    teams = Ownership.even(ranks, outer.size)
     for unit in range(outer.size):
         members = teams.local_size(unit)
-        shares = Ownership.dealt(inner.size, members)
+        shares = Ownership.even(inner.size, members)
         held += [((outer.id, ((unit, unit + 1),)), (inner.id, shares.held[member])) for member in range(members)]
     return Sharding((outer.id, inner.id), tuple(held))
 

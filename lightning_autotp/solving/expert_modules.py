@@ -1,4 +1,4 @@
-"""A graph in which a mixture's experts are one operator each, so that they can be dealt out whole."""
+"""A graph in which a mixture's experts are one operator each, so that they can be distributed whole."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def _operator(graph: Graph, call: ExpertsCall, last: Operator) -> Operator:
 
 
 def as_planned(graph: Graph, plan: Plan, implementations: Implementations) -> Graph:
-    """A model's graph as a plan of it was made on: where it deals out whole experts, these are one operator each.
+    """A model's graph as a plan of it was made on: where it shards whole experts, these are one operator each.
 
     Raises:
-        PlanMismatch: if a module whose experts the plan deals out whole does not run here, or is given something else
+        PlanMismatch: if a module whose experts the plan shards whole does not run here, or is given something else
             than tokens, the experts that they choose, and weights.
     """
     names = {entry.name for entry in implementations if entry.is_module}
@@ -66,7 +66,7 @@ def as_planned(graph: Graph, plan: Plan, implementations: Implementations) -> Gr
     missing = sorted((modules & running) - {call.module for call in graph.experts})
     if missing:
         raise PlanMismatch(
-            f"the plan deals out the experts of {missing[0]} whole, but here it is not given tokens [tokens, hidden],"
+            f"the plan shards the experts of {missing[0]} whole, but here it is not given tokens [tokens, hidden],"
             " the experts that they choose [tokens, choices], and weights like these, or does not return tokens"
         )
     return with_whole_experts(graph, modules)

@@ -17,7 +17,7 @@ from lightning_autotp.layouts.types import Layout, Shard
 from lightning_autotp.operators.graph import Operator, Ref
 
 Shape = tuple[float, ...]
-LEFT: Pair = ("P", "P")
+DEFERRED_SUM: Pair = ("P", "P")
 """The sum of the ranks' products is left to what comes after: the result is Partial."""
 
 Communicates = Callable[[Mapping[str, Shape]], tuple[tuple[str, float], ...]]
@@ -36,10 +36,10 @@ class Implementation:
         dims: in one of which that argument must be cut, and in no other; empty for any one.
         inputs: changes of type that it makes on the module's first input by itself.
         outputs: changes of type that it makes on its result by itself: of a result that lies like its operands
-            (``S -> I``), or of the ranks' products (``P -> I``), of which one must happen: :data:`LEFT` is to leave
+            (``S -> I``), or of the ranks' products (``P -> I``), of which one must happen: :data:`DEFERRED_SUM` is to leave
             their sum to what comes after.
         given_instead: whether callers may give its result to the model themselves (``inputs_embeds``), which is no sum
-            that is to be taken: so its own is left only where tokens are dealt out for it.
+            that is to be taken: so its own is left only where tokens are sharded for it.
         keeps_part: an argument of which it keeps this rank's part for the backward pass where its tokens were
             gathered; the backward gathers it again.
         added_last: an argument that it adds after such a sum (a bias); it has the type of the result, or is Invariant
@@ -84,14 +84,14 @@ class Implementation:
             return False
         return not self.dims or layout.dims[0][0] in self.dims
 
-    def results(self, deal_tokens: bool) -> tuple[Pair | None, ...]:
+    def results(self, shard_sequence: bool) -> tuple[Pair | None, ...]:
         """The changes of type that may end the sum of its products; ``None`` where the result is Invariant at once.
 
         Args:
-            deal_tokens: whether the tokens of sequences may be dealt out.
+            shard_sequence: whether the tokens of sequences may be sharded.
         """
-        may_leave = deal_tokens or not self.given_instead
-        after = tuple(pair for pair in self.outputs if pair[0] == "P" and (may_leave or pair != LEFT))
+        may_leave = shard_sequence or not self.given_instead
+        after = tuple(pair for pair in self.outputs if pair[0] == "P" and (may_leave or pair != DEFERRED_SUM))
         return after or (None,)
 
     def sent(self, after: Pair | None, result: float, shapes: Mapping[str, Shape]) -> Iterator[tuple[str, float]]:
@@ -102,7 +102,7 @@ class Implementation:
             result: bytes of the whole result.
             shapes: whole shapes of its tensor arguments, by name.
         """
-        if after is not None and after != LEFT:
+        if after is not None and after != DEFERRED_SUM:
             yield from ((kind, result) for kind in TRANSITIONS[after].collectives)
         if self.communicates is not None:
             yield from self.communicates(shapes)

@@ -25,8 +25,8 @@ class PlanOptions:
         profile: the hardware.
         plan: a plan that is there already, or its file: nothing of the above counts then.
         cache: where plans are kept for the next start.
-        sequence_parallel: whether tokens are dealt out between sharded regions; ``"auto"``: where that costs no time.
-        async_tensor_parallel: whether compiled code overlaps products with the collectives of dealt tokens.
+        sequence_parallel: whether tokens are sharded between tensor-parallel regions; ``"auto"``: where that costs no time.
+        async_tensor_parallel: whether compiled code overlaps products with the collectives of sharded tokens.
         traced_with: where the call that is traced comes from, if there is more to say than whether it was given.
     """
 
@@ -62,7 +62,7 @@ class PlanOptions:
             raise ValueError(f'sequence_parallel is {sequence_parallel!r}: it must be True, False or "auto"')
         if async_tensor_parallel and not sequence_parallel:
             raise ValueError(
-                "async_tensor_parallel=True overlaps products with the gathers and reduce-scatters of dealt tokens: set"
+                "async_tensor_parallel=True overlaps products with the gathers and reduce-scatters of sharded tokens: set"
                 " sequence_parallel=True as well"
             )
         keep_whole = (keep_whole,) if isinstance(keep_whole, str) else tuple(keep_whole)

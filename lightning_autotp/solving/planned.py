@@ -52,7 +52,7 @@ def changing_places(plan: Plan) -> set[Boundary]:
     return {place for place in (*places, *layers) if isinstance(place, Boundary)}
 
 
-class Planned:
+class PlanConstraints:
     """What a plan allows.
 
     Args:

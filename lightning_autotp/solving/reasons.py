@@ -179,7 +179,7 @@ class Reasons:
             return min(place.get(axis, len(place)) for axis in self._tables.shardings[number].axes)
 
         numbers = [number for number in self._tables.touching[tensor] if self._tables.cut(tensor, number) == dim]
-        numbers.sort(key=outermost)  # what is dealt out is the outer factor, if it can be
+        numbers.sort(key=outermost)  # what is sharded is the outer factor, if it can be
         if not numbers:
             return _Along(dim, length, self._indivisible(dims, dim), False)
         obstacle = self._refused(tensor, numbers[0], converting=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 
-from lightning_autotp.layouts.listing import listed
+from lightning_autotp.layouts.names import join_names
 from lightning_autotp.layouts.places import Boundary, CallPoint
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.layouts.step_size import TokensPerStep
@@ -54,7 +54,7 @@ def solve(
         tokens: the step to price for.
         pinned: parameters, by name, that are to be cut along this dim, or, with ``None``, to be left whole.
         plan: a plan to be followed: then the layouts are those that it means.
-        dealt_on: a solution with whole tokens: activations are divided as there, or their tokens are dealt out.
+        dealt_on: a solution with whole tokens: activations are divided as there, or their tokens are sharded.
         undealt: tensors whose tokens may not be.
         is_other_call: whether the graph is of another call than the one that the plan was made for: it may leave out
             places of the plan, and change layouts at boundaries of modules where the plan changes none.
@@ -66,8 +66,8 @@ def solve(
         PlanMismatch: if the operators' rules do not allow what the plan says.
         RuntimeError: if too many layouts hang together, and no solution was found in the time for them.
     """
-    deal_tokens = dealt_on is not None or (plan is not None and plan.deals_tokens)
-    tables = Tables(graph, ranks, implementations, profile or Profile(), blocked or {}, tokens, deal_tokens)
+    shard_sequence = dealt_on is not None or (plan is not None and plan.shards_sequence)
+    tables = Tables(graph, ranks, implementations, profile or Profile(), blocked or {}, tokens, shard_sequence)
     if dealt_on is not None:
         tables.deal_on(dealt_on.kinds, undealt)
     if plan is not None:
@@ -183,4 +183,4 @@ def _impossible(name: str, dim: int, obstacle: object) -> str:
 
 def _listed(pinned: Mapping[str, int | None]) -> str:
     shown = [f"{name} {'whole' if dim is None else f'along dim {dim}'}" for name, dim in pinned.items()]
-    return listed(shown)
+    return join_names(shown)

@@ -1,7 +1,7 @@
 """What every operator may run at, and what it costs: the tables that the solver minimises.
 
 Every tensor takes one *type*: Invariant, Replicate, Partial, or sharded by a candidate **sharding** (one of the axes
-its parameters are made of, dealt out to the ranks). Each operator's rule allows some combinations of types; a module
+its parameters are made of, sharded over the ranks). Each operator's rule allows some combinations of types; a module
 boundary also allows conversions. Each gives a table of the combinations allowed, with their prices.
 """
 
@@ -26,9 +26,9 @@ from lightning_autotp.solving.call_points import private_draws, static_operands
 from lightning_autotp.solving.candidates import candidates, inseparable, is_cut_between, squares
 from lightning_autotp.solving.cost import Profile, typical_matrix
 from lightning_autotp.solving.elimination import Elimination, Table
-from lightning_autotp.solving.implementations import LEFT, Implementation, Implementations, Use, operand_of
+from lightning_autotp.solving.implementations import DEFERRED_SUM, Implementation, Implementations, Use, operand_of
 from lightning_autotp.solving.kept_parts import kept_in_parts
-from lightning_autotp.solving.planned import Planned
+from lightning_autotp.solving.planned import PlanConstraints
 from lightning_autotp.solving.pricing import ScaledSizes
 from lightning_autotp.solving.repeated_modules import twins
 from lightning_autotp.solving.residual import residual_axes
@@ -54,7 +54,7 @@ class Tables:
         profile: the hardware.
         blocked: positions of operators at which nothing may be sharded, and why.
         tokens: the step to price for.
-        deal_tokens: whether the tokens of sequences may be dealt out, too.
+        shard_sequence: whether the tokens of sequences may be sharded, too.
 
     Attributes:
         axes: every axis of the graph's tensors.
@@ -80,7 +80,7 @@ class Tables:
         profile: Profile,
         blocked: Mapping[int, str],
         tokens: TokensPerStep | None = None,
-        deal_tokens: bool = False,
+        shard_sequence: bool = False,
     ) -> None:
         self.graph, self.ranks, self.implementations, self.profile = graph, ranks, implementations, profile
         self.fixed: set[Boundary | CallPoint] = set()
@@ -116,7 +116,7 @@ class Tables:
         self.layers = {operator.module for operator in graph.operators if implementations.is_layer(operator)}
         self._layouts: dict[tuple[Dims, int], Layout] = {}
         self._fullest: dict[tuple[Dims, int], float] = {}
-        self.planned: Planned | None = None
+        self.planned: PlanConstraints | None = None
         self.tables: list[Table] = []
         self._works: dict[int, tuple[float, float]] = {}
         tensors = graph.tensors
@@ -137,13 +137,13 @@ class Tables:
         self.matrix = typical_matrix([(tensor.shape, tensor.bytes) for tensor in divisible])
         self.hidden = statistics.median(crossing or [1])
         of_parameters = [dim for tensor in graph.parameters for dim in self.dims.get(tensor, ())]
-        self.deal_tokens = deal_tokens
+        self.shard_sequence = shard_sequence
         self.growing = self.sizes.growing - {axis.id for dim in of_parameters for axis in leaves(dim)}
         blocks = {tensor: units for tensor, units in graph.units.items() if tensor in self.dims}
         together = inseparable(pair for t, units in blocks.items() for pair in zip(self.dims[t], units, strict=True))
         of_each = [self.dims[tensor] for tensor in graph.parameters if tensor in self.dims]
         self.shardings = candidates(of_each, ranks, together=together)
-        if deal_tokens:
+        if shard_sequence:
             self.shardings += candidates(self.dims.values(), ranks, self.growing & self.sizes.sequence)
         self.cutting: dict[int, list[int]] = {}
         for number, sharding in enumerate(self.shardings):
@@ -192,18 +192,18 @@ class Tables:
 
     def follow(self, plan: Plan, is_other_call: bool = False) -> None:
         """Allow only what a plan says; in another call than its own also changes of layout where it has none."""
-        self.planned = Planned(
+        self.planned = PlanConstraints(
             plan, self.graph, self.shardings, self.touching, self.layout, self.implementations, is_other_call
         )
         used = self.planned.numbers
         self.touching = {tensor: tuple(n for n in numbers if n in used) for tensor, numbers in self.touching.items()}
 
     def deal_on(self, divided: Mapping[int, Kind], undealt: Collection[int]) -> None:
-        """Allow only tokens to be dealt out besides what is divided already.
+        """Allow only tokens to be sharded besides what is divided already.
 
         Args:
             divided: the tensors' kinds where every rank has all tokens.
-            undealt: tensors whose tokens may not be dealt out, because the model's code asks how many there are.
+            undealt: tensors whose tokens may not be sharded, because the model's code asks how many there are.
         """
         for tensor, numbers in self.touching.items():
             dealt = [n for n in numbers if self.growing.intersection(self.shardings[n].axes) and tensor not in undealt]
@@ -425,12 +425,12 @@ class Tables:
         added = relation.added_last
         summing = [entry for entry in self._implementations(relation.operator, kinds) if entry.sums]
         for entry in summing:
-            for after in entry.results(self.deal_tokens):
+            for after in entry.results(self.shard_sequence):
                 sent = entry.sent(after, self.bytes[outputs[0]], self._shapes(relation))
                 extra = sum(self.profile.collective(kind, size, self.ranks) for kind, size in sent)
-                extra += _ELSEWHERE * (after == LEFT)
+                extra += _ELSEWHERE * (after == DEFERRED_SUM)
                 result: Kind = after[1] if after else I
-                last: Kind = I if after == LEFT else result
+                last: Kind = I if after == DEFERRED_SUM else result
                 types = dict.fromkeys(outputs, result) | dict.fromkeys(added & set(inputs), last)
                 found.append((kinds | types, cost + extra))
         plain = not summing and not relation.needs_implementation
@@ -631,7 +631,7 @@ class Tables:
         for entry in self._implementations(operator, kinds):
             if not entry.sums:
                 return Use(entry)
-            for after in entry.results(self.deal_tokens):
+            for after in entry.results(self.shard_sequence):
                 if result == (after[1] if after else I):
                     return Use(entry, after)
         return None

@@ -46,7 +46,7 @@ def zoo(
         page: the page to write, instead of the one in ``docs``.
         plan_only: only plan, in one process, and run nothing; writes no page of its own accord either.
         limit: seconds that one architecture may take.
-        sequence_parallel: deal out the tokens between sharded regions.
+        sequence_parallel: shard the tokens between tensor-parallel regions.
     """
     console = Console()
     groups = {"all": tuple(GROUPS), "others": tuple(PACKAGES)}.get(group, (group,))

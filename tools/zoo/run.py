@@ -35,7 +35,7 @@ class Ranks:
         ranks: number of tensor-parallel ranks.
         limit: seconds that one architecture may take.
         plan_only: only plan, in one process, and run nothing.
-        sequence_parallel: deal out the tokens between sharded regions.
+        sequence_parallel: shard the tokens between tensor-parallel regions.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ from lightning_autotp.layouts.transitions import TRANSITIONS
 from lightning_autotp.layouts.types import Shard
 from lightning_autotp.operators import count_flops
 from lightning_autotp.operators.graph import OPAQUE
-from lightning_autotp.solving.implementations import LEFT
+from lightning_autotp.solving.implementations import DEFERRED_SUM
 from lightning_autotp.solving.solution import Solution
 
 LOSS_TOLERANCE = 1e-5
@@ -167,7 +167,7 @@ def forward_collectives(solution: Solution) -> tuple[int, int]:
         if _IN_A_LAYER.search(change.boundary.module) and change.boundary not in entering:
             kinds.append(TRANSITIONS[change.pair].forward)
     for number, use in solution.uses.items():
-        if use.output not in (None, LEFT) and _IN_A_LAYER.search(solution.graph.operators[number].module):
+        if use.output not in (None, DEFERRED_SUM) and _IN_A_LAYER.search(solution.graph.operators[number].module):
             kinds.append(TRANSITIONS[use.output].forward)
     reduced = sum(kind == "all_reduce" for kind in kinds)
     return reduced, sum(map(bool, kinds)) - reduced

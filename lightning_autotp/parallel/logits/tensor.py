@@ -83,7 +83,7 @@ class VocabParallelLogits(Tensor):
 
     Example:
         >>> group = TPGroup(name="", rank=0, size=2)  # without a process group: on meta only
-        >>> shard = Shard(((2, Ownership.dealt(131, group.size)),))
+        >>> shard = Shard(((2, Ownership.even(131, group.size)),))
         >>> logits = VocabParallelLogits(torch.empty(2, 5, 66, device="meta"), shard, group)
         >>> logits[..., :-1, :].float().reshape(-1, 131)
         VocabParallelLogits(shape=(8, 131), local=(8, 66), S(1: 131 -> [66, 65]), rank 0 of 2, torch.float32, meta)

@@ -8,10 +8,10 @@ from itertools import islice
 MOST = 5
 
 
-def listed(names: Collection[str]) -> str:
+def join_names(names: Collection[str]) -> str:
     """The first few of these names, and how many others there are.
 
-    >>> listed(["a", "b"]), listed("abcdefg")
+    >>> join_names(["a", "b"]), join_names("abcdefg")
     ('a, b', 'a, b, c, d, e and 2 more')
     """
     shown = ", ".join(islice(names, MOST))

@@ -48,7 +48,7 @@ class Account:
     before: str | None
 
 
-class InCommon:
+class ReplicaConsistency:
     """Notes what this rank is given, and compares it with what the other ranks of its group are given.
 
     Args:
