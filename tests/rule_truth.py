@@ -27,9 +27,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lightning_autotp.capture.schemas import named_arguments
+from lightning_autotp.layouts.blocks import blocks_of
 from lightning_autotp.layouts.ownership import Ownership
 from lightning_autotp.layouts.places import CallSite
-from lightning_autotp.layouts.types import Invariant, Layout, Partial, Replicate, Shard, boxes
+from lightning_autotp.layouts.types import Invariant, Layout, Partial, Replicate, Shard
 from lightning_autotp.operators import Relation, record, relate
 from lightning_autotp.operators.graph import Call, Graph, Operator, Ref, TensorInfo
 from lightning_autotp.parallel.embedding import vocab_parallel_lookup
@@ -250,7 +251,7 @@ class Tape:
         """Every rank's part of a gradient; where several ranks' gradients add up, each element is one rank's."""
         if isinstance(layout, Invariant | Partial):
             return [cotangent] * ranks
-        held = torch.stack([_mask(cotangent.shape, layout, rank) for rank in range(ranks)])
+        held = torch.stack([_mask(cotangent.shape, layout, rank, ranks) for rank in range(ranks)])
         chosen = (held * torch.rand(held.shape, generator=self.generator)).argmax(0)
         parts = [torch.where(chosen == rank, cotangent, torch.zeros_like(cotangent)) for rank in range(ranks)]
         return [_part(part, layout, rank) for rank, part in enumerate(parts)]
@@ -420,10 +421,10 @@ def _part(value: Tensor, layout: Layout, rank: int) -> Tensor:
     return value
 
 
-def _mask(shape: torch.Size, layout: Layout, rank: int) -> Tensor:
+def _mask(shape: torch.Size, layout: Layout, rank: int, ranks: int) -> Tensor:
     """Which elements ``rank`` holds."""
     mask = torch.zeros(shape, dtype=torch.bool)
-    for _, there in boxes(shape, layout, rank):
+    for _, there, _ in blocks_of(shape, layout, rank, ranks):
         mask[tuple(slice(*run) for run in there)] = True
     return mask
 
@@ -435,7 +436,7 @@ def _agree(parts: list[Tensor], whole: Tensor, layout: Layout, *, owners_add: bo
     if isinstance(layout, Shard) and owners_add:
         total = torch.zeros_like(whole)
         for rank, part in enumerate(parts):
-            total[_mask(whole.shape, layout, rank)] += part.flatten()
+            total[_mask(whole.shape, layout, rank, len(parts))] += part.flatten()
         return _close(total, whole)
     return all(_close(part, _part(whole, layout, rank)) for rank, part in enumerate(parts))
 

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import planner
 import pytest
-from distributed import run_python
+from distributed import SCRIPT_ENVIRONMENT
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 
-def run(script: str, *options: str | Path) -> None:
-    done = run_python(script, *map(str, options), cwd=BENCHMARKS)
-    assert done.returncode == 0, done.stderr
+def run(script: str, *options: str | Path) -> str:
+    command = [sys.executable, script, *map(str, options)]
+    environment = {**os.environ, **SCRIPT_ENVIRONMENT}
+    return subprocess.run(
+        command, cwd=BENCHMARKS, check=True, env=environment, text=True, stdout=subprocess.PIPE
+    ).stdout
 
 
 @pytest.mark.nightly

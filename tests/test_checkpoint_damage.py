@@ -33,6 +33,7 @@ from lightning_autotp.building.pretrained import meta_model
 from lightning_autotp.checkpoints.files import META, consolidate, open_checkpoint, save_directory, save_file
 from lightning_autotp.checkpoints.stored import TORCHS_TABLE, HeldTensor, StoredTensor
 from lightning_autotp.cli import main
+from lightning_autotp.layouts.blocks import Block, whole_box
 
 FLIPS = 200
 """One-bit changes of each file."""
@@ -51,12 +52,11 @@ def checkpoint(step: int, rank: int | None) -> dict[str, Any]:
         size = shape[dim] // 2
         box = tuple((rank * size, (rank + 1) * size) if d == dim else (0, n) for d, n in enumerate(shape))
         local = whole.narrow(dim, rank * size, size).clone()
-        return HeldTensor(shape, local, {box: tuple((0, n) for n in local.shape)})
+        return HeldTensor(shape, local, [Block(whole_box(local.shape), box, (0,))])
 
     def one(value: float) -> Any:
-        return (
-            torch.tensor(value) if rank is None else HeldTensor((), torch.tensor(value), {(): ()} if rank == 0 else {})
-        )
+        held = [Block((), (), (0,))] if rank == 0 else []
+        return torch.tensor(value) if rank is None else HeldTensor((), torch.tensor(value), held)
 
     return {
         "state_dict": {"rows": half((6, 4), 0), "columns": half((4, 6), 1), "version": 3},

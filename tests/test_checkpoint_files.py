@@ -29,6 +29,7 @@ from lightning_autotp.building.checkpoint_reading import DamagedFileError, Missi
 from lightning_autotp.checkpoints import files
 from lightning_autotp.checkpoints.files import META, Background, consolidate, open_checkpoint, save_directory, save_file
 from lightning_autotp.checkpoints.stored import HeldTensor, StoredTensor
+from lightning_autotp.layouts.blocks import Block, blocks_of
 from lightning_autotp.lightning.averaging import EMAWeightAveraging
 from lightning_autotp.ranks.agreement import raise_together
 
@@ -263,7 +264,7 @@ def save(kind: str, path: Path, number: float, dies_at: int | None) -> None:
     if kind == "file":
         save_file({"state_dict": {"weight": weight}}, path)
     else:
-        held = HeldTensor((3, 2), weight, {((0, 3), (0, 2)): ((0, 3), (0, 2))})
+        held = HeldTensor((3, 2), weight, blocks_of((3, 2), None, 0, 1))
         save_directory({"state_dict": {"weight": held}}, path, dist.group.WORLD)
     os._exit(0)
 
@@ -304,7 +305,7 @@ def two_runs(rank: int, world_size: int, root: str) -> dict[str, str]:
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     run, seen = rank // 2, {}
     rows = ((3 * (rank % 2), 3 * (rank % 2) + 3), (0, 2))
-    held = HeldTensor((6, 2), torch.full((3, 2), float(run)), {rows: ((0, 3), (0, 2))})
+    held = HeldTensor((6, 2), torch.full((3, 2), float(run)), [Block(((0, 3), (0, 2)), rows, (0,))])
 
     def save(kind: str) -> None:
         path = Path(root) / f"{kind}.ckpt"
@@ -358,7 +359,7 @@ def without_room(rank: int, path: Path, group: dist.ProcessGroup, kind: str) -> 
     def save(value: float, length: int) -> None:
         if kind == "directory":
             box = ((rank, rank + 1), (0, length))
-            held = HeldTensor((2, length), torch.full((1, length), value), {box: ((0, 1), (0, length))})
+            held = HeldTensor((2, length), torch.full((1, length), value), [Block(((0, 1), (0, length)), box, (0,))])
             save_directory({"state_dict": {"weight": held}}, path, group)
             return
         with raise_together(group, f"writing {path}"):

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_autotp.layouts.blocks import blocks_of
 from lightning_autotp.layouts.dims import FIXED, Axis, Concat, Cut, Dim, Product, UnknownSize
 from lightning_autotp.layouts.ownership import Ownership, merge_runs
-from lightning_autotp.layouts.types import Invariant, Replicate, Shard, boxes, local_shape, owned_boxes
+from lightning_autotp.layouts.types import Invariant, Replicate, Shard, local_shape
 
 RANKS = st.integers(1, 4)
 
@@ -50,7 +51,7 @@ def test_boxes_and_blocks_cover_the_local_tensor(owned: Ownership) -> None:
     for rank in range(owned.ranks):
         pairs = [
             (here, there)
-            for local, whole in boxes(shape, layout, rank)
+            for local, whole, _ in blocks_of(shape, layout, rank, owned.ranks)
             for here, there in zip(range(*local[1]), range(*whole[1]), strict=True)
         ]
         assert [there for _, there in sorted(pairs)] == owned.indices(rank)
@@ -59,7 +60,7 @@ def test_boxes_and_blocks_cover_the_local_tensor(owned: Ownership) -> None:
         owners = {i: ranks for start, stop, ranks in owned.owners for i in range(start, stop)}
         blocks = {
             here: (there, ranks)
-            for local, whole, ranks in owned_boxes(shape, layout, rank)
+            for local, whole, ranks in blocks_of(shape, layout, rank, owned.ranks)
             for here, there in zip(range(*local[1]), range(*whole[1]), strict=True)
         }
         assert blocks == {position: (index, owners[index]) for position, index in enumerate(at)}
@@ -76,11 +77,11 @@ def test_several_dims_are_cut_at_once(maps: list[Ownership], length: int) -> Non
     for rank, local in enumerate(locals_):
         assert local.shape == local_shape(shape, layout, rank)
         filled = np.full(local.shape, -1)
-        for here, there in boxes(shape, layout, rank):
+        for here, there, _ in blocks_of(shape, layout, rank, 3):
             filled[tuple(slice(*run) for run in here)] = whole[tuple(slice(*run) for run in there)]
         assert np.array_equal(filled, local)
         seen = np.zeros(local.shape, dtype=int)
-        for here, there, owners in owned_boxes(shape, layout, rank):
+        for here, there, owners in blocks_of(shape, layout, rank, 3):
             block = tuple(slice(*run) for run in here)
             assert np.array_equal(local[block], whole[tuple(slice(*run) for run in there)])
             seen[block] += 1
@@ -99,7 +100,7 @@ def test_merged_runs_hold_the_same_indices(runs: list[tuple[int, int]]) -> None:
 
 def test_what_is_not_sharded_is_whole() -> None:
     assert local_shape((3, 2), Replicate(), 0) == (3, 2)
-    assert boxes((3, 2), Invariant(), 1) == ((((0, 3), (0, 2)), ((0, 3), (0, 2))),)
+    assert blocks_of((3, 2), Invariant(), 1, 2) == ((((0, 3), (0, 2)), ((0, 3), (0, 2)), (0, 1)),)
 
 
 def test_every_index_needs_an_owner() -> None:

@@ -335,17 +335,17 @@ def test_every_element_is_sent_once(name: str) -> None:
     for home in range(3):
         spread = Spread.of_layout((7, 5), layout, 3)
         sent = torch.zeros(7, 5)
-        for rank, pieces in enumerate(spread.pieces):
-            for piece in spread.outgoing(rank, home):
-                sent[tuple(itertools.starmap(slice, piece.original))] += 1
-                assert rank == home or home not in piece.ranks
-            assert sum(piece.elements for piece in pieces) == sum(piece.elements for piece in spread.held(rank))
+        for rank, blocks in enumerate(spread.blocks):
+            for block in spread.outgoing(rank, home):
+                sent[tuple(itertools.starmap(slice, block.original))] += 1
+                assert rank == home or home not in block.ranks
+            assert sum(block.elements for block in blocks) == sum(block.elements for block in spread.held(rank))
         owned = torch.zeros(7, 5)
-        for piece in itertools.chain(*spread.pieces):
-            owned[tuple(itertools.starmap(slice, piece.original))] = 1
+        for block in itertools.chain(*spread.blocks):
+            owned[tuple(itertools.starmap(slice, block.original))] = 1
         assert torch.equal(sent, owned)
 
 
 def test_rows_of_fsdp() -> None:
     spread = Spread.of_rows((5, 2), 4)
-    assert [sum(piece.elements for piece in pieces) for pieces in spread.pieces] == [4, 4, 2, 0]
+    assert [sum(block.elements for block in blocks) for blocks in spread.blocks] == [4, 4, 2, 0]

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from lightning_autotp.building.recorder import _trim
 from lightning_autotp.building.weight_conversion import CHUNK_BYTES
+from lightning_autotp.layouts.blocks import index
 from lightning_autotp.layouts.names import join_names
 from lightning_autotp.layouts.ownership import Run
 
@@ -178,7 +179,7 @@ class CheckpointTensor:
         Raises:
             CheckpointError: if the file cannot be read or no longer has the tensor.
         """
-        where = tuple(slice(start, stop) for start, stop in box) if box is not None else ...
+        where = index(box) if box is not None else ...
         rows = prod(self.shape[1:]) * (box[0][1] - box[0][0] if box else self.shape[0] if self.shape else 1)
         shelf = _shelf.get() or _Shelf()
         with _explained(self.file), shelf.lend(self.file, rows * self.stored.itemsize) as tensors:

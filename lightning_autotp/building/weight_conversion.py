@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from lightning_autotp.building.recipe import Recipe, Source, View
-from lightning_autotp.layouts.blocks import Box, index
+from lightning_autotp.layouts.blocks import Box, elements_of, index, shape_of, whole_box, within
 from lightning_autotp.layouts.ownership import Run
 from lightning_autotp.private.torch_private import TO
 
@@ -97,14 +97,12 @@ class Blocks:
             part = source.read(inner) if source is not None else self._made(makers[0], base, inner)
             stride = [step * part.stride(dim) for dim, step in steps]
             found = part.as_strided(size, stride, part.storage_offset())
-            parts.append((where, found.reshape([high - low for low, high in where])))
+            parts.append((where, found.reshape(shape_of(where))))
         if len(parts) == 1:
             return parts[0][1]
-        joined = parts[0][1].new_empty([high - low for low, high in box])
+        joined = parts[0][1].new_empty(shape_of(box))
         for where, part in parts:
-            joined[
-                tuple(slice(low - first, high - first) for (low, high), (first, _) in zip(where, box, strict=True))
-            ] = part
+            joined[index(within(where, box))] = part
         return joined
 
     def _writes(self, view: View, before: int) -> list[int]:
@@ -162,7 +160,7 @@ def same_values(one: Recipe, other: Recipe) -> bool:
     """Whether two recipes make equal tensors, in chunks where they come from files."""
     if (one.target.size, one.target.dtype) != (other.target.size, other.target.dtype):
         return False
-    everything = [tuple((0, size) for size in one.target.size)]
+    everything = [whole_box(one.target.size)]
     pieces = zip(Blocks(one).pieces(everything), Blocks(other).pieces(everything), strict=True)
     return all(torch.equal(here, there) for (_, _, here), (_, _, there) in pieces)
 
@@ -180,7 +178,7 @@ def _until(recipe: Recipe, view: View, before: int) -> Recipe:
 
 def _chunks(box: Box, target: View) -> Iterator[Box]:
     """``box`` cut along its first dims, so that :data:`CHUNK_BYTES` of whole rows hold each piece."""
-    if any(start == stop for start, stop in box):
+    if not elements_of(box):
         return
     outer = 0
     row = target.dtype.itemsize * prod(target.size[1:])
@@ -192,9 +190,9 @@ def _chunks(box: Box, target: View) -> Iterator[Box]:
         return
     rows = max(1, CHUNK_BYTES // max(1, row))
     start, stop = box[outer]
-    for places in product(*(range(*run) for run in box[:outer])):
+    for place in product(*(range(*run) for run in box[:outer])):
         for first in range(start, stop, rows):
-            yield (*((at, at + 1) for at in places), (first, min(first + rows, stop)), *box[outer + 1 :])
+            yield (*((at, at + 1) for at in place), (first, min(first + rows, stop)), *box[outer + 1 :])
 
 
 def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:

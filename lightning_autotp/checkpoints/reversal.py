@@ -26,6 +26,7 @@ from lightning_autotp.building.recipe import Recipe
 from lightning_autotp.building.recorder import Recorder
 from lightning_autotp.building.weight_conversion import Blocks
 from lightning_autotp.checkpoints.safetensors_writer import Described
+from lightning_autotp.layouts.blocks import index, whole_box
 from lightning_autotp.private.torch_private import parameters_of, storage_key
 from lightning_autotp.private.transformers_private import (
     PreTrainedModel,
@@ -67,7 +68,7 @@ class Parameter:
             raise RuntimeError(f"{self.name} is not here while what is made of it is written")
         if box is None:
             return self.value.to(self.dtype, copy=True, memory_format=torch.contiguous_format)
-        return self.value[tuple(slice(start, stop) for start, stop in box)].to(self.dtype)
+        return self.value[index(box)].to(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class Step:
             for parameter in self.parameters:
                 parameter.value = wholes[parameter.name]
             for name, recipe in self.outputs.items():
-                everything = tuple((0, size) for size in recipe.target.size)
+                everything = whole_box(recipe.target.size)
                 yield name, (part for _, _, part in Blocks(recipe).pieces([everything]))
         finally:
             for parameter in self.parameters:

@@ -14,9 +14,8 @@ from __future__ import annotations
 import io
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,7 +35,18 @@ from lightning_autotp.building.checkpoint_reading import (
     load_archive,
 )
 from lightning_autotp.checkpoints.checksums import sha256_of
-from lightning_autotp.layouts.blocks import Box, all_of, common, index, moved, tile, within
+from lightning_autotp.layouts.blocks import (
+    Block,
+    Box,
+    blocks_of,
+    common,
+    elements_of,
+    index,
+    shape_of,
+    start_of,
+    tile,
+    within,
+)
 from lightning_autotp.parameters.local_blocks import counted_blocks, held_blocks, plain
 from lightning_autotp.parameters.meta import ParameterMeta
 from lightning_autotp.private.distributed_private import FileSystemWriter
@@ -48,17 +58,17 @@ TORCHS_TABLE = ".metadata"
 
 
 class HeldTensor:
-    """Boxes of one original tensor that are in this process's memory, in the form that DCP writes and reads.
+    """Blocks of one original tensor that are in this process's memory, in the form that DCP writes and reads.
 
     Attributes:
         shape: the original shape.
         dtype: of its elements.
     """
 
-    def __init__(self, shape: tuple[int, ...], local: Tensor, boxes: Mapping[Box, Box]) -> None:
+    def __init__(self, shape: tuple[int, ...], local: Tensor, blocks: Sequence[Block]) -> None:
         self.shape, self.dtype = shape, local.dtype
         self._local = local
-        self._boxes = boxes  # original -> local
+        self._blocks = blocks
 
     @classmethod
     def spoken_for(cls, value: Tensor, meta: ParameterMeta | None, group: TPGroup, *, copy: bool) -> HeldTensor:
@@ -71,8 +81,8 @@ class HeldTensor:
             copy: whether to take a copy on the CPU now, for a save that goes on while training does.
         """
         local = plain(value)
-        boxes = {block.original: block.local for block in counted_blocks(value, meta, group)}
-        return cls(original_shape(value, meta), local.to("cpu", copy=True) if copy else local, boxes)
+        blocks = counted_blocks(value, meta, group)
+        return cls(original_shape(value, meta), local.to("cpu", copy=True) if copy else local, blocks)
 
     @classmethod
     def all_or_nothing(cls, value: Tensor, *, copy: bool) -> HeldTensor:
@@ -83,33 +93,31 @@ class HeldTensor:
             copy: as for :meth:`spoken_for`.
         """
         if value.is_meta:
-            return cls(tuple(value.shape), value.new_empty(0, device="cpu"), {})
-        box, local = all_of(value.shape), value.detach()
-        return cls(tuple(value.shape), local.to("cpu", copy=True) if copy else local, {box: box})
+            return cls(tuple(value.shape), value.new_empty(0, device="cpu"), ())
+        local = value.detach()
+        blocks = blocks_of(value.shape, None, 0, 1)
+        return cls(tuple(value.shape), local.to("cpu", copy=True) if copy else local, blocks)
 
     @classmethod
     def to_fill(cls, value: Tensor, meta: ParameterMeta | None, group: TPGroup) -> HeldTensor:
         """Where this rank's part of ``value`` is read to, with every block of it, whichever rank counts it."""
-        boxes = {block.original: block.local for block in held_blocks(value, meta, group.size)}
-        return cls(original_shape(value, meta), plain(value), boxes)
+        return cls(original_shape(value, meta), plain(value), held_blocks(value, meta, group.size))
 
-    @property
-    def boxes(self) -> Iterable[Box]:
-        """The boxes of the original tensor."""
-        return self._boxes.keys()
+    def meets(self, box: Box) -> bool:
+        """Whether something is held of a box of the original tensor."""
+        return any(common(block.original, box) is not None for block in self._blocks)
 
     def fill(self, box: Box, values: Tensor) -> None:
         """Take what is held of a box of the original tensor from its values."""
-        for original, local in self._boxes.items():
-            if (shared := common(original, box)) is not None:
-                here = moved(shared, original, local)
-                self._local[index(here)].copy_(values[index(within(shared, box))])
+        for block in self._blocks:
+            if (shared := common(block.original, box)) is not None:
+                self._local[index(block.place(shared))].copy_(values[index(within(shared, box))])
 
     def at(self, offset: torch.Size | None) -> Tensor:
         """The box that begins at an offset of the original tensor: a view of the memory held."""
-        for original, local in self._boxes.items():
-            if torch.Size(start for start, _ in original) == offset:
-                return self._local[index(local)]
+        for block in self._blocks:
+            if start_of(block.original) == offset:
+                return self._local[index(block.local)]
         raise KeyError(offset)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HeldTensor:
@@ -118,10 +126,8 @@ class HeldTensor:
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(self._local)
         chunks = [
-            ChunkStorageMetadata(
-                offsets=torch.Size(start for start, _ in box), sizes=torch.Size(stop - start for start, stop in box)
-            )
-            for box in self._boxes
+            ChunkStorageMetadata(torch.Size(start_of(block.original)), torch.Size(shape_of(block.original)))
+            for block in self._blocks
         ]
         return [
             WriteItem(
@@ -161,8 +167,7 @@ class StoredTensor:
     def read(self) -> Tensor:
         """The whole tensor, on the CPU. Not collective."""
         whole = torch.empty(self.shape, dtype=self.dtype)
-        box = tuple((0, size) for size in self.shape)
-        self._fill(HeldTensor(self.shape, whole, {box: box}))
+        self._fill(HeldTensor(self.shape, whole, blocks_of(self.shape, None, 0, 1)))
         return whole
 
     def read_into(self, tensor: Tensor, meta: ParameterMeta | None, group: TPGroup) -> None:
@@ -180,14 +185,14 @@ class StoredTensor:
 
     def _fill(self, held: HeldTensor) -> None:
         for stored in self._boxes:
-            if any(common(box, stored.box) is not None for box in held.boxes):
+            if held.meets(stored.box):
                 held.fill(stored.box, self._values(stored))
 
     def _values(self, stored: _Stored) -> Tensor:
         content = self._bytes(stored)
         with explained(self._directory, stored.file):
             values: Tensor = load_archive(io.BytesIO(content))
-            shape = tuple(stop - start for start, stop in stored.box)
+            shape = shape_of(stored.box)
             if tuple(values.shape) != shape or values.dtype != self.dtype:
                 raise ValueError(f"{self.name} is {values.dtype}{[*values.shape]} there, not {self.dtype}{[*shape]}")
         return values
@@ -323,7 +328,7 @@ def _stored_tensor(name: str, entry: dict[str, Any], files: Mapping[str, int], d
     boxes = [_Stored(tuple((start, stop) for start, stop in box), *place) for box, *place in entry["boxes"]]
     for stored in boxes:
         # What memory is made for must be there.
-        nbytes = prod(stop - start for start, stop in stored.box) * dtype.itemsize
+        nbytes = elements_of(stored.box) * dtype.itemsize
         if not nbytes < stored.length <= files[stored.file] - stored.offset:
             raise ValueError(f"{name} does not fit into {stored.file}")
     if not tile([stored.box for stored in boxes], shape):

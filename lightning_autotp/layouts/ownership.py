@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -12,6 +12,11 @@ Run = tuple[int, int]
 
 
 """Half-open range of indices ``(start, stop)``."""
+
+
+def owner_of(ranks: Sequence[int]) -> int:
+    """Of the ranks that hold an element, ascending, the one that speaks for it where each element counts once."""
+    return ranks[0]
 
 
 def merge_runs(runs: Iterable[Run]) -> tuple[Run, ...]:

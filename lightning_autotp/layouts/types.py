@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from lightning_autotp.layouts.dims import Cut
-from lightning_autotp.layouts.ownership import Ownership, Run
+from lightning_autotp.layouts.ownership import Ownership
 
 
 @dataclass(frozen=True)
@@ -103,44 +103,3 @@ def local_shape(shape: Sequence[int], layout: Layout, rank: int) -> tuple[int, .
         for dim, ownership in layout.dims:
             sizes[dim] = ownership.local_size(rank)
     return tuple(sizes)
-
-
-def boxes(shape: Sequence[int], layout: Layout, rank: int) -> tuple[tuple[tuple[Run, ...], tuple[Run, ...]], ...]:
-    """The contiguous blocks of ``rank``'s local tensor: ``(local slices, global slices)``, one run per dim each."""
-    blocks: list[tuple[tuple[Run, ...], tuple[Run, ...]]] = [((), ())]
-    for dim, size in enumerate(shape):
-        ownership = layout.ownership(dim) if isinstance(layout, Shard) else None
-        runs = ownership.held[rank] if ownership is not None else ((0, size),)
-        pairs: list[tuple[Run, Run]] = []
-        offset = 0
-        for start, stop in runs:
-            pairs.append(((offset, offset + stop - start), (start, stop)))
-            offset += stop - start
-        blocks = [((*here, local), (*there, run)) for here, there in blocks for local, run in pairs]
-    return tuple(blocks)
-
-
-def owned_boxes(
-    shape: Sequence[int], shard: Shard, rank: int
-) -> tuple[tuple[tuple[Run, ...], tuple[Run, ...], tuple[int, ...]], ...]:
-    """``rank``'s local tensor cut wherever its owners change: ``(local slices, global slices, ranks that hold it)``.
-
-    Every owner of a box has the same box, in the same order among those of its owners.
-    """
-    blocks: list[tuple[tuple[Run, ...], tuple[Run, ...], frozenset[int]]] = [
-        ((), (), frozenset(range(shard.dims[0][1].ranks)))
-    ]
-    for dim, size in enumerate(shape):
-        ownership = shard.ownership(dim) or Ownership.whole(size, shard.dims[0][1].ranks)
-        pieces: list[tuple[Run, Run, frozenset[int]]] = []
-        offset = 0
-        for start, stop, ranks in ownership.owners:
-            if rank in ranks:
-                pieces.append(((offset, offset + stop - start), (start, stop), frozenset(ranks)))
-                offset += stop - start
-        blocks = [
-            ((*here, local), (*there, run), owners & ranks)
-            for here, there, owners in blocks
-            for local, run, ranks in pieces
-        ]
-    return tuple((here, there, tuple(sorted(owners))) for here, there, owners in blocks)

@@ -28,7 +28,7 @@ from lightning_autotp.building.checkpoint_reading import (
 from lightning_autotp.building.quantization import QuantizationError
 from lightning_autotp.building.recipe import Recipe
 from lightning_autotp.building.weight_conversion import Blocks
-from lightning_autotp.layouts.blocks import Box, index, moved
+from lightning_autotp.layouts.blocks import Block, Box, in_units, index, whole_box
 from lightning_autotp.layouts.names import join_names
 from lightning_autotp.layouts.types import Shard
 from lightning_autotp.parameters.local_blocks import held_blocks, plain, with_values
@@ -135,15 +135,15 @@ def _read(parameter: nn.Parameter, meta: ParameterMeta, device: torch.device) ->
     recipe = meta.init_fn if isinstance(meta.init_fn, Recipe) else Recipe.given(meta.init_fn())  # type: ignore[misc]
     if recipe.target.size != meta.shape:
         raise CheckpointError(f"{meta.name} is initialized as {recipe.target.size} but has the shape {meta.shape}")
-    _copy(values, recipe, [(block.original, block.local) for block in held_blocks(parameter, meta, meta.ranks)])
+    _copy(values, recipe, held_blocks(parameter, meta, meta.ranks))
     return values
 
 
-def _copy(target: Tensor, recipe: Recipe, blocks: Sequence[tuple[Box, Box]]) -> None:
-    """Copy blocks of what a recipe makes to a tensor: ``(box there, box in the tensor)``."""
+def _copy(target: Tensor, recipe: Recipe, blocks: Sequence[Block]) -> None:
+    """Copy blocks of what a recipe makes to a tensor."""
     with torch.no_grad():
-        for number, piece, part in Blocks(recipe).pieces([original for original, _ in blocks]):
-            target[index(moved(piece, *blocks[number]))].copy_(part)
+        for number, piece, part in Blocks(recipe).pieces([block.original for block in blocks]):
+            target[index(blocks[number].place(piece))].copy_(part)
 
 
 def _read_stored(parameter: nn.Parameter, meta: ParameterMeta, device: torch.device) -> QuantizedWeight:
@@ -158,17 +158,16 @@ def _read_stored(parameter: nn.Parameter, meta: ParameterMeta, device: torch.dev
 
         def along(box: Box, width: int = width) -> Box:
             """A box of the weight in the elements of the tensor."""
-            rows, (left, right) = box
-            return rows, (0, 1) if width == 1 else (left * width // meta.shape[1], right * width // meta.shape[1])
+            return (box[0], (0, 1)) if width == 1 else in_units(box, 1, meta.shape[1], width)
 
-        _, (_, columns) = along(((0, blank.shape[0]), (0, blank.shape[1])))
+        _, (_, columns) = along(whole_box(blank.shape))
         if (made.dtype, made.shape[1]) != (recipe.target.dtype, columns):
             raise QuantizationError(
                 f"{meta.name} is quantized in the checkpoint with {name} {recipe.target.size} of {recipe.target.dtype},"
                 f" but its library now makes {tuple(made.shape)} of {made.dtype} for a part {tuple(blank.shape)} of it:"
                 " save the checkpoint anew with this version of the library"
             )
-        _copy(made, recipe, [(along(block.original), along(block.local)) for block in blocks])
+        _copy(made, recipe, [Block(along(block.local), along(block.original), block.ranks) for block in blocks])
     return weight
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_autotp.building.quantization import FourBit, library_of
-from lightning_autotp.layouts.blocks import Box, index
+from lightning_autotp.layouts.blocks import in_units, index
 from lightning_autotp.parameters.meta import ParameterMeta
 from lightning_autotp.parameters.quantized_weight import QuantizedWeight
 from lightning_autotp.parameters.state import parallel_state
@@ -63,7 +63,9 @@ def _quantize(weight: QuantizedWeight, meta: ParameterMeta, format: FourBit, gro
     rows, columns = meta.shape
     whole = own.new_zeros(rows, columns // format.block)
     parts = own.view(meta.local_shape[0], -1)
-    places = [(_blocks(part.local, format.block), _blocks(part.original, format.block)) for part in meta.mapping]
+    places = [
+        (in_units(part.local, 1, format.block), in_units(part.original, 1, format.block)) for part in meta.mapping
+    ]
     for local, original in places:
         whole[index(original)] = parts[index(local)]
     dist.all_reduce(whole, dist.ReduceOp.MAX, group.process_group)
@@ -73,9 +75,3 @@ def _quantize(weight: QuantizedWeight, meta: ParameterMeta, format: FourBit, gro
     rounded = (rounded + mean).view(whole.shape)
     for local, original in places:
         parts[index(local)] = rounded[index(original)]
-
-
-def _blocks(box: Box, block: int) -> Box:
-    """Rows and columns of a box in blocks."""
-    rows, (left, right) = box
-    return rows, (left // block, right // block)

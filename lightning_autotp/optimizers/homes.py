@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_autotp.layouts.blocks import Block, all_of, blocks_of, chunk, index, rows_of
+from lightning_autotp.layouts.blocks import Block, blocks_of, chunk, index, whole_box
 from lightning_autotp.layouts.types import Layout
 from lightning_autotp.ranks.group import TPGroup
 
@@ -27,16 +27,11 @@ class Spread:
 
     Attributes:
         shape: the whole shape.
-        pieces: those of every rank.
+        blocks: those of every rank.
     """
 
     shape: tuple[int, ...]
-    pieces: tuple[tuple[Block, ...], ...]
-
-    @classmethod
-    def everywhere(cls, shape: tuple[int, ...], ranks: int) -> Spread:
-        """Every rank has all of it."""
-        return cls.of_layout(shape, None, ranks)
+    blocks: tuple[tuple[Block, ...], ...]
 
     @classmethod
     def of_layout(cls, shape: tuple[int, ...], layout: Layout | None, ranks: int) -> Spread:
@@ -45,12 +40,10 @@ class Spread:
 
     @classmethod
     def of_rows(cls, shape: tuple[int, ...], ranks: int) -> Spread:
-        """Cut in dim 0 as FSDP2 does: into chunks of one size, of which the last ones may be smaller or empty."""
-        cuts = []
-        for rank in range(ranks):
-            part = rows_of(Block(all_of(shape), all_of(shape), (rank,)), chunk(shape[0], ranks, rank))
-            cuts.append(() if part is None else (part,))
-        return cls(shape, tuple(cuts))
+        """Cut in dim 0 as FSDP2 does."""
+        box = whole_box(shape)
+        parts = [Block(box, box, (rank,)).cut(0, chunk(shape[0], ranks, rank)) for rank in range(ranks)]
+        return cls(shape, tuple(() if part is None else (part,) for part in parts))
 
     @property
     def elements(self) -> int:
@@ -59,15 +52,11 @@ class Spread:
 
     def outgoing(self, rank: int, home: int) -> Iterator[Block]:
         """What ``rank`` sends to the home, or copies there if it is the home itself."""
-        return (
-            piece
-            for piece in self.pieces[rank]
-            if piece.elements and rank == (home if home in piece.ranks else piece.owner)
-        )
+        return (block for block in self.held(rank) if rank == (home if home in block.ranks else block.owner))
 
     def held(self, rank: int) -> Iterator[Block]:
         """All that ``rank`` has."""
-        return (piece for piece in self.pieces[rank] if piece.elements)
+        return (block for block in self.blocks[rank] if block.elements)
 
 
 class Traveller(NamedTuple):
@@ -112,7 +101,7 @@ def to_homes(travellers: Sequence[Traveller], group: TPGroup) -> list[Tensor | N
     expected = [0] * group.size
     for home, spread, part, _ in travellers:
         if home != group.rank:
-            outgoing[home] += [part[index(piece.local)] for piece in spread.outgoing(group.rank, home)]
+            outgoing[home] += [part[index(block.local)] for block in spread.outgoing(group.rank, home)]
         else:
             for rank in set(range(group.size)) - {home}:
                 expected[rank] += _size(spread.outgoing(rank, home)) * part.element_size()
@@ -124,9 +113,9 @@ def to_homes(travellers: Sequence[Traveller], group: TPGroup) -> list[Tensor | N
             continue
         whole = part.new_empty(spread.shape)
         for rank in range(group.size):
-            for piece in spread.outgoing(rank, home):
-                target = whole[index(piece.original)]
-                target.copy_(part[index(piece.local)] if rank == home else incoming[rank].take(target))
+            for block in spread.outgoing(rank, home):
+                target = whole[index(block.original)]
+                target.copy_(part[index(block.local)] if rank == home else incoming[rank].take(target))
         wholes.append(whole)
     return wholes
 
@@ -149,16 +138,16 @@ def from_homes(travellers: Sequence[Traveller], group: TPGroup) -> None:
             continue
         assert whole is not None
         for rank in set(range(group.size)) - {home}:
-            outgoing[rank] += [whole[index(piece.original)] for piece in spread.held(rank)]
+            outgoing[rank] += [whole[index(block.original)] for block in spread.held(rank)]
     incoming = _exchange(outgoing, expected, group, device)
     for home, spread, part, whole in travellers:
-        for piece in spread.held(group.rank):
-            target = part[index(piece.local)]
-            target.copy_(incoming[home].take(target) if whole is None else whole[index(piece.original)])
+        for block in spread.held(group.rank):
+            target = part[index(block.local)]
+            target.copy_(incoming[home].take(target) if whole is None else whole[index(block.original)])
 
 
-def _size(pieces: Iterator[Block]) -> int:
-    return sum(piece.elements for piece in pieces)
+def _size(blocks: Iterator[Block]) -> int:
+    return sum(block.elements for block in blocks)
 
 
 class _Bytes:

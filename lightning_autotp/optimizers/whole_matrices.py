@@ -238,8 +238,9 @@ class WholeMatrixOptimizer(Optimizer):
             part = tuple(parameter.shape)
             shape, layout = (part, None) if meta is None else (meta.shape, meta.layout)
             over_ranks = Spread.of_layout(shape, layout, self._ranks.size)
-            over_data = Spread.of_rows if is_cut(parameter) else Spread.everywhere
-            wholes.append(_Whole(parameter, number, over_ranks, over_data(part, copies.size)))
+            is_in_rows = is_cut(parameter)
+            over_data = Spread.of_rows(part, copies.size) if is_in_rows else Spread.of_layout(part, None, copies.size)
+            wholes.append(_Whole(parameter, number, over_ranks, over_data))
         self._take_defaults(wholes)
         self._loads = self._loads or [0] * (self._ranks.size * copies.size)
         homes = balanced([whole.over_ranks.elements for whole in wholes], self._loads)

@@ -50,7 +50,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from lightning_autotp.capture import recording
-from lightning_autotp.layouts.ownership import Ownership
+from lightning_autotp.layouts.ownership import Ownership, owner_of
 from lightning_autotp.layouts.transitions import TRANSITIONS, Pair, transition
 from lightning_autotp.layouts.types import Invariant, Layout, Partial, Replicate, Shard
 from lightning_autotp.private.distributed_private import collectives
@@ -163,9 +163,9 @@ def keep_first_owned(local: Tensor, dim: int, ownership: Ownership, rank: int) -
     for start, stop, ranks in owner_rows(ownership):
         if rank in ranks:
             piece = local.narrow(dim, offset, stop - start)
-            pieces.append(piece if ranks[0] == rank else torch.zeros_like(piece))
+            pieces.append(piece if owner_of(ranks) == rank else torch.zeros_like(piece))
             offset += stop - start
-            shared = shared or ranks[0] != rank
+            shared = shared or owner_of(ranks) != rank
     return torch.cat(pieces, dim) if shared else local
 
 
@@ -201,7 +201,8 @@ def _gather(local: Tensor, group: TPGroup, dim: int, ownership: Ownership, *, ad
     offsets = [0] * ownership.ranks
     pieces: list[Tensor] = []
     for start, stop, ranks in owner_rows(ownership):
-        piece = parts[ranks[0]].narrow(dim, offsets[ranks[0]], stop - start)
+        owner = owner_of(ranks)
+        piece = parts[owner].narrow(dim, offsets[owner], stop - start)
         if add_owners:
             for rank in ranks[1:]:
                 piece = piece + parts[rank].narrow(dim, offsets[rank], stop - start)

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from lightning_autotp.capture import recording
-from lightning_autotp.layouts.ownership import Ownership, merge_runs
+from lightning_autotp.layouts.ownership import Ownership, merge_runs, owner_of
 from lightning_autotp.parallel.collectives import (
     all_reduce_replicate,
     copy_to_tensor_parallel,
@@ -301,12 +301,12 @@ def one_owner_each(logits: Tensor, dim: int, ownership: Ownership, rank: int) ->
     pieces = [logits.narrow(dim, 0, 0)]
     offset = 0
     for start, stop, ranks in rows:
-        if rank == ranks[0]:
+        if rank == owner_of(ranks):
             pieces.append(logits.narrow(dim, offset, stop - start))
         if rank in ranks:
             offset += stop - start
     held = tuple(
-        merge_runs([(start, stop) for start, stop, ranks in rows if ranks[0] == owner])
+        merge_runs([(start, stop) for start, stop, ranks in rows if owner_of(ranks) == owner])
         for owner in range(ownership.ranks)
     )
     return torch.cat(pieces, dim), Ownership(ownership.size, held)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_autotp.capture import recording
-from lightning_autotp.layouts.ownership import Ownership
+from lightning_autotp.layouts.ownership import Ownership, owner_of
 from lightning_autotp.layouts.plan import ImplementationPlan
 from lightning_autotp.layouts.types import Shard
 from lightning_autotp.parallel.collectives import all_reduce, owner_rows, take_owned
@@ -41,7 +41,7 @@ def local_positions(indices: Tensor, ownership: Ownership, rank: int) -> tuple[T
     mine = torch.zeros_like(indices, dtype=torch.bool)
     offset = 0
     for start, stop, ranks in owner_rows(ownership):
-        if rank == ranks[0]:
+        if rank == owner_of(ranks):
             here = (indices >= start) & (indices < stop)
             positions = torch.where(here, indices - start + offset, positions)
             mine = mine | here

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_autotp.layouts.blocks import index
-from lightning_autotp.layouts.types import Shard, boxes, local_shape
+from lightning_autotp.layouts.blocks import blocks_of, index
+from lightning_autotp.layouts.types import Shard, local_shape
 from lightning_autotp.parameters.local_blocks import joined
 from lightning_autotp.parameters.meta import ParameterMeta
 from lightning_autotp.ranks.group import TPGroup
@@ -42,8 +42,8 @@ def gather_parameter(tensor: Tensor, meta: ParameterMeta, group: TPGroup) -> Ten
             continue
         # As bytes: not every backend knows every dtype.
         dist.broadcast(part.reshape(-1).view(torch.uint8), dist.get_global_rank(process_group, rank), process_group)
-        for local, original in boxes(meta.shape, meta.layout, rank):
-            whole[index(original)] = part[index(local)]
+        for block in blocks_of(meta.shape, meta.layout, rank, group.size):
+            whole[index(block.original)] = part[index(block.local)]
     return whole
 
 

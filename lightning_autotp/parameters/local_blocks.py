@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lightning_autotp.layouts.blocks import Block, blocks_of, chunk, index, rows_of
+from lightning_autotp.layouts.blocks import Block, blocks_of, chunk, index, owned_by
 from lightning_autotp.layouts.names import join_names
 from lightning_autotp.parameters.meta import ParameterMeta
 from lightning_autotp.parameters.quantized_weight import QuantizedWeight
@@ -81,11 +81,11 @@ def held_blocks(tensor: Tensor, meta: ParameterMeta | None, ranks: int) -> tuple
     Returns:
         Blocks, each with the tensor-parallel ranks that hold it.
     """
-    blocks = blocks_of(tensor.shape, None, 0, ranks) if meta is None else meta.mapping
-    if not isinstance(tensor, DTensor):
+    blocks = meta.mapping if meta is not None else blocks_of(tensor.shape, None, 0, ranks)
+    if not isinstance(tensor, DTensor) or not tensor.placements[0].is_shard(0):
         return blocks
-    run = chunk(tensor.shape[0], tensor.device_mesh.size(), tensor.device_mesh.get_local_rank())
-    return tuple(cut for block in blocks if (cut := rows_of(block, run)) is not None)
+    rows = chunk(tensor.shape[0], tensor.device_mesh.size(), tensor.device_mesh.get_local_rank())
+    return tuple(kept for block in blocks if (kept := block.cut(0, rows)) is not None)
 
 
 def counted_blocks(tensor: Tensor, meta: ParameterMeta | None, group: TPGroup) -> tuple[Block, ...]:
@@ -93,7 +93,7 @@ def counted_blocks(tensor: Tensor, meta: ParameterMeta | None, group: TPGroup) -
 
     (One in each tensor-parallel group: a tensor that FSDP2 does not manage is in every copy of the model.)
     """
-    return tuple(block for block in held_blocks(tensor, meta, group.size) if block.owner == group.rank)
+    return owned_by(held_blocks(tensor, meta, group.size), group.rank)
 
 
 def fill(tensor: Tensor, meta: ParameterMeta | None, whole: Tensor, group: TPGroup) -> None:

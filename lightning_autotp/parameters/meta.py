@@ -66,7 +66,7 @@ class ParameterMeta:
 
     @property
     def mapping(self) -> tuple[Block, ...]:
-        """Blocks of the local tensor, where they lie in the original one, and who has them."""
+        """Blocks of the local tensor, where they lie in the original one, and who holds them."""
         return blocks_of(self.shape, self.layout, self.rank, self.ranks)
 
     @property

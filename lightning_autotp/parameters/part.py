@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lightning_autotp.layouts.blocks import Block, blocks_of
+from lightning_autotp.layouts.blocks import Block, blocks_of, owned_by
 from lightning_autotp.layouts.ownership import Ownership, merge_runs
 from lightning_autotp.layouts.types import Shard, local_shape
 from lightning_autotp.ranks.group import TPGroup
@@ -40,8 +40,8 @@ class PartOf:
     @cached_property
     def counted(self) -> tuple[Block, ...]:
         """The blocks of this rank's part that it speaks for: every element has one rank that does."""
-        blocks = blocks_of(self.shape, self.layout, self.group.rank, self.group.size)
-        return tuple(block for block in blocks if block.owner == self.group.rank)
+        rank, ranks = self.group.rank, self.group.size
+        return owned_by(blocks_of(self.shape, self.layout, rank, ranks), rank)
 
     @cached_property
     def counts_all(self) -> bool:
