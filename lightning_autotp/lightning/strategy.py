@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -178,7 +178,7 @@ class AutoTPStrategy(ParallelRanks, ModelParallelStrategy):
         self._signals: DeferredSignals | None = None
         self._interrupted_by: BaseException | None = None
         self._callbacks: list[Callback] = []
-        self._own_scaler: torch.amp.GradScaler | None = None  # the precision plugin's, while another stands for it
+        self._as_before = ExitStack()  # puts back what a run has changed of the user's
 
     # --- set-up ---
 
@@ -254,9 +254,10 @@ class AutoTPStrategy(ParallelRanks, ModelParallelStrategy):
         if self.data_ranks == 1:
             # One copy of the model sees all the data, in the order one process would: Lightning's distributed sampler
             # would only shuffle it, even where the user's does not.
-            use_distributed_sampler(trainer, False)
+            self._as_before.callback(use_distributed_sampler, trainer, use_distributed_sampler(trainer, False))
         self._first_steps.begin_again()
         summarize_with(ParallelSummary, self._callbacks)
+        self._as_before.callback(summarize_as_before, self._callbacks)
         share_batches(self._callbacks, self.tensor_parallel_group.size())
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
@@ -292,8 +293,10 @@ class AutoTPStrategy(ParallelRanks, ModelParallelStrategy):
         plugin = self.precision_plugin
         plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
         plugin.clip_grad_by_value = self._clip_by_value  # type: ignore[method-assign]
-        if isinstance(plugin, MixedPrecision) and plugin.scaler is not None and self._own_scaler is None:
-            self._own_scaler = plugin.scaler
+        for patched in ("clip_grad_by_norm", "clip_grad_by_value"):
+            self._as_before.callback(vars(plugin).pop, patched, None)
+        if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
+            self._as_before.callback(_go_on_with, plugin, plugin.scaler)
             plugin.scaler = AgreedGradScaler(plugin.scaler)
 
     def on_exception(self, exception: BaseException) -> None:
@@ -313,14 +316,8 @@ class AutoTPStrategy(ParallelRanks, ModelParallelStrategy):
             self._peers.close()
 
     def teardown(self) -> None:
-        """Finish what is being saved, and leave the precision plugin and the callbacks as they were."""
-        for patched in ("clip_grad_by_norm", "clip_grad_by_value"):
-            vars(self.precision_plugin).pop(patched, None)
-        if self._own_scaler is not None and isinstance(self.precision_plugin, MixedPrecision):
-            assert self.precision_plugin.scaler is not None
-            self._own_scaler.load_state_dict(self.precision_plugin.scaler.state_dict())
-            self.precision_plugin.scaler, self._own_scaler = self._own_scaler, None
-        summarize_as_before(self._callbacks)
+        """Finish what is being saved, and leave the precision plugin, the callbacks and the Trainer as they were."""
+        self._as_before.close()
         try:
             self._saving.close()
         finally:
@@ -528,3 +525,10 @@ class AutoTPStrategy(ParallelRanks, ModelParallelStrategy):
                 " trainer.strategy.save_pretrained(directory, model=module.model)"
             )
         save_pretrained(models[0], directory, write=write, every_process=True, **kwargs)
+
+
+def _go_on_with(plugin: MixedPrecision, scaler: torch.amp.GradScaler) -> None:
+    """Give the user's scaler back, with the scale that ours has come to: a checkpoint may be written afterwards."""
+    assert plugin.scaler is not None
+    scaler.load_state_dict(plugin.scaler.state_dict())
+    plugin.scaler = scaler

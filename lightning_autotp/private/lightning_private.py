@@ -257,9 +257,14 @@ class BackwardSync:
             yield
 
 
-def use_distributed_sampler(trainer: Trainer, use: bool) -> None:
-    """Whether dataloaders that are made from now on get a distributed sampler. Publicly an argument of the Trainer."""
-    trainer._accelerator_connector.use_distributed_sampler = use
+def use_distributed_sampler(trainer: Trainer, use: bool) -> bool:
+    """Whether dataloaders that are made from now on get a distributed sampler, and whether those until now did.
+
+    Publicly an argument of the Trainer.
+    """
+    connector = trainer._accelerator_connector
+    before, connector.use_distributed_sampler = connector.use_distributed_sampler, use
+    return before
 
 
 def syncs_batch_norms(strategy: ModelParallelStrategy) -> bool:
