@@ -45,7 +45,7 @@ class Refused:
     Args:
         module: the module.
         name: of the method.
-        reason: why a parallel model has it not, and what to do instead.
+        reason: why it is not there on a parallel model, and what to do instead.
     """
 
     def __init__(self, module: nn.Module, name: str, reason: str) -> None:

@@ -129,7 +129,7 @@ class NotedLoader(LoaderOfLoader):
     def __iter__(self) -> Iterator[Any]:
         epoch, self._epoch = self._epoch, self._epoch + 1
         for number, batch in enumerate(self.loader):
-            self._notes.note(batch, number, f"batch {number} of {self._name} (read for the {epoch + 1}. time)")
+            self._notes.note(batch, number, f"batch {number} of {self._name} (pass {epoch + 1})")
             yield batch
 
 

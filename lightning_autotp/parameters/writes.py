@@ -96,7 +96,7 @@ class Writes:
             self._has_warned = True
             warnings.warn(
                 f"{join_names(unknown)} were written in"
-                " place, not by an optimizer, by code that nobody has looked at. Each rank has only a part of them:"
+                " place, not by an optimizer, by code that was not checked. Each rank has only a part of them:"
                 " what does the same with each element is right; rows by their index or random numbers would be others"
                 " in the whole tensor. Run that code once inside `with lightning_autotp.checked(model):`, which tells",
                 stacklevel=2,
