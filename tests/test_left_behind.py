@@ -8,6 +8,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from trainer_ranks import run_trainer_ranks
 
 from lightning_autotp.lightning.strategy import AutoTPStrategy
 from lightning_autotp.private.lightning_private import use_distributed_sampler
@@ -41,15 +42,25 @@ def trainer(strategy: Strategy | str, precision: MixedPrecision) -> Trainer:
     )
 
 
-def test_the_scaler_and_the_sampler_are_the_users_again() -> None:
+def two_runs() -> dict[str, object]:
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=1)
     precision = MixedPrecision("16-mixed", "cpu", scaler=scaler)
     data = DataLoader(torch.randn(8, 8), batch_size=4)
     first = trainer(AutoTPStrategy(), precision)
     first.fit(Small(), data)
-    assert precision.scaler is scaler
-    assert scaler.get_scale() == 64.0 * 2**2, "it has not gone on with the scale of the run"
-    assert use_distributed_sampler(first, True), "of the Trainer it was left off"
+    seen: dict[str, object] = {
+        "scaler": precision.scaler is scaler,
+        "scale": scaler.get_scale(),
+        "sampler": use_distributed_sampler(first, True),
+    }
     trainer("auto", precision).fit(Small(), data)
-    assert precision.scaler is scaler
-    assert scaler.get_scale() == 64.0 * 2**4
+    return {**seen, "second scaler": precision.scaler is scaler, "second scale": scaler.get_scale()}
+
+
+def test_the_scaler_and_the_sampler_are_the_users_again() -> None:
+    (seen,) = run_trainer_ranks(two_runs, 1)
+    assert seen["scaler"]
+    assert seen["scale"] == 64.0 * 2**2, "it has not gone on with the scale of the run"
+    assert seen["sampler"], "of the Trainer it was left off"
+    assert seen["second scaler"]
+    assert seen["second scale"] == 64.0 * 2**4
