@@ -38,8 +38,8 @@ def fused(rank: int, size: int, rows: int) -> dict[str, Any]:
         counted.append((seen.gathered, seen.scattered))
 
     before = config._micro_pipeline_tp, config.post_grad_custom_post_pass
-    counting, another = FusedProducts(), FusedProducts()
-    another.end()
+    ended, counting = FusedProducts(), FusedProducts()
+    ended.end()  # which leaves it on for the other
     turned_on = config._micro_pipeline_tp
     config.post_grad_custom_post_pass = [*config.post_grad_custom_post_pass, look]
     model = parallelize(

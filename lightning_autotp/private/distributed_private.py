@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -59,43 +59,48 @@ def share_memory(group: dist.ProcessGroup) -> None:
 class FusedProducts:
     """Turns on inductor's asynchronous tensor parallelism, and counts what it fuses. Nothing public does either.
 
-    It is on for all that this process compiles, until :meth:`end`.
+    It is on for all that this process compiles, until the :meth:`end` of the last such object.
 
     Attributes:
         gathered: products that overlap with the gather of their operand.
         scattered: products that overlap with the reduce-scatter of their result.
         graphs: graphs that were compiled.
         counting: the pass that counts.
-        was_on: whether it was on before.
+        was_on: whether it was on before the first such object.
     """
 
     def __init__(self) -> None:
         import torch._inductor.config as inductor
         from torch._inductor.custom_graph_pass import CustomGraphPass, get_custom_graph_passes
 
-        counts = self
-
         class Counting(CustomGraphPass):
+            def __init__(self, products: FusedProducts) -> None:
+                self.products = products
+
             def __call__(self, graph: torch.fx.Graph) -> None:
-                counts.look_at(graph)
+                self.products.look_at(graph)
 
             def uuid(self) -> None:
                 """Compile anew instead of taking code from the cache: only what is compiled is counted."""
 
         self.gathered = self.scattered = self.graphs = 0
-        self.counting, self.was_on = Counting(), inductor._micro_pipeline_tp
         before = get_custom_graph_passes(inductor.post_grad_custom_post_pass)
+        others = _counting(before)
+        self.counting = Counting(self)
+        self.was_on: bool = others[0].was_on if others else inductor._micro_pipeline_tp
         inductor.post_grad_custom_post_pass = [*before, self.counting]
         inductor._micro_pipeline_tp = True
 
     def end(self) -> None:
-        """Count no more, and leave it on only if it was before."""
+        """Count no more; leave it on only if it was before, or another object needs it."""
         import torch._inductor.config as inductor
         from torch._inductor.custom_graph_pass import get_custom_graph_passes
 
         passes = get_custom_graph_passes(inductor.post_grad_custom_post_pass)
-        inductor.post_grad_custom_post_pass = [each for each in passes if each is not self.counting] or None
-        inductor._micro_pipeline_tp = self.was_on
+        left = [each for each in passes if each is not self.counting]
+        inductor.post_grad_custom_post_pass = left or None
+        if not _counting(left):
+            inductor._micro_pipeline_tp = self.was_on
 
     def look_at(self, graph: torch.fx.Graph) -> None:
         """Count what was fused in a graph that is about to become code."""
@@ -111,6 +116,12 @@ class FusedProducts:
             f"{self.gathered} products overlap with the gather of their operand and {self.scattered} with the"
             f" reduce-scatter of their result, in {self.graphs} compiled graphs"
         )
+
+
+def _counting(passes: Sequence[Any]) -> list[FusedProducts]:
+    """What counts products among inductor's passes."""
+    found = (getattr(each, "products", None) for each in passes)
+    return [each for each in found if isinstance(each, FusedProducts)]
 
 
 def default_store() -> dist.Store:
