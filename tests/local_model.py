@@ -16,7 +16,7 @@ from lightning_autotp.ranks.group import TPGroup
 
 
 def sections(sizes: list[int], ranks: int) -> Ownership:
-    """A fused dim: every section sharded by itself."""
+    """A fused dim: each section sharded separately."""
     held: list[list[Run]] = [[] for _ in range(ranks)]
     offset = 0
     for size in sizes:

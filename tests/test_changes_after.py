@@ -114,6 +114,15 @@ def own_state(model: Any) -> None:
     model.load_state_dict(saved)
 
 
+def own_state_beside_another_module(model: Any) -> None:
+    """What came later is an error where the model runs, not where it is loaded."""
+    loss_of(model)
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    model.later = nn.Linear(2, 2)
+    model.load_state_dict(saved, strict=False)
+    del model.later
+
+
 def wrapped(model: Any) -> None:
     layers(model)[0].mlp = Around(layers(model)[0].mlp)
 
@@ -157,6 +166,7 @@ RIGHT: dict[str, Callable[[Any], Any]] = {
     "frozen and back": frozen_and_back,
     "modes": modes,
     "own state": own_state,
+    "own state beside another module": own_state_beside_another_module,
     "wrapped": wrapped,
     "forwards wrapped": around_forwards,
     "tied again": tied_again,
@@ -543,8 +553,9 @@ def test_looking_again_takes_the_same_few_calls_whatever_the_size() -> None:
     counted = {}
     for size in (2, 200):
         model = deep(size)
-        assert calls(partial(Snapshot, model)) > 10 * size
-        snapshot = Snapshot(model)
+        places = check_unchanged(model)
+        assert calls(partial(Snapshot, model, places)) > 10 * size
+        snapshot = Snapshot(model, places)
         counted[size] = calls(snapshot.is_current)
         assert snapshot.is_current()
     assert counted[2] == counted[200] < 30

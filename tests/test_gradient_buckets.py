@@ -23,6 +23,7 @@ from lightning_autotp.gradients.norms import full_gradients
 from lightning_autotp.gradients.sums import hook_parameters, postponed_sums, sum_at_once_in_ddp, synchronize_gradients
 from lightning_autotp.layouts import buckets
 from lightning_autotp.layouts.types import Invariant, Replicate
+from lightning_autotp.parameters.state import parallel_state
 from lightning_autotp.private.distributed_private import default_store
 from lightning_autotp.ranks import meeting
 from lightning_autotp.ranks.group import TPGroup
@@ -67,7 +68,7 @@ def made() -> nn.Module:
 def before_forward(model: nn.Module, _: Any) -> None:
     """What the guard of a parallel model does for its gradients."""
     sum_at_once_in_ddp(model)
-    hook_parameters(model)
+    hook_parameters(model, parallel_state(model).places(model))
 
 
 Found = dict[str, Tensor]

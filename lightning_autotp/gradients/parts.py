@@ -11,7 +11,7 @@ the same memory and local shape, and Python functions on it (``__torch_function_
   are collective, and differentiable where second derivatives are wanted;
 * **random numbers** are drawn for the whole tensor, of which this rank takes its part;
 * **indices** are those of the whole tensor: ``p.grad[:100] = 0`` writes what this rank has of the first 100 rows;
-* **everything else is refused**, because a function that nobody looked at must not be silently wrong.
+* **everything else is refused**, because a function that is not listed must not be silently wrong.
 
 Nothing is intercepted below Python: autograd adds into the plain memory, and keeps the object. Sizes
 (``p.grad.shape``, ``numel()``) are those of the part, as the parameter's own are.

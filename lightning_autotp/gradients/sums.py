@@ -36,6 +36,7 @@ from lightning_autotp.parameters.part import PartOf
 from lightning_autotp.parameters.state import (
     Hook,
     ParallelState,
+    Place,
     dotted,
     parallel_models,
     parallel_state,
@@ -264,24 +265,23 @@ def keep_hooked(parameter: Tensor, hook: Hook | None) -> None:
     GradientHooks(hook, None)(parameter)
 
 
-def hook_parameters(model: nn.Module) -> None:
-    """Put the hooks that their gradients need on a parallel model's parameters, also those that took others' places."""
+def hook_parameters(model: nn.Module, places: Iterable[Place]) -> None:
+    """Put the hooks that their gradients need on a model's parameters, also on those that took others' places."""
     state = parallel_state(model)
-    for place in state.places(model):
+    for place in places:
         if (hooks := state.gradient_hooks.get(place.meta.name)) is not None:
             hooks(place.parameter)
 
 
-def hook_parameters_of(module: nn.Module, model: nn.Module) -> None:
-    """As :func:`hook_parameters`, for the parameters of one module and those right below it, which its code may use."""
+def places_at(module: nn.Module, model: nn.Module) -> Iterator[Place]:
+    """The parameters that the code of a module in a parallel model may use: its own, and those right below it."""
     state = parallel_state(model)
     for owner in (module, *module.children()):
         path = state.path(owner)
         for attribute, parameter in parameters_of(owner).items():
-            meta = None if path is None else state.metas.get(dotted(path, attribute))
-            hooks = None if meta is None else state.gradient_hooks.get(meta.name)
-            if hooks is not None and parameter is not None:
-                hooks(parameter)
+            name = "" if path is None or parameter is None else dotted(path, attribute)
+            if name in state.metas:
+                yield Place(name, owner, attribute, state.metas[name])
 
 
 def sum_at_once_in_ddp(model: nn.Module) -> None:

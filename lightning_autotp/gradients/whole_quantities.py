@@ -102,7 +102,7 @@ def first_part(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def refuse(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The handler of everything that nobody looked at."""
+    """The handler of everything that is not listed."""
     raise misleading(func, first_part(args, kwargs))
 
 

@@ -24,7 +24,7 @@ from lightning_autotp.guard.standalone import Running, StandaloneCall, is_outer
 from lightning_autotp.guard.state_dicts import mark_as_part, refuse_other_parts, refuse_whole_tensors
 from lightning_autotp.guard.user_hooks import UserHooks
 from lightning_autotp.parameters.forwards import forward_of
-from lightning_autotp.parameters.known_writes import parts_of
+from lightning_autotp.parameters.known_writes import parts_before_use, parts_of
 from lightning_autotp.parameters.snapshot import Snapshot
 from lightning_autotp.parameters.state import parallel_state
 from lightning_autotp.parameters.unchanged import check_unchanged
@@ -118,9 +118,9 @@ class Guard:
     def _look(self) -> None:
         """Look at all of the model, and remember it."""
         self._snapshot = None
-        check_unchanged(self.model)
-        hook_parameters(self.model)
-        seen = Snapshot(self.model)
+        places = check_unchanged(self.model)
+        hook_parameters(self.model, places)
+        seen = Snapshot(self.model, places)
         parallel_state(self.model).writes.watch(seen.parts)
         self._snapshot = seen if seen.is_lasting else None
 
@@ -146,11 +146,11 @@ class Guard:
     def _before_loading(self, model: nn.Module, state: Any, prefix: str, metadata: Any, *_: Any) -> None:
         refuse_whole_tensors(model, state, prefix)
         refuse_other_parts(model, metadata)
-        parallel_state(model).writes.begin_known(parts_of(model))
+        parallel_state(model).writes.begin_known(parts_before_use(model))
 
     def _after_loading(self, model: nn.Module, keys: Any) -> None:
         missing = [f".{key}" for key in keys.missing_keys]
-        parts = parts_of(model)
+        parts = parts_before_use(model)
         given = [part for name, part in parts.items() if not any(key.endswith(f".{name}") for key in missing)]
         parallel_state(model).writes.end_known(parts, given)
 

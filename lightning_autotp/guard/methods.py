@@ -137,7 +137,7 @@ def _methods(model: nn.Module, calls: CallProver) -> Iterator[tuple[nn.Module, s
                 yield place.module, name, Refused(place.module, name, _TAKES_FOR_WHOLE)
     if fsdp_modules(model) and hasattr(model, "generate"):
         yield model, "generate", partial(generate_gathered, model)
-    if (tuners := sys.modules.get("peft.tuners.tuners_utils")) is not None:  # else nobody has made an adapter with it
+    if (tuners := sys.modules.get("peft.tuners.tuners_utils")) is not None:  # else there are no adapters
         for module in model.modules():
             if isinstance(module, tuners.BaseTunerLayer):
                 yield module, "merge", Refused(module, "merge", _MERGES_PARTS)

@@ -15,11 +15,11 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_autotp.applying.replace import BoundaryConversion
 from lightning_autotp.capture.nested import leaves_of
-from lightning_autotp.gradients.sums import hook_parameters_of
+from lightning_autotp.gradients.sums import hook_parameters, places_at
 from lightning_autotp.guard.first_use import use_of_module
 from lightning_autotp.guard.whole_tensors import parts_at, planned_changes, to_parts, to_whole
 from lightning_autotp.layouts.types import Invariant
-from lightning_autotp.parameters.state import dotted, parallel_state
+from lightning_autotp.parameters.state import parallel_state
 from lightning_autotp.private.torch_private import is_in_backward
 
 
@@ -61,20 +61,15 @@ class StandaloneCall:
 
     def attach(self, module: nn.Module) -> list[RemovableHandle]:
         """Hook the module, if there is anything to do for it."""
-        if not self.is_outer and not self._has_hooked(module):
+        model = self.running.model
+        hooked = parallel_state(model).gradient_hooks
+        if not self.is_outer and not any(place.meta.name in hooked for place in places_at(module, model)):
             return []
         handles = [module.register_forward_pre_hook(self.before, with_kwargs=True, prepend=True)]
         if self.shows_whole:
             handles.append(module.register_forward_hook(self.end, always_call=True))
             handles.append(module.register_forward_hook(self.after))
         return handles
-
-    def _has_hooked(self, module: nn.Module) -> bool:
-        """Whether it has parameters, or modules that have, whose gradients need hooks."""
-        state = parallel_state(self.running.model)
-        names = [name for name, _ in module.named_parameters(remove_duplicate=False) if name.count(".") <= 1]
-        metas = [state.metas.get(dotted(self.path, name)) for name in names]
-        return any(meta is not None and meta.name in state.gradient_hooks for meta in metas)
 
     @property
     def _is_inside(self) -> bool:
@@ -92,7 +87,7 @@ class StandaloneCall:
         if running.depth > 0:
             return None
         if not torch.compiler.is_compiling():
-            hook_parameters_of(module, running.model)
+            hook_parameters(running.model, places_at(module, running.model))
             if self.is_outer:
                 use_of_module(running.model)
         if not self.shows_whole:

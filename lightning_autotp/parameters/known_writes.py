@@ -7,8 +7,7 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-from lightning_autotp.layouts.types import Shard
-from lightning_autotp.parameters.state import ParallelState, parallel_models, parallel_state
+from lightning_autotp.parameters.state import parallel_models, parallel_state, parts_among
 
 
 @contextmanager
@@ -22,20 +21,19 @@ def known_writes(module: nn.Module, filled: Collection[Tensor] = (), *, is_check
     """
     watched = list(parallel_models(module))
     for model, state in watched:
-        state.writes.begin_known(_values_of(model, state), is_checked)
+        state.writes.begin_known(parts_before_use(model), is_checked)
     try:
         yield
     finally:
         for model, state in watched:
-            state.writes.end_known(_values_of(model, state), filled)
+            state.writes.end_known(parts_before_use(model), filled)
 
 
 def parts_of(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters of a parallel model of which this rank has a part, by name."""
-    places = parallel_state(model).places(model)
-    return {place.meta.name: place.parameter for place in places if isinstance(place.meta.layout, Shard)}
+    return parts_among(parallel_state(model).places(model))
 
 
-def _values_of(model: nn.Module, state: ParallelState) -> dict[str, nn.Parameter]:
-    """The parts whose values are compared: later only writes are counted."""
-    return parts_of(model) if state.writes.is_before_use else {}
+def parts_before_use(model: nn.Module) -> dict[str, nn.Parameter]:
+    """As :func:`parts_of`, until the model is used for the first time; then none, for only writes are counted."""
+    return parts_of(model) if parallel_state(model).writes.is_before_use else {}

@@ -6,13 +6,14 @@ where something is another than before is it asked, module by module, what may b
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import chain
 from operator import attrgetter, is_, methodcaller
 from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_autotp.parameters.state import own_modules, parallel_state
+from lightning_autotp.parameters.state import Place, own_modules, parallel_state, parts_among
 from lightning_autotp.private.torch_private import children_of, hook_tables, parameters_of
 
 _ATTRIBUTES = attrgetter("__dict__")
@@ -23,12 +24,16 @@ _END = object()
 class Snapshot:
     """The modules in a parallel model and their forwards, its parameters, the sizes of parts, and parameters' hooks.
 
+    Args:
+        model: the model.
+        places: where its parameters are now.
+
     Attributes:
         parts: the parameters of which this rank has a part, by name.
         is_lasting: whether it may be kept: not what is there for one call (``torch.func.functional_call``).
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, places: Sequence[Place]) -> None:
         state = parallel_state(model)
         modules = [module for _, module in own_modules(model)]
         tables: list[dict[str, Any]] = [table for of in modules for table in (children_of(of), parameters_of(of))]
@@ -36,8 +41,7 @@ class Snapshot:
         # Views: they follow what is put into the tables.
         self._live = [*(table.values() for table in tables if table), (_END,)]
         self._objects = list(chain.from_iterable(self._live))
-        places = state.places(model)
-        self.parts = {place.meta.name: place.parameter for place in places if place.meta.is_parallel}
+        self.parts = parts_among(places)
         self._sizes = list(map(Tensor.numel, self.parts.values()))
         # Another forward may be put on an object.
         self._dicts = list(map(vars, modules))

@@ -238,6 +238,11 @@ class ParameterTable:
         return None if found is None else found[2]
 
 
+def parts_among(places: Iterable[Place]) -> dict[str, nn.Parameter]:
+    """The parameters at some places of which this rank has a part, by name."""
+    return {place.meta.name: place.parameter for place in places if place.meta.is_parallel}
+
+
 def misfits(places: Iterable[Place]) -> list[str]:
     """What is wrong with a model's parameters: another shape than this rank's part, or tied otherwise than before."""
     wrong: list[str] = []

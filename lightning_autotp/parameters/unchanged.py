@@ -15,6 +15,7 @@ from lightning_autotp.parameters.forwards import other_forwards
 from lightning_autotp.parameters.local_blocks import fsdp_modules
 from lightning_autotp.parameters.state import (
     ParallelState,
+    Place,
     dotted,
     misfits,
     own_modules,
@@ -23,8 +24,11 @@ from lightning_autotp.parameters.state import (
 )
 
 
-def check_unchanged(model: nn.Module) -> None:
+def check_unchanged(model: nn.Module) -> list[Place]:
     """Look at all of a parallel model. Not collective.
+
+    Returns:
+        Where its parameters are now.
 
     Raises:
         RuntimeError: naming modules that are gone, have moved or were replaced, or whose ``forward`` was; or parameters
@@ -40,6 +44,7 @@ def check_unchanged(model: nn.Module) -> None:
     if fsdp_modules(model):
         given = [place.name for place in places if not isinstance(place.parameter, nn.Parameter)]
         refuse_changes(model, [f"{name} was given for one call, and FSDP2 would use its own" for name in given])
+    return places
 
 
 def _other_modules(model: nn.Module, state: ParallelState) -> Iterator[str]:

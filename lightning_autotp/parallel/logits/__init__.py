@@ -16,7 +16,7 @@ on it (``__torch_function__``) fall in six groups, each a module of this folder 
   :func:`~lightning_autotp.parallel.linear_cross_entropy.vocab_parallel_linear_cross_entropy` where nothing has needed
   the local part so far;
 * **everything else first gathers** the logits into an ordinary tensor (and says so, once per function), because a
-  function that nobody looked at must not be silently wrong.
+  function that is not listed must not be silently wrong.
 
 In-place changes are refused, because they would change only what was gathered for them. So are those of a view that
 needed the logits gathered (``logits[..., 100:]``), which in one process would change the logits: it is a
