@@ -7,32 +7,35 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from jsonargparse import auto_cli
 
+from lightning_autotp.solving.options import PlanOptions, documented_by
 
-def plan(
+
+@documented_by(PlanOptions)
+def plan(  # noqa: D417 (the other options are PlanOptions')
     model: str,
     tp: int = 2,
     tokens: int | None = None,
-    keep_whole: list[str] | None = None,
-    cut: dict[str, int] | None = None,
+    keep_whole: Iterable[str] = (),
+    cut: Mapping[str, int] | None = None,
     why: str | None = None,
     sequence_parallel: bool | Literal["auto"] = False,
     json: Path | None = None,
 ) -> None:
     """Print how a causal language model would be split: no weights, no GPU and no process group needed.
 
+    Lists and mappings are written as in YAML, such as '[lm_head, model.vision*]' and '{lm_head.weight: 0}'.
+
     Args:
         model: a Hugging Face Hub id, or a directory with a ``config.json``.
         tp: number of tensor-parallel ranks.
         tokens: tokens of one forward and backward pass, which the plan is to be the cheapest for; 16,384 by default.
-        keep_whole: names or patterns of parameters or modules that stay whole, such as '[lm_head, model.vision*]'.
-        cut: by name or pattern, the dim along which parameters are cut, such as '{lm_head.weight: 0}'.
         why: name or pattern of parameters or modules of which to say, for each dim that is not cut, why not.
-        sequence_parallel: shard the tokens between tensor-parallel regions; 'auto': where that costs no time.
         json: file to write the plan to, for AutoTPStrategy(plan=...).
     """
     import torch
@@ -57,7 +60,7 @@ def plan(
             skeleton,
             tp,
             tokens_per_step=tokens,
-            keep_whole=keep_whole or (),
+            keep_whole=keep_whole,
             cut=cut,
             sequence_parallel=sequence_parallel,
         )

@@ -43,13 +43,15 @@ from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.ranks.meeting import announce
 from lightning_autotp.solving.cost import Profile
 from lightning_autotp.solving.expert_modules import as_planned
-from lightning_autotp.solving.options import PlanOptions, read
+from lightning_autotp.solving.options import PlanOptions, documented_by, read
+from lightning_autotp.solving.plan_cache import PlanCache
 from lightning_autotp.solving.planned import PlanMismatch
 from lightning_autotp.solving.solution import Solution
 from lightning_autotp.start_report import says_plan, says_weights
 
 
-def make_plan(
+@documented_by(PlanOptions)
+def make_plan(  # noqa: D417 (the options are PlanOptions')
     model: nn.Module,
     tensor_parallel_size: int,
     *,
@@ -62,19 +64,14 @@ def make_plan(
 ) -> tuple[Plan, Solution]:
     """Work out how to split a model: no weights, no process group, no GPU needed.
 
+    The options are those of :class:`~lightning_autotp.solving.options.PlanOptions`.
+
     Args:
         model: any module (on meta or real); it is only looked at.
         tensor_parallel_size: number of ranks.
         example_inputs: one batch as the training step passes it; not needed for a language model with ``input_ids``.
             A list of batches (mappings, or tuples of positional arguments) that go different ways through the model,
             where no single one reaches all of it.
-        tokens_per_step: what one forward and backward pass will be given: a number of tokens, or (sequences, tokens of
-            each). The plan is the cheapest for that; 16,384 tokens by default.
-        keep_whole: names of parameters or modules, or patterns of them (``"model.vision_tower.*"``), that stay whole.
-        cut: the dim along which the parameters of a name or pattern are cut (``{"lm_head.weight": 0}``).
-        profile: the hardware to plan for.
-        sequence_parallel: shard the tokens between tensor-parallel regions (norms, dropouts, residual adds), so that
-            each rank holds its tokens' activations there; ``"auto"``: where that costs no time.
 
     Returns:
         The plan, and the solver's solution behind it.
@@ -87,7 +84,7 @@ def make_plan(
         QuantizationError: if its weights are quantized already.
     """
     refuse_unfit(model)
-    options = PlanOptions.given(
+    options = PlanOptions(
         tokens_per_step=tokens_per_step,
         keep_whole=keep_whole,
         cut=cut,
@@ -117,7 +114,8 @@ def _example(model: nn.Module, example_inputs: Any, options: PlanOptions) -> tup
     return language_model_inputs(model) if made_up else example_inputs, replace(options, traced_with=source)
 
 
-def parallelize(
+@documented_by(make_plan, PlanOptions)
+def parallelize(  # noqa: D417 (the options are PlanOptions', and example_inputs are make_plan's)
     model: nn.Module,
     process_group: dist.ProcessGroup,
     *,
@@ -135,24 +133,13 @@ def parallelize(
 ) -> nn.Module:
     """Turn ``model`` into this rank's local model, in place. Collective over ``process_group``.
 
+    The options are those of :class:`~lightning_autotp.solving.options.PlanOptions`, and ``example_inputs`` are as for
+    :func:`make_plan`.
+
     Args:
         model: any module; its parameters may be on meta (then they are loaded or initialized here, this rank's part
             only) or real (then they are sliced).
         process_group: the tensor-parallel group.
-        example_inputs: one batch as the training step passes it, or a list of them, as for :func:`make_plan`.
-        tokens_per_step: what one forward and backward pass will be given, as for :func:`make_plan`.
-        keep_whole: what stays whole, as for :func:`make_plan`.
-        cut: what is cut along which dim, as for :func:`make_plan`.
-        profile: the hardware to plan for.
-        plan: a plan to follow, or the file of one, instead of making one: of this model for so many ranks, made by
-            :func:`make_plan` or ``lightning-autotp plan --json``, perhaps edited since. It is proved like any other.
-            The first rank's counts, so only there the file is needed.
-        plan_cache: where plans are kept, so that the next start of the same model need not plan: a directory, ``True``
-            for ``$LIGHTNING_AUTOTP_PLANS`` or the user's cache directory, ``False`` for nowhere. The first rank's.
-        sequence_parallel: whether tokens are sharded between tensor-parallel regions, as for :func:`make_plan`.
-        async_tensor_parallel: whether compiled code overlaps products with the collectives of sharded tokens, on
-            devices that share memory. For all that this process compiles while the model is there. Rank 0 prints before
-            the second training step how many products do.
         device: where this rank's parameters live; by default the device of ``data_mesh``, or without one where they
             are, and the CPU for those on meta.
         data_mesh: the ranks that hold the same part of other copies of the model, as one dim of a device mesh. Then
@@ -174,7 +161,7 @@ def parallelize(
         CheckpointError: if the weights are missing, broken, or do not fit.
         ValueError: for options that :func:`make_plan` refuses, or if the plan's file is missing or holds none.
     """
-    options = PlanOptions.given(
+    options = PlanOptions(
         tokens_per_step=tokens_per_step,
         keep_whole=keep_whole,
         cut=cut,
@@ -192,8 +179,8 @@ def parallelize(
 def make_local(
     model: nn.Module,
     process_group: dist.ProcessGroup,
-    example_inputs: Any = None,
-    options: PlanOptions | None = None,
+    example_inputs: Any,
+    options: PlanOptions,
     data_mesh: DeviceMesh | None = None,
 ) -> None:
     """The first half of :func:`parallelize`: plan, cut, prove. Parameters on meta stay there.
@@ -206,8 +193,8 @@ def make_local(
     announce()
     with raise_together(process_group, "looking at the model"):
         refuse_unfit(model)
-        fused = overlap_products(process_group) if options is not None and options.async_tensor_parallel else None
-    inputs, options = _example(model, example_inputs, options or PlanOptions())
+        fused = overlap_products(process_group) if options.async_tensor_parallel else None
+    inputs, options = _example(model, example_inputs, options)
     groups = [process_group] if data_mesh is None else [process_group, data_mesh.get_group()]
     message: list[Any] = [None]
     with says_plan(model), relaxed_gc():
@@ -218,10 +205,9 @@ def make_local(
         for axis in reversed(groups):  # to the first ranks of the copies, and from them to the others
             dist.broadcast_object_list(message, group_src=0, group=axis)
         with _raise_together(groups, "building the local model"):
-            # A plan is a claim, whoever made it: each rank derives its solution from it, on its own graph.
-            plan = Plan.from_json(message[0])
-            graph = as_planned(_opaque_as_in(plan, model, graph, inputs), plan, IMPLEMENTATIONS)
-            plan, solution = read_plan(plan, graph, IMPLEMENTATIONS)
+            # The layouts of all other tensors are worked out again on every rank, on its own graph: a plan is a claim,
+            # whoever made it.
+            graph, plan, solution = _read(Plan.from_json(message[0]), model, graph, inputs)
             prove_experts(model, graph, plan)
             original = meta_copy(model)
             apply_plan(model, plan, group)
@@ -242,14 +228,6 @@ def _raise_together(groups: Iterable[dist.ProcessGroup], phase: str) -> Iterator
         yield
 
 
-def _opaque_as_in(plan: Plan, model: nn.Module, graph: Graph, inputs: Any) -> Graph:
-    """The graph where at least those modules are opaque that are so in a plan."""
-    more = frozenset(plan.opaque) - graph.opaque
-    if not more or not more <= {path for path, _ in model.named_modules()}:
-        return graph
-    return trace(model, inputs, graph.opaque | more)
-
-
 def _plan(model: nn.Module, graph: Graph, inputs: Any, ranks: int, options: PlanOptions) -> Plan:
     """The plan that is given, or was kept, or is made now."""
     if options.plan is not None:
@@ -259,23 +237,40 @@ def _plan(model: nn.Module, graph: Graph, inputs: Any, ranks: int, options: Plan
         options.tokens,
         options.keep_whole,
         options.cut,
-        options.profile,
+        options.hardware,
         options.sequence_parallel,
         options.traced_with,
         sorted(graph.units.items()),
     )
     key = fingerprint(model, inputs, *settings, *(version(name) for name in ("torch", "transformers")))
-    kept = options.cache.find(key)
-    if kept is not None:
-        try:
-            there = _opaque_as_in(kept, model, graph, inputs)
-            read_plan(kept, as_planned(there, kept, IMPLEMENTATIONS), IMPLEMENTATIONS)
-            return kept
-        except PlanMismatch:
-            pass  # the model's code was another
-    plan, _ = feasible_plan(model, graph, inputs, ranks, options)
-    options.cache.keep(key, plan)
+    cache = PlanCache.of(options.plan_cache)
+    plan = cache.find(key)
+    if plan is None or not _fits(plan, model, graph, inputs):
+        plan, _ = feasible_plan(model, graph, inputs, ranks, options)
+        cache.keep(key, plan)
     return plan
+
+
+def _fits(plan: Plan, model: nn.Module, graph: Graph, inputs: Any) -> bool:
+    """Whether a plan that was kept is of the model's code as it is now."""
+    try:
+        _read(plan, model, graph, inputs)
+    except PlanMismatch:
+        return False
+    return True
+
+
+def _read(plan: Plan, model: nn.Module, graph: Graph, inputs: Any) -> tuple[Graph, Plan, Solution]:
+    """What a plan means on a graph of the model: the graph as the plan takes it, the plan in full, and its solution.
+
+    Raises:
+        PlanMismatch: if it is of another model.
+    """
+    more = frozenset(plan.opaque) - graph.opaque
+    if more and more <= {path for path, _ in model.named_modules()}:
+        graph = trace(model, inputs, graph.opaque | more)
+    graph = as_planned(graph, plan, IMPLEMENTATIONS)
+    return graph, *read_plan(plan, graph, IMPLEMENTATIONS)
 
 
 def materialize(

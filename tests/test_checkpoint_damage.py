@@ -320,7 +320,7 @@ def test_what_a_url_leads_to_is_not_run(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "cache"))
     strategy = AutoTPStrategy()
     monkeypatch.setattr(strategy, "broadcast", lambda value: value)
-    monkeypatch.setattr(strategy._saving, "finish", lambda: None)
+    monkeypatch.setattr(strategy.saving, "finish", lambda: None)
     with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}/evil.ckpt"

@@ -109,7 +109,7 @@ def two_ranks(directory: str) -> dict[str, Any]:
 
     # While one is being written in the background, training goes on and the one before it stays.
     strategy = AutoTPStrategy(save_async=True, save_distributed_checkpoint=True)
-    strategy._saving.background = slow = Slow()
+    strategy.saving.background = slow = Slow()
     seen["meanwhile"] = []
 
     class Meanwhile(L.Callback):

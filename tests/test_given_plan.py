@@ -227,7 +227,7 @@ def test_a_file_without_a_plan(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"other\.json': this is not a plan"):
         read(tmp_path / "other.json")
     with pytest.raises(ValueError, match="followed as it is"):
-        PlanOptions.given(plan=make_plan(meta_model("llama"), 2)[0], keep_whole=["lm_head"])
+        PlanOptions(plan=make_plan(meta_model("llama"), 2)[0], keep_whole=["lm_head"])
 
 
 # -- pinned ----------------------------------------------------------------------------------------------------------
@@ -282,7 +282,7 @@ def test_an_impossible_cut_is_an_error_that_says_why() -> None:
 
 def planned(model: nn.Module, directory: Path, ranks: int = 2, **options: Any) -> Plan:
     batch = {**ids(5, 61), "use_cache": False}
-    given = PlanOptions.given(plan_cache=directory, **options)
+    given = PlanOptions(plan_cache=directory, **options)
     return pipeline._plan(model, trace(model, batch), batch, ranks, given)
 
 

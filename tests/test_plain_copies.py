@@ -69,7 +69,7 @@ def keep_plans(folder: Path) -> tuple[Plan, Plan]:
     """Keep a plan for each copy in a directory of its own. That of the second one leaves an MLP whole."""
     with meta_model():
         model = tiny()
-    options = PlanOptions.given(plan_cache=folder / "0")
+    options = PlanOptions(plan_cache=folder / "0")
     inputs, options = pipeline._example(model, None, options)
     plan = pipeline._plan(model, trace(model, language_model_inputs(model)), inputs, 2, options)
     (file,) = (folder / "0").iterdir()

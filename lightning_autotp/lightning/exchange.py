@@ -26,18 +26,22 @@ class Exchange:
     Args:
         trainer: who is at which batch.
         group: the tensor-parallel group.
+        copies: the data-parallel group.
         device: the rank's.
-        copies: number of copies of the model.
-        copy: this rank's.
         checked: how many training batches of an epoch are compared before they are used, and not with the next one.
     """
 
     def __init__(
-        self, trainer: Trainer, group: dist.ProcessGroup, device: torch.device, copies: int, copy: int, checked: int
+        self,
+        trainer: Trainer,
+        group: dist.ProcessGroup,
+        copies: dist.ProcessGroup,
+        device: torch.device,
+        checked: int,
     ) -> None:
         self._trainer, self._group, self._device = trainer, group, device
         self._consistency = ReplicaConsistency(group, device) if group.size() > 1 else None
-        self._copies, self._copy, self._checked = copies, copy, checked
+        self._copies, self._copy, self._checked = copies.size(), copies.rank(), checked
         self._loop: tuple[Any, ...] = ()
         self._seen = Counter[int]()  # by dataloader
 

@@ -9,17 +9,15 @@ the processes are watched until they end.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from lightning.fabric.plugins import MixedPrecision
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lightning_autotp.building.pretrained import meta_model
@@ -32,148 +30,78 @@ from lightning_autotp.checkpoints.state import (
     load_full_optimizer_state,
     load_full_state_dict,
 )
-from lightning_autotp.data.batches import broadcast_loader, check_sampler
 from lightning_autotp.gradients.norms import clip_gradients_norm, clip_gradients_value
 from lightning_autotp.gradients.sums import postponed_sums
 from lightning_autotp.guard.checked import CheckedCalls
 from lightning_autotp.guard.state_dicts import refuse_whole_optimizer_states
-from lightning_autotp.layouts.plan import Plan
+from lightning_autotp.lightning.base import AutoTPBase
 from lightning_autotp.lightning.discovery import find_models
 from lightning_autotp.lightning.loaders import ComparedFirst, CountedNotes, NotedLoader, seed_workers_by
-from lightning_autotp.lightning.models_local import average_over_copies, count_copies_once, fill_models
-from lightning_autotp.lightning.optimizers import CheckedOptimizers, move_to_local, originals, owner_of
-from lightning_autotp.lightning.processes import (
-    ParallelRanks,
-    end_watch,
-    same_random_state,
-    share_random_state,
-    watch_peers,
-)
-from lightning_autotp.lightning.saving import CheckpointWriter
+from lightning_autotp.lightning.models_local import count_copies_once
+from lightning_autotp.lightning.optimizers import move_to_local, originals, owner_of, then_compute
 from lightning_autotp.optimizers.scaler import AgreedGradScaler
 from lightning_autotp.parallel.head_product import compute_undone
 from lightning_autotp.parameters.state import is_parallel, parallel_models
 from lightning_autotp.pipeline import make_local, refuse_unfit
-from lightning_autotp.private.lightning_private import (
-    BackwardSync,
-    FabricModelParallelStrategy,
-    default_pg_timeout,
-    optimizers_to_device,
-)
+from lightning_autotp.private.lightning_private import BackwardSync, FabricModelParallelStrategy, optimizers_to_device
 from lightning_autotp.private.torch_private import uncompiled
 from lightning_autotp.ranks.agreement import check_same_weights, raise_together
-from lightning_autotp.ranks.peers import PeerWatch
 from lightning_autotp.ranks.started import at_end_of_process
-from lightning_autotp.solving.options import PlanOptions
+from lightning_autotp.solving.options import documented_by
 
 
-class AutoTPFabricStrategy(ParallelRanks, FabricModelParallelStrategy):
+@documented_by(AutoTPBase)
+class AutoTPFabricStrategy(AutoTPBase, FabricModelParallelStrategy):
     """Tensor parallelism for any model under Fabric, planned from its own graph.
 
     Ranks ``0 .. tensor_parallel_size - 1`` share one copy of the model, the next ones another copy, and so on. Ranks of
     one copy run the same loop on the same batches with the same random numbers; both are compared before a model is
-    called.
+    called. The options that are not described here are those of :class:`~lightning_autotp.lightning.base.AutoTPBase`.
 
     Args:
-        tensor_parallel_size: ranks that share one copy; ``"auto"``: all devices divided by ``data_parallel_size``.
-        data_parallel_size: copies that train on different data and average their gradients; ``"auto"``: one.
-        example_inputs: one batch as the ``forward`` of the models takes it: a tensor, a tuple of positional arguments,
-            a mapping of keyword arguments, or a function without arguments that returns one of these. A list of such
-            tuples and mappings where no single batch reaches all of the model. Without it a
-            model's ``example_input_array`` serves; else a batch is made up, for a model that takes ``input_ids``.
         checked_batches: how many batches of each pass over a loader are compared over the ranks of a copy before the
             model is called with them in training; later ones are compared in ``optimizer.step()``, before anything is
             changed. A negative number: all.
         checked_steps: how many calls of each model with each kind of arguments begin a watch over the loop, until the
             next call: an error where its code takes this rank's part of a parameter for the whole one
             (:func:`lightning_autotp.checked`). A negative number watches always; 0 never.
-        broadcast_batches: as for :class:`~lightning_autotp.AutoTPStrategy`, and so are all options below.
-        save_distributed_checkpoint: whether ``fabric.save`` writes directories.
-        save_async: whether it writes in the background.
-        tokens_per_step: what one forward and backward pass of one copy will be given; by default 16,384 tokens.
-        keep_whole: what stays whole on every rank.
-        cut: what is cut along which dim.
-        plan: a plan to follow, or its file.
-        plan_cache: where plans are kept.
-        sequence_parallel: whether tokens are sharded between tensor-parallel regions.
-        async_tensor_parallel: whether compiled code overlaps products with the collectives of sharded tokens.
-        process_group_backend: by default the one for the device: nccl or gloo.
-        timeout: of collectives.
 
     Raises:
         ValueError: if ``tokens_per_step`` is no positive number; when ``Fabric`` is made, if the sizes do not multiply
             to the number of devices; in ``fabric.setup``, if the plan's file is missing or holds none.
     """
 
-    def __init__(
-        self,
-        tensor_parallel_size: int | Literal["auto"] = "auto",
-        data_parallel_size: int | Literal["auto"] = "auto",
-        example_inputs: Any = None,
-        checked_batches: int = 2,
-        checked_steps: int = 1,
-        broadcast_batches: bool = False,
-        save_distributed_checkpoint: bool = False,
-        save_async: bool = False,
-        tokens_per_step: int | tuple[int, int] | None = None,
-        keep_whole: Sequence[str] = (),
-        cut: Mapping[str, int] | None = None,
-        plan: Plan | str | os.PathLike[str] | None = None,
-        plan_cache: bool | str | os.PathLike[str] = True,
-        sequence_parallel: bool | Literal["auto"] = False,
-        async_tensor_parallel: bool = False,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = default_pg_timeout,
-    ) -> None:
-        super().__init__(
-            lambda module, _: module,  # setup_module says what is done
-            data_parallel_size,
-            tensor_parallel_size,
-            save_distributed_checkpoint,
-            process_group_backend,
-            timeout,
-        )
-        BackwardSync(self, postponed_sums)
-        self._example_inputs = example_inputs
-        self._broadcast_batches = broadcast_batches
-        self._plan_options = PlanOptions.given(
-            tokens_per_step=tokens_per_step,
-            keep_whole=keep_whole,
-            cut=cut,
-            plan=plan,
-            plan_cache=plan_cache,
-            sequence_parallel=sequence_parallel,
-            async_tensor_parallel=async_tensor_parallel,
-        )
-        self._modules: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
-        self._optimizers: WeakKeyDictionary[Optimizer, nn.Module | None] = WeakKeyDictionary()
-        self._checked = CheckedOptimizers()
-        self._checked_calls = CheckedCalls(checked_steps, self._modules, self._optimizers)
-        self._saving = CheckpointWriter(save_distributed_checkpoint, save_async)
-        self._is_started = False
-        self._peers: PeerWatch | None = None
-        self._checked_batches = checked_batches
-        self._notes: CountedNotes | None = None
-        self._loaders = 0
+    _is_launched = False
+    _notes: CountedNotes | None = None
 
     # --- processes ---
 
     def setup_environment(self) -> None:
-        """Start the process groups, watch the peers, and continue everywhere with rank 0's random state."""
-        is_first, self._is_started = not self._is_started, True
-        with same_random_state(self.root_device):
-            super().setup_environment()
-        self.share_timeout()
-        self._saving.begin()
-        self._peers = watch_peers(self, self._peers)
-        if is_first:
-            at_end_of_process(self._saving.close, lambda error: end_watch(self._peers, self.global_rank, error))
+        """Start the processes' groups and the watch, as for the Trainer; what Fabric is given is known from then on."""
+        super().setup_environment()
+        if not self._is_launched:
+            self._is_launched = True
+            self._modules: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
+            self._optimizers: WeakKeyDictionary[Optimizer, nn.Module | None] = WeakKeyDictionary()
+            self._checked_calls = CheckedCalls(self.checked_steps, self._modules, self._optimizers)
+            self._loaders = 0
+            BackwardSync(self, postponed_sums)
+            at_end_of_process(self.saving.close, self._end_watch)
         if self.tensor_parallel_group.size() > 1:
-            self._notes = CountedNotes(self.tensor_parallel_group, self.root_device, self._checked_batches)
+            self._notes = CountedNotes(self.tensor_parallel_group, self.root_device, self.checked_batches)
         precision = self.precision
         if isinstance(precision, MixedPrecision) and not isinstance(precision.scaler, AgreedGradScaler | None):
             precision.scaler = AgreedGradScaler(precision.scaler)
-        share_random_state(self.broadcast, self.root_device)
+
+    def _end_watch(self, error: BaseException | None) -> None:
+        """Stop watching, because this process ends; tell the others if it is because of an error. Not collective."""
+        if self.peers is None:
+            return
+        if error is not None:
+            self.peers.report(error)
+        elif self.is_global_zero:
+            self.peers.wait_for_others()
+        self.peers.close()
 
     # --- set-up ---
 
@@ -194,7 +122,7 @@ class AutoTPFabricStrategy(ParallelRanks, FabricModelParallelStrategy):
         """
         if next(module.parameters(), None) is None:
             module.to(self.root_device)
-            if self._is_started:
+            if self._is_launched:
                 count_copies_once(module, self.data_parallel_group)
 
     def setup_module_and_optimizers(
@@ -234,14 +162,10 @@ class AutoTPFabricStrategy(ParallelRanks, FabricModelParallelStrategy):
             models = self._models_of(module)
             for model, _ in models:
                 refuse_unfit(model)
-        copies = self.device_mesh["data_parallel"] if self.data_ranks != 1 else None
         for model, inputs in models:
             check_same_weights(model, None)
-            self._make_local(model, inputs, copies)
-        fill_models(module, [model for model, _ in models], self.root_device, copies)
-        share_random_state(self.broadcast, self.root_device)
-        module.to(self.root_device)
-        average_over_copies(module, self.data_parallel_group)
+            self._make_local(model, inputs)
+        self.fill(module, [model for model, _ in models])
         for model, _ in models:
             if self._notes is not None:
                 model.register_forward_pre_hook(ComparedFirst(self._notes))
@@ -251,14 +175,14 @@ class AutoTPFabricStrategy(ParallelRanks, FabricModelParallelStrategy):
 
     def _models_of(self, module: nn.Module) -> list[tuple[nn.Module, Any]]:
         if isinstance(module, LightningModule):
-            return find_models(module, self._example_inputs)
-        given = self._example_inputs
+            return find_models(module, self.example_inputs)
+        given = self.example_inputs
         inputs = given() if callable(given) else given
         return [(module, inputs if inputs is not None else getattr(module, "example_input_array", None))]
 
-    def _make_local(self, model: nn.Module, inputs: Any, copies: DeviceMesh | None) -> None:
+    def _make_local(self, model: nn.Module, inputs: Any) -> None:
         try:
-            make_local(model, self.tensor_parallel_group, inputs, self._plan_options, copies)
+            make_local(model, self.tensor_parallel_group, inputs, self.plan_options, self.copies)
         except CaptureError as error:
             if inputs is not None or is_parallel(model):
                 raise
@@ -292,24 +216,19 @@ class AutoTPFabricStrategy(ParallelRanks, FabricModelParallelStrategy):
         return optimizer
 
     def _check_optimizers(self) -> None:
-        self._checked.check([(optimizer, owner) for optimizer, owner in self._optimizers.items() if owner is not None])
+        self.checked_optimizers.check(
+            [(optimizer, owner) for optimizer, owner in self._optimizers.items() if owner is not None]
+        )
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Make a step; parameter groups added since the last one, such as thawed layers, are checked first."""
         self._check_optimizers()
         if self._notes is not None and self._notes.is_waiting:
             self._notes.compare()
-        closure = kwargs.get("closure")
-
-        def then_compute() -> Any:
-            result = closure() if closure is not None else None
+        if (closure := kwargs.get("closure")) is None:
             compute_undone()  # logits that the loop still has
-            return result
-
-        if closure is None:
-            then_compute()
         else:
-            kwargs["closure"] = then_compute
+            kwargs["closure"] = then_compute(closure)
         return super().optimizer_step(optimizer, **kwargs)
 
     def clip_gradients_norm(
@@ -348,20 +267,17 @@ class AutoTPFabricStrategy(ParallelRanks, FabricModelParallelStrategy):
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Let the ranks of one copy read alike: workers are seeded by copy, and batches noted, or read once."""
-        mesh = self.device_mesh["data_parallel"]
-        check_sampler(
+        copies = self.data_parallel_group
+        seed_workers_by(dataloader, copies.rank())
+        read = self.read_alike(
             dataloader,
-            mesh.size(),
-            mesh.get_local_rank(),
             "leave the sampler to fabric.setup_dataloaders, or make it with num_replicas="
-            f"{mesh.size()} (copies of the model) and rank=fabric.global_rank // {self.tensor_parallel_group.size()}",
+            f"{copies.size()} (copies of the model) and rank=fabric.global_rank // {self.tensor_parallel_group.size()}",
         )
-        seed_workers_by(dataloader, mesh.get_local_rank())
         if self._notes is None:
-            return dataloader
-        group, name = self.tensor_parallel_group, f"dataloader {self._loaders}"
+            return read
+        name = f"dataloader {self._loaders}"
         self._loaders += 1
-        read = broadcast_loader(dataloader, group, self.root_device) if self._broadcast_batches else dataloader
         return NotedLoader(read, self._notes, name, dataloader)
 
     # --- checkpoints: in the original model's coordinates ---
@@ -386,7 +302,7 @@ class AutoTPFabricStrategy(ParallelRanks, FabricModelParallelStrategy):
                 "checkpoints are written without a CheckpointIO, so there are no storage_options; and filter= is for"
                 " one file only: use save_distributed_checkpoint=False"
             )
-        self._saving.finish()
+        self.saving.finish()
         saved: dict[str, Any] = {}
         models: dict[str, Any] = {}
         states = [key for key, value in state.items() if self._is_divided(value)]
@@ -397,7 +313,7 @@ class AutoTPFabricStrategy(ParallelRanks, FabricModelParallelStrategy):
             if isinstance(value, nn.Module):
                 for inner, described in describe_models(value)["models"].items():
                     models[f"{key}.{inner}" if inner else key] = {**described, "entry": key, "prefix": inner}
-        self._saving.write({**saved, ENTRY: {"models": models}}, target, states)
+        self.saving.write({**saved, ENTRY: {"models": models}}, target, states)
 
     def _is_divided(self, value: Any) -> bool:
         """Whether an entry is a model that is divided, or an optimizer of one."""
@@ -410,10 +326,10 @@ class AutoTPFabricStrategy(ParallelRanks, FabricModelParallelStrategy):
         if not self._is_divided(value):
             return value.state_dict() if _is_stateful(value) else value
         if isinstance(value, nn.Module):
-            return self._saving.state_of(value)
+            return self.saving.state_of(value)
         owner = self._optimizers[value]
         assert owner is not None
-        return self._saving.state_of_optimizer(value, owner)
+        return self.saving.state_of_optimizer(value, owner)
 
     def load_checkpoint(
         self,
@@ -435,7 +351,7 @@ class AutoTPFabricStrategy(ParallelRanks, FabricModelParallelStrategy):
             CheckpointError: if the checkpoint cannot be read.
         """
         source = self._local_path(path)
-        self._saving.finish()
+        self.saving.finish()
         with raise_together(None, f"reading the checkpoint {source}"):
             checkpoint = read_checkpoint(source, weights_only, check=self.is_global_zero)
         checkpoint.pop(ENTRY, None)

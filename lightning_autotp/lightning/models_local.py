@@ -1,29 +1,22 @@
-"""Make the models of a LightningModule local, each proved for the call that the training step makes.
-
-Then, for Fabric as well: give them their values, and average over their copies.
-"""
+"""Make the models of a LightningModule local, each proved for the call that the training step makes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 
 from lightning_autotp.capture.capture import Call, CaptureError, in_small
-from lightning_autotp.gradients.sums import average_gradients
 from lightning_autotp.layouts.step_size import TokensPerStep
-from lightning_autotp.lightning.discovery import fill_remaining
 from lightning_autotp.lightning.first_step import FirstStep, first_step
 from lightning_autotp.parameters.state import is_parallel
-from lightning_autotp.pipeline import make_local, materialize, refuse_unfit
+from lightning_autotp.pipeline import make_local, refuse_unfit
 from lightning_autotp.proving.new_calls import with_rows
 from lightning_autotp.ranks.agreement import check_same_weights, raise_together
 from lightning_autotp.solving.options import PlanOptions
@@ -63,7 +56,7 @@ def make_models_local(
             found = first_step(trainer, asked) if trainer.is_global_zero else None
         step = trainer.strategy.broadcast(found) or step
         if is_price_unknown:
-            options = replace(options, tokens=step.tokens)
+            options = replace(options, tokens_per_step=step.tokens)
     calls = dict(zip(asked, step.calls, strict=True))
     for model, inputs in models:
         check_same_weights(model, None)
@@ -109,39 +102,6 @@ def _examples(model: nn.Module, call: Call | None) -> Iterator[tuple[Any, str]]:
         if small is not call:
             yield small, "the call of the first training step, its batch cut to a few short sentences"
         yield with_rows(call), "the call of the first training step"
-
-
-def fill_models(
-    module: nn.Module, models: Iterable[nn.Module], device: torch.device, copies: DeviceMesh | None
-) -> None:
-    """Give local models their values, and what else is in the module. Collective over all processes.
-
-    Args:
-        module: is one of the models, or holds them.
-        models: the models, which :func:`~lightning_autotp.pipeline.make_local` has made local.
-        device: this rank's.
-        copies: the ranks that have the same part of the other copies of the models, if there are several copies.
-    """
-    for model in models:
-        materialize(model, device, copies)
-    with raise_together(None, f"initializing the {type(module).__name__}'s own parameters"):
-        fill_remaining(module)
-
-
-def average_over_copies(module: nn.Module, group: dist.ProcessGroup) -> list[RemovableHandle]:
-    """Average gradients over the copies of the models, and let the metrics in the module count each copy once.
-
-    Ranks of one tensor-parallel group have the same values. Not collective; every backward pass is afterwards.
-
-    Args:
-        module: is a parallel model, or holds some.
-        group: the data-parallel group.
-
-    Returns:
-        The handles of the gradients' hooks.
-    """
-    count_copies_once(module, group)
-    return average_gradients(module, group)
 
 
 def count_copies_once(module: nn.Module, group: dist.ProcessGroup) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_autotp.checkpoints.state import load_full_optimizer_state
 from lightning_autotp.optimizers.on_parts import check_optimizer
+from lightning_autotp.parallel.head_product import compute_undone
 from lightning_autotp.ranks.agreement import raise_together
 
 
@@ -36,6 +37,17 @@ class CheckedOptimizers:
     def forget(self) -> None:
         """Check all of them the next time."""
         self._groups.clear()
+
+
+def then_compute(closure: Callable[[], Any]) -> Callable[[], Any]:
+    """An optimizer's closure, and after it the logits that were put off: something may look at them after the step."""
+
+    def both() -> Any:
+        result = closure()
+        compute_undone()
+        return result
+
+    return both
 
 
 class Original(NamedTuple):

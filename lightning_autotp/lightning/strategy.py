@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import MixedPrecision, TorchCheckpointIO
 from lightning.pytorch.strategies import Strategy
@@ -31,34 +31,20 @@ from lightning_autotp.checkpoints.adapters import find_adapted, save_adapter
 from lightning_autotp.checkpoints.export import ENTRY, describe_models, save_pretrained
 from lightning_autotp.checkpoints.files import open_checkpoint
 from lightning_autotp.checkpoints.state import load_full_optimizer_state, load_full_state_dict
-from lightning_autotp.data.batches import broadcast_loader, check_sampler
 from lightning_autotp.gradients.data_parallel import gather_if_uneven, in_parts_again
 from lightning_autotp.gradients.norms import clip_gradients_norm, clip_gradients_value
 from lightning_autotp.gradients.sums import postponed_sums
 from lightning_autotp.guard.checked import FirstSteps, checked
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.lightning.averaging import refuse_whole_copies
+from lightning_autotp.lightning.base import AutoTPBase
 from lightning_autotp.lightning.discovery import find_models, outermost
 from lightning_autotp.lightning.exchange import Exchange
-from lightning_autotp.lightning.models_local import (
-    average_over_copies,
-    count_copies_once,
-    fill_models,
-    make_models_local,
-)
-from lightning_autotp.lightning.optimizers import CheckedOptimizers
-from lightning_autotp.lightning.processes import (
-    ParallelRanks,
-    report,
-    same_random_state,
-    share_random_state,
-    watch_peers,
-)
-from lightning_autotp.lightning.saving import CheckpointWriter
+from lightning_autotp.lightning.models_local import count_copies_once, make_models_local
+from lightning_autotp.lightning.optimizers import then_compute
 from lightning_autotp.lightning.summary import ParallelSummary
 from lightning_autotp.lightning.throughput import share_batches
 from lightning_autotp.optimizers.scaler import AgreedGradScaler
-from lightning_autotp.parallel.head_product import compute_undone
 from lightning_autotp.private.lightning_private import (
     DeferredSignals,
     ModelParallelStrategy,
@@ -74,55 +60,23 @@ from lightning_autotp.private.torch_private import is_compiled
 from lightning_autotp.private.transformers_private import PreTrainedModel
 from lightning_autotp.proving.new_calls import kind_of
 from lightning_autotp.ranks.agreement import raise_together
-from lightning_autotp.ranks.peers import PeerWatch
-from lightning_autotp.solving.options import PlanOptions
+from lightning_autotp.solving.options import documented_by
 
 
-class AutoTPStrategy(ParallelRanks, ModelParallelStrategy):
+@documented_by(AutoTPBase)
+class AutoTPStrategy(AutoTPBase, ModelParallelStrategy):
     """Tensor parallelism for any model, planned from its own graph.
 
-    Ranks ``0 .. tensor_parallel_size - 1`` share one copy of the model, the next ones another copy, and so on.
+    Ranks ``0 .. tensor_parallel_size - 1`` share one copy of the model, the next ones another copy, and so on. The
+    options that are not described here are those of :class:`~lightning_autotp.lightning.base.AutoTPBase`.
 
     Args:
-        tensor_parallel_size: ranks that share one copy; ``"auto"``: all devices divided by ``data_parallel_size``.
-        data_parallel_size: copies that train on different data and average their gradients; ``"auto"``: one.
-        example_inputs: one batch as the model's ``forward`` takes it: a tensor, a tuple of positional arguments, a
-            mapping of keyword arguments, or a function without arguments that returns one of these. A list of such
-            tuples and mappings where no single batch reaches all of the model. Where it is left
-            out, and there is no ``example_input_array`` for a model that is none of Hugging Face's, the call that the
-            first training step makes serves, if a ``DataLoader`` over a map-style dataset was given to ``trainer.fit``
-            or is what ``train_dataloader()`` returns: it and ``training_step`` run once in a forked process, until the
-            model is called. Else a batch is made up, for a model that takes ``input_ids``. Of several models, a mapping
-            from their names gives each its own (``{"student": ..., "teacher": ...}``).
         checked_batches: how many training batches of each epoch are compared over the ranks of a tensor-parallel group
             before they are used. Later ones are compared before the next one, with an exchange that is there anyway.
         checked_steps: how many steps of each stage, with each kind of batch, run under
             :func:`lightning_autotp.checked`: an error where the LightningModule's own code takes this rank's part of a
             parameter for the whole one. A negative number checks all; 0 none. Models that ``torch.compile`` has
             compiled are not checked.
-        broadcast_batches: let only the first rank of a tensor-parallel group read its dataloaders (and run their
-            workers); the others receive every batch from it, whatever can be pickled. Their datasets are not touched.
-        save_distributed_checkpoint: write checkpoints as directories, each rank its own part, instead of one file of
-            whole tensors that go through rank 0. Both are in the original model's names and shapes, and both load at
-            any sizes.
-        save_async: write checkpoints in the background, from a copy in host memory, while training goes on.
-        tokens_per_step: what one forward and backward pass of one copy will be given: a number of tokens, or
-            (sequences, tokens of each). The plan is the cheapest for that. Where it is left out, the first batch of a
-            ``DataLoader`` over a map-style dataset, given to ``trainer.fit`` or from ``train_dataloader()``, tells it;
-            else it is 16,384 tokens.
-        keep_whole: names of parameters or modules, or patterns of them (``"model.vision_tower.*"``), that stay whole on
-            every rank.
-        cut: by name or pattern, the dim along which parameters are cut (``{"lm_head.weight": 0}``).
-        plan: a plan to follow, or its file, instead of making one: what ``lightning-autotp plan --json`` wrote, perhaps
-            edited since. Global rank 0's counts, so only there the file is needed.
-        plan_cache: where plans are kept, so that the next start of the same model need not plan: a directory, ``True``
-            for ``$LIGHTNING_AUTOTP_PLANS`` or the user's cache directory, ``False`` for nowhere. Global rank 0's.
-        sequence_parallel: shard the tokens between tensor-parallel regions (norms, dropouts, residual adds), so that
-            each rank holds its tokens' activations there; ``"auto"``: where that costs no time.
-        async_tensor_parallel: let compiled code overlap products with the collectives of sharded tokens, on devices
-            that share memory (NVLink). Needs ``sequence_parallel`` and compiled blocks.
-        process_group_backend: by default the one for the device: nccl or gloo.
-        timeout: of collectives.
         models: names of the LightningModule's models to divide (``["student"]``), where it should not be all: its
             Hugging Face models or, without any, its children with parameters.
 
@@ -144,7 +98,7 @@ class AutoTPStrategy(ParallelRanks, ModelParallelStrategy):
         save_distributed_checkpoint: bool = False,
         save_async: bool = False,
         tokens_per_step: int | tuple[int, int] | None = None,
-        keep_whole: Sequence[str] = (),
+        keep_whole: Iterable[str] = (),
         cut: Mapping[str, int] | None = None,
         plan: Plan | str | os.PathLike[str] | None = None,
         plan_cache: bool | str | os.PathLike[str] = True,
@@ -155,30 +109,38 @@ class AutoTPStrategy(ParallelRanks, ModelParallelStrategy):
         models: Sequence[str] = (),
     ) -> None:
         super().__init__(
-            data_parallel_size, tensor_parallel_size, save_distributed_checkpoint, process_group_backend, timeout
+            tensor_parallel_size,
+            data_parallel_size,
+            example_inputs,
+            checked_batches,
+            checked_steps,
+            broadcast_batches,
+            save_distributed_checkpoint,
+            save_async,
+            tokens_per_step,
+            keep_whole,
+            cut,
+            plan,
+            plan_cache,
+            sequence_parallel,
+            async_tensor_parallel,
+            process_group_backend,
+            timeout,
         )
-        self._example_inputs, self._models = example_inputs, models
-        self._checked_batches = checked_batches
+        self._models = models
         self._first_steps = FirstSteps(checked_steps)
-        self._broadcast_batches = broadcast_batches
-        self._plan_options = PlanOptions.given(
-            tokens_per_step=tokens_per_step,
-            keep_whole=keep_whole,
-            cut=cut,
-            plan=plan,
-            plan_cache=plan_cache,
-            sequence_parallel=sequence_parallel,
-            async_tensor_parallel=async_tensor_parallel,
-        )
         self._exchange: Exchange | None = None
-        self._checked = CheckedOptimizers()
         self._averaging: list[RemovableHandle] = []
-        self._saving = CheckpointWriter(save_distributed_checkpoint, save_async)
-        self._peers: PeerWatch | None = None
         self._signals: DeferredSignals | None = None
         self._interrupted_by: BaseException | None = None
         self._callbacks: list[Callback] = []
         self._as_before = ExitStack()  # puts back what a run has changed of the user's
+
+    @property
+    def _module(self) -> LightningModule:
+        """What is trained, or evaluated."""
+        assert self.lightning_module is not None
+        return self.lightning_module
 
     # --- set-up ---
 
@@ -188,28 +150,21 @@ class AutoTPStrategy(ParallelRanks, ModelParallelStrategy):
         return True
 
     def setup_environment(self) -> None:
-        """Start the process groups, watch the peers, and continue everywhere with rank 0's random state."""
-        assert self.lightning_module is not None
-        refuse_whole_copies(self.lightning_module.trainer.callbacks)  # type: ignore[attr-defined]
-        with same_random_state(self.root_device):
-            super().setup_environment()
+        """Start the processes' groups and the watch, as for Fabric, unless the run has what several ranks cannot do."""
+        refuse_whole_copies(self._module.trainer.callbacks)  # type: ignore[attr-defined]
         if syncs_batch_norms(self) and self.data_ranks != 1:
             raise ValueError(
                 "sync_batchnorm=True: batch statistics over several copies of the model are not supported. Leave it"
                 " out, and each copy normalizes by the statistics of its own batch, or train one copy"
                 " (data_parallel_size=1), which is exact without it"
             )
-        self.share_timeout()
-        self._saving.begin()
         self._interrupted_by = None
-        self._peers = watch_peers(self, self._peers)
-        share_random_state(self.broadcast, self.root_device)
+        super().setup_environment()
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """For the batches of an accumulation but the last: sums over the ranks that can wait are left to that one."""
-        assert self.lightning_module is not None
-        with super().block_backward_sync(), postponed_sums(self.lightning_module):
+        with super().block_backward_sync(), postponed_sums(self._module):
             yield
 
     @contextmanager
@@ -221,32 +176,25 @@ class AutoTPStrategy(ParallelRanks, ModelParallelStrategy):
     def setup(self, trainer: Trainer) -> None:
         """Make the models local, put them on the device, then make the optimizers."""
         assert self.accelerator is not None
-        assert self.lightning_module is not None
         self.accelerator.setup(trainer)
-        module = self.lightning_module
+        module = self._module
         with raise_together(None, "looking for the model to parallelize"):
-            models = find_models(module, self._example_inputs, self._models)
-        if self._plan_options.plan is not None and len(models) > 1:
+            models = find_models(module, self.example_inputs, self._models)
+        if self.plan_options.plan is not None and len(models) > 1:
             raise ValueError(
                 f"plan= is of one model, but {type(module).__name__} has {len(models)}: leave it out, and pin with"
                 " keep_whole= and cut="
             )
         if self.world_size > 1:
-            number, copy = self.distributed_sampler_kwargs["num_replicas"], self.distributed_sampler_kwargs["rank"]
-            self._exchange = Exchange(
-                trainer, self.tensor_parallel_group, self.root_device, number, copy, self._checked_batches
-            )
+            groups = self.tensor_parallel_group, self.data_parallel_group
+            self._exchange = Exchange(trainer, *groups, self.root_device, self.checked_batches)
             self._signals = DeferredSignals(trainer, self._exchange)
-        copies = self.device_mesh["data_parallel"] if self.data_ranks != 1 else None
-        make_models_local(trainer, models, self.tensor_parallel_group, copies, self._plan_options)
+        make_models_local(trainer, models, self.tensor_parallel_group, self.copies, self.plan_options)
         # Before the parameters take memory: what is on meta becomes of the precision's dtype, and then real.
         self.model = self.precision_plugin.convert_module(module)
-        fill_models(module, [model for model, _ in models], self.root_device, copies)
-        share_random_state(self.broadcast, self.root_device)
-        self.model_to_device()
         for handle in self._averaging:
             handle.remove()
-        self._averaging = average_over_copies(module, self.data_parallel_group)
+        self._averaging = self.fill(module, [model for model, _ in models])
         self._callbacks = trainer.callbacks  # type: ignore[attr-defined]
         for held in (value for callback in self._callbacks for value in vars(callback).values()):
             if isinstance(held, nn.Module):
@@ -269,23 +217,16 @@ class AutoTPStrategy(ParallelRanks, ModelParallelStrategy):
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Make the optimizers, and refuse those that cannot work on parts of tensors."""
         super().setup_optimizers(trainer)
-        self._checked.forget()
+        self.checked_optimizers.forget()
         self._check_optimizers()
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Make a step; parameter groups added since the last one, such as thawed layers, are checked first."""
         self._check_optimizers()
-
-        def then_compute() -> Any:
-            result = closure()
-            compute_undone()  # logits that the training step returned, for callbacks to look at
-            return result
-
-        return super().optimizer_step(optimizer, then_compute, model, **kwargs)
+        return super().optimizer_step(optimizer, then_compute(closure), model, **kwargs)
 
     def _check_optimizers(self) -> None:
-        assert self.lightning_module is not None
-        self._checked.check([(optimizer, self.lightning_module) for optimizer in self.optimizers])
+        self.checked_optimizers.check([(optimizer, self._module) for optimizer in self.optimizers])
 
     def setup_precision_plugin(self) -> None:
         """Let gradients be clipped by the whole model's norm, and loss scaling be agreed on."""
@@ -302,36 +243,35 @@ class AutoTPStrategy(ParallelRanks, ModelParallelStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other ranks, which may be waiting for this one."""
         self._interrupted_by = exception
-        if self._peers is not None and not self._raised_by_all(exception):
-            report(self._peers, exception)
+        if self.peers is not None and not self._raised_by_all(exception):
+            self.peers.report(exception)
 
     def _raised_by_all(self, exception: BaseException) -> bool:
         return self._signals is not None and exception is self._signals.agreed
 
     def after_run(self) -> None:
         """All hooks of a run are over: wait for the other ranks, which may have failed in one, then stop watching."""
-        if self._peers is not None:
+        if self.peers is not None:
             if self._signals is not None:
                 self._signals.between_batches()  # an exchange
-            self._peers.close()
+            self.peers.close()
 
     def teardown(self) -> None:
         """Finish what is being saved, and leave the precision plugin, the callbacks and the Trainer as they were."""
         self._as_before.close()
         try:
-            self._saving.close()
+            self.saving.close()
         finally:
             if self._signals is not None:
                 self._signals.restore()
-            if self._peers is not None and self._interrupted_by is not None:
+            if self.peers is not None and self._interrupted_by is not None:
                 if self._raised_by_all(self._interrupted_by):
                     self.barrier()  # a launcher may end all processes when the first one has ended
-                self._peers.close()
+                self.peers.close()
             super().teardown()
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        assert self.lightning_module is not None
-        clip_gradients_norm(self.lightning_module, clip_val, parameters=self.precision_plugin.main_params(optimizer))
+        clip_gradients_norm(self._module, clip_val, parameters=self.precision_plugin.main_params(optimizer))
 
     def _clip_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
         clip_gradients_value(self.precision_plugin.main_params(optimizer), clip_val)
@@ -340,19 +280,13 @@ class AutoTPStrategy(ParallelRanks, ModelParallelStrategy):
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Seed the loader's workers by data-parallel rank, so that one group's ranks augment alike; or read once."""
-        place = self.distributed_sampler_kwargs
-        check_sampler(
+        add_worker_init_fn(dataloader, self.data_parallel_group.rank())
+        return self.read_alike(
             dataloader,
-            place["num_replicas"],
-            place["rank"],
             "make it with the strategy's numbers,"
             " `DistributedSampler(dataset, **trainer.strategy.distributed_sampler_kwargs)`, or leave it to"
             " Lightning (Trainer(use_distributed_sampler=True))",
         )
-        add_worker_init_fn(dataloader, place["rank"])
-        if self._broadcast_batches and self.tensor_parallel_group.size() > 1:
-            return broadcast_loader(dataloader, self.tensor_parallel_group, self.root_device)
-        return dataloader
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Move a batch, and compare it over the tensor-parallel group, at once or with the next exchange."""
@@ -363,29 +297,26 @@ class AutoTPStrategy(ParallelRanks, ModelParallelStrategy):
 
     def on_predict_start(self) -> None:
         """Rows to predict are not padded: the copies of the model may have different numbers of batches."""
-        assert self.lightning_module is not None
         if self.data_ranks != 1:
-            batches = self.lightning_module.trainer.predict_loop.max_batches
-            gather_if_uneven(self.lightning_module, batches, self.data_parallel_group)
+            batches = self._module.trainer.predict_loop.max_batches
+            gather_if_uneven(self._module, batches, self.data_parallel_group)
 
     def on_predict_end(self) -> None:
         """From now on the copies are called equally often again."""
-        assert self.lightning_module is not None
         if self.data_ranks != 1:
-            in_parts_again(self.lightning_module)
+            in_parts_again(self._module)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """A step; the first of a kind are watched. What it reads from a dataloader is compared as batches are."""
         with self._watch_step("training", args):
             output = super().training_step(*self._noting(args), **kwargs)
-        module = self.lightning_module
-        assert module is not None
         loss = output.get("loss") if isinstance(output, Mapping) else output
-        if loss is None and module.automatic_optimization and self.world_size > 1:
+        if loss is None and self._module.automatic_optimization and self.world_size > 1:
             raise RuntimeError(
-                f"{type(module).__name__}.training_step returned no loss, and several processes cannot skip a step."
-                ' A Hugging Face model computes one only where its batch has labels: {"input_ids": ids, "labels": ids}'
-                " for a causal language model. Else return what you compute of its logits (lightning_autotp.losses)"
+                f"{type(self._module).__name__}.training_step returned no loss, and several processes cannot skip a"
+                ' step. A Hugging Face model computes one only where its batch has labels: {"input_ids": ids,'
+                ' "labels": ids} for a causal language model. Else return what you compute of its logits'
+                " (lightning_autotp.losses)"
             )
         return output
 
@@ -410,10 +341,9 @@ class AutoTPStrategy(ParallelRanks, ModelParallelStrategy):
 
     def _watch_step(self, stage: str, args: Any) -> AbstractContextManager[Any]:
         """A watch over the step, if it is one of the first with such a batch in its stage."""
-        assert self.lightning_module is not None
-        if not self._first_steps.has_one((stage, kind_of(args[:1]))) or is_compiled(self.lightning_module):
+        if not self._first_steps.has_one((stage, kind_of(args[:1]))) or is_compiled(self._module):
             return nullcontext()
-        return checked(self.lightning_module, self.optimizers)
+        return checked(self._module, self.optimizers)
 
     def _between_batches(self, everyone: bool = True) -> None:
         if self._signals is not None:
@@ -432,21 +362,19 @@ class AutoTPStrategy(ParallelRanks, ModelParallelStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The state dict: whole on global rank 0 and empty elsewhere, or held tensors for a distributed checkpoint."""
-        assert self.lightning_module is not None
         if (error := sys.exc_info()[1]) is not None:
             # A callback saves because of an error: if it is this rank's alone, the others wait elsewhere.
             self.on_exception(error)
-        return self.state_of(self.lightning_module)
+        return self.state_of(self._module)
 
     def state_of(self, module: nn.Module) -> dict[str, Any]:
         """As :meth:`lightning_module_state_dict`, of any module with the parallel model's parameters. Collective."""
-        return self._saving.state_of(module)
+        return self.saving.state_of(module)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state: whole on global rank 0 and empty elsewhere, or held tensors. Collective."""
-        assert self.lightning_module is not None
         plain = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        return self._saving.state_of_optimizer(plain, self.lightning_module)
+        return self.saving.state_of_optimizer(plain, self._module)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a checkpoint, whole or not at all; an error on one rank reaches all. Collective.
@@ -454,9 +382,8 @@ class AutoTPStrategy(ParallelRanks, ModelParallelStrategy):
         With ``save_async`` the error of a save is raised at the next one, or at the end of the run.
         """
         path = self.broadcast(filepath)
-        self._saving.finish()
-        assert self.lightning_module is not None
-        checkpoint[ENTRY] = describe_models(self.lightning_module)
+        self.saving.finish()
+        checkpoint[ENTRY] = describe_models(self._module)
         if "://" in str(path) or type(self.checkpoint_io) is not TorchCheckpointIO or storage_options is not None:
             with raise_together(None, f"writing the checkpoint {path}"):
                 if self.writes_directories:
@@ -466,12 +393,12 @@ class AutoTPStrategy(ParallelRanks, ModelParallelStrategy):
                     )
                 Strategy.save_checkpoint(self, checkpoint, path, storage_options)
             return
-        may_wait = self.lightning_module.trainer.training
-        self._saving.write(checkpoint, Path(path), ("state_dict", "optimizer_states"), may_wait)
+        may_wait = self._module.trainer.training
+        self.saving.write(checkpoint, Path(path), ("state_dict", "optimizer_states"), may_wait)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint, but not before the one that is being written in the background is finished."""
-        if not self._saving.after(lambda: Strategy.remove_checkpoint(self, filepath)):
+        if not self.saving.after(lambda: Strategy.remove_checkpoint(self, filepath)):
             super().remove_checkpoint(filepath)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -480,7 +407,7 @@ class AutoTPStrategy(ParallelRanks, ModelParallelStrategy):
         Code that it names is run only with ``weights_only=False``, also where Lightning's own default for URLs is that.
         """
         path = self.broadcast(checkpoint_path)
-        self._saving.finish()
+        self.saving.finish()
         with raise_together(None, f"reading the checkpoint {path}"):
             if "://" in str(path) or type(self.checkpoint_io) is not TorchCheckpointIO:
                 return Strategy.load_checkpoint(self, path, weights_only is not False)
@@ -488,16 +415,14 @@ class AutoTPStrategy(ParallelRanks, ModelParallelStrategy):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Each rank takes its part of every tensor."""
-        assert self.lightning_module is not None
         with raise_together(None, "loading the checkpoint's weights"):
-            load_full_state_dict(self.lightning_module, checkpoint["state_dict"], strict)
+            load_full_state_dict(self._module, checkpoint["state_dict"], strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Each rank takes its part of every state."""
-        assert self.lightning_module is not None
         with raise_together(None, "loading the checkpoint's optimizer states"):
             for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-                load_full_optimizer_state(optimizer, state, self.lightning_module)
+                load_full_optimizer_state(optimizer, state, self._module)
         optimizers_to_device(self.optimizers, self.root_device)
 
     def save_pretrained(self, directory: str | os.PathLike[str], model: nn.Module | None = None, **kwargs: Any) -> None:
@@ -514,14 +439,13 @@ class AutoTPStrategy(ParallelRanks, ModelParallelStrategy):
         Raises:
             ValueError: if it is not clear which model to write.
         """
-        assert self.lightning_module is not None
-        write = self.distributed_sampler_kwargs["rank"] == 0
-        if (adapted := find_adapted(model or self.lightning_module)) is not None:
+        write = self.data_parallel_group.rank() == 0
+        if (adapted := find_adapted(model or self._module)) is not None:
             return save_adapter(adapted, directory, write=write, every_process=True, **kwargs)
-        models = [model] if model is not None else list(outermost(self.lightning_module, PreTrainedModel))
+        models = [model] if model is not None else list(outermost(self._module, PreTrainedModel))
         if len(models) != 1:
             raise ValueError(
-                f"{type(self.lightning_module).__name__} has {len(models)} Hugging Face models: name one, as in"
+                f"{type(self._module).__name__} has {len(models)} Hugging Face models: name one, as in"
                 " trainer.strategy.save_pretrained(directory, model=module.model)"
             )
         save_pretrained(models[0], directory, write=write, every_process=True, **kwargs)

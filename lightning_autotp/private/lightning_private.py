@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from lightning.fabric import strategies as fabric_strategies
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.plugins.environments import ClusterEnvironment
 
 # Seeds a loader's workers by the rank that reads it.
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn as add_worker_init_fn
@@ -44,6 +45,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException, _TunerExitE
 from lightning.pytorch.utilities.model_summary.model_summary import NOT_APPLICABLE, get_human_readable_count
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.swa_utils import AveragedModel
 
 __all__ = [
@@ -53,6 +55,7 @@ __all__ = [
     "FabricModelParallelStrategy",
     "ModelParallelStrategy",
     "ModelSummary",
+    "StrategyInternals",
     "WeightAveraging",
     "add_worker_init_fn",
     "collect_rng_states",
@@ -77,7 +80,7 @@ class Launcher(_SubprocessScriptLauncher):
         strategy: whose it is: the Trainer's, or Fabric's.
     """
 
-    def __init__(self, strategy: ModelParallelStrategy | FabricModelParallelStrategy) -> None:
+    def __init__(self, strategy: StrategyInternals) -> None:
         assert strategy.cluster_environment is not None
         super().__init__(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
         self.strategy = strategy
@@ -108,9 +111,20 @@ class Launcher(_SubprocessScriptLauncher):
         return function(*args, **kwargs)
 
 
-class _Told:
-    """What a strategy does not have publicly: its sizes, and what it asks for when it is told of the devices."""
+class StrategyInternals:
+    """What a strategy does not have publicly: its sizes, and what it asks for when it is told of the devices.
 
+    Mixed into Lightning's strategies, the Trainer's and Fabric's, which have all else that is declared here.
+    """
+
+    cluster_environment: ClusterEnvironment | None
+    num_nodes: int
+    num_processes: int
+    world_size: int
+    global_rank: int
+    root_device: torch.device
+    device_mesh: DeviceMesh
+    broadcast: Callable[..., Any]
     _tensor_parallel_size: int | Literal["auto"]
     _data_parallel_size: int | Literal["auto"]
     _save_distributed_checkpoint: bool
@@ -159,15 +173,18 @@ class _Told:
 
     def _configure_launcher(self) -> None:
         self.before_launch()
-        self._launcher: Any = Launcher(self)  # type: ignore[arg-type]
+        self._launcher: Any = Launcher(self)
 
 
-class ModelParallelStrategy(_Told, strategies.ModelParallelStrategy):
+class ModelParallelStrategy(StrategyInternals, strategies.ModelParallelStrategy):
     """Lightning's, with what it does not have publicly."""
 
 
-class FabricModelParallelStrategy(_Told, fabric_strategies.ModelParallelStrategy):
-    """Fabric's strategy, with what it does not have publicly."""
+class FabricModelParallelStrategy(StrategyInternals, fabric_strategies.ModelParallelStrategy):
+    """Fabric's strategy, with what it does not have publicly, which makes a model local in its own ``setup_module``."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(lambda module, _: module, **options)
 
 
 # --- signals ---

@@ -139,18 +139,18 @@ class _Search:
             names.setdefault(parameter, []).append(name)
         self.parameters = [(tuple(aliases), tuple(p.shape), p.element_size()) for p, aliases in names.items()]
         paths = [path for path, _ in model.named_modules()]
-        self.pins = pinned(list(names.values()), options.keep_whole, dict(options.cut), paths)
-        self.blocked = kept_draws(graph, options.keep_whole)
+        self.pins = pinned(list(names.values()), options.keep_whole, options.cut, paths)
+        self.blocked = kept_draws(graph, tuple(options.keep_whole))
 
     @cached_property
     def first(self) -> Solution:
         """The cheapest layouts, whether or not they can be carried out."""
-        return self._solved(self.pins, self.options.profile)
+        return self._solved(self.pins, self.options.hardware)
 
     def with_whole_tokens(self) -> tuple[Plan, Solution]:
         """The plan where every rank has all tokens. Where sizes cannot be made local, nothing is divided."""
         while True:
-            solution = self._solved(self.pins, self.options.profile) if self.blocked else self.first
+            solution = self._solved(self.pins, self.options.hardware) if self.blocked else self.first
             try:
                 plan, solution = self._carried_out(solution)
                 return explain(plan, solution), solution
@@ -173,7 +173,7 @@ class _Search:
             plan: the plan with whole tokens.
             solution: the solution behind it.
         """
-        profile = self.options.profile
+        profile = self.options.hardware
         if self.options.sequence_parallel is True:
             profile = replace(profile, activation_price=SEQUENCE_PARALLEL_PRICE, all_reduce_passes=2.0)
         cuts = self.pins | {name: _cut(solution.layouts.get(at)) for at, name in self.graph.parameters.items()}

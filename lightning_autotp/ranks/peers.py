@@ -34,7 +34,7 @@ from typing import Any, TypeVar
 import psutil
 import torch.distributed as dist
 
-from lightning_autotp.ranks.agreement import PeerError
+from lightning_autotp.ranks.agreement import PeerError, Raised
 
 T = TypeVar("T")
 
@@ -162,8 +162,10 @@ class PeerWatch:
         self._thread.start()
 
     def report(self, error: BaseException) -> None:
-        """Tell the peers that this rank has failed; or say which of them did before, if that is why."""
+        """Tell the peers that this rank has failed, unless all have; or say which did before, if that is why."""
         if self._reported is not None or self._ended.is_set() or isinstance(error, PeerError):
+            return
+        if (raised := Raised.how(error)) is not None and raised.everywhere:
             return
         text = (str(error).strip().splitlines() or [""])[0][:500]
         self._reported = f"{self._own} failed: {type(error).__name__}: {text}"

@@ -1,0 +1,259 @@
+"""What the Trainer's strategy and Fabric's do alike."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
+from subprocess import Popen
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.hooks import RemovableHandle
+
+from lightning_autotp.data.batches import broadcast_loader, check_sampler
+from lightning_autotp.gradients.sums import average_gradients
+from lightning_autotp.layouts.ownership import Ownership
+from lightning_autotp.layouts.plan import Plan
+from lightning_autotp.layouts.types import Shard
+from lightning_autotp.lightning.discovery import fill_remaining, parallel_sizes
+from lightning_autotp.lightning.models_local import count_copies_once
+from lightning_autotp.lightning.optimizers import CheckedOptimizers
+from lightning_autotp.lightning.saving import CheckpointWriter
+from lightning_autotp.lightning.starting import check_start
+from lightning_autotp.lightning.tracebacks import print_errors_briefly
+from lightning_autotp.parallel.collectives import all_gather_replicate
+from lightning_autotp.pipeline import materialize
+from lightning_autotp.private.distributed_private import default_store
+from lightning_autotp.private.lightning_private import (
+    StrategyInternals,
+    collect_rng_states,
+    default_pg_timeout,
+    set_rng_states,
+)
+from lightning_autotp.ranks.agreement import raise_together
+from lightning_autotp.ranks.group import TPGroup, timeout_of_all
+from lightning_autotp.ranks.peers import Peer, PeerWatch
+from lightning_autotp.ranks.started import let_threads_finish_at_end, wait_at_end
+from lightning_autotp.solving.options import PlanOptions, documented_by
+
+
+@documented_by(PlanOptions)
+class AutoTPBase(StrategyInternals):
+    """Ranks that share a model: sizes, processes, the collectives of Lightning's API, and what a model is given.
+
+    The options that say how to come by a plan are those of :class:`~lightning_autotp.solving.options.PlanOptions`.
+
+    Args:
+        tensor_parallel_size: ranks that share one copy; ``"auto"``: all devices divided by ``data_parallel_size``.
+        data_parallel_size: copies that train on different data and average their gradients; ``"auto"``: one.
+        example_inputs: one batch as the model's ``forward`` takes it: a tensor, a tuple of positional arguments, a
+            mapping of keyword arguments, or a function without arguments that returns one of these. A list of such
+            tuples and mappings where no single batch reaches all of the model. Of a LightningModule's several models, a
+            mapping from their names gives each its own (``{"student": ..., "teacher": ...}``). Where it is left out,
+            the ``example_input_array`` of a model that is none of Hugging Face's serves. Without one, under the
+            Trainer, it is the call that the first training step makes, if a ``DataLoader`` over a map-style dataset was
+            given to ``trainer.fit`` or is what ``train_dataloader()`` returns: it and ``training_step`` run once in a
+            forked process, until the model is called. Else a batch is made up, for a model that takes ``input_ids``.
+        checked_batches: how many batches are compared over the ranks of one copy before they are used.
+        checked_steps: how many steps with each kind of batch run under :func:`lightning_autotp.checked`.
+        broadcast_batches: let only the first rank of a tensor-parallel group read its dataloaders (and run their
+            workers); the others receive every batch from it, whatever can be pickled. Their datasets are not touched.
+        save_distributed_checkpoint: write checkpoints as directories, each rank its own part, instead of one file of
+            whole tensors that go through rank 0. Both are in the original model's names and shapes, and both load at
+            any sizes.
+        save_async: write checkpoints in the background, from a copy in host memory, while training goes on.
+        process_group_backend: by default the one for the device: nccl or gloo.
+        timeout: of collectives.
+    """
+
+    def __init__(
+        self,
+        tensor_parallel_size: int | Literal["auto"] = "auto",
+        data_parallel_size: int | Literal["auto"] = "auto",
+        example_inputs: Any = None,
+        checked_batches: int = 2,
+        checked_steps: int = 1,
+        broadcast_batches: bool = False,
+        save_distributed_checkpoint: bool = False,
+        save_async: bool = False,
+        tokens_per_step: int | tuple[int, int] | None = None,
+        keep_whole: Iterable[str] = (),
+        cut: Mapping[str, int] | None = None,
+        plan: Plan | str | os.PathLike[str] | None = None,
+        plan_cache: bool | str | os.PathLike[str] = True,
+        sequence_parallel: bool | Literal["auto"] = False,
+        async_tensor_parallel: bool = False,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+    ) -> None:
+        super().__init__(  # type: ignore[call-arg]  # Lightning's, of the Trainer or of Fabric
+            data_parallel_size=data_parallel_size,
+            tensor_parallel_size=tensor_parallel_size,
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+        self.plan_options = PlanOptions(
+            tokens_per_step=tokens_per_step,
+            keep_whole=keep_whole,
+            cut=cut,
+            plan=plan,
+            plan_cache=plan_cache,
+            sequence_parallel=sequence_parallel,
+            async_tensor_parallel=async_tensor_parallel,
+        )
+        self.example_inputs = example_inputs
+        self.checked_batches, self.checked_steps = checked_batches, checked_steps
+        self._broadcast_batches = broadcast_batches
+        self.checked_optimizers = CheckedOptimizers()
+        self.saving = CheckpointWriter(save_distributed_checkpoint, save_async)
+        self.peers: PeerWatch | None = None
+
+    # --- processes ---
+
+    def before_launch(self) -> None:
+        """Decide on the sizes; let this process end without a thread at work, and say briefly with which error."""
+        let_threads_finish_at_end()
+        print_errors_briefly()
+        devices = self.num_nodes * self.num_processes
+        self.set_sizes(*parallel_sizes(devices, self.tensor_ranks, self.data_ranks))
+
+    def before_start(self) -> None:
+        """Refuse where processes cannot be started, or other machines not be found."""
+        check_start(self.num_processes, self.num_nodes)
+
+    def after_start(self, processes: list[Popen[bytes]]) -> None:
+        """This process ends when those it started have ended, and says if one failed."""
+        wait_at_end(processes, self.patience)
+
+    def setup_environment(self) -> None:
+        """Start the process groups, watch the peers, and continue everywhere with rank 0's random state."""
+        # Lightning seeds all generators again there, as it does not with one process. A GPU that was not used has drawn
+        # nothing.
+        drawn_on = [self.root_device] if self.root_device.type == "cuda" and torch.cuda.is_initialized() else []
+        with isolate_rng(include_cuda=False), torch.random.fork_rng(drawn_on):
+            super().setup_environment()  # type: ignore[misc]
+        # Let the groups of the mesh wait as long as that of all processes, the only one that Lightning tells.
+        for group in self.device_mesh.get_all_groups():
+            group.set_timeout(timeout_of_all())
+        self.saving.begin()
+        self._watch_peers()
+        self.share_random_state()
+
+    def _watch_peers(self) -> None:
+        """Watch over the other processes, if there are any, from now on with this watch alone. Collective."""
+        if self.peers is not None:
+            self.peers.close()
+            self.peers = None
+        if self.world_size > 1:
+            peers: list[Any] = [None] * self.world_size
+            dist.all_gather_object(peers, Peer.this_process(self.global_rank))
+            run = self.broadcast(uuid.uuid4().hex)
+            self.peers = PeerWatch(peers, self.global_rank, default_store(), run, self.patience, self.kill_processes)
+
+    def share_random_state(self) -> None:
+        """Rank 0's random state for every rank: in one process it would have been the only one. Collective."""
+        set_rng_states(self.broadcast(collect_rng_states(include_cuda=False)))
+        if self.root_device.type == "cuda":
+            torch.cuda.set_rng_state(self.broadcast(torch.cuda.get_rng_state(self.root_device)), self.root_device)
+
+    @property
+    def patience(self) -> float:
+        """Seconds that a rank waits for one that is stopped."""
+        return (self.timeout or default_pg_timeout).total_seconds()
+
+    # --- groups, and the collectives of Lightning's API ---
+
+    @property
+    def tensor_parallel_group(self) -> dist.ProcessGroup:
+        """The ranks that share this rank's copy of the model."""
+        return self.device_mesh["tensor_parallel"].get_group()
+
+    @property
+    def data_parallel_group(self) -> dist.ProcessGroup:
+        """The ranks that hold the same part of the other copies."""
+        return self.device_mesh["data_parallel"].get_group()
+
+    @property
+    def copies(self) -> DeviceMesh | None:
+        """The mesh of :attr:`data_parallel_group`, if there are several copies of the model."""
+        return self.device_mesh["data_parallel"] if self.data_ranks != 1 else None
+
+    def over_copies(self, group: Any) -> dist.ProcessGroup:
+        """The group of a collective that Lightning's API was given this ``group`` for.
+
+        All processes, the default, means one rank of each copy: ranks of one copy have the same values, which count
+        once. Any other group is the caller's choice.
+        """
+        return self.data_parallel_group if group is None or group is dist.group.WORLD else group
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Gather what the copies of the model have, ``[...] -> [copies, ...]``; of one copy it is the tensor itself.
+
+        Lightning's own takes torch's, whose gradient is wrong under gloo for any group but that of all processes.
+
+        Args:
+            tensor: of the same shape everywhere.
+            group: by default the copies.
+            sync_grads: whether a copy's tensor gets the gradients of all copies, added up, or none.
+        """
+        among = self.over_copies(group)
+        if among is not self.data_parallel_group:
+            return super().all_gather(tensor, among, sync_grads)  # type: ignore[misc]
+        copies = TPGroup.of(among)
+        if copies.size == 1:
+            return tensor
+        each_one = Shard(((0, Ownership.even(copies.size, copies.size)),))
+        with torch.set_grad_enabled(sync_grads and torch.is_grad_enabled()):
+            return all_gather_replicate(tensor.unsqueeze(0), copies, each_one)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Decide together over all ranks."""
+        votes = torch.tensor(int(decision), device=self.root_device)
+        dist.all_reduce(votes)
+        return int(votes) == self.world_size if all else int(votes) > 0
+
+    # --- models and data ---
+
+    def fill(self, module: nn.Module, models: Iterable[nn.Module]) -> list[RemovableHandle]:
+        """Give local models this rank's part of their values, on its device; then average gradients over the copies.
+
+        Metrics in the module count each copy once. Collective over all processes; every backward pass is afterwards.
+
+        Args:
+            module: is one of the models, or holds them.
+            models: the models that were made local.
+
+        Returns:
+            The handles of the gradients' hooks.
+        """
+        for model in models:
+            materialize(model, self.root_device, self.copies)
+        with raise_together(None, f"initializing the {type(module).__name__}'s own parameters"):
+            fill_remaining(module)
+        self.share_random_state()
+        module.to(self.root_device)
+        count_copies_once(module, self.data_parallel_group)
+        return average_gradients(module, self.data_parallel_group)
+
+    def read_alike(self, dataloader: Any, sampler: str) -> Any:
+        """A loader that all ranks of a copy read alike, or the first one for all of them, where that is asked for.
+
+        Args:
+            dataloader: the loader.
+            sampler: how to make a sampler that is right, for the error about one that is not.
+
+        Raises:
+            ValueError: for a sampler that splits the data by rank and not by copy.
+        """
+        copies = self.data_parallel_group
+        check_sampler(dataloader, copies.size(), copies.rank(), sampler)
+        if self._broadcast_batches and self.tensor_parallel_group.size() > 1:
+            return broadcast_loader(dataloader, self.tensor_parallel_group, self.root_device)
+        return dataloader
