@@ -12,17 +12,16 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
-from typing import Any
-
-from rich.console import Group
-from rich.table import Table
-from rich.text import Text
+from typing import TYPE_CHECKING, Any
 
 from lightning_autotp.layouts.dims import Axis, Concat, Cut, Dim, Product
 from lightning_autotp.layouts.ownership import Ownership, Run
 from lightning_autotp.layouts.places import CallSite, said_of
 from lightning_autotp.layouts.transitions import Pair
 from lightning_autotp.layouts.types import Invariant, Layout, Partial, Replicate, Shard, local_shape
+
+if TYPE_CHECKING:
+    from rich.console import Group
 
 _TYPES: dict[str, Layout] = {"I": Invariant(), "R": Replicate(), "P": Partial()}
 
@@ -342,6 +341,10 @@ class Plan:
 
     def table(self, rank: int = 0) -> Group:
         """The plan for rich to print: what is sharded, one rank's shapes and bytes, and what stayed whole."""
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
         table = Table(
             title=f"{self.model} on {self.ranks} tensor-parallel ranks (rank {rank} shown)", title_justify="left"
         )

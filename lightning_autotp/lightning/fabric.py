@@ -16,6 +16,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from lightning.fabric.plugins import MixedPrecision
+from lightning.fabric.strategies import ModelParallelStrategy
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -43,15 +44,22 @@ from lightning_autotp.optimizers.scaler import AgreedGradScaler
 from lightning_autotp.parallel.head_product import compute_undone
 from lightning_autotp.parameters.state import is_parallel, parallel_models
 from lightning_autotp.pipeline import make_local, refuse_unfit
-from lightning_autotp.private.lightning_private import BackwardSync, FabricModelParallelStrategy, optimizers_to_device
+from lightning_autotp.private.lightning_private import BackwardSync, optimizers_to_device
 from lightning_autotp.private.torch_private import uncompiled
 from lightning_autotp.ranks.agreement import check_same_weights, raise_together
 from lightning_autotp.ranks.started import at_end_of_process
 from lightning_autotp.solving.options import documented_by
 
 
+class _ModelParallelStrategy(ModelParallelStrategy):
+    """Fabric's, for a strategy that says itself how a model is made local, in ``setup_module``."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(lambda module, _: module, **options)
+
+
 @documented_by(AutoTPBase)
-class AutoTPFabricStrategy(AutoTPBase, FabricModelParallelStrategy):
+class AutoTPFabricStrategy(AutoTPBase, _ModelParallelStrategy):
     """Tensor parallelism for any model under Fabric, planned from its own graph.
 
     Ranks ``0 .. tensor_parallel_size - 1`` share one copy of the model, the next ones another copy, and so on. Ranks of

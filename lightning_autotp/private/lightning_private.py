@@ -15,7 +15,6 @@ from subprocess import Popen
 from typing import Any, Literal
 
 import torch
-from lightning.fabric import strategies as fabric_strategies
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.plugins.environments import ClusterEnvironment
 
@@ -52,8 +51,6 @@ __all__ = [
     "NOT_APPLICABLE",
     "BackwardSync",
     "DeferredSignals",
-    "FabricModelParallelStrategy",
-    "ModelParallelStrategy",
     "ModelSummary",
     "StrategyInternals",
     "WeightAveraging",
@@ -87,7 +84,7 @@ class Launcher(_SubprocessScriptLauncher):
 
     @property
     def is_interactive_compatible(self) -> bool:
-        """Yes, with one process; with more, :meth:`ModelParallelStrategy.before_start` says what to write instead."""
+        """Yes, with one process; with more, :meth:`StrategyInternals.before_start` says what to write instead."""
         return True
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
@@ -174,17 +171,6 @@ class StrategyInternals:
     def _configure_launcher(self) -> None:
         self.before_launch()
         self._launcher: Any = Launcher(self)
-
-
-class ModelParallelStrategy(StrategyInternals, strategies.ModelParallelStrategy):
-    """Lightning's, with what it does not have publicly."""
-
-
-class FabricModelParallelStrategy(StrategyInternals, fabric_strategies.ModelParallelStrategy):
-    """Fabric's strategy, with what it does not have publicly, which makes a model local in its own ``setup_module``."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(lambda module, _: module, **options)
 
 
 # --- signals ---
@@ -284,7 +270,7 @@ def use_distributed_sampler(trainer: Trainer, use: bool) -> bool:
     return before
 
 
-def syncs_batch_norms(strategy: ModelParallelStrategy) -> bool:
+def syncs_batch_norms(strategy: strategies.ModelParallelStrategy) -> bool:
     """Whether the Trainer was given ``sync_batchnorm=True``, which it tells strategies alone."""
     return strategy._layer_sync is not None
 
