@@ -205,8 +205,8 @@ def make_local(
         for axis in reversed(groups):  # to the first ranks of the copies, and from them to the others
             dist.broadcast_object_list(message, group_src=0, group=axis)
         with _raise_together(groups, "building the local model"):
-            # The layouts of all other tensors are worked out again on every rank, on its own graph: a plan is a claim,
-            # whoever made it.
+            # The solver runs again on every rank, held to the plan, on that rank's own graph: a plan is a claim,
+            # whoever made it, and it does not say how tensors lie that are no parameters.
             graph, plan, solution = _read(Plan.from_json(message[0]), model, graph, inputs)
             prove_experts(model, graph, plan)
             original = meta_copy(model)

@@ -172,3 +172,11 @@ def test_names_may_come_in_anything(make: Callable[[Any], Any]) -> None:
     options = PlanOptions(keep_whole=make(["lm_head"]))
     assert list(options.keep_whole) == list(options.keep_whole) == ["lm_head"]
     assert list(PlanOptions(keep_whole="lm_head").keep_whole) == ["lm_head"]
+
+
+def test_what_was_given_may_change() -> None:
+    names, cut = ["lm_head"], {"wte": 0}
+    options = PlanOptions(keep_whole=names, cut=cut)
+    names.clear()
+    cut.clear()
+    assert (list(options.keep_whole), options.cut) == (["lm_head"], {"wte": 0})

@@ -32,12 +32,7 @@ class Exchange:
     """
 
     def __init__(
-        self,
-        trainer: Trainer,
-        group: dist.ProcessGroup,
-        copies: dist.ProcessGroup,
-        device: torch.device,
-        checked: int,
+        self, trainer: Trainer, group: dist.ProcessGroup, copies: dist.ProcessGroup, device: torch.device, checked: int
     ) -> None:
         self._trainer, self._group, self._device = trainer, group, device
         self._consistency = ReplicaConsistency(group, device) if group.size() > 1 else None

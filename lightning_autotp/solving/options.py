@@ -66,8 +66,10 @@ class PlanOptions:
                 "async_tensor_parallel=True overlaps products with the gathers and reduce-scatters of sharded tokens:"
                 " set sequence_parallel=True as well"
             )
+        # Copies: an iterator can be read once, and what a user has given may change.
         names = (self.keep_whole,) if isinstance(self.keep_whole, str) else tuple(self.keep_whole)
-        object.__setattr__(self, "keep_whole", names)  # it is read more than once
+        object.__setattr__(self, "keep_whole", names)
+        object.__setattr__(self, "cut", dict(self.cut or {}))
         if self.plan is not None and (self.keep_whole or self.cut):
             raise ValueError("plan= is followed as it is: give keep_whole= and cut= when the plan is made, or edit it")
         TokensPerStep.given(self.tokens_per_step)
