@@ -13,6 +13,7 @@ from compared import assert_same_training
 from distributed import run_ranks
 from tiny import AttentionBesideMLP
 from torch import Tensor, nn
+from torch.func import functional_call, stack_module_state
 from torch.nn import functional as F
 from torch.nn.utils import spectral_norm, weight_norm
 
@@ -318,6 +319,38 @@ class Adapted(nn.Module):
         return self.down(self.up(x).relu())
 
 
+def ordinary() -> nn.Module:
+    return nn.Sequential(nn.Linear(24, 40), nn.ReLU(), nn.Linear(40, 24))
+
+
+class Mapped(nn.Module):
+    """Runs layers on one row after the other, as ``torch.vmap`` writes it, and an ensemble on all rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.member = ordinary(), [ordinary().to("meta")]  # whose own parameters are never used
+        stacked, _ = stack_module_state([ordinary() for _ in range(3)])
+        self.stacked = nn.ParameterDict({name.replace(".", "_"): value.detach() for name, value in stacked.items()})
+
+    def of_one(self, weights: dict[str, Tensor], x: Tensor) -> Tensor:
+        return functional_call(self.member[0], weights, (x,))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = {name.replace("_", "."): value for name, value in self.stacked.items()}
+        return torch.vmap(self.rows)(x) + torch.vmap(self.of_one, (0, None))(weights, x).mean(0)
+
+
+class Force(nn.Module):
+    """The derivative of an energy, which layers compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = ordinary()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.func.grad(lambda x: self.layers(x).square().sum())(x)
+
+
 def train(rank: int, size: int) -> None:
     torch.manual_seed(0)
     states, ids = torch.randn(3, 7, 24), torch.arange(14).view(2, 7)
@@ -355,6 +388,15 @@ def train(rank: int, size: int) -> None:
     assert "self.up.weight * scale" in str(whole["0.up.weight"])
     assert assert_same_training(Drawing(), (states,), **square).autotp.plan.sharded_fraction > 0.98  # type: ignore[union-attr]
     assert assert_same_training(Adapted(), (states,), **square).autotp.plan.sharded_fraction > 0.8  # type: ignore[union-attr]
+    for inner, why in ((Mapped(), "torch.vmap maps it"), (Force(), "torch.func's derivatives cannot be traced")):
+        around = nn.Sequential(ordinary(), inner, ordinary())
+        plan = assert_same_training(around, (states,), **square).autotp.plan  # type: ignore[union-attr]
+        assert set(plan.opaque) <= {"1"}
+        layouts = {item.names[0]: item.layout for item in plan.parameters}
+        assert all(isinstance(layouts[f"{name}.weight"], Shard) for name in ("0.0", "0.2", "2.0", "2.2"))
+        reasons = [str(item.reason) for item in plan.parameters if "1." in item.names[0] and item.reason is not None]
+        assert reasons
+        assert all(reason.endswith(why) for reason in reasons if reason)
     flagged = Flagged()
     local = assert_same_training(flagged, (states,), **square)
     assert local.autotp.plan.sharded_fraction > 0.98  # type: ignore[union-attr]

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from lightning_autotp.building.float8 import float8_of, note_float8
 from lightning_autotp.building.quantization import format_of
+from lightning_autotp.capture import vmap as transforms
 from lightning_autotp.capture.call_sites import is_user_code
 from lightning_autotp.capture.experts import noting_experts
 from lightning_autotp.capture.integer_reads import note_integers
@@ -128,7 +129,9 @@ def _see_all_choices(model: nn.Module, graph: Graph) -> None:
         inside = f"{path}." if path else ""
         unread = [name for name, _ in model.named_parameters() if name.startswith(inside) and name not in read]
         if unread:
-            cause = NoValue(f"with made-up choices its code does not use {unread[0]}")
+            cause = NoValue(
+                f"with made-up choices its code does not use {unread[0]} (example_inputs with more rows may)"
+            )
             error = CaptureError(f"{path}: {cause}")
             error.__cause__ = cause
             raise _Untraceable(path, error, True)
@@ -152,7 +155,7 @@ class _Untraceable(Exception):
         """What the plan says of such a module, where it is more than that its code depends on values."""
         cause = self.error.__cause__
         if self.needs_value:
-            return f"{cause} (example_inputs with more rows may)" if type(cause) is NoValue and str(cause) else ""
+            return str(cause) if type(cause) is NoValue else ""
         return f"its code cannot be traced ({type(cause).__name__}: {first_line(cause)})"
 
     def look_back(self, failures: Mapping[str, _Untraceable]) -> None:
@@ -508,7 +511,10 @@ def as_call(inputs: Any) -> Call:
 
 @contextlib.contextmanager
 def _marked_boundaries(model: nn.Module, tracer: Tracer) -> Iterator[None]:
-    """Mark every floating-point tensor that enters or leaves a module, and keep the tracer's stack of running ones."""
+    """Mark every floating-point tensor that enters or leaves a module, and keep the tracer's stack of running ones.
+
+    What runs under a function transform counts as code of the module that transforms: no layout can change in there.
+    """
     given: list[tuple[range, list[Copied]]] = []  # of each module that runs: its marks, and containers made for them
     inputs: list[tuple[tuple[str, int, int], ...]] = []
     constants: list[tuple[tuple[str, Constant], ...]] = []
@@ -532,6 +538,8 @@ def _marked_boundaries(model: nn.Module, tracer: Tracer) -> Iterator[None]:
 
     def before(path: str) -> Callable[..., Any]:
         def hook(_: nn.Module, args: Any, kwargs: Any) -> Any:
+            if transforms.are_active():
+                return None
             tracer.enter(path)
             first = len(tracer.graph.operators)
             marked = mark(path, "in", (args, kwargs))
@@ -545,6 +553,8 @@ def _marked_boundaries(model: nn.Module, tracer: Tracer) -> Iterator[None]:
 
     def after(path: str) -> Callable[..., Any]:
         def hook(_: nn.Module, __: Any, output: Any) -> Any:
+            if transforms.are_active():
+                return None
             tracer.leave()
             marks, containers = given.pop()
             for container in containers:

@@ -35,7 +35,7 @@ from lightning_autotp.capture.schemas import named_arguments, written_through
 from lightning_autotp.capture.static_values import Concrete, NoValue
 from lightning_autotp.layouts.places import Boundary, CallSite
 from lightning_autotp.operators import Shapes, functional, record, records
-from lightning_autotp.operators.graph import ASKED, KEPT, Call, Graph, Operator, Ref, TensorInfo
+from lightning_autotp.operators.graph import ASKED, KEPT, MAPPED, Call, Graph, Operator, Ref, TensorInfo
 from lightning_autotp.private.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -242,7 +242,7 @@ class Tracer(PreDispatchMode):
         result = func(*args, **kwargs)
         if any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):
             inputs = [leaf for _, value in arguments for leaf in _tensors(value)]
-            self._note(f"{transforms.SPACE}.{func}", reads, transforms.unwrapped(result), inputs)
+            self._note(f"{MAPPED}{func}", reads, transforms.unwrapped(result), inputs)
         return result
 
     def _with_numbers(self, reads: tuple[tuple[str, Any], ...]) -> tuple[str, tuple[tuple[str, Any], ...]]:
@@ -331,6 +331,8 @@ class Tracer(PreDispatchMode):
             named = dict(reads)
             name, reads = f"record:{named['name']}", (("input", named["inputs"]), ("detail", named["detail"]))
         call, source = self.calls.current
+        if transforms.are_active():
+            call = -1  # what is wrapped cannot be converted
         layer = self._layers.get(module, "")
         draft = Operator(name, reads, (), module, source, layer, call=call, own_numbers=are_own_numbers_noted())
         if name == _LINEAR:
