@@ -319,6 +319,22 @@ class Adapted(nn.Module):
         return self.down(self.up(x).relu())
 
 
+@torch.jit.script
+def swish(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(x) + 0.5 * x
+
+
+class Scripted(nn.Module):
+    """Calls a function of TorchScript, of which torch makes others after some calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(24, 40), nn.Linear(40, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(swish(self.up(x)))
+
+
 def ordinary() -> nn.Module:
     return nn.Sequential(nn.Linear(24, 40), nn.ReLU(), nn.Linear(40, 24))
 
@@ -388,6 +404,11 @@ def train(rank: int, size: int) -> None:
     assert "self.up.weight * scale" in str(whole["0.up.weight"])
     assert assert_same_training(Drawing(), (states,), **square).autotp.plan.sharded_fraction > 0.98  # type: ignore[union-attr]
     assert assert_same_training(Adapted(), (states,), **square).autotp.plan.sharded_fraction > 0.8  # type: ignore[union-attr]
+    scripted = Scripted()
+    for _ in range(3):
+        plan = assert_same_training(scripted, (states,), **square).autotp.plan  # type: ignore[union-attr]
+        assert plan.sharded_fraction > 0.98
+        scripted.zero_grad()
     for inner, why in ((Mapped(), "torch.vmap maps it"), (Force(), "torch.func's derivatives cannot be traced")):
         around = nn.Sequential(ordinary(), inner, ordinary())
         plan = assert_same_training(around, (states,), **square).autotp.plan  # type: ignore[union-attr]

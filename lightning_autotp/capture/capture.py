@@ -54,6 +54,21 @@ class CaptureError(RuntimeError):
     """The model could not be traced; the message names the module and the line."""
 
 
+def refuse_scripted(model: nn.Module) -> None:
+    """Refuse a model with modules of TorchScript, which run no Python.
+
+    Raises:
+        CaptureError: naming the first one.
+    """
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CaptureError(
+                f"{path or 'the model'} ({type(module).__name__}) was made by torch.jit.script, trace or load, so its"
+                " code can neither be traced nor run on parts of its weights: use the module that it was made of, or,"
+                " if it is another model beside the one that trains, leave it out: AutoTPStrategy(models=[...])"
+            )
+
+
 class Call(NamedTuple):
     """Example inputs that are both positional and keyword arguments."""
 
@@ -269,6 +284,8 @@ def _run(traced: nn.Module, calls: Sequence[Call], tracer: Tracer, fake: FakeTen
     with contextlib.ExitStack() as context:
         context.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
+        # A scripted function runs as it is written, not as torch makes it faster after some calls.
+        context.enter_context(torch.jit.optimized_execution(False))
         # Experts are noted by what they are given after the marks, and what they return before them.
         marks = (noting_experts(traced, tracer), _marked_boundaries(traced, tracer))
         context.callback(tracer.outside.put_back)
