@@ -156,6 +156,13 @@ class AutoTPFabricStrategy(ParallelRanks, FabricModelParallelStrategy):
         self._notes: CountedNotes | None = None
         self._loaders = 0
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> AutoTPFabricStrategy:
+        """The strategy itself, which knows the copy of a module that it has set up from now on, too."""
+        for module in list(self._modules):
+            if (copied := memo.get(id(module))) is not None:
+                self._modules[copied] = None
+        return self
+
     # --- processes ---
 
     def setup_environment(self) -> None:
