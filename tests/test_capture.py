@@ -467,7 +467,7 @@ class Numpy(nn.Module):
         self.scale = nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        size = np.sqrt((x.detach().cpu().numpy() ** 2).sum())
+        size = np.sqrt((np.asarray(x.detach().cpu()) ** 2).sum())
         assert size >= 0
         return self.scale(x) / float(1 + size)
 

@@ -215,6 +215,19 @@ class Tracer(PreDispatchMode):
         """
         return self.concrete.value(self._read(tensor).tensor)
 
+    def array(self, tensor: Tensor) -> Any:
+        """An array of numpy's with the value of a tensor, which may follow from choices that are made up.
+
+        Raises:
+            NoValue: if it depends on a parameter otherwise.
+        """
+        ref = self._read(tensor)
+        with self.pause(), unset_fake_temporarily():
+            made = self.concrete.value(ref.tensor, or_made_up=True).clone().numpy()
+        if not self.graph.tensors[ref.tensor].is_static:
+            self._asks([ref])
+        return made
+
     def number_of(self, tensor: Tensor) -> int:
         """The number of a tensor's present value in the graph."""
         return self._read(tensor).tensor
@@ -532,8 +545,12 @@ class Calls(TorchFunctionMode):
         if func in _INDEXING:
             args = (args[0], self._with_tensors(args[1]), *args[2:])
         try:
-            is_made_here = func is Tensor.tolist and args[0].is_meta  # by torch.tensor(); a fake tensor has its own
-            result: Any = self.tracer.value(args[0]).tolist() if is_made_here else func(*args, **kwargs)
+            if func is Tensor.numpy:
+                result: Any = self.tracer.array(args[0])
+            elif func is Tensor.tolist and args[0].is_meta:  # made by torch.tensor(); a fake tensor has its own
+                result = self.tracer.value(args[0]).tolist()
+            else:
+                result = func(*args, **kwargs)
         finally:
             self.current, self.numbers = outer
         if func in _CONSTANTS:
