@@ -298,7 +298,8 @@ def mistakes(fabric: Fabric, folder: Path, rank: int) -> dict[str, Any]:
     seen["twice"] = error_of(given.setup_module, small.module)
     seen["foreign"] = error_of(given.setup, Plain(), torch.optim.Adam([nn.Parameter(torch.ones(2))]))
     seen["quadratic"] = error_of(set_up, torch.optim.LBFGS)
-    seen["of a copy"] = error_of(given.setup_optimizers, torch.optim.LBFGS(copy.deepcopy(small).parameters()))
+    for name, model in (("of a copy", small), ("of a copy of the module", small.module)):
+        seen[name] = error_of(given.setup_optimizers, torch.optim.LBFGS(copy.deepcopy(model).parameters()))
     seen["before"] = error_of(set_up_before)
     seen["afterwards"] = error_of(set_up_afterwards)
     seen["state on meta"] = error_of(on_meta)
@@ -520,6 +521,7 @@ def test_other_precisions(alone: dict[str, Any], found: list[dict[str, Any]]) ->
         ("foreign", ["optimizer 0, Adam, has no parameter of Plain", "fabric.setup_optimizers"]),
         ("quadratic", ["LBFGS computes its update from whole tensors"]),
         ("of a copy", ["LBFGS computes its update from whole tensors"]),
+        ("of a copy of the module", ["LBFGS computes its update from whole tensors"]),
         ("before", ["Adam was set up before Plain", "call fabric.setup(model, optimizer)"]),
         ("afterwards", ["that the Plain had before it was set up", "fabric.setup_module returned"]),
         ("state on meta", ["optimizer 0, Adagrad, has made its state already", "fabric.setup_optimizers"]),

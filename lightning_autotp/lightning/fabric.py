@@ -36,6 +36,7 @@ from lightning_autotp.data.batches import broadcast_loader, check_sampler
 from lightning_autotp.gradients.norms import clip_gradients_norm, clip_gradients_value
 from lightning_autotp.gradients.sums import postponed_sums
 from lightning_autotp.guard.checked import CheckedCalls
+from lightning_autotp.guard.guard import guarded_models
 from lightning_autotp.guard.state_dicts import refuse_whole_optimizer_states
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.lightning.discovery import find_models
@@ -157,10 +158,7 @@ class AutoTPFabricStrategy(ParallelRanks, FabricModelParallelStrategy):
         self._loaders = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AutoTPFabricStrategy:
-        """The strategy itself, which knows the copy of a module that it has set up from now on, too."""
-        for module in list(self._modules):
-            if (copied := memo.get(id(module))) is not None:
-                self._modules[copied] = None
+        """The strategy itself: a copy of a module that Fabric has set up refers to it, too."""
         return self
 
     # --- processes ---
@@ -292,7 +290,10 @@ class AutoTPFabricStrategy(ParallelRanks, FabricModelParallelStrategy):
             ValueError: if it works on whole tensors, or has the parameters that a model had before it was set up.
         """
         with raise_together(None, "looking at an optimizer"):
-            self._optimizers[optimizer] = owner = owner_of(optimizer, list(self._modules))
+            owner = owner_of(optimizer, list(self._modules))
+            if owner is None:  # perhaps it is a copy's
+                owner = owner_of(optimizer, guarded_models())
+            self._optimizers[optimizer] = owner
         if owner is not None:
             refuse_whole_optimizer_states(optimizer, owner)
         self._check_optimizers()
