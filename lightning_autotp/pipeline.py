@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_autotp.applying.fused_attention import run_layers_of_attention
 from lightning_autotp.applying.replace import apply_plan
 from lightning_autotp.building.quantization import refuse_quantized
-from lightning_autotp.capture.capture import as_calls, language_model_inputs, meta_copy
+from lightning_autotp.capture.capture import as_calls, language_model_inputs, meta_copy, refuse_scripted
 from lightning_autotp.capture.fingerprint import fingerprint
 from lightning_autotp.gradients.data_parallel import generate_together, hook_gathered, shard_over_data
 from lightning_autotp.gradients.sums import synchronize_gradients
@@ -97,12 +97,14 @@ def make_plan(  # noqa: D417 (the options are PlanOptions')
 
 
 def refuse_unfit(model: nn.Module) -> None:
-    """Refuse a model of whose parameters there is something else than the whole: quantized ones, or parts.
+    """Refuse a model without Python code, or of whose parameters there is something else than the whole.
 
     Raises:
+        CaptureError: naming a module of TorchScript.
         QuantizationError: naming those that are quantized already.
         RuntimeError: naming those that something else has divided.
     """
+    refuse_scripted(model)
     refuse_quantized(model)
     refuse_cut(model)
 

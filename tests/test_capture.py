@@ -312,6 +312,15 @@ def test_a_transform_that_cannot_be_followed_makes_its_module_opaque(row: Callab
     assert graph.opaque == {"inner"}
 
 
+@pytest.mark.parametrize(
+    "scripted", [torch.jit.script, lambda module: torch.jit.trace(module, torch.zeros(3, 8))], ids=["script", "trace"]
+)
+def test_modules_of_torchscript_are_refused(scripted: Callable[[nn.Module], nn.Module]) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), scripted(nn.Linear(8, 8)))
+    with pytest.raises(CaptureError, match=r"^1 \(.*use the module that it was made of"):
+        make_plan(model, 2, example_inputs=torch.zeros(3, 8))
+
+
 def test_opaque_modules_inside_an_opaque_module() -> None:
     class Twice(Outer):
         def forward(self, x: Tensor) -> Tensor:
@@ -458,7 +467,7 @@ class Numpy(nn.Module):
         self.scale = nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        size = np.sqrt((x.detach().cpu().numpy() ** 2).sum())
+        size = np.sqrt((np.asarray(x.detach().cpu()) ** 2).sum())
         assert size >= 0
         return self.scale(x) / float(1 + size)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -50,6 +51,7 @@ UNSOUND: dict[str, tuple[Use, str]] = {
 SOUND: dict[str, Use] = {
     "the model": lambda m, h: m(input_ids=IDS, labels=IDS).loss.backward(),
     "activation checkpointing": recomputed,
+    "a copy of the model": lambda m, h: copy.deepcopy(m)(input_ids=IDS, labels=IDS).loss.backward(),
     "shapes": lambda m, h: (m.lm_head.weight.shape, m.lm_head.weight.dtype, m.lm_head.weight.device),
     "scaled": lambda m, h: m.lm_head.weight.data.mul_(0.99),
     "copied": lambda m, h: m.lm_head.weight.data.copy_(m.lm_head.weight.detach().clone()),

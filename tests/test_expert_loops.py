@@ -183,6 +183,25 @@ class Joined(Chained):
         return (outputs.view(-1, CHOICES, HIDDEN) * weights.unsqueeze(-1)).sum(1)
 
 
+class Sliced(Mixture):
+    """Choices sorted by expert, of which each takes a slice, by counts that numpy has."""
+
+    def mixed(self, hidden: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+        chosen = index.new_zeros(len(index), NUMBER).scatter_(1, index, 1)
+        order = index.flatten().argsort()
+        rows = hidden[order // CHOICES]
+        found, start = [], 0
+        for expert, count in zip(self.experts, chosen.sum(0).cpu().numpy(), strict=True):
+            end = start + count
+            if count:
+                found.append(expert(rows[start:end]))
+            start = end
+        outputs = torch.cat(found)
+        back = torch.empty_like(outputs)
+        back[order] = outputs
+        return back.view(*index.shape, -1).mul_(weights.unsqueeze(-1)).sum(1)
+
+
 class Crowded(Mixture):
     """With code for experts that many tokens choose, which made-up choices do not reach."""
 
@@ -262,7 +281,7 @@ def net(mixture: type[Mixture]) -> Net:
 
 
 EXAMPLE = torch.zeros(3, 19, HIDDEN)
-MIXTURES = (Mixture, Assigned, Hit, Sorted, Chained, ByMask, Weighted, Bucketed, Joined)
+MIXTURES = (Mixture, Assigned, Hit, Sorted, Chained, ByMask, Weighted, Bucketed, Joined, Sliced)
 
 
 def prefer(model: Net, logits: list[float]) -> None:
@@ -413,7 +432,7 @@ def test_all_experts_are_divided_and_summed_once(mixture: type[Mixture]) -> None
     sums = [change for change in plan.conversions if change.source.letter == "P"]
     assert {change.module for change in sums} <= {"layers.0", "layers.1"}
     summed_inside = any(use.output == ("P", "I") and "experts" in use.module for use in plan.implementations)
-    assert summed_inside == (mixture is Joined)  # parts of a sum are not copied into another tensor
+    assert summed_inside == (mixture in (Joined, Sliced))  # parts of a sum are not copied into another tensor
 
 
 def test_experts_that_made_up_choices_do_not_reach_stay_whole() -> None:

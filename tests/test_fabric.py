@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import os
 import re
@@ -146,11 +147,13 @@ class Plain(nn.Module):
 IDS = torch.stack([block["input_ids"] for block in blocks()])
 
 
-def own_loss(fabric: Fabric, **options: Any) -> dict[str, Any]:
-    """The model is set up first, then its optimizer; a scheduler; the loss comes from logits."""
+def own_loss(fabric: Fabric, is_copied: bool = False) -> dict[str, Any]:
+    """The model is set up first, and perhaps copied, then its optimizer; a scheduler; the loss comes from logits."""
     fabric.seed_everything(5, verbose=False)
     model = Plain()
     model = fabric.setup_module(model)
+    if is_copied:
+        model = copy.deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     optimizer = fabric.setup_optimizers(optimizer)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
@@ -209,6 +212,7 @@ def two_ranks(directory: str) -> dict[str, Any]:
     for name in ("half at 1.ckpt", "half at 2.ckpt", "half in parts"):
         seen[name] = run(fabric, load=folder / name, skip=HALF)
     seen["own"] = own_loss(fabric)
+    seen["copied"] = own_loss(fabric, is_copied=True)
     seen["with state"] = run(fabric, **STATEFUL)
     seen["order"] = order_of(fabric)
     seen["workers"] = list(fabric.setup_dataloaders(augmenting()))
@@ -294,6 +298,8 @@ def mistakes(fabric: Fabric, folder: Path, rank: int) -> dict[str, Any]:
     seen["twice"] = error_of(given.setup_module, small.module)
     seen["foreign"] = error_of(given.setup, Plain(), torch.optim.Adam([nn.Parameter(torch.ones(2))]))
     seen["quadratic"] = error_of(set_up, torch.optim.LBFGS)
+    for name, model in (("of a copy", small), ("of a copy of the module", small.module)):
+        seen[name] = error_of(given.setup_optimizers, torch.optim.LBFGS(copy.deepcopy(model).parameters()))
     seen["before"] = error_of(set_up_before)
     seen["afterwards"] = error_of(set_up_afterwards)
     seen["state on meta"] = error_of(on_meta)
@@ -469,8 +475,9 @@ def test_what_is_loaded_by_itself(found: list[dict[str, Any]]) -> None:
 
 def test_a_loss_of_logits(alone: dict[str, Any], found: list[dict[str, Any]]) -> None:
     for seen in found:
-        assert_same(seen["own"], alone["own"])
-        assert set(seen["own"]["kinds"]) == {VocabParallelLogits}
+        for case in ("own", "copied"):
+            assert_same(seen[case], alone["own"])
+            assert set(seen[case]["kinds"]) == {VocabParallelLogits}
 
 
 def test_the_model_of_a_lightning_module(alone: dict[str, Any], found: list[dict[str, Any]]) -> None:
@@ -513,6 +520,8 @@ def test_other_precisions(alone: dict[str, Any], found: list[dict[str, Any]]) ->
         ("twice", ["was set up already", "fabric.setup_module once"]),
         ("foreign", ["optimizer 0, Adam, has no parameter of Plain", "fabric.setup_optimizers"]),
         ("quadratic", ["LBFGS computes its update from whole tensors"]),
+        ("of a copy", ["LBFGS computes its update from whole tensors"]),
+        ("of a copy of the module", ["LBFGS computes its update from whole tensors"]),
         ("before", ["Adam was set up before Plain", "call fabric.setup(model, optimizer)"]),
         ("afterwards", ["that the Plain had before it was set up", "fabric.setup_module returned"]),
         ("state on meta", ["optimizer 0, Adagrad, has made its state already", "fabric.setup_optimizers"]),

@@ -13,6 +13,7 @@ from compared import assert_same_training
 from distributed import run_ranks
 from tiny import AttentionBesideMLP
 from torch import Tensor, nn
+from torch.func import functional_call, stack_module_state
 from torch.nn import functional as F
 from torch.nn.utils import spectral_norm, weight_norm
 
@@ -318,6 +319,84 @@ class Adapted(nn.Module):
         return self.down(self.up(x).relu())
 
 
+@torch.jit.script
+def swish(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(x) + 0.5 * x
+
+
+class Scripted(nn.Module):
+    """Calls a function of TorchScript, of which torch makes others after some calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(24, 40), nn.Linear(40, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(swish(self.up(x)))
+
+
+class Cell(nn.Module):
+    """An ``nn.LSTMCell`` that is written as layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_input, self.of_state = nn.Linear(40, 160), nn.Linear(40, 160)
+
+    def forward(self, x: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        i, f, g, o = (self.of_input(x) + self.of_state(state[0])).chunk(4, dim=-1)
+        kept = f.sigmoid() * state[1] + i.sigmoid() * g.tanh()
+        return o.sigmoid() * kept.tanh(), kept
+
+
+class Recurrent(nn.Module):
+    def __init__(self, cell: nn.Module) -> None:
+        super().__init__()
+        self.before, self.cell, self.after = nn.Linear(24, 40), cell, ordinary(40)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x)
+        state: Any = x.new_zeros(len(x), 40)
+        if not isinstance(self.cell, nn.GRUCell | nn.RNNCell):
+            state = state, torch.zeros_like(state)
+        found = []
+        for step in x.unbind(1):
+            state = self.cell(step, state)
+            found.append(state[0] if isinstance(state, tuple) else state)
+        return self.after(torch.stack(found, 1))
+
+
+def ordinary(width: int = 24) -> nn.Module:
+    return nn.Sequential(nn.Linear(width, 40), nn.ReLU(), nn.Linear(40, 24))
+
+
+class Mapped(nn.Module):
+    """Runs layers on one row after the other, as ``torch.vmap`` writes it, and an ensemble on all rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.member = ordinary(), [ordinary().to("meta")]  # whose own parameters are never used
+        stacked, _ = stack_module_state([ordinary() for _ in range(3)])
+        self.stacked = nn.ParameterDict({name.replace(".", "_"): value.detach() for name, value in stacked.items()})
+
+    def of_one(self, weights: dict[str, Tensor], x: Tensor) -> Tensor:
+        return functional_call(self.member[0], weights, (x,))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = {name.replace("_", "."): value for name, value in self.stacked.items()}
+        return torch.vmap(self.rows)(x) + torch.vmap(self.of_one, (0, None))(weights, x).mean(0)
+
+
+class Force(nn.Module):
+    """The derivative of an energy, which layers compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = ordinary()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.func.grad(lambda x: self.layers(x).square().sum())(x)
+
+
 def train(rank: int, size: int) -> None:
     torch.manual_seed(0)
     states, ids = torch.randn(3, 7, 24), torch.arange(14).view(2, 7)
@@ -355,6 +434,26 @@ def train(rank: int, size: int) -> None:
     assert "self.up.weight * scale" in str(whole["0.up.weight"])
     assert assert_same_training(Drawing(), (states,), **square).autotp.plan.sharded_fraction > 0.98  # type: ignore[union-attr]
     assert assert_same_training(Adapted(), (states,), **square).autotp.plan.sharded_fraction > 0.8  # type: ignore[union-attr]
+    scripted = Scripted()
+    for _ in range(3):
+        plan = assert_same_training(scripted, (states,), **square).autotp.plan  # type: ignore[union-attr]
+        assert plan.sharded_fraction > 0.98
+        scripted.zero_grad()
+    recurrent = assert_same_training(Recurrent(Cell()), (states,), **square).autotp.plan  # type: ignore[union-attr]
+    assert recurrent.sharded_fraction > 0.97
+    for cell in (nn.LSTMCell(40, 40), nn.GRUCell(40, 40), nn.RNNCell(40, 40)):
+        plan = assert_same_training(Recurrent(cell), (states,), **square).autotp.plan  # type: ignore[union-attr]
+        layouts = {item.names[0]: item.layout for item in plan.parameters}
+        assert all(isinstance(layouts[f"after.{at}.weight"], Shard) for at in (0, 2))
+    for inner, why in ((Mapped(), "torch.vmap maps it"), (Force(), "torch.func's derivatives cannot be traced")):
+        around = nn.Sequential(ordinary(), inner, ordinary())
+        plan = assert_same_training(around, (states,), **square).autotp.plan  # type: ignore[union-attr]
+        assert set(plan.opaque) <= {"1"}
+        layouts = {item.names[0]: item.layout for item in plan.parameters}
+        assert all(isinstance(layouts[f"{name}.weight"], Shard) for name in ("0.0", "0.2", "2.0", "2.2"))
+        reasons = [str(item.reason) for item in plan.parameters if "1." in item.names[0] and item.reason is not None]
+        assert reasons
+        assert all(reason.endswith(why) for reason in reasons if reason)
     flagged = Flagged()
     local = assert_same_training(flagged, (states,), **square)
     assert local.autotp.plan.sharded_fraction > 0.98  # type: ignore[union-attr]
@@ -374,6 +473,14 @@ def test_a_trace_leaves_no_tensor_in_what_code_keeps_outside_of_the_model() -> N
     make_plan(model, 2, example_inputs=torch.zeros(3, 7, 24))
     assert all(now is then for now, then in zip(remembered(), before, strict=True))
     assert not masked(7).is_meta
+
+
+def test_recurrent_kernels_do_not_run_on_parts_of_their_gates() -> None:
+    """Why they have no rule."""
+    x, state = torch.zeros(3, 6), torch.zeros(3, 8)
+    for cell, gates, states in ((torch.lstm_cell, 4, (state, state)), (torch.gru_cell, 3, state)):
+        with pytest.raises(RuntimeError, match="weight_ih first dim must be"):
+            cell(x, states, torch.zeros(gates * 4, 6), torch.zeros(gates * 4, 8))
 
 
 def test_a_shared_module_is_cut_once() -> None:

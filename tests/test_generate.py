@@ -39,15 +39,22 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "fused projection": ("gpt2", GPT2),
     "experts": ("mixtral", {"num_local_experts": 4, "intermediate_size": 96}),
     "linear attention": ("qwen3_next", {}),
+    "latent attention": ("deepseek_v3", {}),
     "encoder-decoder": ("bart", BART | TOKENS),
     "cross-attention from a cache": ("t5", T5 | TOKENS),
 }
 TRAINED = ("llama", "cross-attention from a cache")
-LINEAR = {
+LINEAR: dict[str, Any] = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": HEAD, "linear_value_head_dim": 8,
     "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 48,
     "layer_types": ["linear_attention", "full_attention"],
 }  # fmt: skip
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4, "head_dim": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": HEAD,
+    "q_lora_rank": 16, "kv_lora_rank": 16, "n_routed_experts": 8, "n_group": 2, "topk_group": 1,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
+}  # fmt: skip
+OF_FAMILY = {"qwen3_next": LINEAR, "deepseek_v3": LATENT}
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
     "static cache": {"do_sample": False, "cache_implementation": "static"},
@@ -73,7 +80,7 @@ class Writer(L.LightningModule):
         if family in ("bart", "t5"):
             self.model = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model(family, **changes))
         else:
-            config = tiny_config(family, **changes, **(LINEAR if family == "qwen3_next" else {}))
+            config = tiny_config(family, **changes, **OF_FAMILY.get(family, {}))
             self.model = AutoModelForCausalLM.from_config(config)
         if family != "t5":  # away from logits that are nearly alike; T5's own weights are large
             with torch.no_grad():
@@ -159,9 +166,12 @@ def on_ranks(names: list[str]) -> dict[str, dict[str, Any]]:
 
 
 RANKS = {
-    2: ["llama", "fused projection", "experts", "linear attention", "encoder-decoder", "cross-attention from a cache"],
+    2: [
+        "llama", "fused projection", "experts", "linear attention", "latent attention", "encoder-decoder",
+        "cross-attention from a cache",
+    ],
     3: ["one key/value head", "three units"],
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -263,6 +273,9 @@ def test_a_rank_keeps_keys_and_values_of_its_own_heads(together: Together, alone
             halves = [(a, b // 2, *rest) for a, b, *rest in full]
             assert len(full) == 2 * 2 * 2
             assert all(seen["encoder-decoder"][way]["cache"] == halves for seen in found)
+            latents = alone["latent attention"][way]["cache"]
+            assert all(heads == 1 for _, heads, *_ in latents)
+            assert all(seen["latent attention"][way]["cache"] == latents for seen in found)
 
 
 class Attention(nn.Module):

@@ -49,6 +49,7 @@ from lightning_autotp.torch_functions import writes
 _UNKNOWN = "unknown"
 _NEUTRAL = (STATIC, ZEROS)
 _DEVICE = Tensor.device.__get__
+_NUMBERS = Tensor.tolist, Tensor.numpy
 _WHOLE = ("I", "R", *_NEUTRAL)
 
 
@@ -342,7 +343,7 @@ class _SeenCalls(TorchFunctionMode):
             return func(*args, **kwargs)
         line = call_key(caller, func)
         _, given = grouped_leaves(args, kwargs)
-        if func == _DEVICE or (func is Tensor.tolist and self.here.type(args[0]) in _WHOLE):
+        if func == _DEVICE or (func in _NUMBERS and self.here.type(args[0]) in _WHOLE):
             return func(*args, **kwargs)  # these are other calls in a trace
         if not is_user_code(caller.f_code.co_filename) and not any(isinstance(leaf, Tensor) for leaf in given):
             return func(*args, **kwargs)  # torch's own, for its modes

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from lightning_autotp.building.float8 import float8_of, note_float8
 from lightning_autotp.building.quantization import format_of
+from lightning_autotp.capture import vmap as transforms
 from lightning_autotp.capture.call_sites import is_user_code
 from lightning_autotp.capture.experts import noting_experts
 from lightning_autotp.capture.integer_reads import note_integers
@@ -51,6 +52,21 @@ _MOST_SIZES = 3
 
 class CaptureError(RuntimeError):
     """The model could not be traced; the message names the module and the line."""
+
+
+def refuse_scripted(model: nn.Module) -> None:
+    """Refuse a model with modules of TorchScript, which run no Python.
+
+    Raises:
+        CaptureError: naming the first one.
+    """
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CaptureError(
+                f"{path or 'the model'} ({type(module).__name__}) was made by torch.jit.script, trace or load, so its"
+                " code can neither be traced nor run on parts of its weights: use the module that it was made of, or,"
+                " if it is another model beside the one that trains, leave it out: AutoTPStrategy(models=[...])"
+            )
 
 
 class Call(NamedTuple):
@@ -128,7 +144,9 @@ def _see_all_choices(model: nn.Module, graph: Graph) -> None:
         inside = f"{path}." if path else ""
         unread = [name for name, _ in model.named_parameters() if name.startswith(inside) and name not in read]
         if unread:
-            cause = NoValue(f"with made-up choices its code does not use {unread[0]}")
+            cause = NoValue(
+                f"with made-up choices its code does not use {unread[0]} (example_inputs with more rows may)"
+            )
             error = CaptureError(f"{path}: {cause}")
             error.__cause__ = cause
             raise _Untraceable(path, error, True)
@@ -152,7 +170,7 @@ class _Untraceable(Exception):
         """What the plan says of such a module, where it is more than that its code depends on values."""
         cause = self.error.__cause__
         if self.needs_value:
-            return f"{cause} (example_inputs with more rows may)" if type(cause) is NoValue and str(cause) else ""
+            return str(cause) if type(cause) is NoValue else ""
         return f"its code cannot be traced ({type(cause).__name__}: {first_line(cause)})"
 
     def look_back(self, failures: Mapping[str, _Untraceable]) -> None:
@@ -266,6 +284,8 @@ def _run(traced: nn.Module, calls: Sequence[Call], tracer: Tracer, fake: FakeTen
     with contextlib.ExitStack() as context:
         context.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
+        # A scripted function runs as it is written, not as torch makes it faster after some calls.
+        context.enter_context(torch.jit.optimized_execution(False))
         # Experts are noted by what they are given after the marks, and what they return before them.
         marks = (noting_experts(traced, tracer), _marked_boundaries(traced, tracer))
         context.callback(tracer.outside.put_back)
@@ -508,7 +528,10 @@ def as_call(inputs: Any) -> Call:
 
 @contextlib.contextmanager
 def _marked_boundaries(model: nn.Module, tracer: Tracer) -> Iterator[None]:
-    """Mark every floating-point tensor that enters or leaves a module, and keep the tracer's stack of running ones."""
+    """Mark every floating-point tensor that enters or leaves a module, and keep the tracer's stack of running ones.
+
+    What runs under a function transform counts as code of the module that transforms: no layout can change in there.
+    """
     given: list[tuple[range, list[Copied]]] = []  # of each module that runs: its marks, and containers made for them
     inputs: list[tuple[tuple[str, int, int], ...]] = []
     constants: list[tuple[tuple[str, Constant], ...]] = []
@@ -532,6 +555,8 @@ def _marked_boundaries(model: nn.Module, tracer: Tracer) -> Iterator[None]:
 
     def before(path: str) -> Callable[..., Any]:
         def hook(_: nn.Module, args: Any, kwargs: Any) -> Any:
+            if transforms.are_active():
+                return None
             tracer.enter(path)
             first = len(tracer.graph.operators)
             marked = mark(path, "in", (args, kwargs))
@@ -545,6 +570,8 @@ def _marked_boundaries(model: nn.Module, tracer: Tracer) -> Iterator[None]:
 
     def after(path: str) -> Callable[..., Any]:
         def hook(_: nn.Module, __: Any, output: Any) -> Any:
+            if transforms.are_active():
+                return None
             tracer.leave()
             marks, containers = given.pop()
             for container in containers:

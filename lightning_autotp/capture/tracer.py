@@ -35,7 +35,7 @@ from lightning_autotp.capture.schemas import named_arguments, written_through
 from lightning_autotp.capture.static_values import Concrete, NoValue
 from lightning_autotp.layouts.places import Boundary, CallSite
 from lightning_autotp.operators import Shapes, functional, record, records
-from lightning_autotp.operators.graph import ASKED, KEPT, Call, Graph, Operator, Ref, TensorInfo
+from lightning_autotp.operators.graph import ASKED, KEPT, MAPPED, Call, Graph, Operator, Ref, TensorInfo
 from lightning_autotp.private.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -215,6 +215,19 @@ class Tracer(PreDispatchMode):
         """
         return self.concrete.value(self._read(tensor).tensor)
 
+    def array(self, tensor: Tensor) -> Any:
+        """An array of numpy's with the value of a tensor, which may follow from choices that are made up.
+
+        Raises:
+            NoValue: if it depends on a parameter otherwise.
+        """
+        ref = self._read(tensor)
+        with self.pause(), unset_fake_temporarily():
+            made = self.concrete.value(ref.tensor, or_made_up=True).clone().numpy()
+        if not self.graph.tensors[ref.tensor].is_static:
+            self._asks([ref])
+        return made
+
     def number_of(self, tensor: Tensor) -> int:
         """The number of a tensor's present value in the graph."""
         return self._read(tensor).tensor
@@ -242,7 +255,7 @@ class Tracer(PreDispatchMode):
         result = func(*args, **kwargs)
         if any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):
             inputs = [leaf for _, value in arguments for leaf in _tensors(value)]
-            self._note(f"{transforms.SPACE}.{func}", reads, transforms.unwrapped(result), inputs)
+            self._note(f"{MAPPED}{func}", reads, transforms.unwrapped(result), inputs)
         return result
 
     def _with_numbers(self, reads: tuple[tuple[str, Any], ...]) -> tuple[str, tuple[tuple[str, Any], ...]]:
@@ -331,6 +344,8 @@ class Tracer(PreDispatchMode):
             named = dict(reads)
             name, reads = f"record:{named['name']}", (("input", named["inputs"]), ("detail", named["detail"]))
         call, source = self.calls.current
+        if transforms.are_active():
+            call = -1  # what is wrapped cannot be converted
         layer = self._layers.get(module, "")
         draft = Operator(name, reads, (), module, source, layer, call=call, own_numbers=are_own_numbers_noted())
         if name == _LINEAR:
@@ -530,8 +545,12 @@ class Calls(TorchFunctionMode):
         if func in _INDEXING:
             args = (args[0], self._with_tensors(args[1]), *args[2:])
         try:
-            is_made_here = func is Tensor.tolist and args[0].is_meta  # by torch.tensor(); a fake tensor has its own
-            result: Any = self.tracer.value(args[0]).tolist() if is_made_here else func(*args, **kwargs)
+            if func is Tensor.numpy:
+                result: Any = self.tracer.array(args[0])
+            elif func is Tensor.tolist and args[0].is_meta:  # made by torch.tensor(); a fake tensor has its own
+                result = self.tracer.value(args[0]).tolist()
+            else:
+                result = func(*args, **kwargs)
         finally:
             self.current, self.numbers = outer
         if func in _CONSTANTS:

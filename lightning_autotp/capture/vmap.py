@@ -23,20 +23,10 @@ from lightning_autotp.private.torch_private import (
     tree_map_only,
 )
 
-SPACE = "transformed"
-"""In an operator's name, before the name of the one that ran: ``transformed.aten.add.Tensor``."""
-
 
 def are_active() -> bool:
-    """Whether a function transform runs.
-
-    Raises:
-        NoValue: if it is one that computes derivatives: what its backward reads is not in a trace.
-    """
-    transforms = get_interpreter_stack()
-    if transforms and any(transform.key() != TransformType.Vmap for transform in transforms):
-        raise NoValue("torch.func's derivatives cannot be traced")
-    return bool(transforms)
+    """Whether a function transform runs."""
+    return bool(get_interpreter_stack())
 
 
 def is_wrapper(tensor: Tensor) -> bool:
@@ -59,8 +49,11 @@ def check(func: Any) -> None:
     """Refuse what cannot be followed.
 
     Raises:
-        NoValue: if the operator writes in place: through a wrapper, nobody sees what else looks at the memory.
+        NoValue: if a transform computes derivatives: what its backward reads is not in a trace; or if the operator
+            writes in place: through a wrapper, nobody sees what else looks at the memory.
     """
+    if any(transform.key() != TransformType.Vmap for transform in get_interpreter_stack() or ()):
+        raise NoValue("torch.func's derivatives cannot be traced")
     if any(argument.is_write for argument in schema_of(func).arguments):
         raise NoValue(f"{func} writes in place under torch.vmap")
 

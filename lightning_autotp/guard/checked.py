@@ -113,6 +113,10 @@ class checked(TorchFunctionMode):
         take_out(self)
         self._hooks.close()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """In the hooks of a copy of a model: one that is never on."""
+        return checked, (nn.ModuleList(),), {"_paused": 1}
+
     def _look(self) -> None:
         for model, state in parallel_models(self._module):
             check_unchanged(model)

@@ -169,6 +169,11 @@ def guard_of(model: nn.Module) -> Guard:
     return guard
 
 
+def guarded_models() -> list[nn.Module]:
+    """The parallel models of this process that are guarded, copies too."""
+    return [guard.model for guard in _live]
+
+
 _live: WeakSet[Guard] = WeakSet()
 """The guards of this process. Optimizers belong to no model: whatever steps, all of them are asked."""
 _steps: list[RemovableHandle] = []

@@ -34,6 +34,7 @@ from lightning_autotp.checkpoints.state import (
 from lightning_autotp.gradients.norms import clip_gradients_norm, clip_gradients_value
 from lightning_autotp.gradients.sums import postponed_sums
 from lightning_autotp.guard.checked import CheckedCalls
+from lightning_autotp.guard.guard import guarded_models
 from lightning_autotp.guard.state_dicts import refuse_whole_optimizer_states
 from lightning_autotp.lightning.base import AutoTPBase
 from lightning_autotp.lightning.discovery import find_models
@@ -81,6 +82,10 @@ class AutoTPFabricStrategy(AutoTPBase, _ModelParallelStrategy):
 
     _is_launched = False
     _notes: CountedNotes | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AutoTPFabricStrategy:
+        """The strategy itself: a copy of a module that Fabric has set up refers to it, too."""
+        return self
 
     # --- processes ---
 
@@ -217,7 +222,10 @@ class AutoTPFabricStrategy(AutoTPBase, _ModelParallelStrategy):
             ValueError: if it works on whole tensors, or has the parameters that a model had before it was set up.
         """
         with raise_together(None, "looking at an optimizer"):
-            self._optimizers[optimizer] = owner = owner_of(optimizer, list(self._modules))
+            owner = owner_of(optimizer, list(self._modules))
+            if owner is None:  # perhaps it is a copy's
+                owner = owner_of(optimizer, guarded_models())
+            self._optimizers[optimizer] = owner
         if owner is not None:
             refuse_whole_optimizer_states(optimizer, owner)
         self._check_optimizers()

@@ -19,6 +19,9 @@ EXPERTS = "experts"
 ASKED = "value asked for"
 """Name of the operator that stands where code asks for a value that a parameter went into: the trace made one up."""
 
+MAPPED = "transformed."
+"""Before the name of an operator that ran under ``torch.vmap``: ``transformed.aten.add.Tensor``."""
+
 KEPT = "value kept"
 """Name of the operator that stands, after the forward, for a module's new buffer or other attribute ``name``."""
 

@@ -1,4 +1,8 @@
-"""Recurrent layers and cells in one kernel: no rule, so they stay whole."""
+"""Recurrent layers and cells in one kernel: no rule, so they stay whole.
+
+The kernels check that a state is as long as a gate, so no rank can run one on its part of the gates. A cell that is
+written as two linear layers and ``chunk`` is divided.
+"""
 
 from __future__ import annotations
 

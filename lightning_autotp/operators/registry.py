@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 
 from lightning_autotp.layouts.dims import ONE
 from lightning_autotp.operators.axes import Axes
-from lightning_autotp.operators.graph import ASKED, OPAQUE, Graph, Operator, refs
+from lightning_autotp.operators.graph import ASKED, MAPPED, OPAQUE, Graph, Operator, refs
 from lightning_autotp.operators.shapes import Shape, Shapes
 from lightning_autotp.operators.site import Dims, Relation, Result, Rule, Site, fresh_dims
 
@@ -204,7 +204,8 @@ def relate(graph: Graph, untied: frozenset[int] = frozenset()) -> tuple[list[Rel
         else:
             why = graph.untraced.get(called.module, "its code depends on values")
             told = {OPAQUE: why, ASKED: "its code asks for this value"}
-            result = site.give_up(told.get(called.name, f"{called.name} has no rule"))
+            unknown = "torch.vmap maps it" if called.name.startswith(MAPPED) else f"{called.name} has no rule"
+            result = site.give_up(told.get(called.name, unknown))
         if called.boundary is not None and called.inputs[0] in untied:
             result = tuple(axes.new(size) for size in site.shape)
             both = (*site.relation.inputs[called.inputs[0]], *result)
