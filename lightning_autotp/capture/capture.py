@@ -28,7 +28,7 @@ from lightning_autotp.capture.integer_reads import note_integers
 from lightning_autotp.capture.nested import Copied, constants_in, copied, leaves_of, map_leaves, map_tensors, tensors_in
 from lightning_autotp.capture.opaque import LARGEST, NotRun, OpaqueForward
 from lightning_autotp.capture.static_values import NoValue
-from lightning_autotp.capture.tracer import Tracer
+from lightning_autotp.capture.tracer import Tracer, inside_of
 from lightning_autotp.layouts.places import EVERY, Boundary
 from lightning_autotp.layouts.step_size import StepSize
 from lightning_autotp.operators.graph import Constant, Graph, ModuleRun
@@ -36,9 +36,9 @@ from lightning_autotp.private.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
-    autocast_on_meta,
     buffers_of,
     enable_python_dispatcher,
+    has_values,
     parameters_of,
     quiet_fake_tensors,
 )
@@ -203,15 +203,16 @@ def _modules_like(model: nn.Module, path: str) -> frozenset[str]:
 def _capture(
     model: nn.Module, example_inputs: Any, opaque: frozenset[str], training: bool, *, until_failure: bool = False
 ) -> Graph:
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    fake, device = FakeTensorMode(allow_non_fake_inputs=True), traceable_device(model)
     real: dict[int, Tensor] = {}
 
     def stand_in(value: Tensor) -> Tensor:
         """A fake tensor in the place of an input, a buffer or a parameter."""
-        meta = value.detach().to("meta")
-        if isinstance(value, nn.Parameter):
-            return fake.from_tensor(nn.Parameter(meta, requires_grad=value.requires_grad))
-        made = fake.from_tensor(meta.requires_grad_(value.requires_grad))
+        with fake:
+            made = torch.empty_like(value.detach().to("meta"), device=device)
+            if isinstance(value, nn.Parameter):
+                return nn.Parameter(made, requires_grad=value.requires_grad)
+        made.requires_grad_(value.requires_grad)
         known = value_of(value)
         real[id(made)] = torch.zeros(value.shape, dtype=value.dtype) if known is None else known.cpu()
         return made
@@ -221,7 +222,7 @@ def _capture(
     note_float8(traced)
     if training:
         traced.train()
-    tracer = Tracer(traced, real)
+    tracer = Tracer(traced, real, device)
     tracer.graph.opaque = opaque
     tracer.graph.example = _size_of_all([step_size(tensors_in(tuple(call))) for call in calls])
     for path in opaque:
@@ -239,6 +240,12 @@ def _capture(
     }
     _find_choosing(traced, tracer)
     return tracer.graph
+
+
+def traceable_device(model: nn.Module) -> torch.device:
+    """Where a model's tensors seem to be in a trace: where its parameters are, and the CPU for those on meta."""
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    return torch.device("cpu") if device.type == "meta" else device
 
 
 def _find_choosing(model: nn.Module, tracer: Tracer) -> None:
@@ -269,7 +276,7 @@ def _run(traced: nn.Module, calls: Sequence[Call], tracer: Tracer, fake: FakeTen
         # Experts are noted by what they are given after the marks, and what they return before them.
         marks = (noting_experts(traced, tracer), _marked_boundaries(traced, tracer))
         context.callback(tracer.outside.put_back)
-        for mode in (quiet_fake_tensors(), autocast_on_meta(), *marks, enable_python_dispatcher()):
+        for mode in (quiet_fake_tensors(), *marks, enable_python_dispatcher()):
             context.enter_context(mode)
         for layer in (fake, tracer, tracer.calls):
             context.enter_context(layer)
@@ -524,7 +531,7 @@ def _marked_boundaries(model: nn.Module, tracer: Tracer) -> Iterator[None]:
 
     def mark(path: str, side: str, values: Any) -> Any:
         def one(key: str, leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or not leaf.is_meta:
+            if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or has_values(inside_of(leaf)):
                 return leaf
             return tracer.boundary(path, side, key, leaf)
 

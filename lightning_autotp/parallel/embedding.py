@@ -23,7 +23,7 @@ from lightning_autotp.layouts.plan import ImplementationPlan
 from lightning_autotp.layouts.types import Shard
 from lightning_autotp.parallel.collectives import all_reduce, owner_rows, take_owned
 from lightning_autotp.parallel.local_parameters import LocalParameters, become, localize_parameter
-from lightning_autotp.private.torch_private import assert_async
+from lightning_autotp.private.torch_private import assert_async, has_values
 from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.solving.implementations import DEFERRED_SUM, Implementation
 
@@ -84,7 +84,7 @@ def vocab_parallel_lookup(
     Raises:
         IndexError: for an id out of the vocabulary (on an accelerator: an assertion on the device).
     """
-    if weight.is_meta:
+    if not has_values(weight):
         return recording.record(VOCAB.primitive, [weight, ids], (*ids.shape, weight.shape[1]), ownership.digest)
     check_indices(
         ids,

@@ -28,7 +28,7 @@ from lightning_autotp.layouts.places import Boundary
 from lightning_autotp.layouts.plan import ConversionPlan, SizePlan
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
 from lightning_autotp.parameters.state import parallel_state
-from lightning_autotp.private.torch_private import is_in_backward, without_modes
+from lightning_autotp.private.torch_private import has_values, is_in_backward, without_modes
 from lightning_autotp.proving.configs import ConfigWatch
 from lightning_autotp.proving.local_sizes import Unlocalizable, find_sizes_of_call
 from lightning_autotp.proving.read_plan import read_for_call
@@ -312,7 +312,7 @@ def with_rows(call: Call) -> Call:
 
 def _is_traced(call: Call) -> bool:
     """Whether it has no values: another trace is under way."""
-    return any(leaf.is_meta for leaf in tensors_in(tuple(call)))
+    return any(not has_values(leaf) for leaf in tensors_in(tuple(call)))
 
 
 def described(call: Call, training: bool) -> str:
