@@ -261,8 +261,6 @@ def _find_choosing(model: nn.Module, tracer: Tracer) -> None:
     inside = tuple(f"{path}." if path else "" for path in found)
     choosing = {path for path, _ in model.named_modules() if found and f"{path}.".startswith(inside)}
     graph.deciding, graph.choosing = frozenset(found), frozenset(choosing)
-    graph.runs = [run for run in graph.runs if run.module in choosing]
-    graph.looks = [call for call in graph.looks if call.module in choosing]
     for number, call in enumerate(graph.calls):
         if call.module in choosing:
             graph.calls[number] = replace(call, site=replace(call.site, occurrence=EVERY))

@@ -114,6 +114,7 @@ class Guard:
     def _after(self, model: nn.Module, *_: Any) -> None:
         """After a forward, also one that failed."""
         self.running.depth = max(0, self.running.depth - 1)  # a hook before this one's may have failed
+        self.calls.end()
 
     def _look(self) -> None:
         """Look at all of the model, and remember it."""

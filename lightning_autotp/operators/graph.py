@@ -217,8 +217,8 @@ class Graph:
         deciding: the ``asking`` ones, and those that get numbers from them.
         choosing: modules whose code may run otherwise with other values than those that were made up: the ``deciding``
             ones and, as what they are given may be other than it was, all inside of these.
-        runs: the runs of the ``choosing`` modules.
-        looks: calls in their code that ran no operator: they asked for a shape, say.
+        runs: the runs of all modules.
+        looks: calls that ran no operator: they asked for a shape, say.
         entered: the module of every run, in the order in which they begin; the first is what calls the model.
     """
 

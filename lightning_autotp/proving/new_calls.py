@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_autotp.applying.lengths import Lengths
 from lightning_autotp.applying.replace import BoundaryConversion, allow_runs, hook_boundary, set_size
-from lightning_autotp.applying.seen_paths import PathWatch
+from lightning_autotp.applying.seen_paths import FirstRun, PathWatch
 from lightning_autotp.capture.capture import Call, CaptureError, keep_values
 from lightning_autotp.capture.nested import map_tensors, opened, tensors_in
 from lightning_autotp.layouts.places import Boundary
@@ -38,7 +38,7 @@ from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.ranks.meeting import meet
 from lightning_autotp.solving.annotate import inputs_of_modules, parts_at_modules, runs_apart
 from lightning_autotp.solving.expert_modules import as_planned
-from lightning_autotp.solving.paths import seen_paths
+from lightning_autotp.solving.paths import seen_everywhere, seen_paths
 from lightning_autotp.solving.planned import PlanMismatch
 from lightning_autotp.solving.solution import Solution
 
@@ -66,7 +66,7 @@ class CallProver:
         self.modules = list(model.modules())
         self.undescribed: set[str] = set()
         self.hooks: list[RemovableHandle] = []
-        self.watch = PathWatch(model)
+        self.watch, self.first_run = PathWatch(model), FirstRun(model)
         self.begin(original, solution)
 
     def begin(self, original: nn.Module, solution: Solution) -> None:
@@ -87,8 +87,9 @@ class CallProver:
         state.parts, state.given = parts_at_modules(solution), inputs_of_modules(solution.graph)
         self.watch.follow(seen_paths(solution, self.group.rank), original)
         self.proved: dict[Hashable, tuple[ConversionPlan, ...]] = {}
+        self.to_run: dict[Hashable, Solution] = {}  # of kinds of which no call has run
         if len(kinds) == 1:
-            self.proved[kinds[0]] = state.parts
+            self.proved[kinds[0]], self.to_run[kinds[0]] = state.parts, solution
         self.at_inputs: dict[Hashable, list[BoundaryConversion]] = {}  # what hooks of other modules cannot do
         self.met: set[Hashable] = set()
         self.running: Hashable = None
@@ -125,7 +126,14 @@ class CallProver:
         changes = self.at_inputs.get(kind, [])
         for change in changes:
             args, kwargs = change.before(self.model, args, kwargs)
+        solution = self.to_run.pop(kind, None)
+        if solution is not None:
+            self.first_run.begin(seen_everywhere(solution, self.group.rank), self.original, (args, kwargs))
         return (args, kwargs) if changes else None
+
+    def end(self) -> None:
+        """After a forward of the model, also one that failed."""
+        self.first_run.end()
 
     def is_running(self, kind: Hashable) -> bool:
         """Whether a module runs in a call of this kind, be it again in a backward pass (activation checkpointing).
@@ -201,6 +209,7 @@ class CallProver:
         for size in sizes:
             self.hooks += _SizeInKind(self.model, size, self, kind).hook()
         allow_runs(self.model, runs_apart(self.plan, solution.graph))
+        self.to_run[kind] = solution
         return parts_at_modules(solution)
 
     def _refusal(self, call: Call, why: Exception) -> UnprovedCall:
