@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Iterable, Mapping
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -27,11 +27,9 @@ from lightning_autotp.capture.call_sites import (
     is_user_code,
 )
 from lightning_autotp.capture.nested import constants_in, leaves_of, tensors_in
-from lightning_autotp.parallel.logits import VocabParallelLogits
 from lightning_autotp.parameters.state import parallel_state
-from lightning_autotp.private.torch_private import has_values, take_out
+from lightning_autotp.private.torch_private import has_values
 from lightning_autotp.solving.paths import (
-    ANY,
     STATIC,
     UNSEEN,
     ZEROS,
@@ -49,6 +47,7 @@ from lightning_autotp.solving.paths import (
 )
 from lightning_autotp.torch_functions import writes
 
+_UNKNOWN = "unknown"
 _NEUTRAL = (STATIC, ZEROS)
 _DEVICE = Tensor.device.__get__
 _WHOLE = ("I", "R", *_NEUTRAL)
@@ -61,20 +60,14 @@ class UnseenPath(RuntimeError):
 class PathWatch:
     """Compares the code of some modules of a parallel model with what was seen of it.
 
-    Attributes:
-        untold: the type of tensors with a gradient that no call gave which is seen (of a function in C++, say).
-
     Args:
         model: the local model.
     """
-
-    untold: Type = "unknown"
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.seen: dict[str, SeenPath] = {}
         self.handles: list[RemovableHandle] = []
-        self.forwards: list[tuple[Any, Any]] = []  # what had a forward of its own, or none, before it was compared
         self.parameters: dict[int, tuple[weakref.ref[nn.Parameter], Type]] = {}
         self.running: list[_Running | None] = []  # None: a module whose code is not compared
 
@@ -85,7 +78,13 @@ class PathWatch:
             seen: by module, what was seen of its code.
             original: the model before it became local.
         """
-        self.stop()
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+        for module in self.model.modules():
+            holder = _holder(module)
+            if isinstance(forward := vars(holder).get("forward"), _SeenForward):
+                holder.forward = forward.forward
         self.seen = dict(seen)
         parallel = {use.module for use in parallel_state(self.model).plan.implementations if use.call is None}
         for path in self.seen:
@@ -96,21 +95,7 @@ class PathWatch:
             is_layer = type(own).__module__.startswith("torch.nn.") and next(own.children(), None) is None
             if path not in parallel and not is_layer:
                 holder = _holder(module)
-                self.forwards.append((holder, vars(holder).get("forward")))
                 holder.forward = _SeenForward(self, path, holder.forward)
-
-    def stop(self) -> None:
-        """Compare nothing any more."""
-        for handle in self.handles:
-            handle.remove()
-        self.handles.clear()
-        for holder, forward in reversed(self.forwards):
-            if forward is None:
-                del holder.forward
-            else:
-                holder.forward = forward
-        self.forwards.clear()
-        self.running.clear()
 
     def join(self, seen: Mapping[str, SeenPath]) -> str:
         """Add what was seen in another kind of call; returns where the two contradict each other, if they do."""
@@ -154,10 +139,7 @@ def _holder(module: nn.Module) -> Any:
 class _Running:
     """One run of a module whose code is compared."""
 
-    def __init__(
-        self, watch: PathWatch, path: str, run: Run, caller: _Running | None, code: CodeType | None = None
-    ) -> None:
-        self.code = code or _SeenForward.__call__.__wrapped__.__code__  # what calls, or is, the module's own
+    def __init__(self, watch: PathWatch, path: str, run: Run, caller: _Running | None) -> None:
         self.watch, self.path, self.run, self.caller = watch, path, run, caller
         self.is_compared = True
         self.types: dict[int, tuple[weakref.ref[Tensor], Type]] = {}
@@ -177,7 +159,7 @@ class _Running:
             return found[1]
         if isinstance(tensor, nn.Parameter) and (kind := self.watch.type_of_parameter(tensor)) is not None:
             return kind
-        return self.watch.untold if tensor.requires_grad else STATIC
+        return _UNKNOWN if tensor.requires_grad else STATIC
 
     def write(self, tensor: Tensor, kind: Type) -> None:
         """Note that a tensor was written in place, and what it is now: all that share its memory, too."""
@@ -212,11 +194,9 @@ class _Running:
         given = self.given(args, kwargs)
         if given in calls:
             return calls[given]
-        fitting = {
-            outcome for wanted, outcome in calls.items() if len(wanted) == len(given) and all(map(fits, given, wanted))
-        }
-        if fitting:
-            return fitting.pop() if len(fitting) == 1 else Outcome((ANY,), ())
+        for wanted, outcome in calls.items():
+            if len(wanted) == len(given) and all(map(fits, given, wanted)):
+                return outcome
         raise self.watch.refusal(
             self.path, f"it calls {said_line(line)} with {_said(given)}, seen with {' or '.join(map(_said, calls))}"
         )
@@ -245,7 +225,7 @@ class _Running:
         for at, kind in outcome.written:
             self.write(given[at], kind)
         for tensor, kind in zip(found, kinds, strict=True):
-            if isinstance(kind, Part) and type(tensor) is not VocabParallelLogits and not _has_length(tensor, kind):
+            if isinstance(kind, Part) and not _has_length(tensor, kind):
                 raise self.watch.refusal(
                     self.path, f"{said_line(line)} gives a part of shape {list(tensor.shape)}, of another length"
                 )
@@ -277,9 +257,9 @@ class _Enter:
         running.append(None)  # also if this fails: then the other hook runs all the same
         follows = caller is None and self.watch.seen[self.path].constants  # a way that is the same again
         if not follows and not any(not has_values(tensor) for tensor in tensors_in((args, kwargs))):
-            running[-1] = _Running(self.watch, self.path, self.way((args, kwargs), caller), caller)
+            running[-1] = _Running(self.watch, self.path, self._run((args, kwargs), caller), caller)
 
-    def way(self, given: Any, caller: _Running | None) -> Run:
+    def _run(self, given: Any, caller: _Running | None) -> Run:
         """The way of calling the module that this is."""
         runs = self.watch.seen[self.path].runs
         if caller is None:  # its caller's code goes the same way as in the trace
@@ -359,7 +339,7 @@ class _SeenCalls(TorchFunctionMode):
             with self:
                 return inside(*args, **kwargs)
         caller = calling_frame(func, sys._getframe(1))
-        if self.here.watch.running[-1:] != [self.here] or _is_hook(caller, self.here.code):
+        if self.here.watch.running[-1] is not self.here or _is_hook(caller):
             return func(*args, **kwargs)
         line = call_key(caller, func)
         _, given = grouped_leaves(args, kwargs)
@@ -373,43 +353,9 @@ class _SeenCalls(TorchFunctionMode):
         return result
 
 
-class FirstRun(PathWatch):
-    """Compares one forward of a whole parallel model, and all of its modules' code, with what was seen of it."""
-
-    untold = ANY
-
-    def begin(self, seen: Mapping[str, SeenPath], original: nn.Module, given: Any) -> None:
-        """Begin, in a forward pre-hook of the model.
-
-        Args:
-            seen: by module, what was seen of its code.
-            original: the model before it became local.
-            given: the arguments ``(args, kwargs)`` of the call, as its forward gets them.
-        """
-        self.follow({path: found for path, found in seen.items() if path}, original)
-        self.seen[""] = seen[""]
-        run = _Enter(self, "").way(given, None)
-        forward = self.model.forward
-        code = getattr(forward, "__code__", None) or getattr(type(forward).__call__, "__code__", None)
-        here = _Running(self, "", run, None, code)
-        self.running.append(here)
-        inside = dict(run.inside)
-        for place, tensor in _by_place(given):
-            if place in inside:
-                here.put(tensor, inside[place])
-        self.mode = _SeenCalls(here)
-        self.mode.__enter__()
-
-    def end(self) -> None:
-        """End, in a forward hook of the model that is called also after a failure."""
-        if self.handles:
-            take_out(self.mode)
-            self.stop()
-
-
-def _is_hook(frame: FrameType | None, code: CodeType) -> bool:
-    """Whether code runs in a module's hook, not in its forward, which is called in, or is, ``code``."""
-    while frame is not None and frame.f_code is not code:
+def _is_hook(frame: FrameType | None) -> bool:
+    """Whether code runs in a module's hook, not in its forward."""
+    while frame is not None and frame.f_code is not _SeenForward.__call__.__wrapped__.__code__:
         if frame.f_code is _CALL:
             return True
         frame = frame.f_back

@@ -14,6 +14,7 @@ import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,10 +23,11 @@ from torch import Tensor, nn
 
 from lightning_autotp.building.float8 import float8_of, note_float8
 from lightning_autotp.building.quantization import format_of
+from lightning_autotp.capture.attribute_reads import note_attributes
 from lightning_autotp.capture.call_sites import is_user_code
 from lightning_autotp.capture.experts import noting_experts
-from lightning_autotp.capture.integer_reads import note_integers
 from lightning_autotp.capture.nested import Copied, constants_in, copied, leaves_of, map_leaves, map_tensors, tensors_in
+from lightning_autotp.capture.noted_numbers import NotedFloat
 from lightning_autotp.capture.opaque import LARGEST, NotRun, OpaqueForward
 from lightning_autotp.capture.static_values import NoValue
 from lightning_autotp.capture.tracer import Tracer, inside_of
@@ -61,20 +63,30 @@ class Call(NamedTuple):
 
 
 def capture_local(
-    model: nn.Module, example_inputs: Any, opaque: frozenset[str] = frozenset(), *, training: bool = True
+    model: nn.Module,
+    example_inputs: Any,
+    opaque: frozenset[str] = frozenset(),
+    *,
+    training: bool = True,
+    device: str | None = None,
 ) -> Graph:
     """Like :func:`capture`, but where the model's forward raises, the graph of what ran until then.
 
     For a model that may have been localized wrongly: the comparison then tells where it goes wrong. Modules that were
     ``opaque`` to the first trace are so to this one.
     """
-    return _capture(model, example_inputs, opaque, training, until_failure=True)
+    return _capture(model, example_inputs, opaque, training, device, until_failure=True)
 
 
 def capture(
-    model: nn.Module, example_inputs: Any = None, opaque: frozenset[str] = frozenset(), *, training: bool = True
+    model: nn.Module,
+    example_inputs: Any = None,
+    opaque: frozenset[str] = frozenset(),
+    *,
+    training: bool = True,
+    device: str | None = None,
 ) -> Graph:
-    """Trace one forward of ``model`` on the meta device.
+    """Trace one forward of ``model``, without values.
 
     Args:
         model: any module; it is neither changed nor run. Its parameters may be on any device, also on meta.
@@ -84,6 +96,8 @@ def capture(
         opaque: modules that are not looked into; more are found where a module's code depends on values and, in
             training mode, where it cannot be traced for another reason.
         training: whether all modules run in training mode; otherwise each in the mode that it is in.
+        device: where tensors seem to be, for code that asks; by default where the parameters are, and the CPU for
+            those on meta.
 
     Returns:
         The graph, with module boundaries marked and operators that compute nothing left out.
@@ -97,7 +111,7 @@ def capture(
     while True:
         untraced = {path: failure.why for path, failure in failures.items() if failure.why}
         try:
-            graph = _capture(model, inputs, opaque, training)
+            graph = _capture(model, inputs, opaque, training, device)
             if training:
                 _see_all_choices(model, graph)
         except _Untraceable as failure:
@@ -201,15 +215,21 @@ def _modules_like(model: nn.Module, path: str) -> frozenset[str]:
 
 
 def _capture(
-    model: nn.Module, example_inputs: Any, opaque: frozenset[str], training: bool, *, until_failure: bool = False
+    model: nn.Module,
+    example_inputs: Any,
+    opaque: frozenset[str],
+    training: bool,
+    device: str | None,
+    *,
+    until_failure: bool = False,
 ) -> Graph:
-    fake, device = FakeTensorMode(allow_non_fake_inputs=True), traceable_device(model)
+    fake, seeming = FakeTensorMode(allow_non_fake_inputs=True), torch.device(device or device_of(model))
     real: dict[int, Tensor] = {}
 
     def stand_in(value: Tensor) -> Tensor:
         """A fake tensor in the place of an input, a buffer or a parameter."""
         with fake:
-            made = torch.empty_like(value.detach().to("meta"), device=device)
+            made = torch.empty_like(value.detach().to("meta"), device=seeming)
             if isinstance(value, nn.Parameter):
                 return nn.Parameter(made, requires_grad=value.requires_grad)
         made.requires_grad_(value.requires_grad)
@@ -222,14 +242,16 @@ def _capture(
     note_float8(traced)
     if training:
         traced.train()
-    tracer = Tracer(traced, real, device)
+    tracer = Tracer(traced, real, seeming)
+    numbers = tracer.graph.numbers
+    calls = [Call(*map_leaves(partial(_noted, numbers), tuple(call))) for call in calls]
     tracer.graph.opaque = opaque
     tracer.graph.example = _size_of_all([step_size(tensors_in(tuple(call))) for call in calls])
     for path in opaque:
         module = traced.get_submodule(path)
         module.forward = OpaqueForward(module, tracer)
     if not until_failure:
-        tracer.graph.integers = note_integers(traced, lambda: tracer.modules[-1])
+        note_attributes(traced, tracer.graph, lambda: tracer.modules[-1])
     _run(traced, calls, tracer, fake, until_failure)
     tracer.graph.static_on_demand()
     in_float8 = {layer.weight: how for layer in traced.modules() if (how := float8_of(layer)) is not None}
@@ -242,10 +264,15 @@ def _capture(
     return tracer.graph
 
 
-def traceable_device(model: nn.Module) -> torch.device:
-    """Where a model's tensors seem to be in a trace: where its parameters are, and the CPU for those on meta."""
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    return torch.device("cpu") if device.type == "meta" else device
+def _noted(numbers: set[str], place: str, leaf: Any) -> Any:
+    """A float of the arguments that notes its place when code asks what it is."""
+    return NotedFloat(leaf, partial(numbers.add, place)) if type(leaf) is float else leaf
+
+
+def device_of(model: nn.Module) -> str:
+    """Where a model runs: where its first parameter is, and on the CPU if that is on meta."""
+    device = next((parameter.device for parameter in model.parameters()), None)
+    return "cpu" if device is None or device.type == "meta" else str(device)
 
 
 def _find_choosing(model: nn.Module, tracer: Tracer) -> None:
@@ -261,6 +288,8 @@ def _find_choosing(model: nn.Module, tracer: Tracer) -> None:
     inside = tuple(f"{path}." if path else "" for path in found)
     choosing = {path for path, _ in model.named_modules() if found and f"{path}.".startswith(inside)}
     graph.deciding, graph.choosing = frozenset(found), frozenset(choosing)
+    graph.runs = [run for run in graph.runs if run.module in choosing]
+    graph.looks = [call for call in graph.looks if call.module in choosing]
     for number, call in enumerate(graph.calls):
         if call.module in choosing:
             graph.calls[number] = replace(call, site=replace(call.site, occurrence=EVERY))

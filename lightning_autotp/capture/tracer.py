@@ -91,7 +91,7 @@ class Tracer(PreDispatchMode):
 
     def __init__(self, model: nn.Module, real: Mapping[int, Tensor], device: torch.device) -> None:
         super().__init__()
-        self.graph = Graph()
+        self.graph = Graph(device=str(device))
         self.modules: list[str] = [""]
         self.calls = Calls(self)
         self.outside = KeptOutside()
@@ -545,7 +545,7 @@ class Calls(TorchFunctionMode):
         try:
             real = self._made_of(func, args, kwargs)
         except NoValue:
-            return func(*args, **kwargs)  # type: ignore[no-any-return]
+            return func(*args, **kwargs)
         holds_tensors = not isinstance(args[0], Tensor) and any(isinstance(leaf, Tensor) for leaf in tree_leaves(args))
         made: Tensor = (
             self.tracer.without_values(real, kwargs.get("device")) if holds_tensors else func(*args, **kwargs)

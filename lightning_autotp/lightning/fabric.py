@@ -36,6 +36,7 @@ from lightning_autotp.data.batches import broadcast_loader, check_sampler
 from lightning_autotp.gradients.norms import clip_gradients_norm, clip_gradients_value
 from lightning_autotp.gradients.sums import postponed_sums
 from lightning_autotp.guard.checked import CheckedCalls
+from lightning_autotp.guard.guard import check_gradients
 from lightning_autotp.guard.state_dicts import refuse_whole_optimizer_states
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.lightning.discovery import find_models
@@ -304,6 +305,7 @@ class AutoTPFabricStrategy(ParallelRanks, FabricModelParallelStrategy):
         def then_compute() -> Any:
             result = closure() if closure is not None else None
             compute_undone()  # logits that the loop still has
+            check_gradients()
             return result
 
         if closure is None:

@@ -36,6 +36,7 @@ from lightning_autotp.gradients.data_parallel import gather_if_uneven, in_parts_
 from lightning_autotp.gradients.norms import clip_gradients_norm, clip_gradients_value
 from lightning_autotp.gradients.sums import postponed_sums
 from lightning_autotp.guard.checked import FirstSteps, checked
+from lightning_autotp.guard.guard import check_gradients
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.lightning.averaging import refuse_whole_copies
 from lightning_autotp.lightning.discovery import find_models, outermost
@@ -279,6 +280,7 @@ class AutoTPStrategy(ParallelRanks, ModelParallelStrategy):
         def then_compute() -> Any:
             result = closure()
             compute_undone()  # logits that the training step returned, for callbacks to look at
+            check_gradients()
             return result
 
         return super().optimizer_step(optimizer, then_compute, model, **kwargs)

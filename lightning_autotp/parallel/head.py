@@ -23,6 +23,7 @@ class VocabParallelHead(ColumnParallelLinear):
         """``[batch, ..., in] -> [batch, ..., out]``, shown whole. Collective in the backward pass."""
         if not has_values(input) or torch.compiler.is_compiling():
             return super().forward(input)
+        self.note_run()
         product = HeadProduct.of(self.replicated(input), self.weight, self.bias)
         return VocabParallelLogits.of_product(product, self.ownership, self.group)
 

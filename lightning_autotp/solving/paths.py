@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from lightning_autotp.layouts.types import Layout, Shard
 from lightning_autotp.operators import record
-from lightning_autotp.operators.graph import EXPERTS, Call, Constant, Graph, ModuleRun, Operator, Ref
+from lightning_autotp.operators.graph import Call, Constant, Graph, ModuleRun, Operator, Ref
 from lightning_autotp.solving.solution import Solution
 
 Line = tuple[str, int, str]
@@ -22,9 +22,6 @@ Line = tuple[str, int, str]
 
 STATIC, ZEROS = "static", "zeros"
 """Types of tensors that no parameter went into: any, and all zeros, which are parts of a sum of zeros as well."""
-
-ANY = "any"
-"""Type of what a line gives that gave tensors of different types for operands of the same."""
 
 UNSEEN = "unseen"
 """Type of what a line that was not seen makes of static tensors: it may tell which way the code goes, nothing else."""
@@ -129,8 +126,6 @@ def said_line(line: Line) -> str:
 
 def fits(found: frozenset[Type], wanted: frozenset[Type]) -> bool:
     """Whether an argument with tensors of these types may stand where others were seen."""
-    if ANY in found:
-        return True
     rest = found - wanted
     if rest and rest != {ZEROS}:
         return False
@@ -177,33 +172,6 @@ def seen_paths(solution: Solution, rank: int) -> dict[str, SeenPath]:
             seen[run.module].constants.add(run.constants)
     divided = {top for top in tops if any(not _is_whole(path) for at, path in seen.items() if _is_in(at, top))}
     return {path: found for path, found in seen.items() if any(_is_in(path, top) for top in divided)}
-
-
-def seen_everywhere(solution: Solution, rank: int) -> dict[str, SeenPath]:
-    """What was seen of every module's own code, of which it is not asked whether types follow from it alone.
-
-    Args:
-        solution: the layouts of the traced graph.
-        rank: whose parts are meant.
-    """
-    graph, types = solution.graph, _Types(solution, rank)
-    seen = {path: SeenPath() for path in graph.entered} | {"": SeenPath()}
-    for call in (*graph.calls, *graph.looks):
-        line = (call.site.file, call.site.line, call.site.function)
-        calls, given, outcome = seen[call.module].calls.setdefault(line, {}), types.given(call), types.outcome(call)
-        calls[given] = outcome if calls.get(given, outcome) == outcome else Outcome((ANY,), ())
-    for run in graph.runs:
-        found = types.run(run)
-        runs = seen[run.module].runs
-        runs[found.given] = found if runs.get(found.given, found) == found else _of_any(found)
-    whole = {*graph.opaque, *(op.module for op in graph.operators if op.name == EXPERTS)}  # one operator each
-    return {path: found for path, found in seen.items() if not any(_is_in(path, top) for top in whole)}
-
-
-def _of_any(run: Run) -> Run:
-    """A way of calling a module in which nothing is known of what it returns."""
-    left, returned = (tuple((place, ANY) for place, _ in places) for places in (run.left, run.returned))
-    return Run(run.given, tuple((place, ANY) for place, _ in run.inside), left, returned)
 
 
 def _outermost(graph: Graph) -> list[str]:
