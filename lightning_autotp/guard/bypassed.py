@@ -28,7 +28,7 @@ class Bypasses:
         for _, layer in self._layers:
             layer.has_run = False
 
-    def check(self) -> None:
+    def check(self, optimizer: Optimizer) -> None:
         """Before an optimizer's step. Not collective.
 
         Raises:
@@ -37,7 +37,10 @@ class Bypasses:
         if not self.is_running or NotesRuns.is_compiled:
             return
         silent = [(path, layer) for path, layer in self._layers if not layer.has_run]
-        bypassed = [path for path, layer in silent if self._has_new_gradient(path, layer)]
+        stepped = _stepped_by(optimizer) if silent else set()
+        bypassed = [
+            path for path, layer in silent if id(_weight(layer)) in stepped and self._has_new_gradient(path, layer)
+        ]
         if bypassed:
             raise BypassedLayer(
                 f"{join_names(bypassed)} of the parallel {type(self.model).__name__} did not run, but the weights there"
@@ -54,10 +57,10 @@ class Bypasses:
         Raises:
             BypassedLayer: as before the step, where that has computed the gradients.
         """
-        self.check()
+        self.check(optimizer)
         if not self.is_running:
             return
-        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        stepped = _stepped_by(optimizer)
         for path, layer in self._layers:
             if id(weight := _weight(layer)) in stepped:
                 layer.__dict__["has_run"] = False
@@ -68,6 +71,10 @@ class Bypasses:
         if weight.grad is None or self._stepped.get(path) == _version(weight):
             return False
         return bool(weight.grad.any())  # zeros may be left of an earlier step
+
+
+def _stepped_by(optimizer: Optimizer) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def _weight(layer: nn.Module) -> Tensor:

@@ -136,7 +136,7 @@ class Guard:
         """
         writes = parallel_state(self.model).writes
         writes.check()
-        self.bypasses.check()
+        self.bypasses.check(optimizer)
         if not writes.is_before_use:
             return
         own = set(map(id, self.model.parameters()))
@@ -168,14 +168,14 @@ class Guard:
         _guard_steps(self)
 
 
-def check_gradients() -> None:
+def check_gradients(optimizer: Optimizer) -> None:
     """After a closure has computed gradients, before an optimizer steps with them. Not collective.
 
     Raises:
         BypassedLayer: naming layers whose weights were used without them.
     """
     for guard in list(_live):
-        guard.bypasses.check()
+        guard.bypasses.check(optimizer)
 
 
 def guard_of(model: nn.Module) -> Guard:

@@ -305,7 +305,7 @@ class AutoTPFabricStrategy(ParallelRanks, FabricModelParallelStrategy):
         def then_compute() -> Any:
             result = closure() if closure is not None else None
             compute_undone()  # logits that the loop still has
-            check_gradients()
+            check_gradients(optimizer)
             return result
 
         if closure is None:

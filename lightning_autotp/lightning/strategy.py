@@ -280,7 +280,7 @@ class AutoTPStrategy(ParallelRanks, ModelParallelStrategy):
         def then_compute() -> Any:
             result = closure()
             compute_undone()  # logits that the training step returned, for callbacks to look at
-            check_gradients()
+            check_gradients(optimizer)
             return result
 
         return super().optimizer_step(optimizer, then_compute, model, **kwargs)
