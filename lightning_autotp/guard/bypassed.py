@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from weakref import WeakKeyDictionary
+
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_autotp.layouts.names import join_names
 from lightning_autotp.parallel.layer_runs import NotesRuns
+
+_Layers = list[tuple[str, nn.Module]]
 
 
 class BypassedLayer(RuntimeError):
@@ -22,25 +26,34 @@ class Bypasses:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self._layers = [(path, layer) for path, layer in model.named_modules() if isinstance(layer, NotesRuns)]
-        self._stepped: dict[str, tuple[int, int]] = {}  # gradients that an optimizer has seen: their ids and versions
-        self.is_running = False
+        self._layers: _Layers = [(path, layer) for path, layer in model.named_modules() if isinstance(layer, NotesRuns)]
+        self._owned: WeakKeyDictionary[Optimizer, tuple[int, _Layers]] = WeakKeyDictionary()
+        self._stepped: dict[int, _Layers] = {}  # of optimizers that have made a step since the last forward
+        self._has_run = False
         for _, layer in self._layers:
-            layer.has_run = False
+            layer.__dict__["has_run"] = False
+
+    def begin(self) -> None:
+        """Before a forward with gradients."""
+        self._has_run = True
+        for layers in self._stepped.values():
+            for _, layer in layers:
+                layer.__dict__["has_run"] = False
+        self._stepped.clear()
 
     def check(self, optimizer: Optimizer) -> None:
-        """Before an optimizer's step. Not collective.
+        """Before a step of an optimizer, of whatever model. Not collective.
 
         Raises:
             BypassedLayer: naming the layers that did not run, and whose weights have a gradient all the same.
         """
-        if not self.is_running or NotesRuns.is_compiled:
+        if not self._has_run or NotesRuns.is_compiled:
             return
-        silent = [(path, layer) for path, layer in self._layers if not layer.has_run]
-        stepped = _stepped_by(optimizer) if silent else set()
-        bypassed = [
-            path for path, layer in silent if id(_weight(layer)) in stepped and self._has_new_gradient(path, layer)
-        ]
+        layers = self._layers_of(optimizer)
+        silent = [(path, layer.weight) for path, layer in layers if not layer.__dict__["has_run"]]
+        if not silent or id(layers) in self._stepped:  # a step with the same gradients again
+            return
+        bypassed = [path for path, weight in silent if isinstance(weight, Tensor) and _has_gradient(weight)]
         if bypassed:
             raise BypassedLayer(
                 f"{join_names(bypassed)} of the parallel {type(self.model).__name__} did not run, but the weights there"
@@ -58,29 +71,20 @@ class Bypasses:
             BypassedLayer: as before the step, where that has computed the gradients.
         """
         self.check(optimizer)
-        if not self.is_running:
-            return
-        stepped = _stepped_by(optimizer)
-        for path, layer in self._layers:
-            if id(weight := _weight(layer)) in stepped:
-                layer.__dict__["has_run"] = False
-                self._stepped[path] = _version(weight)
+        layers = self._layers_of(optimizer)
+        self._stepped[id(layers)] = layers
 
-    def _has_new_gradient(self, path: str, layer: nn.Module) -> bool:
-        weight = _weight(layer)
-        if weight.grad is None or self._stepped.get(path) == _version(weight):
-            return False
-        return bool(weight.grad.any())  # zeros may be left of an earlier step
-
-
-def _stepped_by(optimizer: Optimizer) -> set[int]:
-    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    def _layers_of(self, optimizer: Optimizer) -> _Layers:
+        """The layers whose weights an optimizer steps."""
+        count = sum([len(group["params"]) for group in optimizer.param_groups])
+        known = self._owned.get(optimizer)
+        if known is None or known[0] != count:
+            stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            known = count, [(path, layer) for path, layer in self._layers if id(layer.weight) in stepped]
+            self._owned[optimizer] = known
+        return known[1]
 
 
-def _weight(layer: nn.Module) -> Tensor:
-    weight: Tensor = layer.weight  # type: ignore[assignment]
-    return weight
-
-
-def _version(weight: Tensor) -> tuple[int, int]:
-    return id(weight.grad), -1 if weight.grad is None else weight.grad._version
+def _has_gradient(weight: Tensor) -> bool:
+    """Whether it has one; zeros may be left of an earlier step."""
+    return weight.grad is not None and bool(weight.grad.any())

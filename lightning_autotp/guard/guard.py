@@ -110,7 +110,8 @@ class Guard:
         else:
             self._look()
         first_use(model)
-        self.bypasses.is_running |= torch.is_grad_enabled()
+        if torch.is_grad_enabled():
+            self.bypasses.begin()
         arguments = self.calls.prove(args, kwargs)
         self._user_hooks.wrap()
         return arguments
