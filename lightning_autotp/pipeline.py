@@ -172,6 +172,7 @@ def parallelize(  # noqa: D417 (the options are PlanOptions', and example_inputs
         plan_cache=plan_cache,
         sequence_parallel=sequence_parallel,
         async_tensor_parallel=async_tensor_parallel,
+        device=str(device or (data_mesh.device_type if data_mesh is not None else "")),
     )
     make_local(model, process_group, example_inputs, options, data_mesh)
     materialize(model, device, data_mesh)
@@ -201,7 +202,8 @@ def make_local(
     message: list[Any] = [None]
     with says_plan(model), relaxed_gc():
         with _raise_together(groups, "planning"):
-            graph = trace(model, inputs)  # every rank its own, at the same time: what a plan is proved against
+            # Every rank its own, at the same time: what a plan is proved against.
+            graph = trace(model, inputs, device=options.device)
             if all(dist.get_rank(axis) == 0 for axis in groups):
                 message = [_plan(model, graph, inputs, group.size, options).to_json()]
         for axis in reversed(groups):  # to the first ranks of the copies, and from them to the others
@@ -242,6 +244,7 @@ def _plan(model: nn.Module, graph: Graph, inputs: Any, ranks: int, options: Plan
         options.hardware,
         options.sequence_parallel,
         options.traced_with,
+        graph.device,
         sorted(graph.units.items()),
     )
     key = fingerprint(model, inputs, *settings, *(version(name) for name in ("torch", "transformers")))
@@ -270,7 +273,7 @@ def _read(plan: Plan, model: nn.Module, graph: Graph, inputs: Any) -> tuple[Grap
     """
     more = frozenset(plan.opaque) - graph.opaque
     if more and more <= {path for path, _ in model.named_modules()}:
-        graph = trace(model, inputs, graph.opaque | more)
+        graph = trace(model, inputs, graph.opaque | more, device=graph.device)
     graph = as_planned(graph, plan, IMPLEMENTATIONS)
     return graph, *read_plan(plan, graph, IMPLEMENTATIONS)
 

@@ -415,7 +415,7 @@ def test_static_operators_stand_where_they_are_needed() -> None:
 
 
 @pytest.mark.parametrize("outside", [False, True])
-def test_autocast_on_the_device_of_a_tensor_does_nothing_in_a_trace(outside: bool) -> None:
+def test_autocast_in_a_trace_is_that_of_the_run(outside: bool) -> None:
     class Doubling(torch.autograd.Function):
         @staticmethod
         @torch.amp.custom_fwd(device_type="cuda", cast_inputs=torch.float32)
@@ -427,28 +427,44 @@ def test_autocast_on_the_device_of_a_tensor_does_nothing_in_a_trace(outside: boo
         def backward(ctx: Any, gradient: Tensor) -> Tensor:
             return gradient * 2
 
-    class Whole(nn.Module):
+    class Casting(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.linear = nn.Linear(4, 4)
 
         @torch.autocast("cuda", enabled=False)
-        def forward(self, x: Tensor) -> Tensor:
-            kind = x.device.type
-            with torch.autocast(kind, enabled=False), torch.autocast(device_type=kind, dtype=torch.float16):
-                assert not torch.is_autocast_enabled(kind)
-                assert torch.get_autocast_dtype(kind)
-                return Doubling.apply(self.linear(x.float()))
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            device = x.device.type
+            with torch.autocast(device, enabled=False):
+                whole = Doubling.apply(self.linear(x.float()))
+            with torch.autocast(device_type=device, dtype=torch.float16):
+                half = x.matmul(x.T)
+                assert torch.get_autocast_dtype(device) == torch.float16
+            return whole, half, self.linear(x)
 
-    before = torch.autocast.__init__
+    model, x = Casting(), torch.zeros(3, 4)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=outside):
-        graph = capture(Whole(), torch.zeros(3, 4))
-    assert [operator.name for operator in graph.operators if not operator.boundary] == [
-        "aten.linear.default",
-        "aten.mul.Tensor",
-    ]
-    assert graph.tensors[graph.outputs[0]].dtype == "float32"
-    assert torch.autocast.__init__ is before
+        graph = capture(model, x)
+        run = model(x)
+    assert [graph.tensors[output].dtype for output in graph.outputs] == [str(made.dtype)[6:] for made in run]
+    assert [made.dtype for made in run] == [torch.float32, torch.float16, torch.bfloat16 if outside else torch.float32]
+
+
+def test_code_that_asks_for_the_device_gets_that_of_the_run() -> None:
+    class Asking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            made = torch.ones(4) + torch.arange(4, device=self.linear.weight.device)
+            if x.is_meta or x.device.type != "cpu" or self.linear.weight.is_meta or made.device != x.device:
+                return x.square()
+            return self.linear(x * made)
+
+    names = [operator.name for operator in capture(Asking().to("meta"), torch.zeros(3, 4, device="meta")).operators]
+    assert "aten.linear.default" in names
+    assert "aten.square.default" not in names
 
 
 def test_failure_names_module_and_line() -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from distributed import run_ranks
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 from torch.nn import functional as F
 
 from lightning_autotp import UnseenPath, full_gradients, make_plan, parallelize
@@ -225,7 +226,7 @@ class Doubled(nn.Module):
     """Decides nothing by values, and runs otherwise than in a trace all the same."""
 
     def forward(self, hidden: Tensor, shift: bool = False) -> Tensor:
-        if hidden.is_meta:
+        if is_fake(hidden):
             return hidden + hidden
         return 2 * hidden + 1 if shift else 2 * hidden
 
@@ -241,11 +242,11 @@ class Telling(Mixture):
 
     def mixed(self, hidden: Tensor, weights: Tensor, index: Tensor) -> Tensor:
         places = torch.arange(len(hidden), device=hidden.device)
-        if not hidden.is_meta and (places[:1] < 0).all():
+        if not is_fake(hidden) and (places[:1] < 0).all():
             raise AssertionError("a place is negative")
-        shift = self.shifts and not hidden.is_meta
+        shift = self.shifts and not is_fake(hidden)
         mixed = super().mixed(hidden, weights, index) + self.doubled(hidden, shift=shift)
-        scale = places[-1:] if self.uses and not hidden.is_meta else places
+        scale = places[-1:] if self.uses and not is_fake(hidden) else places
         return mixed * scale[-1:]
 
 

@@ -85,7 +85,7 @@ class Largest(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for x in tree_leaves(result):
-            if isinstance(x, Tensor) and not x.is_meta and type(x) is Tensor:
+            if isinstance(x, Tensor) and type(x) is Tensor and not x.is_meta:
                 self.elements = max(self.elements, x.untyped_storage().nbytes() // x.element_size())
         return result
 

@@ -15,7 +15,11 @@ from lightning_autotp import AutoTPFabricStrategy, AutoTPStrategy, cli, make_pla
 from lightning_autotp.lightning.base import AutoTPBase
 from lightning_autotp.solving.options import PlanOptions, described_in, documented_by
 
-OPTIONS = {name: field for name, field in inspect.signature(PlanOptions).parameters.items() if name != "traced_with"}
+OPTIONS = {
+    name: field
+    for name, field in inspect.signature(PlanOptions).parameters.items()
+    if name not in ("traced_with", "device")
+}
 
 TAKERS: dict[Any, set[str]] = {
     make_plan: {"plan", "plan_cache", "async_tensor_parallel"},  # it makes a plan, and nothing runs
@@ -84,7 +88,7 @@ def written_in(taker: Any) -> set[str]:
 
 
 def test_an_option_is_described_in_one_place() -> None:
-    assert written_in(PlanOptions) == {*OPTIONS, "traced_with"}
+    assert written_in(PlanOptions) == {*OPTIONS, "traced_with", "device"}
     for taker in (*TAKERS, AutoTPBase):
         assert not written_in(taker) & OPTIONS.keys(), taker
     for taker in (AutoTPStrategy, AutoTPFabricStrategy):

@@ -60,7 +60,7 @@ STEPS = {
         "lightning/strategy.py: AutoTPStrategy.batch_to_device",
         "lightning/strategy.py: AutoTPStrategy.optimizer_step",
         *BEFORE_AN_OPTIMIZER,
-        "lightning/optimizers.py: then_compute.<locals>.both",
+        "lightning/optimizers.py: then_compute.<locals>.compute",
         "lightning/strategy.py: AutoTPStrategy.training_step",
         *BEFORE_A_FORWARD,
         *IN_A_FORWARD,

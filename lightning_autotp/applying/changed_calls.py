@@ -26,6 +26,7 @@ from lightning_autotp.capture.call_sites import (
 )
 from lightning_autotp.layouts.places import EVERY, CallSite
 from lightning_autotp.parameters.forwards import forward_of, wrapped_in
+from lightning_autotp.private.torch_private import has_values
 from lightning_autotp.ranks.compiled_draws import draw_in_compiled_code
 from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.ranks.random_numbers import own_numbers
@@ -259,12 +260,12 @@ def _told_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[An
 @contextmanager
 def _numbers(group: TPGroup | None, arguments: Any) -> Iterator[None]:
     """The rank's own random numbers, or with no group the common ones."""
-    devices = [leaf.device for leaf in call_leaves(arguments) if isinstance(leaf, Tensor)]
-    if group is None or not devices:
+    tensors = [leaf for leaf in call_leaves(arguments) if isinstance(leaf, Tensor)]
+    if group is None or not tensors:
         yield
         return
-    meta = torch.device("meta")
-    with own_numbers(group, meta if meta in devices else devices[0]):
+    is_traced = not all(map(has_values, tensors))
+    with own_numbers(group, torch.device("meta") if is_traced else tensors[0].device):
         yield
 
 

@@ -30,7 +30,7 @@ from lightning_autotp.parallel.local_parameters import LocalParameters, localize
 from lightning_autotp.parallel.logits import VocabParallelLogits
 from lightning_autotp.parallel.overlap import note_gathered, replicate
 from lightning_autotp.parameters.state import ParallelState
-from lightning_autotp.private.torch_private import ModuleHooks, parameters_of
+from lightning_autotp.private.torch_private import ModuleHooks, has_values, parameters_of
 from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.solving.implementations import Implementation
 from lightning_autotp.solving.planned import PlanMismatch
@@ -268,7 +268,7 @@ class UpdatedArguments:
         if self.only_in_training and not self.module.training:
             return
         for stacked, leaves in self.leaves.items():
-            written = [leaf for leaf in leaves if whole[leaf] is not None and not whole[leaf].is_meta]
+            written = [leaf for leaf in leaves if whole[leaf] is not None and has_values(whole[leaf])]
             if not written:
                 continue
             together = convert(torch.stack([parts[leaf] for leaf in written]), stacked, Invariant(), self.group)
@@ -308,7 +308,7 @@ class BoundaryConversion:
             tensor = tensor.local
         if self.plan.view and isinstance(self.plan.target, Shard):
             return VocabParallelLogits(tensor, self.plan.target, self.group)
-        if tensor.is_meta and tensor.shape == self._local_shape():
+        if not has_values(tensor) and tensor.shape == self._local_shape():
             return tensor  # in a trace that looks for sizes: the comparison tells that nothing was converted here
         source, target = self._for_this_batch(tensor)
         if isinstance(source, Invariant | Shard) and isinstance(target, Replicate):
@@ -322,7 +322,7 @@ class BoundaryConversion:
 
     def _own(self, result: Tensor) -> Tensor:
         """The result in memory of its own, where code changes it in place: autograd refuses that for another's view."""
-        return result.clone() if self.plan.overwritten and not result.is_meta else result
+        return result.clone() if self.plan.overwritten and has_values(result) else result
 
     def _for_this_batch(self, tensor: Tensor) -> tuple[Layout, Layout]:
         """The planned layouts, where the sharded dim (heads of every token, say) is as long as this batch makes it."""
@@ -335,7 +335,7 @@ class BoundaryConversion:
         planned = ownership.local_size(rank) if shard is source else ownership.size
         axis = shard.cuts[0].grown_axis if len(shard.cuts) == 1 else None
         if len(shard.cuts) != 1 or (
-            axis is None and found == planned and (tensor.is_meta or shard.cuts[0].is_told_by_one)
+            axis is None and found == planned and (not has_values(tensor) or shard.cuts[0].is_told_by_one)
         ):
             return source, target
         try:
@@ -347,7 +347,7 @@ class BoundaryConversion:
                     self.lengths.note(axis, units)
             elif axis is not None and (whole := self.lengths.whole(axis)) is not None:
                 now = cut.of_units(whole)
-            elif cut.is_told_by_one or tensor.is_meta:
+            elif cut.is_told_by_one or not has_values(tensor):
                 now = cut.of_local_size(rank, found)
             else:
                 now = cut.of_local_sizes(gather_lengths(found, self.group, tensor.device))

@@ -28,6 +28,7 @@ from lightning_autotp.capture.call_sites import (
 )
 from lightning_autotp.capture.nested import constants_in, leaves_of, tensors_in
 from lightning_autotp.parameters.state import parallel_state
+from lightning_autotp.private.torch_private import has_values
 from lightning_autotp.solving.paths import (
     STATIC,
     UNSEEN,
@@ -256,7 +257,7 @@ class _Enter:
         caller = caller if caller is not None and caller.is_compared else None
         running.append(None)  # also if this fails: then the other hook runs all the same
         follows = caller is None and self.watch.seen[self.path].constants  # a way that is the same again
-        if not follows and not any(tensor.is_meta for tensor in tensors_in((args, kwargs))):
+        if not follows and not any(not has_values(tensor) for tensor in tensors_in((args, kwargs))):
             running[-1] = _Running(self.watch, self.path, self._run((args, kwargs), caller), caller)
 
     def _run(self, given: Any, caller: _Running | None) -> Run:

@@ -14,6 +14,7 @@ import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,13 +24,14 @@ from torch import Tensor, nn
 from lightning_autotp.building.float8 import float8_of, note_float8
 from lightning_autotp.building.quantization import format_of
 from lightning_autotp.capture import vmap as transforms
+from lightning_autotp.capture.attribute_reads import note_attributes
 from lightning_autotp.capture.call_sites import is_user_code
 from lightning_autotp.capture.experts import noting_experts
-from lightning_autotp.capture.integer_reads import note_integers
 from lightning_autotp.capture.nested import Copied, constants_in, copied, leaves_of, map_leaves, map_tensors, tensors_in
+from lightning_autotp.capture.noted_numbers import NotedFloat
 from lightning_autotp.capture.opaque import LARGEST, NotRun, OpaqueForward
 from lightning_autotp.capture.static_values import NoValue
-from lightning_autotp.capture.tracer import Tracer
+from lightning_autotp.capture.tracer import Tracer, inside_of
 from lightning_autotp.layouts.places import EVERY, Boundary
 from lightning_autotp.layouts.step_size import StepSize
 from lightning_autotp.operators.graph import Constant, Graph, ModuleRun
@@ -37,9 +39,9 @@ from lightning_autotp.private.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
-    autocast_on_meta,
     buffers_of,
     enable_python_dispatcher,
+    has_values,
     parameters_of,
     quiet_fake_tensors,
 )
@@ -77,20 +79,30 @@ class Call(NamedTuple):
 
 
 def capture_local(
-    model: nn.Module, example_inputs: Any, opaque: frozenset[str] = frozenset(), *, training: bool = True
+    model: nn.Module,
+    example_inputs: Any,
+    opaque: frozenset[str] = frozenset(),
+    *,
+    training: bool = True,
+    device: str = "",
 ) -> Graph:
     """Like :func:`capture`, but where the model's forward raises, the graph of what ran until then.
 
     For a model that may have been localized wrongly: the comparison then tells where it goes wrong. Modules that were
     ``opaque`` to the first trace are so to this one.
     """
-    return _capture(model, example_inputs, opaque, training, until_failure=True)
+    return _capture(model, example_inputs, opaque, training, device, until_failure=True)
 
 
 def capture(
-    model: nn.Module, example_inputs: Any = None, opaque: frozenset[str] = frozenset(), *, training: bool = True
+    model: nn.Module,
+    example_inputs: Any = None,
+    opaque: frozenset[str] = frozenset(),
+    *,
+    training: bool = True,
+    device: str = "",
 ) -> Graph:
-    """Trace one forward of ``model`` on the meta device.
+    """Trace one forward of ``model``, without values.
 
     Args:
         model: any module; it is neither changed nor run. Its parameters may be on any device, also on meta.
@@ -100,6 +112,8 @@ def capture(
         opaque: modules that are not looked into; more are found where a module's code depends on values and, in
             training mode, where it cannot be traced for another reason.
         training: whether all modules run in training mode; otherwise each in the mode that it is in.
+        device: where tensors seem to be, for code that asks; by default where the parameters are, and the CPU for
+            those on meta.
 
     Returns:
         The graph, with module boundaries marked and operators that compute nothing left out.
@@ -113,7 +127,7 @@ def capture(
     while True:
         untraced = {path: failure.why for path, failure in failures.items() if failure.why}
         try:
-            graph = _capture(model, inputs, opaque, training)
+            graph = _capture(model, inputs, opaque, training, device)
             if training:
                 _see_all_choices(model, graph)
         except _Untraceable as failure:
@@ -219,17 +233,24 @@ def _modules_like(model: nn.Module, path: str) -> frozenset[str]:
 
 
 def _capture(
-    model: nn.Module, example_inputs: Any, opaque: frozenset[str], training: bool, *, until_failure: bool = False
+    model: nn.Module,
+    example_inputs: Any,
+    opaque: frozenset[str],
+    training: bool,
+    device: str,
+    *,
+    until_failure: bool = False,
 ) -> Graph:
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    fake, seeming = FakeTensorMode(allow_non_fake_inputs=True), torch.device(device or device_of(model))
     real: dict[int, Tensor] = {}
 
     def stand_in(value: Tensor) -> Tensor:
         """A fake tensor in the place of an input, a buffer or a parameter."""
-        meta = value.detach().to("meta")
-        if isinstance(value, nn.Parameter):
-            return fake.from_tensor(nn.Parameter(meta, requires_grad=value.requires_grad))
-        made = fake.from_tensor(meta.requires_grad_(value.requires_grad))
+        with fake:
+            made = torch.empty_like(value.detach().to("meta"), device=seeming)
+            if isinstance(value, nn.Parameter):
+                return nn.Parameter(made, requires_grad=value.requires_grad)
+        made.requires_grad_(value.requires_grad)
         known = value_of(value)
         real[id(made)] = torch.zeros(value.shape, dtype=value.dtype) if known is None else known.cpu()
         return made
@@ -239,14 +260,16 @@ def _capture(
     note_float8(traced)
     if training:
         traced.train()
-    tracer = Tracer(traced, real)
+    tracer = Tracer(traced, real, seeming)
+    numbers = tracer.graph.numbers
+    calls = [Call(*map_leaves(partial(_noted, numbers), tuple(call))) for call in calls]
     tracer.graph.opaque = opaque
     tracer.graph.example = _size_of_all([step_size(tensors_in(tuple(call))) for call in calls])
     for path in opaque:
         module = traced.get_submodule(path)
         module.forward = OpaqueForward(module, tracer)
     if not until_failure:
-        tracer.graph.integers = note_integers(traced, lambda: tracer.modules[-1])
+        note_attributes(traced, tracer.graph, lambda: tracer.modules[-1])
     _run(traced, calls, tracer, fake, until_failure)
     tracer.graph.static_on_demand()
     in_float8 = {layer.weight: how for layer in traced.modules() if (how := float8_of(layer)) is not None}
@@ -257,6 +280,17 @@ def _capture(
     }
     _find_choosing(traced, tracer)
     return tracer.graph
+
+
+def _noted(numbers: set[str], place: str, leaf: Any) -> Any:
+    """A float of the arguments that notes its place when code asks what it is."""
+    return NotedFloat(leaf, partial(numbers.add, place)) if type(leaf) is float else leaf
+
+
+def device_of(model: nn.Module) -> str:
+    """Where a model runs: where its first parameter is, and on the CPU if that is on meta."""
+    device = next((parameter.device for parameter in model.parameters()), None)
+    return "cpu" if device is None or device.type == "meta" else str(device)
 
 
 def _find_choosing(model: nn.Module, tracer: Tracer) -> None:
@@ -289,7 +323,7 @@ def _run(traced: nn.Module, calls: Sequence[Call], tracer: Tracer, fake: FakeTen
         # Experts are noted by what they are given after the marks, and what they return before them.
         marks = (noting_experts(traced, tracer), _marked_boundaries(traced, tracer))
         context.callback(tracer.outside.put_back)
-        for mode in (quiet_fake_tensors(), autocast_on_meta(), *marks, enable_python_dispatcher()):
+        for mode in (quiet_fake_tensors(), *marks, enable_python_dispatcher()):
             context.enter_context(mode)
         for layer in (fake, tracer, tracer.calls):
             context.enter_context(layer)
@@ -547,7 +581,7 @@ def _marked_boundaries(model: nn.Module, tracer: Tracer) -> Iterator[None]:
 
     def mark(path: str, side: str, values: Any) -> Any:
         def one(key: str, leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or not leaf.is_meta:
+            if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or has_values(inside_of(leaf)):
                 return leaf
             return tracer.boundary(path, side, key, leaf)
 

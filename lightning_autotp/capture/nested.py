@@ -171,7 +171,8 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 def constants_in(value: Any) -> tuple[tuple[str, Constant], ...]:
     """Every number, text, flag and ``None`` in a value, with its path."""
-    return tuple((path, leaf) for path, leaf in leaves_of(value) if leaf is None or isinstance(leaf, int | float | str))
+    found = ((path, leaf) for path, leaf in leaves_of(value) if leaf is None or isinstance(leaf, int | float | str))
+    return tuple((path, float.__pos__(leaf) if isinstance(leaf, float) else leaf) for path, leaf in found)
 
 
 def steps_of(path: str) -> tuple[str, ...]:

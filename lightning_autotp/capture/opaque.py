@@ -49,7 +49,7 @@ class OpaqueForward:
                     result = self._run(args, kwargs)
                 except Exception as error:
                     raise NotRun(f"{type(error).__name__}: {error}") from error
-            result = map_tensors(lambda real: torch.empty(real.shape, dtype=real.dtype, device="meta"), result)
+            result = map_tensors(self.tracer.without_values, result)
         inputs = tensors_in((args, kwargs))
         self.tracer.note(OPAQUE, [*inputs, *self.module.parameters()], tensors_in(result))
         return result

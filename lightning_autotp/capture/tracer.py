@@ -34,7 +34,7 @@ from lightning_autotp.capture.recording import RECORD
 from lightning_autotp.capture.schemas import named_arguments, written_through
 from lightning_autotp.capture.static_values import Concrete, NoValue
 from lightning_autotp.layouts.places import Boundary, CallSite
-from lightning_autotp.operators import Shapes, functional, record, records
+from lightning_autotp.operators import Shapes, functional, record
 from lightning_autotp.operators.graph import ASKED, KEPT, MAPPED, Call, Graph, Operator, Ref, TensorInfo
 from lightning_autotp.private.torch_private import (
     DataDependentOutputException,
@@ -54,7 +54,6 @@ _MEASURING = frozenset([Tensor.shape.__get__, Tensor.size, Tensor.__len__, Tenso
 """Functions that tell a tensor's shape, or something of it."""
 
 _INDEXING = frozenset([Tensor.__getitem__, Tensor.__setitem__])
-_FACTORIES = {getattr(torch, known.name.split(".")[1]) for known in records() if known.factory}
 _SAME = "aten.alias.default"
 _INDEX = "aten.index.Tensor"
 _LINEAR = "aten.linear.default"
@@ -87,17 +86,19 @@ class Tracer(PreDispatchMode):
     Args:
         model: the copy that will run; parameters are known by its names.
         real: values of its inputs and buffers, by the id of the tensor that stands for them.
+        device: where its tensors seem to be.
     """
 
-    def __init__(self, model: nn.Module, real: Mapping[int, Tensor]) -> None:
+    def __init__(self, model: nn.Module, real: Mapping[int, Tensor], device: torch.device) -> None:
         super().__init__()
-        self.graph = Graph()
+        self.graph = Graph(device=str(device))
         self.modules: list[str] = [""]
         self.calls = Calls(self)
         self.outside = KeptOutside()
         self.paused = False
         self.concrete = Concrete(self.graph)
         self.real = real
+        self.device = device
         self.leaking: dict[str, str] = {}  # modules that return numbers, and whose code gets them
         self.overwritten: dict[Any, Ref] = {}  # by place, what a call under way has written into
         self._tensors: dict[int, _Tracked] = {}
@@ -120,7 +121,6 @@ class Tracer(PreDispatchMode):
         if transforms.are_active():
             return self._transformed(func, args, kwargs)
         name = str(func)
-        args, kwargs = self._on_one_device(args, kwargs)
         arguments = named_arguments(func, args, kwargs)
         reads = tuple((key, self._read(value)) for key, value in arguments)
         if name == _INDEX:
@@ -160,7 +160,7 @@ class Tracer(PreDispatchMode):
         with self.pause():
             marked = tensor.view(tensor.shape)
         # Logits that only look whole are known by what this rank holds of them.
-        inside, outside = getattr(tensor, "local", tensor), getattr(marked, "local", marked)
+        inside, outside = inside_of(tensor), inside_of(marked)
         source = self._read(inside)
         value = self._new(outside, self.graph.tensors[source.tensor].is_static)
         crossing = Boundary(module, side, key)
@@ -245,7 +245,7 @@ class Tracer(PreDispatchMode):
 
     def outputs(self, tensors: Sequence[Tensor]) -> None:
         """Say which tensors the model returns."""
-        self.graph.outputs = [self._read(getattr(tensor, "local", tensor)).tensor for tensor in tensors]
+        self.graph.outputs = [self._read(inside_of(tensor)).tensor for tensor in tensors]
 
     def _transformed(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator under a function transform, and note it on the tensors inside."""
@@ -302,7 +302,11 @@ class Tracer(PreDispatchMode):
                 positional = [values.pop(a.name) for a in schema_of(func).arguments if not a.kwarg_only]
                 result = func(*positional, **values)
             self._asks(asked)
-            return tree_map_only(Tensor, lambda real: torch.empty(real.shape, dtype=real.dtype, device="meta"), result)
+            return tree_map_only(Tensor, self.without_values, result)
+
+    def without_values(self, real: Tensor, device: torch.device | str | None = None) -> Tensor:
+        """A tensor of the trace in the place of one with values, on its device if no other is said."""
+        return torch.empty(real.shape, dtype=real.dtype, device=device or self.device)
 
     def _asks(self, asked: Sequence[Ref]) -> None:
         """Note that the running module's code asks for the values of these tensors, and whether any were made up."""
@@ -318,7 +322,7 @@ class Tracer(PreDispatchMode):
 
     def known(self, tensor: Tensor) -> Ref | None:
         """A tensor's present value, if it, or another object for it, was seen before."""
-        tensor = getattr(tensor, "local", tensor)  # of logits that only look whole
+        tensor = inside_of(tensor)  # of logits that only look whole
         found = self._tensors.get(id(tensor))
         is_plain = not transforms.is_wrapper(tensor)
         if found is None and is_plain and (twin := self._places.get(_place_key(tensor))) is not None:
@@ -374,22 +378,7 @@ class Tracer(PreDispatchMode):
         first = tensors[next(value.tensor for _, value in reads if isinstance(value, Ref))]
         sizes = shape(Shapes(reads, (), lambda tensor: tensors[tensor].shape))
         with self.pause():
-            return torch.empty(sizes, dtype=getattr(torch, first.dtype), device="meta")
-
-    def _on_one_device(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Tensors made on the CPU by the model's code meet those of the trace on meta."""
-        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if all(leaf.is_meta for leaf in leaves) or not any(leaf.is_meta for leaf in leaves):
-            return args, kwargs
-        return tree_map_only(Tensor, self._on_meta, (args, kwargs))
-
-    def _on_meta(self, tensor: Tensor) -> Tensor:
-        if tensor.is_meta:
-            return tensor
-        with self.pause():
-            moved = tensor.to("meta")
-        self._alias(moved, tensor)
-        return moved
+            return torch.empty(sizes, dtype=getattr(torch, first.dtype), device=self.device)
 
     # -- values and aliases ------------------------------------------------------------------------------------------
 
@@ -526,8 +515,6 @@ class Calls(TorchFunctionMode):
         if (inside := by_call(func, kwargs)) is not None:
             with self:
                 return inside(*args, **kwargs)
-        if func in _FACTORIES and kwargs.get("device") is None:
-            kwargs = {**kwargs, "device": torch.device("meta")}
         caller = calling_frame(func, sys._getframe(1))
         key = call_key(caller, func)
         occurrence = self.counts[-1][key] = self.counts[-1].get(key, -1) + 1
@@ -547,14 +534,12 @@ class Calls(TorchFunctionMode):
         try:
             if func is Tensor.numpy:
                 result: Any = self.tracer.array(args[0])
-            elif func is Tensor.tolist and args[0].is_meta:  # made by torch.tensor(); a fake tensor has its own
-                result = self.tracer.value(args[0]).tolist()
+            elif func in _CONSTANTS:
+                result = self._constant(func, args, kwargs)
             else:
                 result = func(*args, **kwargs)
         finally:
             self.current, self.numbers = outer
-        if func in _CONSTANTS:
-            self._constant(func, args, kwargs, result)
         if len(self.tracer.graph.operators) == recorded:  # it looked at a shape
             if func in _MEASURING and isinstance(leaves[0], Ref) and is_user_code(caller.f_code.co_filename):
                 self.tracer.graph.measured.setdefault(self.tracer.modules[-1], set()).add(leaves[0].tensor)
@@ -575,11 +560,18 @@ class Calls(TorchFunctionMode):
         )
         return result
 
-    def _constant(self, func: Any, args: Any, kwargs: Any, result: Tensor) -> None:
-        """Note the value of a tensor made of Python's numbers: on meta it has none."""
-        with contextlib.suppress(NoValue):
+    def _constant(self, func: Any, args: Any, kwargs: Any) -> Tensor:
+        """A tensor made of Python's numbers, whose value is noted; in a list with them may be tensors."""
+        try:
             real = self._made_of(func, args, kwargs)
-            self.tracer.concrete.known.setdefault(self.tracer._read(result).tensor, real)
+        except NoValue:
+            return func(*args, **kwargs)
+        holds_tensors = not isinstance(args[0], Tensor) and any(isinstance(leaf, Tensor) for leaf in tree_leaves(args))
+        made: Tensor = (
+            self.tracer.without_values(real, kwargs.get("device")) if holds_tensors else func(*args, **kwargs)
+        )
+        self.tracer.concrete.known.setdefault(self.tracer._read(made).tensor, real)
+        return made
 
     def _made_of(self, func: Any, args: Any, kwargs: Any) -> Tensor:
         """What a function makes of numbers, and of tensors whose values are known, on the CPU."""
@@ -601,10 +593,7 @@ class Calls(TorchFunctionMode):
             real = self._made_of(torch.tensor, (list(numbers),), {} if numbers else {"dtype": torch.long})
         except (NoValue, RuntimeError, TypeError, ValueError):  # torch says what is wrong with such an index
             return numbers
-        with self.tracer.pause(), unset_fake_temporarily():
-            tensor = real.to("meta")
-        self.tracer.concrete.known[self.tracer._read(tensor).tensor] = real
-        return tensor
+        return real
 
     def _made(self, result: Any) -> tuple[Ref, ...]:
         """The tensors that a call returned; not those that Python's numbers alone made, until they are read."""
@@ -616,13 +605,19 @@ class Calls(TorchFunctionMode):
         overwritten = self.tracer.overwritten
         if not overwritten or not isinstance(leaf, Tensor):
             return None
-        return overwritten.get(_place_key(getattr(leaf, "local", leaf)))
+        return overwritten.get(_place_key(inside_of(leaf)))
 
     def _leaf(self, leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             tracked = self.tracer._tensors.get(id(leaf))
             return None if tracked is None else self.tracer._present(tracked)
         return leaf if type(leaf) is int else None
+
+
+def inside_of(tensor: Tensor) -> Tensor:
+    """What a rank has of logits that only look whole; any other tensor itself."""
+    local: Tensor = getattr(tensor, "local", tensor)
+    return local
 
 
 def torch_layer(module: nn.Module) -> str:

@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from lightning_autotp.gradients.sums import hook_parameters, sum_at_once_in_ddp
+from lightning_autotp.guard.bypassed import Bypasses
 from lightning_autotp.guard.first_use import first_use
 from lightning_autotp.guard.methods import StandIns
 from lightning_autotp.guard.standalone import Running, StandaloneCall, is_outer
@@ -46,6 +47,7 @@ class Guard:
 
     Attributes:
         running: which of its forwards are under way.
+        bypasses: whether weights are used without their layers.
     """
 
     def __init__(self, model: nn.Module, calls: CallProver) -> None:
@@ -54,6 +56,7 @@ class Guard:
         self.running = Running(model)
         self._snapshot: Snapshot | None = None
         self._user_hooks = UserHooks(model)
+        self.bypasses = Bypasses(model)
         self._stand_ins: StandIns | None = None
         self._handles: list[RemovableHandle] = []
 
@@ -107,6 +110,8 @@ class Guard:
         else:
             self._look()
         first_use(model)
+        if torch.is_grad_enabled():
+            self.bypasses.begin()
         arguments = self.calls.prove(args, kwargs)
         self._user_hooks.wrap()
         return arguments
@@ -132,6 +137,7 @@ class Guard:
         """
         writes = parallel_state(self.model).writes
         writes.check()
+        self.bypasses.check(optimizer)
         if not writes.is_before_use:
             return
         own = set(map(id, self.model.parameters()))
@@ -139,9 +145,10 @@ class Guard:
             check_unchanged(self.model)  # parts that are gone or have moved cannot be compared
             first_use(self.model)
 
-    def after_step(self) -> None:
+    def after_step(self, optimizer: Optimizer) -> None:
         """After an optimizer's step: what it has written is right."""
         parallel_state(self.model).writes.note()
+        self.bypasses.after_step(optimizer)
 
     def _before_loading(self, model: nn.Module, state: Any, prefix: str, metadata: Any, *_: Any) -> None:
         refuse_whole_tensors(model, state, prefix)
@@ -160,6 +167,16 @@ class Guard:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         _guard_steps(self)
+
+
+def check_gradients(optimizer: Optimizer) -> None:
+    """After a closure has computed gradients, before an optimizer steps with them. Not collective.
+
+    Raises:
+        BypassedLayer: naming layers whose weights were used without them.
+    """
+    for guard in list(_live):
+        guard.bypasses.check(optimizer)
 
 
 def guard_of(model: nn.Module) -> Guard:
@@ -198,6 +215,6 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
         guard.before_step(optimizer)
 
 
-def _after_step(*_: Any) -> None:
+def _after_step(optimizer: Optimizer, *_: Any) -> None:
     for guard in list(_live):
-        guard.after_step()
+        guard.after_step(optimizer)

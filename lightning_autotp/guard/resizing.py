@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_autotp.applying.replace import apply_plan, follow_conversions
-from lightning_autotp.capture.capture import CaptureError, meta_copy
+from lightning_autotp.capture.capture import CaptureError, device_of, meta_copy
 from lightning_autotp.gradients.sums import synchronize_gradients
 from lightning_autotp.guard.resized_copies import METHOD, Asked, Resized, set_settings
 from lightning_autotp.layouts.other_lengths import with_lengths
@@ -178,7 +178,7 @@ def _proved(model: nn.Module, prover: CallProver, resized: Resized) -> tuple[Pla
     state = parallel_state(model)
     try:
         plan = with_lengths(state.plan, resized.shapes())
-        graph = as_planned(trace(resized.model, list(prover.examples)), plan, IMPLEMENTATIONS)
+        graph = as_planned(trace(resized.model, list(prover.examples), device=device_of(model)), plan, IMPLEMENTATIONS)
         plan, solution = read_plan(plan, graph, IMPLEMENTATIONS)
         local = meta_copy(resized.model)
         apply_plan(local, plan, state.group)

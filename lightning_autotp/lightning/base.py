@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from subprocess import Popen
 from typing import Any, Literal
@@ -179,6 +180,11 @@ class AutoTPBase(StrategyInternals):
     def data_parallel_group(self) -> dist.ProcessGroup:
         """The ranks that hold the same part of the other copies."""
         return self.device_mesh["data_parallel"].get_group()
+
+    @property
+    def options_here(self) -> PlanOptions:
+        """The options, with the device that this rank trains on."""
+        return replace(self.plan_options, device=str(self.root_device))
 
     @property
     def copies(self) -> DeviceMesh | None:

@@ -195,7 +195,7 @@ class AutoTPFabricStrategy(AutoTPBase, _ModelParallelStrategy):
 
     def _make_local(self, model: nn.Module, inputs: Any) -> None:
         try:
-            make_local(model, self.tensor_parallel_group, inputs, self.plan_options, self.copies)
+            make_local(model, self.tensor_parallel_group, inputs, self.options_here, self.copies)
         except CaptureError as error:
             if inputs is not None or is_parallel(model):
                 raise
@@ -244,7 +244,7 @@ class AutoTPFabricStrategy(AutoTPBase, _ModelParallelStrategy):
         if (closure := kwargs.get("closure")) is None:
             compute_undone()  # logits that the loop still has
         else:
-            kwargs["closure"] = then_compute(closure)
+            kwargs["closure"] = then_compute(optimizer, closure)
         return super().optimizer_step(optimizer, **kwargs)
 
     def clip_gradients_norm(

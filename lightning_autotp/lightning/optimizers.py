@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_autotp.checkpoints.state import load_full_optimizer_state
+from lightning_autotp.guard.guard import check_gradients
 from lightning_autotp.optimizers.on_parts import check_optimizer
 from lightning_autotp.parallel.head_product import compute_undone
 from lightning_autotp.ranks.agreement import raise_together
@@ -39,15 +40,19 @@ class CheckedOptimizers:
         self._groups.clear()
 
 
-def then_compute(closure: Callable[[], Any]) -> Callable[[], Any]:
-    """An optimizer's closure, and after it the logits that were put off: something may look at them after the step."""
+def then_compute(optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+    """An optimizer's closure, and after it what has to be done before the optimizer writes into the weights.
 
-    def both() -> Any:
+    Logits that were put off are computed, as something may look at them after the step, and gradients are checked.
+    """
+
+    def compute() -> Any:
         result = closure()
         compute_undone()
+        check_gradients(optimizer)
         return result
 
-    return both
+    return compute
 
 
 class Original(NamedTuple):

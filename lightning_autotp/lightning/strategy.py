@@ -188,7 +188,7 @@ class AutoTPStrategy(AutoTPBase, ModelParallelStrategy):
             groups = self.tensor_parallel_group, self.data_parallel_group
             self._exchange = Exchange(trainer, *groups, self.root_device, self.checked_batches)
             self._signals = DeferredSignals(trainer, self._exchange)
-        make_models_local(trainer, models, self.tensor_parallel_group, self.copies, self.plan_options)
+        make_models_local(trainer, models, self.tensor_parallel_group, self.copies, self.options_here)
         # Before the parameters take memory: what is on meta becomes of the precision's dtype, and then real.
         self.model = self.precision_plugin.convert_module(module)
         for handle in self._averaging:
@@ -222,7 +222,7 @@ class AutoTPStrategy(AutoTPBase, ModelParallelStrategy):
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Make a step; parameter groups added since the last one, such as thawed layers, are checked first."""
         self._check_optimizers()
-        return super().optimizer_step(optimizer, then_compute(closure), model, **kwargs)
+        return super().optimizer_step(optimizer, then_compute(optimizer, closure), model, **kwargs)
 
     def _check_optimizers(self) -> None:
         self.checked_optimizers.check([(optimizer, self._module) for optimizer in self.optimizers])

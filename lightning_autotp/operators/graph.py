@@ -212,6 +212,8 @@ class Graph:
         failure: what the model's code raised, where it did not come to its end.
         example: rows and tokens of the batch that was traced.
         integers: by module, the integers that its code read: its own attributes, and as ``config.NAME`` its config's.
+        settings: by module, the names of its own attributes that its code read and that are plain values.
+        numbers: where in the arguments those floats are of which code asked what they are.
         measured: by module, the tensors whose shapes its code asked for.
         experts: the runs of modules that hold a mixture's stacked experts.
         overwritten: where tensors enter or leave modules whose memory code goes on to change in place.
@@ -223,6 +225,7 @@ class Graph:
         runs: the runs of the ``choosing`` modules.
         looks: calls in their code that ran no operator: they asked for a shape, say.
         entered: the module of every run, in the order in which they begin; the first is what calls the model.
+        device: where tensors seemed to be.
     """
 
     tensors: list[TensorInfo] = field(default_factory=list)
@@ -233,7 +236,9 @@ class Graph:
     opaque: frozenset[str] = frozenset()
     failure: str = ""
     example: StepSize = field(default_factory=StepSize)
-    integers: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    integers: dict[str, dict[str, int]] = field(default_factory=dict)
+    settings: dict[str, dict[str, None]] = field(default_factory=dict)
+    numbers: set[str] = field(default_factory=set)
     measured: dict[str, set[int]] = field(default_factory=dict)
     experts: list[ExpertsCall] = field(default_factory=list)
     untraced: Mapping[str, str] = field(default_factory=dict)
@@ -245,6 +250,7 @@ class Graph:
     runs: list[ModuleRun] = field(default_factory=list)
     looks: list[Call] = field(default_factory=list)
     entered: list[str] = field(default_factory=lambda: [""])
+    device: str = "cpu"
 
     def loose(self) -> list[int]:
         """Tensors that no operator makes and that are no parameters (inputs, buffers, constants), as they are used."""

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_autotp.private.distributed_private import FusedProducts, share_memory
-from lightning_autotp.private.torch_private import is_compiled
+from lightning_autotp.private.torch_private import has_values, is_compiled
 
 
 class AsyncTensorParallelError(RuntimeError):
@@ -72,7 +72,7 @@ class ProductReport:
         Raises:
             AsyncTensorParallelError: if nothing of the model is compiled.
         """
-        is_traced = torch.compiler.is_compiling() or next(module.parameters()).is_meta
+        is_traced = torch.compiler.is_compiling() or not has_values(next(module.parameters()))
         if self.steps == 2 or is_traced or not (module.training and torch.is_grad_enabled()):
             return
         if not is_compiled(module):

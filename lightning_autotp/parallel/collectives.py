@@ -54,7 +54,7 @@ from lightning_autotp.layouts.ownership import Ownership, owner_of
 from lightning_autotp.layouts.transitions import TRANSITIONS, Pair, transition
 from lightning_autotp.layouts.types import Invariant, Layout, Partial, Replicate, Shard
 from lightning_autotp.private.distributed_private import collectives
-from lightning_autotp.private.torch_private import own_shape
+from lightning_autotp.private.torch_private import has_values, own_shape
 from lightning_autotp.ranks.group import TPGroup
 
 _uncached_owners = Ownership.__dict__["owners"].func
@@ -65,19 +65,19 @@ _uncached_owners = Ownership.__dict__["owners"].func
 
 def reduce_values(x: Tensor, group: TPGroup, op: str = "sum") -> Tensor:
     """All-reduce outside autograd: ``op`` (``"sum"`` or ``"max"``) over the ranks' ``x``, on every rank. Collective."""
-    if x.is_meta or x.numel() == 0:
+    if not has_values(x) or x.numel() == 0:
         return torch.empty_like(x)
     return collectives.wait_tensor(collectives.all_reduce(x.contiguous(), op, group.name))
 
 
 def wait(x: Tensor) -> Tensor:
     """A tensor with its values, where a collective that gives them may be under way."""
-    return x if x.is_meta or x.numel() == 0 else collectives.wait_tensor(x)
+    return x if not has_values(x) or x.numel() == 0 else collectives.wait_tensor(x)
 
 
 def gather_values(x: Tensor, group: TPGroup) -> Tensor:
     """Every rank's ``x``, all of one shape, outside autograd: ``[...] -> [ranks, ...]``. Collective."""
-    if x.is_meta or x.numel() == 0:
+    if not has_values(x) or x.numel() == 0:
         return x.new_empty((group.size, *x.shape))
     flat = collectives.wait_tensor(collectives.all_gather_into_tensor(x.contiguous().view(-1), group.size, group.name))
     return flat.view(group.size, *x.shape)
@@ -85,7 +85,7 @@ def gather_values(x: Tensor, group: TPGroup) -> Tensor:
 
 def _begin_reduce_scatter_parts(parts: Tensor, group: TPGroup) -> Tensor:
     """This rank's part, summed over the ranks: ``[ranks, size, ...] -> [size, ...]``; to be waited for."""
-    if parts.is_meta or parts.numel() == 0:
+    if not has_values(parts) or parts.numel() == 0:
         return parts.new_empty(parts.shape[1:])
     # With its own shape, not as a view of a flat one: the model's code may go on to change it in place.
     return collectives.reduce_scatter_tensor(parts.contiguous().flatten(0, 1), "sum", group.size, group.name)
@@ -94,7 +94,7 @@ def _begin_reduce_scatter_parts(parts: Tensor, group: TPGroup) -> Tensor:
 def _begin_gather_even(x: Tensor, group: TPGroup, dim: int) -> Callable[[], Tensor]:
     """The ranks' ``[..., size, ...]`` of one shape after each other along ``dim``: ``[..., ranks * size, ...]``."""
     shape = [*x.shape[:dim], group.size * x.shape[dim], *x.shape[dim + 1 :]]
-    if x.is_meta or x.numel() == 0:
+    if not has_values(x) or x.numel() == 0:
         empty = x.new_empty(shape)
         return lambda: empty
     # In this form torch's asynchronous products know a gather whose ranks' rows alternate in memory, too.
@@ -116,7 +116,7 @@ def _begin_reduce_scatter_even(x: Tensor, group: TPGroup, dim: int) -> Tensor:
 
     In a compiled graph torch's asynchronous products know a reduce-scatter by the wait that follows it at once.
     """
-    if x.is_meta or x.numel() == 0:
+    if not has_values(x) or x.numel() == 0:
         return x.new_empty(_part_shape(x, group, dim))
     rows = x.contiguous().flatten(0, dim) if _is_outermost(x, dim) else torch.cat(x.chunk(group.size, dim))
     return collectives.reduce_scatter_tensor(rows, "sum", group.size, group.name)
@@ -295,7 +295,7 @@ class _Transition(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, pair: Pair, group: TPGroup, dim: int, ownership: Ownership | None) -> Tensor:
         ctx.where = pair, group, dim, ownership
-        if not x.is_meta:
+        if has_values(x):
             return KERNELS[pair].forward(x, group, dim, ownership)
         shape = list(x.shape)
         if ownership is not None:
@@ -340,7 +340,7 @@ def begin_gather(x: Tensor, group: TPGroup, dim: int, ownership: Ownership) -> C
 
 def begin_backward(grad: Tensor, pair: Pair, group: TPGroup, dim: int, ownership: Ownership | None) -> Tensor:
     """As :func:`transition_backward`; the result is to be given to :func:`wait` before it is read."""
-    if pair == ("I", "R") and not grad.is_meta and grad.numel():
+    if pair == ("I", "R") and has_values(grad) and grad.numel():
         return collectives.all_reduce(grad.contiguous(), "sum", group.name)
     if pair == ("S", "R") and ownership is not None and ownership.is_even:
         return own_shape(_begin_reduce_scatter_even(grad, group, dim), _part_shape(grad, group, dim))

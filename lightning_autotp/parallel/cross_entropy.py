@@ -38,6 +38,7 @@ from lightning_autotp.parallel.collectives import (
     take_owned,
 )
 from lightning_autotp.parallel.embedding import check_indices, local_positions
+from lightning_autotp.private.torch_private import has_values
 from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.solving.implementations import Implementation
 
@@ -192,7 +193,7 @@ def vocab_parallel_cross_entropy(
     """
     dim = 0 if logits.dim() == 1 else 1
     check(logits, target, ownership, group, weight, reduction, label_smoothing)
-    if logits.is_meta:
+    if not has_values(logits):
         inputs = [logits, target] if weight is None else [logits, target, weight]
         shape = target.shape if reduction == "none" else ()
         return recording.record(VOCAB_CROSS_ENTROPY.primitive, inputs, shape, ownership.digest)

@@ -22,8 +22,9 @@ from lightning_autotp.layouts.ownership import Ownership, owner_of
 from lightning_autotp.layouts.plan import ImplementationPlan
 from lightning_autotp.layouts.types import Shard
 from lightning_autotp.parallel.collectives import all_reduce, owner_rows, take_owned
+from lightning_autotp.parallel.layer_runs import NotesRuns
 from lightning_autotp.parallel.local_parameters import LocalParameters, become, localize_parameter
-from lightning_autotp.private.torch_private import assert_async
+from lightning_autotp.private.torch_private import assert_async, has_values
 from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.solving.implementations import DEFERRED_SUM, Implementation
 
@@ -84,7 +85,7 @@ def vocab_parallel_lookup(
     Raises:
         IndexError: for an id out of the vocabulary (on an accelerator: an assertion on the device).
     """
-    if weight.is_meta:
+    if not has_values(weight):
         return recording.record(VOCAB.primitive, [weight, ids], (*ids.shape, weight.shape[1]), ownership.digest)
     check_indices(
         ids,
@@ -102,7 +103,7 @@ def vocab_parallel_lookup(
     return F.embedding(positions, rows, padding).masked_fill(~mine.unsqueeze(-1), 0)
 
 
-class VocabParallelEmbedding(nn.Embedding):
+class VocabParallelEmbedding(nn.Embedding, NotesRuns):
     """An embedding of which every rank has some rows.
 
     ================  ======================================================  ===========================
@@ -215,6 +216,7 @@ class VocabParallelEmbedding(nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         """``[batch, ...] -> [batch, ..., hidden]``. Collective unless ``reduce_output=False``."""
+        self.note_run()
         output = vocab_parallel_lookup(input, self.weight, self.ownership, self.group.rank, self.padding_idx)
         return all_reduce(output, self.group) if self.reduce_output else output
 

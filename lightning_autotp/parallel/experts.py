@@ -26,7 +26,7 @@ from lightning_autotp.layouts.types import Shard
 from lightning_autotp.operators.graph import EXPERTS
 from lightning_autotp.parallel.embedding import check_indices, local_positions
 from lightning_autotp.parallel.local_parameters import LocalParameters, localize_parameter
-from lightning_autotp.private.torch_private import parameters_of
+from lightning_autotp.private.torch_private import has_values, parameters_of
 from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.solving.implementations import DEFERRED_SUM, Implementation
 
@@ -70,7 +70,7 @@ class WholeExperts:
                 ' cut={"....experts.*": 1} or keep_whole= plans it otherwise'
             )
         hidden, index, weights = inputs.of(args, kwargs)
-        if hidden.is_meta:
+        if not has_values(hidden):
             reads = [hidden, index, weights, *self._parameters()]
             return recording.record(WHOLE_EXPERTS.primitive, reads, hidden.shape, self.ownership.digest)
         total = self.ownership.size

@@ -33,6 +33,7 @@ from torch.nn import functional as F
 from lightning_autotp.building.float8 import Float8, float8_of
 from lightning_autotp.parallel.collectives import reduce_values
 from lightning_autotp.parallel.local_parameters import become
+from lightning_autotp.private.torch_private import has_values
 from lightning_autotp.private.torchao_private import largest, to_float8
 from lightning_autotp.ranks.group import TPGroup
 
@@ -68,7 +69,7 @@ def local_product(
         bias: added to the product.
     """
     how = float8_of(layer)
-    if how is None or x.is_meta:
+    if how is None or not has_values(x):
         return F.linear(x, layer.weight, bias)
     if torch.is_autocast_enabled():  # as torchao has it
         x = x.to(torch.get_autocast_dtype("cuda"))

@@ -9,7 +9,7 @@ from lightning_autotp.building.float8 import float8_of
 from lightning_autotp.parallel.head_product import HeadProduct
 from lightning_autotp.parallel.linear import ColumnParallelLinear
 from lightning_autotp.parallel.logits import VocabParallelLogits
-from lightning_autotp.private.torch_private import ModuleHooks
+from lightning_autotp.private.torch_private import ModuleHooks, has_values
 
 
 class VocabParallelHead(ColumnParallelLinear):
@@ -21,8 +21,9 @@ class VocabParallelHead(ColumnParallelLinear):
 
     def forward(self, input: Tensor) -> Tensor:
         """``[batch, ..., in] -> [batch, ..., out]``, shown whole. Collective in the backward pass."""
-        if input.is_meta or torch.compiler.is_compiling():
+        if not has_values(input) or torch.compiler.is_compiling():
             return super().forward(input)
+        self.note_run()
         product = HeadProduct.of(self.replicated(input), self.weight, self.bias)
         return VocabParallelLogits.of_product(product, self.ownership, self.group)
 

@@ -39,6 +39,7 @@ from lightning_autotp.parallel.collectives import (
     take_owned,
 )
 from lightning_autotp.parallel.float8 import local_product
+from lightning_autotp.parallel.layer_runs import NotesRuns
 from lightning_autotp.parallel.local_parameters import LocalParameters, become, localize_parameter
 from lightning_autotp.parallel.overlap import product, replicate
 from lightning_autotp.ranks.group import TPGroup
@@ -48,7 +49,7 @@ _Column = TypeVar("_Column", bound="ColumnParallelLinear")
 _Row = TypeVar("_Row", bound="RowParallelLinear")
 
 
-class ColumnParallelLinear(nn.Linear):
+class ColumnParallelLinear(nn.Linear, NotesRuns):
     """A linear layer of which every rank computes some output features.
 
     ================  ======================================================  ===========================
@@ -169,6 +170,7 @@ class ColumnParallelLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """``[batch, ..., in] -> [batch, ..., out/tp]``; see the class for the flags. Collective."""
+        self.note_run()
         input = self.replicated(input)
         output = product(input, self, self.group)
         if self.gather_output:
@@ -190,7 +192,7 @@ class ColumnParallelLinear(nn.Linear):
         return text + _in_float8(self)
 
 
-class RowParallelLinear(nn.Linear):
+class RowParallelLinear(nn.Linear, NotesRuns):
     """A linear layer of which every rank has some input features; the ranks' products add up.
 
     ================  ======================================================  ===========================
@@ -301,6 +303,7 @@ class RowParallelLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """``[batch, ..., in/tp] -> [batch, ..., out]``; see the class for the flags. Collective."""
+        self.note_run()
         if not self.input_is_parallel:
             input = scatter(input, self.group, Shard(((input.dim() - 1, self.ownership),)))
         output = local_product(input, self, ("in",), self.group)

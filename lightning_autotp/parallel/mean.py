@@ -16,6 +16,7 @@ from lightning_autotp.capture import recording
 from lightning_autotp.layouts.plan import ImplementationPlan
 from lightning_autotp.layouts.types import Invariant, Partial, Replicate, Shard
 from lightning_autotp.parallel.collectives import convert
+from lightning_autotp.private.torch_private import has_values
 from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.solving.implementations import Implementation
 
@@ -44,7 +45,7 @@ def mean_of_parts(
             f"the mean in {use.module} is over parts of a dim of {ownership.size} elements, of which this rank has"
             f" {planned}, but it is given {x.shape[dim]}"
         )
-    if x.is_meta:
+    if not has_values(x):
         part = recording.record(MEAN.primitive, [x], _shape(*args, **kwargs), ownership.digest)
     else:
         part = addend(mean(*args, **kwargs), x, planned / ownership.size)

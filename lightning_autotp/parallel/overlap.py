@@ -41,7 +41,7 @@ from lightning_autotp.layouts.transitions import transition
 from lightning_autotp.layouts.types import Invariant, Replicate, Shard
 from lightning_autotp.parallel.collectives import begin_backward, begin_gather, convert, transition_backward, wait
 from lightning_autotp.parallel.float8 import local_product
-from lightning_autotp.private.torch_private import after_backward, backward_pass, base_of, own_shape
+from lightning_autotp.private.torch_private import after_backward, backward_pass, base_of, has_values, own_shape
 from lightning_autotp.ranks.group import TPGroup
 
 _WHOLE = Invariant()
@@ -265,7 +265,7 @@ def _is_split(layer: nn.Linear) -> bool:
 
 
 def _is_recorded(x: Tensor) -> bool:
-    return torch.is_grad_enabled() and not x.is_meta and not torch.compiler.is_compiling()
+    return torch.is_grad_enabled() and has_values(x) and not torch.compiler.is_compiling()
 
 
 def _gathered(x: Tensor) -> _Gathered | None:

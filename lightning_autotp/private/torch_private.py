@@ -99,7 +99,6 @@ __all__ = [
     "allow_foreach",
     "as_written",
     "assert_async",
-    "autocast_on_meta",
     "base_of",
     "buffers_of",
     "call_by_call",
@@ -117,6 +116,7 @@ __all__ = [
     "get_interpreter_stack",
     "get_unwrapped",
     "gradient_hooks",
+    "has_values",
     "hook_tables",
     "hooks_given",
     "in_distributed_data_parallel",
@@ -175,7 +175,13 @@ def registered_children(value: Any) -> tuple[list[str] | None, list[Any], Callab
 
 # --- tensors and their memory ---
 
+
 # A tensor's attributes themselves, also while ``torch.Tensor`` has others of these names (:func:`with_tensors`).
+def has_values(tensor: Tensor) -> bool:
+    """Whether a tensor has values: it is neither on the meta device nor one of a trace."""
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
+
+
 is_meta: Callable[[Tensor], bool] = vars(torch._C.TensorBase)["is_meta"].__get__
 device_of: Callable[[Tensor], torch.device] = vars(torch._C.TensorBase)["device"].__get__
 data_of: Callable[[Tensor], Tensor] = vars(torch._C.TensorBase)["data"].__get__
@@ -540,33 +546,6 @@ def quiet_fake_tensors() -> Iterator[None]:
         yield
     finally:
         logger.disabled = before
-
-
-@contextmanager
-def autocast_on_meta() -> Iterator[None]:
-    """Within it ``torch.autocast`` takes the meta device, and does nothing there.
-
-    Code asks for autocast on the device of its tensors (``torch.autocast(x.device.type, enabled=False)``), and torch
-    knows no autocast on meta. Nothing public tells it.
-    """
-
-    def begin(self: torch.autocast, device_type: str, *args: Any, **kwargs: Any) -> None:
-        if device_type == "meta":
-            original(self, "cpu", enabled=False)
-        else:
-            original(self, device_type, *args, **kwargs)
-
-    def elsewhere(function: Any) -> Callable[..., Any]:
-        return lambda *device: function(*("cpu" if one == "meta" else one for one in device))
-
-    original, asked = torch.autocast.__init__, (torch.get_autocast_dtype, torch.is_autocast_enabled)
-    try:
-        torch.autocast.__init__ = begin  # type: ignore[method-assign]
-        torch.get_autocast_dtype, torch.is_autocast_enabled = map(elsewhere, asked)
-        yield
-    finally:
-        torch.autocast.__init__ = original  # type: ignore[method-assign]
-        torch.get_autocast_dtype, torch.is_autocast_enabled = asked
 
 
 # --- compiling ---

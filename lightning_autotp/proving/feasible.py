@@ -57,7 +57,7 @@ def feasible_plan(
                 raise VerificationError(str(error)) from error
             kind = type(model.get_submodule(error.module))
             alike = {path for path, module in model.named_modules() if type(module) is kind}
-            graph = trace(model, inputs, graph.opaque | alike)
+            graph = trace(model, inputs, graph.opaque | alike, device=graph.device)
         else:
             return plan, solution
 

@@ -68,7 +68,9 @@ def find_sizes(
     def difference(solution: Solution, sizes: tuple[SizePlan, ...], rank: int) -> Mismatch | None:
         local = meta_copy(model)
         apply_plan(local, plan_with(solution, sizes), TPGroup("", rank, solution.ranks))
-        return compare(capture_local(local, example_inputs, solution.graph.opaque), solution, rank)
+        return compare(
+            capture_local(local, example_inputs, solution.graph.opaque, device=solution.graph.device), solution, rank
+        )
 
     search = _Search(model, solution, difference, in_calls=True)
     sizes = search.find(known, _representatives(solution))
@@ -101,7 +103,11 @@ def find_sizes_of_call(
         for change in reversed(tuple(changes)):
             # Before the hooks with which the model collects outputs, as in the traces; each before the one after it.
             hook_boundary(local, BoundaryConversion(change, group), prepend=True)
-        return compare(capture_local(local, call, solution.graph.opaque, training=False), solution, rank)
+        return compare(
+            capture_local(local, call, solution.graph.opaque, training=False, device=solution.graph.device),
+            solution,
+            rank,
+        )
 
     search = _Search(model, solution, difference, in_calls=False)
     sizes = search.find(plan.sizes, _representatives(solution))

@@ -1,38 +1,54 @@
 """Calls of a parallel model that are not like the one it was proved for: each kind is proved when it first comes.
 
 A plan is proved for one call of the model. With other arguments, in another mode, or with other settings in its config
-the model may run other code. So before its forward, a cheap key tells kinds of calls apart. The first call of a kind is
-traced, on the original model and on the local one, both without weights, and compared as they were for the plan. Where
-the new code needs a tensor in another layout than it has, that is changed at the boundary of a module, and where it
-reads a size that must be this rank's, the attribute is set while its module runs: in calls of this kind only.
+or its modules the model may run other code. So before its forward, a cheap key tells kinds of calls apart. The first
+call of a kind, and one of other sizes than were seen of it, is traced on the original model, without weights. If its
+code goes a way that is known, that is all. If not, the local model is traced, too, and both are compared as they were
+for the plan. Where the new code needs a tensor in another layout than it has, that is changed at the boundary of a
+module, and where it reads a size that must be this rank's, the attribute is set while its module runs: in calls that go
+this way only.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_autotp.applying.lengths import Lengths
 from lightning_autotp.applying.replace import BoundaryConversion, allow_runs, hook_boundary, set_size
 from lightning_autotp.applying.seen_paths import PathWatch
-from lightning_autotp.capture.capture import Call, CaptureError, keep_values
-from lightning_autotp.capture.nested import map_tensors, opened, tensors_in
+from lightning_autotp.capture.capture import Call, CaptureError, device_of, keep_values
+from lightning_autotp.capture.nested import tensors_in
 from lightning_autotp.layouts.places import Boundary
 from lightning_autotp.layouts.plan import ConversionPlan, SizePlan
+from lightning_autotp.operators.graph import Graph
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
 from lightning_autotp.parameters.state import parallel_state
-from lightning_autotp.private.torch_private import is_in_backward, without_modes
+from lightning_autotp.private.torch_private import has_values, is_in_backward, without_modes
+from lightning_autotp.proving.attributes import AttributeWatch
+from lightning_autotp.proving.call_kinds import (
+    FewValues,
+    Sizes,
+    described,
+    floats_of,
+    integers_of,
+    kind_of,
+    sizes_of,
+    surroundings,
+    with_rows,
+)
 from lightning_autotp.proving.configs import ConfigWatch
 from lightning_autotp.proving.local_sizes import Unlocalizable, find_sizes_of_call
 from lightning_autotp.proving.read_plan import read_for_call
 from lightning_autotp.proving.verify import trace
+from lightning_autotp.proving.ways import same_way
 from lightning_autotp.ranks.agreement import raise_together
 from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.ranks.meeting import meet
@@ -49,8 +65,46 @@ class UnprovedCall(RuntimeError):
     """A parallel model is called in a way in which its parts would not compute what the original model does."""
 
 
+@dataclass(eq=False)
+class _Way:
+    """One way that the model's code goes, which is proved.
+
+    Attributes:
+        parts: what is not Invariant around modules then.
+        graph: a trace that goes this way; ``None`` for what could not be traced.
+        inputs: changes of the layouts of the model's own arguments.
+    """
+
+    parts: tuple[ConversionPlan, ...]
+    graph: Graph | None = None
+    inputs: list[BoundaryConversion] = field(default_factory=list)
+
+
+class _Kind:
+    """What is known of one kind of call: which way its code goes, by the sizes of what it is given."""
+
+    def __init__(self) -> None:
+        self._sizes = Sizes()
+        self._by_sizes: dict[tuple[int, ...] | None, _Way] = {}
+        self._ways: set[_Way] = set()
+
+    def way(self, sizes: tuple[int, ...] | None) -> _Way | None:
+        """The way that a call of these sizes goes; ``None`` if it has to be traced."""
+        found = self._by_sizes.get(sizes)
+        if found is None and len(self._ways) == 1 and (sizes is None or self._sizes.have(sizes)):
+            (found,) = self._ways
+        return found
+
+    def add(self, sizes: tuple[int, ...] | None, way: _Way) -> None:
+        """Note the way that a call of these sizes goes."""
+        self._by_sizes[sizes] = way
+        self._ways.add(way)
+        if sizes is not None:
+            self._sizes.add(sizes)
+
+
 class CallProver:
-    """Proves each new kind of call of a parallel model. Collective where a kind is new.
+    """Proves each new kind of call of a parallel model. Collective where a kind is new, or its sizes are.
 
     Args:
         model: the local model.
@@ -83,23 +137,28 @@ class CallProver:
         for hook in self.hooks:
             hook.remove()
         self.hooks.clear()
-        kinds = [(kind_of(call), bytes([True] * len(self.modules)), self.configs.version()) for call in self.examples]
+        self.attributes = AttributeWatch(here, original, self.plan.sizes)
+        self.numbers: set[str] = set()  # where floats of the arguments are of which code asks what they are
+        self.few = FewValues()
+        self.known: dict[Hashable, _Kind] = {}
+        self.ways: list[_Way] = []
+        self.met: set[Hashable] = set()
+        self.running: _Way | None = None
+        self.with_gradients: set[_Way] = set()  # whose backward passes may be still to come
+        self.was_backward = False
         state.parts, state.given = parts_at_modules(solution), inputs_of_modules(solution.graph)
         self.watch.follow(seen_paths(solution, self.group.rank), original)
-        self.proved: dict[Hashable, tuple[ConversionPlan, ...]] = {}
-        if len(kinds) == 1:
-            self.proved[kinds[0]] = state.parts
-        self.at_inputs: dict[Hashable, list[BoundaryConversion]] = {}  # what hooks of other modules cannot do
-        self.met: set[Hashable] = set()
-        self.running: Hashable = None
-        self.with_gradients: set[Hashable] = set()  # kinds whose backward passes may be still to come
-        self.was_backward = False
+        self._heed(solution.graph)
+        if len(self.examples) == 1:
+            (call,) = self.examples
+            kind = self._kind(call, kind_of(call), bytes([True] * len(self.modules)))
+            self.known.setdefault(kind, _Kind()).add(sizes_of(call), self._way(solution.graph, state.parts))
 
     def prove(self, args: Any, kwargs: Any) -> Any:
         """Before a forward of the model.
 
         Returns:
-            The model's arguments, where calls of this kind need them in another layout; else ``None``.
+            The model's arguments, where calls that go this way need them in another layout; else ``None``.
 
         Raises:
             UnprovedCall: if the parts do not compute what the model does in a call like this.
@@ -107,34 +166,62 @@ class CallProver:
         """
         call = Call(args, kwargs)
         unknown: list[str] = []
-        arguments = kind_of(call, unknown)
+        arguments, is_traced = kind_of(call, unknown), _is_traced(call)
         if unknown:
-            if arguments not in self.met and not _is_traced(call):
+            if arguments not in self.met and not is_traced:
                 self._meet(arguments)
             self._say_unknown(unknown[0])
             return None
-        kind = arguments, bytes(map(_TRAINING, self.modules)), self.configs.version()
-        if kind not in self.proved and not _is_traced(call):
-            self._meet(kind)
+        modes, sizes = bytes(map(_TRAINING, self.modules)), sizes_of(call)
+        known = self.known.get(self._kind(call, arguments, modes))
+        way = known.way(sizes) if known is not None else None
+        if way is None and not is_traced:
+            self._meet((arguments, modes, sizes))
             # The user's modes see what the model computes, not the traces.
             with without_modes(), raise_together(self.group.process_group, "proving a new kind of call"):
-                self.proved[kind] = self._prove(kind, with_rows(call))
-        self._runs(kind)
-        if kind in self.proved:
-            parallel_state(self.model).parts = self.proved[kind]
-        changes = self.at_inputs.get(kind, [])
-        for change in changes:
+                way = self._prove(with_rows(call))
+            # Now it is known what its code asks for.
+            self.known.setdefault(self._kind(call, arguments, modes), _Kind()).add(sizes, way)
+        self._runs(way)
+        if way is None:
+            return None
+        parallel_state(self.model).parts = way.parts
+        for change in way.inputs:
             args, kwargs = change.before(self.model, args, kwargs)
-        return (args, kwargs) if changes else None
+        return (args, kwargs) if way.inputs else None
 
-    def is_running(self, kind: Hashable) -> bool:
-        """Whether a module runs in a call of this kind, be it again in a backward pass (activation checkpointing).
+    def _kind(self, call: Call, arguments: Hashable, modes: bytes) -> Hashable:
+        """What a call is known by, but for its sizes."""
+        numbers = [*integers_of(call), *floats_of(call, self.numbers)]
+        told = tuple([(place, self.few.told(place, value)) for place, value in numbers])
+        return (
+            arguments,
+            told,
+            modes,
+            self.configs.version(),
+            self.attributes.changes(),
+            surroundings(device_of(self.model)),
+        )
+
+    def _heed(self, graph: Graph) -> None:
+        """Know calls by what their code asked for in this trace, too."""
+        self.attributes.watch(graph.settings)
+        self.numbers |= graph.numbers
+
+    def _way(self, graph: Graph | None, parts: tuple[ConversionPlan, ...]) -> _Way:
+        """A way that is proved from now on."""
+        kept = None if graph is None else replace(graph, calls=[], looks=[], runs=[], entered=[""])
+        self.ways.append(_Way(parts, kept))
+        return self.ways[-1]
+
+    def is_running(self, way: _Way) -> bool:
+        """Whether a module runs in a call that goes this way, be it again in a backward pass (checkpointing).
 
         Raises:
             UnprovedCall: if it runs again, and calls of different kinds have been waiting for their backward passes.
         """
         if not is_in_backward():
-            return self.running == kind
+            return self.running is way
         self.was_backward = True
         if len(self.with_gradients) > 1:
             raise UnprovedCall(
@@ -142,39 +229,54 @@ class CallProver:
                 " different kinds, between which layouts differ, and which of them it was is not known: call backward"
                 " after each of them, call it in the same way each time, or turn activation checkpointing off"
             )
-        return kind in self.with_gradients
+        return way in self.with_gradients
 
-    def _runs(self, kind: Hashable) -> None:
-        """Note that a call of this kind begins."""
-        self.running = kind
-        if torch.is_grad_enabled():
+    def _runs(self, way: _Way | None) -> None:
+        """Note that a call begins that goes this way; ``None`` for a trace."""
+        self.running = way
+        if torch.is_grad_enabled() and way is not None:
             if self.was_backward:
                 self.with_gradients, self.was_backward = set(), False
-            self.with_gradients.add(kind)
+            self.with_gradients.add(way)
 
-    def _prove(self, kind: Hashable, call: Call) -> tuple[ConversionPlan, ...]:
-        """Trace both models in a call of this kind, and compare; returns what is not Invariant around modules then.
+    def _prove(self, call: Call) -> _Way:
+        """Trace the original model in a call, and the local one, too, if that goes a way that is not known; compare.
 
         What every rank needs is worked out on each, so that all come to the same.
         """
+        self.attributes.bring()
         for module, copied in zip(self.modules, self.original.modules(), strict=True):
             copied.training = module.training
             keep_values(copied, module)
         try:
             bare = {change.module for change in self.plan.conversions if change.call and change.side == "argument"}
-            graph = trace(self.original, call, frozenset(self.plan.opaque), training=False, bare=bare)
+            graph = trace(
+                self.original,
+                call,
+                frozenset(self.plan.opaque),
+                training=False,
+                bare=bare,
+                device=device_of(self.model),
+            )
         except CaptureError as error:
             warnings.warn(
                 f"a call of {self._who()} cannot be traced, and so nobody has proved that its parts compute what the"
                 f" model does when it is called so: {described(call, self.modules[0].training)}. ({error})",
                 stacklevel=2,
             )
-            return parallel_state(self.model).parts
+            return self._way(None, parallel_state(self.model).parts)
+        self._heed(graph)
+        try:
+            graph = as_planned(graph, self.plan, IMPLEMENTATIONS)
+        except PlanMismatch as error:
+            raise self._refusal(call, error) from error
+        for way in self.ways:
+            if way.graph is not None and same_way(way.graph, graph):
+                return way
         fixed: set[Boundary] = set()
         first: Exception | None = None
         while True:
             try:
-                graph = as_planned(graph, self.plan, IMPLEMENTATIONS)
                 changes, solution = read_for_call(self.plan, graph, IMPLEMENTATIONS, fixed)
             except PlanMismatch as error:
                 raise self._refusal(call, first or error) from error
@@ -193,15 +295,16 @@ class CallProver:
         # Before the hooks with which the model collects outputs, as in the traces; each before the one after it.
         lengths = Lengths()  # of axes of this call's graph
         inputs = [change for change in changes if not change.module and change.side == "in"]
-        self.at_inputs[kind] = [BoundaryConversion(change, self.group, lengths) for change in inputs]
+        way = self._way(graph, parts_at_modules(solution))
+        way.inputs = [BoundaryConversion(change, self.group, lengths) for change in inputs]
         for change in reversed(changes):
             if change not in inputs:
-                change_here = _InKind(change, self.group, lengths, self, kind)
+                change_here = _OnWay(change, self.group, lengths, self, way)
                 self.hooks.append(hook_boundary(self.model, change_here, prepend=True))
         for size in sizes:
-            self.hooks += _SizeInKind(self.model, size, self, kind).hook()
+            self.hooks += _SizeOnWay(self.model, size, self, way).hook()
         allow_runs(self.model, runs_apart(self.plan, solution.graph))
-        return parts_at_modules(solution)
+        return way
 
     def _refusal(self, call: Call, why: Exception) -> UnprovedCall:
         return UnprovedCall(
@@ -230,27 +333,25 @@ class CallProver:
             )
 
 
-class _InKind(BoundaryConversion):
-    """A change of layout in calls of one kind only."""
+class _OnWay(BoundaryConversion):
+    """A change of layout in calls that go one way only."""
 
-    def __init__(
-        self, plan: ConversionPlan, group: TPGroup, lengths: Lengths, prover: CallProver, kind: Hashable
-    ) -> None:
+    def __init__(self, plan: ConversionPlan, group: TPGroup, lengths: Lengths, prover: CallProver, way: _Way) -> None:
         super().__init__(plan, group, lengths)
-        self.prover, self.kind = prover, kind
+        self.prover, self.way = prover, way
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return super().before(module, args, kwargs) if self.prover.is_running(self.kind) else None
+        return super().before(module, args, kwargs) if self.prover.is_running(self.way) else None
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return super().after(module, args, output) if self.prover.is_running(self.kind) else None
+        return super().after(module, args, output) if self.prover.is_running(self.way) else None
 
 
-class _SizeInKind:
-    """An attribute of a module, or an entry of its config, that is this rank's while it runs in calls of one kind."""
+class _SizeOnWay:
+    """An attribute of a module, or an entry of its config, that is this rank's in calls that go one way."""
 
-    def __init__(self, model: nn.Module, size: SizePlan, prover: CallProver, kind: Hashable) -> None:
-        self.model, self.size, self.prover, self.kind = model, size, prover, kind
+    def __init__(self, model: nn.Module, size: SizePlan, prover: CallProver, way: _Way) -> None:
+        self.model, self.size, self.prover, self.way = model, size, prover, way
         self.attribute = size.attribute.partition(".")[0]
         self.before: list[Any] = []  # the attribute's value before each run that is under way
 
@@ -261,7 +362,7 @@ class _SizeInKind:
         return [before, module.register_forward_hook(self._set_back, always_call=True)]
 
     def _set(self, module: nn.Module, args: Any) -> None:
-        if self.prover.is_running(self.kind):
+        if self.prover.is_running(self.way):
             self.before.append(getattr(module, self.attribute))
             set_size(self.model, self.size, self.size.local[self.prover.group.rank])
 
@@ -270,58 +371,6 @@ class _SizeInKind:
             setattr(module, self.attribute, self.before.pop())
 
 
-def kind_of(value: Any, unknown: list[str] | None = None) -> Hashable:
-    """What of a call's arguments may decide which code runs: not values of tensors, nor their sizes but 1.
-
-    The number of rows, a tensor's first dim, may be 1 as well as any other: see :func:`with_rows`.
-
-    Args:
-        value: the arguments.
-        unknown: gets the classes of objects of whose contents nothing is known.
-    """
-    kind = type(value)
-    if value is None or kind is bool or kind is str or isinstance(value, torch.dtype | torch.device):
-        return value
-    if isinstance(value, Tensor):
-        return value.dtype, value.requires_grad, value.ndim, tuple([size == 1 for size in value.shape[1:]])
-    if kind is int:
-        return "int", min(max(value, -1), 2)
-    if kind is float:
-        return "float"
-    if isinstance(value, Mapping):
-        return tuple([(key, kind_of(item, unknown)) for key, item in value.items()])
-    if isinstance(value, list | tuple):
-        return (kind.__name__, *[kind_of(item, unknown) for item in value])
-    if is_dataclass(value):
-        return tuple([(field.name, kind_of(getattr(value, field.name), unknown)) for field in fields(value)])
-    if (level := opened(value)) is not None:
-        return (kind.__name__, *[(step, kind_of(item, unknown)) for step, item in zip(*level[:2], strict=True)])
-    if unknown is not None:
-        unknown.append(kind.__name__)
-    return kind.__name__
-
-
-def with_rows(call: Call) -> Call:
-    """A call with a single row as one with two of it: a dim of size 1 could be any dim, or none."""
-    sizes = {leaf.shape[0] for leaf in tensors_in(tuple(call)) if leaf.ndim}
-    if sizes != {1}:
-        return call
-    args, kwargs = map_tensors(lambda leaf: torch.cat([leaf, leaf]) if leaf.ndim else leaf, tuple(call))
-    return Call(args, kwargs)
-
-
 def _is_traced(call: Call) -> bool:
     """Whether it has no values: another trace is under way."""
-    return any(leaf.is_meta for leaf in tensors_in(tuple(call)))
-
-
-def described(call: Call, training: bool) -> str:
-    """A call in words."""
-    said = [_said(value) for value in call.args] + [f"{name}={_said(value)}" for name, value in call.kwargs.items()]
-    return f"({', '.join(said)}), in {'training' if training else 'evaluation'} mode"
-
-
-def _said(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-    return repr(value) if value is None or isinstance(value, bool | int | float | str) else type(value).__name__
+    return any(not has_values(leaf) for leaf in tensors_in(tuple(call)))

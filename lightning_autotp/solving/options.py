@@ -43,6 +43,8 @@ class PlanOptions:
             do.
         traced_with: where the call that is traced comes from, if there is more to say than whether it was given. Not
             the user's to say.
+        device: where the model will run, for code of its that asks; empty: where its parameters are. Not the user's to
+            say.
 
     Raises:
         ValueError: for a number of tokens that is none, or for options that exclude each other.
@@ -57,6 +59,7 @@ class PlanOptions:
     sequence_parallel: bool | Literal["auto"] = False
     async_tensor_parallel: bool = False
     traced_with: str = ""
+    device: str = ""
 
     def __post_init__(self) -> None:
         if self.sequence_parallel not in (True, False, "auto"):

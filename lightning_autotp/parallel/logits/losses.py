@@ -54,7 +54,7 @@ def _nll_loss(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
         return NotImplemented
     dim = min(1, logits.dim() - 1)
     is_plain = call.arguments["size_average"] is None and call.arguments["reduce"] is None
-    if logits.vocab_dim != dim or logits.is_meta or not is_plain or (weight is not None and weight.requires_grad):
+    if logits.vocab_dim != dim or logits.is_traced or not is_plain or (weight is not None and weight.requires_grad):
         return NotImplemented
     ignored = target == call.arguments["ignore_index"]
     classes = target.masked_fill(ignored, 0)
@@ -82,6 +82,6 @@ def _kl_div(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any
     each = pointwise(func, (found, wanted), options)
     if each is NotImplemented or reduction == "none":
         return each
-    if reduction not in ("sum", "batchmean") or each.is_meta:
+    if reduction not in ("sum", "batchmean") or each.is_traced:
         return NotImplemented
     return each.sum() / each.shape[0] if reduction == "batchmean" else each.sum()

@@ -38,7 +38,7 @@ def _of_vocabulary(
         dim = dim[0]
     if not isinstance(logits, VocabParallelLogits) or not isinstance(dim, int) or set(given) - {*names}:
         return None
-    if logits.is_meta or logits.one_position or not logits.is_floating_point():
+    if logits.is_traced or logits.one_position or not logits.is_floating_point():
         return None
     is_along = -logits.dim() <= dim < logits.dim() and dim % logits.dim() == logits.vocab_dim
     return (logits, given) if is_along else None
@@ -86,7 +86,7 @@ def _reduced(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
         before = 0 if given.get("keepdim") else sum(other < dim for other in dims)
         return rewrap(logits, func(logits.local, **given), dim - before)
     dtype = _result_dtype(logits, func, given)
-    if logits.is_meta or not dtype.is_floating_point:
+    if logits.is_traced or not dtype.is_floating_point:
         return NotImplemented
     compute = log_sum_exp if func.__name__ == "logsumexp" else total
     found = compute(exact(logits, dtype), dim, logits.ownership, logits.group).unsqueeze(dim)

@@ -24,6 +24,7 @@ from lightning_autotp.parallel.head_product import HeadProduct
 from lightning_autotp.private.fabric_private import only_looks
 from lightning_autotp.private.torch_private import (
     VIEW_GETTERS,
+    has_values,
     schema_of,
     storage_key,
     tree_leaves,
@@ -109,7 +110,7 @@ class VocabParallelLogits(Tensor):
                 f"rank {group.rank} has {ownership.local_size(group.rank)} of the vocabulary as {shard}, "
                 f"but its logits are {tuple(local.shape)}"
             )
-        if local.requires_grad and torch.is_grad_enabled() and not local.is_meta:
+        if local.requires_grad and torch.is_grad_enabled() and has_values(local):
             return _Wrap.apply(local, dim, ownership, group)
         return _make(local, dim, ownership, group)
 
@@ -139,6 +140,11 @@ class VocabParallelLogits(Tensor):
     def product(self) -> HeadProduct | None:
         """What the local part is to be computed from, if it was not yet."""
         return self._source if isinstance(self._source, HeadProduct) and not self._source.is_done else None
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether they are a trace's, which have no values."""
+        return isinstance(self._source, Tensor) and not has_values(self._source)
 
     @property
     def vocab_dim(self) -> int:

@@ -1,0 +1,73 @@
+"""Which plain attributes the code of each module reads.
+
+An integer may be a size that must become local, and any of them may decide which way the code goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+
+from torch import nn
+
+from lightning_autotp.operators.graph import Constant, Graph
+from lightning_autotp.parameters.subclassing import subclass
+
+_PLAIN = (int, bool, float, str, type(None))
+_OF_EVERY_MODULE = {*dir(nn.Module), *vars(nn.Module())}
+
+
+def note_attributes(model: nn.Module, graph: Graph, running: Callable[[], str]) -> None:
+    """Have a model note which plain attributes its code reads; it is a copy, and is not used for anything else.
+
+    Args:
+        model: the module tree, whose modules and configs get classes that note what is read of them.
+        graph: gets, by module, the integers that were read (attributes of its own, and as ``config.NAME`` those of its
+            config), and the names of all plain attributes of its own.
+        running: tells the path of the module that runs.
+    """
+    modules = dict(model.named_modules())
+    configs = {path: vars(module).get("config") for path, module in modules.items()}
+
+    def note_integer(path: str, name: str, value: Constant) -> None:
+        if type(value) is int:
+            graph.integers.setdefault(path, {}).setdefault(name, value)
+
+    def watch_module(path: str, module: nn.Module) -> None:
+        def note(name: str, value: Constant) -> None:
+            if name in vars(module):
+                note_integer(path, name, value)
+            graph.settings.setdefault(path, {})[name] = None
+
+        _watch(module, note)
+
+    def watch_config(config: object) -> None:
+        names = getattr(config, "attribute_map", {})
+
+        def note(name: str, value: Constant) -> None:
+            path = running()
+            if configs.get(path) is config and name in vars(config):
+                note_integer(path, f"config.{names.get(name, name)}", value)
+
+        _watch(config, note)
+
+    for config in {id(config): config for config in configs.values() if config is not None}.values():
+        watch_config(config)
+    for path, module in modules.items():
+        watch_module(path, module)
+
+
+def _watch(target: object, note: Callable[[str, Constant], object]) -> None:
+    """Report every plain attribute read of ``target`` (the object itself, not its class)."""
+    kind = type(target)
+
+    def read(self: object, name: str) -> object:
+        value = kind.__getattribute__(self, name)
+        if type(value) in _PLAIN and name not in _OF_EVERY_MODULE:
+            note(name, value)
+        return value
+
+    known_as = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}  # its code may look itself up by name
+    watched = subclass(kind.__name__, (kind,), {"__getattribute__": read, **known_as})
+    with suppress(TypeError):  # a dict, say, whose class cannot be changed: it has no attributes either
+        target.__class__ = watched

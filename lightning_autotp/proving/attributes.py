@@ -1,0 +1,61 @@
+"""Plain attributes of modules that a model's code reads: a flag that is set later may lead it another way."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+from lightning_autotp.layouts.plan import SizePlan
+from lightning_autotp.proving.call_kinds import FewValues
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class AttributeWatch:
+    """The attributes of a parallel model that its code was seen to read.
+
+    Args:
+        here: the local model's modules, by the paths that they have in the original one.
+        original: a copy of the original model.
+        sizes: the plan's sizes: what a rank has of these is its own.
+    """
+
+    def __init__(self, here: Mapping[str, nn.Module], original: nn.Module, sizes: Iterable[SizePlan]) -> None:
+        self._here = here
+        self._there: dict[str, nn.Module] = dict(original.named_modules())
+        self._own = {(size.module, size.attribute) for size in sizes}
+        self._watched: dict[tuple[str, str], tuple[nn.Module, str, Any]] = {}
+        self._few = FewValues()
+
+    def watch(self, read: Mapping[str, Iterable[str]]) -> None:
+        """Watch these, too.
+
+        Args:
+            read: by module, the names of attributes.
+        """
+        for path, names in read.items():
+            for name in names:
+                module, place = self._here.get(path), (path, name)
+                if module is not None and place not in self._own and place not in self._watched:
+                    self._watched[place] = module, name, getattr(module, name, None)
+
+    def changes(self) -> Hashable:
+        """What is another than when it was watched first: places and values. Takes a few microseconds for a layer."""
+        watched = self._watched
+        if all(getattr(module, name, value) is value for module, name, value in watched.values()):
+            return ()
+        changed = []
+        for place, (module, name, value) in watched.items():
+            now = getattr(module, name, value)
+            if now is not value and type(now) in _PLAIN and now != value:
+                changed.append((place, self._few.told(place, now)))
+        return tuple(changed)
+
+    def bring(self) -> None:
+        """Let the original model have the values that the local one has now."""
+        for (path, _), (module, name, value) in self._watched.items():
+            now = getattr(module, name, value)
+            if getattr(self._there[path], name, value) is not now:
+                setattr(self._there[path], name, now)

@@ -1,0 +1,180 @@
+"""Models whose code takes another path than in the trace: what they compute is right, or an error on every rank.
+
+Each block asks something, and where the answer is yes takes the weight of its output layer itself, as fused code does.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import run_ranks
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
+from torch.nn import functional as F
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from lightning_autotp import UnprovedCall, full_gradients, parallelize
+from lightning_autotp.guard.bypassed import BypassedLayer
+
+WIDTH = 16
+SWITCH = {"on": False}
+Question = Callable[["Block", Tensor, Any], bool]
+
+
+class Block(nn.Module):
+    flag = False
+
+    def __init__(self, question: Question) -> None:
+        super().__init__()
+        self.inner, self.out = nn.Linear(WIDTH, 36, bias=False), nn.Linear(36, WIDTH, bias=False)
+        self.question, self.calls = question, 0
+
+    def forward(self, x: Tensor, task: Any = None) -> Tensor:
+        hidden = self.inner(x).relu()
+        if self.question(self, x, task):
+            return x + F.linear(hidden, self.out.weight)
+        return x + self.out(hidden)
+
+    def count(self) -> int:
+        self.calls += 1
+        return self.calls
+
+
+class Net(nn.Module):
+    def __init__(self, question: Question) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block(question) for _ in range(2))
+
+    def forward(self, x: Tensor, task: Any = None) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x, task)
+        return self.last(x)
+
+    def flip(self) -> None:
+        for block in self.blocks:
+            block.flag = True
+
+
+TRACED: dict[str, Question] = {
+    "device of the input": lambda block, x, _: x.device.type == "cpu",
+    "device of a weight": lambda block, x, _: block.out.weight.device.type == "cpu",
+    "not on meta": lambda block, x, _: not x.is_meta,
+    "no accelerator": lambda block, x, _: not torch.cuda.is_available(),
+    "dtype": lambda block, x, _: x.dtype == torch.float64,
+}
+"""In a trace the answer is that of the run."""
+
+KINDS: dict[str, Question] = {
+    "more than 64 tokens in a row": lambda block, x, _: x.shape[1] > 64,
+    "more than 100 tokens in all": lambda block, x, _: x.shape[0] * x.shape[1] > 100,
+    "tokens divide by 16": lambda block, x, _: x.shape[1] % 16 == 0,
+    "more than 20 rows": lambda block, x, _: len(x) > 20,
+    "attribute": lambda block, x, _: block.flag,
+    "counter of calls": lambda block, x, _: block.count() > 1,
+    "no gradients": lambda block, x, _: not torch.is_grad_enabled(),
+    "autocast": lambda block, x, _: torch.is_autocast_enabled("cpu"),
+    "task": lambda block, x, task: task == 3,
+    "strength": lambda block, x, task: task is not None and task > 0.5,
+}
+"""The second call is of another kind, or its sizes are: it is traced."""
+
+UNSEEN: dict[str, Question] = {
+    "not a fake tensor": lambda block, x, _: not is_fake(x),
+    "no dispatch mode": lambda block, x, _: _get_current_dispatch_mode() is None,
+    "not traced": lambda block, x, _: not (is_fake(x) or torch.jit.is_tracing() or torch.compiler.is_compiling()),
+    "global flag": lambda block, x, _: SWITCH["on"],
+    "environment variable": lambda block, x, _: "TAKE_THE_WEIGHT" in os.environ,
+}
+"""No trace shows that the second call goes another way."""
+
+SHAPES = {
+    "more than 64 tokens in a row": (2, 80),
+    "more than 100 tokens in all": (3, 40),
+    "tokens divide by 16": (2, 32),
+    "more than 20 rows": (21, 5),
+}
+TASKS: dict[str, tuple[Any, Any]] = {"task": (2, 3), "strength": (0.1, 0.9)}
+
+
+def steps(name: str, question: Question) -> Iterator[None]:
+    """Two steps of training, compared with one process; what is asked for changes after the first."""
+    SWITCH["on"] = False
+    os.environ.pop("TAKE_THE_WEIGHT", None)
+    torch.manual_seed(0)
+    whole = Net(question)
+    local = copy.deepcopy(whole)
+    tasks = TASKS.get(name)
+    parallelize(
+        local,
+        dist.group.WORLD,  # type: ignore[arg-type]
+        example_inputs=(torch.zeros(3, 7, WIDTH), *(tasks[:1] if tasks else ())),
+        plan_cache=False,
+    )
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (whole, local)]
+    generator = torch.Generator().manual_seed(1)
+    for step in range(2):
+        shape = (2, 7) if step == 0 else SHAPES.get(name, (2, 7))
+        given = torch.randn(*shape, WIDTH, generator=generator), *(tasks[step : step + 1] if tasks else ())
+        if step and name == "attribute":
+            whole.flip()
+            local.flip()
+        if step and name == "global flag":
+            SWITCH["on"] = True
+        if step and name == "environment variable":
+            os.environ["TAKE_THE_WEIGHT"] = "1"
+        with torch.autocast("cpu", torch.bfloat16, enabled=bool(step and name == "autocast")):
+            with torch.set_grad_enabled(not (step and name == "no gradients")):
+                expected, found = whole(*given), local(*given)
+            if not found.requires_grad:
+                torch.testing.assert_close(found, expected)
+                continue
+            values = found.clone()  # they may be computed late
+            for result in (expected, found):
+                result.float().square().mean().backward()
+        for optimizer in optimizers[::-1]:
+            optimizer.step()
+        torch.testing.assert_close(values, expected, rtol=1e-4, atol=1e-5)
+        gradients = full_gradients(local)
+        for key, parameter in whole.named_parameters():
+            torch.testing.assert_close(gradients[key], parameter.grad, rtol=1e-4, atol=1e-6)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        yield
+
+
+def outcomes(rank: int, size: int) -> dict[str, tuple[int, str]]:
+    """By question, how many steps were right, and the error that ended them."""
+    found = {}
+    for name, question in (TRACED | KINDS | UNSEEN).items():
+        right, error = 0, ""
+        try:
+            for _ in steps(name, question):
+                right += 1
+        except (UnprovedCall, BypassedLayer) as caught:
+            error = f"{type(caught).__name__}: {caught}"
+        found[name] = right, error
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_no_path_is_silently_wrong(ranks: int) -> None:
+    for found in run_ranks(outcomes, ranks):
+        assert {name: found[name] for name in TRACED} == dict.fromkeys(TRACED, (2, ""))
+        for name in KINDS:
+            right, error = found[name]
+            assert right == 1, name
+            assert error.startswith("UnprovedCall: Net is called in another way than it was traced"), name
+            assert "blocks.0" in error, name
+        for name in UNSEEN:
+            right, error = found[name]
+            assert right == (name in ("global flag", "environment variable")), name
+            assert error.startswith("BypassedLayer: blocks.0.out, blocks.1.out of the parallel Net did not run"), error
+            assert "keep_whole=['blocks.0.out', 'blocks.1.out']" in error
