@@ -252,6 +252,12 @@ ALL_REDUCES = {
 """One for each row-parallel product, sum or statistic. RWKV sums its receptance, too."""
 
 
+def test_a_module_that_runs_twice_with_other_layouts_keeps_all_tokens() -> None:
+    verdict = plan_one("zaya", "causal", 2, sequence_parallel=True)
+    assert verdict.outcome == "planned", verdict.reason
+    assert verdict.sharded > 0.96
+
+
 @pytest.mark.parametrize("name", ALL_REDUCES)
 def test_all_reduces_of_a_layer(name: str) -> None:
     verdict = plan_one(name, "causal", 2)

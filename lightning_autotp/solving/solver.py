@@ -74,14 +74,19 @@ def solve(
         tables.follow(plan, is_other_call)
     tables.fixed |= set(fixed)
     bound = 0.0
+    kept: dict[int, Kind] = {}
     while True:
-        solution = _solve_once(tables, pinned or {})
+        solution = _solve_once(tables, pinned or {}, kept)
         bound = bound or solution.bound  # the first's: that of the problem without anything fixed
         varying = _converted_differently(solution)
         if not varying:
             solution.bound = min(bound, solution.cost)
             return solution
-        tables.fixed |= varying  # which may cost more than a conversion that is the same each time: the bound says so
+        there = tables.passing(varying) - kept.keys() if dealt_on is not None else set()
+        if dealt_on is not None and there:  # there as with whole tokens, which is the same each time
+            kept |= {tensor: dealt_on.kinds[tensor] for tensor in there & dealt_on.kinds.keys()}
+        else:  # which may cost more than a conversion that is the same each time: the bound says so
+            tables.fixed |= varying
 
 
 def price(
@@ -97,13 +102,16 @@ def price(
     )
 
 
-def _solve_once(tables: Tables, pinned: Mapping[str, int | None]) -> Solution:
+def _solve_once(tables: Tables, pinned: Mapping[str, int | None], kept: Mapping[int, Kind]) -> Solution:
     is_divisible = any(tables.touching[tensor] for tensor in tables.graph.parameters if tensor in tables.touching)
     if not is_divisible and tables.planned is None:  # a plan may leave everything whole
         raise NothingToShard(_nothing(tables))
     problem, domains = tables.problem()
     for tensor, allowed in _pinned(tables, pinned, problem, domains):
         problem.add((tensor,), {(code,): 0.0 for code in allowed})
+    for tensor, kind in kept.items():
+        if tensor in domains:
+            problem.add((tables.first.get(tensor, tensor),), {(domains[tensor].index(kind),): 0.0})
     try:
         found = problem.solve()
     except NotFoundInTime as error:

@@ -209,6 +209,11 @@ class Tables:
             dealt = [n for n in numbers if self.growing.intersection(self.shardings[n].axes) and tensor not in undealt]
             self.touching[tensor] = tuple(n for n in numbers if n == divided.get(tensor) or n in dealt)
 
+    def passing(self, places: Collection[Boundary | CallPoint]) -> set[int]:
+        """The tensors before and after these places."""
+        there = [operator for operator in self.graph.operators if operator.boundary in places]
+        return {tensor for operator in there for tensor in (*operator.inputs, *operator.outputs)}
+
     def price(self, kinds: Mapping[int, Kind]) -> float:
         """What these layouts cost."""
         problem, domains = self.problem()
