@@ -1,5 +1,6 @@
 # make train         fine-tune SmolLM2-135M-Instruct on two processes   (make train ARGS="--compare --max-steps 10")
 # make test          the test suite                                     (make test ARGS="-k llama")
+# make test-fast     the tests of one process and one parity, in two minutes
 # make test-nightly  what CI has no time for: the same tests for more models and numbers of ranks
 # make test-lowest   its fast tests with the lowest versions that pyproject.toml allows
 # make zoo           every architecture of transformers against one process   (make zoo ARGS="--only llama gpt2 --tp 4")
@@ -17,7 +18,7 @@ JOBS ?= 2
 ARGS ?=
 BIN := $(VENV)/bin
 
-.PHONY: train test test-nightly test-lowest zoo zoo-others faults lint setup clean
+.PHONY: train test test-fast test-nightly test-lowest zoo zoo-others faults lint setup clean
 
 setup: $(VENV)/.installed
 
@@ -42,6 +43,9 @@ test: $(VENV)/.installed
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TRANSFORMERS_VERBOSITY=error TOKENIZERS_PARALLELISM=false \
 		$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
+test-fast:
+	$(MAKE) test ARGS="tests/unit tests/private tests/end_to_end/test_parity.py $(ARGS)"
+
 test-nightly:
 	$(MAKE) test ARGS="-m nightly $(ARGS)"
 
@@ -52,7 +56,7 @@ LOWEST = capture elimination solver plan verify calls strategy checkpoint pretra
 
 test-lowest:
 	$(MAKE) test VENV=.venv-lowest CONSTRAINTS=constraints-lowest.txt EXTRAS=dev \
-		ARGS="$(or $(ARGS),$(LOWEST:%=tests/test_%.py))"
+		ARGS="$(or $(ARGS),$(LOWEST:%=tests/*/test_%.py))"
 
 zoo: $(VENV)/.installed
 	PYTHONPATH=tools OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m zoo $(ARGS)

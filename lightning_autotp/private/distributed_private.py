@@ -1,6 +1,6 @@
 """What is used of ``torch.distributed`` that it does not promise to keep: process groups, collectives, FSDP2, files.
 
-The rest of the package imports it from here, and ``tests/test_private.py`` asks each of these names for what is relied
+The rest of the package imports it from here, and ``tests/private`` asks each of these names for what is relied
 on. Apart from :mod:`.torch_private`, for much of the package works without processes.
 """
 

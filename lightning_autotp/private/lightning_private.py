@@ -1,6 +1,6 @@
 """What is used of Lightning that it does not promise to keep.
 
-:mod:`lightning_autotp.lightning` imports it from here, and ``tests/test_private.py`` asks each of these names for what
+:mod:`lightning_autotp.lightning` imports it from here, and ``tests/private`` asks each of these names for what
 is relied on. The classes are Lightning's own, with public names for what a class derived from them needs.
 """
 

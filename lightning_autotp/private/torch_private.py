@@ -1,6 +1,6 @@
 """What is used of torch that it does not promise to keep, but for processes (:mod:`.distributed_private`).
 
-The rest of the package imports it from here, and ``tests/test_private.py`` asks each of these names for what is relied
+The rest of the package imports it from here, and ``tests/private`` asks each of these names for what is relied
 on. A comment says what a name is for, and what public API would do instead, where there is one in sight.
 """
 

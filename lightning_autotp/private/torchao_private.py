@@ -1,6 +1,6 @@
 """What is used of torchao that it does not promise to keep: how its float8 layers compute.
 
-The rest of the package imports it from here, and ``tests/test_private.py`` asks each of these names for what is relied
+The rest of the package imports it from here, and ``tests/private`` asks each of these names for what is relied
 on. Public is how a model is told to train in float8; layers take their scales from what is in one process then.
 
 torchao is not installed with this package: a function here imports it when it is called.

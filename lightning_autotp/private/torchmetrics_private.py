@@ -1,6 +1,6 @@
 """What is used of torchmetrics, which Lightning trains with, that it does not promise to keep.
 
-:mod:`lightning_autotp.metrics` imports it from here, and ``tests/test_private.py`` asks for what is relied on.
+:mod:`lightning_autotp.metrics` imports it from here, and ``tests/private/test_private.py`` asks for what is relied on.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What is used of transformers that it does not promise to keep: how it loads and saves weights.
 
-The rest of the package imports it from here, and ``tests/test_private.py`` asks each of these names for what is relied
+The rest of the package imports it from here, and ``tests/private`` asks each of these names for what is relied
 on. What ``from_pretrained`` and ``save_pretrained`` do is public, but only for whole tensors: their steps are not.
 """
 # ruff: noqa: E402

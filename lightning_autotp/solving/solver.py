@@ -102,14 +102,14 @@ def price(
     )
 
 
-def _solve_once(tables: Tables, pinned: Mapping[str, int | None], kept: Mapping[int, Kind]) -> Solution:
+def _solve_once(tables: Tables, pinned: Mapping[str, int | None], kept: Mapping[int, Kind] | None = None) -> Solution:
     is_divisible = any(tables.touching[tensor] for tensor in tables.graph.parameters if tensor in tables.touching)
     if not is_divisible and tables.planned is None:  # a plan may leave everything whole
         raise NothingToShard(_nothing(tables))
     problem, domains = tables.problem()
     for tensor, allowed in _pinned(tables, pinned, problem, domains):
         problem.add((tensor,), {(code,): 0.0 for code in allowed})
-    for tensor, kind in kept.items():
+    for tensor, kind in (kept or {}).items():
         if tensor in domains:
             problem.add((tables.first.get(tensor, tensor),), {(domains[tensor].index(kind),): 0.0})
     try:

@@ -1,0 +1,58 @@
+"""The benchmarks run from end to end, tiny and on the processor, so that none is broken when someone needs it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import planner
+import pytest
+from distributed import SCRIPT_ENVIRONMENT
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def run(script: str, *options: str | Path) -> str:
+    command = [sys.executable, script, *map(str, options)]
+    environment = {**os.environ, **SCRIPT_ENVIRONMENT}
+    return subprocess.run(
+        command, cwd=BENCHMARKS, check=True, env=environment, text=True, stdout=subprocess.PIPE
+    ).stdout
+
+
+@pytest.mark.nightly
+def test_steps_on_a_device(tmp_path: Path) -> None:
+    page = tmp_path / "gpu.md"
+    run("gpu.py", "--page", page, "--device", "cpu", "--tiny", "--rounds", "2")
+    text = page.read_text()
+    assert "failed" not in text
+    steps = [line for line in text.splitlines() if " ms |" in line]
+    assert len(steps) == 3 * 2 + 3  # three systems, eager and compiled; and three losses
+
+
+@pytest.mark.nightly
+def test_steps_beside_the_peers(tmp_path: Path) -> None:
+    page = tmp_path / "benchmarks.md"
+    run("compare.py", "--page", page, "--tiny", "true", "--rounds", "2")
+    text = page.read_text()
+    assert "a tiny Llama" in text
+    assert len([line for line in text.splitlines() if line.endswith(" s |")]) == 9  # every system was timed
+    assert page.with_suffix(".png").stat().st_size > 10_000
+
+
+def test_what_a_layer_sends(tmp_path: Path) -> None:
+    page = tmp_path / "real-sizes.md"
+    run("real_sizes.py", "--page", page, "--only", "[Llama]")
+    rows = [line for line in page.read_text().splitlines() if line.startswith("| Llama")]
+    assert len(rows) == 2  # without and with sequence parallelism
+    assert all("| 4 all-reduces |" in row.partition("every layer")[2] for row in rows[:1])
+
+
+def test_stages_of_planning() -> None:
+    case = planner.Case("gpt2", 2, "n_layer", 2, 60.0, {"n_embd": 64, "n_head": 4, "vocab_size": 131})
+    seconds = planner.measure(case, 2)
+    assert list(seconds) == list(planner.STAGES)
+    assert all(stage.wall > 0 for stage in seconds.values())
+    assert planner.total(seconds).wall >= seconds["make_plan"].wall

@@ -1,0 +1,255 @@
+"""The documentation tells the truth: its code runs or binds, its outputs and messages are real, its links resolve.
+
+A block marked ``python run`` is executed, all of a page in one namespace, and a ``text`` block right after it is what
+it prints. A block marked ``python`` needs several processes, or a test run: ``test_guides.py`` runs it. Here it is
+compiled, and what it calls by imported names must exist and take those arguments.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dataclasses
+import doctest
+import importlib
+import inspect
+import io
+import pkgutil
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flop_counts import prove_flops
+from pages import DOCS, OPERATORS_PAGE, PAGES, ROOT, blocks
+from rule_cases import CASES
+from rule_draws import prove
+
+import lightning_autotp
+from lightning_autotp.operators import registry
+
+PACKAGE = ROOT / "lightning_autotp"
+TROUBLE = ROOT / "docs" / "troubleshooting.md"
+# These never leave the package: they become other errors, or a reason in the plan.
+INTERNAL = {
+    "Ambiguous",
+    "_TooManyRows",
+    "Contradiction",
+    "NotFoundInTime",
+    "UnknownSize",
+    "_Unknown",
+    "_Untraceable",
+    "_Reason",
+    "NotRun",
+    "NoSuchPlace",
+    "NoAssignment",
+    "NoValue",
+    "Unlocalizable",
+    "_NoLeaf",
+}
+
+
+def named(page: Path) -> str:
+    return page.name
+
+
+def without_trailing(text: str) -> str:
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    return "\n".join(line.rstrip() for line in plain.strip().splitlines())
+
+
+@pytest.fixture
+def operators_of_the_page() -> Iterator[list[str]]:
+    """The operators that the page about them declares, which are unknown until it does and afterwards."""
+    declared = re.compile(r'^@operator\("([^"]+)"', re.M)
+    names = [name for block in blocks(OPERATORS_PAGE, "python run") for name in declared.findall(block)]
+    tables: list[dict[str, Any]] = [registry._RECORDS, CASES]
+    before = [dict(table) for table in tables]
+    for table in tables:
+        for name in names:
+            table.pop(name, None)
+    try:
+        yield names
+    finally:
+        for table, entries in zip(tables, before, strict=True):
+            table.clear()
+            table.update(entries)
+
+
+def run(page: Path) -> None:
+    """Execute a page's marked blocks; each must print what the page says."""
+    namespace: dict[str, Any] = {}
+    found = re.findall(
+        r"^```python run\n(.*?)^```\n(?:\n```text\n(.*?)^```)?", page.read_text(), re.MULTILINE | re.DOTALL
+    )
+    for code, expected in found:
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(code, str(page), "exec"), namespace)
+        assert without_trailing(printed.getvalue()) == without_trailing(expected), code
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python run")], ids=named)
+def test_runnable_code_prints_what_the_page_says(page: Path, operators_of_the_page: list[str]) -> None:
+    run(page)
+
+
+def test_operators_of_the_page_are_as_it_says(operators_of_the_page: list[str]) -> None:
+    run(OPERATORS_PAGE)
+    assert len(operators_of_the_page) == 3
+    assert not set(operators_of_the_page) & CASES.keys()
+    for block in blocks(OPERATORS_PAGE, "python"):
+        if "@case" in block:
+            exec(compile(block, str(OPERATORS_PAGE), "exec"), {})
+    for name in operators_of_the_page:
+        seen = prove(name, examples=25)
+        assert seen["sharded"] > 0
+    products = [name for name in operators_of_the_page if registry.record(name).flops]
+    assert len(products) == 1
+    for name in products:
+        prove_flops(name)
+
+
+def test_the_record_is_told_whole() -> None:
+    """The page names every fact that a record may hold."""
+    facts = {field.name for field in dataclasses.fields(registry.Record)} - {"name", "place", "rule"}
+    assert facts == set(re.findall(r"^\| `(\w+)` \|", OPERATORS_PAGE.read_text(), re.M))
+
+
+def imported(tree: ast.AST) -> dict[str, Any]:
+    """What a block's imports bind, by name."""
+    bound: dict[str, Any] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            module = importlib.import_module(node.module)
+            for alias in node.names:
+                assert hasattr(module, alias.name), f"{node.module} has no {alias.name}"
+                bound[alias.asname or alias.name] = getattr(module, alias.name)
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                module = importlib.import_module(alias.name)
+                top = importlib.import_module(alias.name.partition(".")[0])
+                bound[alias.asname or alias.name.partition(".")[0]] = module if alias.asname else top
+    return bound
+
+
+def resolved(node: ast.expr, bound: dict[str, Any]) -> Any:
+    """The object that a dotted name means, ``None`` where it does not begin with an imported one."""
+    if isinstance(node, ast.Name):
+        return bound.get(node.id)
+    owner = resolved(node.value, bound) if isinstance(node, ast.Attribute) else None
+    if isinstance(node, ast.Attribute) and (inspect.ismodule(owner) or inspect.isclass(owner)):
+        assert hasattr(owner, node.attr), f"{owner} has no {node.attr}"
+        return getattr(owner, node.attr)
+    return None
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_code_compiles_and_its_names_exist(page: Path) -> None:
+    for block in [*blocks(page, "python"), *blocks(page, "python run")]:
+        tree = ast.parse(block)
+        bound = imported(tree)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute):
+                resolved(node, bound)
+            if not isinstance(node, ast.Call) or any(isinstance(arg, ast.Starred) for arg in node.args):
+                continue
+            called = resolved(node.func, bound)
+            if getattr(called, "__module__", "").partition(".")[0] in ("lightning_autotp", "lightning"):
+                keywords = {keyword.arg: None for keyword in node.keywords if keyword.arg}
+                inspect.signature(called).bind_partial(*node.args, **keywords)
+
+
+@pytest.mark.parametrize("page", DOCS, ids=named)
+def test_every_python_block_says_what_it_is(page: Path) -> None:
+    kinds = set(re.findall(r"^```(\S.*)$", page.read_text(), re.MULTILINE))
+    assert kinds <= {"python", "python run", "text", "yaml", "mermaid"}
+
+
+@pytest.mark.parametrize("page", DOCS, ids=named)
+def test_class_paths_exist(page: Path) -> None:
+    for path in re.findall(r"class_path: (\S+)", page.read_text()):
+        module, _, name = path.rpartition(".")
+        assert hasattr(importlib.import_module(module), name)
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors that a page's headings get."""
+    lines = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", line.lower()).replace(" ", "-") for line in lines}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_links_resolve(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]+))?\)", page.read_text()):
+        linked = page.parent / target if target else page
+        assert linked.exists(), target
+        assert not anchor or anchor in headings(linked), f"{target}#{anchor}"
+
+
+def test_the_totals_are_the_zoos() -> None:
+    """The README repeats the totals of the pages that the zoo wrote."""
+
+    def totals(page: Path) -> list[str]:
+        return re.findall(r"^\| [A-Za-z][^|]+(?: \| \d+){7} \|$", page.read_text(), re.M)
+
+    pages = [totals(ROOT / "docs" / f"{name}.md") for name in ("zoo", "zoo-sp", "zoo-tp4", "zoo-sp-tp4", "zoo-others")]
+    assert all(pages)
+    assert totals(ROOT / "README.md") == [line for page in pages for line in page]
+
+
+def test_as_many_rules_as_it_says() -> None:
+    claims = [int(n) for page in PAGES for n in re.findall(r"ore than (\d+)\s+operators", page.read_text())]
+    assert claims
+    assert max(claims) < len(registry.known_operators())
+
+
+def package_modules() -> list[Any]:
+    names = [module.name for module in pkgutil.walk_packages(lightning_autotp.__path__, "lightning_autotp.")]
+    return [importlib.import_module(name) for name in names]
+
+
+def test_every_error_class_has_an_entry() -> None:
+    errors = {
+        name
+        for module in package_modules()
+        for name, value in vars(module).items()
+        if inspect.isclass(value) and issubclass(value, Exception) and value.__module__.startswith("lightning_autotp")
+    }
+    assert len(errors) > 8
+    text = TROUBLE.read_text()
+    assert {name for name in errors - INTERNAL if f"`{name}`" not in text} == set()
+
+
+def test_quoted_messages_are_real() -> None:
+    """Of every quoted message some stretch stands in the package's own strings."""
+    strings = {
+        " ".join(node.value.split())
+        for module in package_modules()
+        for node in ast.walk(ast.parse(Path(module.__file__).read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    entries = re.findall(r"\*\*(.+?)\*\*", TROUBLE.read_text(), re.DOTALL)
+    quoted = [quote for entry in entries for quote in re.findall(r"`([^`]+)`", entry)]
+    parts = [" ".join(part.split()) for quote in quoted for part in quote.split("...")]
+    quotes = [part for part in parts if len(part.split()) > 2]
+    assert len(quotes) > 25
+    for quote in quotes:
+        length = min(len(quote), 20)
+        pieces = [quote[start : start + length] for start in range(len(quote) - length + 1)]
+        assert any(piece in text for piece in pieces for text in strings), quote
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for path in PACKAGE.rglob("*.py")
+        if ">>>" in path.read_text()
+    ],
+)
+def test_examples_in_docstrings_print_what_they_say(module: str) -> None:
+    result = doctest.testmod(importlib.import_module(module))
+    assert result.attempted > 0
+    assert result.failed == 0

@@ -1,0 +1,175 @@
+"""TP x FSDP2 without Lightning: ``parallelize(..., data_mesh=...)``, with one plan for all copies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from distributed import run_ranks
+from edited_plans import without_an_mlp
+from loading import peak_of
+from rows_of_copies import data
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from lightning_autotp import full_gradients, full_state_dict, parallelize, pipeline
+from lightning_autotp.building.deferred import deferred_init
+from lightning_autotp.building.pretrained import meta_model
+from lightning_autotp.capture.capture import language_model_inputs
+from lightning_autotp.layouts.plan import Plan
+from lightning_autotp.proving.verify import trace
+from lightning_autotp.solving.options import PlanOptions
+
+WIDTH, LAYERS = 2048, 10
+
+
+class Found(NamedTuple):
+    losses: list[float]
+    gradients: list[dict[str, torch.Tensor]]
+    state: dict[str, torch.Tensor]
+    tied: bool
+    managed: int
+    plan: Plan
+    peak: int
+    refused: list[str]
+
+
+def tiny() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=60, intermediate_size=90, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=1,
+            head_dim=16, vocab_size=101, bos_token_id=1, eos_token_id=2, tie_word_embeddings=True,
+        )
+    )  # fmt: skip
+
+
+def train(model: Any, gradients_of: Any, batches: torch.Tensor) -> tuple[list[float], list[dict[str, torch.Tensor]]]:
+    """Losses and gradients of a few steps."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+    losses, gradients = [], []
+    for batch in batches:
+        loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        losses.append(loss.item())
+        gradients.append(gradients_of(model))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, gradients
+
+
+def keep_plans(folder: Path) -> tuple[Plan, Plan]:
+    """Keep a plan for each copy in a directory of its own. That of the second one leaves an MLP whole."""
+    with meta_model():
+        model = tiny()
+    options = PlanOptions(plan_cache=folder / "0")
+    inputs, options = pipeline._example(model, None, options)
+    plan = pipeline._plan(model, trace(model, language_model_inputs(model)), inputs, 2, options)
+    (file,) = (folder / "0").iterdir()
+    other = without_an_mlp(plan)
+    (folder / "1").mkdir()
+    (folder / "1" / file.name).write_text(other.to_json())
+    return plan, other
+
+
+def two_by_two(rank: int, world_size: int, folder: Path) -> Found:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    copy = mesh["data"].get_local_rank()
+    with meta_model():
+        model = tiny()
+    parallelize(model, mesh["tensor"].get_group(), data_mesh=mesh["data"], plan_cache=folder / str(copy))
+    losses, gradients = train(model, full_gradients, data()[:, 2 * copy : 2 * copy + 2])
+    tied = model.lm_head.weight is model.model.embed_tokens.weight
+    managed = sum(isinstance(module, FSDPModule) for module in model.modules())
+    plan = model.autotp.plan  # type: ignore[union-attr]
+    return Found(losses, gradients, full_state_dict(model), tied, managed, plan, peak(mesh), refused(mesh, folder))
+
+
+def refused(mesh: DeviceMesh, folder: Path) -> list[str]:
+    """What a rank is told where a file of a plan is missing on the first one, and where the last one has no model."""
+    said = []
+    for plan, last in ((folder / "missing.json", nn.Linear(4, 4)), (None, nn.ReLU())):
+        model = nn.Sequential(last if torch.distributed.get_rank() == 3 else nn.Linear(4, 4))
+        try:
+            parallelize(
+                model, mesh["tensor"].get_group(), example_inputs=(torch.zeros(1, 4),), data_mesh=mesh["data"],
+                plan=plan, plan_cache=False,
+            )  # fmt: skip
+            said.append("")
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def peak(mesh: DeviceMesh) -> int:
+    """Of the memory that a large model takes while it is made, cut both ways and filled."""
+    with deferred_init():
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.ReLU()) for _ in range(LAYERS)))
+    example = torch.zeros(1, WIDTH)
+
+    def make() -> nn.Module:
+        return parallelize(model, mesh["tensor"].get_group(), example_inputs=(example,), data_mesh=mesh["data"])
+
+    return peak_of(make)[1]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("plans")
+
+
+@pytest.fixture(scope="module")
+def plans(folder: Path) -> tuple[Plan, Plan]:
+    return keep_plans(folder)
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path, plans: tuple[Plan, Plan]) -> list[Found]:
+    results: list[Found] = run_ranks(two_by_two, 4, folder)
+    return results
+
+
+def test_two_copies_equal_one_process(found: list[Found]) -> None:
+    model = tiny()
+    losses, gradients = train(
+        model, lambda model: {name: value.grad.clone() for name, value in model.named_parameters()}, data()
+    )
+    for first, second in ((found[0], found[2]), (found[1], found[3])):
+        halves = [(one + other) / 2 for one, other in zip(first.losses, second.losses, strict=True)]
+        torch.testing.assert_close(halves, losses, rtol=1e-5, atol=0)
+    for one in found:
+        for mine, theirs in zip(one.gradients, gradients, strict=True):
+            for name in theirs:
+                torch.testing.assert_close(mine[name], theirs[name], rtol=1e-4, atol=1e-6)
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(one.state[name], value, rtol=1e-4, atol=1e-5)
+        assert one.tied
+        assert one.managed == 4
+
+
+def test_no_rank_ever_has_its_whole_tensor_parallel_part(found: list[Found]) -> None:
+    largest = 4 * WIDTH * WIDTH
+    held = LAYERS * largest // 4
+    assert 1.1 * (held + largest) < LAYERS * largest // 2, "else this proves nothing"
+    for one in found:
+        assert held <= one.peak <= 1.1 * (held + largest)
+
+
+def test_all_copies_follow_the_plan_of_the_first(found: list[Found], plans: tuple[Plan, Plan], folder: Path) -> None:
+    plan, other = plans
+    assert plan != other
+    assert [one.plan.digest for one in found] == [plan.digest] * 4
+    assert [len(list((folder / copy).iterdir())) for copy in "01"] == [1, 1]  # no copy has planned
+
+
+def test_what_one_rank_cannot_plan_or_build_is_an_error_on_every_rank_of_all_copies(found: list[Found]) -> None:
+    for rank, one in enumerate(found):
+        missing, unlike = one.refused
+        assert missing.startswith("ValueError" if rank == 0 else "PeerError: rank 0 of 2 failed while planning: ")
+        assert "missing.json' cannot be read: No such file or directory" in missing
+        assert unlike
+        assert unlike.startswith("PeerError") == (rank != 3)

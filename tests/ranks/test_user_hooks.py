@@ -1,0 +1,195 @@
+"""Hooks that are added to a parallel model: what they see and return is as in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from called import IDS, made, worst
+from distributed import run_ranks
+from torch import Tensor, nn
+
+from lightning_autotp import parallelize
+
+COLLECTED = {
+    "llama": ("self_attn.q_proj", "self_attn.v_proj", "mlp.act_fn", "mlp.down_proj", "input_layernorm"),
+    "mixtral": ("self_attn.k_proj", "mlp.gate", "post_attention_layernorm", "mlp"),
+    "gpt2": ("attn.c_attn", "mlp.c_fc", "mlp.act", "ln_1"),
+}
+
+
+def layers(model: Any) -> Any:
+    return model.transformer.h if hasattr(model, "transformer") else model.model.layers
+
+
+def first_tensor(value: Any) -> Tensor:
+    return value if isinstance(value, Tensor) else first_tensor(value[0])
+
+
+def collect(model: Any, paths: tuple[str, ...]) -> tuple[list[Tensor], list[Any]]:
+    """Let hooks collect what modules give and take."""
+    seen: list[Tensor] = []
+    handles: list[Any] = []
+    for path in paths:
+        module = layers(model)[0].get_submodule(path)
+        handles.append(module.register_forward_hook(lambda m, args, output: seen.append(first_tensor(output))))
+        handles.append(module.register_forward_pre_hook(lambda m, args: seen.extend(map(first_tensor, args[:1]))))
+        handles.append(
+            module.register_forward_hook(
+                lambda m, args, kwargs, output: seen.append(first_tensor(output) * 2), with_kwargs=True
+            )
+        )
+    return seen, handles
+
+
+def collecting(rank: int, size: int, families: list[str]) -> None:
+    for family in families:
+        reference, model = made(family), made(family)
+        parallelize(model, dist.group.WORLD, plan_cache=False)
+        model(input_ids=IDS, labels=IDS)
+        losses = []
+        for each in (model, reference):
+            each.train()
+            seen, handles = collect(each, COLLECTED[family])
+            loss = each(input_ids=IDS, labels=IDS).loss
+            shapes = [tuple(tensor.shape) for tensor in seen]
+            loss = loss + sum(tensor.pow(2).mean() + tensor.flatten()[0] for tensor in seen)
+            loss.backward()
+            losses.append((loss.detach(), shapes))
+            for handle in handles:
+                handle.remove()
+        assert losses[0][1] == losses[1][1], family
+        assert torch.allclose(losses[0][0], losses[1][0], rtol=1e-5), (family, losses)
+        assert worst(model, reference) < 2e-5, (family, worst(model, reference))
+        for each in (model, reference):  # without them as before
+            each.zero_grad()
+            each(input_ids=IDS, labels=IDS).loss.backward()
+        assert worst(model, reference) < 2e-5
+
+
+@pytest.mark.parametrize(
+    ("size", "families"),
+    [
+        (2, ["llama", "gpt2"]),
+        *(pytest.param(*one, marks=pytest.mark.nightly) for one in [(3, ["llama", "mixtral"]), (4, ["gpt2"])]),
+    ],
+)
+def test_losses_on_activations_that_hooks_collect(size: int, families: list[str]) -> None:
+    run_ranks(collecting, size, families)
+
+
+def adapter(module: nn.Module, seed: int) -> nn.ParameterList:
+    """Adds ``B(A(x))`` to a layer's output by a hook."""
+    generator = torch.Generator().manual_seed(seed)
+    inner = nn.Parameter(torch.randn(4, module.in_features, generator=generator) * 0.1)  # type: ignore[arg-type]
+    outer = nn.Parameter(torch.randn(module.out_features, 4, generator=generator) * 0.1)  # type: ignore[arg-type]
+    module.register_forward_hook(lambda m, args, output: output + args[0] @ inner.t() @ outer.t())
+    module.register_forward_pre_hook(lambda m, args: (args[0] * 1.5,))
+    return nn.ParameterList([inner, outer])
+
+
+def adapting(rank: int, size: int) -> None:
+    reference, model = made("llama"), made("llama")
+    parallelize(model, dist.group.WORLD, plan_cache=False)
+    added, losses = [], []
+    for each in (model, reference):
+        each.train()
+        own = [
+            adapter(layers(each)[layer].get_submodule(path), layer)
+            for layer in (0, 1)
+            for path in ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj")
+        ]
+        loss = each(input_ids=IDS, labels=IDS).loss
+        loss.backward()
+        losses.append(loss.detach())
+        added.append([parameter.grad for pair in own for parameter in pair])
+    assert torch.allclose(*losses, rtol=1e-5)
+    for ours, theirs in zip(*added, strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-6)
+    assert worst(model, reference) < 2e-5
+
+
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.nightly), 3])
+def test_adapters_by_hooks_are_as_in_one_process(size: int) -> None:
+    run_ranks(adapting, size)
+
+
+def refused(rank: int, size: int) -> None:
+    model = made("llama")
+    parallelize(model, dist.group.WORLD, plan_cache=False)
+    layer = layers(model)[0]
+    handle = layer.self_attn.q_proj.register_full_backward_hook(lambda *_: None)
+    with pytest.raises(RuntimeError, match=r"q_proj has a backward hook"):
+        model(input_ids=IDS)
+    handle.remove()
+    model(input_ids=IDS)
+    handle = layer.self_attn.register_forward_pre_hook(lambda *_: None, prepend=True)
+    with pytest.raises(RuntimeError, match=r"prepend=True"):
+        model(input_ids=IDS)
+    handle.remove()
+    model(input_ids=IDS)
+
+
+def test_hooks_that_cannot_see_whole_tensors_are_errors() -> None:
+    run_ranks(refused, 2)
+
+
+def called_alone(model: Any) -> Tensor:
+    """A loss that calls the base model, the embeddings and the head by themselves."""
+    table = model.get_input_embeddings()
+    base = getattr(model, "model", None) or model.transformer
+    prompt = torch.ones(2, 3, table.embedding_dim) * 0.1
+    hidden = base(inputs_embeds=torch.cat([prompt, table(IDS)], 1)).last_hidden_state
+    logits = model.lm_head(hidden[:, 3:-1])
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1), IDS[:, 1:].flatten())
+    return loss + hidden.pow(2).mean() + logits[..., 5].mean()
+
+
+def alone(rank: int, size: int, families: list[str]) -> None:
+    for family in families:
+        reference, model = made(family), made(family)
+        parallelize(model, dist.group.WORLD, plan_cache=False)
+        losses = []
+        for each in (model, reference):
+            each.train()
+            loss = called_alone(each)
+            loss.backward()
+            losses.append(loss.detach())
+        assert torch.allclose(*losses, rtol=1e-5), (family, losses)
+        assert worst(model, reference) < 2e-5, (family, worst(model, reference))
+        for each in (model, reference):
+            each.zero_grad()
+            each(input_ids=IDS, labels=IDS).loss.backward()
+        assert worst(model, reference) < 2e-5
+
+
+@pytest.mark.parametrize(
+    ("size", "families"),
+    [pytest.param(2, ["llama", "gpt2", "mixtral"], marks=pytest.mark.nightly), (3, ["llama", "gpt2"])],
+)
+def test_the_base_model_embeddings_and_head_called_by_themselves(size: int, families: list[str]) -> None:
+    run_ranks(alone, size, families)
+
+
+def soft_prompt(rank: int, size: int, families: list[str]) -> None:
+    """Embeddings computed outside of the model, with a parameter of the user's, go into it."""
+    for family in families:
+        reference, model = made(family), made(family)
+        parallelize(model, dist.group.WORLD, plan_cache=False)
+        gradients = []
+        for each in (model, reference):
+            each.train()
+            prompt = nn.Parameter(torch.ones(1, 3, each.get_input_embeddings().embedding_dim) * 0.1)
+            embeds = torch.cat([prompt.expand(2, -1, -1), each.get_input_embeddings()(IDS)], 1)
+            labels = torch.cat([torch.full((2, 3), -100), IDS], 1)
+            each(inputs_embeds=embeds, labels=labels).loss.backward()
+            gradients.append(prompt.grad)
+        assert torch.allclose(*gradients, rtol=1e-4, atol=1e-7), family
+        assert worst(model, reference) < 2e-5, (family, worst(model, reference))
+
+
+@pytest.mark.parametrize(("size", "families"), [(2, ["llama", "gpt2", "mixtral"])])
+def test_gradients_of_a_soft_prompt(size: int, families: list[str]) -> None:
+    run_ranks(soft_prompt, size, families)

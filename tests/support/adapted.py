@@ -1,0 +1,86 @@
+"""Models with adapters, and tuning them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from training import Task, tiny_config
+from transformers import AutoModelForCausalLM, GPT2Config
+
+from lightning_autotp import full_gradients
+
+LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+# With init_lora_weights=False the second factor is not zero: it hides nothing.
+CASES: dict[str, dict[str, Any]] = {
+    "lora": {"target_modules": LINEARS, "use_rslora": True, "task_type": "CAUSAL_LM"},
+    "dora": {"target_modules": LINEARS, "use_dora": True, "init_lora_weights": False},
+    "saved modules": {
+        "target_modules": ["q_proj", "up_proj", "embed_tokens"],
+        "modules_to_save": ["lm_head"],
+        "init_lora_weights": False,
+    },
+    "transposed": {
+        "target_modules": ["c_attn", "c_proj", "c_fc"],
+        "fan_in_fan_out": True,
+        "init_lora_weights": False,
+    },
+    "loaded": {},
+}
+
+
+def transposed_config() -> GPT2Config:
+    """GPT-2: its linears keep their weights transposed."""
+    return GPT2Config(
+        vocab_size=67, n_embd=48, n_head=6, n_layer=2, n_positions=16, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0,
+        bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+
+
+def base_model(case: str, folder: Path) -> Any:
+    if case == "transposed":
+        return AutoModelForCausalLM.from_config(transposed_config())
+    return AutoModelForCausalLM.from_pretrained(folder / "source").train()
+
+
+def adapted(case: str, folder: Path) -> PeftModel:
+    base = base_model(case, folder)
+    if case == "loaded":
+        return PeftModel.from_pretrained(base, str(folder / "adapter"), is_trainable=True)
+    return get_peft_model(base, LoraConfig(r=4, lora_alpha=8, **CASES[case]))
+
+
+class Tuning(Task):
+    """Trains what PEFT leaves trainable."""
+
+    def __init__(self, case: str, folder: str) -> None:
+        super().__init__("none")
+        self.case, self.folder = case, Path(folder)
+
+    def build(self) -> Any:
+        return adapted(self.case, self.folder)
+
+    def on_after_backward(self) -> None:
+        parallel = any(hasattr(module, "autotp") for module in self.modules())
+        grads = {n: p.grad.clone() for n, p in self.named_parameters() if p.grad is not None}
+        self.seen["gradients"].append(full_gradients(self) if parallel else grads)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        # With Adam a gradient that is zero but for rounding moves its weight as much as any other.
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a base model in ``source``, and an adapter that was trained elsewhere in ``adapter``."""
+    directory = tmp_path_factory.mktemp("peft")
+    torch.manual_seed(11)
+    base = AutoModelForCausalLM.from_config(tiny_config())
+    base.save_pretrained(directory / "source")
+    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    get_peft_model(base, config).save_pretrained(str(directory / "adapter"))
+    return directory

@@ -1,0 +1,149 @@
+"""Runs with several copies of a model, and what they are compared with."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from distributed import time_limits
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
+from trainer_ranks import run_trainer_ranks
+from training import Task, assert_parity, blocks, fit
+
+from lightning_autotp import AutoTPStrategy
+
+STEPS = 8
+
+
+class OneKeyHead(Task):
+    """One key/value head, so that the ranks of a group share it; tied embeddings; a scalar and a layer outside."""
+
+    def build(self) -> Any:
+        from transformers import AutoModelForCausalLM, LlamaConfig
+
+        config = LlamaConfig(
+            vocab_size=67, hidden_size=32, intermediate_size=50, num_hidden_layers=3, num_attention_heads=4,
+            num_key_value_heads=1, tie_word_embeddings=True,
+        )  # fmt: skip
+        self.temperature = nn.Parameter(torch.tensor(1.5))
+        self.shift = nn.Parameter(torch.tensor([0.5, 0.25, 0.125]))
+        return AutoModelForCausalLM.from_config(config)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * self.temperature * self.shift.sum()
+
+    def on_fit_end(self) -> None:
+        self.seen["parameters"] = {
+            name: (isinstance(parameter, DTensor), tuple(parameter.shape), _elements(parameter))
+            for name, parameter in self.named_parameters()
+        }
+        self.seen["managed"] = [name for name, module in self.named_modules() if isinstance(module, FSDPModule)]
+
+
+def _elements(parameter: Tensor) -> int:
+    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).numel()
+
+
+def trained(strategy: Any, devices: int, kind: type[Task] = OneKeyHead, data: Any = None, **options: Any) -> Any:
+    L.seed_everything(3, verbose=False)
+    task = kind("config", options.pop("learning_rate", 1e-3), options.pop("optimizer", "AdamW"))
+    data = DataLoader(blocks(), batch_size=5) if data is None else data  # type: ignore[arg-type]
+    return fit(strategy, devices, task, data=data, **{"max_steps": STEPS, **options})
+
+
+class InTurn:
+    """A loader of one epoch that goes on where it stopped, whatever the Trainer takes for the beginning of an epoch."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches, self.rest = batches, iter(batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.rest
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+def alone(four: list[dict[str, Any]], case: str, strategy: Any = "auto", devices: int = 1, **options: Any) -> Any:
+    """One process's run on the batches that the two copies saw, put together."""
+    pairs = zip(four[0][case]["batches"], four[2][case]["batches"], strict=True)
+    batches = [{"input_ids": torch.cat(pair), "labels": torch.cat(pair)} for pair in pairs]
+    return trained(strategy, devices, data=InTurn(batches), **options)
+
+
+CLIPPED = {
+    "optimizer": "SGD", "learning_rate": 0.3, "gradient_clip_val": 0.2, "accumulate_grad_batches": 2, "max_steps": 4,
+}  # fmt: skip
+
+BY_VALUE = {**CLIPPED, "gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value", "accumulate_grad_batches": 1}
+
+
+def scaling() -> MixedPrecision:
+    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=3))
+
+
+class Overflow(OneKeyHead):
+    """In the third step a gradient overflows, on the last rank only."""
+
+    def on_after_backward(self) -> None:
+        rank = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        gradient = self.model.model.layers[1].mlp.up_proj.weight.grad
+        if self.trainer.global_step == 2 and not self.seen.get("planted") and rank[0] == rank[1] - 1:
+            (gradient.to_local() if isinstance(gradient, DTensor) else gradient)[0, 0] = torch.inf
+        self.seen["planted"] = self.trainer.global_step >= 2
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        scale = self.trainer.precision_plugin.scaler.get_scale()
+        steps = {int(state["step"]) for state in self.trainer.optimizers[0].state.values()}
+        self.seen.setdefault("scales", []).append((scale, steps))
+
+
+FORMATS: dict[str, dict[str, Any]] = {"file": {}, "directory": {"save_distributed_checkpoint": True}}
+
+HALF = STEPS // 2
+
+
+def four_ranks(directory: str) -> dict[str, Any]:
+    folder, seen = Path(directory), {}
+    seen["parity"] = trained(AutoTPStrategy(2, 2), 4)
+    seen["sequence parallel"] = trained(AutoTPStrategy(2, 2, sequence_parallel=True), 4)
+    seen["clipped"] = trained(AutoTPStrategy(2, 2), 4, **CLIPPED)
+    seen["by value"] = trained(AutoTPStrategy(2, 2), 4, **BY_VALUE)
+    for name, options in FORMATS.items():
+        trained(AutoTPStrategy(2, 2, **options), 4, max_steps=HALF, save=folder / f"2x2 {name}.ckpt")
+        seen[f"resumed {name}"] = trained(AutoTPStrategy(2, 2), 4, ckpt_path=folder / f"2x2 {name}.ckpt")
+    scaled = scaling()
+    seen["scaled"] = trained(AutoTPStrategy(2, 2), 4, Overflow, plugins=[scaled])
+    seen["scaler afterwards"] = type(scaled.scaler), scaled.scaler.get_scale()  # type: ignore[union-attr]
+    seen["time limits"] = time_limits()
+    return seen
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("data_parallel")
+
+
+@pytest.fixture(scope="module")
+def four(folder: Path) -> list[dict[str, Any]]:
+    """Two copies on two ranks each."""
+    return run_trainer_ranks(four_ranks, 4, str(folder))
+
+
+def assert_copies(found: list[dict[str, Any]], wanted: dict[str, Any]) -> None:
+    """The copies' losses average to those of one process; gradients and weights are its."""
+    losses = torch.tensor([seen["losses"] for seen in found])
+    assert torch.equal(losses[0], losses[1])
+    assert torch.equal(losses[2], losses[3])
+    assert not torch.equal(losses[0], losses[2])
+    for seen in found:
+        assert_parity({**seen, "losses": losses.mean(0).tolist()}, wanted)

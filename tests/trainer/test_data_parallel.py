@@ -1,0 +1,129 @@
+"""Copies of the model that are cut over the data axis too (TP x FSDP2), and checkpoints between all sizes."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from copies import (
+    BY_VALUE,
+    CLIPPED,
+    FORMATS,
+    HALF,
+    STEPS,
+    Overflow,
+    alone,
+    assert_copies,
+    scaling,
+    trained,
+)
+from distributed import PATIENCE
+from torch import nn
+from trainer_ranks import run_trainer_ranks
+from training import assert_parity
+
+from lightning_autotp import AutoTPStrategy
+from lightning_autotp.gradients.data_parallel import repeated_blocks
+
+
+@pytest.mark.parametrize("case", ["parity", "sequence parallel"])
+def test_two_copies_on_two_ranks_equal_one_process(four: list[dict[str, Any]], case: str) -> None:
+    assert_copies([seen[case] for seen in four], alone(four, case))
+
+
+@pytest.mark.parametrize(("case", "options"), [("clipped", CLIPPED), ("by value", BY_VALUE)])
+def test_clipping_goes_over_both_axes(four: list[dict[str, Any]], case: str, options: dict[str, Any]) -> None:
+    wanted = alone(four, case, **options)
+    unclipped = alone(four, case, **{**options, "gradient_clip_val": None})
+    assert max((wanted["weights"][n] - unclipped["weights"][n]).abs().max() for n in wanted["weights"]) > 1e-3
+    assert_copies([seen[case] for seen in four], wanted)
+
+
+def test_parameters_are_cut_over_both_axes(four: list[dict[str, Any]]) -> None:
+    assert four[0]["parity"]["managed"] == ["model", *(f"model.model.layers.{number}" for number in range(3))]
+    held = [seen["parity"]["parameters"] for seen in four]
+    for name, (is_cut, shape, elements) in held[0].items():
+        copies = [held[rank][name][2] for rank in (0, 2)]
+        if is_cut:
+            assert sum(copies) == torch.Size(shape).numel()
+            assert elements < torch.Size(shape).numel()
+        else:  # outside the model
+            assert name in ("temperature", "shift")
+            assert copies == [torch.Size(shape).numel()] * 2
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_run_goes_on_from_its_checkpoint(four: list[dict[str, Any]], folder: Path, name: str) -> None:
+    case = f"resumed {name}"
+    assert len(four[0][case]["losses"]) == STEPS - HALF
+    assert_copies([seen[case] for seen in four], alone(four, case, ckpt_path=folder / "2x2 file.ckpt"))
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+def test_other_sizes_go_on_from_the_checkpoints(four: list[dict[str, Any]], folder: Path, ranks: int) -> None:
+    """From (data, tensor) = (2, 2) to (1, 1), (1, 3) and (1, 4), which go on as one process does from either format."""
+    path = folder / "2x2 file.ckpt"
+    wanted = trained("auto", 1, ckpt_path=path)
+    assert len(wanted["losses"]) == STEPS - HALF
+    found = run_trainer_ranks(go_on, ranks, ranks, [str(folder / f"2x2 {name}.ckpt") for name in FORMATS], None)
+    for seen in found:
+        for run in seen:
+            assert_parity(run, wanted)
+
+
+def test_two_ranks_go_on_from_the_checkpoints_of_other_sizes(folder: Path) -> None:
+    trained("auto", 1, max_steps=HALF, save=folder / "alone.ckpt")
+    wanted = trained("auto", 1, ckpt_path=folder / "alone.ckpt")
+    paths = [str(folder / "alone.ckpt")]
+    for ranks in (1, 3, 4):
+        paths.append(str(folder / f"{ranks}.ckpt"))
+        run_trainer_ranks(go_on, ranks, ranks, [], paths[-1])
+    for seen in run_trainer_ranks(go_on, 2, 2, paths, None):
+        for run in seen:
+            assert_parity(run, wanted)
+
+
+def go_on(ranks: int, paths: list[str], save: str | None) -> list[dict[str, Any]]:
+    """Resume from checkpoints, and write one of the first half."""
+    if save is not None:
+        trained(AutoTPStrategy(ranks, 1, **FORMATS["directory"]), ranks, max_steps=HALF, save=save)
+    return [trained(AutoTPStrategy(ranks, 1), ranks, ckpt_path=path) for path in paths]
+
+
+def test_all_ranks_skip_the_step_in_which_one_overflows(four: list[dict[str, Any]]) -> None:
+    scales = four[0]["scaled"]["scales"]
+    assert scales[:4] == [(256.0, {1}), (256.0, {2}), (128.0, {2}), (128.0, {3})]
+    assert scales[5] == (256.0, {5})
+    for seen in four:
+        assert seen["scaled"]["scales"] == scales
+        assert seen["scaler afterwards"] == (torch.amp.GradScaler, scales[-1][0])  # the plugin's own, as if it had been
+    wanted = alone(four, "scaled", kind=Overflow, plugins=[scaling()])
+    assert wanted["scales"] == scales
+    # In half precision.
+    torch.testing.assert_close(
+        torch.tensor([four[0]["scaled"]["losses"], four[2]["scaled"]["losses"]]).mean(0),
+        torch.tensor(wanted["losses"]), rtol=2e-3, atol=0,
+    )  # fmt: skip
+
+
+def test_all_groups_wait_equally_long(four: list[dict[str, Any]]) -> None:
+    assert [seen["time limits"] for seen in four] == [{timedelta(seconds=PATIENCE)}] * 4
+
+
+class Shared(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(3))
+        self.layers[2][0].weight = nn.Parameter(torch.zeros(2, 2))
+        self.head = nn.Linear(2, 2)
+        self.head.weight = self.layers[2][0].weight
+        self.few = nn.ModuleList([nn.Sequential(nn.Linear(2, 2))])
+        self.leaves = nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
+
+
+def test_blocks_that_share_parameters_with_others_are_not_managed_alone() -> None:
+    model = Shared()
+    assert list(repeated_blocks(model)) == [model.layers[0], model.layers[1]]

@@ -1,0 +1,118 @@
+"""``gradient_checkpointing_enable()`` at tensor-parallel size > 1, against one process without it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from trainer_ranks import run_trainer_ranks
+from training import Task, assert_parity, loader, tiny_config, trainer
+from transformers import AutoModelForCausalLM, GPT2Config
+
+from lightning_autotp import full_state_dict, make_plan, meta_model
+
+STEPS = 3
+KINDS: dict[str, dict[str, Any] | None] = {
+    "none": None,
+    "reentrant": {"use_reentrant": True},
+    "not reentrant": {"use_reentrant": False},
+}
+
+
+def config(family: str) -> Any:
+    """A Llama, and a GPT-2, in which layouts change at calls inside modules."""
+    if family == "llama":
+        return tiny_config()
+    return GPT2Config(
+        vocab_size=67, n_embd=48, n_head=6, n_layer=2, n_positions=16, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0,
+        bos_token_id=1, eos_token_id=2, tie_word_embeddings=False,
+    )  # fmt: skip
+
+
+class Checkpointed(Task):
+    """Counts the bytes that the forward pass saves for the backward pass, and how often blocks run."""
+
+    def __init__(self, family: str, kind: str) -> None:
+        super().__init__("none", 0.1, "SGD")
+        self.family, self.kind = family, kind
+        self.seen |= {"saved": 0, "runs": 0}
+
+    def build(self) -> Any:
+        model = AutoModelForCausalLM.from_config(config(self.family))
+        if KINDS[self.kind] is not None:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=KINDS[self.kind])
+        return model
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        block = self.model.get_submodule("model.layers.0.mlp" if self.family == "llama" else "transformer.h.0.mlp")
+        block.register_forward_pre_hook(self.count)  # running again stops before the end
+
+    def count(self, *_: Any) -> None:
+        self.seen["runs"] += 1
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        storages: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            if not isinstance(tensor, torch.nn.Parameter) and tensor._base is None:
+                storages[tensor.data_ptr()] = tensor.nbytes
+            return tensor
+
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = super().training_step(batch, batch_idx)
+        self.seen["saved"] = sum(storages.values())
+        return loss
+
+
+def train(family: str, kind: str, devices: int) -> dict[str, Any]:
+    L.seed_everything(3, verbose=False)
+    task = Checkpointed(family, kind)
+    trainer("autotp" if devices > 1 else "auto", devices, max_steps=STEPS).fit(task, loader())
+    task.seen["weights"] = full_state_dict(task) if devices > 1 else task.state_dict()
+    return task.seen
+
+
+def ranks(families: list[str]) -> dict[tuple[str, str], dict[str, Any]]:
+    return {(family, kind): train(family, kind, 2) for family in families for kind in KINDS}
+
+
+@pytest.fixture(scope="module")
+def two() -> list[dict[tuple[str, str], dict[str, Any]]]:
+    return run_trainer_ranks(ranks, 2, ["llama", "gpt2"])
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_two_ranks_equal_one_process(family: str, two: list[dict[tuple[str, str], dict[str, Any]]]) -> None:
+    wanted = train(family, "none", 1)
+    for seen in two:
+        for kind in KINDS:
+            assert_parity(seen[family, kind], wanted)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("kind", ["reentrant", "not reentrant"])
+def test_blocks_run_again_and_save_less(
+    family: str, kind: str, two: list[dict[tuple[str, str], dict[str, Any]]]
+) -> None:
+    for seen in two:
+        plain, checkpointed = seen[family, "none"], seen[family, kind]
+        assert plain["runs"] == STEPS
+        assert checkpointed["runs"] == 2 * STEPS
+        assert 0 < checkpointed["saved"] < plain["saved"] / 2
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_planning_sees_through_it(family: str) -> None:
+    plans = []
+    for options in KINDS.values():
+        with meta_model():
+            model = AutoModelForCausalLM.from_config(config(family))
+            if options is not None:
+                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+        plans.append(make_plan(model, 2)[0])
+    assert plans[0] == plans[1] == plans[2]

@@ -1,0 +1,189 @@
+"""PEFT's adapters at tensor-parallel size > 1 through the Trainer, against one process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from adapted import CASES, LINEARS, Tuning, adapted, base_model
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+from torch.utils.data import DataLoader
+from trainer_ranks import run_trainer_ranks
+from training import assert_parity, blocks, error_of, trainer
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from lightning_autotp import full_state_dict, make_plan, meta_model
+from lightning_autotp.checkpoints.adapters import find_adapted, save_adapter
+
+STEPS = 6  # two epochs of three batches
+TWO_RANKS = list(CASES)
+THREE_RANKS = ["lora", "transposed"]
+
+
+def tune(
+    case: str, folder: Path, devices: int, save: Path | None = None, ckpt_path: Path | None = None, **options: Any
+) -> dict[str, Any]:
+    L.seed_everything(3, verbose=False)
+    task = Tuning(case, str(folder))
+    fitting = trainer("autotp" if devices > 1 else "auto", devices, **{"max_steps": STEPS, **options})
+    batches: Any = DataLoader(blocks()[:12], batch_size=4)  # type: ignore[arg-type]
+    fitting.fit(task, batches, ckpt_path=ckpt_path)
+    if save is not None:
+        fitting.save_checkpoint(save)
+    seen = task.seen
+    seen["weights"] = full_state_dict(task) if devices > 1 else {k: v.clone() for k, v in task.state_dict().items()}
+    seen["states"] = len(fitting.optimizers[0].state)
+    seen["trainable"] = [name for name, parameter in task.named_parameters() if parameter.requires_grad]
+    if devices > 1 and save is None and ckpt_path is None:
+        fitting.strategy.save_pretrained(folder / f"{case} of {devices}")
+        seen["merging"] = error_of(task.model.merge_adapter)
+    return seen
+
+
+def ranks(cases: list[str], devices: int, folder: str) -> dict[str, Any]:
+    directory = Path(folder)
+    seen = {case: tune(case, directory, devices) for case in cases}
+    if devices == 2:
+        half = directory / "half.ckpt"
+        tune("lora", directory, 2, save=half, max_steps=STEPS // 2)
+        seen["no adapter"] = error_of(save_adapter, nn.Linear(2, 2), directory / "none")
+    else:
+        seen["resumed"] = tune("lora", directory, devices, ckpt_path=directory / "half.ckpt")
+    return seen
+
+
+@pytest.fixture(scope="module")
+def wanted(folder: Path) -> dict[str, dict[str, Any]]:
+    """One process."""
+    return {case: tune(case, folder, 1) for case in CASES}
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path) -> list[dict[str, Any]]:
+    return run_trainer_ranks(ranks, 2, TWO_RANKS, 2, str(folder))
+
+
+@pytest.fixture(scope="module")
+def three(folder: Path, two: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return run_trainer_ranks(ranks, 3, THREE_RANKS, 3, str(folder))
+
+
+@pytest.mark.parametrize("case", TWO_RANKS)
+def test_two_ranks_equal_one_process(case: str, two: list[dict[str, Any]], wanted: dict[str, dict[str, Any]]) -> None:
+    for seen in two:
+        assert_parity(seen[case], wanted[case])
+        assert seen[case]["states"] == wanted[case]["states"] == len(seen[case]["trainable"])
+        assert set(seen[case]["gradients"][0]) == set(wanted[case]["trainable"])
+
+
+@pytest.mark.parametrize("case", THREE_RANKS)
+def test_three_ranks_equal_one_process(
+    case: str, three: list[dict[str, Any]], wanted: dict[str, dict[str, Any]]
+) -> None:
+    for seen in three:
+        assert_parity(seen[case], wanted[case])
+
+
+@pytest.mark.parametrize("case", TWO_RANKS)
+def test_only_the_adapter_changes(case: str, folder: Path, wanted: dict[str, dict[str, Any]]) -> None:
+    L.seed_everything(3, verbose=False)
+    before = {f"model.{name}": weight for name, weight in adapted(case, folder).state_dict().items()}
+    after = wanted[case]["weights"]
+    assert before.keys() == after.keys()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == set(wanted[case]["trainable"])
+    assert max((before[name] - after[name]).abs().max() for name in changed) > 1e-3
+
+
+def test_a_run_goes_on_at_another_size(three: list[dict[str, Any]], folder: Path) -> None:
+    """What two ranks saved, on three ranks and in one process."""
+    alone = tune("lora", folder, 1, ckpt_path=folder / "half.ckpt")
+    assert len(alone["losses"]) == STEPS // 2
+    for seen in three:
+        assert_parity(seen["resumed"], alone)
+
+
+@pytest.mark.parametrize(
+    ("case", "devices"), [*((case, 2) for case in TWO_RANKS), *((case, 3) for case in THREE_RANKS)]
+)
+def test_the_saved_adapter_is_pefts_own(
+    case: str, devices: int, folder: Path, two: Any, three: Any, wanted: dict[str, dict[str, Any]]
+) -> None:
+    saved = folder / f"{case} of {devices}"
+    assert {path.name for path in saved.iterdir()} == {"adapter_config.json", "adapter_model.safetensors", "README.md"}
+    L.seed_everything(3, verbose=False)
+    loaded = PeftModel.from_pretrained(base_model(case, folder), str(saved)).eval()
+    L.seed_everything(3, verbose=False)
+    expected = adapted(case, folder).eval()
+    expected.load_state_dict({n.removeprefix("model."): w for n, w in wanted[case]["weights"].items()})
+    ids = torch.arange(12)[None] + 5
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(input_ids=ids).logits, expected(input_ids=ids).logits, rtol=1e-4, atol=1e-4)
+    config = json.loads((saved / "adapter_config.json").read_text())
+    assert config["r"] == 4
+    assert config["inference_mode"]
+    got = loaded.state_dict()
+    for name, weight in (two if devices == 2 else three)[0][case]["weights"].items():
+        if name in wanted[case]["trainable"]:
+            assert torch.equal(got[name.removeprefix("model.")], weight)
+
+
+def test_the_base_is_cut_as_without_an_adapter() -> None:
+    """The large matrices as ever; of each pair of factors the one at the cut side is cut with them."""
+
+    def kinds(model: Any) -> dict[str, str]:
+        plan, _ = make_plan(model, 8, tokens_per_step=(4, 4096))
+        uses = [
+            use
+            for use in plan.implementations
+            if use.module.startswith("model.layers.0.") and use.name in ("column", "row")
+        ]
+        return {use.module.removeprefix("model.layers.0."): use.name for use in uses}
+
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
+    with torch.device("meta"):
+        base = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=128_256, num_hidden_layers=2, **sizes))
+    without = kinds(base)
+    assert len(without) == 7
+    found = kinds(get_peft_model(base, LoraConfig(r=16, target_modules="all-linear")).get_base_model())
+    assert {name: found[f"{name}.base_layer"] for name in without} == without
+    for name, kind in without.items():
+        assert found[f"{name}.lora_B.default" if kind == "column" else f"{name}.lora_A.default"] == kind
+
+
+@pytest.mark.parametrize("case", [*CASES, "decomposed"])
+def test_deferred_adapters_have_the_values_of_one_process(case: str, folder: Path) -> None:
+    def build() -> PeftModel:
+        torch.manual_seed(5)
+        if case == "decomposed":  # the factors are computed from the base's weights, which change
+            config = LoraConfig(r=4, target_modules=LINEARS, init_lora_weights="pissa")
+            return get_peft_model(base_model(case, folder), config)
+        return adapted(case, folder)
+
+    with meta_model():
+        deferred = build()
+    state = torch.get_rng_state()
+    real = build()
+    assert torch.equal(state, torch.get_rng_state())
+    for (name, parameter), (same, expected) in zip(deferred.named_parameters(), real.named_parameters(), strict=True):
+        assert name == same
+        assert parameter.is_meta
+        assert parameter.requires_grad == expected.requires_grad
+        assert torch.equal(parameter.autotp_recipe(), expected)
+
+
+def test_what_cannot_be_done_says_what_to_do_instead(two: list[dict[str, Any]]) -> None:
+    for seen in two:
+        assert "load it in one process" in seen["lora"]["merging"]
+        assert "not of a Linear: pass what get_peft_model() returned" in seen["no adapter"]
+
+
+def test_an_adapted_model_is_found_anywhere(folder: Path) -> None:
+    model = adapted("lora", folder)
+    assert find_adapted(nn.ModuleDict({"inside": model})) is model
+    assert find_adapted(model.get_base_model()) is None

@@ -1,0 +1,258 @@
+"""What goes with training, on two copies of the model on two ranks each: one process's results on all their data.
+
+Averages of the weights and checkpoints with them, logged norms of gradients, metrics of tokens, generation, exports and
+PEFT's adapters.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from adapted import Tuning, adapted, base_model
+from copies import FORMATS, OneKeyHead, assert_copies
+from lightning.pytorch import callbacks
+from lightning.pytorch.utilities import grad_norm
+from norms import assert_same_norms
+from peft import PeftModel
+from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+from torch.utils.data import DataLoader
+from torchmetrics.classification import MulticlassAccuracy
+from torchmetrics.text import Perplexity as TorchPerplexity
+from trainer_ranks import run_trainer_ranks
+from training import assert_parity, blocks, tiny_config, trainer
+from transformers import AutoModelForCausalLM
+from writing import Writer, rows
+
+from lightning_autotp import AutoTPStrategy, full_state_dict, grad_norms
+from lightning_autotp.lightning.averaging import EMAWeightAveraging, WeightAveraging
+from lightning_autotp.metrics import Perplexity, TokenAccuracy
+
+COPIES, PER_COPY = 2, 4
+ADAPTERS = ["lora", "saved modules"]
+NEW = 5
+STEPS = 3
+# Each goes on from the checkpoint of the one before it. The last one averages lists of tensors at once, as every
+# average without a function of its own does on an accelerator.
+RUNS = ("begun", "resumed from a file", "resumed from a directory")
+FUSED: dict[str, Any] = {"multi_avg_fn": get_ema_multi_avg_fn(0.5), "use_buffers": False}
+
+
+def this_copy() -> int | None:
+    """Of four ranks; ``None`` in one process."""
+    return int(os.environ["RANK"]) // 2 if "RANK" in os.environ else None
+
+
+def loader(data: list[Any]) -> DataLoader[Any]:
+    """All data, or this copy's half of every batch."""
+    copy = this_copy()
+    mine = [row for number, row in enumerate(data) if copy is None or number // PER_COPY % COPIES == copy]
+    return DataLoader(mine, batch_size=PER_COPY * (COPIES if copy is None else 1))  # type: ignore[arg-type]
+
+
+def uneven() -> list[dict[str, Tensor]]:
+    """Two batches of rows of which different numbers of tokens count."""
+    ids = torch.stack([row["input_ids"] for row in blocks()[: 2 * COPIES * PER_COPY]])
+    ignored = (
+        torch.rand(ids.shape, generator=torch.Generator().manual_seed(5)) < torch.linspace(0, 0.8, len(ids))[:, None]
+    )
+    return [{"input_ids": row, "labels": row.masked_fill(out, -100)} for row, out in zip(ids, ignored, strict=True)]
+
+
+class Watched(OneKeyHead):
+    """Logs the norms of its gradients and metrics of tokens, and generates."""
+
+    def __init__(self) -> None:
+        super().__init__("config", 3e-3)
+        theirs: dict[str, Any] = {"perplexity": TorchPerplexity(-100)}
+        theirs |= {f"top {k}": MulticlassAccuracy(67, k, "micro", ignore_index=-100) for k in (1, 5)}
+        ours = {"perplexity": Perplexity(-100), "top 1": TokenAccuracy(1, -100), "top 5": TokenAccuracy(5, -100)}
+        self.tokens = nn.ModuleDict(theirs if this_copy() is None else ours)
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        norms = grad_norm(self, 2) if this_copy() is None else grad_norms(self, 2)
+        self.log_dict(norms)
+        self.seen.setdefault("norms", []).append({name: float(norm) for name, norm in norms.items()})
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        logits, targets = self.model(**batch).logits[:, :-1], batch["labels"][:, 1:]
+        for name, metric in self.tokens.items():
+            flat = this_copy() is None and name != "perplexity"
+            metric.update(*((logits.flatten(0, 1), targets.flatten()) if flat else (logits, targets)))
+            self.log(name, metric, on_epoch=True)  # type: ignore[arg-type]
+        written = self.model.generate(batch["input_ids"], max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False)
+        self.seen.setdefault("written", []).append(written.clone())
+
+
+def averaged(strategies: list[Any], ema: Any, fused: Any, folder: Path) -> dict[str, Any]:
+    """An epoch in each run, with averages and a checkpoint at its end."""
+    seen: dict[str, Any] = {}
+    path = None
+    for number, run in enumerate(RUNS):
+        L.seed_everything(3, verbose=False)
+        task = Watched()
+        averaging = ema(decay=0.5) if number < 2 else fused(**FUSED)
+        fitting = trainer(
+            strategies[number], 1 if this_copy() is None else 4, max_steps=-1, max_epochs=number + 1,
+            callbacks=[averaging, callbacks.ModelCheckpoint(folder, filename=run)], enable_checkpointing=True,
+            use_distributed_sampler=False, num_sanity_val_steps=1,
+        )  # fmt: skip
+        fitting.fit(task, training(), loader(uneven()), ckpt_path=path, weights_only=False)
+        logged = {name: float(value) for name, value in fitting.callback_metrics.items()}
+        seen[run] = {**task.seen, "weights": whole(task), "logged": logged}
+        path = folder / f"{run}.ckpt"
+    if this_copy() is not None:
+        fitting.strategy.save_pretrained(folder / "exported")
+    return seen
+
+
+def training() -> DataLoader[Any]:
+    return loader(blocks()[: STEPS * COPIES * PER_COPY])
+
+
+def whole(task: Any) -> dict[str, Tensor]:
+    return {k: v.clone() for k, v in task.state_dict().items()} if this_copy() is None else full_state_dict(task)
+
+
+def tuned(case: str, folder: Path, strategy: Any) -> dict[str, Any]:
+    L.seed_everything(3, verbose=False)
+    task = Tuning(case, str(folder))
+    fitting = trainer(strategy, 1 if this_copy() is None else 4, max_steps=STEPS, use_distributed_sampler=False)
+    fitting.fit(task, training())
+    if this_copy() is not None:
+        fitting.strategy.save_pretrained(folder / case)
+    return {**task.seen, "weights": whole(task)}
+
+
+class Unequal(Writer):
+    """An encoder-decoder whose copies write texts of different lengths, and for different numbers of batches."""
+
+    def __init__(self) -> None:
+        super().__init__("encoder-decoder")
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        length = NEW - 3 * (this_copy() or 0)
+        how = {"max_new_tokens": length, "min_new_tokens": length, "do_sample": False}
+        text = self.model.generate(batch["input_ids"], attention_mask=batch["attention_mask"], **how)
+        self.seen.setdefault("texts", []).append(text.clone())
+
+
+def unequal(strategies: list[Any]) -> dict[str, Any]:
+    L.seed_everything(3, verbose=False)
+    task, devices = Unequal(), 1 if this_copy() is None else 4
+    data: list[Any] = [*rows(131), *rows(131), rows(131)[0]]
+    for strategy in strategies[:2]:
+        validating = trainer(strategy, devices, use_distributed_sampler=False)
+        validating.validate(task, loader(data[:2] * PER_COPY), verbose=False)
+    predicted = trainer(strategies[2], devices).predict(task, DataLoader(data, batch_size=1))  # type: ignore[arg-type]
+    return {"texts": task.seen["texts"], "predicted": predicted}
+
+
+def four_ranks(directory: str) -> dict[str, Any]:
+    folder = Path(directory)
+    strategies = [AutoTPStrategy(2, 2, **FORMATS[kind]) for kind in ("file", "directory", "file")]
+    seen = averaged(strategies, EMAWeightAveraging, WeightAveraging, folder)
+    seen["unequal"] = unequal([AutoTPStrategy(2, 2) for _ in range(3)])
+    return seen | {case: tuned(case, folder, AutoTPStrategy(2, 2)) for case in ADAPTERS}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a base model for adapters in ``source``."""
+    directory = tmp_path_factory.mktemp("two_copies")
+    torch.manual_seed(11)
+    AutoModelForCausalLM.from_config(tiny_config()).save_pretrained(directory / "source")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def four(folder: Path) -> list[dict[str, Any]]:
+    return run_trainer_ranks(four_ranks, 4, str(folder))
+
+
+@pytest.fixture(scope="module")
+def wanted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """One process with Lightning's own callbacks."""
+    folder = tmp_path_factory.mktemp("alone")
+    return averaged(["auto"] * 3, callbacks.EMAWeightAveraging, callbacks.WeightAveraging, folder)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_averages_are_those_of_one_process(four: list[dict[str, Any]], wanted: dict[str, Any], run: str) -> None:
+    assert len(wanted[run]["losses"]) == STEPS
+    assert_copies([seen[run] for seen in four], wanted[run])
+
+
+def test_saved_averages_are_those_of_one_process(
+    four: list[dict[str, Any]], wanted: dict[str, Any], folder: Path
+) -> None:
+    saved = torch.load(folder / f"{RUNS[0]}.ckpt", weights_only=False)
+    assert_parity({"losses": [], "weights": saved["state_dict"]}, {"losses": [], "weights": wanted[RUNS[0]]["weights"]})
+    assert saved["averaging_state"]["n_averaged"] == STEPS
+    name = "model.lm_head.weight"
+    assert (saved["state_dict"][name] - saved["current_model_state"][name]).abs().max() > 1e-3
+    assert (folder / f"{RUNS[1]}.ckpt").is_dir()
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_logged_norms_and_metrics_are_those_of_one_process(
+    four: list[dict[str, Any]], wanted: dict[str, Any], run: str
+) -> None:
+    """The metrics are torchmetrics' there, of whole logits."""
+    logged = wanted[run]["logged"]
+    assert {"perplexity", "top 1", "top 5", "grad_2.0_norm_total", "grad_2.0_norm/temperature"} <= set(logged)
+    for seen in four:
+        assert_same_norms(seen[run]["norms"], wanted[run]["norms"])
+        assert seen[run]["logged"] == pytest.approx(logged, rel=1e-4)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_every_copy_writes_what_one_process_writes(
+    four: list[dict[str, Any]], wanted: dict[str, Any], run: str
+) -> None:
+    for number, seen in enumerate(four):
+        assert len(seen[run]["written"]) == len(wanted[run]["written"]) >= 2
+        for found, batch in zip(seen[run]["written"], wanted[run]["written"], strict=True):
+            assert batch.shape == (COPIES * PER_COPY, 12 + NEW)
+            assert torch.equal(found, batch.chunk(COPIES)[number // 2])
+
+
+def test_the_exported_directory_has_the_averages(four: list[dict[str, Any]], folder: Path) -> None:
+    found = AutoModelForCausalLM.from_pretrained(folder / "exported").state_dict()
+    trained = {f"model.{name}": weight for name, weight in found.items()}
+    weights = four[0][RUNS[-1]]["weights"]
+    assert trained.keys() == weights.keys() - {"temperature", "shift"}
+    assert all(torch.equal(weight, weights[name]) for name, weight in trained.items())
+
+
+@pytest.mark.parametrize("case", ADAPTERS)
+def test_adapters_are_trained_and_saved_as_in_one_process(four: list[dict[str, Any]], folder: Path, case: str) -> None:
+    expected = tuned(case, folder, "auto")
+    L.seed_everything(3, verbose=False)
+    before = adapted(case, folder).state_dict()
+    changed = {name for name, weight in before.items() if not torch.equal(expected["weights"][f"model.{name}"], weight)}
+    assert len(changed) == len(expected["gradients"][0])
+    assert_copies([seen[case] for seen in four], expected)
+    L.seed_everything(3, verbose=False)
+    loaded = PeftModel.from_pretrained(base_model(case, folder), str(folder / case)).state_dict()
+    assert loaded.keys() == before.keys()
+    for name in changed:
+        assert torch.equal(loaded[name], four[0][case]["weights"][f"model.{name}"])
+
+
+def test_copies_do_unequal_work(four: list[dict[str, Any]]) -> None:
+    wanted = unequal(["auto"] * 3)
+    for number, seen in enumerate(four):
+        copy = number // 2
+        for found, batch in zip(seen["unequal"]["texts"], wanted["texts"], strict=True):
+            assert found.shape == (PER_COPY, 1 + NEW - 3 * copy)
+            assert torch.equal(found, batch.chunk(COPIES)[copy][:, : found.shape[1]])
+        predicted = seen["unequal"]["predicted"]
+        assert len(predicted) == (3, 2)[copy]
+        for found, text in zip(predicted, wanted["predicted"][copy::COPIES], strict=True):
+            assert torch.equal(found, text)

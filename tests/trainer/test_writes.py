@@ -1,0 +1,370 @@
+"""Writes into a parallel model's parameters between set-up and its first use: one process's result, or an error."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import run_ranks
+from tied_families import CLOSE, loss_of, model_of, up
+from torch import Tensor, nn
+from trainer_ranks import run_trainer_ranks
+from training import Task, error_of, loader, tiny_config, trainer
+from transformers import AutoModelForCausalLM
+
+from lightning_autotp import checked, full_gradients, full_state_dict, full_tensor, load_full_state_dict, parallelize
+from lightning_autotp.parameters.known_writes import parts_of
+from lightning_autotp.parameters.state import parallel_state
+from lightning_autotp.parameters.writes import Writes
+
+
+def weight(model: Any) -> Any:
+    return up(model).weight
+
+
+# --- one process's result ---
+
+
+def halved(model: Any) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+            parameter.data += 0.01
+
+
+def in_checked(write: Callable[[Any], None]) -> Callable[[Any], None]:
+    def change(model: Any) -> None:
+        with checked(model):
+            write(model)
+
+    change.__name__ = f"{write.__name__} in checked"
+    return change
+
+
+def moved(model: Any) -> None:
+    """Nothing is written in place."""
+    model.to(torch.float32).half().double()
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 2
+
+
+def back_again(model: Any) -> None:
+    weight(model).data[-1].mul_(2).div_(2)
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    halved(model)
+    model.load_state_dict(saved)
+
+
+def filled_anew(model: Any) -> None:
+    """Nothing is left of rows that were written before."""
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    last_rows(model)
+    model.load_state_dict(saved)
+
+
+def loaded(model: Any) -> None:
+    own = {name: value * 0.5 for name, value in model.state_dict().items()}
+    model.load_state_dict(own)
+
+
+def whole_rows(model: Any) -> None:
+    """What every rank has whole."""
+    for name, parameter in model.named_parameters():
+        if "norm" in name or "ln_" in name:
+            parameter.data[-3:] = 0.25
+
+
+def drawn(model: Any) -> None:
+    """As a whole tensor, and loaded."""
+    name = next(name for name, parameter in model.named_parameters() if parameter is weight(model))
+    if hasattr(model, "autotp"):
+        whole = full_tensor(model, name).detach().clone()
+        fill(whole)
+        load_full_state_dict(model, {name: whole}, strict=False)
+    else:
+        fill(weight(model).data)
+
+
+def fill(whole: Tensor) -> None:
+    nn.init.xavier_uniform_(whole)
+    whole[-5:] = 0.25
+    whole[[0, 3]] *= 2
+
+
+def reset(model: Any) -> None:
+    """A layer of this package draws for the whole tensor."""
+    torch.manual_seed(3)
+    model.get_output_embeddings().reset_parameters()
+
+
+def optimized(model: Any) -> None:
+    """After the first use anybody may write."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_of(model).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    halved(model)
+
+
+def by_its_base(model: Any) -> None:
+    """The base model is a use as well."""
+    model.base_model(input_ids=torch.tensor([[3, 4, 5]]), use_cache=False)
+    halved(model)
+
+
+RIGHT = (in_checked(halved), back_again, filled_anew, loaded, whole_rows, drawn, reset, optimized, by_its_base, moved)
+"""The last one leaves buffers converted."""
+
+
+def results(model: Any) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss = loss_of(model)
+    loss.backward()
+    if hasattr(model, "autotp"):
+        gradients, weights = full_gradients(model), full_state_dict(model)
+    else:
+        named = model.named_parameters(remove_duplicate=False)
+        gradients, weights = {name: parameter.grad for name, parameter in named}, model.state_dict()
+    found = {f"gradient of {name}": value for name, value in gradients.items() if value is not None}
+    return {"loss": loss.detach(), **found, **weights}
+
+
+def parallel(family: str) -> Any:
+    return parallelize(model_of(family), dist.group.WORLD, plan_cache=False)
+
+
+def as_set_up(model: Any, whole: dict[str, Tensor]) -> None:
+    load_full_state_dict(model, whole)
+    model.zero_grad()
+    parallel_state(model).writes = Writes()
+    parallel_state(model).writes.begin(parts_of(model))
+
+
+def right_ones(rank: int, size: int, family: str) -> dict[str, dict[str, Tensor]]:
+    model, whole, found = parallel(family), model_of(family).state_dict(), {}
+    for change in RIGHT:
+        as_set_up(model, whole)
+        torch.manual_seed(2)
+        change(model)
+        found[change.__name__] = results(model)
+    return found
+
+
+# --- an error ---
+
+
+def last_rows(model: Any) -> None:
+    with torch.no_grad():
+        weight(model)[-5:] = 0
+
+
+def rows_by_index(model: Any) -> None:
+    with torch.no_grad():
+        weight(model)[torch.tensor([0, 2])] = 1.0
+
+
+def rows_of_data(model: Any) -> None:
+    weight(model).data[-5:] = 0
+
+
+def random_numbers(model: Any) -> None:
+    nn.init.normal_(weight(model))
+
+
+def through_numpy(model: Any) -> None:
+    weight(model).detach().numpy()[-1] = 0
+
+
+def on_one_rank(model: Any) -> None:
+    if dist.get_rank() == dist.get_world_size() - 1:
+        weight(model).data[0, 0] = 7
+
+
+def then_known(model: Any) -> None:
+    """What was written before a known writer came is remembered."""
+    last_rows(model)
+    with checked(model):
+        pass
+
+
+WRONG = (last_rows, rows_by_index, rows_of_data, random_numbers, through_numpy, on_one_rank, then_known)
+
+
+def refused(run: Callable[[], Any]) -> str:
+    try:
+        run()
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+def wrong_ones(rank: int, size: int, family: str) -> dict[str, Any]:
+    model, whole, found = parallel(family), model_of(family).state_dict(), {}
+    for change in WRONG:
+        as_set_up(model, whole)
+        name = next(name for name, parameter in model.named_parameters() if parameter is weight(model))
+        change(model)
+        found[change.__name__] = name, refused(lambda model=model: loss_of(model))
+    as_set_up(model, whole)
+    last_rows(model)
+    ids = torch.tensor([[3, 4, 5]])
+    found["by its base"] = name, refused(lambda: model.base_model(input_ids=ids, use_cache=False))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "size"), [("llama", 2), pytest.param("gpt2", 2, marks=pytest.mark.nightly), ("phi", 3)]
+)
+def test_writes_that_are_known_give_one_processs_results(family: str, size: int) -> None:
+    ranks = run_ranks(right_ones, size, family)
+    for change in RIGHT:
+        model = model_of(family)
+        torch.manual_seed(2)
+        change(model)
+        wanted = results(model)
+        for found in ranks:
+            got = found[change.__name__]
+            assert got.keys() == wanted.keys()
+            for name, value in wanted.items():
+                said = f"{change.__name__}, {name}"
+                torch.testing.assert_close(
+                    got[name], value, rtol=CLOSE[family], atol=CLOSE[family], msg=lambda m, said=said: f"{said}: {m}"
+                )
+
+
+@pytest.mark.parametrize(
+    ("family", "size"), [("llama", 2), pytest.param("gpt2", 2, marks=pytest.mark.nightly), ("phi", 3)]
+)
+def test_other_writes_are_errors_on_every_rank_before_the_first_use(family: str, size: int) -> None:
+    for found in run_ranks(wrong_ones, size, family):
+        for change, (name, error) in found.items():
+            assert error.startswith(name), (change, error)
+            assert "written in place after it was divided" in error
+            for remedy in ("configure_model()", "full_tensor(model, name)", "load_full_state_dict", "checked(model)"):
+                assert remedy in error
+
+
+def test_an_untouched_copy_and_its_original_are_used_as_before() -> None:
+    for found in run_ranks(copies, 2):
+        assert found["copy"] == found["original"] == "nothing"
+        assert "written in place" in found["written"]
+
+
+def copies(rank: int, size: int) -> dict[str, str]:
+    model = parallel("gpt2")
+    other = copy.deepcopy(model)
+    halved(other)  # copies are not watched
+    found = {"copy": refused(lambda: loss_of(other)), "original": refused(lambda: loss_of(model))}
+    as_set_up(model, model_of("gpt2").state_dict())
+    last_rows(model)
+    assert "written in place" in refused(lambda: loss_of(model))
+    return {**found, "written": refused(lambda: loss_of(model))}  # and it stays an error
+
+
+# --- after the first use ---
+
+
+def stepped(model: Any) -> None:
+    for optimizer in (
+        torch.optim.AdamW(model.parameters(), lr=1e-3),
+        torch.optim.SGD(model.parameters(), foreach=False),
+    ):
+        loss_of(model).backward()
+        optimizer.step()
+
+
+def loaded_later(model: Any) -> None:
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+    load_full_state_dict(model, full_state_dict(model))
+
+
+def looked_at_once(model: Any) -> None:
+    for run in (in_checked(halved), halved):
+        run(model)
+        loss_of(model)
+
+
+def of_a_copy(model: Any) -> None:
+    other = copy.deepcopy(model)
+    loss_of(other)
+    halved(other)
+    del other
+
+
+def before_a_step(model: Any) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_of(model).backward()
+    last_rows(model)
+    optimizer.step()
+
+
+def after_moving(model: Any) -> None:
+    model.to(torch.float32).to(torch.float64)
+    loss_of(model)
+    halved(model)
+
+
+KNOWN_LATER = (stepped, loaded_later, looked_at_once, of_a_copy, whole_rows)
+UNKNOWN_LATER = (last_rows, halved, random_numbers, before_a_step, after_moving)
+
+
+def later_warnings(rank: int, size: int) -> dict[str, list[str]]:
+    found, original = {}, parallel("llama")
+    for change in (*KNOWN_LATER, *UNKNOWN_LATER):
+        model = copy.deepcopy(original)
+        loss_of(model)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            change(model)
+            loss_of(model)
+            loss_of(model)
+        found[change.__name__] = [str(one.message) for one in said if "code that was not checked" in str(one.message)]
+    return found
+
+
+def test_writes_after_the_first_use_are_warned_of_once() -> None:
+    """An optimizer's, a loader's and those that were looked at are not."""
+    for found in run_ranks(later_warnings, 2):
+        assert {name for name, said in found.items() if said} == {change.__name__ for change in UNKNOWN_LATER}
+        for change in UNKNOWN_LATER:
+            (said,) = found[change.__name__]
+            assert "model.layers.0.mlp.up_proj.weight" in said or "others were written" in said
+
+
+# --- with the Trainer ---
+
+
+class Writing(Task):
+    """Writes into its model when it is divided already."""
+
+    def __init__(self, rows: bool) -> None:
+        super().__init__("none")
+        self.rows = rows
+
+    def build(self) -> Any:
+        return AutoModelForCausalLM.from_config(tiny_config())
+
+    def on_fit_start(self) -> None:
+        head = self.model.lm_head.weight
+        with torch.no_grad():
+            if self.rows:
+                head[-2:] = 0
+            else:
+                whole = full_tensor(self, "model.lm_head.weight").detach().clone()
+                whole[-2:] = 0
+                load_full_state_dict(self, {"model.lm_head.weight": whole}, strict=False)
+
+
+def fitted() -> list[str]:
+    return [error_of(trainer("autotp", 2).fit, Writing(rows), loader()) for rows in (True, False)]
+
+
+def test_the_trainers_model_too() -> None:
+    for wrong, right in run_trainer_ranks(fitted, 2):
+        assert "lm_head.weight of the parallel LlamaForCausalLM were written in place" in wrong
+        assert right == "no error"
