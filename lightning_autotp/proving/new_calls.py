@@ -152,7 +152,7 @@ class CallProver:
         if len(self.examples) == 1:
             (call,) = self.examples
             kind = self._kind(call, kind_of(call), bytes([True] * len(self.modules)))
-            self.known.setdefault(kind, _Kind()).add(sizes_of(call), self._way(solution.graph, state.parts))
+            self.known.setdefault(kind, _Kind()).add(self._sizes(call), self._way(solution.graph, state.parts))
 
     def prove(self, args: Any, kwargs: Any) -> Any:
         """Before a forward of the model.
@@ -172,7 +172,7 @@ class CallProver:
                 self._meet(arguments)
             self._say_unknown(unknown[0])
             return None
-        modes, sizes = bytes(map(_TRAINING, self.modules)), sizes_of(call)
+        modes, sizes = bytes(map(_TRAINING, self.modules)), self._sizes(call)
         known = self.known.get(self._kind(call, arguments, modes))
         way = known.way(sizes) if known is not None else None
         if way is None and not is_traced:
@@ -202,6 +202,11 @@ class CallProver:
             self.attributes.changes(),
             surroundings(device_of(self.model)),
         )
+
+    def _sizes(self, call: Call) -> tuple[int, ...] | None:
+        """The sizes of a call that are to be told from others."""
+        # A trace runs modules that are opaque, on the CPU: not for each size of a real batch.
+        return None if self.plan.opaque else sizes_of(call)
 
     def _heed(self, graph: Graph) -> None:
         """Know calls by what their code asked for in this trace, too."""

@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 import smollm2
 import torch
-from example_runs import ROOT, TEXT, run
+from example_runs import ROOT, TEXT, run, tiny
 from history import largest_difference, read_losses
 from task import TextData
 from trainer_ranks import run_script
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+__all__ = ["tiny"]  # a fixture
 
 
 @pytest.mark.slow

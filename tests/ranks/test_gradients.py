@@ -9,13 +9,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import PATIENCE, run_ranks, time_limits
-from expected_norms import NORMS, expected_gradients, local, loss_of
+from expected_norms import NORMS, expected_gradients, local, loss_of, on_every_rank
 from local_model import Original, cut, layouts
 from torch import Tensor, nn
 
 from lightning_autotp.gradients.norms import full_gradients, gradient_norm
 from lightning_autotp.gradients.sums import synchronize_gradients
 from lightning_autotp.ranks.group import TPGroup, new_group
+
+
+@pytest.fixture(scope="module", params=[3, 4])
+def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """What each rank saw."""
+    return run_ranks(on_every_rank, request.param)
 
 
 def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor], **tolerance: float) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from training import Task, tiny_config
+from training import Task
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from lightning_autotp import full_gradients
@@ -72,15 +71,3 @@ class Tuning(Task):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         # With Adam a gradient that is zero but for rounding moves its weight as much as any other.
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a base model in ``source``, and an adapter that was trained elsewhere in ``adapter``."""
-    directory = tmp_path_factory.mktemp("peft")
-    torch.manual_seed(11)
-    base = AutoModelForCausalLM.from_config(tiny_config())
-    base.save_pretrained(directory / "source")
-    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
-    get_peft_model(base, config).save_pretrained(str(directory / "adapter"))
-    return directory

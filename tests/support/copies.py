@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import pytest
 import torch
 from distributed import time_limits
 from lightning.pytorch.plugins import MixedPrecision
@@ -16,7 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
-from trainer_ranks import run_trainer_ranks
 from training import Task, assert_parity, blocks, fit
 
 from lightning_autotp import AutoTPStrategy
@@ -126,17 +124,6 @@ def four_ranks(directory: str) -> dict[str, Any]:
     seen["scaler afterwards"] = type(scaled.scaler), scaled.scaler.get_scale()  # type: ignore[union-attr]
     seen["time limits"] = time_limits()
     return seen
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("data_parallel")
-
-
-@pytest.fixture(scope="module")
-def four(folder: Path) -> list[dict[str, Any]]:
-    """Two copies on two ranks each."""
-    return run_trainer_ranks(four_ranks, 4, str(folder))
 
 
 def assert_copies(found: list[dict[str, Any]], wanted: dict[str, Any]) -> None:

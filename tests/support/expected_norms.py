@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
-from distributed import run_ranks
 from local_model import Original, cut, layouts, local_model
 from torch import Tensor, nn
 
@@ -114,12 +112,6 @@ def on_every_rank(rank: int, world_size: int) -> dict[str, Any]:
     if world_size == 4:
         seen["two by two"] = two_by_two(rank)
     return seen
-
-
-@pytest.fixture(scope="module", params=[3, 4])
-def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    """What each rank saw."""
-    return run_ranks(on_every_rank, request.param)
 
 
 def two_by_two(rank: int) -> dict[str, Tensor]:

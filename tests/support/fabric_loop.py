@@ -10,14 +10,12 @@ from contextlib import nullcontext, redirect_stderr
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler
-from trainer_ranks import run_trainer_ranks
 from training import ROWS, Regression, blocks, error_of, tiny_config
 from transformers import AutoModelForCausalLM
 
@@ -315,28 +313,3 @@ def mistakes(fabric: Fabric, folder: Path, rank: int) -> dict[str, Any]:
     torch.manual_seed(rank)
     seen["different random numbers"] = error_of(small, IDS)
     return seen
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("fabric")
-
-
-@pytest.fixture(scope="module")
-def alone(folder: Path) -> dict[str, Any]:
-    """Plain Fabric in this process."""
-    fabric = fabric_of()
-    seen: dict[str, Any] = {
-        name: run(fabric, clip, kind="SGD" if name != "norm" else "AdamW") for name, clip in CLIPS.items()
-    }
-    run(fabric, steps=HALF, save=folder / "half at 1.ckpt")
-    seen["own"] = own_loss(fabric)
-    seen["module"] = lightning_module(fabric)
-    seen["with state"] = run(fabric, **STATEFUL)
-    seen["order"] = order_of(fabric)
-    return seen
-
-
-@pytest.fixture(scope="module")
-def found(alone: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
-    return run_trainer_ranks(two_ranks, 2, str(folder))

@@ -17,6 +17,7 @@ from copies import (
     Overflow,
     alone,
     assert_copies,
+    four_ranks,
     scaling,
     trained,
 )
@@ -27,6 +28,17 @@ from training import assert_parity
 
 from lightning_autotp import AutoTPStrategy
 from lightning_autotp.gradients.data_parallel import repeated_blocks
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("data_parallel")
+
+
+@pytest.fixture(scope="module")
+def four(folder: Path) -> list[dict[str, Any]]:
+    """Two copies on two ranks each."""
+    return run_trainer_ranks(four_ranks, 4, str(folder))
 
 
 @pytest.mark.parametrize("case", ["parity", "sequence parallel"])

@@ -15,10 +15,15 @@ from fabric_loop import (
     CLIPS,
     HALF,
     IDS,
+    STATEFUL,
     assert_close,
     assert_same,
     fabric_of,
+    lightning_module,
+    order_of,
+    own_loss,
     run,
+    two_ranks,
 )
 from lightning.fabric import seed_everything
 from trainer_ranks import run_trainer_ranks
@@ -31,6 +36,31 @@ from lightning_autotp import (
 )
 from lightning_autotp.cli import check, consolidate
 from lightning_autotp.parallel.logits import VocabParallelLogits
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("fabric")
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> dict[str, Any]:
+    """Plain Fabric in this process."""
+    fabric = fabric_of()
+    seen: dict[str, Any] = {
+        name: run(fabric, clip, kind="SGD" if name != "norm" else "AdamW") for name, clip in CLIPS.items()
+    }
+    run(fabric, steps=HALF, save=folder / "half at 1.ckpt")
+    seen["own"] = own_loss(fabric)
+    seen["module"] = lightning_module(fabric)
+    seen["with state"] = run(fabric, **STATEFUL)
+    seen["order"] = order_of(fabric)
+    return seen
+
+
+@pytest.fixture(scope="module")
+def found(alone: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
+    return run_trainer_ranks(two_ranks, 2, str(folder))
 
 
 def copies(directory: str, tensor_ranks: int) -> dict[str, Any]:

@@ -14,11 +14,24 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from torch.utils.data import DataLoader
 from trainer_ranks import run_trainer_ranks
-from training import assert_parity, blocks, error_of, trainer
+from training import assert_parity, blocks, error_of, tiny_config, trainer
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lightning_autotp import full_state_dict, make_plan, meta_model
 from lightning_autotp.checkpoints.adapters import find_adapted, save_adapter
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a base model in ``source``, and an adapter that was trained elsewhere in ``adapter``."""
+    directory = tmp_path_factory.mktemp("peft")
+    torch.manual_seed(11)
+    base = AutoModelForCausalLM.from_config(tiny_config())
+    base.save_pretrained(directory / "source")
+    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    get_peft_model(base, config).save_pretrained(str(directory / "adapter"))
+    return directory
+
 
 STEPS = 6  # two epochs of three batches
 TWO_RANKS = list(CASES)
