@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 from jsonargparse import auto_cli
@@ -81,6 +82,8 @@ def zoo(
     if page is not None:
         page.parent.mkdir(parents=True, exist_ok=True)
         packages = dict.fromkeys(PACKAGES[g].distribution if g in PACKAGES else "transformers" for g in groups)
+        if "transformers" in packages and find_spec("timm"):  # some of its models have a vision tower of timm
+            packages["timm"] = None
         page.write_text(to_markdown(verdicts, command, {name: version(name) for name in ("torch", *packages)}))
 
 
