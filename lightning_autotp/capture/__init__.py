@@ -1,1 +1,1 @@
-"""From a model to a graph: one trace on the meta device."""
+"""From a model to a graph: one trace without values."""

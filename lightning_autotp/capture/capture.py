@@ -1,4 +1,4 @@
-"""From a model to its :class:`~lightning_autotp.operators.graph.Graph`: one trace on the meta device, in training mode.
+"""From a model to its :class:`~lightning_autotp.operators.graph.Graph`: one trace without values, in training mode.
 
 The model's Python runs once on fake tensors, and :mod:`~lightning_autotp.capture.tracer` records its operators. The
 trace works on a copy (a forward may leave tensors in caches and attributes); every tensor that crosses a module
@@ -341,7 +341,7 @@ def _run(traced: nn.Module, calls: Sequence[Call], tracer: Tracer, fake: FakeTen
             failure = CaptureError(
                 f"{type(traced).__name__} cannot be captured{which}: {type(error).__name__}: {first_line(error)}\n"
                 f"  in module {where}\n  at {_user_line(error)}\n"
-                "The model is traced once on the meta device: remove what needs a tensor's value (`.item()`, "
+                "The model is traced once, without values: remove what needs a tensor's value (`.item()`, "
                 "`if tensor:`) from this line, or give example_inputs that the model accepts."
             )
             failure.__cause__ = error

@@ -1,7 +1,7 @@
 """What code keeps outside of the model that it belongs to: tables in caches and in global variables.
 
-A trace must leave no tensor there. One on meta is of no use to a later run, and another trace must find what this one
-has found. So what the code that runs in a trace reaches by its global names is put back after it.
+A trace must leave no tensor there. One without values is of no use to a later run, and another trace must find what
+this one has found. So what the code that runs in a trace reaches by its global names is put back after it.
 """
 
 from __future__ import annotations

@@ -581,7 +581,7 @@ class Calls(TorchFunctionMode):
             return made.detach()
 
     def _with_tensors(self, index: Any) -> Any:
-        """An index with tensors of known values for its lists: those that torch makes of lists have none, on meta."""
+        """An index with tensors of known values for its lists: those that torch makes of lists have none."""
         if isinstance(index, tuple):
             return tuple(self._tensor_of(part) if isinstance(part, (list, tuple, range)) else part for part in index)
         # A list of tensors or slices is one index for each dim.

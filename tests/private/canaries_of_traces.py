@@ -227,17 +227,6 @@ def _(tree_leaves: Any) -> None:
     assert tree_leaves({"a": [1, (None, 2)]}) == [1, None, 2]
 
 
-@canary("torch.autocast.__init__")
-def _(_: Any) -> None:
-    """Autocast looks these up when it is entered, and knows none on meta."""
-    with pytest.raises(RuntimeError, match="unsupported scalarType"):
-        torch.autocast("meta", enabled=False)
-    with pytest.raises(RuntimeError):
-        torch.is_autocast_enabled("meta")
-    with torch.autocast("cpu", enabled=False):
-        assert not torch.is_autocast_enabled("cpu")
-
-
 @canary("torch.utils._pytree.tree_map", "torch.utils._pytree.tree_map_only")
 def _(_: Any) -> None:
     from torch.utils._pytree import tree_map, tree_map_only
