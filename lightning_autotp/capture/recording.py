@@ -2,8 +2,8 @@
 
 Two things must be visible in a captured graph although they compute nothing that ATen has a name for:
 
-* a *parallel primitive* (a collective, a vocabulary-parallel lookup or loss): without values it records itself as one node
-  with its name and its output's shape instead of communicating;
+* a *parallel primitive* (a collective, a vocabulary-parallel lookup or loss): without values it records itself as one
+  node with its name and its output's shape instead of communicating;
 * a *module boundary*: :mod:`~lightning_autotp.capture.capture` marks every tensor that enters or leaves a module,
   because a layout may change only there.
 """

@@ -30,8 +30,8 @@ is. Along a dim further in, the ranks' parts do not lie one after the other in m
 uneven shards, which travel padded to the longest.
 
 All of these are collective (every rank of the group must call them in the same order) except ``slice_replicate`` and
-those that keep once, in forward or backward as the table says. Without values each records itself as one node of the trace
-(its name is the conversion, ``"partial_to_invariant"`` and so on) and communicates nothing.
+those that keep once, in forward or backward as the table says. Without values each records itself as one node of the
+trace (its name is the conversion, ``"partial_to_invariant"`` and so on) and communicates nothing.
 
 Each backward is a linear map whose own backward is the forward again, so derivatives of derivatives (gradient
 penalties, Hessian-vector products) go through these as exactly as gradients do.
