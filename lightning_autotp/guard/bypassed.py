@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
@@ -26,16 +28,28 @@ class Bypasses:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self._layers: _Layers = [(path, layer) for path, layer in model.named_modules() if isinstance(layer, NotesRuns)]
         self._owned: WeakKeyDictionary[Optimizer, tuple[int, _Layers]] = WeakKeyDictionary()
         self._stepped: dict[int, _Layers] = {}  # of optimizers that have made a step since the last forward
         self._has_run = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Bypasses, (self.model,)  # a copy of the model has optimizers of its own
+
+    @cached_property
+    def _layers(self) -> _Layers:
+        """The model's parallel layers."""
+        modules = self.model.named_modules()
+        return [(path, layer) for path, layer in modules if isinstance(layer, NotesRuns)]
+
+    def end(self) -> None:
+        """Leave no note on the layers."""
         for _, layer in self._layers:
-            layer.__dict__["has_run"] = False
+            layer.__dict__.pop("has_run", None)
 
     def begin(self) -> None:
         """Before a forward with gradients."""
-        self._has_run = True
+        if not self._has_run:
+            self._has_run = bool(self._layers)
         for layers in self._stepped.values():
             for _, layer in layers:
                 layer.__dict__["has_run"] = False
@@ -50,7 +64,7 @@ class Bypasses:
         if not self._has_run or NotesRuns.is_compiled:
             return
         layers = self._layers_of(optimizer)
-        silent = [(path, layer.weight) for path, layer in layers if not layer.__dict__["has_run"]]
+        silent = [(path, layer.weight) for path, layer in layers if not layer.has_run]
         if not silent or id(layers) in self._stepped:  # a step with the same gradients again
             return
         bypassed = [path for path, weight in silent if isinstance(weight, Tensor) and _has_gradient(weight)]

@@ -86,6 +86,7 @@ class Guard:
             handle.remove()
         self._handles.clear()
         self._user_hooks.unwrap()
+        self.bypasses.end()
         if self._stand_ins is not None:
             self._stand_ins.remove()
         _live.discard(self)

@@ -22,7 +22,7 @@ class NotesRuns(nn.Module):
         is_compiled: whether the code of any such layer was ever compiled in this process.
     """
 
-    has_run: bool
+    has_run: bool = False
     is_compiled: ClassVar[bool] = False
 
     def note_run(self) -> None:

@@ -45,7 +45,7 @@ import json, os, sys, time
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from test_strategy import BLOCKS, Task
+from training import BLOCKS, Task
 from lightning_autotp import AutoTPStrategy
 from lightning_autotp.private.lightning_private import DeferredSignals
 

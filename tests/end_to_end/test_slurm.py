@@ -21,7 +21,7 @@ import json, sys
 import lightning as L
 import torch.distributed as dist
 import lightning_autotp
-from test_strategy import Task, loader, trainer
+from training import Task, loader, trainer
 
 L.seed_everything(3, verbose=False)
 task = Task("config")
@@ -78,7 +78,7 @@ REQUEUED = """
 import json, os, signal, sys
 import lightning as L
 import torch
-from test_strategy import Task, loader, trainer
+from training import Task, loader, trainer
 
 class Signalled(Task):
     def training_step(self, batch, batch_idx):

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_ranks
+from expert_parts import DEQUANTIZED, fused_rows, grid, load_part, load_whole
 from loading import assert_local_part, localize
-from local_model import sections, shared
 from mixture_configs import MIXTURES, SIZES
 from reading import run
 from safetensors.torch import load_file, save_file
@@ -22,8 +22,6 @@ from transformers import (
     BertConfig,
     BertForMaskedLM,
     FineGrainedFP8Config,
-    Mxfp4Config,
-    PreTrainedModel,
 )
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
@@ -38,12 +36,6 @@ from lightning_autotp.layouts.types import Invariant, Layout, Shard
 from lightning_autotp.loading.parameters import load_parameters
 from lightning_autotp.ranks.group import TPGroup
 
-DEQUANTIZED: dict[str, dict[str, Any]] = {
-    "gpt_oss mxfp4": {"quantization_config": Mxfp4Config(dequantize=True)},
-    "qwen3_moe fp8": {"quantization_config": FineGrainedFP8Config(dequantize=True, weight_block_size=(8, 8))},
-}
-
-
 PARALLELIZED = ("mixtral", "deepseek_v3")
 UNTIED = "llama"
 """Tied by its configuration, with two different tensors in its checkpoint."""
@@ -56,26 +48,9 @@ def whole_experts(shape: tuple[int, ...], ranks: int) -> Layout:
     return Shard(((0, Ownership.even(shape[0], ranks)),)) if len(shape) > 1 else Invariant()
 
 
-def fused_rows(shape: tuple[int, ...], ranks: int) -> Layout:
-    """The next-to-last dim in two sections, each sharded unevenly."""
-    dim = len(shape) - 2
-    if dim < 0:
-        return Invariant()
-    return Shard(((dim, sections([shape[dim] // 2, shape[dim] - shape[dim] // 2], ranks)),))
-
-
 def last_dim(shape: tuple[int, ...], ranks: int) -> Layout:
     """The last dim sharded, of vectors too."""
     return Shard(((len(shape) - 1, Ownership.even(shape[-1], ranks)),)) if shape else Invariant()
-
-
-def grid(shape: tuple[int, ...], ranks: int) -> Layout:
-    """Two sharded dims: pairs of neighbours share their half of the first one, and divide the last one."""
-    if len(shape) < 2 or shape[0] % 2 or ranks % 2:
-        return Invariant()
-    halves = Ownership.even(shape[-1], 2).held
-    rows = shared(2, shape[0] // 2, ranks)
-    return Shard(((0, rows), (len(shape) - 1, Ownership(shape[-1], tuple(halves[rank % 2] for rank in range(ranks))))))
 
 
 LAYOUTS: list[tuple[Callable[[tuple[int, ...], int], Layout], int, int]] = [
@@ -133,18 +108,6 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     rewrite(root / "llama", lambda tensors: tensors.update({"lm_head.weight": torch.randn(101, 64)}))
     return root
-
-
-def load_whole(directory: Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(directory, **DEQUANTIZED.get(directory.name, {}))
-
-
-def load_part(directory: Path, rank: int, ranks: int, layout: Callable[[tuple[int, ...], int], Layout]) -> Any:
-    with meta_model():
-        model = load_whole(directory)
-    localize(model, rank, ranks, layout)
-    load_parameters(model)
-    return model
 
 
 @pytest.mark.parametrize("name", [*MIXTURES, *DEQUANTIZED])
@@ -278,7 +241,7 @@ for directory, hidden in ((sys.argv[1], 1024), (sys.argv[2], 16)):
 PEAK = """
 import sys, torch
 from loading import peak_of
-from test_mixtures import fused_rows, grid, load_part
+from expert_parts import fused_rows, grid, load_part
 from pathlib import Path
 large, tiny, layout, rank, ranks = *map(Path, sys.argv[1:3]), globals()[sys.argv[3]], int(sys.argv[4]), int(sys.argv[5])
 load_part(tiny, rank, ranks, layout)

@@ -96,8 +96,8 @@ SCRIPT = """
 import sys
 
 from lightning import seed_everything
-from test_fabric import fabric_of, run
-from test_strategy import drawn
+from fabric_loop import fabric_of, run
+from training import drawn
 
 seed_everything(8)
 drawn()

@@ -278,7 +278,7 @@ def test_a_loop_is_checked_for_one_turn(loop: str, found: list[dict[str, Any]]) 
 SCRIPT = """
 import sys
 import torch
-from test_fabric import fabric_of
+from fabric_loop import fabric_of
 from lightning_autotp import AutoTPFabricStrategy
 
 folder = sys.argv[1]

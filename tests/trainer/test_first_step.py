@@ -321,7 +321,7 @@ def trained(name: str, ranks: int) -> tuple[list[float], list[tuple[str, int]], 
     )  # fmt: skip
     trainer.fit(task, loader)
     models = [model for model in task.children() if is_parallel(model)]
-    proved = [(model.autotp.plan.traced_with, len(guard_of(model).calls.proved)) for model in models]
+    proved = [(model.autotp.plan.traced_with, len(guard_of(model).calls.ways)) for model in models]
     return task.losses, proved, task.steps
 
 

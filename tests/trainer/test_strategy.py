@@ -352,7 +352,7 @@ def test_importing_again_registers_again() -> None:
 SCRIPT = """
 import sys
 import lightning_autotp
-from test_strategy import Task, loader, trainer
+from training import Task, loader, trainer
 source, failing = sys.argv[1:]
 class Failing(Task):
     def configure_model(self):
