@@ -566,10 +566,10 @@ class Calls(TorchFunctionMode):
             real = self._made_of(func, args, kwargs)
         except NoValue:
             return func(*args, **kwargs)
-        holds_tensors = not isinstance(args[0], Tensor) and any(isinstance(leaf, Tensor) for leaf in tree_leaves(args))
-        made: Tensor = (
-            self.tracer.without_values(real, kwargs.get("device")) if holds_tensors else func(*args, **kwargs)
-        )
+        given = (*args, *kwargs.values())
+        in_list = bool(_tensors(given)) and not any(isinstance(value, Tensor) for value in given)
+        device = kwargs.get("device") or torch.get_default_device()
+        made: Tensor = self.tracer.without_values(real, device) if in_list else func(*args, **kwargs)
         self.tracer.concrete.known.setdefault(self.tracer._read(made).tensor, real)
         return made
 
@@ -590,10 +590,9 @@ class Calls(TorchFunctionMode):
 
     def _tensor_of(self, numbers: Sequence[Any]) -> Any:
         try:
-            real = self._made_of(torch.tensor, (list(numbers),), {} if numbers else {"dtype": torch.long})
+            return self._made_of(torch.tensor, (list(numbers),), {} if numbers else {"dtype": torch.long})
         except (NoValue, RuntimeError, TypeError, ValueError):  # torch says what is wrong with such an index
             return numbers
-        return real
 
     def _made(self, result: Any) -> tuple[Ref, ...]:
         """The tensors that a call returned; not those that Python's numbers alone made, until they are read."""

@@ -245,6 +245,8 @@ def test_what_python_makes_of_numbers_has_a_value() -> None:
         def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
             ends = torch.tensor([0, lengths.max(), 2 * int(lengths.max())], device=x.device).cumsum(0)
             steps = torch.Tensor([2, 1]).long()  # the class: a trace does not see it
+            if torch.tensor(data=[lengths.max()]).tolist() != [int(lengths.max())]:
+                raise ValueError("a value given by name is lost")
             if torch.tensor([[1, 2]], device=x.device).tolist() != [[1, 2]]:
                 raise ValueError("the values are lost")
             rows = (ends[1:] - ends[:-1]).tolist()
