@@ -264,8 +264,7 @@ def _numbers(group: TPGroup | None, arguments: Any) -> Iterator[None]:
     if group is None or not tensors:
         yield
         return
-    is_traced = not all(map(has_values, tensors))
-    with own_numbers(group, torch.device("meta") if is_traced else tensors[0].device):
+    with own_numbers(group, tensors[0].device if all(map(has_values, tensors)) else None):
         yield
 
 

@@ -257,7 +257,7 @@ class _Enter:
         caller = caller if caller is not None and caller.is_compared else None
         running.append(None)  # also if this fails: then the other hook runs all the same
         follows = caller is None and self.watch.seen[self.path].constants  # a way that is the same again
-        if not follows and not any(not has_values(tensor) for tensor in tensors_in((args, kwargs))):
+        if not follows and all(map(has_values, tensors_in((args, kwargs)))):
             running[-1] = _Running(self.watch, self.path, self._run((args, kwargs), caller), caller)
 
     def _run(self, given: Any, caller: _Running | None) -> Run:

@@ -13,7 +13,8 @@ from torch import nn
 from lightning_autotp.operators.graph import Constant, Graph
 from lightning_autotp.parameters.subclassing import subclass
 
-_PLAIN = (int, bool, float, str, type(None))
+PLAIN = (int, bool, float, str, type(None))
+"""Classes of attributes that hold a single value."""
 _OF_EVERY_MODULE = {*dir(nn.Module), *vars(nn.Module())}
 
 
@@ -63,7 +64,7 @@ def _watch(target: object, note: Callable[[str, Constant], object]) -> None:
 
     def read(self: object, name: str) -> object:
         value = kind.__getattribute__(self, name)
-        if type(value) in _PLAIN and name not in _OF_EVERY_MODULE:
+        if type(value) in PLAIN and name not in _OF_EVERY_MODULE:
             note(name, value)
         return value
 

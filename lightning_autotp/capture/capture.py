@@ -255,14 +255,21 @@ def _capture(
         real[id(made)] = torch.zeros(value.shape, dtype=value.dtype) if known is None else known.cpu()
         return made
 
-    calls = [Call(*map_tensors(stand_in, tuple(call))) for call in as_calls(example_inputs)]
+    numbers: set[str] = set()  # places of floats of which code asks what they are
+
+    def given(place: str, leaf: Any) -> Any:
+        """A leaf of the arguments as the model gets it."""
+        if type(leaf) is float:
+            return NotedFloat(leaf, partial(numbers.add, place))
+        return stand_in(leaf) if isinstance(leaf, Tensor) else leaf
+
+    calls = [Call(*map_leaves(given, tuple(call))) for call in as_calls(example_inputs)]
     traced = meta_copy(model, stand_in)
     note_float8(traced)
     if training:
         traced.train()
     tracer = Tracer(traced, real, seeming)
-    numbers = tracer.graph.numbers
-    calls = [Call(*map_leaves(partial(_noted, numbers), tuple(call))) for call in calls]
+    tracer.graph.numbers = numbers
     tracer.graph.opaque = opaque
     tracer.graph.example = _size_of_all([step_size(tensors_in(tuple(call))) for call in calls])
     for path in opaque:
@@ -280,11 +287,6 @@ def _capture(
     }
     _find_choosing(traced, tracer)
     return tracer.graph
-
-
-def _noted(numbers: set[str], place: str, leaf: Any) -> Any:
-    """A float of the arguments that notes its place when code asks what it is."""
-    return NotedFloat(leaf, partial(numbers.add, place)) if type(leaf) is float else leaf
 
 
 def device_of(model: nn.Module) -> str:

@@ -171,6 +171,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 def constants_in(value: Any) -> tuple[tuple[str, Constant], ...]:
     """Every number, text, flag and ``None`` in a value, with its path."""
+    # Plain floats: those of a trace note that they are asked for when they are compared.
     found = ((path, leaf) for path, leaf in leaves_of(value) if leaf is None or isinstance(leaf, int | float | str))
     return tuple((path, float.__pos__(leaf) if isinstance(leaf, float) else leaf) for path, leaf in found)
 

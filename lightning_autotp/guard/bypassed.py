@@ -1,4 +1,4 @@
-"""Weights of parallel layers that got a gradient although their layers did not run: code has taken them by itself."""
+"""Weights that have a gradient although their parallel layers did not run: code used the weight and not the layer."""
 
 from __future__ import annotations
 
@@ -48,8 +48,7 @@ class Bypasses:
 
     def begin(self) -> None:
         """Before a forward with gradients."""
-        if not self._has_run:
-            self._has_run = bool(self._layers)
+        self._has_run = True
         for layers in self._stepped.values():
             for _, layer in layers:
                 layer.__dict__["has_run"] = False

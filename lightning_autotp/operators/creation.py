@@ -13,15 +13,15 @@ def _everywhere(_: Shapes, __: int) -> bool:
     return True
 
 
-operator("aten.zeros.default", sizes=("size",), uniform=_everywhere, factory=True, zeros=True)
+operator("aten.zeros.default", sizes=("size",), uniform=_everywhere, zeros=True)
 operator(
     "aten.ones.default", "aten.full.default", "aten.empty.memory_format",
-    sizes=("size",), uniform=_everywhere, factory=True,
+    sizes=("size",), uniform=_everywhere,
 )  # fmt: skip
-operator("aten.rand.default", "aten.randn.default", sizes=("size",), factory=True)
+operator("aten.rand.default", "aten.randn.default", sizes=("size",))
 operator(
     "aten.arange.default", "aten.arange.start", "aten.arange.start_step", "aten.eye.default", "aten.eye.m",
-    "aten.linspace.default", factory=True,
+    "aten.linspace.default",
 )  # fmt: skip
 
 

@@ -48,7 +48,6 @@ class Record:
         zeros: whether the result is zeros, which are the ranks' parts of a sum of zeros, too.
         lends: an argument of which only shape and dtype matter.
         takes: an argument whose elements the result is made of, and whose values do not tell how many.
-        factory: whether it makes a tensor of numbers alone, as the function of ``torch`` with its name does.
         in_place: the operator that writes this one's result into its first argument, where it is not named as usual
             (``aten.add_.Tensor`` for ``aten.add.Tensor``).
         scatter: the operator that writes through this one, as a view: ``(self, src, ...)`` to ``self`` with ``src`` in
@@ -75,7 +74,6 @@ class Record:
     zeros: bool = False
     lends: str = ""
     takes: str = ""
-    factory: bool = False
     in_place: str = ""
     scatter: str = ""
     updates: tuple[str, ...] = ()

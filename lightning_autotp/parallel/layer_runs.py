@@ -1,4 +1,4 @@
-"""Whether a parallel layer has run: code that takes its weight by itself leaves out what the layer does beside it.
+"""Whether a parallel layer has run. Code that uses its weight directly skips the communication that the layer does.
 
 Such code may look at what no trace shows: an environment variable, or whether it is being traced. So each parallel
 layer notes that it runs, and :mod:`~lightning_autotp.guard.bypassed` asks before an optimizer's step.
@@ -19,7 +19,7 @@ class NotesRuns(nn.Module):
 
     Attributes:
         has_run: whether it did since that was set to ``False``. In compiled code it is not noted.
-        is_compiled: whether the code of any such layer was ever compiled in this process.
+        is_compiled: whether ``torch.compile`` has traced any such layer in this process.
     """
 
     has_run: bool = False

@@ -7,10 +7,9 @@ from typing import Any
 
 from torch import nn
 
+from lightning_autotp.capture.attribute_reads import PLAIN
 from lightning_autotp.layouts.plan import SizePlan
 from lightning_autotp.proving.call_kinds import FewValues
-
-_PLAIN = (bool, int, float, str, type(None))
 
 
 class AttributeWatch:
@@ -49,7 +48,7 @@ class AttributeWatch:
         changed = []
         for place, (module, name, value) in watched.items():
             now = getattr(module, name, value)
-            if now is not value and type(now) in _PLAIN and now != value:
+            if now is not value and type(now) in PLAIN and now != value:
                 changed.append((place, self._few.told(place, now)))
         return tuple(changed)
 

@@ -378,4 +378,4 @@ class _SizeOnWay:
 
 def _is_traced(call: Call) -> bool:
     """Whether it has no values: another trace is under way."""
-    return any(not has_values(leaf) for leaf in tensors_in(tuple(call)))
+    return not all(map(has_values, tensors_in(tuple(call))))

@@ -27,18 +27,17 @@ _noted: ContextVar[bool] = ContextVar("own numbers are drawn in the trace under 
 
 
 @contextmanager
-def own_numbers(group: TPGroup, device: torch.device) -> Iterator[None]:
+def own_numbers(group: TPGroup, device: torch.device | None) -> Iterator[None]:
     """What draws on ``device`` inside draws this rank's own numbers, independent of the other ranks' ones.
 
     Not a collective, but every rank of the group must come here with its generators in the same state, and leaves with
-    them in the same state. Where nothing is drawn (dropout in eval mode) that is the state before. On the meta device,
-    that is in a trace, it is only noted.
+    them in the same state. Where nothing is drawn (dropout in eval mode) that is the state before.
 
     Args:
         group: the ranks that draw independently of each other.
-        device: where the numbers are drawn.
+        device: where the numbers are drawn; ``None`` in a trace, where it is only noted.
     """
-    if device.type == "meta":
+    if device is None:
         token = _noted.set(True)
         try:
             yield

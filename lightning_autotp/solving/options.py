@@ -43,7 +43,7 @@ class PlanOptions:
             do.
         traced_with: where the call that is traced comes from, if there is more to say than whether it was given. Not
             the user's to say.
-        device: where the model will run, for code of its that asks; empty: where its parameters are. Not the user's to
+        device: where the model will run, for code that asks; by default where its parameters are. Not the user's to
             say.
 
     Raises:

@@ -82,9 +82,10 @@ def solve(
         if not varying:
             solution.bound = min(bound, solution.cost)
             return solution
-        there = tables.passing(varying) - kept.keys() if dealt_on is not None else set()
-        if dealt_on is not None and there:  # there as with whole tokens, which is the same each time
-            kept |= {tensor: dealt_on.kinds[tensor] for tensor in there & dealt_on.kinds.keys()}
+        whole = {} if dealt_on is None else dealt_on.kinds
+        there = tables.passing(varying) & whole.keys() - kept.keys()
+        if there:  # as with whole tokens, which is the same each time
+            kept |= {tensor: whole[tensor] for tensor in there}
         else:  # which may cost more than a conversion that is the same each time: the bound says so
             tables.fixed |= varying
 
@@ -102,14 +103,14 @@ def price(
     )
 
 
-def _solve_once(tables: Tables, pinned: Mapping[str, int | None], kept: Mapping[int, Kind] | None = None) -> Solution:
+def _solve_once(tables: Tables, pinned: Mapping[str, int | None], kept: Mapping[int, Kind]) -> Solution:
     is_divisible = any(tables.touching[tensor] for tensor in tables.graph.parameters if tensor in tables.touching)
     if not is_divisible and tables.planned is None:  # a plan may leave everything whole
         raise NothingToShard(_nothing(tables))
     problem, domains = tables.problem()
     for tensor, allowed in _pinned(tables, pinned, problem, domains):
         problem.add((tensor,), {(code,): 0.0 for code in allowed})
-    for tensor, kind in (kept or {}).items():
+    for tensor, kind in kept.items():
         if tensor in domains:
             problem.add((tables.first.get(tensor, tensor),), {(domains[tensor].index(kind),): 0.0})
     try:

@@ -56,6 +56,8 @@ def adapted(case: str, folder: Path) -> PeftModel:
 class Tuning(Task):
     """Trains what PEFT leaves trainable."""
 
+    learning_rate = 0.1
+
     def __init__(self, case: str, folder: str) -> None:
         super().__init__("none")
         self.case, self.folder = case, Path(folder)
@@ -70,4 +72,5 @@ class Tuning(Task):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         # With Adam a gradient that is zero but for rounding moves its weight as much as any other.
-        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+        trained = [p for p in self.parameters() if p.requires_grad]
+        return torch.optim.SGD(trained, lr=self.learning_rate, momentum=0.9)

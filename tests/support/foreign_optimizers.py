@@ -39,7 +39,7 @@ class Simple(Optimizer):
     """An optimizer that a test describes by the update of one parameter.
 
     Args:
-        params: as ever.
+        params: the parameters.
         options: the defaults.
     """
 

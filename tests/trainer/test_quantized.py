@@ -10,11 +10,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import adapted as adapted_models
 import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from adapted import LINEARS
 from loading import localize
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from safetensors import safe_open
@@ -22,13 +22,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from trainer_ranks import run_trainer_ranks
-from training import Task, assert_parity, blocks, error_of, trainer
+from training import assert_parity, blocks, error_of, trainer
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, TorchAoConfig
 
 from lightning_autotp import (
     AutoTPStrategy,
     PlanMismatch,
-    full_gradients,
     full_state_dict,
     make_plan,
     meta_model,
@@ -98,27 +97,17 @@ def adapted(case: str, folder: Path) -> PeftModel:
     if "bfloat16" in case:
         base = prepare_model_for_kbit_training(base, use_gradient_checkpointing=False)
     # The second factor is not zero: it hides nothing.
-    lora = LoraConfig(r=4, lora_alpha=1, target_modules=LINEARS, init_lora_weights=False)
+    lora = LoraConfig(r=4, lora_alpha=1, target_modules=adapted_models.LINEARS, init_lora_weights=False)
     return get_peft_model(base.train(), lora)
 
 
-class Tuning(Task):
+class Tuning(adapted_models.Tuning):
     """Trains the adapters."""
 
-    def __init__(self, case: str, folder: str) -> None:
-        super().__init__("none")
-        self.case, self.folder = case, Path(folder)
+    learning_rate = 0.02
 
     def build(self) -> Any:
         return adapted(self.case, self.folder)
-
-    def on_after_backward(self) -> None:
-        parallel = any(hasattr(module, "autotp") for module in self.modules())
-        grads = {n: p.grad.clone() for n, p in self.named_parameters() if p.grad is not None}
-        self.seen["gradients"].append(full_gradients(self) if parallel else grads)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.02, momentum=0.9)
 
 
 def tune(case: str, folder: Path, devices: int, **options: Any) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from lightning_autotp.operators.graph import EXPERTS, KEPT, Graph, Ref
 # Registered, but without a case of its own here.
 ELSEWHERE = {
     "boundary": "the identity; its conversions are collectives with tests of their own",
-    EXPERTS: "no operator of torch's but a module; tests/ranks/test_whole_experts.py tries it, as every plan does",
+    EXPERTS: "a module, not an operator of torch; tests/ranks/test_whole_experts.py tests it",
     KEPT: "makes nothing; tests/ranks/test_buffers.py",
     "aten.cross_entropy_loss.default": "over sharded classes another loss runs; its relation is tested below",
 }
