@@ -347,6 +347,8 @@ class BoundaryConversion:
                     self.lengths.note(axis, units)
             elif axis is not None and (whole := self.lengths.whole(axis)) is not None:
                 now = cut.of_units(whole)
+            elif not has_values(tensor) and found == planned:
+                now = ownership  # a trace of the call that is planned for; if it were another's, the proof would tell
             elif cut.is_told_by_one or not has_values(tensor):
                 now = cut.of_local_size(rank, found)
             else:

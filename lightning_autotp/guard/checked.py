@@ -9,12 +9,13 @@ names the line and what to write instead.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, ClassVar
 from weakref import ref
 
@@ -51,6 +52,10 @@ _ELEMENTWISE = frozenset({
     "_foreach_mul_", "_foreach_sub", "_foreach_zero_", "alias",
 })  # fmt: skip
 """Functions that do with each element by itself what they do: of a part they make the same part of the result."""
+
+
+_FOR_OTHERS = tuple(os.path.join(path, "") for path in nn.__path__)
+"""Where torch's code is that does for its caller what it is told."""
 
 
 class checked(TorchFunctionMode):
@@ -181,8 +186,14 @@ class checked(TorchFunctionMode):
         return result
 
     def _is_users(self, func: Any) -> bool:
-        """Whether neither torch nor this package calls the function."""
-        return is_user_code(calling_frame(func, sys._getframe(2)).f_code.co_filename)
+        """Whether neither torch nor this package calls the function.
+
+        Losses and helpers of ``torch.nn`` (``nn.MSELoss``, ``parameters_to_vector``) do for the user what they do.
+        """
+        frame: FrameType | None = calling_frame(func, sys._getframe(2))
+        while frame is not None and frame.f_code.co_filename.startswith(_FOR_OTHERS):
+            frame = frame.f_back
+        return frame is not None and is_user_code(frame.f_code.co_filename)
 
     def _refusal(self, name: str, meta: ParameterMeta, why: str) -> UnsoundUse:
         return UnsoundUse(

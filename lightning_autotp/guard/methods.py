@@ -135,7 +135,9 @@ def _methods(model: nn.Module, calls: CallProver) -> Iterator[tuple[nn.Module, s
                 yield place.module, name, _Known(model, place.module, name)
             else:
                 yield place.module, name, Refused(place.module, name, _TAKES_FOR_WHOLE)
-    if fsdp_modules(model) and hasattr(model, "generate"):
+    if parallel_state(model).plan.shards_sequence and _has(model, "generate"):
+        yield model, "generate", Refused(model, "generate", _NEEDS_ALL_TOKENS)
+    elif fsdp_modules(model) and hasattr(model, "generate"):
         yield model, "generate", partial(generate_gathered, model)
     if (tuners := sys.modules.get("peft.tuners.tuners_utils")) is not None:  # else there are no adapters
         for module in model.modules():
@@ -151,6 +153,10 @@ _SAVES_PARTS = (
 _TAKES_FOR_WHOLE = (
     "would treat this rank's part of the model as the whole. Call it while the model is whole, in configure_model() or"
     " before parallelize()"
+)
+_NEEDS_ALL_TOKENS = (
+    "needs all tokens on every rank, and this model was divided with sequence_parallel: a single new token cannot be"
+    " sharded. Leave sequence_parallel out, or generate afterwards with a model of the saved weights"
 )
 _MERGES_PARTS = (
     "would add this rank's part of an adapter: adapters cannot be merged on the ranks of a tensor-parallel model. Save"

@@ -418,6 +418,24 @@ def gradients_through_views(group: TPGroup, ownership: Ownership) -> None:
     torch.testing.assert_close(whole_gradient(local, ownership, group.rank), whole.grad, rtol=1e-5, atol=0)
 
 
+def gradients_of_logits(group: TPGroup, ownership: Ownership) -> None:
+    """``torch.autograd.grad`` of logits gives the whole gradient; it never leaves it out without a word."""
+    whole = values().requires_grad_()
+    scale = torch.tensor(2.0, requires_grad=True)
+
+    def loss(logits: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), torch.arange(10) % VOCAB) * scale
+
+    wanted = torch.autograd.grad(loss(whole), [whole, scale])
+    _, logits = sharded(group, ownership)
+    found = torch.autograd.grad(loss(logits), [logits, scale], allow_unused=True)
+    torch.testing.assert_close(found, wanted)
+    (found,) = torch.autograd.grad(loss(logits), logits)
+    torch.testing.assert_close(found, wanted[0])
+    with pytest.raises(RuntimeError, match=r"was not computed of VocabParallelLogits"):
+        torch.autograd.grad(scale * 2, logits, allow_unused=True)
+
+
 def says_once(group: TPGroup, ownership: Ownership) -> None:
     _, logits = sharded(group, ownership)
     tensor._said.clear()
@@ -457,6 +475,7 @@ def every_check(rank: int, ranks: int) -> int:
             views_are_read_only(group, ownership)
             gradients_through_views(group, ownership)
         cross_entropies(group, ownership)
+        gradients_of_logits(group, ownership)
         hugging_face_loss(group, ownership)
         learned_operand(group, ownership)
         in_place(group, ownership)

@@ -202,6 +202,11 @@ def alone(rank: int, size: int) -> None:
     assert torch.allclose(*given)
     with pytest.raises(UnprovedCall, match="called in another way than it was traced"):
         model(inputs_embeds=embeds.detach())
+    all_hidden = [each(input_ids=ids, output_hidden_states=True).hidden_states for each in (model, reference)]
+    for found, wanted in zip(*all_hidden, strict=True):
+        assert torch.allclose(found, wanted)
+    with pytest.raises(RuntimeError, match="generate needs all tokens on every rank"):
+        model.generate(ids, max_new_tokens=2)
 
 
 def test_modules_called_by_themselves_take_and_give_all_tokens() -> None:

@@ -46,6 +46,13 @@ UNSOUND: dict[str, tuple[Use, str]] = {
     "new rows": (lambda m, h: m.lm_head.weight.data.__setitem__(slice(-5, None), 0), "__setitem__ on lm_head.weight"),
     "noise": (lambda m, h: m.lm_head.weight.data.add_(torch.randn_like(m.lm_head.weight)), "randn_like on lm_head"),
     "initialized": (lambda m, h: nn.init.normal_(m.lm_head.weight), "normal_ on lm_head.weight"),
+    "L2-SP": (
+        lambda m, h: nn.MSELoss(reduction="sum")(m.lm_head.weight, torch.zeros_like(m.lm_head.weight).clone()),
+        "mse_loss on lm_head.weight",
+    ),
+    "one vector": (lambda m, h: nn.utils.parameters_to_vector(m.parameters()), "view on model.embed_tokens.weight"),
+    "norm of all": (lambda m, h: nn.utils.get_total_norm(m.parameters()), "norm on model.embed_tokens.weight"),
+    "distance": (lambda m, h: nn.CosineSimilarity()(m.lm_head.weight, m.lm_head.weight), "on lm_head.weight"),
     "stacked": (lambda m, h: torch.stack([m.lm_head.weight.float()]), "stack on lm_head.weight"),
 }  # fmt: skip
 SOUND: dict[str, Use] = {

@@ -18,8 +18,8 @@ from torch.overrides import resolve_name
 from torch.utils.hooks import RemovableHandle
 
 from lightning_autotp.layouts.ownership import Ownership
-from lightning_autotp.layouts.types import Shard
-from lightning_autotp.parallel.collectives import all_gather, keep_first_owned, take_owned, transition_backward
+from lightning_autotp.layouts.types import Invariant, Partial, Shard
+from lightning_autotp.parallel.collectives import all_gather, convert, keep_first_owned, take_owned, transition_backward
 from lightning_autotp.parallel.head_product import HeadProduct
 from lightning_autotp.private.fabric_private import only_looks
 from lightning_autotp.private.torch_private import (
@@ -369,6 +369,49 @@ def _register_hook(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[s
     if isinstance(source := logits._source, HeadProduct):
         source.hook()
     return logits.local.register_hook(on_local)
+
+
+@runs(torch.autograd.grad)
+def _gradients(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The gradient of logits is gathered from those of the ranks' parts. Collective.
+
+    Raises:
+        RuntimeError: if these logits are not what the outputs were computed of: a loss in parts, or of another view of
+            them, has no use for their values.
+    """
+    given = arguments_by_name(args, kwargs, "outputs", "inputs", "grad_outputs", "retain_graph", "create_graph")
+    is_one = isinstance(given["inputs"], Tensor)
+    asked = [given.pop("inputs")] if is_one else list(given.pop("inputs"))
+
+    def whole(x: Any) -> Any:
+        return x.full() if isinstance(x, VocabParallelLogits) else x
+
+    given["outputs"] = tree_map(whole, given["outputs"])
+    sources = [x.local if isinstance(x, VocabParallelLogits) else x for x in asked]
+    found = list(func(inputs=sources, **(given | {"allow_unused": True, "materialize_grads": False})))
+    for at, (x, gradient) in enumerate(zip(asked, found, strict=True)):
+        if gradient is None and isinstance(x, VocabParallelLogits):
+            raise RuntimeError(
+                f"torch.autograd.grad: what is differentiated was not computed of {x!r}, but of the product that makes"
+                " them, or of another view of them. Use whole = logits.full() for the loss, and take the gradient of"
+                " whole"
+            )
+        if gradient is None and given.get("materialize_grads"):
+            found[at] = torch.zeros_like(x)
+        elif gradient is None and not given.get("allow_unused"):
+            raise RuntimeError(
+                "torch.autograd.grad: one of the inputs was not used; allow_unused=True gives None for it"
+            )
+        elif isinstance(x, VocabParallelLogits):
+            found[at] = _summed_over_ranks(gradient, x)
+    return tuple(found)
+
+
+def _summed_over_ranks(gradient: Tensor, logits: VocabParallelLogits) -> Tensor:
+    """The whole gradient of logits. What several ranks have of them has parts of a sum for its gradient."""
+    index = torch.tensor(logits.ownership.indices(logits.group.rank), dtype=torch.long, device=gradient.device)
+    whole = gradient.new_zeros(logits.shape).index_add(logits.vocab_dim, index, gradient)
+    return convert(whole, Partial(), Invariant(), logits.group)
 
 
 @runs(Tensor.is_contiguous)
