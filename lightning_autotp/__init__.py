@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from lightning_autotp.lightning.fabric import AutoTPFabricStrategy
     from lightning_autotp.lightning.strategy import AutoTPStrategy
     from lightning_autotp.lightning.summary import ParallelSummary
+    from lightning_autotp.operators.declared import declare
+    from lightning_autotp.operators.notation import DeclarationError
     from lightning_autotp.optimizers.whole_matrices import WholeMatrixOptimizer
     from lightning_autotp.pipeline import make_plan, parallelize
     from lightning_autotp.proving.compare import VerificationError
@@ -56,6 +58,8 @@ _NAMES = {
     "lightning.fabric": ["AutoTPFabricStrategy"],
     "lightning.strategy": ["AutoTPStrategy"],
     "lightning.summary": ["ParallelSummary"],
+    "operators.declared": ["declare"],
+    "operators.notation": ["DeclarationError"],
     "optimizers.whole_matrices": ["WholeMatrixOptimizer"],
     "pipeline": ["make_plan", "parallelize"],
     "proving.compare": ["VerificationError"],

@@ -28,6 +28,7 @@ from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.layouts.step_size import TokensPerStep
 from lightning_autotp.loading.parameters import load_parameters, row_extremes
 from lightning_autotp.loading.shared_scales import quantize_scales, share_extremes
+from lightning_autotp.operators.declared import declared_by_user
 from lightning_autotp.operators.graph import Graph
 from lightning_autotp.parallel.async_products import ProductReport, overlap_products
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
@@ -247,7 +248,8 @@ def _plan(model: nn.Module, graph: Graph, inputs: Any, ranks: int, options: Plan
         graph.device,
         sorted(graph.units.items()),
     )
-    key = fingerprint(model, inputs, *settings, *(version(name) for name in ("torch", "transformers")))
+    versions = [version(name) for name in ("torch", "transformers")]
+    key = fingerprint(model, inputs, *settings, *versions, *declared_by_user())
     cache = PlanCache.of(options.plan_cache)
     plan = cache.find(key)
     if plan is None or not _fits(plan, model, graph, inputs):

@@ -26,6 +26,7 @@ from lightning_autotp.building.quantization import format_of
 from lightning_autotp.capture import vmap as transforms
 from lightning_autotp.capture.attribute_reads import note_attributes
 from lightning_autotp.capture.call_sites import is_user_code
+from lightning_autotp.capture.declared_calls import noting_declared
 from lightning_autotp.capture.experts import noting_experts
 from lightning_autotp.capture.nested import Copied, constants_in, copied, leaves_of, map_leaves, map_tensors, tensors_in
 from lightning_autotp.capture.noted_numbers import NotedFloat
@@ -35,10 +36,12 @@ from lightning_autotp.capture.tracer import Tracer, inside_of
 from lightning_autotp.layouts.places import EVERY, Boundary
 from lightning_autotp.layouts.step_size import StepSize
 from lightning_autotp.operators.graph import Constant, Graph, ModuleRun
+from lightning_autotp.operators.notation import DeclarationError
 from lightning_autotp.private.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
+    as_written,
     buffers_of,
     enable_python_dispatcher,
     has_values,
@@ -325,7 +328,7 @@ def _run(traced: nn.Module, calls: Sequence[Call], tracer: Tracer, fake: FakeTen
         # Experts are noted by what they are given after the marks, and what they return before them.
         marks = (noting_experts(traced, tracer), _marked_boundaries(traced, tracer))
         context.callback(tracer.outside.put_back)
-        for mode in (quiet_fake_tensors(), *marks, enable_python_dispatcher()):
+        for mode in (quiet_fake_tensors(), *marks, noting_declared(tracer), as_written(), enable_python_dispatcher()):
             context.enter_context(mode)
         for layer in (fake, tracer, tracer.calls):
             context.enter_context(layer)
@@ -338,6 +341,8 @@ def _run(traced: nn.Module, calls: Sequence[Call], tracer: Tracer, fake: FakeTen
             if until_failure:
                 tracer.graph.failure = f"{type(error).__name__}: {first_line(error)}"
                 return
+            if isinstance(error, DeclarationError):
+                raise DeclarationError(f"{error}\n  at {_user_line(error)}") from error
             where = " -> ".join(tracer.modules[1:]) or "(root)"
             which = f" with number {len(result) + 1} of example_inputs" if len(calls) > 1 else ""
             failure = CaptureError(

@@ -33,9 +33,11 @@ from lightning_autotp.capture.kept_outside import KeptOutside
 from lightning_autotp.capture.recording import RECORD
 from lightning_autotp.capture.schemas import named_arguments, written_through
 from lightning_autotp.capture.static_values import Concrete, NoValue
+from lightning_autotp.capture.trials import found_declaration, try_declaration
 from lightning_autotp.layouts.places import Boundary, CallSite
 from lightning_autotp.operators import Shapes, functional, record
-from lightning_autotp.operators.graph import ASKED, KEPT, MAPPED, Call, Graph, Operator, Ref, TensorInfo
+from lightning_autotp.operators.declared import add, declaration_of, is_to_be_found
+from lightning_autotp.operators.graph import ASKED, KEPT, MAPPED, Call, Graph, Operator, Ref, TensorInfo, refs
 from lightning_autotp.private.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -54,6 +56,7 @@ _MEASURING = frozenset([Tensor.shape.__get__, Tensor.size, Tensor.__len__, Tenso
 """Functions that tell a tensor's shape, or something of it."""
 
 _INDEXING = frozenset([Tensor.__getitem__, Tensor.__setitem__])
+_BUILT_IN = ("aten", "prims", "prim", "lightning_autotp")
 _SAME = "aten.alias.default"
 _INDEX = "aten.index.Tensor"
 _LINEAR = "aten.linear.default"
@@ -126,8 +129,11 @@ class Tracer(PreDispatchMode):
         if name == _INDEX:
             name, reads = self._with_numbers(reads)
         known = record(name)
+        if (declaration := declaration_of(name)) is not None:
+            with self.pause():
+                try_declaration(declaration, func, dict(arguments), self.value_if_known)
         try:
-            result = self._shaped(known.shape, reads) if known and known.shape else func(*args, **kwargs)
+            result = self._results(known.results, reads) if known and known.results else func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
             result = self._by_value(func, reads)
             if result is NotImplemented:  # it asks for a value inside, and does something else with what has none
@@ -136,14 +142,9 @@ class Tracer(PreDispatchMode):
                 if result is NotImplemented:
                     raise
                 return result
-        written = [
-            leaf
-            for argument, (_, value) in zip(schema_of(func).arguments, arguments, strict=True)
-            if argument.is_write
-            for leaf in _tensors(value)
-        ]
+        written = _written(func, arguments)
         if written:
-            self._write(func, reads, written, result)
+            self._write(functional(name), reads, written, result)
             return result
         if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):  # a check, or a size
             return result
@@ -152,6 +153,13 @@ class Tracer(PreDispatchMode):
             if id(result) not in self._tensors:
                 self._alias(result, inputs[0])
             return result
+        if known is None and func.namespace not in _BUILT_IN:
+            with self.pause():
+                found = found_declaration(schema_of(func).name, func, dict(arguments), result, self.value_if_known)
+            if found is not None and is_to_be_found(name):
+                add(found)
+            elif found is not None:
+                self.graph.found[name] = found.code
         self._note(name, reads, result, inputs)
         return result
 
@@ -215,6 +223,13 @@ class Tracer(PreDispatchMode):
         """
         return self.concrete.value(self._read(tensor).tensor)
 
+    def value_if_known(self, tensor: Tensor) -> Tensor | None:
+        """The same, or ``None``."""
+        try:
+            return self.value(tensor) if self.graph.tensors[self._read(tensor).tensor].is_static else None
+        except NoValue:
+            return None
+
     def array(self, tensor: Tensor) -> Any:
         """An array of numpy's with the value of a tensor, which may follow from choices that are made up.
 
@@ -236,6 +251,19 @@ class Tracer(PreDispatchMode):
         """Add an operator of this name to the graph."""
         self._note(name, (("input", tuple(self._read(tensor) for tensor in inputs)),), result, [])
 
+    def call(
+        self, name: str, arguments: Sequence[tuple[str, Any]], results: Sequence[tuple[Sequence[int], str]]
+    ) -> list[Tensor]:
+        """Add a call of a function that is declared: its results, of these shapes and dtypes (empty: its first's)."""
+        reads = tuple((key, self._read(value)) for key, value in arguments)
+        made = [self.result(shape, dtype, reads) for shape, dtype in results]
+        outer, self.calls.current = self.calls.current, (-1, source_line(sys._getframe(1)))
+        try:
+            self._note(name, reads, made, [])
+        finally:
+            self.calls.current = outer
+        return made
+
     def keep(self, module: str, name: str, is_buffer: bool, tensor: Tensor) -> None:
         """Note that a module has a tensor as an attribute after the forward, unless no parameter went into it."""
         known = self.known(tensor)
@@ -249,11 +277,16 @@ class Tracer(PreDispatchMode):
 
     def _transformed(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator under a function transform, and note it on the tensors inside."""
-        transforms.check(func)
+        transforms.check()
         arguments = named_arguments(func, *transforms.unwrapped((args, kwargs)))
         reads = tuple((key, self._read(value)) for key, value in arguments)
+        written = _written(func, arguments)
+        if written and not all(self.graph.tensors[ref.tensor].is_static for _, value in reads for ref in refs(value)):
+            raise NoValue(f"{func} writes in place under torch.vmap")  # what else looks at the memory is not known
         result = func(*args, **kwargs)
-        if any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):
+        if written:
+            self._write(f"{MAPPED}{func}", reads, written, transforms.unwrapped(result))
+        elif any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):
             inputs = [leaf for _, value in arguments for leaf in _tensors(value)]
             self._note(f"{MAPPED}{func}", reads, transforms.unwrapped(result), inputs)
         return result
@@ -372,13 +405,22 @@ class Tracer(PreDispatchMode):
         )
         return Ref(len(self.graph.tensors) - 1)
 
-    def _shaped(self, shape: Callable[[Shapes], Any], reads: tuple[tuple[str, Any], ...]) -> Tensor:
-        """A result of the shape that its record says, and of the first operand's dtype."""
+    def _results(self, results: Callable[[Shapes], Any], reads: tuple[tuple[str, Any], ...]) -> Any:
+        """Results of the shapes and dtypes that a record says."""
         tensors = self.graph.tensors
-        first = tensors[next(value.tensor for _, value in reads if isinstance(value, Ref))]
-        sizes = shape(Shapes(reads, (), lambda tensor: tensors[tensor].shape))
+        shapes = Shapes(reads, (), lambda tensor: tensors[tensor].shape)
+        made = [self.result(shape, dtype, reads) for shape, dtype in results(shapes)]
+        return made[0] if len(made) == 1 else tuple(made)
+
+    def result(self, shape: Sequence[float], dtype: str, reads: tuple[tuple[str, Any], ...]) -> Tensor:
+        """A tensor of the trace that an operator makes, by default of its first operand's dtype."""
+        given = [self.graph.tensors[ref.tensor] for _, value in reads for ref in refs(value)]
         with self.pause():
-            return torch.empty(sizes, dtype=getattr(torch, first.dtype), device=self.device)
+            sizes = [int(size) for size in shape]
+            made = torch.empty(sizes, dtype=getattr(torch, dtype or given[0].dtype), device=self.device)
+            if made.is_floating_point() and torch.is_grad_enabled() and any(info.is_differentiable for info in given):
+                made = made.requires_grad_().clone()  # code may ask, and may write into it
+        return made
 
     # -- values and aliases ------------------------------------------------------------------------------------------
 
@@ -443,11 +485,11 @@ class Tracer(PreDispatchMode):
         tracked.value, tracked.version = value, storage.version
         return value
 
-    def _write(self, func: Any, reads: Any, written: list[Tensor], result: Any) -> None:
-        """An operator that writes in place: its functional twin's result is what the written tensor is from now on."""
+    def _write(self, name: str, reads: Any, written: list[Tensor], result: Any) -> None:
+        """An operator that writes in place: what it returns, under this name, is the written tensor from now on."""
         for tensor in written:
             self.overwritten.setdefault(_place_key(tensor), self._read(tensor))
-        operator = self._append(functional(str(func)), reads, written)
+        operator = self._append(name, reads, written)
         for tensor, value in zip(written, operator.outputs, strict=True):
             storage, path, _ = self._place(tensor)
             storage.version += 1
@@ -602,7 +644,7 @@ class Calls(TorchFunctionMode):
     def _overwritten(self, leaf: Any) -> Ref | None:
         """What a tensor was before the call under way wrote into it; ``None`` if it did not."""
         overwritten = self.tracer.overwritten
-        if not overwritten or not isinstance(leaf, Tensor):
+        if not overwritten or not isinstance(leaf, Tensor) or transforms.is_wrapper(leaf):
             return None
         return overwritten.get(_place_key(inside_of(leaf)))
 
@@ -644,6 +686,12 @@ def _numbers(index: Any) -> list[int]:
     if len(lists) != 1 or not all(type(number) is int for number in lists[0]):
         return []
     return lists[0]
+
+
+def _written(func: Any, arguments: Sequence[tuple[str, Any]]) -> list[Tensor]:
+    """The tensors that an operator writes in place."""
+    declared = zip(schema_of(func).arguments, arguments, strict=True)
+    return [leaf for argument, (_, value) in declared if argument.is_write for leaf in _tensors(value)]
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -19,7 +19,6 @@ from lightning_autotp.private.torch_private import (
     get_interpreter_stack,
     get_unwrapped,
     is_functorch_wrapped_tensor,
-    schema_of,
     tree_map_only,
 )
 
@@ -45,17 +44,14 @@ def unwrapped(values: Any) -> Any:
     return tree_map_only(Tensor, one, values)
 
 
-def check(func: Any) -> None:
-    """Refuse what cannot be followed.
+def check() -> None:
+    """Refuse transforms that cannot be followed.
 
     Raises:
-        NoValue: if a transform computes derivatives: what its backward reads is not in a trace; or if the operator
-            writes in place: through a wrapper, nobody sees what else looks at the memory.
+        NoValue: if one computes derivatives: what its backward reads is not in a trace.
     """
     if any(transform.key() != TransformType.Vmap for transform in get_interpreter_stack() or ()):
         raise NoValue("torch.func's derivatives cannot be traced")
-    if any(argument.is_write for argument in schema_of(func).arguments):
-        raise NoValue(f"{func} writes in place under torch.vmap")
 
 
 def follow_custom_functions(mode: Any) -> None:

@@ -226,6 +226,7 @@ class Graph:
         looks: calls in their code that ran no operator: they asked for a shape, say.
         entered: the module of every run, in the order in which they begin; the first is what calls the model.
         device: where tensors seemed to be.
+        found: by operator that is neither built in nor declared: its declaration as code, found by trying it.
     """
 
     tensors: list[TensorInfo] = field(default_factory=list)
@@ -251,6 +252,7 @@ class Graph:
     looks: list[Call] = field(default_factory=list)
     entered: list[str] = field(default_factory=lambda: [""])
     device: str = "cpu"
+    found: dict[str, str] = field(default_factory=dict)
 
     def loose(self) -> list[int]:
         """Tensors that no operator makes and that are no parameters (inputs, buffers, constants), as they are used."""

@@ -9,7 +9,7 @@ from typing import Any
 from lightning_autotp.layouts.dims import Dim
 from lightning_autotp.operators.equations import Equation, equation, fitting
 from lightning_autotp.operators.graph import Ref
-from lightning_autotp.operators.registry import ONE, Dims, Shapes, Site, operator
+from lightning_autotp.operators.registry import ONE, Dims, Shape, Shapes, Site, operator
 
 
 def _contract(site: Site, product: Equation, operands: Sequence[Dims]) -> Dims:
@@ -83,12 +83,12 @@ def einsum(site: Site) -> Dims | list[Dims]:
     return _contract(site, by, operands)
 
 
-def _grouped_shape(shapes: Shapes) -> tuple[float, ...]:
+def _grouped_results(shapes: Shapes) -> list[tuple[Shape, str]]:
     """Rows or columns of several matrices may follow one another in one; each row then meets one of them."""
     left, right, *_ = shapes.inputs
     if len(left) == 3:
-        return (left[0], left[1], right[2]) if len(right) == 3 else (left[1], right[1])
-    return (left[0], right[2]) if len(right) == 3 else (shapes["offs"][0], left[0], right[1])
+        return [((left[0], left[1], right[2]) if len(right) == 3 else (left[1], right[1]), "")]
+    return [((left[0], right[2]) if len(right) == 3 else (shapes["offs"][0], left[0], right[1]), "")]
 
 
 def _grouped_flops(shapes: Shapes) -> float:
@@ -97,7 +97,7 @@ def _grouped_flops(shapes: Shapes) -> float:
 
 
 @operator("transformers.grouped_mm_fallback.default", flops=_grouped_flops)
-@operator("aten._grouped_mm.default", flops=_grouped_flops, shape=_grouped_shape)
+@operator("aten._grouped_mm.default", flops=_grouped_flops, results=_grouped_results)
 def grouped(site: Site) -> Dims | list[Dims]:
     """``input [s, k]``, ``weight [e, k, n]``, ``offs [e]`` -> ``[s, n]``: one matrix for the rows up to each offset."""
     (name, _), (second, _) = site.operator.arguments[:2]

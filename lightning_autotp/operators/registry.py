@@ -8,7 +8,7 @@ so nothing sharded may reach it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Literal, TypeVar
@@ -34,8 +34,8 @@ class Record:
         is_view: whether its result shares its input's memory, so that it moves nothing.
         is_by_choice: whether values decide how much of its work falls to which index of a cut dim, so that the ranks'
             shares are unequal.
-        shape: the shape of its result (of its first input's dtype), where PyTorch's own shape function refuses
-            arguments that the kernel takes.
+        results: the shape and the dtype of each of its results (empty for its first input's), where PyTorch's own
+            shape function refuses arguments that the kernel takes, or there is none.
         sizes: arguments that only spell the outputs' shapes; they are local wherever the shapes are.
         offsets: ``(argument, tensor argument, dim argument)``: positions along a dim; local wherever the dim is.
         shares: ``(argument, tensor argument, dim)``: counts that shrink with a dim: a rank's count is the same share
@@ -63,7 +63,7 @@ class Record:
     touched: Callable[[Shapes], float] | None = None
     is_view: bool = False
     is_by_choice: bool = False
-    shape: Callable[[Shapes], Shape] | None = None
+    results: Callable[[Shapes], Sequence[tuple[Shape, str]]] | None = None
     sizes: tuple[str, ...] = ()
     offsets: tuple[tuple[str, str, str], ...] = ()
     shares: tuple[tuple[str, str, int], ...] = ()
@@ -88,6 +88,7 @@ class Record:
 AnyRule = TypeVar("AnyRule", bound=Rule)
 
 _RECORDS: dict[str, Record] = {}
+_DECLARED: dict[str, Record] = {}
 
 
 def operator(*names: str, **facts: Any) -> Callable[[AnyRule], AnyRule]:
@@ -117,18 +118,23 @@ def operator(*names: str, **facts: Any) -> Callable[[AnyRule], AnyRule]:
     return with_rule
 
 
+def declare_record(made: Record) -> None:
+    """Add the record of a function that a text declares, in place of one that it had before."""
+    _DECLARED[made.name] = made
+
+
 def record(name: str) -> Record | None:
     """The operator's record, if it has one."""
-    return _RECORDS.get(name)
+    return _RECORDS.get(name) or _DECLARED.get(name)
 
 
 def records() -> Iterator[Record]:
-    """Every record."""
+    """Every record that has a rule of its own."""
     return iter(_RECORDS.values())
 
 
 def known_operators() -> tuple[str, ...]:
-    """Every operator with a record, sorted."""
+    """Every operator whose record has a rule of its own, sorted."""
     return tuple(sorted(_RECORDS))
 
 
@@ -146,7 +152,7 @@ def functional(name: str) -> str:
 
 def updated(called: Operator) -> tuple[int, ...]:
     """The tensors that an operator's call writes in place although its schema does not say so."""
-    known = _RECORDS.get(called.name)
+    known = record(called.name)
     if known is None or not known.updates or (known.updates_if and not called.argument(known.updates_if)):
         return ()
     return tuple(ref.tensor for name in known.updates for ref in refs(called.argument(name)))
@@ -154,7 +160,7 @@ def updated(called: Operator) -> tuple[int, ...]:
 
 def count_flops(called: Operator, shape_of: Callable[[int], Shape]) -> float:
     """Floating-point operations of a product's forward, for tensors of these shapes; 0 for any other operator."""
-    known = _RECORDS.get(called.name)
+    known = record(called.name)
     if known is None or known.flops is None:
         return 0.0
     return float(known.flops(Shapes(called.arguments, called.outputs, shape_of)))
@@ -162,7 +168,7 @@ def count_flops(called: Operator, shape_of: Callable[[int], Shape]) -> float:
 
 def count_touched(called: Operator, shape_of: Callable[[int], Shape], graph: Graph) -> float:
     """Bytes that an operator's forward moves through memory, for tensors of these shapes."""
-    known = _RECORDS.get(called.name)
+    known = record(called.name)
     if known is not None and known.is_view:
         return 0.0
     tensors = graph.tensors
@@ -202,7 +208,9 @@ def relate(graph: Graph, untied: frozenset[int] = frozenset()) -> tuple[list[Rel
         else:
             why = graph.untraced.get(called.module, "its code depends on values")
             told = {OPAQUE: why, ASKED: "its code asks for this value"}
-            unknown = "torch.vmap maps it" if called.name.startswith(MAPPED) else f"{called.name} has no rule"
+            found = graph.found.get(called.name)
+            advice = f"; a trial of its kernel suggests {found}" if found else ""
+            unknown = "torch.vmap maps it" if called.name.startswith(MAPPED) else f"{called.name} has no rule{advice}"
             result = site.give_up(told.get(called.name, unknown))
         if called.boundary is not None and called.inputs[0] in untied:
             result = tuple(axes.new(size) for size in site.shape)

@@ -105,6 +105,10 @@ class Site:
         """Dtype of a tensor argument, without the ``torch.`` prefix."""
         return self._graph.tensors[self.operator.argument(name).tensor].dtype
 
+    def is_floating(self, ref: Ref) -> bool:
+        """Whether a tensor's elements are floating-point numbers."""
+        return self._graph.tensors[ref.tensor].is_floating
+
     def indices(self, name: str) -> list[tuple[Dims, bool] | None]:
         """Of a list of index tensors: each one's dims and whether it is a mask; ``None`` where a dim is not indexed."""
         return [

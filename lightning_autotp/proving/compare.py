@@ -260,7 +260,8 @@ def _plain(operator: Operator, shapes: Any, solution: Solution, rank: int) -> _E
     for name, tensor_name, dim in known.shares:
         ref = operator.argument(tensor_name)
         layout = _layout(solution, ref.tensor)
-        owned = layout.ownership(dim) if isinstance(layout, Shard) else None
+        at = dim % len(solution.graph.tensors[ref.tensor].shape)
+        owned = layout.ownership(at) if isinstance(layout, Shard) else None
         if owned is not None:
             shares[name] = operator.argument(name) * owned.local_size(rank) // owned.size
     arguments = tuple(

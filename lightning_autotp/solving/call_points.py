@@ -16,6 +16,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from lightning_autotp.layouts.places import Boundary, CallPoint
+from lightning_autotp.operators import record
 from lightning_autotp.operators.graph import Graph, Operator, Ref, renamed
 from lightning_autotp.solving.implementations import Implementations
 
@@ -197,8 +198,13 @@ def _point(operator: Operator, source: int, target: int, point: CallPoint) -> Op
 
 
 def static_operands(graph: Graph, implementations: Implementations) -> dict[tuple[int, int], CallPoint]:
-    """Static operands that can be changed at their call: one operator's only, and one argument's."""
+    """Static operands that can be changed at their call: one operator's only, and one argument's.
+
+    One that the call writes into cannot: what else looks at it would not see that. But where it is alike at every index
+    (zeros that rows are put into), code may make it with local sizes, which the trace of the local model tells.
+    """
     operators: dict[int, int] = {}
+    producers = graph.producers()
     for operator in graph.operators:
         if operator.boundary is None:
             operators[operator.call] = operators.get(operator.call, 0) + 1
@@ -210,7 +216,10 @@ def static_operands(graph: Graph, implementations: Implementations) -> dict[tupl
         for leaf, value in enumerate(call.arguments):
             if not isinstance(value, Ref) or not graph.tensors[value.tensor].is_static:
                 continue
-            if call.arguments.count(value) == 1 and leaf not in dict(call.written):
+            maker = producers.get(value.tensor)
+            known = record(maker.name) if maker is not None else None
+            may_change = leaf not in dict(call.written) or (known is not None and known.uniform is not None)
+            if call.arguments.count(value) == 1 and may_change:
                 found[position, value.tensor] = CallPoint(call.module, call.site, "argument", leaf)
     return found
 

@@ -1,0 +1,247 @@
+"""Declared functions in a trace: each call is one operator, and the kernel behind it does not run.
+
+They are taken by identity, under whatever name code has imported them: while a model is traced, a function written in
+Python has other code, and a subclass of ``torch.autograd.Function`` another forward. Any other callable (a kernel's
+binding) is replaced where modules have it as a global.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from lightning_autotp.capture import vmap as transforms
+from lightning_autotp.capture.call_sites import call_leaves
+from lightning_autotp.capture.tracer import Tracer
+from lightning_autotp.capture.trials import try_declaration
+from lightning_autotp.operators.declared import RETURNED, Declaration, declarations, target_of
+
+Function = torch.autograd.Function
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+@contextmanager
+def noting_declared(tracer: Tracer) -> Iterator[None]:
+    """Note calls of declared functions in the graph that is traced, in place of what they run."""
+    taken: set[int] = set()
+    with ExitStack() as stack:
+        for declaration in declarations():
+            target = None if declaration.is_operator else target_of(declaration)
+            if target is not None and id(target) not in taken:
+                taken.add(id(target))
+                stack.enter_context(_replaced(target, declaration, tracer))
+        yield
+
+
+@contextmanager
+def _replaced(target: Any, declaration: Declaration, tracer: Tracer) -> Iterator[None]:
+    """Let calls of a function be noted."""
+    with ExitStack() as stack:
+        if isinstance(target, FunctionType):
+            code, signature = target.__code__, inspect.signature(target)
+            original = FunctionType(code, target.__globals__, target.__name__, target.__defaults__, target.__closure__)
+            original.__kwdefaults__ = target.__kwdefaults__
+            stack.callback(setattr, target, "__code__", code)
+            target.__code__ = _code_calling(_Calls(declaration, tracer, original, signature), code)
+            if "__signature__" not in vars(target):  # code may ask which arguments it takes
+                stack.callback(delattr, target, "__signature__")
+                vars(target)["__signature__"] = signature
+        elif inspect.isclass(target) and issubclass(target, Function):
+            calls = _Calls(declaration, tracer, _forward_of(target), _signature_of(target), target.apply)
+            replaced = {"forward": staticmethod(calls.with_context), "setup_context": Function.setup_context}
+            for name, value in replaced.items():
+                stack.callback(_put_back, target, name, vars(target).get(name))
+                setattr(target, name, value)
+        else:
+            calls = _Calls(declaration, tracer, target, inspect.signature(target))
+            for module in list(sys.modules.values()):
+                for name in [name for name, value in vars(module).items() if value is target]:
+                    stack.callback(setattr, module, name, target)
+                    setattr(module, name, calls)
+        yield
+
+
+def _answer(*args: Any, **kwargs: Any) -> Any:
+    calls: Any = "calls"
+    return calls(*args, **kwargs)
+
+
+def _code_calling(calls: Callable[..., Any], code: CodeType) -> CodeType:
+    """Code that hands its arguments on, for a function with other code."""
+    constants = tuple(calls if constant == "calls" else constant for constant in _answer.__code__.co_consts)
+    return _answer.__code__.replace(co_consts=constants, co_freevars=code.co_freevars)
+
+
+def _is_combined(function: type[Function]) -> bool:
+    """Whether the function's forward is given the context, instead of a ``setup_context`` after it."""
+    return function.setup_context is Function.setup_context
+
+
+def _signature_of(function: type[Function]) -> inspect.Signature:
+    """The arguments of an autograd function, without the context."""
+    signature = inspect.signature(function.forward)
+    given = list(signature.parameters.values())
+    return signature.replace(parameters=given[1:] if _is_combined(function) else given)
+
+
+def _forward_of(function: type[Function]) -> Callable[..., Any]:
+    """What an autograd function runs with a context and its arguments."""
+    forward, set_up = function.forward, function.setup_context
+    if _is_combined(function):
+        return forward
+
+    def both(context: Any, *args: Any) -> Any:
+        result = forward(*args)
+        set_up(context, args, result)
+        return result
+
+    return both
+
+
+def _put_back(target: type, name: str, value: Any) -> None:
+    if value is None:  # it is inherited
+        delattr(target, name)
+    else:
+        setattr(target, name, value)
+
+
+class _Calls:
+    """Takes the place of a declared function.
+
+    Args:
+        declaration: what is declared of it.
+        tracer: what its calls are noted by.
+        original: what it runs; of an autograd function, with the context before the arguments.
+        signature: its arguments.
+        run: runs it; by default what it runs.
+    """
+
+    def __init__(
+        self,
+        declaration: Declaration,
+        tracer: Tracer,
+        original: Callable[..., Any],
+        signature: inspect.Signature,
+        run: Callable[..., Any] | None = None,
+    ) -> None:
+        self.declaration, self.tracer, self.original, self.signature = declaration, tracer, original, signature
+        self.run = run or original
+        self._thread = threading.get_ident()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Note one operator, and give what the declaration says of the results."""
+        return self.original(*args, **kwargs) if self._is_outside() else self._noted(args, kwargs)
+
+    def with_context(self, context: Any, *args: Any) -> Any:
+        """The same for an autograd function."""
+        return self.original(context, *args) if self._is_outside() else self._noted(args, {})
+
+    def _is_outside(self) -> bool:
+        return self.tracer.paused or transforms.are_active() or threading.get_ident() != self._thread
+
+    def _noted(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        made = self.declaration
+        given = self._named(args, kwargs)
+        shapes = {name: value.shape for name, value in given.items() if isinstance(value, Tensor)}
+        results = made.results(shapes, given.get)
+        with self.tracer.pause():
+            try_declaration(made, self._by_name, given, self.tracer.value_if_known)
+        functions = dict(made.notation.functions)
+        plain = [(name, value if isinstance(value, Tensor) else _plain(value)) for name, value in given.items()]
+        for path, dims in functions.items():
+            function = _at(given, path)
+            if function is not None:
+                plain = [item for item in plain if item[0] != path]
+                plain.append((path, _read_by(function, dims, self.tracer)))
+        declared = made.notation.results
+        plain.append((RETURNED, tuple(declared.index(result) for result, _ in filter(None, results))))
+        tensors = iter(
+            self.tracer.call(made.name, plain, [(shape, result.dtype) for result, shape in filter(None, results)])
+        )
+        return made.pack(given.get, [None if result is None else next(tensors) for result in results])
+
+    def _by_name(self, **given: Any) -> Any:
+        """Run the function itself."""
+        positional: list[Any] = []
+        for name, parameter in self.signature.parameters.items():
+            if parameter.kind in _POSITIONAL:
+                positional.append(given.pop(name))
+            elif parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+                positional += given.pop(name)
+        return self.run(*positional, **given)
+
+    def _named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments by name."""
+        bound = self.signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        named = dict(bound.arguments)
+        for name, parameter in self.signature.parameters.items():
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                named |= named.pop(name)
+        return named
+
+
+def _at(given: Mapping[str, Any], path: str) -> Any:
+    name, *attributes = path.split(".")
+    value = given.get(name)
+    for attribute in attributes:
+        value = getattr(value, attribute, None)
+    return value
+
+
+def _plain(value: Any) -> Any:
+    """An argument that is no tensor as an operator's: equal in two traces, and with the tensors that are in it."""
+    if value is None or isinstance(value, bool | int | float | str | Tensor):
+        return value
+    if isinstance(value, tuple | list):
+        return tuple(map(_plain, value))
+    if isinstance(value, Mapping):
+        return tuple((str(key), _plain(item)) for key, item in value.items())
+    if isinstance(value, torch.dtype | torch.device):
+        return str(value)
+    inside = [item for item in vars(value).values() if isinstance(item, Tensor)] if hasattr(value, "__dict__") else []
+    return (_name_of(value), *inside)
+
+
+def _name_of(value: Any) -> str:
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def _read_by(function: Callable[..., Any], dims: Sequence[str], tracer: Tracer) -> tuple[Any, ...]:
+    """A function's name, at which places it reads the index that it is called with, and the tensors that it reads.
+
+    It is called once with indices. Of one that cannot be called so, all indices count as read.
+    """
+    places = tuple(at for at, dim in enumerate(dims) if dim != "-")
+    with tracer.pause(), _Reads() as reads:
+        given = [torch.zeros(1, dtype=torch.float32 if dim == "-" else torch.long) for dim in dims]
+        reads.seen.clear()
+        try:
+            function(*given)
+        except Exception:  # whatever it raises without values
+            return _name_of(function), places
+    read = tuple(at for at in places if any(leaf is given[at] for leaf in reads.seen))
+    tensors = {id(leaf): leaf for leaf in reads.seen if tracer.known(leaf) is not None}
+    return _name_of(function), read, *tensors.values()
+
+
+class _Reads(TorchFunctionMode):
+    """Notes the tensors that torch functions are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen += [leaf for leaf in call_leaves((args, kwargs or {})) if isinstance(leaf, Tensor)]
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,429 @@
+"""Functions and operators whose dims a line of text declares: kernels that run no operator which has a record.
+
+``declare("flash_attn.flash_attn_func", "q[b s h d], k[b t h/g d], v[b t h/g e] -> o[b s h e]", whole="s t d e")`` is
+all that a kernel needs: the rule, the shapes of its results in a trace (in which it never runs) and its FLOPs follow.
+A declared function is one operator in the trace.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from inspect import isclass
+from types import ModuleType
+from typing import Any
+
+from lightning_autotp.layouts.dims import ONE, Dim, product
+from lightning_autotp.operators.graph import Ref, refs
+from lightning_autotp.operators.notation import (
+    ELLIPSIS,
+    DeclarationError,
+    Notation,
+    Tensors,
+    formula,
+    notation,
+    size_of,
+)
+from lightning_autotp.operators.registry import Record, declare_record, record
+from lightning_autotp.operators.shapes import Shapes
+from lightning_autotp.operators.site import Dims, Site
+
+Pack = Callable[[Callable[[str], Any], Sequence[Any]], Any]
+"""Makes what a function returns of its arguments, by name, and of its results."""
+
+
+def tensor_or_tuple(_: Callable[[str], Any], results: Sequence[Any]) -> Any:
+    """One result as it is, several as a tuple."""
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """What is declared of one function.
+
+    Attributes:
+        target: its dotted name, an operator's as ``torch.library`` has it (``mylib::attention``), or a function's in a
+            kernel from the Hub (``owner/name:function``).
+        text: how its dims belong together.
+        whole: dims that it needs whole.
+        summed: dims that it sums over.
+        linear: arguments in which, taken together, it is linear.
+        draws: an argument with which, if it is not zero, it draws random numbers for every element.
+        flops: the floating-point operations of its forward, as a formula of the dims.
+        without: arguments that may not be given: with them it is another function.
+        free: arguments that change nothing where no dim is grouped (``enable_gqa``).
+        pack: what it returns.
+        place: file and line of the declaration.
+        is_shipped: whether it is one of this package's.
+    """
+
+    target: str
+    text: str
+    whole: frozenset[str] = frozenset()
+    summed: frozenset[str] = frozenset()
+    linear: tuple[str, ...] = ()
+    draws: str = ""
+    flops: str = ""
+    without: tuple[str, ...] = ()
+    free: tuple[str, ...] = ()
+    pack: Pack = tensor_or_tuple
+    place: str = ""
+    is_shipped: bool = False
+
+    def __post_init__(self) -> None:
+        dims, arguments = self.notation.dims, {tensors.name for tensors in self.notation.inputs}
+        for what, names, known in (
+            ("whole", self.whole, dims),
+            ("sum", self.summed, dims),
+            ("linear", self.linear, arguments),
+        ):
+            if unknown := set(names) - known:
+                raise DeclarationError(f"{self.target}: {what}={' '.join(sorted(unknown))!r} is not in {self.text!r}")
+        if both := self.whole & self.summed:
+            raise DeclarationError(f"{self.target}: {' '.join(sorted(both))} is both whole and summed")
+        if open_dims := self.notation.missing - self.whole - self.summed:
+            raise DeclarationError(
+                f"{self.target}: no result has {' '.join(sorted(open_dims))}: say whether it is summed over (sum=) or"
+                " needed whole (whole=)"
+            )
+        self.count(dict.fromkeys(dims, 1.0))
+
+    @cached_property
+    def notation(self) -> Notation:
+        """What its text says."""
+        return notation(self.text)
+
+    @property
+    def is_operator(self) -> bool:
+        """Whether it is an operator of ``torch.library``, which a trace sees without help."""
+        return "::" in self.target
+
+    @property
+    def name(self) -> str:
+        """Its operator's name in a graph."""
+        return _operator_name(self.target) if self.is_operator else self.target
+
+    def count(self, sizes: Mapping[str, float]) -> float:
+        """Floating-point operations with dims of these sizes."""
+        return formula(self.flops, self.notation.dims)(sizes) if self.flops else 0.0
+
+    def results(
+        self, shapes: Mapping[str, Any], value_of: Callable[[str], Any]
+    ) -> list[tuple[Tensors, list[int]] | None]:
+        """The results of a call, each with its shape, or ``None`` for one that is ``None``.
+
+        Args:
+            shapes: of the tensors that are given, by the arguments' names.
+            value_of: an argument's value, by name.
+
+        Raises:
+            DeclarationError: if the call does not fit the declaration.
+        """
+        sizes = self.sizes(shapes, value_of)
+        odd = next((name for name, size in sizes.items() if size != int(size)), None)
+        if odd is not None:
+            raise DeclarationError(f"{self.described}: {odd} would have {sizes[odd]:g} indices")
+        found = next((name for name in self.without if value_of(name) is not None and value_of(name)), None)
+        if found is not None:
+            raise DeclarationError(f"{self.described}, but not with {found}")
+        results = self.notation.returned(value_of)
+        return [
+            None if result is None else (result, [int(size) for size in self.notation.shape(result, sizes)])
+            for result in results
+        ]
+
+    def sizes(self, shapes: Mapping[str, Any], value_of: Callable[[str], Any]) -> dict[str, float]:
+        """The size of every dim in a call."""
+        try:
+            return self.notation.sizes(shapes, {name: value_of(name) for name, _ in self.notation.counts})
+        except DeclarationError as error:
+            raise DeclarationError(f"{self.described}: {error}") from None
+
+    @property
+    def code(self) -> str:
+        """The call of :func:`declare` that makes it."""
+        options = {"whole": sorted(self.whole), "sum": sorted(self.summed), "linear": self.linear}
+        given = [f', {key}="{" ".join(names)}"' for key, names in options.items() if names]
+        return f'lightning_autotp.declare("{self.target}", "{self.text}"{"".join(given)})'
+
+    @property
+    def described(self) -> str:
+        """What it declares of what, and where, for messages."""
+        return f"{self.target} is declared as {self.text!r} at {self.place}"
+
+
+def declare(
+    target: str | Callable[..., Any],
+    text: str,
+    *,
+    whole: str = "",
+    sum: str = "",
+    linear: str = "",
+    draws: str = "",
+    flops: str = "",
+) -> None:
+    """Declare how a kernel may be divided over the ranks: the dims of its arguments and results, in a line of text.
+
+    .. code-block:: python
+
+        declare(
+            "flash_attn.flash_attn_func",
+            "q[b s h d], k[b t h/g d], v[b t h/g e] -> o[b s h e]",
+            whole="s t d e",
+            flops="2 b h s t (d + e)",
+        )
+
+    The kernel itself does not run where a model is traced. A dim that is not ``whole`` may be cut over the ranks: each
+    then calls the kernel with its part of all the tensors that have it, and whole tensors else. Tensor arguments that
+    the text does not name are kept whole. To be called on every rank, before the model is planned.
+
+    Args:
+        target: the function's dotted name (the module need not be imported yet), the function itself, a subclass of
+            ``torch.autograd.Function``, which is declared by the arguments of its forward, an operator of
+            ``torch.library`` as ``"mylib::attention"``, or a function of a kernel from the Hub as
+            ``"kernels-community/flash-attn2:flash_attn_func"``.
+        text: how the dims belong together; see :mod:`lightning_autotp.operators.notation`. ``"found"``, for an
+            operator of ``torch.library`` whose kernel runs where the model is planned, takes what a trial of it shows.
+        whole: dims that it needs whole, such as those of a softmax.
+        sum: dims that it sums over, so that on parts of them the ranks' results are parts of a sum.
+        linear: arguments in which, taken together, it is linear.
+        draws: an argument with which it draws random numbers, as a dropout's probability.
+        flops: the floating-point operations of its forward, as a formula of the dims: ``"2 b h s t (d + e)"``.
+
+    Raises:
+        DeclarationError: if the text is not understood, says nothing of a dim that no result has, or if the function
+            was declared otherwise before.
+    """
+    if text == _FOUND:
+        _TO_FIND.add(_operator_name(target if isinstance(target, str) else _name(target)))
+        return
+    caller = sys._getframe(1)
+    made = Declaration(
+        target if isinstance(target, str) else _name(target),
+        text,
+        frozenset(whole.split()),
+        frozenset(sum.split()),
+        tuple(linear.split()),
+        draws,
+        flops,
+        place=f"{caller.f_code.co_filename}:{caller.f_lineno}",
+    )
+    add(made, None if isinstance(target, str) else target)
+
+
+def add(made: Declaration, target: Any = None) -> None:
+    """Add a declaration to those that there are; one of the user's takes the place of a shipped one.
+
+    Raises:
+        DeclarationError: if the function was declared otherwise before.
+    """
+    before = _DECLARED.get(made.name)
+    if before is not None and not before.is_shipped and _facts(before) != _facts(made):
+        raise DeclarationError(f"{made.target} is declared at {before.place} and otherwise at {made.place}")
+    known = record(made.name)
+    if before is None and known is not None:
+        raise DeclarationError(f"{made.target} has a record already, at {known.place}")
+    _DECLARED[made.name] = made
+    if target is not None:
+        _TARGETS[made.name] = target
+    declare_record(
+        Record(
+            made.name,
+            made.place,
+            rule=lambda site: _rule(made, site),
+            flops=(lambda shapes: made.count(_sizes(made, shapes))) if made.flops else None,
+            results=lambda shapes: [
+                (shape, result.dtype)
+                for result, shape in filter(None, made.results(dict(shapes.named()), shapes.literal))
+            ],
+            shares=tuple((name, *_holder(made, dim)) for name, dim in made.notation.counts),
+            idle=(lambda shapes: made.free if _is_ungrouped(made, shapes) else ()) if made.free else None,
+        )
+    )
+
+
+def is_to_be_found(name: str) -> bool:
+    """Whether the user takes what a trial of this operator shows."""
+    return name in _TO_FIND
+
+
+def declared_by_user() -> list[str]:
+    """What is declared beside what is shipped, as text: a plan follows from it, too."""
+    return sorted(made.code for made in _DECLARED.values() if not made.is_shipped) + sorted(_TO_FIND)
+
+
+def declarations() -> Iterator[Declaration]:
+    """Every declaration."""
+    return iter(_DECLARED.values())
+
+
+def declaration_of(name: str) -> Declaration | None:
+    """The declaration of an operator in a graph, if it has one."""
+    return _DECLARED.get(name)
+
+
+def target_of(made: Declaration) -> Any:
+    """The function or class that is declared; ``None`` where its module is not imported."""
+    if made.name in _TARGETS:
+        return _TARGETS[made.name]
+    repository, _, function = made.target.partition(":")
+    if function:
+        return next((vars(module)[function] for module in _modules_of(repository) if function in vars(module)), None)
+    names = made.target.split(".")
+    for cut in range(len(names) - 1, 0, -1):
+        module = sys.modules.get(".".join(names[:cut]))
+        if module is not None:
+            found: Any = module
+            for name in names[cut:]:
+                found = vars(found).get(name) if isclass(found) else getattr(found, name, None)
+            return getattr(found, "__func__", found)
+    return None
+
+
+RETURNED = "->"
+"""Name of the argument, in a graph, that tells which of its declared results a function returned."""
+
+
+def _modules_of(repository: str) -> list[ModuleType]:
+    """The modules that the ``kernels`` package has loaded from a repository of the Hub: they have names of its own."""
+    if "kernels" not in sys.modules:
+        return []
+    directory = f"models--{repository.replace('/', '--')}{os.sep}"
+    return [module for module in list(sys.modules.values()) if directory in (getattr(module, "__file__", "") or "")]
+
+
+_FOUND = "found"
+_TO_FIND: set[str] = set()
+_DECLARED: dict[str, Declaration] = {}
+_TARGETS: dict[str, Any] = {}
+
+
+def _name(target: Any) -> str:
+    if hasattr(target, "overloadpacket"):  # an operator of torch.library
+        return str(target.name())
+    return f"{target.__module__}.{target.__qualname__}"
+
+
+def _operator_name(target: str) -> str:
+    """The name in a graph of an operator of ``torch.library``."""
+    if "::" not in target:
+        raise DeclarationError(f'{target!r}: only an operator of torch.library ("mylib::name") can be tried unseen')
+    space, _, rest = target.partition("::")
+    return f"{space}.{rest}" if "." in rest else f"{space}.{rest}.default"
+
+
+def _facts(made: Declaration) -> tuple[Any, ...]:
+    return made.text, made.whole, made.summed, made.linear, made.draws, made.flops
+
+
+def _holder(made: Declaration, dim: str) -> tuple[str, int]:
+    """The first tensor argument that has a dim, and where, counted from its end."""
+    for tensors in made.notation.inputs:
+        for at, term in enumerate(tensors.terms):
+            if dim in term.factors:
+                return tensors.name, at - len(tensors.terms)
+    raise DeclarationError(f"{made.target}: no tensor has the dim {dim}, of which an argument is the size")
+
+
+def _sizes(made: Declaration, shapes: Shapes) -> dict[str, float]:
+    return made.sizes(dict(shapes.named()), shapes.literal)
+
+
+def _is_ungrouped(made: Declaration, shapes: Shapes) -> bool:
+    """Whether every group has one index in a call."""
+    sizes = _sizes(made, shapes)
+    return all(size == 1 for name, size in sizes.items() if name in made.notation.groups)
+
+
+def _rule(made: Declaration, site: Site) -> list[Dims]:
+    """Tie the dims of one name, in all tensors; tensors that are not named stay whole."""
+    arguments = dict(site.operator.arguments)
+    given = {name: site.dims(name) for name, value in arguments.items() if isinstance(value, Ref)}
+    sizes = made.sizes({name: [dim.size for dim in dims] for name, dims in given.items()}, arguments.get)
+    dims = _NamedDims(site, sizes)
+    for tensors in made.notation.given({name: len(several) for name, several in given.items()}):
+        if not dims.read(tensors, given[tensors.name]):
+            return site.give_up(f"{tensors} of {made.target} is cut across the parts of its dims")
+    dims.tie_groups(made.notation.groups)
+    dims.keep_whole(made.whole, f"{made.target} needs it whole")
+    for name, indices in made.notation.functions:
+        reads = arguments[name][1] if isinstance(arguments.get(name), tuple) else ()
+        dims.keep_whole([indices[at] for at in reads], f"{name} reads its index")
+    named = {tensors.name for tensors in made.notation.inputs}
+    functions = {name for name, _ in made.notation.functions}
+    for name, value in arguments.items():
+        for ref in refs(value) if name not in named else ():
+            if not isinstance(value, Ref) and name not in functions and site.is_floating(ref):
+                return site.give_up(f"{made.target} is not declared to divide the tensors in {name}")
+            site.keep_whole(*site.relation.inputs[ref.tensor], because=f"{made.target} is not declared to divide it")
+    site.contract(*(dim for name in made.summed for dim in dims.every[name]))
+    site.linear_in(*made.linear)
+    if made.draws:
+        site.draws(when=arguments.get(made.draws))
+    return [dims.made(made.notation.results[at]) for at in arguments.get(RETURNED, range(len(site.shapes)))]
+
+
+class _NamedDims:
+    """The dims of one call, by their names in the declaration."""
+
+    def __init__(self, site: Site, sizes: Mapping[str, float]) -> None:
+        self.site, self.sizes = site, sizes
+        self.every: dict[str, list[Dim]] = defaultdict(list)
+        self._tied: dict[str, Dim] = {}
+
+    def read(self, tensors: Tensors, dims: Dims) -> bool:
+        """Tie an argument's dims to those of the same names; false if what it is made of does not allow that."""
+        for term, dim in zip(tensors.spelled_out(len(dims)), dims, strict=True):
+            parts, rest = [], dim
+            for factor in term.factors[:-1]:
+                halves = self.site.axes.split(rest, int(size_of(factor, self.sizes)))
+                if halves is None:
+                    return False
+                parts.append(halves[0])
+                rest = halves[1]
+            for factor, part in zip(term.factors, (*parts, rest), strict=True):
+                self._tie(factor, part)
+        return True
+
+    def _tie(self, name: str, dim: Dim) -> None:
+        if name.isdigit():
+            self.site.keep_whole(dim, because=f"a dim of {name}")
+            return
+        self.every[name].append(dim)
+        known = self._tied.get(name, ONE)
+        self._tied[name] = dim if known.size == 1 else known if dim.size == 1 else self.site.tie(known, dim)
+
+    def tie_groups(self, groups: Mapping[str, str]) -> None:
+        """Tie ``h`` to ``h/g`` times ``g``, for every group ``g`` of an ``h``."""
+        for group, name in groups.items():
+            whole, outer = self._tied.get(name, ONE), self._tied.get(f"{name}/{group}", ONE)
+            if whole.size == outer.size:
+                self.site.tie(whole, outer)
+            elif outer.size > 1:
+                inner = self.site.new(whole.size // outer.size)
+                self.every[group].append(inner)
+                self.site.tie(whole, product([outer, inner]))
+
+    def keep_whole(self, names: Iterable[str], because: str) -> None:
+        """The dims of these names may not be cut."""
+        for name in names:
+            self.site.keep_whole(*self.every[name], because=because)
+
+    def made(self, result: Tensors) -> Dims:
+        """A result's dims."""
+        leading = sum(name.startswith(ELLIPSIS) for name in self._tied)
+        return tuple(
+            product([self._result(factor) for factor in term.factors])
+            for term in result.spelled_out(leading + len(result.terms) - 1)
+        )
+
+    def _result(self, name: str) -> Dim:
+        if not name.isdigit():
+            return self._tied[name]
+        dim = self.site.new(int(name))
+        self.site.keep_whole(dim, because=f"a dim of {name}")
+        return dim
