@@ -410,9 +410,14 @@ def _describe(layout: Layout) -> str:
         notes = [f"{sections} sections"] if sections > 1 else []
         notes += ["shared"] if ownership.is_shared else []
         notes += [f"uneven {sizes}"] if len(set(sizes)) > 1 else []
+        notes += ["not at multiples of 8"] if ownership.size >= _LARGE and any(size % 8 for size in sizes[:-1]) else []
         notes += [f"{ownership.in_common} of {ownership.size} on every rank"] if ownership.in_common else []
         parts.append(f"dim {dim}" + (f" ({', '.join(notes)})" if notes else ""))
     return ", ".join(parts)
+
+
+_LARGE = 1024
+"""Elements of a dim from which on it counts where a product's matrix is cut."""
 
 
 def _repeated(parameters: tuple[ParameterPlan, ...], kinds: dict[str, str]) -> list[tuple[str, list[ParameterPlan]]]:

@@ -23,7 +23,7 @@ from lightning_autotp.operators import Dims, Relation, count_flops, count_touche
 from lightning_autotp.operators.axes import Axes
 from lightning_autotp.operators.graph import OPAQUE, Graph, Operator, Ref
 from lightning_autotp.solving.call_points import private_draws, static_operands
-from lightning_autotp.solving.candidates import candidates, inseparable, is_cut_between, squares
+from lightning_autotp.solving.candidates import aligned, candidates, inseparable, is_cut_between, squares
 from lightning_autotp.solving.cost import Profile, typical_matrix
 from lightning_autotp.solving.elimination import Elimination, Table
 from lightning_autotp.solving.implementations import DEFERRED_SUM, Implementation, Implementations, Use, operand_of
@@ -142,9 +142,13 @@ class Tables:
         blocks = {tensor: units for tensor, units in graph.units.items() if tensor in self.dims}
         together = inseparable(pair for t, units in blocks.items() for pair in zip(self.dims[t], units, strict=True))
         of_each = [self.dims[tensor] for tensor in graph.parameters if tensor in self.dims]
-        self.shardings = candidates(of_each, ranks, together=together)
+        self.shardings = candidates(of_each, ranks, together=aligned(of_parameters, ranks) | together)
         if shard_sequence:
             self.shardings += candidates(self.dims.values(), ranks, self.growing & self.sizes.sequence)
+        # A plan that is followed may be from a time, or of a size, at which these cuts were others.
+        others = [one for one in candidates(of_each, ranks, together=together) if one not in self.shardings]
+        unaligned = range(len(self.shardings), len(self.shardings) + len(others))
+        self.shardings += others
         self.cutting: dict[int, list[int]] = {}
         for number, sharding in enumerate(self.shardings):
             for axis in sharding.axes:
@@ -155,6 +159,8 @@ class Tables:
         for tensor in self._with_all_tokens() & self.touching.keys():
             numbers = self.touching[tensor]
             self.touching[tensor] = tuple(n for n in numbers if not self.growing.intersection(self.shardings[n].axes))
+        self._touching_in_plans = self.touching
+        self.touching = {t: tuple(n for n in numbers if n not in unaligned) for t, numbers in self.touching.items()}
 
     def _is_cut_between(self, tensor: int, number: int) -> bool:
         layout = self.layout(tensor, number)
@@ -192,11 +198,12 @@ class Tables:
 
     def follow(self, plan: Plan, is_other_call: bool = False) -> None:
         """Allow only what a plan says; in another call than its own also changes of layout where it has none."""
+        there = self._touching_in_plans
         self.planned = PlanConstraints(
-            plan, self.graph, self.shardings, self.touching, self.layout, self.implementations, is_other_call
+            plan, self.graph, self.shardings, there, self.layout, self.implementations, is_other_call
         )
         used = self.planned.numbers
-        self.touching = {tensor: tuple(n for n in numbers if n in used) for tensor, numbers in self.touching.items()}
+        self.touching = {tensor: tuple(n for n in numbers if n in used) for tensor, numbers in there.items()}
 
     def deal_on(self, divided: Mapping[int, Kind], undealt: Collection[int]) -> None:
         """Allow only tokens to be sharded besides what is divided already.
