@@ -161,7 +161,7 @@ def inseparable(dims: Iterable[tuple[Dim, int]]) -> dict[int, int]:
 def aligned(dims: Iterable[Dim], ranks: int) -> dict[int, int]:
     """How many units of an axis stay together, so that uneven cuts fall where products of a GPU like them.
 
-    At multiples of 64 elements, else of 8, which are 16 bytes of bfloat16, as long as no rank has 1 % more than without.
+    At multiples of 64 elements, else of 8, which are 16 bytes of bfloat16, where no rank has 1 % more than without.
     An even cut stays as it is. (Megatron-LM pads a vocabulary for the same reason.)
 
     Args:
