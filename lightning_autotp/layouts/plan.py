@@ -217,6 +217,32 @@ class Communication:
 
 
 @dataclass(frozen=True)
+class WholeWork:
+    """An operator of which every rank computes all.
+
+    Attributes:
+        operator: its name.
+        module: the module that calls it, without the numbers of layers.
+        calls: how many such calls there are.
+        share: their share of the forward's floating-point operations; 0 where these are not known.
+        why: what stands against cutting it.
+        is_unknown: whether it has no rule, or its module could not be traced.
+    """
+
+    operator: str
+    module: str
+    calls: int
+    share: float
+    why: str
+    is_unknown: bool = False
+
+    def __str__(self) -> str:
+        often = f"{self.calls} x " if self.calls > 1 else ""
+        share = f", {self.share:.1%} of the FLOPs" if self.share else ""
+        return f"{often}{self.operator} in {self.module or 'the model'}{share}: {self.why}"
+
+
+@dataclass(frozen=True)
 class Plan:
     """How a model is split over the ranks of a tensor-parallel group.
 
@@ -239,6 +265,9 @@ class Plan:
         kept_parts: attributes of modules that are this rank's part of a tensor after a forward.
         whole_tokens: where sequence parallelism was asked for, and tokens are still whole: where, if
             elsewhere they are; else why.
+        divided_work: the share of the forward's floating-point operations that is divided, in the priced step; negative
+            where there are none.
+        whole_work: the operators of which every rank computes all, the largest first.
     """
 
     model: str
@@ -258,6 +287,8 @@ class Plan:
     traced_with: str = ""
     whole_tokens: tuple[str, ...] = ()
     kept_parts: tuple[str, ...] = ()
+    divided_work: float = -1.0
+    whole_work: tuple[WholeWork, ...] = ()
 
     @property
     def shards_sequence(self) -> bool:
@@ -296,6 +327,8 @@ class Plan:
                 traced_with=data["traced_with"],
                 whole_tokens=tuple(data["whole_tokens"]),
                 kept_parts=tuple(data.get("kept_parts", ())),
+                divided_work=data.get("divided_work", -1.0),
+                whole_work=tuple(_decode(WholeWork, item) for item in data.get("whole_work", ())),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"this is not a plan written by Plan.to_json: {error!r}") from error
@@ -333,11 +366,17 @@ class Plan:
         """The plan in one line."""
         whole = sum(not isinstance(parameter.layout, Shard) for parameter in self.parameters)
         calls = sum(one.calls for one in self.communication)
+        work = f"{self.divided_work:.1%} of the FLOPs and " if self.divided_work >= 0 else ""
         return (
-            f"{self.model} on {self.ranks} ranks: {self.sharded_fraction:.1%} of the parameters are divided, {whole} of"
-            f" {len(self.parameters)} tensors stay whole; rank 0 holds {self.bytes(0):,} of {self.whole_bytes:,} bytes;"
-            f" {calls} collectives in a step"
+            f"{self.model} on {self.ranks} ranks: {work}{self.sharded_fraction:.1%} of the parameters are divided,"
+            f" {whole} of {len(self.parameters)} tensors stay whole; rank 0 holds {self.bytes(0):,} of"
+            f" {self.whole_bytes:,} bytes; {calls} collectives in a step"
         )
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What every rank computes whole although it is much, or although nobody has said how it may be divided."""
+        return tuple(str(work) for work in self.whole_work if work.is_unknown or work.share > _MUCH)
 
     def table(self, rank: int = 0) -> Group:
         """The plan for rich to print: what is sharded, one rank's shapes and bytes, and what stayed whole."""
@@ -380,6 +419,7 @@ class Plan:
             " only where something else needs them"
             for head in self.losses_in_parts
         ]
+        lines += [f"every rank computes all of {work}" for work in self.whole_work[:_SHOWN]]
         if self.draws:
             lines.append(
                 "each rank draws its own random numbers for its part of a tensor, which are not those of one process"
@@ -416,6 +456,9 @@ def _describe(layout: Layout) -> str:
     return ", ".join(parts)
 
 
+_MUCH = 0.05
+"""Share of the FLOPs of which a start says that every rank computes it."""
+_SHOWN = 8
 _LARGE = 1024
 """Elements of a dim from which on it counts where a product's matrix is cut."""
 

@@ -209,7 +209,7 @@ def relate(graph: Graph, untied: frozenset[int] = frozenset()) -> tuple[list[Rel
             why = graph.untraced.get(called.module, "its code depends on values")
             told = {OPAQUE: why, ASKED: "its code asks for this value"}
             found = graph.found.get(called.name)
-            advice = f"; a trial of its kernel suggests {found}" if found else ""
+            advice = f"; a trial of its kernel suggests {found}" if found else _advice(called.name)
             unknown = "torch.vmap maps it" if called.name.startswith(MAPPED) else f"{called.name} has no rule{advice}"
             result = site.give_up(told.get(called.name, unknown))
         if called.boundary is not None and called.inputs[0] in untied:
@@ -224,6 +224,10 @@ def relate(graph: Graph, untied: frozenset[int] = frozenset()) -> tuple[list[Rel
         relations.append(site.relation)
     axes.operator = None
     return relations, axes
+
+
+def _advice(name: str) -> str:
+    return "" if name.startswith("aten.") else "; lightning_autotp.declare says how it may be divided"
 
 
 __all__ = [

@@ -83,6 +83,8 @@ def annotate(
         gap=solution.gap,
         traced_with=traced_with,
         kept_parts=tuple(_kept_parts(solution)),
+        divided_work=solution.divided_work,
+        whole_work=solution.whole_work,
     )
     return replace(plan, runs=runs_apart(plan, solution.graph))
 

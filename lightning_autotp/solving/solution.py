@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lightning_autotp.layouts.places import Boundary, CallPoint
+from lightning_autotp.layouts.plan import WholeWork
 from lightning_autotp.layouts.step_size import StepSize
 from lightning_autotp.layouts.transitions import Pair
 from lightning_autotp.layouts.types import Invariant, Layout, Shard
@@ -15,6 +16,7 @@ from lightning_autotp.solving.elimination import Assignment
 from lightning_autotp.solving.implementations import Use, operand_of
 from lightning_autotp.solving.reasons import Reasons
 from lightning_autotp.solving.tables import Kind, Tables
+from lightning_autotp.solving.whole_work import whole_work
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,8 @@ class Solution:
         step: the size of the step that they are priced for.
         step_source: who said so.
         kinds: the layouts as the solver knows them: types, and numbers of candidates.
+        divided_work: the share of the forward's floating-point operations that is divided; negative without any.
+        whole_work: the operators of which every rank computes all.
     """
 
     graph: Graph
@@ -72,6 +76,8 @@ class Solution:
     step: StepSize = field(default_factory=StepSize)
     step_source: str = ""
     kinds: dict[int, Kind] = field(default_factory=dict)
+    divided_work: float = -1.0
+    whole_work: tuple[WholeWork, ...] = ()
 
     @property
     def gap(self) -> float:
@@ -85,6 +91,7 @@ def read_solution(tables: Tables, kinds: dict[int, Kind], found: Assignment) -> 
     layouts = {tensor: tables.layout(tensor, kind) for tensor, kind in kinds.items()}
     solution = Solution(tables.graph, tables.ranks, layouts, cost=found.cost, bound=found.bound, kinds=kinds)
     solution.step, solution.step_source = tables.sizes.step, tables.tokens.source
+    solution.divided_work, solution.whole_work = whole_work(tables, layouts)
     seen: set[Boundary | CallPoint] = set()
     for relation in tables.relations:
         operator = relation.operator

@@ -87,8 +87,8 @@ LINES = [  # of both ranks, and how often at most
         1,
     ),
     (
-        r"lightning_autotp: LlamaForCausalLM on 2 ranks: \d+\.\d% of the parameters are divided, 5 of 21 tensors stay"
-        r" whole; rank 0 holds [\d,]+ of [\d,]+ bytes; \d+ collectives in a step; model\.autotp\.plan\.table\(\) has"
+        r"lightning_autotp: LlamaForCausalLM on 2 ranks: \d+\.\d% of the FLOPs and \d+\.\d% of the parameters are"
+        r" divided, 5 of 21 tensors stay whole; rank 0 holds [\d,]+ of [\d,]+ bytes; \d+ collectives in a step; model\.autotp\.plan\.table\(\) has"
         r" the details",
         1,
     ),

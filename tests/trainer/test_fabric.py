@@ -142,7 +142,9 @@ def test_a_start_says_what_the_trainers_does(alone: dict[str, Any], found: list[
     planned, divided, filled = first
     model = "LlamaForCausalLM"
     assert planned.startswith(f"lightning_autotp: planned and proved {model} for 2 tensor-parallel ranks in N, traced")
-    assert divided.startswith(f"lightning_autotp: {model} on 2 ranks: N of the parameters are divided")
+    assert divided.startswith(
+        f"lightning_autotp: {model} on 2 ranks: N of the FLOPs and N of the parameters are divided"
+    )
     assert filled == f"lightning_autotp: each rank's part of {model}'s weights was initialized in N"
 
 

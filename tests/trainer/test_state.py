@@ -356,7 +356,11 @@ def test_what_was_done_is_said_once(two: list[dict[str, Any]]) -> None:
         r" a made-up batch",
         planned,
     )
-    assert re.match(r"lightning_autotp: Qwen3ForCausalLM on 2 ranks: \d+\.\d% of the parameters are divided", divided)
+    assert re.match(
+        r"lightning_autotp: Qwen3ForCausalLM on 2 ranks: \d+\.\d% of the FLOPs and \d+\.\d% of the parameters are"
+        r" divided",
+        divided,
+    )
     assert re.fullmatch(
         r"lightning_autotp: each rank's part of Qwen3ForCausalLM's weights was taken from the whole in \d+\.\d s",
         filled,

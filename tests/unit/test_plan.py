@@ -117,3 +117,48 @@ def test_command_reports_errors_in_a_line(tmp_path: Path) -> None:
     assert result.returncode == 1
     assert "Traceback" not in result.stderr
     assert f"plan: {tmp_path}/nothing does not exist: as seen from" in result.stderr
+
+
+def test_the_plan_says_what_every_rank_computes_whole() -> None:
+    """A kernel that nobody declared is a warning; so is a product of more than 5 % of the FLOPs."""
+    kernel = torch.library.custom_op("autotp_tests::whole_work", mutates_args=())(doubled)
+    kernel.register_fake(torch.empty_like)
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.down(torch.ops.autotp_tests.whole_work(self.up(x)))
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.layers = nn.Linear(32, 32), nn.Sequential(*(Layer() for _ in range(3)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.layers(self.first(x))
+            return out
+
+    inputs = torch.zeros(3, 7, 32)
+    plan, _ = make_plan(Net(), 2, example_inputs=inputs)
+    assert "100.0% of the FLOPs and" in plan.summary
+    (warning,) = plan.warnings
+    assert warning.startswith("3 x autotp_tests.whole_work.default in layers.*: autotp_tests.whole_work.default has no")
+    assert "lightning_autotp.declare" in warning
+    plan, _ = make_plan(Net(), 2, example_inputs=inputs, keep_whole=["first", "layers.0.*", "layers.1.*"])
+    assert [(work.operator, work.module, work.calls) for work in plan.whole_work] == [
+        ("autotp_tests.whole_work.default", "layers.*", 3),
+        ("aten.linear.default", "layers.*.up", 2),
+        ("aten.linear.default", "layers.*.down", 2),
+        ("aten.linear.default", "first", 1),
+    ]
+    assert [round(work.share, 3) for work in plan.whole_work] == [0, 0.308, 0.308, 0.077]
+    assert plan.divided_work == pytest.approx(4 / 13)
+    assert len(plan.warnings) == 4
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def doubled(x: Tensor) -> Tensor:
+    return x * 2

@@ -1,0 +1,57 @@
+"""How much of a step's work is divided, and what every rank computes whole."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+
+from lightning_autotp.layouts.plan import WholeWork
+from lightning_autotp.layouts.types import Layout, Shard
+from lightning_autotp.operators import Relation, record
+from lightning_autotp.operators.graph import ASKED, MAPPED, OPAQUE
+from lightning_autotp.solving.tables import Tables
+
+
+def whole_work(tables: Tables, layouts: Mapping[int, Layout]) -> tuple[float, tuple[WholeWork, ...]]:
+    """The share of the forward's FLOPs that is divided, and the operators of which every rank computes all.
+
+    Of these, the ones with FLOPs and those that have no rule; the share is negative where no operator has FLOPs.
+
+    Args:
+        tables: the operators, and their work in the priced step.
+        layouts: of every tensor.
+    """
+    total, flops = 0.0, defaultdict[tuple[str, str], float](float)
+    calls, why = Counter[tuple[str, str]](), dict[tuple[str, str], str]()
+    unknown: set[tuple[str, str]] = set()
+    for relation in tables.relations:
+        operator = relation.operator
+        if operator.boundary is not None:
+            continue
+        work, _ = tables.work(relation)
+        total += work
+        is_unknown = _is_unknown(relation)
+        is_divided = any(isinstance(layouts.get(tensor), Shard) for tensor in (*operator.inputs, *operator.outputs))
+        if is_divided or not (work or is_unknown):
+            continue
+        key = operator.name, re.sub(r"\d+", "*", operator.module)
+        flops[key] += work
+        calls[key] += 1
+        why.setdefault(key, next(iter(relation.whole.values()), "to cut it would cost more"))
+        if is_unknown:
+            unknown.add(key)
+    found = [
+        WholeWork(name, module, count, flops[name, module] / total if total else 0.0, why[name, module], key in unknown)
+        for key, count in calls.items()
+        for name, module in [key]
+    ]
+    divided = 1 - sum(flops.values()) / total if total else -1.0
+    return divided, tuple(sorted(found, key=lambda work: (not work.is_unknown, -work.share)))
+
+
+def _is_unknown(relation: Relation) -> bool:
+    """Whether it is a kernel that nobody declared, or a module that could not be traced."""
+    name = relation.operator.name
+    is_torchs = name == ASKED or name.startswith((MAPPED, "aten.", "record:", "write through"))
+    return name == OPAQUE or (record(name) is None and not is_torchs)
