@@ -52,7 +52,7 @@ test-nightly:
 # The tests of what other libraries' versions decide: reading their models and checkpoints, tracing, planning, training
 # through the Trainer, saving, metrics, commands and private APIs. (The rules' tests ask torch alone,
 # of which both sets have the same version.)
-LOWEST = capture elimination solver plan verify calls strategy checkpoint pretrained metrics private versions
+LOWEST = capture elimination solver plan commands verify calls strategy checkpoint pretrained metrics private versions
 
 test-lowest:
 	$(MAKE) test VENV=.venv-lowest CONSTRAINTS=constraints-lowest.txt EXTRAS=dev \

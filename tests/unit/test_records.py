@@ -28,7 +28,7 @@ from lightning_autotp.operators import (
 )
 from lightning_autotp.operators.graph import EXPERTS, KEPT, Operator, refs
 
-EXAMPLES = 25
+EXAMPLES = 15
 
 
 def having(fact: Callable[[Record], Any]) -> list[str]:
