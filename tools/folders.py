@@ -43,7 +43,8 @@ def imports() -> dict[str, list[str]]:
     """Which other folders each folder imports from, in the order of the table in docs/architecture.md."""
     page = (ROOT / "docs" / "architecture.md").read_text()
     order = re.findall(r"^\| `(\w+)/` \|", page, re.MULTILINE)
-    return {name: [other for other in order if other in _imported(PACKAGE / name) - {name}] for name in order}
+    found = {name: _imported(PACKAGE / name) - {name} for name in order}
+    return {name: [other for other in order if other in found[name]] for name in order}
 
 
 def _imported(folder: Path) -> set[str]:
