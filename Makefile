@@ -1,6 +1,6 @@
 # make train         fine-tune SmolLM2-135M-Instruct on two processes   (make train ARGS="--compare --max-steps 10")
 # make test          the test suite                                     (make test ARGS="-k llama")
-# make test-fast     the tests of one process and one parity, in two minutes
+# make test-fast     the tests of one process and one parity, in about a minute
 # make test-nightly  what CI has no time for: the same tests for more models and numbers of ranks
 # make test-lowest   its fast tests with the lowest versions that pyproject.toml allows
 # make zoo           every architecture of transformers against one process   (make zoo ARGS="--only llama gpt2 --tp 4")
@@ -52,7 +52,7 @@ test-nightly:
 # The tests of what other libraries' versions decide: reading their models and checkpoints, tracing, planning, training
 # through the Trainer, saving, metrics, commands and private APIs. (The rules' tests ask torch alone,
 # of which both sets have the same version.)
-LOWEST = capture elimination solver plan verify calls strategy checkpoint pretrained metrics private versions
+LOWEST = capture elimination solver plan commands verify calls strategy checkpoint pretrained metrics private versions
 
 test-lowest:
 	$(MAKE) test VENV=.venv-lowest CONSTRAINTS=constraints-lowest.txt EXTRAS=dev \

@@ -6,6 +6,7 @@ that a test that fails fails again.
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import socket
@@ -36,6 +37,11 @@ def port(monkeypatch: pytest.MonkeyPatch) -> None:
                 continue
             break
     monkeypatch.setenv("STANDALONE_PORT", str(chosen))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: it is not to be looked at each time that objects are looked for that do not."""
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

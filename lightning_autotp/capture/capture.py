@@ -47,6 +47,7 @@ from lightning_autotp.private.torch_private import (
     has_values,
     parameters_of,
     quiet_fake_tensors,
+    without_functions,
 )
 
 _BATCH_PRIMES = (3, 5, 7, 11, 13)
@@ -249,8 +250,9 @@ def _capture(
 
     def stand_in(value: Tensor) -> Tensor:
         """A fake tensor in the place of an input, a buffer or a parameter."""
-        with fake:
-            made = torch.empty_like(value.detach().to("meta"), device=seeming)
+        like = torch.empty_like(value.detach(), device="meta")
+        with fake:  # given sizes: a tensor that it has not made would be made one of its own first, which takes longest
+            made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=seeming)
             if isinstance(value, nn.Parameter):
                 return nn.Parameter(made, requires_grad=value.requires_grad)
         made.requires_grad_(value.requires_grad)
@@ -588,9 +590,7 @@ def _marked_boundaries(model: nn.Module, tracer: Tracer) -> Iterator[None]:
 
     def mark(path: str, side: str, values: Any) -> Any:
         def one(key: str, leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or has_values(inside_of(leaf)):
-                return leaf
-            return tracer.boundary(path, side, key, leaf)
+            return tracer.boundary(path, side, key, leaf) if _is_marked(leaf) else leaf
 
         return map_leaves(one, values)
 
@@ -640,6 +640,12 @@ def _marked_boundaries(model: nn.Module, tracer: Tracer) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _is_marked(leaf: Any) -> bool:
+    """Whether a layout may change where this leaf enters or leaves a module."""
+    with without_functions():  # what is asked here is no call of the model's code
+        return isinstance(leaf, Tensor) and leaf.is_floating_point() and not has_values(inside_of(leaf))
 
 
 def _user_line(error: BaseException | None) -> str:

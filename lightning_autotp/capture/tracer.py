@@ -48,6 +48,7 @@ from lightning_autotp.private.torch_private import (
     tree_leaves,
     tree_map_only,
     unset_fake_temporarily,
+    without_functions,
 )
 from lightning_autotp.ranks.random_numbers import are_own_numbers_noted
 
@@ -167,16 +168,17 @@ class Tracer(PreDispatchMode):
         """Note that ``tensor`` enters or leaves a module; what goes on from there is the tensor returned."""
         with self.pause():
             marked = tensor.view(tensor.shape)
-        # Logits that only look whole are known by what this rank holds of them.
-        inside, outside = inside_of(tensor), inside_of(marked)
-        source = self._read(inside)
-        value = self._new(outside, self.graph.tensors[source.tensor].is_static)
-        crossing = Boundary(module, side, key)
-        layer = self._layers.get(module, "")
-        operator = Operator("boundary", (("input", (source,)),), (value.tensor,), module, "", layer, crossing)
-        self.graph.operators.append(operator)
-        crossed = (*self._tracked(inside).crossed, crossing)
-        self._keep(outside, _Tracked(value, *self._place(inside), crossed))
+        with without_functions():  # what the tracer asks of tensors is no call of the model's code
+            # Logits that only look whole are known by what this rank holds of them.
+            inside, outside = inside_of(tensor), inside_of(marked)
+            source = self._read(inside)
+            value = self._new(outside, self.graph.tensors[source.tensor].is_static)
+            crossing = Boundary(module, side, key)
+            layer = self._layers.get(module, "")
+            operator = Operator("boundary", (("input", (source,)),), (value.tensor,), module, "", layer, crossing)
+            self.graph.operators.append(operator)
+            crossed = (*self._tracked(inside).crossed, crossing)
+            self._keep(outside, _Tracked(value, *self._place(inside), crossed))
         return marked
 
     def take_back(self, path: str, marks: range) -> None:

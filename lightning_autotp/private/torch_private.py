@@ -193,6 +193,9 @@ writes_into: Callable[[Tensor], int] = vars(torch._C.TensorBase)["_version"].__g
 without_subclasses = torch._C.DisableTorchFunctionSubclass
 """Within it functions take a subclass of tensors for what it is, and do not ask it. Nothing public."""
 
+without_functions = torch._C.DisableTorchFunction
+"""Within it neither subclasses nor modes see functions. Nothing public."""
+
 VIEW_GETTERS: list[Callable[..., Any]] = [Tensor._is_view, vars(torch._C.TensorBase)["_base"].__get__]
 """By which torch asks a subclass of tensors whether it is a view, and of what."""
 
@@ -441,7 +444,7 @@ def will_accumulate(leaf: Tensor) -> bool:
 
     Nothing public.
     """
-    with torch._C.DisableTorchFunction():
+    with without_functions():
         node = torch.autograd.graph.get_gradient_edge(leaf).node
         try:
             return torch._C._will_engine_execute_node(node)

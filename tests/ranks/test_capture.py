@@ -37,6 +37,29 @@ def test_boundaries_surround_every_module() -> None:
     assert all(operator.layer == "Linear" and "tiny.py" in operator.source for operator in linears)
 
 
+class Choosing(nn.Module):
+    """Each row goes through the expert that it chooses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(8, 2)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen, result = self.gate(x).argmax(-1), torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = torch.where(chosen == number)[0]
+            if rows.shape[0]:
+                result = result.index_add(0, rows, expert(x[rows]))
+        return result
+
+
+def test_what_the_trace_asks_of_tensors_is_no_call_of_the_models_code() -> None:
+    graph = capture(Choosing(), torch.zeros(7, 8))
+    assert len(graph.looks) == 2
+    assert {call.site.file for call in (*graph.calls, *graph.looks)} == {__name__, nn.Linear.__module__}
+
+
 def test_model_is_not_touched() -> None:
     model = tiny_model("llama")
     before = {name: value.clone() for name, value in model.state_dict().items()}

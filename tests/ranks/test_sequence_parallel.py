@@ -25,6 +25,8 @@ from lightning_autotp.proving.new_calls import UnprovedCall
 from lightning_autotp.solving.cost import Profile
 
 FAMILIES = ("llama", "gemma2", "olmo2", "phi3", "gpt_neox")
+ON_THREE = ("llama", "olmo2")
+"""Families that run on three ranks, the others on two; nightly all run on both."""
 BATCHES = ((2, 17), (1, 16), (3, 5), (2, 64))
 BLOCKWISE = {
     "layer_types": ["linear_attention", "full_attention"],
@@ -111,8 +113,14 @@ def parallel(rank: int, size: int, family: str, length: int = 61, changes: dict[
     return results(model)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "size"),
+    [
+        pytest.param(family, size, marks=[] if (size == 3) == (family in ON_THREE) else pytest.mark.nightly)
+        for family in FAMILIES
+        for size in (2, 3)
+    ],
+)
 def test_training_equals_one_process(family: str, size: int) -> None:
     check(family, size)
 

@@ -6,6 +6,7 @@ A test hands over one top-level function that does many checks: starting the pro
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -155,6 +156,7 @@ def _child(
     args: tuple[Any, ...],
 ) -> None:
     faulthandler.enable()  # so that a crash outside Python says where it was
+    gc.freeze()  # what was imported before stays: not to be looked at each time that objects are looked for that do not
     try:
         os.environ.clear()
         os.environ.update(environment)

@@ -29,7 +29,7 @@ def tiny_config() -> Any:
     from transformers import LlamaConfig
 
     return LlamaConfig(
-        vocab_size=67, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=67, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
         num_key_value_heads=2, tie_word_embeddings=False,
     )  # fmt: skip
 

@@ -16,12 +16,14 @@ VOCAB, ROWS, NEW, BEAMS = 131, 2, 6, 3
 
 HEAD = 16
 
-GPT2 = {"n_embd": 64, "n_head": 4, "n_layer": 2, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+ONE_LAYER: dict[str, Any] = {"num_hidden_layers": 1}
 
-T5 = {"d_model": 64, "d_kv": HEAD, "d_ff": 96, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
+GPT2 = ONE_LAYER | {"n_embd": 64, "n_head": 4, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+
+T5 = {"d_model": 64, "d_kv": HEAD, "d_ff": 96, "num_layers": 1, "num_heads": 4, "dropout_rate": 0.0}
 
 BART = {
-    **dict.fromkeys(("encoder_layers", "decoder_layers"), 2),
+    **dict.fromkeys(("encoder_layers", "decoder_layers"), 1),
     **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
     **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 96),
     **{"d_model": 64, "dropout": 0.0, "max_position_embeddings": 64, "forced_eos_token_id": None},
@@ -30,11 +32,11 @@ BART = {
 TOKENS = {"vocab_size": VOCAB, "pad_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2}
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", {}),
-    "one key/value head": ("llama", {"num_key_value_heads": 1, "vocab_size": 67}),
-    "three units": ("llama", {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}),
+    "llama": ("llama", ONE_LAYER),
+    "one key/value head": ("llama", ONE_LAYER | {"num_key_value_heads": 1, "vocab_size": 67}),
+    "three units": ("llama", ONE_LAYER | {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}),
     "fused projection": ("gpt2", GPT2),
-    "experts": ("mixtral", {"num_local_experts": 4, "intermediate_size": 96}),
+    "experts": ("mixtral", ONE_LAYER | {"num_local_experts": 4, "intermediate_size": 96}),
     "linear attention": ("qwen3_next", {}),
     "latent attention": ("deepseek_v3", {}),
     "encoder-decoder": ("bart", BART | TOKENS),

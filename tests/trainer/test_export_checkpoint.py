@@ -98,7 +98,7 @@ class Holder(nn.Module):
 def tiny_config_of(width: int) -> Any:
     config = tiny_config()
     config.vocab_size, config.hidden_size, config.num_attention_heads, config.head_dim = 2048, width, 2, 16
-    config.intermediate_size = 512
+    config.intermediate_size, config.num_hidden_layers = 512, 2
     return config
 
 

@@ -20,7 +20,7 @@ STEPS = 20
 PERIOD = 4
 """Batches after which all is as before: two steps and a validation."""
 CONFIG = LlamaConfig(
-    vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+    vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=1, num_attention_heads=4,
     num_key_value_heads=4,
 )  # fmt: skip
 ALLOWED = 100 * 2**10

@@ -10,7 +10,6 @@ import pytest
 import torch
 from deferred_models import CONFIGS, ties
 from loading import assert_local_part, localize
-from reading import run
 from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -232,53 +231,3 @@ def test_damaged_and_old_torch_save_files(tmp_path: Path) -> None:
     file.write_bytes(b"")
     with pytest.raises(DamagedFileError, match=r"\(0 bytes\) cannot be read"):
         read_headers([str(file)])
-
-
-PEAK = """
-import os, sys, torch
-from transformers import AutoModelForCausalLM, LlamaConfig
-from lightning_autotp.loading.parameters import load_parameters
-from lightning_autotp.building.pretrained import meta_model
-from loading import localize, peak_of
-directory, tiny, rank, ranks, dtype = *sys.argv[1:3], int(sys.argv[3]), int(sys.argv[4]), getattr(torch, sys.argv[5])
-def work(directory):
-    with meta_model():
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
-    localize(model, rank, ranks)
-    load_parameters(model)
-    return model
-work(tiny)
-model, peak = peak_of(lambda: work(directory))
-largest = max(torch.Size(meta.shape).numel() * meta.dtype.itemsize for meta in model.autotp.metas.values())
-print(peak, sum(parameter.nbytes for parameter in model.parameters()), largest)
-"""
-MAKE = """
-import sys, torch
-from transformers import LlamaConfig, LlamaForCausalLM
-for directory, hidden, vocabulary in ((sys.argv[1], 1024, 16384), (sys.argv[2], 16, 32)):
-    config = LlamaConfig(hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=4, num_attention_heads=8,
-                         num_key_value_heads=4, vocab_size=vocabulary, bos_token_id=1, eos_token_id=2)
-    model = LlamaForCausalLM(config)
-    model.save_pretrained(f"{directory}/safe", max_shard_size="100MB")
-    config.save_pretrained(f"{directory}/bin")
-    torch.save(model.state_dict(), f"{directory}/bin/pytorch_model.bin")
-"""
-
-
-@pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("large")
-    run(MAKE, directory / "large", directory / "tiny")
-    assert (directory / "large" / "bin" / "pytorch_model.bin").stat().st_size > 300e6
-    return directory
-
-
-@pytest.mark.parametrize(
-    ("kind", "rank", "ranks", "dtype"),
-    [("safe", 0, 1, "float32"), ("safe", 1, 4, "bfloat16"), ("bin", 0, 2, "float32")],
-)
-def test_memory_while_loading(large: Path, kind: str, rank: int, ranks: int, dtype: str) -> None:
-    """Building, checking and loading together; pages of mapped files count."""
-    peak, shard, largest = run(PEAK, large / "large" / kind, large / "tiny" / kind, rank, ranks, dtype)
-    assert peak >= shard
-    assert peak <= 1.1 * (shard + largest)

@@ -2,15 +2,11 @@ from __future__ import annotations
 
 import gc
 import io
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from distributed import PATIENCE, run_python
 from rich.console import Console
-from tiny import AttentionBesideMLP, meta_model, tiny_config
+from tiny import AttentionBesideMLP, meta_model
 from torch import Tensor, nn
 
 from lightning_autotp.capture.capture import CaptureError
@@ -88,35 +84,6 @@ def test_sections_of_one_matrix_are_cut_along_axes_of_their_own(ranks: int) -> N
     plan, _ = make_plan(AttentionBesideMLP(keys=4), ranks, example_inputs=torch.zeros(3, 7, 64))
     assert plan.sharded_fraction == 1
     assert [(each.kind, each.calls) for each in plan.communication] == [("all_reduce", 1)]  # of both sums together
-
-
-def test_command_needs_only_the_config(tmp_path: Path) -> None:
-    tiny_config("llama", architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
-    output = tmp_path / "plan.json"
-    command = [sys.executable, "-m", "lightning_autotp.cli", "plan", str(tmp_path), "--tp", "2", "--json", str(output)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
-    assert result.returncode == 0, result.stderr
-    assert "all_reduce" in result.stdout
-    assert Plan.from_json(output.read_text()).ranks == 2
-
-
-def test_command_pins(tmp_path: Path) -> None:
-    tiny_config("llama", architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
-    output = tmp_path / "plan.json"
-    pins = ["--keep-whole", "[model.layers.0, model.embed*]", "--cut", "{lm_head.weight: 1}", "--tokens", "300"]
-    result = run_python("-m", "lightning_autotp.cli", "plan", str(tmp_path), *pins, "--json", str(output))
-    assert result.returncode == 0, result.stderr
-    layouts = {p.names[0]: p.layout for p in Plan.from_json(output.read_text()).parameters}
-    assert layouts["lm_head.weight"].letter == "S"
-    assert not [n for n, x in layouts.items() if x.letter == "S" and n.startswith(("model.layers.0.", "model.embed"))]
-    assert "1 x 300 tokens" in result.stdout
-
-
-def test_command_reports_errors_in_a_line(tmp_path: Path) -> None:
-    result = run_python("-m", "lightning_autotp.cli", "plan", str(tmp_path / "nothing"), "--tp", "2")
-    assert result.returncode == 1
-    assert "Traceback" not in result.stderr
-    assert f"plan: {tmp_path}/nothing does not exist: as seen from" in result.stderr
 
 
 def test_the_plan_says_what_every_rank_computes_whole() -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from distributed import run_python
-from tiny import meta_model, tiny_config
+from tiny import meta_model
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModel
@@ -436,17 +433,3 @@ def test_cuts_that_exclude_each_other_name_the_operand() -> None:
     )
     with pytest.raises(ValueError, match=expected):
         make_plan(model, 2, example_inputs=narrow(), cut={"1.weight": 1, "1.bias": 0})
-
-
-def test_the_command_tells_reasons_where_it_is_asked(tmp_path: Path) -> None:
-    tiny_config("llama", architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
-
-    def run(pattern: str) -> subprocess.CompletedProcess[str]:
-        return run_python("-m", "lightning_autotp.cli", "plan", str(tmp_path), "--why", pattern)
-
-    found = run("model.layers.1.*norm")
-    assert found.returncode == 0, found.stderr
-    assert "model.layers.1.input_layernorm.weight: whole\n  dim 0 (64): aten.mean.dim in model.layers.1" in found.stdout
-    assert "model.layers.0.input_layernorm.weight: whole" not in found.stdout
-    assert "model.layers.1.mlp.up_proj.weight: cut along dim 0" in run("model.layers.1.mlp").stdout
-    assert "why: no parameter or module is called 'vision'" in run("vision").stderr

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ast
+import json
 import subprocess
 import sys
 from functools import cache
 from pathlib import Path
 
+import folders
 import pytest
 from distributed import PATIENCE
+from PIL import Image
 
 PACKAGE = Path(__file__).parents[2] / "lightning_autotp"
 ORDER = [
@@ -109,6 +112,21 @@ def test_no_circles() -> None:
     for module in FILES:
         visit(module, ())
     assert len(done) > 60
+
+
+def test_the_picture_shows_these_imports(tmp_path: Path) -> None:
+    """If not: ``python tools/folders.py`` draws it again."""
+    names = [name for name in ORDER if (PACKAGE / name).is_dir()]
+    named = {name: {each for file in FILES if folder(f"{file}.") == name for each in imports(file)} for name in names}
+    reached = {
+        name: {folder(each) for each in found if each.startswith("lightning_autotp.")} for name, found in named.items()
+    }
+    wanted = {name: [other for other in names if other in reached[name] - {name}] for name in names}
+    folders.draw(folders.imports(), tmp_path / "now.png")
+    for picture in (tmp_path / "now.png", PACKAGE.parent / "docs" / "folders.png"):
+        drawn = json.loads(Image.open(picture).text[folders.DATA])
+        assert list(drawn.items()) == list(wanted.items()), picture
+    assert {name for name, _ in folders.WAY} <= drawn.keys()
 
 
 @pytest.mark.parametrize("name", ["layouts", "operators", "solving"])

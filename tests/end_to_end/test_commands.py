@@ -1,0 +1,55 @@
+"""``lightning-autotp plan``: the plan of a directory with a config, and why it is that one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from distributed import PATIENCE, run_python
+from tiny import tiny_config
+
+from lightning_autotp.layouts.plan import Plan
+
+
+def test_command_needs_only_the_config(tmp_path: Path) -> None:
+    tiny_config("llama", architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    output = tmp_path / "plan.json"
+    command = [sys.executable, "-m", "lightning_autotp.cli", "plan", str(tmp_path), "--tp", "2", "--json", str(output)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "all_reduce" in result.stdout
+    assert Plan.from_json(output.read_text()).ranks == 2
+
+
+def test_command_pins(tmp_path: Path) -> None:
+    tiny_config("llama", architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    output = tmp_path / "plan.json"
+    pins = ["--keep-whole", "[model.layers.0, model.embed*]", "--cut", "{lm_head.weight: 1}", "--tokens", "300"]
+    result = run_python("-m", "lightning_autotp.cli", "plan", str(tmp_path), *pins, "--json", str(output))
+    assert result.returncode == 0, result.stderr
+    layouts = {p.names[0]: p.layout for p in Plan.from_json(output.read_text()).parameters}
+    assert layouts["lm_head.weight"].letter == "S"
+    assert not [n for n, x in layouts.items() if x.letter == "S" and n.startswith(("model.layers.0.", "model.embed"))]
+    assert "1 x 300 tokens" in result.stdout
+
+
+def test_command_reports_errors_in_a_line(tmp_path: Path) -> None:
+    result = run_python("-m", "lightning_autotp.cli", "plan", str(tmp_path / "nothing"), "--tp", "2")
+    assert result.returncode == 1
+    assert "Traceback" not in result.stderr
+    assert f"plan: {tmp_path}/nothing does not exist: as seen from" in result.stderr
+
+
+def test_the_command_tells_reasons_where_it_is_asked(tmp_path: Path) -> None:
+    tiny_config("llama", architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+
+    def run(pattern: str) -> subprocess.CompletedProcess[str]:
+        return run_python("-m", "lightning_autotp.cli", "plan", str(tmp_path), "--why", pattern)
+
+    found = run("model.layers.1.*norm")
+    assert found.returncode == 0, found.stderr
+    assert "model.layers.1.input_layernorm.weight: whole\n  dim 0 (64): aten.mean.dim in model.layers.1" in found.stdout
+    assert "model.layers.0.input_layernorm.weight: whole" not in found.stdout
+    assert "model.layers.1.mlp.up_proj.weight: cut along dim 0" in run("model.layers.1.mlp").stdout
+    assert "why: no parameter or module is called 'vision'" in run("vision").stderr
