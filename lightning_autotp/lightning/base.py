@@ -37,7 +37,7 @@ from lightning_autotp.private.lightning_private import (
     default_pg_timeout,
     set_rng_states,
 )
-from lightning_autotp.ranks.agreement import raise_together
+from lightning_autotp.ranks.agreement import largest_of_all, raise_together
 from lightning_autotp.ranks.group import TPGroup, timeout_of_all
 from lightning_autotp.ranks.peers import Peer, PeerWatch
 from lightning_autotp.ranks.started import let_threads_finish_at_end, wait_at_end
@@ -69,7 +69,9 @@ class AutoTPBase(StrategyInternals):
             whole tensors that go through rank 0. Both are in the original model's names and shapes, and both load at
             any sizes.
         save_async: write checkpoints in the background, from a copy in host memory, while training goes on.
-        process_group_backend: by default the one for the device: nccl or gloo.
+        process_group_backend: by default gloo on CPUs, and on other devices both theirs and gloo
+            (``"cpu:gloo,cuda:nccl"``): what ranks agree on between steps is on the host, and goes over gloo without
+            waiting for the device.
         timeout: of collectives.
     """
 
@@ -221,9 +223,8 @@ class AutoTPBase(StrategyInternals):
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Decide together over all ranks."""
-        votes = torch.tensor(int(decision), device=self.root_device)
-        dist.all_reduce(votes)
-        return int(votes) == self.world_size if all else int(votes) > 0
+        yes, no = largest_of_all([int(decision), int(not decision)], None)
+        return not no if all else bool(yes)
 
     # --- models and data ---
 

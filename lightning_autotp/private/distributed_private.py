@@ -28,6 +28,7 @@ __all__ = [
     "FusedProducts",
     "collectives",
     "default_store",
+    "device_of_objects",
     "is_outermost",
     "process_group",
     "share_memory",
@@ -40,6 +41,14 @@ collectives = torch.ops._c10d_functional
 def process_group(name: str) -> dist.ProcessGroup:
     """The process group of a registered name. ``group_name`` is public, the way back is not."""
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+
+
+def device_of_objects(group: dist.ProcessGroup | None) -> torch.device:
+    """Where torch puts objects that a group sends: on the host, if the group takes that. ``None`` is all processes.
+
+    Nothing public says what a group takes.
+    """
+    return torch.device(dist.distributed_c10d._get_object_coll_device(group))
 
 
 def share_memory(group: dist.ProcessGroup) -> None:
