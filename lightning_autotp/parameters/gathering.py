@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from lightning_autotp.layouts.blocks import blocks_of, index
 from lightning_autotp.layouts.types import Shard, local_shape
 from lightning_autotp.parameters.local_blocks import joined
 from lightning_autotp.parameters.meta import ParameterMeta
+from lightning_autotp.private.distributed_private import device_to_send
 from lightning_autotp.ranks.group import TPGroup
 
 
@@ -33,17 +35,20 @@ def gather_parameter(tensor: Tensor, meta: ParameterMeta, group: TPGroup) -> Ten
     tensor = joined(tensor)
     if not isinstance(meta.layout, Shard):
         return tensor.clone()
+    there = device_to_send(tensor.device, group.process_group)
+    shapes = [local_shape(meta.shape, meta.layout, rank) for rank in range(group.size)]
+    sizes = list(map(math.prod, shapes))
     whole = tensor.new_empty(meta.shape)
-    process_group = group.process_group
-    for rank in range(group.size):
-        shape = local_shape(meta.shape, meta.layout, rank)
-        part = tensor.contiguous() if rank == group.rank else tensor.new_empty(shape)
-        if part.numel() == 0:
-            continue
-        # As bytes: not every backend knows every dtype.
-        dist.broadcast(part.reshape(-1).view(torch.uint8), dist.get_global_rank(process_group, rank), process_group)
+    if not any(sizes):
+        return whole
+    # Padded to the longest, in one collective. As bytes: not every backend knows every dtype.
+    sent = torch.empty(max(sizes), dtype=tensor.dtype, device=there)
+    sent[: tensor.numel()] = tensor.detach().reshape(-1)
+    received = sent.new_empty(group.size * len(sent))
+    dist.all_gather_into_tensor(received.view(torch.uint8), sent.view(torch.uint8), group.process_group)
+    for rank, (part, size, shape) in enumerate(zip(received.split(len(sent)), sizes, shapes, strict=True)):
         for block in blocks_of(meta.shape, meta.layout, rank, group.size):
-            whole[index(block.original)] = part[index(block.local)]
+            whole[index(block.original)] = part[:size].view(shape)[index(block.local)]
     return whole
 
 

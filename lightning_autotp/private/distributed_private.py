@@ -29,6 +29,7 @@ __all__ = [
     "collectives",
     "default_store",
     "device_of_objects",
+    "device_to_send",
     "is_outermost",
     "process_group",
     "share_memory",
@@ -49,6 +50,12 @@ def device_of_objects(group: dist.ProcessGroup | None) -> torch.device:
     Nothing public says what a group takes.
     """
     return torch.device(dist.distributed_c10d._get_object_coll_device(group))
+
+
+def device_to_send(device: torch.device, group: dist.ProcessGroup) -> torch.device:
+    """Where a tensor of this device must be for a group to send it: there, if the group takes that."""
+    kinds = {taken.type for taken in group._device_types}
+    return device if device.type in kinds else device_of_objects(group)
 
 
 def share_memory(group: dist.ProcessGroup) -> None:

@@ -590,6 +590,19 @@ def _(resolve: Any) -> None:
         assert resolve(group.group_name) is group
 
 
+@canary("torch.distributed.ProcessGroup._device_types")
+def _(_: Any) -> None:
+    with alone() as group:
+        assert torch.device("cpu") in group._device_types
+    dist.init_process_group("meta:fake", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        group = dist.group.WORLD
+        assert group is not None
+        assert group._device_types == [torch.device("meta")]
+    finally:
+        dist.destroy_process_group()
+
+
 @canary("torch.distributed.distributed_c10d._get_object_coll_device")
 def _(device_of: Any) -> None:
     """The host for a group of gloo and others, and for such a group of all processes."""

@@ -25,10 +25,15 @@ from lightning_autotp import (
     AutoTPStrategy,
     WholeMatrixOptimizer,
     clip_gradients_norm,
+    full_gradients,
+    meta_model,
     parallelize,
     penalty,
 )
+from lightning_autotp.checkpoints.state import full_optimizer_state
+from lightning_autotp.data.batches import read_once
 
+pytestmark = pytest.mark.slow
 MIXTURE = {"family": "qwen3_moe", **MIXTURES["qwen3_moe"], "experts_implementation": "batched_mm"}
 WAITS = {"mixture": {"nonzero in parallel/experts.py: WholeExperts.__call__": 2}}
 """What is waited for all the same: how many tokens chose experts of this rank, in each of the layers."""
@@ -119,6 +124,32 @@ def in_a_loop(group: dist.ProcessGroup) -> Waits:
     return third(step)
 
 
+def on_the_device_alone() -> dict[str, Any]:
+    """With a group that takes nothing from the host, as nccl's."""
+    group = dist.new_group(backend=f"{NAME}:{BACKEND}")
+    torch.manual_seed(0)
+    with meta_model():
+        made = build()
+    model = parallelize(made, group, plan_cache=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    batch = token_batch(0)
+    loss = model(**{name: tensor.to(NAME) for name, tensor in batch.items()}).loss
+    loss.backward()
+    optimizer.step()
+    state = full_optimizer_state(optimizer, model)
+    for values in optimizer.state.values():  # put aside on the host
+        values.update({name: value.cpu() for name, value in values.items()})
+    aside = full_optimizer_state(optimizer, model)
+    torch.testing.assert_close(aside["state"], state["state"], rtol=0, atol=0)
+    everyone = read_once(lambda: batch, group, torch.device(NAME, 0), "reading")
+    return {
+        "devices": {parameter.device.type for parameter in model.parameters()},
+        "loss": loss.item(),
+        "gradients": full_gradients(model),
+        "batch": everyone["input_ids"].cpu(),
+    }
+
+
 def third(step: Callable[[], None]) -> Waits:
     step()
     step()
@@ -145,7 +176,10 @@ RUNS: dict[str, Callable[[], Waits]] = {
 def runs() -> dict[str, Any]:
     second_device.begin()
     found = {name: run() for name, run in RUNS.items()}
-    return {name: waits.own for name, waits in found.items()} | {"backend": dist.get_backend()}
+    return {name: waits.own for name, waits in found.items()} | {
+        "backend": dist.get_backend(),
+        "alone": on_the_device_alone(),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -161,3 +195,17 @@ def test_a_step_waits_for_no_device(name: str, found: list[dict[str, Any]]) -> N
 
 def test_what_is_on_the_host_goes_over_gloo(found: list[dict[str, Any]]) -> None:
     assert [seen["backend"] for seen in found] == 2 * [f"cpu:gloo,{NAME}:{BACKEND}"]
+
+
+def test_a_group_of_the_device_alone_is_given_nothing_of_the_host(found: list[dict[str, Any]]) -> None:
+    torch.manual_seed(0)
+    whole, batch = build(), token_batch(0)
+    loss = whole(**batch).loss
+    loss.backward()
+    for seen in found:
+        alone = seen["alone"]
+        assert alone["devices"] == {NAME}
+        assert alone["loss"] == pytest.approx(loss.item(), rel=1e-5)
+        assert torch.equal(alone["batch"], batch["input_ids"])
+        for name, parameter in whole.named_parameters():
+            torch.testing.assert_close(alone["gradients"][name], parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
