@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import uuid
 from collections.abc import Iterable, Mapping
@@ -38,7 +39,7 @@ from lightning_autotp.private.lightning_private import (
     set_rng_states,
 )
 from lightning_autotp.ranks.agreement import largest_of_all, raise_together
-from lightning_autotp.ranks.group import TPGroup, timeout_of_all
+from lightning_autotp.ranks.group import TPGroup, end_processes, timeout_of_all
 from lightning_autotp.ranks.peers import Peer, PeerWatch
 from lightning_autotp.ranks.started import let_threads_finish_at_end, wait_at_end
 from lightning_autotp.solving.options import PlanOptions, documented_by
@@ -145,6 +146,8 @@ class AutoTPBase(StrategyInternals):
         # Let the groups of the mesh wait as long as that of all processes, the only one that Lightning tells.
         for group in self.device_mesh.get_all_groups():
             group.set_timeout(timeout_of_all())
+        if self.root_device.type != "cpu":
+            atexit.register(end_processes)  # which Lightning does for nccl alone
         self.saving.begin()
         self._watch_peers()
         self.share_random_state()

@@ -97,12 +97,6 @@ def begin() -> None:
     dist.Backend.register_backend(BACKEND, make, devices=[NAME])
 
 
-def begin_processes(backend: str, store: str, rank: int, world_size: int) -> None:
-    """Begin anew, with another backend for the group of all processes."""
-    dist.destroy_process_group()
-    dist.init_process_group(backend, store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
-
-
 class Waits(TorchDispatchMode):
     """Counts what waits for the device: the host reads a value, or the number of elements of a result.
 

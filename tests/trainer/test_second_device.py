@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -176,10 +177,13 @@ RUNS: dict[str, Callable[[], Waits]] = {
 def runs() -> dict[str, Any]:
     second_device.begin()
     found = {name: run() for name, run in RUNS.items()}
-    return {name: waits.own for name, waits in found.items()} | {
+    results = {
+        **{name: waits.own for name, waits in found.items()},
         "backend": dist.get_backend(),
         "alone": on_the_device_alone(),
     }
+    atexit._run_exitfuncs()
+    return {**results, "is ended": not dist.is_initialized()}
 
 
 @pytest.fixture(scope="module")
@@ -195,6 +199,10 @@ def test_a_step_waits_for_no_device(name: str, found: list[dict[str, Any]]) -> N
 
 def test_what_is_on_the_host_goes_over_gloo(found: list[dict[str, Any]]) -> None:
     assert [seen["backend"] for seen in found] == 2 * [f"cpu:gloo,{NAME}:{BACKEND}"]
+
+
+def test_no_process_group_is_left_to_the_end_of_the_interpreter(found: list[dict[str, Any]]) -> None:
+    assert all(seen["is ended"] for seen in found)
 
 
 def test_a_group_of_the_device_alone_is_given_nothing_of_the_host(found: list[dict[str, Any]]) -> None:
