@@ -165,7 +165,8 @@ def parallelize(  # noqa: D417 (the options are PlanOptions', and example_inputs
         ValueError: for options that :func:`make_plan` refuses, or if the plan's file is missing or holds none.
     """
     if device is None and data_mesh is None and any(parameter.is_meta for parameter in model.parameters()):
-        device = device_of_objects(process_group)
+        there = device_of_objects(process_group)
+        device = None if there.type == "cpu" else there
     options = PlanOptions(
         tokens_per_step=tokens_per_step,
         keep_whole=keep_whole,

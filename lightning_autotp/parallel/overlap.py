@@ -212,8 +212,7 @@ def replicate(x: Tensor, group: TPGroup, layers: Iterable[nn.Linear], source: In
     """I → R or S → R for a tensor that is the input of column-parallel layers. The backward pass is collective.
 
     Its sum over the ranks overlaps with the weight gradients of those of the layers that are called with it by
-    :func:`product`. In compiled code, without gradients, under double backward, and
-    in anomaly mode, nothing overlaps.
+    :func:`product`. In compiled code, without gradients, under double backward, and in anomaly mode, nothing overlaps.
 
     Args:
         x: ``[batch, ..., in]``, or this rank's part of it.
