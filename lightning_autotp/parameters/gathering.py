@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from typing import Any
 
 import torch
@@ -35,21 +34,28 @@ def gather_parameter(tensor: Tensor, meta: ParameterMeta, group: TPGroup) -> Ten
     tensor = joined(tensor)
     if not isinstance(meta.layout, Shard):
         return tensor.clone()
-    there = device_to_send(tensor.device, group.process_group)
-    shapes = [local_shape(meta.shape, meta.layout, rank) for rank in range(group.size)]
-    sizes = list(map(math.prod, shapes))
-    whole = tensor.new_empty(meta.shape)
-    if not any(sizes):
-        return whole
-    # Padded to the longest, in one collective. As bytes: not every backend knows every dtype.
-    sent = torch.empty(max(sizes), dtype=tensor.dtype, device=there)
-    sent[: tensor.numel()] = tensor.detach().reshape(-1)
-    received = sent.new_empty(group.size * len(sent))
-    dist.all_gather_into_tensor(received.view(torch.uint8), sent.view(torch.uint8), group.process_group)
-    for rank, (part, size, shape) in enumerate(zip(received.split(len(sent)), sizes, shapes, strict=True)):
+    process_group = group.process_group
+    there = device_to_send(tensor.device, process_group)
+    own = tensor.detach().to(there).contiguous()
+    whole = torch.empty(meta.shape, dtype=tensor.dtype, device=there)
+    dims = meta.layout.dims
+    # As bytes: not every backend knows every dtype.
+    if whole.numel() and len(dims) == 1 and dims[0][0] == 0 and dims[0][1].is_even:
+        dist.all_gather_into_tensor(_bytes(whole), _bytes(own), process_group)
+        return whole.to(tensor.device)
+    for rank in range(group.size):  # one after the other: all of them at once would take the memory of another whole
+        shape = local_shape(meta.shape, meta.layout, rank)
+        part = own if rank == group.rank else own.new_empty(shape)
+        if part.numel() == 0:
+            continue
+        dist.broadcast(_bytes(part), dist.get_global_rank(process_group, rank), process_group)
         for block in blocks_of(meta.shape, meta.layout, rank, group.size):
-            whole[index(block.original)] = part[:size].view(shape)[index(block.local)]
-    return whole
+            whole[index(block.original)] = part[index(block.local)]
+    return whole.to(tensor.device)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def whole_tensor(tensor: Tensor, meta: ParameterMeta | None, group: TPGroup) -> Tensor:
