@@ -34,6 +34,7 @@ from lightning_autotp.parallel.async_products import ProductReport, overlap_prod
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
 from lightning_autotp.parameters.local_blocks import refuse_cut
 from lightning_autotp.parameters.state import parallel_models, parallel_state
+from lightning_autotp.private.distributed_private import device_of_objects
 from lightning_autotp.proving.experts import prove_experts
 from lightning_autotp.proving.feasible import feasible_plan
 from lightning_autotp.proving.new_calls import CallProver
@@ -144,7 +145,7 @@ def parallelize(  # noqa: D417 (the options are PlanOptions', and example_inputs
             only) or real (then they are sliced).
         process_group: the tensor-parallel group.
         device: where this rank's parameters live; by default the device of ``data_mesh``, or without one where they
-            are, and the CPU for those on meta.
+            are, and for those on meta the CPU, or the device of a group that takes nothing from the host (nccl).
         data_mesh: the ranks that hold the same part of other copies of the model, as one dim of a device mesh. Then
             FSDP2 deals this rank's part out to them (before it takes memory), gathers it block by block, and averages
             the gradients over them. Collective over it, too: all copies follow the first one's plan.
@@ -164,6 +165,9 @@ def parallelize(  # noqa: D417 (the options are PlanOptions', and example_inputs
         CheckpointError: if the weights are missing, broken, or do not fit.
         ValueError: for options that :func:`make_plan` refuses, or if the plan's file is missing or holds none.
     """
+    if device is None and data_mesh is None and any(parameter.is_meta for parameter in model.parameters()):
+        there = device_of_objects(process_group)
+        device = None if there.type == "cpu" else there
     options = PlanOptions(
         tokens_per_step=tokens_per_step,
         keep_whole=keep_whole,

@@ -352,7 +352,7 @@ class BoundaryConversion:
             elif cut.is_told_by_one or not has_values(tensor):
                 now = cut.of_local_size(rank, found)
             else:
-                now = cut.of_local_sizes(gather_lengths(found, self.group, tensor.device))
+                now = cut.of_local_sizes(gather_lengths(found, self.group))
         except UnknownSize as error:
             raise CallMismatch(
                 f"{self}: dim {dim} of a tensor of shape {list(tensor.shape)}: {error}; give example_inputs that are "

@@ -27,8 +27,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DistributedSampler
 
+from lightning_autotp.private.distributed_private import device_of_objects
 from lightning_autotp.private.torch_private import LoaderOfLoader
 from lightning_autotp.ranks.agreement import PeerError
+from lightning_autotp.ranks.random_numbers import default_generator
 
 LARGE = 1 << 20
 """Bytes from which on a tensor is sent by itself."""
@@ -43,8 +45,9 @@ class BroadcastLoader(LoaderOfLoader):
 
     Args:
         loader: the rank's own loader; any iterable. Only the first rank's is iterated.
-        group: the ranks that get each batch.
-        device: where the group communicates, and where the batches' tensors are afterwards.
+        group: the ranks that get each batch. Its tensors are on the host afterwards, or on the device of a group that
+            takes nothing from the host.
+        device: the rank's device, on which reading may draw random numbers.
 
     Raises:
         TypeError: from ``len()``, if the reading rank's loader has no length; from ``next()``, if a batch holds
@@ -138,11 +141,11 @@ def broadcast_loader(loader: Any, group: dist.ProcessGroup, device: torch.device
     Args:
         loader: the rank's own.
         group: the tensor-parallel group.
-        device: the rank's device, on which a group communicates that cannot do so on the CPU.
+        device: the rank's device.
     """
     stateful = callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
     kind = StatefulBroadcastLoader if stateful else BroadcastLoader
-    return kind(loader, group, torch.device("cpu") if dist.get_backend(group) == "gloo" else device)
+    return kind(loader, group, device)
 
 
 def check_sampler(loader: Any, replicas: int, rank: int, advice: str) -> None:
@@ -178,8 +181,8 @@ def read_once(read: Callable[[], Any], group: dist.ProcessGroup, device: torch.d
 
     Args:
         read: called on the first rank only; must not communicate.
-        group: the ranks.
-        device: where they communicate; the tensors in the result are there.
+        group: the ranks. The tensors in the result are where it takes what is on the host.
+        device: whose random states are shared, besides the CPU's.
         phase: what is being done, as in "failed while <phase>".
 
     Raises:
@@ -190,6 +193,7 @@ def read_once(read: Callable[[], Any], group: dist.ProcessGroup, device: torch.d
     error: Exception | None = None
     flats: list[Tensor] = []
     header: _Header | None = None
+    there = device_of_objects(group)
     reads = dist.get_rank(group) == 0
     if reads:
         before = _random_states(device)
@@ -197,14 +201,14 @@ def read_once(read: Callable[[], Any], group: dist.ProcessGroup, device: torch.d
         try:
             content, found = _pack(read())
             tensors = [_describe(tensor) for tensor in found]
-            flats = [_flat(tensor).to(device, non_blocking=True) for tensor in found]
+            flats = [_flat(tensor).to(there, non_blocking=there.type != "cpu") for tensor in found]
         except Exception as caught:
             error = caught
         changed = {name: state for name, state in _random_states(device).items() if state != before[name]}
         header = _Header(content, tensors, changed, f"{type(error).__name__}: {error}" if error is not None else None)
     headers = [header]
     source = dist.get_process_group_ranks(group)[0]
-    dist.broadcast_object_list(headers, src=source, group=group, device=device)
+    dist.broadcast_object_list(headers, src=source, group=group)
     header = headers[0]
     assert header is not None
     if not reads:
@@ -214,7 +218,7 @@ def read_once(read: Callable[[], Any], group: dist.ProcessGroup, device: torch.d
     if header.error is not None:
         raise PeerError(f"rank 0 of {dist.get_world_size(group)} failed while {phase}: {header.error}")
     if not reads:
-        flats = [torch.empty(tensor.bytes, dtype=torch.uint8, device=device) for tensor in header.tensors]
+        flats = [torch.empty(tensor.bytes, dtype=torch.uint8, device=there) for tensor in header.tensors]
     _broadcast_bytes(flats, source, group)
     return _unpack(header, flats)
 
@@ -332,8 +336,8 @@ def _random_states(device: torch.device) -> dict[str, Any]:
         "random": random.getstate(),
         "numpy": pickle.dumps(np.random.get_state(legacy=False)),
     }
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device).numpy().tobytes()
+    if device.type != "cpu":
+        states["device"] = default_generator(device).get_state().numpy().tobytes()
     return states
 
 
@@ -344,5 +348,5 @@ def _set_random_states(states: dict[str, Any], device: torch.device) -> None:
         random.setstate(states["random"])
     if "numpy" in states:
         np.random.set_state(pickle.loads(states["numpy"]))
-    if "cuda" in states:
-        torch.cuda.set_rng_state(torch.frombuffer(bytearray(states["cuda"]), dtype=torch.uint8), device)
+    if "device" in states:
+        default_generator(device).set_state(torch.frombuffer(bytearray(states["device"]), dtype=torch.uint8))

@@ -219,8 +219,13 @@ def sum_gradients(hooks: Iterable[BucketedSum]) -> None:
 
 
 def _launch(bucket: list[BucketedSum]) -> tuple[list[BucketedSum], Tensor, Any]:
-    flat = torch.cat([_plain(hook.parameter.grad).reshape(-1) for hook in bucket])
+    flat = as_summed(torch.cat([_plain(hook.parameter.grad).reshape(-1) for hook in bucket]))
     return bucket, flat, dist.all_reduce(flat, group=bucket[0].group.process_group, async_op=True)
+
+
+def as_summed(gradient: Tensor) -> Tensor:
+    """A gradient as it is summed over the ranks: at least in float32, so that it is rounded once."""
+    return gradient.to(torch.promote_types(gradient.dtype, torch.float32))
 
 
 def _buckets(hooks: list[BucketedSum]) -> Iterator[list[BucketedSum]]:

@@ -16,6 +16,7 @@ from lightning_autotp.gradients.counted import counted_elements, whole_norms
 from lightning_autotp.parameters.gathering import gather_to_cpu
 from lightning_autotp.parameters.local_blocks import counted_blocks, data_group, is_cut, plain
 from lightning_autotp.parameters.state import ParameterTable
+from lightning_autotp.private.torch_private import foreach_multiply
 from lightning_autotp.ranks.group import TPGroup
 
 
@@ -106,9 +107,12 @@ def clip_gradients_norm(
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(f"the gradients' norm of order {norm_type} is {norm.item()}: they cannot be clipped")
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    gradients: dict[torch.device, list[Tensor]] = {}
     for parameter in chosen:
         if parameter.grad is not None:
-            plain(parameter.grad).mul_(scale.to(parameter.grad.device))
+            gradients.setdefault(parameter.grad.device, []).append(plain(parameter.grad))
+    for device, found in gradients.items():
+        foreach_multiply(found, scale.to(device))
     return norm
 
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_autotp.gradients.buckets import BucketedSum, GradientBuckets
+from lightning_autotp.gradients.buckets import BucketedSum, GradientBuckets, as_summed
 from lightning_autotp.gradients.cut_parts import CutMark
 from lightning_autotp.gradients.linear_maps import linear, same
 from lightning_autotp.gradients.parts import Mark, marked_like
@@ -82,7 +82,7 @@ class GradientSum:
         return linear(gradient, self._sum, same if self.is_replicated else self._sum)
 
     def _sum(self, gradient: Tensor) -> Tensor:
-        total = gradient.clone(memory_format=torch.contiguous_format)
+        total = as_summed(gradient.clone(memory_format=torch.contiguous_format))
         for blocks, group in self.parts:
             views = [total[block] for block in blocks]
             if len(views) == 1 and views[0].is_contiguous():
@@ -92,7 +92,7 @@ class GradientSum:
             dist.all_reduce(buffer, group=group.process_group)
             for view, part in zip(views, buffer.split([view.numel() for view in views]), strict=True):
                 view.copy_(part.view_as(view))
-        return total
+        return total.to(gradient.dtype)
 
 
 def synchronize_gradients(model: nn.Module, only: Collection[str] | None = None) -> list[RemovableHandle]:
@@ -201,9 +201,9 @@ class _Average:
         return marked_like(linear(gradient.as_subclass(Tensor), self._mean, self._mean), gradient)
 
     def _mean(self, gradient: Tensor) -> Tensor:
-        mean = gradient.clone(memory_format=torch.contiguous_format).div_(self._size)
+        mean = as_summed(gradient.clone(memory_format=torch.contiguous_format)).div_(self._size)
         dist.all_reduce(mean, group=self._group)
-        return mean
+        return mean.to(gradient.dtype)
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,14 @@ from lightning_autotp.parameters.known_writes import known_writes
 from lightning_autotp.parameters.meta import ParameterMeta
 from lightning_autotp.parameters.state import parallel_models
 from lightning_autotp.parameters.unchanged import check_unchanged
-from lightning_autotp.private.torch_private import WeakIdKeyDictionary, is_compiled, is_in_backward, put_below, take_out
+from lightning_autotp.private.torch_private import (
+    WeakIdKeyDictionary,
+    foreach_multiply,
+    is_compiled,
+    is_in_backward,
+    put_below,
+    take_out,
+)
 from lightning_autotp.proving.new_calls import kind_of
 from lightning_autotp.torch_functions import DESCRIBING, ELEMENTWISE, OF_MEMORY
 
@@ -49,7 +56,7 @@ _NOT_READING = frozenset({
 _ELEMENTWISE = frozenset({
     *(function.__name__ for function in ELEMENTWISE),
     "__deepcopy__", "_foreach_add", "_foreach_add_", "_foreach_copy_", "_foreach_lerp_", "_foreach_mul",
-    "_foreach_mul_", "_foreach_sub", "_foreach_zero_", "alias",
+    foreach_multiply.__name__, "_foreach_sub", "_foreach_zero_", "alias",
 })  # fmt: skip
 """Functions that do with each element by itself what they do: of a part they make the same part of the result."""
 

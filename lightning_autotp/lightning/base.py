@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import uuid
 from collections.abc import Iterable, Mapping
@@ -37,8 +38,8 @@ from lightning_autotp.private.lightning_private import (
     default_pg_timeout,
     set_rng_states,
 )
-from lightning_autotp.ranks.agreement import raise_together
-from lightning_autotp.ranks.group import TPGroup, timeout_of_all
+from lightning_autotp.ranks.agreement import largest_of_all, raise_together
+from lightning_autotp.ranks.group import TPGroup, end_processes, timeout_of_all
 from lightning_autotp.ranks.peers import Peer, PeerWatch
 from lightning_autotp.ranks.started import let_threads_finish_at_end, wait_at_end
 from lightning_autotp.solving.options import PlanOptions, documented_by
@@ -69,7 +70,9 @@ class AutoTPBase(StrategyInternals):
             whole tensors that go through rank 0. Both are in the original model's names and shapes, and both load at
             any sizes.
         save_async: write checkpoints in the background, from a copy in host memory, while training goes on.
-        process_group_backend: by default the one for the device: nccl or gloo.
+        process_group_backend: by default gloo on CPUs, and on other devices both theirs and gloo
+            (``"cpu:gloo,cuda:nccl"``): what ranks agree on between steps is on the host, and goes over gloo without
+            waiting for the device.
         timeout: of collectives.
     """
 
@@ -143,6 +146,8 @@ class AutoTPBase(StrategyInternals):
         # Let the groups of the mesh wait as long as that of all processes, the only one that Lightning tells.
         for group in self.device_mesh.get_all_groups():
             group.set_timeout(timeout_of_all())
+        if self.root_device.type != "cpu":
+            atexit.register(end_processes)  # which Lightning does for nccl alone
         self.saving.begin()
         self._watch_peers()
         self.share_random_state()
@@ -221,9 +226,8 @@ class AutoTPBase(StrategyInternals):
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Decide together over all ranks."""
-        votes = torch.tensor(int(decision), device=self.root_device)
-        dist.all_reduce(votes)
-        return int(votes) == self.world_size if all else int(votes) > 0
+        yes, no = largest_of_all([int(decision), int(not decision)], None)
+        return not no if all else bool(yes)
 
     # --- models and data ---
 

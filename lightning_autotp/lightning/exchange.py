@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 
+from lightning_autotp.ranks.agreement import largest_of_all
 from lightning_autotp.ranks.consistency import LOWEST, ReplicaConsistency
 
 
@@ -34,7 +35,7 @@ class Exchange:
     def __init__(
         self, trainer: Trainer, group: dist.ProcessGroup, copies: dist.ProcessGroup, device: torch.device, checked: int
     ) -> None:
-        self._trainer, self._group, self._device = trainer, group, device
+        self._trainer, self._group = trainer, group
         self._consistency = ReplicaConsistency(group, device) if group.size() > 1 else None
         self._copies, self._copy, self._checked = copies.size(), copies.rank(), checked
         self._loop: tuple[Any, ...] = ()
@@ -54,12 +55,10 @@ class Exchange:
         numbers = [int(answer) for answer in asked]
         if self._consistency is not None:
             copies, copy = (self._copies, self._copy) if everyone else (1, 0)
-            numbers += 2 * copies * [LOWEST]
-        sent = torch.tensor(numbers, dtype=torch.int64, device=self._device)
-        if self._consistency is not None:
-            sent[len(asked) :].view(-1, 2)[copy] = self._consistency.fingerprint()
-        dist.all_reduce(sent, dist.ReduceOp.MAX, group=group)
-        largest = sent.tolist()
+            numbers += 2 * copy * [LOWEST]
+            numbers += self._consistency.fingerprint()
+            numbers += 2 * (copies - copy - 1) * [LOWEST]
+        largest = largest_of_all(numbers, group)
         if self._consistency is not None:
             self._consistency.settle(largest[len(asked) :], group)
         return [bool(answer) for answer in largest[: len(asked)]]

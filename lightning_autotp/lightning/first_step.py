@@ -21,8 +21,8 @@ import stat
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
@@ -79,10 +79,13 @@ def first_step_with(data: Callable[[], Any], module: LightningModule, models: Se
         return _unseen("the training data are looked into on Linux only", models)
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe(duplex=False)
-    process = context.Process(target=_look, args=(data, module, models, there), daemon=True)
+    outside = torch.get_default_dtype()
+    process = context.Process(target=_look, args=(data, module, models, outside, there), daemon=True)
     deadline = time.monotonic() + SECONDS
     try:
-        with warnings.catch_warnings():
+        # The step's precision begins here: it may ask the GPU what it can do, which a forked process must not.
+        precision = module.trainer.precision_plugin.train_step_context() if models else nullcontext()
+        with warnings.catch_warnings(), precision:
             warnings.simplefilter("ignore")  # forking beside other threads, as a loader's workers are
             process.start()
         there.close()
@@ -142,8 +145,22 @@ class _AllCalled(BaseException):
     """Every model has been called: the rest of the step does not run. Not caught by ``except Exception``."""
 
 
-def _look(data: Callable[[], Any], module: LightningModule, models: Sequence[nn.Module], pipe: Connection) -> None:
-    """Send the batch's size, then the models' calls; or what went wrong."""
+def _look(
+    data: Callable[[], Any],
+    module: LightningModule,
+    models: Sequence[nn.Module],
+    outside: torch.dtype,
+    pipe: Connection,
+) -> None:
+    """Send the batch's size, then the models' calls; or what went wrong.
+
+    Args:
+        data: gives the loader.
+        module: whose step is looked at.
+        models: those of which calls are wanted.
+        outside: the default dtype outside of the step, where this process was forked.
+        pipe: where to send.
+    """
 
     def send(found: Any) -> None:
         pipe.send_bytes(pickle.dumps(found))
@@ -159,18 +176,33 @@ def _look(data: Callable[[], Any], module: LightningModule, models: Sequence[nn.
             os.dup2(nowhere.fileno(), stream)
         doing = "train_dataloader(), called ahead of time,"
         try:
-            loader = data()
-            if why := _unreadable(loader):
-                send(why)
-                return
-            doing = "reading the first batch"
-            batch = _collated(loader)
-            send(step_size(tensors_in(batch)))
-            doing = "training_step, run ahead of time,"
+            with _outside_of_step(outside):
+                loader = data()
+                if why := _unreadable(loader):
+                    send(why)
+                    return
+                doing = "reading the first batch"
+                batch = _collated(loader)
+                send(step_size(tensors_in(batch)))
+                doing = "training_step, run ahead of time,"
+                if models:
+                    batch = _moved(module, batch)
             if models:
                 send(_calls(module, models, batch))
         except BaseException as error:  # whatever a dataset or a step does, planning goes on
             send(f"{doing} raised {type(error).__name__}: {error}")
+
+
+@contextmanager
+def _outside_of_step(dtype: torch.dtype) -> Iterator[None]:
+    """Without the step's precision, as batches are read: without autocast on the CPU, and with this default dtype."""
+    within = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.autocast("cpu", enabled=False):
+            yield
+    finally:
+        torch.set_default_dtype(within)
 
 
 def _close_sockets() -> None:
@@ -190,6 +222,12 @@ def _collated(loader: DataLoader[Any]) -> Any:
     indices = list(range(min(loader.batch_size or 1, len(dataset))))
     together = getattr(dataset, "__getitems__", None)
     return loader.collate_fn(together(indices) if callable(together) else [dataset[index] for index in indices])
+
+
+def _moved(module: LightningModule, batch: Any) -> Any:
+    """A batch as the step is given it, but on the CPU."""
+    batch = module.trainer.precision_plugin.convert_input(batch)
+    return module.on_after_batch_transfer(module.on_before_batch_transfer(batch, 0), 0)
 
 
 def _calls(module: LightningModule, models: Sequence[nn.Module], batch: Any) -> tuple[Call | None, ...]:
@@ -223,12 +261,9 @@ def _calls(module: LightningModule, models: Sequence[nn.Module], batch: Any) -> 
                 inner.register_forward_pre_hook(_inputs_on_meta, with_kwargs=True)
     if not module.automatic_optimization:
         _give_optimizers(module)
-    precision = module.trainer.precision_plugin
-    batch = module.on_after_batch_transfer(module.on_before_batch_transfer(precision.convert_input(batch), 0), 0)
     taken = inspect.signature(module.training_step).parameters
     try:
-        with precision.train_step_context():
-            module.training_step(batch, *([0] if len(taken) > 1 else []))
+        module.training_step(batch, *([0] if len(taken) > 1 else []))
     except _AllCalled:
         pass
     except BaseException:

@@ -30,7 +30,7 @@ from lightning_autotp.optimizers.stepping import needs_closure, plain_step
 from lightning_autotp.parameters.local_blocks import data_group, is_cut, plain
 from lightning_autotp.parameters.state import ParameterTable, parallel_models
 from lightning_autotp.private.torch_private import as_written
-from lightning_autotp.ranks.agreement import gather_objects, raise_together
+from lightning_autotp.ranks.agreement import gather_objects, largest_of_all, raise_together
 from lightning_autotp.ranks.group import TPGroup
 
 ALONE = TPGroup("", 0, 1)
@@ -287,11 +287,8 @@ class WholeMatrixOptimizer(Optimizer):
             _ABSENT if p.grad is None else _SPARSE if plain(p.grad).is_sparse else _DENSE
             for p in (whole.parameter for whole in self._wholes)
         ]
-        if groups := self._groups():
-            found = torch.tensor(kinds, dtype=torch.int32, device=plain(self._wholes[0].parameter).device)
-            for group in groups:
-                dist.all_reduce(found, dist.ReduceOp.MAX, group.process_group)
-            kinds = found.tolist()
+        for group in self._groups():
+            kinds = largest_of_all(kinds, group.process_group)
         if _SPARSE in kinds:
             raise ValueError(
                 "a WholeMatrixOptimizer does not take sparse gradients: leave out sparse=True of the embedding, or give"

@@ -53,7 +53,7 @@ from lightning_autotp.capture import recording
 from lightning_autotp.layouts.ownership import Ownership, owner_of
 from lightning_autotp.layouts.transitions import TRANSITIONS, Pair, transition
 from lightning_autotp.layouts.types import Invariant, Layout, Partial, Replicate, Shard
-from lightning_autotp.private.distributed_private import collectives
+from lightning_autotp.private.distributed_private import collectives, device_of_objects
 from lightning_autotp.private.torch_private import has_values, own_shape
 from lightning_autotp.ranks.group import TPGroup
 
@@ -131,9 +131,10 @@ def _is_outermost(x: Tensor, dim: int) -> bool:
     return all(size == 1 for size in x.shape[:dim])
 
 
-def gather_lengths(length: int, group: TPGroup, device: torch.device) -> list[int]:
+def gather_lengths(length: int, group: TPGroup) -> list[int]:
     """Every rank's length, in order of rank. Collective, of one number a rank."""
-    return [int(each) for each in gather_values(torch.tensor([length], device=device), group).flatten().tolist()]
+    own = torch.tensor([length], device=device_of_objects(group.process_group))
+    return [int(each) for each in gather_values(own, group).flatten().tolist()]
 
 
 # --- index arithmetic on one dim ---

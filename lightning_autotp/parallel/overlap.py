@@ -158,7 +158,9 @@ class _Launch(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        begin = transition_backward if torch.is_grad_enabled() else begin_backward  # under create_graph=True: at once
+        # At once under create_graph=True, and where anomaly mode looks at what this returns.
+        is_at_once = torch.is_grad_enabled() or torch.is_anomaly_enabled()
+        begin = transition_backward if is_at_once else begin_backward
         return begin(grad, *ctx.where), None, None
 
 
@@ -210,7 +212,7 @@ def replicate(x: Tensor, group: TPGroup, layers: Iterable[nn.Linear], source: In
     """I → R or S → R for a tensor that is the input of column-parallel layers. The backward pass is collective.
 
     Its sum over the ranks overlaps with the weight gradients of those of the layers that are called with it by
-    :func:`product`. In compiled code, without gradients, and under double backward, nothing overlaps.
+    :func:`product`. In compiled code, without gradients, under double backward, and in anomaly mode, nothing overlaps.
 
     Args:
         x: ``[batch, ..., in]``, or this rank's part of it.

@@ -13,6 +13,7 @@ from lightning_autotp.layouts.blocks import blocks_of, index
 from lightning_autotp.layouts.types import Shard, local_shape
 from lightning_autotp.parameters.local_blocks import joined
 from lightning_autotp.parameters.meta import ParameterMeta
+from lightning_autotp.private.distributed_private import device_to_send
 from lightning_autotp.ranks.group import TPGroup
 
 
@@ -33,18 +34,28 @@ def gather_parameter(tensor: Tensor, meta: ParameterMeta, group: TPGroup) -> Ten
     tensor = joined(tensor)
     if not isinstance(meta.layout, Shard):
         return tensor.clone()
-    whole = tensor.new_empty(meta.shape)
     process_group = group.process_group
-    for rank in range(group.size):
+    there = device_to_send(tensor.device, process_group)
+    own = tensor.detach().to(there).contiguous()
+    whole = torch.empty(meta.shape, dtype=tensor.dtype, device=there)
+    dims = meta.layout.dims
+    # As bytes: not every backend knows every dtype.
+    if whole.numel() and len(dims) == 1 and dims[0][0] == 0 and dims[0][1].is_even:
+        dist.all_gather_into_tensor(_bytes(whole), _bytes(own), process_group)
+        return whole.to(tensor.device)
+    for rank in range(group.size):  # one after the other: all of them at once would take the memory of another whole
         shape = local_shape(meta.shape, meta.layout, rank)
-        part = tensor.contiguous() if rank == group.rank else tensor.new_empty(shape)
+        part = own if rank == group.rank else own.new_empty(shape)
         if part.numel() == 0:
             continue
-        # As bytes: not every backend knows every dtype.
-        dist.broadcast(part.reshape(-1).view(torch.uint8), dist.get_global_rank(process_group, rank), process_group)
+        dist.broadcast(_bytes(part), dist.get_global_rank(process_group, rank), process_group)
         for block in blocks_of(meta.shape, meta.layout, rank, group.size):
             whole[index(block.original)] = part[index(block.local)]
-    return whole
+    return whole.to(tensor.device)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def whole_tensor(tensor: Tensor, meta: ParameterMeta | None, group: TPGroup) -> Tensor:

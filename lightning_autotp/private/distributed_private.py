@@ -28,6 +28,8 @@ __all__ = [
     "FusedProducts",
     "collectives",
     "default_store",
+    "device_of_objects",
+    "device_to_send",
     "is_outermost",
     "process_group",
     "share_memory",
@@ -40,6 +42,20 @@ collectives = torch.ops._c10d_functional
 def process_group(name: str) -> dist.ProcessGroup:
     """The process group of a registered name. ``group_name`` is public, the way back is not."""
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+
+
+def device_of_objects(group: dist.ProcessGroup | None) -> torch.device:
+    """Where torch puts objects that a group sends: on the host, if the group takes that. ``None`` is all processes.
+
+    Nothing public says what a group takes.
+    """
+    return torch.device(dist.distributed_c10d._get_object_coll_device(group))
+
+
+def device_to_send(device: torch.device, group: dist.ProcessGroup) -> torch.device:
+    """Where a tensor of this device must be for a group to send it: there, if the group takes that."""
+    kinds = {taken.type for taken in group._device_types}
+    return device if device.type in kinds else device_of_objects(group)
 
 
 def share_memory(group: dist.ProcessGroup) -> None:

@@ -126,6 +126,7 @@ class StrategyInternals:
     _data_parallel_size: int | Literal["auto"]
     _save_distributed_checkpoint: bool
     _timeout: timedelta | None
+    _process_group_backend: str | None
 
     @property
     def tensor_ranks(self) -> int | str:
@@ -162,6 +163,13 @@ class StrategyInternals:
         """End the processes that this one started, at once."""
         if self._launcher is not None:
             self._launcher.kill(signal.SIGKILL)
+
+    def _get_process_group_backend(self) -> str:
+        """The device's, and gloo beside it for what is on the host. Lightning decides with nothing public."""
+        is_asked_for = self._process_group_backend is not None
+        backend: str = super()._get_process_group_backend()  # type: ignore[misc]
+        kind = self.root_device.type
+        return backend if is_asked_for or kind == "cpu" else f"cpu:gloo,{kind}:{backend}"
 
     @property
     def timeout(self) -> timedelta | None:

@@ -112,6 +112,7 @@ __all__ = [
     "dispatch_functorch",
     "drop_forward_hooks",
     "enable_python_dispatcher",
+    "foreach_multiply",
     "foreach_norm",
     "get_interpreter_stack",
     "get_unwrapped",
@@ -354,6 +355,9 @@ class PreDispatchMode(SchemaCheckMode):
 
 foreach_norm: Callable[..., tuple[Tensor, ...]] = torch._foreach_norm
 """The norms of many tensors at once. Nothing public does it; ``torch.nn.utils.get_total_norm`` uses it."""
+
+foreach_multiply: Callable[..., None] = torch._foreach_mul_
+"""Many tensors times one number, in place. Nothing public does it; ``torch.nn.utils.clip_grads_with_norm_`` uses it."""
 
 check_and_unscale: Callable[..., None] = torch._amp_foreach_non_finite_check_and_unscale_
 """What ``torch.amp.GradScaler`` does to a list of gradients; its second argument says whether one was not finite."""

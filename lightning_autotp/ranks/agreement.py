@@ -6,13 +6,15 @@ nonsense without any error. Both are found here at once, with a message that say
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_autotp.private.distributed_private import device_of_objects
 from lightning_autotp.ranks.description import Part, checksum, difference, kind
 
 SAMPLED_ELEMENTS = 4096
@@ -125,3 +127,13 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+def largest_of_all(numbers: Sequence[int], group: dist.ProcessGroup | None) -> list[int]:
+    """The largest that any rank of a group has of each of some numbers. Collective.
+
+    A device is waited for only if the group takes nothing from the host.
+    """
+    found = torch.tensor(numbers, dtype=torch.int64, device=device_of_objects(group))
+    dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+    return [int(number) for number in found.tolist()]

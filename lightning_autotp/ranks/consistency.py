@@ -6,7 +6,8 @@ drift apart with it. Both is told by two numbers per rank and step, which may go
 fingerprint, and its complement. If the largest of the first is the complement of the largest of the second, there is
 one fingerprint only. What it is that differs is exchanged when something does.
 
-Nothing here waits for a device, or for another rank, before that.
+Nothing here waits for another rank before that. Of a batch on a device the host knows a checksum, whose way to the host
+begins when the batch is noted, before the step that works on it: whoever asks for it waits for the steps before.
 """
 
 from __future__ import annotations
@@ -15,18 +16,33 @@ import hashlib
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_autotp.ranks.agreement import gather_objects
+from lightning_autotp.ranks.agreement import gather_objects, largest_of_all
 from lightning_autotp.ranks.description import Part, combined, describe, difference
+from lightning_autotp.ranks.host_copy import HostCopy
 from lightning_autotp.ranks.random_numbers import default_generator
 
 LOWEST = -(2**63)
 """What a rank that says nothing contributes to the largest of several numbers."""
+
+
+class Noted(NamedTuple):
+    """A batch that this rank was given.
+
+    Attributes:
+        where: which one.
+        parts: what is in it.
+        checksums: of all its tensors, one for each kind of device that has some.
+    """
+
+    where: str
+    parts: list[Part]
+    checksums: list[HostCopy]
 
 
 @dataclass(frozen=True)
@@ -58,7 +74,7 @@ class ReplicaConsistency:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group, self._device = group, device
-        self._noted: list[tuple[str, list[Part]]] = []
+        self._noted: list[Noted] = []
         self._streams: tuple[tuple[str, str], ...] = ()
         self._before: str | None = None
 
@@ -70,25 +86,28 @@ class ReplicaConsistency:
                 objects are not compared.
             where: which batch this is.
         """
-        self._noted.append((where, list(describe(batch, "batch"))))
+        parts = list(describe(batch, "batch"))
+        checksums: dict[torch.device, list[Tensor]] = {}
+        for part in parts:
+            if part.checksum is not None:
+                checksums.setdefault(part.checksum.device, []).append(part.checksum)
+        self._noted.append(Noted(where, parts, [HostCopy(combined(found)) for found in checksums.values()]))
 
-    def fingerprint(self) -> Tensor:
-        """Two numbers, int64, of the batches since the last comparison and of the generators as they are now.
+    def fingerprint(self) -> tuple[int, int]:
+        """Two numbers of 64 bits, of the batches since the last comparison and of the generators as they are now.
 
-        Not collective, and no device is waited for.
+        Not collective. Of a device only what it was given before the last batch was noted is waited for.
         """
         self._streams = _streams(self._device)
-        texts, checksums = [repr(self._streams)], list[Tensor]()
-        for where, parts in self._noted:
-            texts.append(where)
-            for part in parts:
+        texts = [repr(self._streams)]
+        for noted in self._noted:
+            texts.append(noted.where)
+            for part in noted.parts:
                 texts += part.path, part.text, repr(part.items)
-                if part.checksum is not None:
-                    checksums.append(part.checksum.to(self._device, non_blocking=True))
+            texts += [str(int(checksum.read())) for checksum in noted.checksums]
         digest = hashlib.blake2b("\n".join(texts).encode(errors="surrogatepass"), digest_size=8).digest()
-        said = torch.tensor(int.from_bytes(digest, "little", signed=True), device=self._device)
-        fingerprint = combined([said, *checksums])
-        return torch.stack([fingerprint, ~fingerprint])
+        fingerprint = int.from_bytes(digest, "little", signed=True)
+        return fingerprint, ~fingerprint
 
     def settle(self, largest: Sequence[int], everyone: dist.ProcessGroup | None) -> None:
         """Go on if the fingerprints are alike. Collective over ``everyone`` if any are not.
@@ -102,7 +121,7 @@ class ReplicaConsistency:
         """
         if all(first == ~second for first, second in zip(largest[::2], largest[1::2], strict=True)):
             if self._noted:
-                self._before = self._noted[-1][0]
+                self._before = self._noted[-1].where
             self._noted.clear()
             return
         numbers = range(dist.get_world_size()) if everyone is None else dist.get_process_group_ranks(everyone)
@@ -117,15 +136,13 @@ class ReplicaConsistency:
         Raises:
             RuntimeError: on every rank, if any two ranks differ.
         """
-        largest = self.fingerprint()
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
-        self.settle(largest.tolist(), self._group)
+        self.settle(largest_of_all(self.fingerprint(), self._group), self._group)
 
     def _account(self) -> Account:
         return Account(
             ranks=tuple(dist.get_process_group_ranks(self._group)),
-            places=tuple(where for where, _ in self._noted),
-            batches=tuple(tuple(words for part in parts for words in part.in_words()) for _, parts in self._noted),
+            places=tuple(noted.where for noted in self._noted),
+            batches=tuple(tuple(words for part in noted.parts for words in part.in_words()) for noted in self._noted),
             streams=self._streams,
             before=self._before,
         )

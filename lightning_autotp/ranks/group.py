@@ -48,3 +48,9 @@ def timeout_of_all() -> timedelta:
     """How long collectives of all processes wait: what was said when they came together. Not collective."""
     timeout: timedelta = default_store().timeout  # type: ignore[attr-defined]
     return timeout
+
+
+def end_processes() -> None:
+    """End all process groups, if there are any: a device's own must not be left to the end of the interpreter."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

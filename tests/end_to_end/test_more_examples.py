@@ -8,8 +8,11 @@ import math
 import re
 from pathlib import Path
 
+import gpu_check
 import pytest
+import second_device
 import torch
+from distributed import run_processes, run_python
 from dpo import Pairs
 from example_runs import ROOT, run, tiny
 from instruct import IGNORED, Instructions
@@ -209,3 +212,18 @@ def test_a_module_without_hugging_face(tmp_path: Path) -> None:
     ]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     assert losses[1] < 0.8
+
+
+def checked_on_the_second_device(rank: int, size: int) -> None:
+    second_device.begin()
+    gpu_check.main(device=second_device.NAME)
+    with pytest.raises(RuntimeError, match="rank 0 computes something else on privateuseone than on the CPU"):
+        gpu_check.main(device=second_device.NAME, tolerance=-1.0)
+
+
+def test_gpu_check(tmp_path: Path) -> None:
+    """On the CPU, and on a device that stands in for a GPU."""
+    done = run_python(str(EXAMPLES / "gpu_check.py"), "--device", "cpu", cwd=tmp_path)
+    assert done.stdout.count("proved, 0.0e+00 off the CPU") == 2, done.stdout + done.stderr
+    if second_device.HAS_COMPILER:
+        run_processes(checked_on_the_second_device, 1)

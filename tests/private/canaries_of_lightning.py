@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -148,6 +149,25 @@ def _(_: Any) -> None:
     made = ModelParallelStrategy(2, "auto", False)
     assert (made._data_parallel_size, made._tensor_parallel_size) == (2, "auto")
     assert made._save_distributed_checkpoint is False
+
+
+@canary(
+    "lightning.pytorch.strategies.ModelParallelStrategy._process_group_backend",
+    "lightning.pytorch.strategies.ModelParallelStrategy._get_process_group_backend",
+    "lightning.fabric.strategies.ModelParallelStrategy._get_process_group_backend",
+)
+def _(_: Any) -> None:
+    """What a user asks for, or else the device's, which is kept in the attribute when processes begin."""
+    from lightning.fabric.strategies import ModelParallelStrategy as OfFabric
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    for kind in (ModelParallelStrategy, partial(OfFabric, parallelize_fn=lambda model, _: model)):
+        asked: Any = kind(process_group_backend="mpi")
+        assert asked._get_process_group_backend() == asked._process_group_backend == "mpi"
+        made: Any = kind()
+        assert made._process_group_backend is None
+        with mock.patch.object(type(made), "root_device", torch.device("cuda", 0)):
+            assert made._get_process_group_backend() == "nccl"
 
 
 @canary("lightning.pytorch.strategies.ModelParallelStrategy._configure_launcher")

@@ -539,6 +539,14 @@ def _(norm: Any) -> None:
     assert Counting.asked == [norm]
 
 
+@canary("torch._foreach_mul_")
+def _(multiply: Any) -> None:
+    tensors = [torch.ones(2), torch.ones(1, dtype=torch.bfloat16)]
+    multiply(tensors, torch.tensor(0.5))
+    assert [tensor.sum() for tensor in tensors] == [1, 0.5]
+    assert tensors[1].dtype == torch.bfloat16
+
+
 @canary("torch._amp_foreach_non_finite_check_and_unscale_")
 def _(check: Any) -> None:
     gradient, found = torch.tensor([4.0, float("inf")]), torch.zeros(1)
@@ -580,6 +588,32 @@ def alone() -> Iterator[dist.ProcessGroup]:
 def _(resolve: Any) -> None:
     with alone() as group:
         assert resolve(group.group_name) is group
+
+
+@canary("torch.distributed.ProcessGroup._device_types")
+def _(_: Any) -> None:
+    with alone() as group:
+        assert torch.device("cpu") in group._device_types
+    dist.init_process_group("meta:fake", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        group = dist.group.WORLD
+        assert group is not None
+        assert group._device_types == [torch.device("meta")]
+    finally:
+        dist.destroy_process_group()
+
+
+@canary("torch.distributed.distributed_c10d._get_object_coll_device")
+def _(device_of: Any) -> None:
+    """The host for a group of gloo and others, and for such a group of all processes."""
+    with alone() as group:
+        assert device_of(group) == device_of(None) == "cpu"
+    dist.init_process_group("cpu:gloo,meta:fake", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert device_of(None) == "cpu"
+        assert device_of(dist.new_group([0], backend="meta:fake")) == "meta"
+    finally:
+        dist.destroy_process_group()
 
 
 @canary("torch.distributed.distributed_c10d._get_default_store")

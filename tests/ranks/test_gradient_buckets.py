@@ -20,13 +20,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_autotp.gradients.norms import full_gradients
-from lightning_autotp.gradients.sums import hook_parameters, postponed_sums, sum_at_once_in_ddp, synchronize_gradients
+from lightning_autotp.gradients.sums import (
+    average_gradients,
+    hook_parameters,
+    postponed_sums,
+    sum_at_once_in_ddp,
+    synchronize_gradients,
+)
 from lightning_autotp.layouts import buckets
 from lightning_autotp.layouts.types import Invariant, Replicate
 from lightning_autotp.parameters.state import parallel_state
 from lightning_autotp.private.distributed_private import default_store
 from lightning_autotp.ranks import meeting
 from lightning_autotp.ranks.group import TPGroup
+
+Found = dict[str, Tensor]
 
 
 class Scales(nn.Module):
@@ -71,7 +79,43 @@ def before_forward(model: nn.Module, _: Any) -> None:
     hook_parameters(model, parallel_state(model).places(model))
 
 
-Found = dict[str, Tensor]
+class Low(nn.Module):
+    """Vectors of bfloat16, whose gradients are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("together", "at_once", "averaged"):
+            setattr(self, name, nn.Parameter(torch.zeros(500, dtype=torch.bfloat16)))
+
+    def forward(self, given: Tensor) -> Tensor:
+        return sum((parameter * given).sum() for parameter in self.parameters())  # type: ignore[return-value]
+
+
+def given(rank: int) -> Tensor:
+    return torch.randn(500, generator=torch.Generator().manual_seed(rank)).bfloat16()
+
+
+def in_low_precision(rank: int, size: int) -> Found:
+    group = dist.group.WORLD
+    model = Low()
+    kinds = {"averaged": Invariant()}
+    model.autotp = state_of(model, TPGroup.of(group), lambda name, _: kinds.get(name, Replicate()))  # type: ignore
+    synchronize_gradients(model)
+    average_gradients(nn.ParameterList([model.averaged]), group)  # type: ignore[arg-type]
+    model.at_once.register_hook(lambda gradient: None)
+    model(given(rank)).backward()
+    return gradients(model)
+
+
+def test_gradients_of_bfloat16_are_rounded_once_when_they_are_summed() -> None:
+    total = sum(given(rank).float() for rank in range(3))
+    assert isinstance(total, Tensor)
+    by_steps = given(0) + given(1) + given(2)
+    assert not torch.equal(by_steps, total.bfloat16())
+    for found in run_ranks(in_low_precision, 3):
+        assert torch.equal(found["together"], total.bfloat16())
+        assert torch.equal(found["at_once"], total.bfloat16())
+        torch.testing.assert_close(found["averaged"].float(), total / 3, rtol=2**-8, atol=0)  # half of a last place
 
 
 def gradients(model: nn.Module) -> Found:

@@ -63,6 +63,11 @@ def order(rank: int, size: int) -> dict[bool, list[str]]:
     return found
 
 
+def order_in_anomaly_mode(rank: int, size: int) -> list[str]:
+    torch.autograd.set_detect_anomaly(True)
+    return [*order(rank, size)[False], *order(rank, size)[True]]
+
+
 def test_weight_gradients_of_a_region_run_while_its_input_gradient_is_summed() -> None:
     """Products for the input, the launch of their sum, products for the weights, the wait."""
     for found in run_ranks(order, 2):
@@ -80,6 +85,13 @@ def test_what_was_gathered_is_gathered_again_while_the_input_gradient_is_compute
             of_a_region = ["product"] * products
             wanted = ["gather", *of_a_region, "part of a sum", "wait", *of_a_region, "wait"]
             assert names.count(", ".join(wanted)) == 2
+
+
+def test_what_anomaly_mode_looks_at_has_been_waited_for() -> None:
+    for names in run_ranks(order_in_anomaly_mode, 2):
+        sums = [number for number, name in enumerate(names) if name in ("sum", "part of a sum")]
+        assert len(sums) > 8
+        assert {names[number + 1] for number in sums} == {"wait"}
 
 
 class Region(nn.Module):

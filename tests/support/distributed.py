@@ -66,6 +66,11 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
     return _run(_ranked, world_size, fn, args)
 
 
+def run_processes(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+    """As :func:`run_ranks`, but without a process group: ``fn`` may begin one."""
+    return _run(_alone, world_size, fn, args)
+
+
 def run_python(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Run ``python ARGUMENTS`` (a file, ``-m`` and a module, or ``-c`` and code) and wait for its end.
 
@@ -181,6 +186,10 @@ def _ranked(rank: int, world_size: int, store: str, fn: Callable[..., Any], args
     payload = pickle.dumps(fn(rank, world_size, *args))
     dist.destroy_process_group()
     return payload
+
+
+def _alone(rank: int, world_size: int, store: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    return pickle.dumps(fn(rank, world_size, *args))
 
 
 def _forked(rank: int, world_size: int, store: str, arguments: tuple[str, ...], cwd: Path | None) -> bytes:

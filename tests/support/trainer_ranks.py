@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from distributed import run_here, run_ranks
+from distributed import run_here, run_processes, run_ranks
 
 
 def run_trainer_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
@@ -21,6 +22,14 @@ def run_trainer_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> li
         TimeoutError: when they have not answered for long.
     """
     return run_ranks(_launched, world_size, fn, args)
+
+
+def run_launched(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+    """As :func:`run_trainer_ranks`, but Lightning begins the process group."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return run_processes(_launched_at, world_size, port, fn, args)
 
 
 def run_script(*arguments: str, ranks: int, cwd: Path) -> str:
@@ -50,4 +59,13 @@ def _launched(rank: int, world_size: int, fn: Callable[..., Any], args: tuple[An
         MASTER_PORT="0",  # never opened: the process group exists already
         TORCHELASTIC_RUN_ID="test",
     )
+    return fn(*args)
+
+
+def _launched_at(rank: int, world_size: int, port: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    return _launched(rank, world_size, _at, (port, fn, args))
+
+
+def _at(port: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    os.environ["MASTER_PORT"] = str(port)
     return fn(*args)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.plugins import HalfPrecision, MixedPrecision
 from tiny import tiny_model
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
@@ -304,6 +305,61 @@ STEPS: dict[str, tuple[Any, Any, Any, str]] = {
     "talks first": (llama, talks_first, "sentences", "a made-up batch (training_step, run ahead of time, raised"),
     "needs more": (llama, needs_more, "sentences", "its batch cut to a few short sentences"),
 }  # fmt: skip
+
+
+class Modes(nn.Module):
+    """Is told what is on where it is called, and where its batch was read."""
+
+    def forward(self, x: Tensor, **modes: Any) -> Tensor:
+        return x
+
+
+def modes() -> dict[str, Any]:
+    kinds = ("cpu", "cuda")
+    return {kind: torch.is_autocast_enabled(kind) for kind in kinds} | {"dtype": str(torch.get_default_dtype())}
+
+
+def called_with_modes(module: Any, batch: Any) -> Tensor:
+    called: Tensor = module.model(batch["x"], **batch["read"], **{f"called_{name}": on for name, on in modes().items()})
+    return called
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed", "bf16-true"])
+def test_the_process_that_looks_calls_nothing_of_cuda(precision: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA is in use before it is forked, and must not be used in it."""
+    parent = os.getpid()
+
+    def cuda(found: Any) -> Callable[..., Any]:
+        def call(*_: Any, **__: Any) -> Any:
+            if os.getpid() != parent:
+                raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
+            return found
+
+        return call
+
+    answers = {
+        "_lazy_init": None, "is_available": True, "is_initialized": True, "current_device": 0, "device_count": 1,
+        "is_bf16_supported": True, "get_device_capability": (9, 0), "get_rng_state": torch.get_rng_state(),
+    }  # fmt: skip
+    for name, found in answers.items():
+        monkeypatch.setattr(torch.cuda, name, cuda(found))
+    plugin: Any = {
+        "bf16-mixed": lambda: MixedPrecision("bf16-mixed", "cuda"),
+        "16-mixed": lambda: MixedPrecision("16-mixed", "cuda", torch.amp.GradScaler("cpu")),
+        "bf16-true": lambda: HalfPrecision("bf16-true"),
+    }[precision]()
+    module = Steps(lambda: {"model": Modes()}, called_with_modes)
+    module.trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, plugins=[plugin])
+    module.configure_model()
+    data = DataLoader([0, 1], batch_size=2, collate_fn=lambda _: {"x": torch.ones(2, 3), "read": modes()})
+    found = first_step_with(lambda: data, module, [module.model])
+    (call,) = found.calls
+    assert call is not None, found.why
+    outside = {"cpu": False, "cuda": False, "dtype": "torch.float32"}
+    within = outside | ({"dtype": "torch.bfloat16"} if precision == "bf16-true" else {"cuda": True})
+    read = outside | {"cuda": within["cuda"]}  # which concerns nothing that is read
+    assert call.kwargs == read | {f"called_{name}": value for name, value in within.items()}
+    assert modes() == outside
 
 
 def trained(name: str, ranks: int) -> tuple[list[float], list[tuple[str, int]], int]:

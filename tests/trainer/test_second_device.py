@@ -1,0 +1,222 @@
+"""Training on a device that is not the host: nothing of the package waits for it, and its group sends nothing else."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import lightning as L
+import pytest
+import second_device
+import torch
+import torch.distributed as dist
+from lightning import Fabric
+from lightning.pytorch.plugins import MixedPrecision
+from mixture_configs import MIXTURES
+from second_device import BACKEND, NAME, SecondDevice, Waits
+from tiny import tiny_model, token_batch
+from torch import Tensor
+from torch.utils.data import DataLoader
+from trainer_ranks import run_launched
+
+from lightning_autotp import (
+    AutoTPFabricStrategy,
+    AutoTPStrategy,
+    WholeMatrixOptimizer,
+    clip_gradients_norm,
+    full_gradients,
+    meta_model,
+    parallelize,
+    penalty,
+)
+from lightning_autotp.checkpoints.state import full_optimizer_state
+from lightning_autotp.data.batches import read_once
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not second_device.HAS_COMPILER, reason="g++ compiles the device that stands in for a GPU"),
+]
+MIXTURE = {"family": "qwen3_moe", **MIXTURES["qwen3_moe"], "experts_implementation": "batched_mm"}
+WAITS = {"mixture": {"nonzero in parallel/experts.py: WholeExperts.__call__": 2}}
+"""What is waited for all the same: how many tokens chose experts of this rank, in each of the layers."""
+
+
+def build(family: str = "llama", **sizes: Any) -> Any:
+    return tiny_model(family, **sizes)
+
+
+class Task(L.LightningModule):
+    def __init__(self, model: dict[str, Any]) -> None:
+        super().__init__()
+        self.sizes = model
+
+    def configure_model(self) -> None:
+        self.model = build(**self.sizes)
+
+    def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
+        return self.model(**batch, use_cache=False).loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+class FromBatchToBatch(L.Callback):
+    """Looks from the end of one batch to the end of a later one."""
+
+    def __init__(self, first: int, last: int) -> None:
+        self.first, self.last, self.waits = first, last, Waits()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.first:
+            self.waits.__enter__()
+        elif batch_idx == self.last:
+            self.waits.__exit__(None, None, None)
+
+
+def rows() -> DataLoader[Any]:
+    return DataLoader([{key: value[0] for key, value in token_batch(seed).items()} for seed in range(16)], batch_size=2)
+
+
+def in_the_trainer(model: Any = None, accumulated: int = 1, options: Any = None, **given: Any) -> Waits:
+    look = FromBatchToBatch(3, 3 + accumulated)
+    trainer = L.Trainer(
+        accelerator=SecondDevice(), devices=2, strategy=AutoTPStrategy(plan_cache=False, **(options or {})),
+        max_epochs=1, callbacks=[look], logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, accumulate_grad_batches=accumulated, **given,
+    )  # fmt: skip
+    trainer.fit(Task(model or {}), rows())
+    return look.waits
+
+
+def scaled() -> MixedPrecision:
+    return MixedPrecision("16-mixed", NAME, torch.amp.GradScaler(NAME, init_scale=64.0))
+
+
+def in_fabric() -> Waits:
+    fabric = Fabric(accelerator=SecondDevice(), devices=2, strategy=AutoTPFabricStrategy(plan_cache=False))
+    fabric.launch()
+    with fabric.init_module():
+        made = build()
+    model = fabric.setup_module(made)
+    optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters()))
+    batches = iter(fabric.setup_dataloaders(rows()))
+
+    def step() -> None:
+        fabric.backward(model(**next(batches), use_cache=False).loss)
+        fabric.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=False)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return third(step)
+
+
+def in_a_loop(group: dist.ProcessGroup) -> Waits:
+    model = parallelize(build(), group, plan_cache=False, device=torch.device(NAME, 0))
+    matrices = WholeMatrixOptimizer(model, model.model.layers.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+    batches = iter(rows())
+
+    def step() -> None:
+        batch = {name: tensor.to(NAME, non_blocking=True) for name, tensor in next(batches).items()}
+        loss = model(**batch, use_cache=False).loss + 0.1 * penalty(model, lambda name, p: p.square())
+        loss.backward()
+        clip_gradients_norm(model, 1.0)
+        matrices.step()
+        model.zero_grad()
+
+    return third(step)
+
+
+def on_the_device_alone() -> dict[str, Any]:
+    """With a group that takes nothing from the host, as nccl's."""
+    group = dist.new_group(backend=f"{NAME}:{BACKEND}")
+    torch.manual_seed(0)
+    with meta_model():
+        made = build()
+    model = parallelize(made, group, plan_cache=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    batch = token_batch(0)
+    loss = model(**{name: tensor.to(NAME) for name, tensor in batch.items()}).loss
+    loss.backward()
+    optimizer.step()
+    state = full_optimizer_state(optimizer, model)
+    for values in optimizer.state.values():  # put aside on the host
+        values.update({name: value.cpu() for name, value in values.items()})
+    aside = full_optimizer_state(optimizer, model)
+    torch.testing.assert_close(aside["state"], state["state"], rtol=0, atol=0)
+    everyone = read_once(lambda: batch, group, torch.device(NAME, 0), "reading")
+    return {
+        "devices": {parameter.device.type for parameter in model.parameters()},
+        "loss": loss.item(),
+        "gradients": full_gradients(model),
+        "batch": everyone["input_ids"].cpu(),
+    }
+
+
+def third(step: Callable[[], None]) -> Waits:
+    step()
+    step()
+    with Waits() as waits:
+        step()
+    return waits
+
+
+RUNS: dict[str, Callable[[], Waits]] = {
+    "plain": in_the_trainer,
+    "mixture": partial(in_the_trainer, MIXTURE),
+    "sequence parallel": partial(in_the_trainer, options={"sequence_parallel": True}),
+    "clipping": partial(in_the_trainer, gradient_clip_val=1.0),
+    "accumulation": partial(in_the_trainer, accumulated=2),
+    "16-mixed": lambda: in_the_trainer(plugins=[scaled()]),
+    "bf16-mixed": lambda: in_the_trainer(plugins=[MixedPrecision("bf16-mixed", NAME)]),
+    "broadcast": partial(in_the_trainer, options={"broadcast_batches": True}),
+    "Fabric": in_fabric,
+    "loop": lambda: in_a_loop(dist.group.WORLD),
+}
+"""How a step is made, in processes as Lightning begins them."""
+
+
+def runs() -> dict[str, Any]:
+    second_device.begin()
+    found = {name: run() for name, run in RUNS.items()}
+    results = {
+        **{name: waits.own for name, waits in found.items()},
+        "backend": dist.get_backend(),
+        "alone": on_the_device_alone(),
+    }
+    atexit._run_exitfuncs()
+    return {**results, "is ended": not dist.is_initialized()}
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, Any]]:
+    return run_launched(runs, 2)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_step_waits_for_no_device(name: str, found: list[dict[str, Any]]) -> None:
+    for seen in found:
+        assert seen[name] == WAITS.get(name, {})
+
+
+def test_what_is_on_the_host_goes_over_gloo(found: list[dict[str, Any]]) -> None:
+    assert [seen["backend"] for seen in found] == 2 * [f"cpu:gloo,{NAME}:{BACKEND}"]
+
+
+def test_no_process_group_is_left_to_the_end_of_the_interpreter(found: list[dict[str, Any]]) -> None:
+    assert all(seen["is ended"] for seen in found)
+
+
+def test_a_group_of_the_device_alone_is_given_nothing_of_the_host(found: list[dict[str, Any]]) -> None:
+    torch.manual_seed(0)
+    whole, batch = build(), token_batch(0)
+    loss = whole(**batch).loss
+    loss.backward()
+    for seen in found:
+        alone = seen["alone"]
+        assert alone["devices"] == {NAME}
+        assert alone["loss"] == pytest.approx(loss.item(), rel=1e-5)
+        assert torch.equal(alone["batch"], batch["input_ids"])
+        for name, parameter in whole.named_parameters():
+            torch.testing.assert_close(alone["gradients"][name], parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
