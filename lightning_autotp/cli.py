@@ -67,6 +67,9 @@ def plan(  # noqa: D417 (the other options are PlanOptions')
         asked = meant(why, [parameter.names for parameter in result.parameters], "why") if why is not None else ()
     except (CaptureError, NothingToShard, VerificationError, OSError, ValueError) as error:
         raise SystemExit(f"lightning-autotp plan: {error}") from error
+    console.print(result.summary, markup=False, highlight=False, soft_wrap=True)
+    for warning in result.warnings:
+        console.print(f"warning: every rank computes all of {warning}", markup=False, highlight=False, soft_wrap=True)
     console.print(result.table())
     for parameter in result.parameters:
         if parameter.names[0] in asked:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from lightning_autotp.layouts.ownership import Ownership, Run, merge_runs
+from lightning_autotp.layouts.ownership import Ownership, Run, alignment, merge_runs
 
 
 @dataclass(frozen=True)
@@ -260,7 +260,7 @@ class Cut:
         return _grown(self, self._solve(sizes[rank], lambda units: _grown(self, units).local_size(rank)))
 
     def dealt_anew(self, units: Mapping[int, int]) -> Cut:
-        """The cut where the model has other numbers of units of some axes, which are sharded evenly.
+        """The cut where the model has other numbers of units of some axes, which are sharded as in a new plan.
 
         Args:
             units: how many, by the axes' numbers in the model's graph; an axis that has as many stays as it is.
@@ -272,7 +272,7 @@ class Cut:
             if before is None or (now := units.get(axis, before.size)) == before.size:
                 continue
             dim = _resized(dim, before, now)
-            for runs, dealt in zip(held, Ownership.even(now, self.ranks).held, strict=True):
+            for runs, dealt in zip(held, Ownership.even(now, self.ranks, alignment(now, self.ranks)).held, strict=True):
                 runs[number] = dealt
         return replace(self, dim=dim, held=tuple(map(tuple, held)))
 

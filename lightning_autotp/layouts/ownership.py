@@ -69,9 +69,20 @@ class Ownership:
         return cls(size, (merge_runs([(0, size)]),) * ranks)
 
     @classmethod
-    def even(cls, units: int, ranks: int) -> Ownership:
-        """Units sharded in order, as evenly as they go: 3 units on 2 ranks are 2 and 1."""
-        return _dealt(units, ranks)
+    def even(cls, units: int, ranks: int, together: int = 1) -> Ownership:
+        """Units sharded in order, as evenly as they go: 3 units on 2 ranks are 2 and 1.
+
+        Args:
+            units: how many.
+            ranks: among so many.
+            together: how many stay together, where there are enough of such groups.
+        """
+        groups = -(-units // together)
+        if groups < ranks:
+            groups, together = units, 1
+        bounds = [rank * (groups // ranks) + min(rank, groups % ranks) for rank in range(ranks + 1)]
+        ends = [min(bound * together, units) for bound in bounds]
+        return cls(units, tuple(merge_runs([run]) for run in pairwise(ends)))
 
     @property
     def ranks(self) -> int:
@@ -138,6 +149,17 @@ class Ownership:
 
 
 @lru_cache(maxsize=1024)
-def _dealt(units: int, ranks: int) -> Ownership:
-    bounds = [rank * (units // ranks) + min(rank, units % ranks) for rank in range(ranks + 1)]
-    return Ownership(units, tuple(merge_runs([(a, b)]) for a, b in pairwise(bounds)))
+def alignment(units: int, ranks: int) -> int:
+    """How many units stay together where they do not divide, so that products of a GPU like the parts.
+
+    64 elements, else 8, which are 16 bytes of bfloat16, where no rank has 1 % more than its share; else 1.
+    (Megatron-LM pads a vocabulary for the same reason.)
+    """
+    if units % ranks == 0:
+        return 1
+    return next((size for size in _ALIGNMENTS if -(-units // (size * ranks)) * size * ranks <= units * _LARGEST), 1)
+
+
+_ALIGNMENTS = (64, 8)
+_LARGEST = 1.01
+"""The largest part, as a multiple of what each rank has if all have the same."""

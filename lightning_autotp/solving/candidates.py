@@ -158,30 +158,6 @@ def inseparable(dims: Iterable[tuple[Dim, int]]) -> dict[int, int]:
     return found
 
 
-def aligned(dims: Iterable[Dim], ranks: int) -> dict[int, int]:
-    """How many units of an axis stay together, so that uneven cuts fall where products of a GPU like them.
-
-    At multiples of 64 elements, else of 8, which are 16 bytes of bfloat16, where no rank has 1 % more than without.
-    An even cut stays as it is. (Megatron-LM pads a vocabulary for the same reason.)
-
-    Args:
-        dims: resolved dims.
-        ranks: among so many.
-    """
-    sizes = {axis.id: axis.size for dim in dims for axis in leaves(dim) if axis.size % ranks}
-    found = {}
-    for axis, size in sizes.items():
-        for group in _ALIGNMENTS:
-            if -(-size // (group * ranks)) * group * ranks <= size * (1 + _IMBALANCE):
-                found[axis] = group
-                break
-    return found
-
-
-_ALIGNMENTS = (64, 8)
-_IMBALANCE = 0.01
-
-
 def is_cut_between(layout: Shard, units: Sequence[int]) -> bool:
     """Whether a layout cuts each dim at multiples of its length only."""
     return all(
@@ -194,11 +170,7 @@ def is_cut_between(layout: Shard, units: Sequence[int]) -> bool:
 
 
 def _dealt(axis: Axis, ranks: int, together: int) -> Sharding:
-    groups = -(-axis.size // together)
-    if groups < ranks:
-        groups, together = axis.size, 1
-    dealt = Ownership.even(groups, ranks)
-    held = (tuple((a * together, min(b * together, axis.size)) for a, b in runs) for runs in dealt.held)
+    held = Ownership.even(axis.size, ranks, together).held
     return Sharding((axis.id,), tuple(((axis.id, runs),) for runs in held))
 
 

@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterator, Mapping
 from functools import cached_property
 
 from lightning_autotp.layouts.dims import Dim, leaves, touches
+from lightning_autotp.layouts.ownership import alignment
 from lightning_autotp.layouts.places import Boundary, CallPoint
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.layouts.step_size import TokensPerStep
@@ -23,7 +24,7 @@ from lightning_autotp.operators import Dims, Relation, count_flops, count_touche
 from lightning_autotp.operators.axes import Axes
 from lightning_autotp.operators.graph import OPAQUE, Graph, Operator, Ref
 from lightning_autotp.solving.call_points import private_draws, static_operands
-from lightning_autotp.solving.candidates import aligned, candidates, inseparable, is_cut_between, squares
+from lightning_autotp.solving.candidates import candidates, inseparable, is_cut_between, squares
 from lightning_autotp.solving.cost import Profile, typical_matrix
 from lightning_autotp.solving.elimination import Elimination, Table
 from lightning_autotp.solving.implementations import DEFERRED_SUM, Implementation, Implementations, Use, operand_of
@@ -142,7 +143,8 @@ class Tables:
         blocks = {tensor: units for tensor, units in graph.units.items() if tensor in self.dims}
         together = inseparable(pair for t, units in blocks.items() for pair in zip(self.dims[t], units, strict=True))
         of_each = [self.dims[tensor] for tensor in graph.parameters if tensor in self.dims]
-        self.shardings = candidates(of_each, ranks, together=aligned(of_parameters, ranks) | together)
+        aligned = {axis.id: alignment(axis.size, ranks) for dim in of_parameters for axis in leaves(dim)}
+        self.shardings = candidates(of_each, ranks, together=aligned | together)
         if shard_sequence:
             self.shardings += candidates(self.dims.values(), ranks, self.growing & self.sizes.sequence)
         # A plan that is followed may be from a time, or of a size, at which these cuts were others.

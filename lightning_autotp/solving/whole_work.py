@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping
@@ -22,7 +23,8 @@ def whole_work(tables: Tables, layouts: Mapping[int, Layout]) -> tuple[float, tu
         tables: the operators, and their work in the priced step.
         layouts: of every tensor.
     """
-    total, flops = 0.0, defaultdict[tuple[str, str], float](float)
+    total = divided = 0.0
+    flops = defaultdict[tuple[str, str], float](float)
     calls, why = Counter[tuple[str, str]](), dict[tuple[str, str], str]()
     unknown: set[tuple[str, str]] = set()
     for relation in tables.relations:
@@ -32,8 +34,9 @@ def whole_work(tables: Tables, layouts: Mapping[int, Layout]) -> tuple[float, tu
         work, _ = tables.work(relation)
         total += work
         is_unknown = _is_unknown(relation)
-        is_divided = any(isinstance(layouts.get(tensor), Shard) for tensor in (*operator.inputs, *operator.outputs))
-        if is_divided or not (work or is_unknown):
+        share = min(_share(layouts.get(tensor)) for tensor in (*operator.inputs, *operator.outputs))
+        divided += work * (1 - share) / (1 - 1 / tables.ranks) if tables.ranks > 1 else 0.0
+        if share < 1 or not (work or is_unknown):
             continue
         key = operator.name, re.sub(r"\d+", "*", operator.module)
         flops[key] += work
@@ -46,8 +49,14 @@ def whole_work(tables: Tables, layouts: Mapping[int, Layout]) -> tuple[float, tu
         for key, count in calls.items()
         for name, module in [key]
     ]
-    divided = 1 - sum(flops.values()) / total if total else -1.0
-    return divided, tuple(sorted(found, key=lambda work: (not work.is_unknown, -work.share)))
+    return divided / total if total else -1.0, tuple(sorted(found, key=lambda work: (not work.is_unknown, -work.share)))
+
+
+def _share(layout: Layout | None) -> float:
+    """The share of a tensor that a rank has, on average: what several ranks have counts for each."""
+    if not isinstance(layout, Shard):
+        return 1.0
+    return math.prod(sum(owned.local_sizes) / len(owned.local_sizes) / owned.size for _, owned in layout.dims)
 
 
 def _is_unknown(relation: Relation) -> bool:

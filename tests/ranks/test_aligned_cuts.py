@@ -14,10 +14,9 @@ from tiny import tiny_model, token_batch
 from torch import nn
 
 from lightning_autotp import Plan, full_state_dict, make_plan, parallelize
-from lightning_autotp.layouts.dims import Axis
+from lightning_autotp.layouts import ownership
+from lightning_autotp.layouts.ownership import Ownership
 from lightning_autotp.layouts.types import Shard
-from lightning_autotp.solving import candidates
-from lightning_autotp.solving.candidates import aligned
 
 SIZES = {"vocab_size": 1600, "intermediate_size": 1603}
 
@@ -30,11 +29,8 @@ def parts(plan: Plan, name: str) -> list[int]:
 
 @given(st.integers(2, 200_000), st.integers(2, 64))
 def test_no_rank_has_much_more_than_its_share(size: int, ranks: int) -> None:
-    group = aligned([Axis(1, size)], ranks).get(1, 1)
-    sharding, *_ = candidates.candidates([(Axis(1, size),)], ranks, together={1: group}) or [None]
-    if sharding is None:  # fewer than ranks
-        return
-    lengths = [sum(b - a for a, b in runs) for ((_, runs),) in sharding.held]
+    group = ownership.alignment(size, ranks)
+    lengths = Ownership.even(size, ranks, group).local_sizes
     assert sum(lengths) == size
     if group > 1:
         assert max(lengths) <= 1.01 * size / ranks
@@ -100,7 +96,7 @@ def train(rank: int, ranks: int, plan: Plan | None) -> tuple[Any, list[Any]]:
 
 def test_training_on_aligned_cuts_and_on_a_plan_with_even_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(candidates, "_ALIGNMENTS", ())
+        patch.setattr(ownership, "_ALIGNMENTS", ())
         with torch.device("meta"):
             even, _ = make_plan(tiny_model("llama", **SIZES), 3, example_inputs=token_batch(0))
     assert run_ranks(train, 3, None)[0][0] == [[536, 536, 528], [536, 536, 531]]
