@@ -328,7 +328,7 @@ def test_parts_are_parts_of_the_whole(target: str) -> None:
             assert made.is_tried == (target not in NOTHING_IS_DIVIDED), call.keys()
 
 
-@pytest.mark.parametrize("target", NOTHING_IS_DIVIDED)
+@pytest.mark.parametrize("target", sorted(NOTHING_IS_DIVIDED))
 def test_shapes_where_nothing_is_divided(target: str) -> None:
     function, calls = CASES[target]
     for call in calls():
