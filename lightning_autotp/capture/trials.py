@@ -6,7 +6,7 @@ the same sum), and gradients likewise. Sizes, dtypes and the values of integers 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from string import ascii_lowercase
 from typing import Any
@@ -24,6 +24,9 @@ Part = Mapping[str, list[int]]
 Values = Callable[[Tensor], Tensor | None]
 """The values of a tensor of the trace, on the CPU, if they are known."""
 
+LARGEST = 2**28
+"""Bytes of arguments up to which a call is tried: a plan is no benchmark."""
+
 _TRIED: dict[Any, str] = {}
 """What was wrong, by declaration and call: a kernel that gave the right results once is not tried again."""
 
@@ -31,7 +34,7 @@ _TRIED: dict[Any, str] = {}
 def try_declaration(
     declaration: Declaration, function: Callable[..., Any], given: Mapping[str, Any], values: Values
 ) -> None:
-    """Try a declaration on a call, unless it was tried on one like it, or the kernel does not run here.
+    """Try a declaration on a call, unless it was tried on one like it, is large, or the kernel does not run here.
 
     Args:
         declaration: what is declared.
@@ -42,8 +45,8 @@ def try_declaration(
     Raises:
         DeclarationError: if the kernel computes something else in parts; the message says for which dim.
     """
-    if not all(map(_is_plain, given.values())):
-        return  # what an object holds cannot be made up
+    if not _can_be_made_up(given.values()):
+        return
     tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
     others = {name: value for name, value in given.items() if name not in tensors}
     if others.get(declaration.draws):
@@ -55,6 +58,12 @@ def try_declaration(
             _TRIED[key] = _Trial(declaration, function, tensors, others).wrong(values)
     if _TRIED[key]:
         raise DeclarationError(f"{declaration.described}, but {_TRIED[key]}")
+
+
+def _can_be_made_up(values: Collection[Any]) -> bool:
+    """Whether a call's arguments are tensors, not too large, and what can be written down; no objects."""
+    size = sum(value.numel() * value.element_size() for value in values if isinstance(value, Tensor))
+    return size <= LARGEST and all(map(_is_plain, values))
 
 
 def _is_plain(value: Any) -> bool:
@@ -225,8 +234,7 @@ class _Trial:
                 wanted = [self._taken(result, tensor, half) for half in halves]
             if not all(map(_are_close, several, wanted)):
                 return str(result)
-        whole_gradients = whole.gradients
-        for name, tensor in whole_gradients.items():
+        for name, tensor in whole.gradients.items():
             form, several = self.forms.get(name), [run.gradients[name] for run in runs]
             wanted = [self._taken(form, tensor, half) for half in halves]
             if several[0].shape == several[1].shape == tensor.shape:
@@ -267,7 +275,7 @@ def found_declaration(
     """
     tensors = {key: value for key, value in given.items() if isinstance(value, Tensor)}
     made = [leaf for leaf in tree_leaves(results) if isinstance(leaf, Tensor)]
-    if not tensors or not made or not all(map(_is_plain, given.values())) or not _is_for_one_rank(function):
+    if not tensors or not made or not _can_be_made_up(given.values()) or not _is_for_one_rank(function):
         return None
     like = [(key, tuple(t.shape), t.dtype, str(t.device)) for key, t in tensors.items()]
     key = name, tuple(like), repr({key: value for key, value in given.items() if key not in tensors})

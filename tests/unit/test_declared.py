@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import flex_attention
 
 from lightning_autotp import DeclarationError, declare, make_plan
+from lightning_autotp.capture import trials
 from lightning_autotp.operators.declared import Declaration, declaration_of
 from lightning_autotp.operators.notation import formula, notation
 
@@ -380,6 +381,16 @@ def test_a_wrong_declaration_is_an_error(function: Callable[..., Any], said: str
         cuts(Attention(function))
     assert f"{__name__}.{function.__name__} is declared as {ATTENTION!r} at " in str(error.value)
     assert "test_declared.py" in str(error.value).splitlines()[-1]
+
+
+def test_a_large_call_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    function = copied(scaled_by_head, "large")
+    declare(function, ATTENTION, whole=WHOLE)
+    with monkeypatch.context() as patch:
+        patch.setattr(trials, "LARGEST", 1)
+        assert cuts(Attention(function)) == BY_HEADS
+    with pytest.raises(DeclarationError, match="with half of h each"):
+        cuts(Attention(function))
 
 
 def test_a_call_that_does_not_fit_is_an_error() -> None:
