@@ -1,7 +1,8 @@
 """The exchange between batches: one small all-reduce, which tells every rank what it should know before it goes on.
 
 It says whether any rank has got a signal, and whether the ranks of each copy of the model still have in common what
-they must (:mod:`lightning_autotp.ranks.consistency`). Before a batch of validation, test or prediction is used, so is
+they must (:mod:`lightning_autotp.ranks.consistency`), and have computed the same losses
+(:mod:`lightning_autotp.ranks.losses`). Before a batch of validation, test or prediction is used, so is
 known whether it is the same one everywhere. In training the exchange comes before a batch is read, as signals want it,
 so that a batch is compared before the next one; the first batches are compared on their own before they are used, for
 a sampler or a padding that is wrong at all is wrong from the beginning.
@@ -16,9 +17,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
+from torch import Tensor
 
 from lightning_autotp.ranks.agreement import largest_of_all
 from lightning_autotp.ranks.consistency import LOWEST, ReplicaConsistency
+from lightning_autotp.ranks.losses import Losses
 
 
 class Exchange:
@@ -40,6 +43,7 @@ class Exchange:
         self._copies, self._copy, self._checked = copies.size(), copies.rank(), checked
         self._loop: tuple[Any, ...] = ()
         self._seen = Counter[int]()  # by dataloader
+        self._losses, self._where = Losses(), ""
 
     def __call__(self, asked: Sequence[bool] = (), everyone: bool = True) -> list[bool]:
         """Which of several questions any rank answers with yes. Collective, over every rank or one copy's.
@@ -49,18 +53,20 @@ class Exchange:
             everyone: whether all ranks take part, or only those of this rank's copy.
 
         Raises:
-            RuntimeError: on every rank that takes part, if the ranks of a copy have not in common what they must.
+            RuntimeError: on every rank that takes part, if the ranks of a copy have not in common what they must, or
+                have computed other losses.
         """
         group = None if everyone else self._group
         numbers = [int(answer) for answer in asked]
         if self._consistency is not None:
             copies, copy = (self._copies, self._copy) if everyone else (1, 0)
-            numbers += 2 * copy * [LOWEST]
-            numbers += self._consistency.fingerprint()
-            numbers += 2 * (copies - copy - 1) * [LOWEST]
+            for pair in (self._consistency.fingerprint(), self._losses.bounds()):
+                numbers += [*2 * copy * [LOWEST], *pair, *2 * (copies - copy - 1) * [LOWEST]]
         largest = largest_of_all(numbers, group)
         if self._consistency is not None:
-            self._consistency.settle(largest[len(asked) :], group)
+            said = largest[len(asked) :]
+            self._consistency.settle(said[: len(said) // 2], group)
+            self._losses.settle(said[len(said) // 2 :], group)
         return [bool(answer) for answer in largest[: len(asked)]]
 
     def note(self, batch: Any, dataloader_idx: int) -> None:
@@ -83,6 +89,11 @@ class Exchange:
         if trainer.training and seen < self._checked:
             self()
 
+    def note_loss(self, loss: Tensor) -> None:
+        """Note a loss of which gradients are about to be computed. Not collective."""
+        if self._consistency is not None:
+            self._losses.note(loss, self._where)
+
     def noting(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """A step's arguments, where what it reads from an iterator (``training_step(dataloader_iter)``) is noted."""
         if self._consistency is None or not arguments or not isinstance(arguments[0], Iterator):
@@ -93,11 +104,12 @@ class Exchange:
         assert self._consistency is not None
         trainer = self._trainer
         assert trainer.state.stage is not None
-        self._consistency.note(
-            batch,
+        self._losses.begin_batch()
+        self._where = (
             f"batch {number} of the {trainer.state.stage.value} data (dataloader {dataloader_idx}, epoch"
-            f" {trainer.current_epoch}, step {trainer.global_step})",
+            f" {trainer.current_epoch}, step {trainer.global_step})"
         )
+        self._consistency.note(batch, self._where)
 
 
 class _Noting(Iterator[Any]):

@@ -22,7 +22,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import MixedPrecision, TorchCheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -165,6 +165,12 @@ class AutoTPStrategy(AutoTPBase, ModelParallelStrategy):
         """For the batches of an accumulation but the last: sums over the ranks that can wait are left to that one."""
         with super().block_backward_sync(), postponed_sums(self._module):
             yield
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """Before the gradients of a loss: the ranks compare it between later batches."""
+        super().pre_backward(closure_loss)
+        if self._exchange is not None:
+            self._exchange.note_loss(closure_loss)
 
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:

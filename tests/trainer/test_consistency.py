@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -319,6 +320,14 @@ class Manual(Net):
         optimizer.step()
 
 
+class OwnLoss(Net):
+    """Computes something else on one rank."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * 1.01 if batch_idx == 6 and self.trainer.global_rank == 1 else loss
+
+
 class Counting(TorchDispatchMode):
     """Counts collectives, as PyTorch sees them."""
 
@@ -396,6 +405,8 @@ def unlike(folder: str) -> dict[str, Any]:
         return Rows(what, 2 * batch, 2 * end, last)
 
     found["local draws"] = fit(Net("local"), loader())
+    found["own loss"] = fit(OwnLoss(), loader())
+    found["own loss, accumulated"] = fit(OwnLoss(), loader(), accumulate_grad_batches=4)
     found["draws on one rank"] = fit(Net("one rank"), loader())
     found["batch 7"] = fit(Net(), loader(rows("row", 7, 8)))
     found["batch 7, before"] = fit(Net(), loader(rows("row", 7)), strategy=AutoTPStrategy(checked_batches=100))
@@ -481,6 +492,17 @@ def test_what_differs_in_a_run_is_an_error_on_every_rank(
         assert f"batch['name'][0] is 'row 10' on {others} and 'row 10!' on rank {world_size - 1}" in error
     if case == "validation 3":
         assert progress[2] == 20 + 3
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(("case", "steps"), [("own loss", 8), ("own loss, accumulated", 2)])
+def test_a_loss_that_differs_is_an_error_on_every_rank(world_size: int, case: str, steps: int, folder: Any) -> None:
+    """It is compared when the batch after its own is: nobody waits for it."""
+    [(error, *progress)] = {seen[case] for seen in ranks(world_size, folder)}
+    assert error.startswith("RuntimeError: the ranks of a tensor-parallel group have different losses"), error
+    said = [float(value) for value in re.findall(r"rank \d: ([\d.]+) \(of batch 6 of the train data", error)]
+    assert said == pytest.approx([said[0], 1.01 * said[0], *[said[0]] * (world_size - 2)], rel=1e-4)
+    assert progress[:2] == [steps, 8]
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -1,0 +1,109 @@
+"""Whether the ranks of a copy of the model compute the same losses, told by numbers that an exchange takes along.
+
+They work on the same batches, and what each makes of its parts is summed: if their losses differ, some code took a part
+for the whole, or goes another way on one rank. Nothing need be known of that code.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_autotp.ranks.agreement import gather_objects
+from lightning_autotp.ranks.consistency import LOWEST
+from lightning_autotp.ranks.host_copy import HostCopy
+
+_DIFFERENCE = 1e-3
+"""How far losses may be apart: kernels that are not deterministic round differently, and by far less in float32."""
+_ROUNDINGS = 4
+"""How many units in the last place, where that is more."""
+
+
+class _Loss(NamedTuple):
+    where: str
+    value: HostCopy
+    tolerance: float
+
+
+class Losses:
+    """Notes this rank's losses, and compares them with those of the other ranks of its group.
+
+    No device is waited for: a loss is compared after the batch that follows it was noted, for which whoever asks waits
+    for the steps before.
+    """
+
+    def __init__(self) -> None:
+        self._noted: list[_Loss] = []
+        self._due: list[_Loss] = []
+
+    def note(self, loss: Tensor, where: str) -> None:
+        """Remember a loss, of which gradients are about to be computed. Not collective."""
+        tolerance = max(_DIFFERENCE, _ROUNDINGS * torch.finfo(loss.dtype).eps)
+        self._noted.append(_Loss(where, HostCopy(loss.detach().float().sum()), tolerance))
+
+    def begin_batch(self) -> None:
+        """What was noted so far belongs to batches before."""
+        self._due += self._noted
+        self._noted.clear()
+
+    def bounds(self) -> tuple[int, int]:
+        """Two numbers of 64 bits, whose largest over the ranks tell the largest and the smallest loss."""
+        if not self._due:
+            return LOWEST, LOWEST
+        total = self._total()
+        return _ordered(total), _ordered(-total)
+
+    def settle(self, largest: Sequence[int], everyone: dist.ProcessGroup | None) -> None:
+        """Go on if the losses are alike. Collective over ``everyone`` if any are not.
+
+        Args:
+            largest: the largest of all ranks' :meth:`bounds`, for one or several groups after one another.
+            everyone: the ranks that have these numbers; ``None`` is every process.
+
+        Raises:
+            RuntimeError: on all of these ranks, if those of any one group differ.
+        """
+        tolerance = max((loss.tolerance for loss in self._due), default=_DIFFERENCE)
+        pairs = list(zip(largest[::2], largest[1::2], strict=True))
+        if all(_are_alike(above, below, tolerance) for above, below in pairs):
+            self._due.clear()
+            return
+        where = ", ".join(dict.fromkeys(loss.where for loss in self._due)) or "none"
+        said = gather_objects((where, self._total()), everyone)
+        numbers = range(dist.get_world_size()) if everyone is None else dist.get_process_group_ranks(everyone)
+        found = [f"  rank {rank}: {total:.7g} (of {place})" for rank, (place, total) in zip(numbers, said, strict=True)]
+        raise RuntimeError(
+            "the ranks of a tensor-parallel group have different losses, although they work on the same batches:\n"
+            + "\n".join(found)
+            + "\nSomething in the step is computed from what one rank has only (a part of a parameter or of an"
+            " activation, its number, a file, an environment variable), or goes another way on one rank."
+            " AutoTPStrategy(checked_steps=-1) looks at every step's use of parameters"
+        )
+
+    def _total(self) -> float:
+        total = sum(float(loss.value.read()) for loss in self._due)
+        return math.inf if math.isnan(total) else total
+
+
+def _ordered(value: float) -> int:
+    """A number's bits as an integer, so that a larger one is larger."""
+    (bits,) = struct.unpack("<q", struct.pack("<d", value))
+    return int(bits) if bits >= 0 else -int(bits & (2**63 - 1))
+
+
+def _value(ordered: int) -> float:
+    bits = ordered if ordered >= 0 else -ordered - 2**63
+    return float(struct.unpack("<d", struct.pack("<q", bits))[0])
+
+
+def _are_alike(above: int, below: int, tolerance: float) -> bool:
+    if LOWEST in (above, below):  # no rank has a loss
+        return True
+    largest, smallest = _value(above), -_value(below)
+    return largest == smallest or largest - smallest <= tolerance * max(abs(largest), abs(smallest))
