@@ -308,7 +308,7 @@ class BoundaryConversion:
             tensor = tensor.local
         if self.plan.view and isinstance(self.plan.target, Shard):
             return VocabParallelLogits(tensor, self.plan.target, self.group)
-        if not has_values(tensor) and tensor.shape == self._local_shape():
+        if not has_values(tensor) and not tensor.requires_grad and tensor.shape == self._local_shape():
             return tensor  # in a trace that looks for sizes: the comparison tells that nothing was converted here
         source, target = self._for_this_batch(tensor)
         if isinstance(source, Invariant | Shard) and isinstance(target, Replicate):
@@ -347,8 +347,8 @@ class BoundaryConversion:
                     self.lengths.note(axis, units)
             elif axis is not None and (whole := self.lengths.whole(axis)) is not None:
                 now = cut.of_units(whole)
-            elif not has_values(tensor) and found == planned:
-                now = ownership  # a trace of the call that is planned for; if it were another's, the proof would tell
+            elif not has_values(tensor) and found == planned and self.plan.side == "out":
+                now = ownership  # in a trace of the very call that this change is planned for
             elif cut.is_told_by_one or not has_values(tensor):
                 now = cut.of_local_size(rank, found)
             else:

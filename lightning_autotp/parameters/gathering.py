@@ -41,7 +41,7 @@ def gather_parameter(tensor: Tensor, meta: ParameterMeta, group: TPGroup) -> Ten
     dims = meta.layout.dims
     # As bytes: not every backend knows every dtype.
     if whole.numel() and len(dims) == 1 and dims[0][0] == 0 and dims[0][1].is_even:
-        dist.all_gather_into_tensor(_bytes(whole), _bytes(own), process_group)
+        dist.all_gather_single(_bytes(whole), _bytes(own), process_group)
         return whole.to(tensor.device)
     for rank in range(group.size):  # one after the other: all of them at once would take the memory of another whole
         shape = local_shape(meta.shape, meta.layout, rank)
