@@ -64,6 +64,7 @@ STEPS = {
         "lightning/strategy.py: AutoTPStrategy.training_step",
         *BEFORE_A_FORWARD,
         *IN_A_FORWARD,
+        "lightning/strategy.py: AutoTPStrategy.pre_backward",
         *IN_A_BACKWARD,
         "lightning/strategy.py: AutoTPStrategy._clip_by_norm",
         "gradients/whole_quantities.py: PartOfGradient.__torch_function__",
