@@ -10,9 +10,13 @@ import gc
 import os
 import random
 import socket
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from lightning_autotp.operators import declared, registry
 
 settings.register_profile(
     "suite", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
@@ -48,3 +52,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with slow tests come first: one that began last would leave the other processes without work."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def declared_here() -> Iterator[None]:
+    """What a file's tests declare is forgotten after them: plans of other tests follow from it, and their cache."""
+    tables: list[Any] = [declared._DECLARED, declared._TARGETS, declared._TO_FIND, registry._DECLARED]
+    before = [table.copy() for table in tables]
+    yield
+    for table, content in zip(tables, before, strict=True):
+        table.clear()
+        table.update(content)

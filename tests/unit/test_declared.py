@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,21 +16,8 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from lightning_autotp import DeclarationError, declare, make_plan
 from lightning_autotp.capture import trials
-from lightning_autotp.operators import declared, registry
 from lightning_autotp.operators.declared import Declaration, declaration_of
 from lightning_autotp.operators.notation import formula, notation
-
-
-@pytest.fixture(autouse=True, scope="module")
-def declared_here() -> Iterator[None]:
-    """What is declared here is forgotten afterwards: plans of other tests follow from it, too."""
-    tables: list[Any] = [declared._DECLARED, declared._TARGETS, declared._TO_FIND, registry._DECLARED]
-    before = [table.copy() for table in tables]
-    yield
-    for table, content in zip(tables, before, strict=True):
-        table.clear()
-        table.update(content)
-
 
 ATTENTION = "q[b s h d], k[b t h/g d], v[b t h/g e] -> o[b s h e]"
 WHOLE = "s t d e"
