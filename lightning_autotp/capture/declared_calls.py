@@ -70,15 +70,27 @@ def _replaced(target: Any, declaration: Declaration, tracer: Tracer) -> Iterator
         yield
 
 
-def _answer(*args: Any, **kwargs: Any) -> Any:
-    calls: Any = "calls"
-    return calls(*args, **kwargs)
+_STAND_IN = """
+def made({names}):
+    def answer(*__args, **__kwargs):
+        if False:
+            return {names}
+        __calls = "calls"
+        return __calls(*__args, **__kwargs)
+    return answer
+"""
 
 
 def _code_calling(calls: Callable[..., Any], code: CodeType) -> CodeType:
-    """Code that hands its arguments on, for a function with other code."""
-    constants = tuple(calls if constant == "calls" else constant for constant in _answer.__code__.co_consts)
-    return _answer.__code__.replace(co_consts=constants, co_freevars=code.co_freevars)
+    """Code that passes its arguments on, for a function that has other code.
+
+    It is compiled as a closure over the same variables: Python reads them from a frame without asking whether the code
+    has copied them there (``frame.f_locals``).
+    """
+    namespace: dict[str, Any] = {}
+    exec(_STAND_IN.format(names=", ".join(code.co_freevars)), namespace)
+    answer = namespace["made"](*code.co_freevars).__code__
+    return answer.replace(co_consts=tuple(calls if value == "calls" else value for value in answer.co_consts))
 
 
 def _is_combined(function: type[Function]) -> bool:

@@ -170,11 +170,14 @@ class _Trial:
         return known.to(dtype=tensor.dtype, device=tensor.device)
 
     def _run(self, inputs: Mapping[str, Tensor], part: Part, dim: str) -> _Run:
-        """Call the kernel with a part of its inputs; an empty one is the whole."""
-        given = {name: self._taken(self.forms.get(name), tensor, part) for name, tensor in inputs.items()}
+        """Call the kernel with a part of its inputs; an empty one is the whole.
+
+        It gets copies of everything: kernels write into their inputs, their results and the gradients they are given.
+        """
+        given = {name: self._taken(self.forms.get(name), tensor, part).clone() for name, tensor in inputs.items()}
         floating = [name for name, tensor in given.items() if tensor.is_floating_point()]
         for name in floating:
-            given[name] = given[name].detach().clone().requires_grad_()
+            given[name].requires_grad_()
         counts = {at: len(part[name]) for at, name in self.declaration.notation.counts if name in part}
         returned = self.function(**{**self.others, **counts, **given})
         results = [leaf for leaf in tree_leaves(returned) if isinstance(leaf, Tensor)]
@@ -187,15 +190,16 @@ class _Trial:
             self.cotangents = [
                 torch.randn(t.shape, generator=self._generator).to(t) if t.is_floating_point() else t for t in results
             ]
+        values = [tensor.detach().clone() for tensor in results]
         flowing = [at for at, tensor in enumerate(results) if tensor.requires_grad and self._flows(at, dim)]
         found = torch.autograd.grad(
             [results[at] for at in flowing],
             [given[name] for name in floating],
-            [self._taken(self.results[at], self.cotangents[at], part) for at in flowing],
+            [self._taken(self.results[at], self.cotangents[at], part).clone() for at in flowing],
             allow_unused=True,
             materialize_grads=True,
         )
-        return _Run([tensor.detach() for tensor in results], dict(zip(floating, found, strict=True)))
+        return _Run(values, dict(zip(floating, found, strict=True)))
 
     def _flows(self, at: int, dim: str) -> bool:
         """Whether a gradient is sent into a result: not into one without the dim, which both halves give alike."""

@@ -171,6 +171,49 @@ def test_a_declared_function_is_taken_by_identity() -> None:
     torch.testing.assert_close(one(x, x, x), attention(x, x, x))
 
 
+def test_code_may_look_at_the_frame_of_a_declared_closure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python reads the variables of a closure from its frame, which is another function's while a model is traced."""
+    args, factor, frames = [1.0], 2.0, list[set[str]]()
+
+    def scaled(a: Tensor, b: Tensor) -> Tensor:
+        return a * b * factor * args[0]
+
+    def results(*given: Any) -> Any:
+        frame: Any = sys._getframe()
+        while frame.f_code.co_freevars != ("args", "factor"):
+            frame = frame.f_back
+        frames.append(set(frame.f_locals))
+        return looked_at(*given)
+
+    code, looked_at = scaled.__code__, Declaration.results
+    monkeypatch.setattr(Declaration, "results", results)
+    declare(scaled, "a[... f], b[... f] -> c[... f]")
+    assert cuts(Gated(scaled))["down.weight"] == "S(1: 64 -> 32)"
+    assert frames
+    assert all({"args", "factor"} <= names for names in frames)
+    assert scaled.__code__ is code
+
+
+class Overwriting(torch.autograd.Function):
+    """Writes the gradients of its inputs into those of its result, and into its inputs, as fused kernels do."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return a * b
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        a, b = (saved.data for saved in ctx.saved_tensors)
+        of_b = gradient * a
+        return gradient.mul_(b), a.copy_(of_b)
+
+
+def test_a_kernel_that_writes_gradients_in_place_is_tried_with_the_same_numbers_each_time() -> None:
+    declare(Overwriting, "a[... f], b[... f] -> c[... f]")
+    assert cuts(Gated(Overwriting.apply))["down.weight"] == "S(1: 64 -> 32)"
+
+
 def test_a_function_of_a_package_and_one_that_is_not_written_in_python() -> None:
     class Kernel:
         """Stands for a binding: it has no code."""
