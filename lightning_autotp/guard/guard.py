@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_autotp.gradients.sums import hook_parameters, sum_at_once_in_ddp
 from lightning_autotp.guard.bypassed import Bypasses
+from lightning_autotp.guard.compared import ComparedValues
 from lightning_autotp.guard.first_use import first_use
 from lightning_autotp.guard.methods import StandIns
 from lightning_autotp.guard.standalone import Running, StandaloneCall, is_outer
@@ -38,8 +39,8 @@ class Guard:
     Before a forward, in this order: that modules and parameters are those of the plan, and that parameters have the
     hooks their gradients need (both only where something is another than in the last snapshot); that nothing has been
     written into parts; that this kind of call is proved, or else it is now; that hooks that were added see whole
-    tensors. Before an optimizer's step: that nothing has been written into parts. A copy of the model has a guard of
-    its own, which has seen nothing so far.
+    tensors. In some calls: that the ranks compute the same where they should. Before an optimizer's step: that nothing
+    has been written into parts. A copy of the model has a guard of its own, which has seen nothing so far.
 
     Args:
         model: the model, divided and proved.
@@ -48,6 +49,7 @@ class Guard:
     Attributes:
         running: which of its forwards are under way.
         bypasses: whether weights are used without their layers.
+        compared: what is compared between the ranks.
     """
 
     def __init__(self, model: nn.Module, calls: CallProver) -> None:
@@ -56,7 +58,7 @@ class Guard:
         self.running = Running(model)
         self._snapshot: Snapshot | None = None
         self._user_hooks = UserHooks(model)
-        self.bypasses = Bypasses(model)
+        self.bypasses, self.compared = Bypasses(model), ComparedValues(model)
         self._stand_ins: StandIns | None = None
         self._handles: list[RemovableHandle] = []
 
@@ -87,6 +89,7 @@ class Guard:
         self._handles.clear()
         self._user_hooks.unwrap()
         self.bypasses.end()
+        self.compared.end()
         if self._stand_ins is not None:
             self._stand_ins.remove()
         _live.discard(self)
@@ -115,6 +118,8 @@ class Guard:
             self.bypasses.begin()
         arguments = self.calls.prove(args, kwargs)
         self._user_hooks.wrap()
+        if self.calls.to_compare and self.running.depth == 1:
+            self.compared.begin(self.calls.to_compare)
         return arguments
 
     def _after(self, model: nn.Module, *_: Any) -> None:
@@ -138,13 +143,23 @@ class Guard:
         """
         writes = parallel_state(self.model).writes
         writes.check()
-        self.bypasses.check(optimizer)
+        self.check_gradients(optimizer)
         if not writes.is_before_use:
             return
         own = set(map(id, self.model.parameters()))
         if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
             check_unchanged(self.model)  # parts that are gone or have moved cannot be compared
             first_use(self.model)
+
+    def check_gradients(self, optimizer: Optimizer) -> None:
+        """Before an optimizer steps with gradients. Collective after a forward that was compared between the ranks.
+
+        Raises:
+            BypassedLayer: naming layers whose weights were used without them.
+            DifferentOnRanks: naming the first place at which the ranks computed different gradients.
+        """
+        self.bypasses.check(optimizer)
+        self.compared.before_step(optimizer)
 
     def after_step(self, optimizer: Optimizer) -> None:
         """After an optimizer's step: what it has written is right."""
@@ -171,13 +186,9 @@ class Guard:
 
 
 def check_gradients(optimizer: Optimizer) -> None:
-    """After a closure has computed gradients, before an optimizer steps with them. Not collective.
-
-    Raises:
-        BypassedLayer: naming layers whose weights were used without them.
-    """
+    """After a closure has computed gradients, before an optimizer steps with them; :meth:`Guard.check_gradients`."""
     for guard in list(_live):
-        guard.bypasses.check(optimizer)
+        guard.check_gradients(optimizer)
 
 
 def guard_of(model: nn.Module) -> Guard:

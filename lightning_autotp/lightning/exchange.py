@@ -1,8 +1,9 @@
 """The exchange between batches: one small all-reduce, which tells every rank what it should know before it goes on.
 
 It says whether any rank has got a signal, and whether the ranks of each copy of the model still have in common what
-they must (:mod:`lightning_autotp.ranks.consistency`), and have computed the same losses
-(:mod:`lightning_autotp.ranks.losses`). Before a batch of validation, test or prediction is used, so is
+they must (:mod:`lightning_autotp.ranks.consistency`), have computed the same losses
+(:mod:`lightning_autotp.ranks.losses`) and still have the same in tensors that each has whole
+(:mod:`lightning_autotp.ranks.drift`). Before a batch of validation, test or prediction is used, so is
 known whether it is the same one everywhere. In training the exchange comes before a batch is read, as signals want it,
 so that a batch is compared before the next one; the first batches are compared on their own before they are used, for
 a sampler or a padding that is wrong at all is wrong from the beginning.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -19,8 +21,12 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from torch import Tensor
 
+from lightning_autotp.parameters.state import parallel_models
+from lightning_autotp.parameters.whole_tensors import whole_tensors
 from lightning_autotp.ranks.agreement import largest_of_all
-from lightning_autotp.ranks.consistency import LOWEST, ReplicaConsistency
+from lightning_autotp.ranks.consistency import ReplicaConsistency
+from lightning_autotp.ranks.drift import Drift
+from lightning_autotp.ranks.extremes import LOWEST
 from lightning_autotp.ranks.losses import Losses
 
 
@@ -44,6 +50,7 @@ class Exchange:
         self._loop: tuple[Any, ...] = ()
         self._seen = Counter[int]()  # by dataloader
         self._losses, self._where = Losses(), ""
+        self._drift = Drift(self._whole_tensors)
 
     def __call__(self, asked: Sequence[bool] = (), everyone: bool = True) -> list[bool]:
         """Which of several questions any rank answers with yes. Collective, over every rank or one copy's.
@@ -54,19 +61,22 @@ class Exchange:
 
         Raises:
             RuntimeError: on every rank that takes part, if the ranks of a copy have not in common what they must, or
-                have computed other losses.
+                have computed other losses, or have another tensor each where all should have the same.
         """
         group = None if everyone else self._group
         numbers = [int(answer) for answer in asked]
         if self._consistency is not None:
             copies, copy = (self._copies, self._copy) if everyone else (1, 0)
-            for pair in (self._consistency.fingerprint(), self._losses.bounds()):
-                numbers += [*2 * copy * [LOWEST], *pair, *2 * (copies - copy - 1) * [LOWEST]]
+            own = self._consistency.fingerprint(), self._losses.bounds(), self._drift.bounds()
+            for said in own:
+                numbers += [*len(said) * copy * [LOWEST], *said, *len(said) * (copies - copy - 1) * [LOWEST]]
         largest = largest_of_all(numbers, group)
         if self._consistency is not None:
-            said = largest[len(asked) :]
-            self._consistency.settle(said[: len(said) // 2], group)
-            self._losses.settle(said[len(said) // 2 :], group)
+            rest = iter(largest[len(asked) :])
+            of_all = [list(islice(rest, len(said) * copies)) for said in own]
+            self._consistency.settle(of_all[0], group)
+            self._drift.settle(of_all[2], group)  # it says what, where a loss only says that something is
+            self._losses.settle(of_all[1], group)
         return [bool(answer) for answer in largest[: len(asked)]]
 
     def note(self, batch: Any, dataloader_idx: int) -> None:
@@ -110,6 +120,11 @@ class Exchange:
             f" {trainer.current_epoch}, step {trainer.global_step})"
         )
         self._consistency.note(batch, self._where)
+        self._drift.note()
+
+    def _whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for model, _ in parallel_models(self._trainer.lightning_module):
+            yield from whole_tensors(model)
 
 
 class _Noting(Iterator[Any]):

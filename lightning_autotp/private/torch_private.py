@@ -499,7 +499,12 @@ def uncompiled(module: nn.Module) -> nn.Module:
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether ``torch.compile`` has compiled a module, or one in it. Nothing public."""
-    return any(uncompiled(child) is not child or child._compiled_call_impl is not None for child in module.modules())
+    return any(map(is_compiled_itself, module.modules()))
+
+
+def is_compiled_itself(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` has compiled a module, and what is in it with it. Nothing public."""
+    return uncompiled(module) is not module or module._compiled_call_impl is not None
 
 
 def as_written() -> AbstractContextManager[Any]:

@@ -12,7 +12,7 @@ this way only.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
@@ -52,13 +52,15 @@ from lightning_autotp.proving.ways import same_way
 from lightning_autotp.ranks.agreement import raise_together
 from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.ranks.meeting import meet
-from lightning_autotp.solving.annotate import inputs_of_modules, parts_at_modules, runs_apart
+from lightning_autotp.solving.annotate import alike_at_modules, inputs_of_modules, parts_at_modules, runs_apart
 from lightning_autotp.solving.expert_modules import as_planned
 from lightning_autotp.solving.paths import seen_paths
 from lightning_autotp.solving.planned import PlanMismatch
 from lightning_autotp.solving.solution import Solution
 
 _TRAINING = attrgetter("training")
+_COMPARED = 1, 10, 100, 1000
+"""Which calls of a kind are compared between the ranks, and then every so many."""
 
 
 class UnprovedCall(RuntimeError):
@@ -71,19 +73,26 @@ class _Way:
 
     Attributes:
         parts: what is not Invariant around modules then.
+        alike: what every rank has alike around modules then, and whether its gradient is alike as well.
         graph: a trace that goes this way; ``None`` for what could not be traced.
         inputs: changes of the layouts of the model's own arguments.
     """
 
     parts: tuple[ConversionPlan, ...]
+    alike: Mapping[Boundary, bool] = field(default_factory=dict)
     graph: Graph | None = None
     inputs: list[BoundaryConversion] = field(default_factory=list)
 
 
 class _Kind:
-    """What is known of one kind of call: which way its code goes, by the sizes of what it is given."""
+    """What is known of one kind of call: which way its code goes, by the sizes of what it is given.
+
+    Attributes:
+        calls: how many there were.
+    """
 
     def __init__(self) -> None:
+        self.calls = 0
         self._sizes = Sizes()
         self._by_sizes: dict[tuple[int, ...] | None, _Way] = {}
         self._ways: set[_Way] = set()
@@ -144,6 +153,7 @@ class CallProver:
         self.ways: list[_Way] = []
         self.met: set[Hashable] = set()
         self.running: _Way | None = None
+        self.to_compare: Mapping[Boundary, bool] = {}  # in the call that is under way, with the other ranks
         self.with_gradients: set[_Way] = set()  # whose backward passes may be still to come
         self.was_backward = False
         state.parts, state.given = parts_at_modules(solution), inputs_of_modules(solution.graph)
@@ -152,7 +162,8 @@ class CallProver:
         if len(self.examples) == 1:
             (call,) = self.examples
             kind = self._kind(call, kind_of(call), bytes([True] * len(self.modules)))
-            self.known.setdefault(kind, _Kind()).add(self._sizes(call), self._way(solution.graph, state.parts))
+            way = self._way(solution.graph, state.parts, alike_at_modules(solution))
+            self.known.setdefault(kind, _Kind()).add(self._sizes(call), way)
 
     def prove(self, args: Any, kwargs: Any) -> Any:
         """Before a forward of the model.
@@ -181,11 +192,17 @@ class CallProver:
             with without_modes(), raise_together(self.group.process_group, "proving a new kind of call"):
                 way = self._prove(with_rows(call))
             # Now it is known what its code asks for.
-            self.known.setdefault(self._kind(call, arguments, modes), _Kind()).add(sizes, way)
+            known = self.known.setdefault(self._kind(call, arguments, modes), _Kind())
+            known.add(sizes, way)
         self._runs(way)
+        self.to_compare = {}
         if way is None:
             return None
         parallel_state(self.model).parts = way.parts
+        if known is not None:
+            known.calls += 1
+            if known.calls in _COMPARED or known.calls % _COMPARED[-1] == 0:
+                self.to_compare = way.alike
         for change in way.inputs:
             args, kwargs = change.before(self.model, args, kwargs)
         return (args, kwargs) if way.inputs else None
@@ -213,10 +230,12 @@ class CallProver:
         self.attributes.watch(graph.settings)
         self.numbers |= graph.numbers
 
-    def _way(self, graph: Graph | None, parts: tuple[ConversionPlan, ...]) -> _Way:
+    def _way(
+        self, graph: Graph | None, parts: tuple[ConversionPlan, ...], alike: Mapping[Boundary, bool] | None = None
+    ) -> _Way:
         """A way that is proved from now on."""
         kept = None if graph is None else replace(graph, calls=[], looks=[], runs=[], entered=[""])
-        self.ways.append(_Way(parts, kept))
+        self.ways.append(_Way(parts, alike or {}, kept))
         return self.ways[-1]
 
     def is_running(self, way: _Way) -> bool:
@@ -300,7 +319,7 @@ class CallProver:
         # Before the hooks with which the model collects outputs, as in the traces; each before the one after it.
         lengths = Lengths()  # of axes of this call's graph
         inputs = [change for change in changes if not change.module and change.side == "in"]
-        way = self._way(graph, parts_at_modules(solution))
+        way = self._way(graph, parts_at_modules(solution), alike_at_modules(solution))
         way.inputs = [BoundaryConversion(change, self.group, lengths) for change in inputs]
         for change in reversed(changes):
             if change not in inputs:

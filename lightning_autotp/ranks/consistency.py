@@ -27,9 +27,6 @@ from lightning_autotp.ranks.description import Part, combined, describe, differe
 from lightning_autotp.ranks.host_copy import HostCopy
 from lightning_autotp.ranks.random_numbers import default_generator
 
-LOWEST = -(2**63)
-"""What a rank that says nothing contributes to the largest of several numbers."""
-
 
 class Noted(NamedTuple):
     """A batch that this rank was given.

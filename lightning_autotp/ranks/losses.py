@@ -6,8 +6,6 @@ for the whole, or goes another way on one rank. Nothing need be known of that co
 
 from __future__ import annotations
 
-import math
-import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_autotp.ranks.agreement import gather_objects
-from lightning_autotp.ranks.consistency import LOWEST
+from lightning_autotp.ranks.extremes import bounds, extremes
 from lightning_autotp.ranks.host_copy import HostCopy
 
 _DIFFERENCE = 1e-3
@@ -54,10 +52,7 @@ class Losses:
 
     def bounds(self) -> tuple[int, int]:
         """Two numbers of 64 bits, whose largest over the ranks tell the largest and the smallest loss."""
-        if not self._due:
-            return LOWEST, LOWEST
-        total = self._total()
-        return _ordered(total), _ordered(-total)
+        return bounds(self._total() if self._due else None)
 
     def settle(self, largest: Sequence[int], everyone: dist.ProcessGroup | None) -> None:
         """Go on if the losses are alike. Collective over ``everyone`` if any are not.
@@ -71,7 +66,7 @@ class Losses:
         """
         tolerance = max((loss.tolerance for loss in self._due), default=_DIFFERENCE)
         pairs = list(zip(largest[::2], largest[1::2], strict=True))
-        if all(_are_alike(above, below, tolerance) for above, below in pairs):
+        if all(_are_alike(pair, tolerance) for pair in pairs):
             self._due.clear()
             return
         where = ", ".join(dict.fromkeys(loss.where for loss in self._due)) or "none"
@@ -87,23 +82,12 @@ class Losses:
         )
 
     def _total(self) -> float:
-        total = sum(float(loss.value.read()) for loss in self._due)
-        return math.inf if math.isnan(total) else total
+        return sum(float(loss.value.read()) for loss in self._due)
 
 
-def _ordered(value: float) -> int:
-    """A number's bits as an integer, so that a larger one is larger."""
-    (bits,) = struct.unpack("<q", struct.pack("<d", value))
-    return int(bits) if bits >= 0 else -int(bits & (2**63 - 1))
-
-
-def _value(ordered: int) -> float:
-    bits = ordered if ordered >= 0 else -ordered - 2**63
-    return float(struct.unpack("<d", struct.pack("<q", bits))[0])
-
-
-def _are_alike(above: int, below: int, tolerance: float) -> bool:
-    if LOWEST in (above, below):  # no rank has a loss
+def _are_alike(largest: Sequence[int], tolerance: float) -> bool:
+    found = extremes(largest)
+    if found is None:  # no rank has a loss
         return True
-    largest, smallest = _value(above), -_value(below)
-    return largest == smallest or largest - smallest <= tolerance * max(abs(largest), abs(smallest))
+    above, below = found
+    return above == below or above - below <= tolerance * max(abs(above), abs(below))

@@ -131,6 +131,28 @@ def parts_at_modules(solution: Solution) -> tuple[ConversionPlan, ...]:
     return tuple(found)
 
 
+def alike_at_modules(solution: Solution) -> dict[Boundary, bool]:
+    """What modules take and give that every rank has alike, and whether its gradient is alike as well.
+
+    Only what parameters went into: the code makes other tensors as it needs them on each rank.
+    """
+    own = {(use.module, *side) for use in _implementations(solution) for side in _own_changes(use)}
+    found: dict[Boundary, bool] = {}
+    differing: set[Boundary] = set()
+    for operator in solution.graph.operators:
+        place = operator.boundary
+        if not isinstance(place, Boundary):
+            continue
+        is_changed_inside = place.side == "in" and (place.module, place.side, place.key) in own
+        tensor = operator.inputs[0] if is_changed_inside else operator.outputs[0]
+        info, layout = solution.graph.tensors[tensor], solution.layouts.get(tensor, Invariant())
+        if info.is_static or not info.is_floating or not isinstance(layout, Invariant | Replicate):
+            differing.add(place)
+        else:
+            found[place] = found.get(place, True) and isinstance(layout, Invariant)
+    return {place: with_gradient for place, with_gradient in found.items() if place not in differing}
+
+
 def inputs_of_modules(graph: Graph) -> frozenset[tuple[str, str]]:
     """Which tensors modules are given: ``(module, key)``, with the key of a :class:`Boundary`."""
     boundaries = [operator.boundary for operator in graph.operators]

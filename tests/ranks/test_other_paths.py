@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from lightning_autotp import UnprovedCall, full_gradients, parallelize
 from lightning_autotp.guard.bypassed import BypassedLayer
+from lightning_autotp.guard.compared import DifferentOnRanks
 
 WIDTH = 16
 SWITCH = {"on": False}
@@ -158,7 +159,7 @@ def outcomes(rank: int, size: int) -> dict[str, tuple[int, str]]:
         try:
             for _ in steps(name, question):
                 right += 1
-        except (UnprovedCall, BypassedLayer) as caught:
+        except (UnprovedCall, BypassedLayer, DifferentOnRanks) as caught:
             error = f"{type(caught).__name__}: {caught}"
         found[name] = right, error
     return found
@@ -176,5 +177,78 @@ def test_no_path_is_silently_wrong(ranks: int) -> None:
         for name in UNSEEN:
             right, error = found[name]
             assert right == (name in ("global flag", "environment variable")), name
+            if ranks == 3 and right == 0:  # planned otherwise than for two: there a sum is missing in the forward
+                assert error.startswith("DifferentOnRanks: the ranks compute different values in Net"), error
+                assert "The first is the output of blocks.0 (an input of blocks.0.inner is still alike)" in error
+                continue
             assert error.startswith("BypassedLayer: blocks.0.out, blocks.1.out of the parallel Net did not run"), error
             assert "keep_whole=['blocks.0.out', 'blocks.1.out']" in error
+
+
+class NormedBlock(nn.Module):
+    """Its tokens are whole between the layers; ``use`` takes weights where the code is not traced."""
+
+    def __init__(self, use: Callable[[NormedBlock, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.inner, self.out = nn.Linear(WIDTH, 36, bias=False), nn.Linear(36, WIDTH, bias=False)
+        self.use = use
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(x)
+        hidden = self.inner(normed)
+        out: Tensor = self.out(hidden.relu()) if is_fake(x) or torch.compiler.is_compiling() else None
+        return x + (self.use(self, normed, hidden) if out is None else out)
+
+
+def without_sum(block: NormedBlock, normed: Tensor, hidden: Tensor) -> Tensor:
+    return F.linear(hidden.relu(), block.out.weight)
+
+
+def twice(block: NormedBlock, normed: Tensor, hidden: Tensor) -> Tensor:
+    """Its layers run, and the weight of one of them is used as well."""
+    out: Tensor = block.out((hidden + F.linear(normed, block.inner.weight)).relu())
+    return out
+
+
+def as_traced(block: NormedBlock, normed: Tensor, hidden: Tensor) -> Tensor:
+    out: Tensor = block.out(hidden.relu())
+    return out
+
+
+def compared(rank: int, size: int) -> list[str]:
+    """What is said of the forward and the backward pass of each way to use the weights; and with no gradients."""
+    said = []
+    for use in (as_traced, without_sum, twice):
+        for with_gradients in (False, True):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(WIDTH, WIDTH), NormedBlock(use), NormedBlock(use), nn.LayerNorm(WIDTH))
+            x = torch.randn(2, 7, WIDTH)
+            parallelize(model, dist.group.WORLD, example_inputs=x, plan_cache=False)  # type: ignore[arg-type]
+            hooks = [len(module._forward_hooks) for module in model.modules()]
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            try:
+                with torch.set_grad_enabled(with_gradients):
+                    loss = (model(x) * x).sum()
+                if with_gradients:
+                    loss.backward()
+                optimizer.step()
+                said.append("")
+            except DifferentOnRanks as error:
+                said.append(str(error))
+            assert [len(module._forward_hooks) for module in model.modules()] == hooks
+    return said
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_compare_what_they_have_alike(ranks: int) -> None:
+    """A sum that is missing in the run, in the forward or the backward pass."""
+    for found in run_ranks(compared, ranks):
+        exact, exact_too, forward, forward_too, without_gradients, backward = found
+        assert exact == exact_too == without_gradients == ""  # without gradients, a part of a product needs no sum
+        for said in (forward, forward_too):
+            assert "The first is the output of 1 (an input of 1.inner is still alike)" in said
+        assert (
+            "The first is the gradient of the output of 2.norm (the gradient of the output of 2.out is still"
+            in backward
+        )

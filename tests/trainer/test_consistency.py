@@ -328,6 +328,17 @@ class OwnLoss(Net):
         return loss * 1.01 if batch_idx == 6 and self.trainer.global_rank == 1 else loss
 
 
+class Drifting(Net):
+    """Writes into what every rank has whole, on one rank, where no loss shows it."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.net.register_buffer("batches", torch.zeros(3))
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.net.batches += 1 + 0.01 * (self.trainer.global_rank == 1 and self.trainer.global_step > 5)
+
+
 class Counting(TorchDispatchMode):
     """Counts collectives, as PyTorch sees them."""
 
@@ -405,6 +416,7 @@ def unlike(folder: str) -> dict[str, Any]:
         return Rows(what, 2 * batch, 2 * end, last)
 
     found["local draws"] = fit(Net("local"), loader())
+    found["drift"] = fit(Drifting(), loader())
     found["own loss"] = fit(OwnLoss(), loader())
     found["own loss, accumulated"] = fit(OwnLoss(), loader(), accumulate_grad_batches=4)
     found["draws on one rank"] = fit(Net("one rank"), loader())
@@ -503,6 +515,17 @@ def test_a_loss_that_differs_is_an_error_on_every_rank(world_size: int, case: st
     said = [float(value) for value in re.findall(r"rank \d: ([\d.]+) \(of batch 6 of the train data", error)]
     assert said == pytest.approx([said[0], 1.01 * said[0], *[said[0]] * (world_size - 2)], rel=1e-4)
     assert progress[:2] == [steps, 8]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_whole_tensor_that_differs_is_an_error_on_every_rank(world_size: int, folder: Any) -> None:
+    """There are two in the model, which take turns."""
+    [(error, *progress)] = {seen["drift"] for seen in ranks(world_size, folder)}
+    assert error.startswith("RuntimeError: a tensor that every rank of a tensor-parallel group has whole has become")
+    sums = [float(value) for value in re.findall(r"rank \d: batches, of norm .* and sum ([\d.]+)", error)]
+    assert len(sums) == world_size
+    assert sums[1] > sums[0]
+    assert progress[:2] in ([7, 7], [8, 8])
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
