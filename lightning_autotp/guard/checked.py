@@ -22,6 +22,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
 
 from lightning_autotp.capture.call_sites import call_leaves, calling_frame, is_user_code, source_line
@@ -61,6 +62,8 @@ _ELEMENTWISE = frozenset({
 """Functions that do with each element by itself what they do: of a part they make the same part of the result."""
 
 
+_STEPPING = str(sys.modules["torch.optim.optimizer"].__file__)
+"""Where torch's code is that calls the step of every optimizer, whoever wrote it."""
 _FOR_OTHERS = tuple(os.path.join(path, "") for path in nn.__path__)
 """Where torch's code is that does for its caller what it is told."""
 
@@ -68,7 +71,7 @@ _FOR_OTHERS = tuple(os.path.join(path, "") for path in nn.__path__)
 class checked(TorchFunctionMode):
     """Within it, code that uses parameters of a parallel model otherwise than through the model is checked.
 
-    What the model itself does, an optimizer's step and the functions of this package are not looked at. Not collective.
+    What the model itself does, optimizers' steps and the functions of this package are not looked at. Not collective.
 
     Example::
 
@@ -81,7 +84,6 @@ class checked(TorchFunctionMode):
 
     Args:
         module: a parallel model, or a module that holds some.
-        optimizers: whose steps may come within.
 
     Raises:
         RuntimeError: on entering, if the model was changed after it was divided.
@@ -89,12 +91,14 @@ class checked(TorchFunctionMode):
             for each rank.
     """
 
-    def __init__(self, module: nn.Module, optimizers: Iterable[Optimizer] = ()) -> None:
+    def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self._module, self._optimizers = module, list(optimizers)
+        self._module = module
         self._paused = 0
+        self._calling_hooks = ""
         self._hooks = ExitStack()
-        # Of which ranks have different parts: parameters, and what was made of them element by element.
+        # Of which ranks have different parts: parameters, their optimizers' states, and what was made of them element
+        # by element.
         self._parts = WeakIdKeyDictionary()
         # Which every rank has, and whose gradients are summed over the ranks.
         self._summed = WeakIdKeyDictionary()
@@ -110,14 +114,20 @@ class checked(TorchFunctionMode):
         super().__exit__(kind, error, traceback)
         self._hooks.close()
 
-    def begin_in_call(self) -> None:
-        """Begin in a forward pre-hook of a model, below other modes, until :meth:`end`.
+    def begin(self, in_call: bool = False, hooks: str = "") -> None:
+        """Begin below other modes, which may end first, until :meth:`end`.
+
+        Args:
+            in_call: whether a forward pre-hook of a model calls this: its forward is not looked at.
+            hooks: the file of what calls a user's hooks: they are looked at, although an optimizer's step runs them.
 
         Raises:
             RuntimeError: if the model was changed after it was divided.
         """
         self._look()
-        self._pause()  # the hook after this call goes on
+        self._calling_hooks = hooks
+        if in_call:
+            self._pause()  # the hook after this call goes on
         put_below(self)
 
     def end(self) -> None:
@@ -145,10 +155,16 @@ class checked(TorchFunctionMode):
                 go_on = partial(self._after, parts.get(path, ()))
                 self._hooks.callback(module.register_forward_pre_hook(self._pause, prepend=True).remove)
                 self._hooks.callback(module.register_forward_hook(go_on, always_call=True).remove)
-        for optimizer in self._optimizers:
-            self._hooks.callback(optimizer.register_step_pre_hook(self._pause).remove)
-            self._hooks.callback(optimizer.register_step_post_hook(self._go_on).remove)
+        self._hooks.callback(register_optimizer_step_post_hook(self._note_states).remove)
         self._hooks.enter_context(known_writes(self._module, is_checked=True))
+
+    def _note_states(self, optimizer: Optimizer, *_: Any) -> None:
+        """The states of a part are parts, too."""
+        for parameter, state in optimizer.state.items():
+            meta = self._parts.get(parameter)
+            for value in state.values() if meta is not None and isinstance(state, dict) else ():
+                if isinstance(value, Tensor) and tuple(value.shape) == meta.local_shape:
+                    self._parts[value] = meta
 
     def _pause(self, *_: Any) -> None:
         self._paused += 1
@@ -188,19 +204,26 @@ class checked(TorchFunctionMode):
             raise self._refusal(name, meta, _PART)
         result = func(*args, **kwargs)
         for made in call_leaves(result):
-            if isinstance(made, Tensor) and tuple(made.shape) == meta.local_shape:
+            # Of several tensors the others may be whole; of one, what it was broadcast to is a part, too.
+            if isinstance(made, Tensor) and (not name.startswith("_foreach") or tuple(made.shape) == meta.local_shape):
                 self._parts[made] = meta
         return result
 
     def _is_users(self, func: Any) -> bool:
-        """Whether neither torch nor this package calls the function.
+        """Whether neither torch nor this package nor an optimizer's step calls the function.
 
         Losses and helpers of ``torch.nn`` (``nn.MSELoss``, ``parameters_to_vector``) do for the user what they do.
         """
         frame: FrameType | None = calling_frame(func, sys._getframe(2))
         while frame is not None and frame.f_code.co_filename.startswith(_FOR_OTHERS):
             frame = frame.f_back
-        return frame is not None and is_user_code(frame.f_code.co_filename)
+        return frame is not None and is_user_code(frame.f_code.co_filename) and not self._is_in_step(frame)
+
+    def _is_in_step(self, frame: FrameType | None) -> bool:
+        """Whether an optimizer's step runs the code of a frame."""
+        while frame is not None and frame.f_code.co_filename not in (_STEPPING, self._calling_hooks):
+            frame = frame.f_back
+        return frame is not None and frame.f_code.co_filename == _STEPPING
 
     def _refusal(self, name: str, meta: ParameterMeta, why: str) -> UnsoundUse:
         return UnsoundUse(
@@ -242,15 +265,14 @@ class CheckedCalls:
     Args:
         number: how many calls of each model with each kind of arguments, in training and without gradients.
         models: all of them.
-        optimizers: whose steps may come between calls.
     """
 
     _running: ClassVar[checked | None] = None
     """The watch that is on: one in a process, for a loop that was left leaves it on until some model is called."""
 
-    def __init__(self, number: int, models: Iterable[nn.Module] = (), optimizers: Iterable[Optimizer] = ()) -> None:
+    def __init__(self, number: int, models: Iterable[nn.Module] = ()) -> None:
         self._first = FirstSteps(number)
-        self._models, self._optimizers = models, optimizers
+        self._models = models
 
     def __call__(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         """End an earlier watch, and begin one if this call is among the first.
@@ -265,8 +287,8 @@ class CheckedCalls:
             CheckedCalls._running = None
         kind = ref(model), model.training, torch.is_grad_enabled(), kind_of((args, kwargs))
         if self._first.has_one(kind) and not any(map(is_compiled, self._models)):
-            watch = checked(nn.ModuleList(self._models), self._optimizers)
-            watch.begin_in_call()
+            watch = checked(nn.ModuleList(self._models))
+            watch.begin(in_call=True)
             CheckedCalls._running = watch
 
     def __reduce__(self) -> tuple[Any, ...]:

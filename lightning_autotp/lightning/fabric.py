@@ -96,7 +96,7 @@ class AutoTPFabricStrategy(AutoTPBase, _ModelParallelStrategy):
             self._is_launched = True
             self._modules: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
             self._optimizers: WeakKeyDictionary[Optimizer, nn.Module | None] = WeakKeyDictionary()
-            self._checked_calls = CheckedCalls(self.checked_steps, self._modules, self._optimizers)
+            self._checked_calls = CheckedCalls(self.checked_steps, self._modules)
             self._loaders = 0
             BackwardSync(self, postponed_sums)
             at_end_of_process(self.saving.close, self._end_watch)

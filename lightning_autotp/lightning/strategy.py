@@ -21,6 +21,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import MixedPrecision, TorchCheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+from lightning.pytorch.trainer import call as calls_of_hooks
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -131,6 +132,7 @@ class AutoTPStrategy(AutoTPBase, ModelParallelStrategy):
         self._exchange: Exchange | None = None
         self._averaging: list[RemovableHandle] = []
         self._signals: DeferredSignals | None = None
+        self._watch: checked | None = None  # from a training step to the next one
         self._interrupted_by: BaseException | None = None
         self._callbacks: list[Callback] = []
         self._as_before = ExitStack()  # puts back what a run has changed of the user's
@@ -263,6 +265,7 @@ class AutoTPStrategy(AutoTPBase, ModelParallelStrategy):
 
     def teardown(self) -> None:
         """Finish what is being saved, and leave the precision plugin, the callbacks and the Trainer as they were."""
+        self._end_watch()
         self._as_before.close()
         try:
             self.saving.close()
@@ -312,9 +315,12 @@ class AutoTPStrategy(AutoTPBase, ModelParallelStrategy):
             in_parts_again(self._module)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """A step; the first of a kind are watched. What it reads from a dataloader is compared as batches are."""
-        with self._watch_step("training", args):
-            output = super().training_step(*self._noting(args), **kwargs)
+        """A step; the first of a kind are watched, and hooks until the next one. Batches that it reads are compared."""
+        self._end_watch()
+        if self._is_watched("training", args):
+            self._watch = checked(self._module)
+            self._watch.begin(hooks=str(calls_of_hooks.__file__))
+        output = super().training_step(*self._noting(args), **kwargs)
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if loss is None and self._module.automatic_optimization and self.world_size > 1:
             raise RuntimeError(
@@ -346,9 +352,15 @@ class AutoTPStrategy(AutoTPBase, ModelParallelStrategy):
 
     def _watch_step(self, stage: str, args: Any) -> AbstractContextManager[Any]:
         """A watch over the step, if it is one of the first with such a batch in its stage."""
-        if not self._first_steps.has_one((stage, kind_of(args[:1]))) or is_compiled(self._module):
-            return nullcontext()
-        return checked(self._module, self.optimizers)
+        return checked(self._module) if self._is_watched(stage, args) else nullcontext()
+
+    def _is_watched(self, stage: str, args: Any) -> bool:
+        return self._first_steps.has_one((stage, kind_of(args[:1]))) and not is_compiled(self._module)
+
+    def _end_watch(self) -> None:
+        if self._watch is not None:
+            self._watch.end()
+            self._watch = None
 
     def _between_batches(self, everyone: bool = True) -> None:
         if self._signals is not None:

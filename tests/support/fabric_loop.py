@@ -154,7 +154,7 @@ def own_loss(fabric: Fabric, is_copied: bool = False) -> dict[str, Any]:
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     losses, kinds = [], []
     for ids in IDS[:12].split(4):
-        with checked(model.module, [optimizer]) if hasattr(model, "autotp") else nullcontext():
+        with checked(model.module) if hasattr(model, "autotp") else nullcontext():
             logits = model(ids)
             kinds.append(type(logits))
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())

@@ -53,6 +53,9 @@ UNSOUND: dict[str, tuple[Use, str]] = {
     "one vector": (lambda m, h: nn.utils.parameters_to_vector(m.parameters()), "view on model.embed_tokens.weight"),
     "norm of all": (lambda m, h: nn.utils.get_total_norm(m.parameters()), "norm on model.embed_tokens.weight"),
     "distance": (lambda m, h: nn.CosineSimilarity()(m.lm_head.weight, m.lm_head.weight), "on lm_head.weight"),
+    "broadcast": (
+        lambda m, h: (m.lm_head.weight - torch.arange(3.0)[:, None, None]).square().amin(0), "amin on lm_head.weight"
+    ),
     "stacked": (lambda m, h: torch.stack([m.lm_head.weight.float()]), "stack on lm_head.weight"),
 }  # fmt: skip
 SOUND: dict[str, Use] = {
@@ -85,7 +88,7 @@ def uses(rank: int, size: int) -> None:
         with checked(model):
             use(model, hidden)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with checked(model, [optimizer]):
+    with checked(model):
         optimizer.step()
 
 
@@ -123,12 +126,15 @@ def test_a_submodule_called_by_itself_must_give_what_is_whole() -> None:
     run_ranks(submodules, 2)
 
 
+OPTIMIZERS: list[Any] = []
+
+
 class Penalised(L.LightningModule):
     """Adds a penalty on the head in the step that it is told to."""
 
-    def __init__(self, at: int) -> None:
+    def __init__(self, at: int, optimizer: Any) -> None:
         super().__init__()
-        self.at = at
+        self.at, self.optimizer = at, optimizer
         self.losses: list[float] = []
 
     def configure_model(self) -> None:
@@ -142,30 +148,83 @@ class Penalised(L.LightningModule):
         self.losses.append(float(loss))
         return loss
 
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.model(input_ids=batch)
+
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), 0.01)
+        OPTIMIZERS.append(self.optimizer(self.parameters(), 0.01, momentum=0.9))
+        return OPTIMIZERS[-1]
 
 
-def fit(at: int, checked_steps: int) -> str:
+class Outside(L.Callback):
+    """Uses weights in a hook, outside of the training step."""
+
+    def __init__(self, hook: str, use: Callable[[nn.Parameter], Any]) -> None:
+        self.calls = 0
+
+        def called(trainer: L.Trainer, task: L.LightningModule, *_: Any) -> None:
+            self.calls += 1
+            use(task.model.lm_head.weight)
+
+        setattr(self, hook, called)
+
+
+def lars(weight: nn.Parameter) -> None:
+    assert weight.grad is not None
+    weight.grad *= weight.norm() / weight.grad.norm()
+
+
+HOOKS: dict[str, tuple[str, Callable[[nn.Parameter], Any], str]] = {
+    "LARS": ("on_before_optimizer_step", lars, "norm on"),
+    "noise": ("on_train_batch_end", lambda p: p.data.add_(torch.randn_like(p)), "randn_like on"),
+    "before validation": ("on_validation_start", lambda p: p.mean(), "mean on"),
+    "states": ("on_train_batch_end", lambda p: OPTIMIZERS[-1].state[p]["momentum_buffer"].mean(), "mean on"),
+    "decay": ("on_before_optimizer_step", lambda p: p.data.mul_(0.99), ""),
+    "an average": ("on_train_batch_end", lambda p: p.detach().clone().lerp_(p.data, 0.1), ""),
+}
+
+
+class Normed(torch.optim.SGD):
+    """An optimizer of the user's that asks for norms: whether it may step parts was tried."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.sub_(parameter.grad.as_subclass(Tensor), alpha=group["lr"])
+                parameter.norm()
+        return loss
+
+
+def fit(at: int, checked_steps: int, outside: Outside | None = None, optimizer: Any = torch.optim.SGD) -> str:
     trainer = L.Trainer(
         strategy=AutoTPStrategy(plan_cache=False, checked_steps=checked_steps),
         accelerator="cpu", devices=2, max_steps=3, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[outside] if outside else None,
+        val_check_interval=1,
     )  # fmt: skip
-    task = Penalised(at)
+    task = Penalised(at, optimizer)
     try:
-        trainer.fit(task, DataLoader(IDS.repeat(4, 1), batch_size=2))
+        data = DataLoader(IDS.repeat(4, 1), batch_size=2)
+        trainer.fit(task, data, data if outside else None)
     except RuntimeError as error:
         return f"{type(error).__name__}: {error}"
+    assert not torch.overrides._get_current_function_mode_stack()
     return f"{len(task.losses)} steps"
 
 
-def fits() -> list[str]:
-    return [fit(0, 1), fit(2, 1), fit(2, -1), fit(0, 0)]
+def fits() -> list[Any]:
+    hooked = {name: fit(3, 1, Outside(hook, use)) for name, (hook, use, _) in HOOKS.items()}
+    return [fit(0, 1), fit(2, 1), fit(2, -1), fit(0, 0), hooked | {"an optimizer": fit(3, 1, None, Normed)}]
 
 
 def test_first_steps_of_training_are_checked() -> None:
-    for first, later, always, never in run_trainer_ranks(fits, 2):
+    for first, later, always, never, hooked in run_trainer_ranks(fits, 2):
+        assert hooked.pop("an optimizer") == "3 steps"
+        for name, error in hooked.items():
+            said = HOOKS[name][2]
+            assert error.startswith("UnsoundUse: ") == bool(said), (name, error)
+            assert f"{said} model.lm_head.weight" in error or f"{said} lm_head.weight" in error if said else error
         assert "sum on model.lm_head.weight" in first or "sum on lm_head.weight" in first
         assert "loss + self.model.lm_head.weight.square().sum()" in first
         assert later == "3 steps"  # what begins later is seen where more steps are checked
