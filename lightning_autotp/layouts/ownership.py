@@ -143,6 +143,22 @@ class Ownership:
         """How many indices every rank holds."""
         return sum(stop - start for start, stop, ranks in self.owners if len(ranks) == self.ranks)
 
+    @property
+    def notes(self) -> list[str]:
+        """What is special about it, in words; nothing about an even cut in one piece."""
+        notes, sizes = list[str](), self.local_sizes
+        if (sections := max(len(runs) for runs in self.held)) > 1:
+            notes.append(f"{sections} sections")
+        if self.is_shared:
+            notes.append("shared")
+        if len(set(sizes)) > 1:
+            notes.append(f"uneven {list(sizes)}")
+        if self.size >= _LARGE and any(size % 8 for size in sizes[:-1]):
+            notes.append("not at multiples of 8")
+        if self.in_common:
+            notes.append(f"{self.in_common} of {self.size} on every rank")
+        return notes
+
     def __str__(self) -> str:
         sizes = list(self.local_sizes)
         return f"{self.size} -> {sizes[0] if len(set(sizes)) == 1 else sizes}"
@@ -160,6 +176,8 @@ def alignment(units: int, ranks: int) -> int:
     return next((size for size in _ALIGNMENTS if -(-units // (size * ranks)) * size * ranks <= units * _LARGEST), 1)
 
 
+_LARGE = 1024
+"""Elements of a dim from which on it counts where a product's matrix is cut."""
 _ALIGNMENTS = (64, 8)
 _LARGEST = 1.01
 """The largest part, as a multiple of what each rank has if all have the same."""

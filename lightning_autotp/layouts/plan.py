@@ -9,16 +9,17 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 from lightning_autotp.layouts.dims import Axis, Concat, Cut, Dim, Product
 from lightning_autotp.layouts.ownership import Ownership, Run
 from lightning_autotp.layouts.places import CallSite, said_of
+from lightning_autotp.layouts.repeats import Entry, by_rank, by_reason, counted, rows_of
 from lightning_autotp.layouts.transitions import Pair
 from lightning_autotp.layouts.types import Invariant, Layout, Partial, Replicate, Shard, local_shape
+from lightning_autotp.layouts.units import in_units
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -77,10 +78,22 @@ class ParameterPlan:
         """
         return str(self.reasons[0]) if len(self.shape) > 1 and self.reasons else ""
 
+    def local_of_whole(self, rank: int) -> str:
+        """Its shape, with a rank's part of each dim that is cut, and what is special: ``96/144 x 8 (shared)``."""
+        both = zip(local_shape(self.shape, self.layout, rank), self.shape, strict=True)
+        shape = " x ".join(str(whole) if part == whole else f"{part}/{whole}" for part, whole in both) or "scalar"
+        notes = ["gradients summed"] if isinstance(self.layout, Replicate) else []
+        notes += (
+            [note for _, owned in self.layout.dims for note in owned.notes] if isinstance(self.layout, Shard) else []
+        )
+        return f"{shape} ({', '.join(notes)})" if notes else shape
+
     def described(self) -> str:
         """Its layout or, where it is whole, every dim's reason, one a line."""
         reasons = [f"dim {r.dim} ({r.length}): {r}" for r in sorted(self.reasons, key=lambda reason: reason.dim)]
-        how = f"cut along {_describe(self.layout)}" if isinstance(self.layout, Shard) else "whole"
+        dims = self.layout.dims if isinstance(self.layout, Shard) else ()
+        cuts = [f"dim {dim}" + (f" ({', '.join(owned.notes)})" if owned.notes else "") for dim, owned in dims]
+        how = f"cut along {', '.join(cuts)}" if cuts else "whole"
         return "\n  ".join([f"{self.names[0]}: {how}", *reasons])
 
     @property
@@ -369,8 +382,8 @@ class Plan:
         work = f"{self.divided_work:.1%} of the FLOPs and " if self.divided_work >= 0 else ""
         return (
             f"{self.model} on {self.ranks} ranks: {work}{self.sharded_fraction:.1%} of the parameters are divided,"
-            f" {whole} of {len(self.parameters)} tensors stay whole; rank 0 holds {self.bytes(0):,} of"
-            f" {self.whole_bytes:,} bytes; {calls} collectives in a step"
+            f" {whole} of {len(self.parameters)} tensors stay whole; rank 0 stores"
+            f" {in_units(self.bytes(0))} of {in_units(self.whole_bytes)}; {calls} collectives in a step"
         )
 
     @property
@@ -384,35 +397,15 @@ class Plan:
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(
-            title=f"{self.model} on {self.ranks} tensor-parallel ranks (rank {rank} shown)", title_justify="left"
-        )
-        for column in ("module", "kind", "sharded", "whole", "local"):
-            table.add_column(column, overflow="fold")
-        table.add_column("local bytes", justify="right")
-        kinds = {use.module: use.name for use in self.implementations if use.call is None}
-        for pattern, parameters in _repeated(self.parameters, kinds):
-            first = parameters[0]
-            size = sum(parameter.bytes(rank) for parameter in parameters)
-            kind = kinds.get(first.names[0].rpartition(".")[0], "")
-            local = local_shape(first.shape, first.layout, rank)
-            table.add_row(pattern, kind, _describe(first.layout), _shape(first.shape), _shape(local), f"{size:,}")
-        lines = [
-            f"rank {r}: {self.bytes(r):,} of {self.whole_bytes:,} parameter bytes" for r in range(self.ranks)
-        ] + [
-            f"a step of the traced batch: {c.calls} x {c.kind}, {c.bytes:,} bytes" for c in self.communication
-        ] + [
-            str(size) for size in self.sizes
-        ]  # fmt: skip
-        if self.priced_for:
-            found = f"another plan could save {self.gap:.1%} at most" if self.gap else "exact: no plan is cheaper"
-            lines.append(f"priced for a step of {self.priced_for}; {found}")
-        if self.traced_with:
-            lines.append(f"traced with {self.traced_with}")
-        if self.shards_sequence:
-            lines.append("sequence parallel: between sharded regions each rank has a part of the tokens")
-        where = " in" if self.shards_sequence else ":"
-        lines += [f"every rank has all tokens{where} {why}" for why in self.whole_tokens]
+        title = f"{self.model} on {self.ranks} tensor-parallel ranks (rank {rank} shown)"
+        table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
+        table.add_column("parameter", overflow="fold")
+        table.add_column("layer")
+        table.add_column("local/whole")
+        table.add_column("size", justify="right", no_wrap=True)
+        for row in rows_of(self._entries(rank)):
+            table.add_row(row.name, *(row.cells or ("", "")), row.size)
+        lines = [*self._totals(), *self._tokens(), *counted(map(str, self.sizes))]
         lines += [f"after a forward each rank has its part of the attribute {name}" for name in self.kept_parts]
         lines += [
             f"{head}: its loss is computed a few tokens at a time, exactly (with one copy of the model); all logits"
@@ -425,62 +418,42 @@ class Plan:
                 "each rank draws its own random numbers for its part of a tensor, which are not those of one process"
                 " (they are where keep_whole= names the module):"
             )
-            calls = Counter((_in_any_layer(draw.module), str(draw.call)) for draw in self.draws)
-            lines += [
-                f"  {module or repr(module)}: {call}" + (f" ({count}x)" if count > 1 else "")
-                for (module, call), count in calls.items()
-            ]
-        for parameter in self.parameters:
-            if parameter.reason:
-                lines.append(f"whole on every rank: {parameter.names[0]}: {parameter.reason}")
+            lines += counted(f"  {draw.module or repr(draw.module)}: {draw.call}" for draw in self.draws)
+        whole = [(parameter.names[0], parameter.reason) for parameter in self.parameters if parameter.reason]
+        lines += [f"whole on every rank: {names}: {reason}" for names, reason in by_reason(whole)]
         return Group(table, Text("\n".join(lines)))
 
+    def _entries(self, rank: int) -> Iterator[Entry]:
+        """What the table says of each parameter."""
+        layers = {use.module: use.name for use in self.implementations if use.call is None}
+        for parameter in self.parameters:
+            layer = layers.get(parameter.names[0].rpartition(".")[0], "")
+            like = parameter.shape, parameter.layout, layer
+            yield Entry(parameter.names, like, (layer, parameter.local_of_whole(rank)), parameter.bytes(rank))
 
-def _shape(shape: tuple[int, ...]) -> str:
-    return " x ".join(map(str, shape)) or "scalar"
+    def _totals(self) -> Iterator[str]:
+        stored = by_rank([in_units(self.bytes(rank)) for rank in range(self.ranks)])
+        yield f"parameters: {stored}, of {in_units(self.whole_bytes)}"
+        if self.communication:
+            sent = (f"{one.calls} x {one.kind} ({in_units(one.bytes)})" for one in self.communication)
+            yield f"a step of the traced batch: {', '.join(sent)}"
+        if self.priced_for:
+            found = f"another plan could save {self.gap:.1%} at most" if self.gap else "exact: no plan is cheaper"
+            yield f"priced for a step of {self.priced_for}; {found}"
+        if self.traced_with:
+            yield f"traced with {self.traced_with}"
+
+    def _tokens(self) -> Iterator[str]:
+        if self.shards_sequence:
+            yield "sequence parallel: between sharded regions each rank has a part of the tokens"
+        where = " in" if self.shards_sequence else ":"
+        yield from (f"every rank has all tokens{where} {why}" for why in self.whole_tokens)
 
 
-def _describe(layout: Layout) -> str:
-    if not isinstance(layout, Shard):
-        return "replicated, gradients summed" if isinstance(layout, Replicate) else ""
-    parts = []
-    for dim, ownership in layout.dims:
-        sizes = list(ownership.local_sizes)
-        sections = max(len(runs) for runs in ownership.held)
-        notes = [f"{sections} sections"] if sections > 1 else []
-        notes += ["shared"] if ownership.is_shared else []
-        notes += [f"uneven {sizes}"] if len(set(sizes)) > 1 else []
-        notes += ["not at multiples of 8"] if ownership.size >= _LARGE and any(size % 8 for size in sizes[:-1]) else []
-        notes += [f"{ownership.in_common} of {ownership.size} on every rank"] if ownership.in_common else []
-        parts.append(f"dim {dim}" + (f" ({', '.join(notes)})" if notes else ""))
-    return ", ".join(parts)
-
-
+_SHOWN = 8
+"""Operators that a table names of which every rank computes all."""
 _MUCH = 0.05
 """Share of the FLOPs of which a start says that every rank computes it."""
-_SHOWN = 8
-_LARGE = 1024
-"""Elements of a dim from which on it counts where a product's matrix is cut."""
-
-
-def _repeated(parameters: tuple[ParameterPlan, ...], kinds: dict[str, str]) -> list[tuple[str, list[ParameterPlan]]]:
-    """Parameters of repeated layers in one row: same name but for numbers, same shapes, layouts and kind."""
-    rows: dict[Any, list[ParameterPlan]] = {}
-    for parameter in parameters:
-        name = parameter.names[0]
-        key = (_in_any_layer(name), parameter.shape, parameter.layout, kinds.get(name.rpartition(".")[0], ""))
-        rows.setdefault(key, []).append(parameter)
-    named = []
-    for (pattern, *_), members in rows.items():
-        name = members[0].names[0] if len(members) == 1 else f"{pattern} ({len(members)}x)"
-        tied = members[0].names[1:]
-        named.append((name + (f" = {', '.join(tied)}" if tied and len(members) == 1 else ""), members))
-    return named
-
-
-def _in_any_layer(name: str) -> str:
-    """A name without the numbers of layers."""
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def _encode(value: Any) -> Any:

@@ -88,7 +88,7 @@ LINES = [  # of both ranks, and how often at most
     ),
     (
         r"lightning_autotp: LlamaForCausalLM on 2 ranks: \d+\.\d% of the FLOPs and \d+\.\d% of the parameters are"
-        r" divided, 5 of 21 tensors stay whole; rank 0 holds [\d,]+ of [\d,]+ bytes; \d+ collectives in a step;"
+        r" divided, 5 of 21 tensors stay whole; rank 0 stores [\d.]+ KiB of [\d.]+ KiB; \d+ collectives in a step;"
         r" model\.autotp\.plan\.table\(\) has"
         r" the details",
         1,

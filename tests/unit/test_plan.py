@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_autotp.capture.capture import CaptureError
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.layouts.types import Shard
+from lightning_autotp.layouts.units import in_units
 from lightning_autotp.pipeline import make_plan
 
 
@@ -46,16 +47,46 @@ def test_foreign_json_is_refused() -> None:
         Plan.from_json('{"model": "x"}')
 
 
+def printed(plan: Plan, rank: int = 0, width: int = 80) -> list[str]:
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(plan.table(rank))
+    return [line.rstrip() for line in console.export_text().splitlines()]
+
+
 def test_table_shows_what_matters(plan: Plan) -> None:
-    console = Console(width=200, record=True, file=io.StringIO())
-    console.print(plan.table(rank=2))
-    text = console.export_text()
-    assert "qkv_proj.weight (2x)" in text
-    assert "3 sections, shared" in text
-    assert "column" in text
-    assert "num_key_value_heads: 2 -> [1, 1, 1]" in text
-    assert f"{plan.bytes(2):,}" in text
-    assert "all_reduce" in text
+    lines = printed(plan, rank=2)
+    assert "model.layers.0-1 (2x)" in lines
+    (fused,) = (line.split() for line in lines if line.startswith("  self_attn.qkv_proj.weight"))
+    local = plan.parameters[[p.names[0] for p in plan.parameters].index("model.layers.0.self_attn.qkv_proj.weight")]
+    assert fused[1:5] == ["column", f"{local.bytes(2) // 4 // 64}/128", "x", "64"]
+    assert "(3 sections, shared" in "\n".join(printed(plan, rank=2, width=200))
+    assert "model.layers.*.self_attn: num_key_value_heads: 2 -> [1, 1, 1] (2x)" in "\n".join(lines)
+    assert any(line.startswith("a step of the traced batch: ") and " x all_reduce (" in line for line in lines)
+    (stored,) = (line for line in lines if line.startswith("parameters: "))
+    assert stored.endswith(f"{in_units(plan.bytes(2))} on rank 2, of {in_units(plan.whole_bytes)}")
+    assert max(map(len, lines)) <= 80
+
+
+def test_what_repeats_in_a_table_is_one_line() -> None:
+    """Reasons and sizes of layers that are alike, and layers that are not in a row."""
+    plan, _ = make_plan(meta_model("mixtral", num_hidden_layers=4), 2, keep_whole=["model.layers.2.mlp*"])
+    lines = printed(plan, width=1000)
+    assert "model.layers.0-3 (4x)" in lines
+    assert "model.layers.0-1,3 (3x)" in lines
+    assert len(lines) == len(set(lines))
+    told = [line for line in lines if line.startswith("whole on every rank: ")]
+    assert any(
+        "model.layers.*.mlp.gate.weight (2x): aten.softmax.int in model.layers.*.mlp.gate" in line for line in told
+    )
+    assert len(told) < sum(bool(parameter.reason) for parameter in plan.parameters)
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 bytes"), (999, "999 bytes"), (1000, "0.977 KiB"), (2**20, "1.00 MiB"), (3 << 37, "384 GiB")],
+)
+def test_sizes_in_units(size: int, text: str) -> None:
+    assert in_units(size) == text
 
 
 def test_bytes_add_up(plan: Plan) -> None:
