@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from lightning_autotp.capture import vmap as transforms
 from lightning_autotp.gradients.sums import hook_parameters, sum_at_once_in_ddp
 from lightning_autotp.guard.bypassed import Bypasses
 from lightning_autotp.guard.compared import ComparedValues
@@ -103,9 +104,17 @@ class Guard:
 
         Raises:
             RuntimeError: naming what was changed or written, on every rank.
+            RuntimeError: under a function transform.
             UnprovedCall: if the parts do not compute what the model does in a call like this.
         """
         self.running.depth += 1
+        if transforms.are_active():
+            raise RuntimeError(
+                f"the parallel {type(model).__name__} is called under a function transform (torch.func.grad, vmap,"
+                " jvp), which does not reach the communication between its ranks. loss.backward() and"
+                " torch.autograd.grad(loss, parameters, create_graph=True) give the gradients of one process, also of"
+                " second order (MAML); call it once for each example instead of under vmap"
+            )
         if torch.compiler.is_compiling():
             return None
         sum_at_once_in_ddp(model)

@@ -238,7 +238,8 @@ class HeadProduct:
         if self._uses.is_hooked and self.differentiable:
             return (
                 "a hook was added to the gradient of these logits after this view of them was made, and would not see"
-                " what the view adds: add the hook first"
+                " what the view adds: add the hook first. (Tools that hook whatever modules return, such as"
+                " CommDebugMode, do so: for them keep the head whole, with keep_whole=)"
             )
         return None
 

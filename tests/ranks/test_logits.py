@@ -339,7 +339,6 @@ def in_place(group: TPGroup, ownership: Ownership) -> None:
         lambda x: torch.add(x, 1, out=x),
         lambda x: x.requires_grad_(False),
         lambda x: setattr(x, "data", torch.zeros(1)),
-        lambda x: x.retain_grad(),
     ]
     for change in changes:
         with pytest.raises(RuntimeError, match=r"in place \(VocabParallelLogits.*logits = logits \* 2.*full\(\)"):
@@ -404,6 +403,19 @@ def views_are_read_only(group: TPGroup, ownership: Ownership) -> None:
             assert found.clone().fill_(3.0).eq(3.0).all()
     with torch.no_grad(), pytest.raises(ValueError, match="read-only"):
         logits.numpy()[...] = 1.0
+
+
+def kept_gradients(group: TPGroup, ownership: Ownership) -> None:
+    """``retain_grad`` keeps the whole gradient, and adds up those of several backward passes."""
+    whole = values().requires_grad_()
+    _, logits = sharded(group, ownership)
+    for x in (whole, logits):
+        x.retain_grad()
+        for _ in range(2):
+            F.cross_entropy(x.flatten(0, 1) * 2, torch.arange(x.shape[0] * x.shape[1]) % x.shape[2]).backward()
+    assert whole.grad is not None
+    assert type(logits.grad) is Tensor
+    torch.testing.assert_close(logits.grad, whole.grad, rtol=1e-5, atol=1e-7)
 
 
 def gradients_through_views(group: TPGroup, ownership: Ownership) -> None:
@@ -474,6 +486,7 @@ def every_check(rank: int, ranks: int) -> int:
             beneath_python(group, ownership)
             views_are_read_only(group, ownership)
             gradients_through_views(group, ownership)
+            kept_gradients(group, ownership)
         cross_entropies(group, ownership)
         gradients_of_logits(group, ownership)
         hugging_face_loss(group, ownership)

@@ -237,6 +237,9 @@ def compared(rank: int, size: int) -> list[str]:
             except DifferentOnRanks as error:
                 said.append(str(error))
             assert [len(module._forward_hooks) for module in model.modules()] == hooks
+    for transform in (torch.func.grad, torch.func.vmap):
+        with pytest.raises(RuntimeError, match=r"is called under a function transform .* create_graph=True"):
+            transform(lambda x: model(x[None]).sum())(x)
     return said
 
 

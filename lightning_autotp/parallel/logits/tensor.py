@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -371,6 +372,23 @@ def _register_hook(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[s
     return logits.local.register_hook(on_local)
 
 
+@runs(Tensor.retain_grad)
+def _retain_grad(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Keep the whole gradient, on every rank: the backward pass is collective."""
+    (logits,) = args
+    kept = weakref.ref(logits)
+
+    def keep(gradient: Tensor) -> None:
+        if (kept_by := kept()) is not None:
+            whole = _summed_over_ranks(gradient, kept_by)
+            with without_subclasses():
+                kept_by.grad = whole if kept_by.grad is None else kept_by.grad + whole
+
+    if isinstance(source := logits._source, HeadProduct):
+        source.hook()
+    logits.local.register_hook(keep)
+
+
 @runs(torch.autograd.grad)
 def _gradients(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """The gradient of logits is gathered from those of the ranks' parts. Collective.
@@ -442,7 +460,6 @@ _METADATA = DESCRIBING | {*VIEW_GETTERS, *getters("grad"), *functions("__format_
 
 _NO_WRITES = frozenset((Tensor.requires_grad_, Tensor.detach_))
 _SERIALIZERS = frozenset((Tensor.__deepcopy__, Tensor.__reduce_ex__))
-_GRADIENT_KEEPERS = frozenset((Tensor.retain_grad, Tensor.register_post_accumulate_grad_hook))
 _said: set[str] = set()
 
 
@@ -454,7 +471,7 @@ def _refuse_mutation(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapp
     for x in tree_leaves(changed):
         if isinstance(x, VocabParallelLogits) or (isinstance(x, GatheredLogits) and func not in _NO_WRITES):
             raise _in_place_error(resolve_name(func) or name, x)
-    if func in _GRADIENT_KEEPERS and isinstance(args[0], VocabParallelLogits):
+    if func is Tensor.register_post_accumulate_grad_hook and isinstance(args[0], VocabParallelLogits):
         raise _in_place_error(resolve_name(func) or name, args[0])
 
 
