@@ -113,7 +113,7 @@ class ComparedValues:
             DifferentOnRanks: naming the first place in the forward, on every rank.
         """
         self.end()
-        self._waits_for_gradients = torch.is_grad_enabled()
+        self._waits_for_gradients |= torch.is_grad_enabled()
         with without_modes():
             self._refuse(self._forward.compare(parallel_state(self.model).group.process_group))
 
