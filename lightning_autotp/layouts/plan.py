@@ -240,6 +240,7 @@ class WholeWork:
         share: their share of the forward's floating-point operations; 0 where these are not known.
         why: what stands against cutting it.
         is_unknown: whether it has no rule, or its module could not be traced.
+        seconds: how long they take in the step that the plan is priced for, forward and backward, by the profile.
     """
 
     operator: str
@@ -248,10 +249,11 @@ class WholeWork:
     share: float
     why: str
     is_unknown: bool = False
+    seconds: float = 0.0
 
     def __str__(self) -> str:
         often = f"{self.calls} x " if self.calls > 1 else ""
-        share = f", {self.share:.1%} of the FLOPs" if self.share else ""
+        share = f", {self.share:.1%} of the FLOPs, about {1e3 * self.seconds:.2g} ms of a step" if self.share else ""
         return f"{often}{self.operator} in {self.module or 'the model'}{share}: {self.why}"
 
 

@@ -24,14 +24,14 @@ def whole_work(tables: Tables, layouts: Mapping[int, Layout]) -> tuple[float, tu
         layouts: of every tensor.
     """
     total = divided = 0.0
-    flops = defaultdict[tuple[str, str], float](float)
+    flops, seconds = (defaultdict[tuple[str, str], float](float) for _ in range(2))
     calls, why = Counter[tuple[str, str]](), dict[tuple[str, str], str]()
     unknown: set[tuple[str, str]] = set()
     for relation in tables.relations:
         operator = relation.operator
         if operator.boundary is not None:
             continue
-        work, _ = tables.work(relation)
+        work, touched = tables.work(relation)
         total += work
         is_unknown = _is_unknown(relation)
         share = min(_share(layouts.get(tensor)) for tensor in (*operator.inputs, *operator.outputs))
@@ -40,14 +40,14 @@ def whole_work(tables: Tables, layouts: Mapping[int, Layout]) -> tuple[float, tu
             continue
         key = operator.name, re.sub(r"\d+", "*", operator.module)
         flops[key] += work
+        seconds[key] += tables.profile.compute(work, touched, 1.0)
         calls[key] += 1
         why.setdefault(key, next(iter(relation.whole.values()), "to cut it would cost more"))
         if is_unknown:
             unknown.add(key)
     found = [
-        WholeWork(name, module, count, flops[name, module] / total if total else 0.0, why[name, module], key in unknown)
+        WholeWork(*key, count, flops[key] / total if total else 0.0, why[key], key in unknown, seconds[key])
         for key, count in calls.items()
-        for name, module in [key]
     ]
     return divided / total if total else -1.0, tuple(sorted(found, key=lambda work: (not work.is_unknown, -work.share)))
 

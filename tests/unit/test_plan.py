@@ -14,6 +14,7 @@ from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.layouts.types import Shard
 from lightning_autotp.layouts.units import in_units
 from lightning_autotp.pipeline import make_plan
+from lightning_autotp.solving.cost import Profile
 
 
 @pytest.fixture(scope="module")
@@ -154,6 +155,11 @@ def test_the_plan_says_what_every_rank_computes_whole() -> None:
     ]
     assert [round(work.share, 3) for work in plan.whole_work] == [0, 0.308, 0.308, 0.077]
     assert plan.divided_work == pytest.approx(4 / 13)
+    profile, tokens = Profile(), 16_384
+    up = next(work for work in plan.whole_work if work.module == "layers.*.up")
+    touched = 2 * (tokens * (32 + 64) + 32 * 64 + 64) * 4
+    assert up.seconds == pytest.approx(profile.compute(2 * tokens * 2 * 32 * 64, touched, 1.0), rel=1e-2)
+    assert f"30.8% of the FLOPs, about {1e3 * up.seconds:.2g} ms of a step: " in str(up)
     assert len(plan.warnings) == 4
     assert Plan.from_json(plan.to_json()) == plan
 
