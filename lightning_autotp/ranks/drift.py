@@ -42,8 +42,9 @@ class Drift:
             found = next(self._left, None)
         if found is not None:
             name, tensor = found
-            x = tensor.float() if tensor.itemsize < 4 else tensor
-            self._noted = name, HostCopy(torch.stack([torch.linalg.vector_norm(x), x.sum()]))
+            x = tensor.float() if tensor.itemsize == 1 else tensor  # few functions take float8
+            dtype = torch.promote_types(x.dtype, torch.float32)
+            self._noted = name, HostCopy(torch.stack([torch.linalg.vector_norm(x, dtype=dtype), x.sum(dtype=dtype)]))
 
     def bounds(self) -> tuple[int, int, int, int]:
         """Four numbers of 64 bits, whose largest over the ranks tell the extremes of norm and normalized sum."""

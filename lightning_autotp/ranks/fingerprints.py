@@ -60,9 +60,9 @@ class Fingerprints:
         x = tensor.detach()
         if x.is_complex():
             x = torch.view_as_real(x.resolve_conj())
-        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         if x.itemsize == 1:  # few functions take float8
-            x = x.to(dtype)
+            x = x.float()
+        dtype = torch.promote_types(x.dtype, torch.float32)
         flat = x.reshape(-1)
         elements = flat[:: max(1, flat.numel() // _ELEMENTS)][:_ELEMENTS].to(dtype)
         norm = torch.linalg.vector_norm(flat, 1, dtype=dtype)
