@@ -22,7 +22,6 @@ import itertools
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -32,11 +31,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lightning_autotp.layouts.types import Shard
-from lightning_autotp.optimizers.stepping import needs_closure, plain_step
+from lightning_autotp.optimizers.stepping import needs_closure
+from lightning_autotp.optimizers.trial import Unknown, difference, first_that_runs, moving, updates
 from lightning_autotp.optimizers.whole_matrices import WholeMatrixOptimizer
 from lightning_autotp.parameters.local_blocks import data_group, plain
 from lightning_autotp.parameters.state import ParameterTable
-from lightning_autotp.private.torch_private import as_written
 
 STEPS = 32
 """Enough for preconditioners that are recomputed every tenth step, or first used after 25."""
@@ -61,8 +60,8 @@ Kind = tuple[int, tuple[int, ...]]
 def check_optimizer(optimizer: Optimizer, module: nn.Module) -> None:
     """Refuse an optimizer that would treat this rank's part of a tensor as a whole one.
 
-    Neither the optimizer nor its parameters are touched; the random state is the caller's to keep. An optimizer that
-    communicates in its step is collective here too.
+    Neither the optimizer nor its parameters are touched, nor torch's random state. An optimizer that communicates in
+    its step is collective here too.
 
     Args:
         optimizer: with this rank's local parameters. Groups without a sharded parameter may do as they like.
@@ -83,17 +82,17 @@ def check_optimizer(optimizer: Optimizer, module: nn.Module) -> None:
     for number, group in enumerate(optimizer.param_groups):
         for (_, dims), parameter in _sharded(group["params"], table).items():
             try:
-                difference = _difference(optimizer, parameter, parameter.dim(), dims)
-            except _Unknown as error:
+                apart = _difference(optimizer, parameter, parameter.dim(), dims)
+            except Unknown as error:
                 unknown = unknown or str(error)
                 continue
-            if difference is not None:
+            if apart is not None:
                 raise ValueError(
                     f"{name} computes its update from whole tensors, of which a rank has only a part: with the options"
                     f" of parameter group {number}, which has {_name(parameter, table)}"
                     f" (cut along dim {', '.join(map(str, dims))}),"
                     " the pieces of a random tensor are updated differently from the whole, by"
-                    f" {difference:.1g} times the greatest update. Step whole tensors:"
+                    f" {apart:.1g} times the greatest update. Step whole tensors:"
                     f" lightning_autotp.WholeMatrixOptimizer(module, parameters, {name}, lr=...) is one process's"
                     f" {name} where the update of a tensor depends on no other tensor. Or use an elementwise optimizer"
                     " such as SGD, Adam or AdamW for this group; parameters that stay whole on every rank (see the"
@@ -105,10 +104,6 @@ def check_optimizer(optimizer: Optimizer, module: nn.Module) -> None:
             " element's update from that element's own gradients",
             stacklevel=2,
         )
-
-
-class _Unknown(Exception):
-    """The optimizer cannot be tried; says why."""
 
 
 def _sharded(parameters: Iterable[Tensor], table: ParameterTable) -> dict[Kind, Tensor]:
@@ -130,37 +125,28 @@ def _name(parameter: Tensor, table: ParameterTable) -> str:
 
 
 def _difference(optimizer: Optimizer, parameter: Tensor, ndim: int, dims: tuple[int, ...]) -> float | None:
-    """How much the updates of a tensor and of its pieces differ, ``None`` if they do not.
+    """How much the updates of a tensor and of its pieces differ, relative to the greatest one; ``None`` if they do not.
 
     Raises:
-        _Unknown: if no way was found to make steps.
+        Unknown: if no way was found to make steps.
     """
-    first: Exception | None = None
-    for (dtype, portable, new), with_closure in itertools.product(ATTEMPTS, (False, True)):
-        if with_closure < needs_closure(optimizer):
-            continue
+
+    def attempt(dtype: torch.dtype, portable: bool, new: bool, with_closure: bool) -> float | None:
         make = functools.partial(_Copier, optimizer, parameter, portable=portable, new=new)
-        try:
-            with ExitStack() as context:
-                context.enter_context(warnings.catch_warnings())
-                warnings.simplefilter("ignore")
-                context.enter_context(as_written())
-                difference = max(
-                    _compare(
-                        make,
-                        start.to(parameter.device, dtype),
-                        gradients.to(parameter.device, dtype),
-                        dims,
-                        with_closure,
-                    )
-                    for start, gradients in _trials(ndim)
-                )
-        except Exception as error:  # of code of any kind
-            first = first or error
-            continue
-        return difference if not difference <= TOLERANCE[dtype] else None
-    raise _Unknown(
-        str(first) if isinstance(first, _Unknown) else f"on a random tensor, {type(first).__name__}: {first}"
+        for start, gradients in _trials(ndim):
+            values = start.to(parameter.device, dtype), gradients.to(parameter.device, dtype)
+            apart = _compare(make, *values, dims, with_closure)
+            if not apart <= TOLERANCE[dtype]:
+                return apart
+        return None
+
+    return first_that_runs(
+        (
+            functools.partial(attempt, *way, with_closure)
+            for way, with_closure in itertools.product(ATTEMPTS, (False, True))
+            if with_closure >= needs_closure(optimizer)
+        ),
+        parameter.device,
     )
 
 
@@ -172,14 +158,14 @@ def _compare(
     def update(index: tuple[slice, ...]) -> Tensor:
         piece = nn.Parameter(start[index].clone(memory_format=torch.contiguous_format))
         in_every_step = (slice(None), *index)
-        _make_steps(make(piece).optimizer, piece, gradients[in_every_step], with_closure)
-        return piece.detach() - start[index]
+        [found] = updates(make(piece).optimizer, [piece], [gradients[in_every_step]], with_closure)
+        return found
 
     whole = update((slice(None),) * start.ndim)
-    greatest = whole.abs().max().item()
-    if not 0 < greatest < float("inf"):
-        raise _Unknown("on a random tensor it makes no update that could be compared")
-    return max((update(index) - whole[index]).abs().max().item() for index in _pieces(start.shape, dims)) / greatest
+    joined = torch.empty_like(whole)
+    for index in _pieces(start.shape, dims):
+        joined[index] = update(index)
+    return difference(joined, whole)
 
 
 def _trials(ndim: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -208,24 +194,6 @@ def _pieces(shape: tuple[int, ...], dims: tuple[int, ...]) -> list[tuple[slice, 
         for dim, size in enumerate(shape)
     ]
     return list(itertools.product(*ranges))
-
-
-def _make_steps(optimizer: Any, piece: nn.Parameter, gradients: Tensor, with_closure: bool) -> None:
-    train = getattr(optimizer, "train", None)  # schedule-free optimizers have two modes
-    if callable(train):
-        train()
-    step = plain_step(optimizer)
-    for gradient in gradients:
-
-        def closure(gradient: Tensor = gradient) -> Tensor:
-            piece.grad = gradient.clone(memory_format=torch.contiguous_format)
-            return (piece.detach() * gradient).sum()
-
-        if with_closure:
-            step(optimizer, closure)
-        else:
-            closure()
-            step(optimizer)
 
 
 class _Copier:
@@ -282,14 +250,10 @@ class _Copier:
 
     def _copy_group(self, group: Mapping[str, Any]) -> dict[str, Any]:
         self._copies[id(group["params"])] = [self._piece]
-        made = {name: self._copy(value) for name, value in group.items() if name != "param_names"}
+        made = moving({name: self._copy(value) for name, value in group.items() if name != "param_names"})
         if "param_names" in group:
             places = [place for place, other in enumerate(group["params"]) if other is self._parameter]
             made["param_names"] = [group["param_names"][place] for place in places]
-        # A warm-up starts with nothing.
-        rate = made.get("lr")
-        if rate is not None and not float(rate):
-            made["lr"] = rate + (float(made.get("initial_lr", 0)) or 1e-3)
         if self._portable:
             made.update({name: False for name in IMPLEMENTATIONS if name in made})
         return made
@@ -307,7 +271,7 @@ class _Copier:
         if isinstance(value, Tensor):
             return self._copy_tensor(value)
         if isinstance(value, nn.Module):
-            raise _Unknown(f"it holds a module, {type(value).__name__}")
+            raise Unknown(f"it holds a module, {type(value).__name__}")
         if isinstance(value, dict):
             made = copy.copy(value)
             self._copies[id(value)] = made
@@ -343,5 +307,5 @@ class _Copier:
             number = local[:1].sum().to(self._piece.dtype if value.is_floating_point() else value.dtype)
             return number.expand(self._piece.shape).clone()
         if value.numel() > SMALL:
-            raise _Unknown(f"it holds a tensor of {value.numel()} elements")
+            raise Unknown(f"it holds a tensor of {value.numel()} elements")
         return value.detach().clone()

@@ -12,6 +12,7 @@ This is right where a parameter's update depends on no other parameter, which is
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -27,9 +28,9 @@ from torch.optim.optimizer import ParamsT
 
 from lightning_autotp.optimizers.homes import Spread, Traveller, balanced, from_homes, to_homes
 from lightning_autotp.optimizers.stepping import needs_closure, plain_step
+from lightning_autotp.optimizers.trial import Unknown, difference, first_that_runs, moving, updates
 from lightning_autotp.parameters.local_blocks import data_group, is_cut, plain
 from lightning_autotp.parameters.state import ParameterTable, parallel_models
-from lightning_autotp.private.torch_private import as_written
 from lightning_autotp.ranks.agreement import gather_objects, largest_of_all, raise_together
 from lightning_autotp.ranks.group import TPGroup
 
@@ -380,78 +381,61 @@ class WholeMatrixOptimizer(Optimizer):
             UserWarning: if it cannot be run.
         """
         device = plain(self._wholes[0].parameter).device
-        first: Exception | None = None
-        for dtype in (torch.float64, torch.float32):
-            try:
-                with ExitStack() as context:
-                    context.enter_context(warnings.catch_warnings())
-                    warnings.simplefilter("ignore")
-                    context.enter_context(as_written())
-                    context.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
-                    reason = self._reason_against(device, dtype)
-            except Exception as error:  # of code of any kind
-                first = first or error
-                continue
-            if reason:
-                raise ValueError(
-                    f"{self.kind} is not right in a WholeMatrixOptimizer, which steps every parameter by itself on one"
-                    f" rank: {reason}. It serves optimizers that compute a tensor's update from that tensor alone"
-                    " (Muon, Adafactor, LAMB, SOAP)"
-                )
+        ways = (functools.partial(self._reason_against, device, dtype) for dtype in (torch.float64, torch.float32))
+        try:
+            reason = first_that_runs(ways, device)
+        except Unknown as error:
+            warnings.warn(
+                f"{self.kind} could not be checked: {error}. It is right in a WholeMatrixOptimizer only if it computes"
+                " each tensor's update from that tensor's own gradients",
+                stacklevel=3,
+            )
             return
-        warnings.warn(
-            f"{self.kind} could not be checked: on random tensors, {type(first).__name__}: {first}. It is right in a"
-            " WholeMatrixOptimizer only if it computes each tensor's update from that tensor's own gradients",
-            stacklevel=3,
-        )
+        if reason:
+            raise ValueError(
+                f"{self.kind} is not right in a WholeMatrixOptimizer, which steps every parameter by itself on one"
+                f" rank: {reason}. It serves optimizers that compute a tensor's update from that tensor alone"
+                " (Muon, Adafactor, LAMB, SOAP)"
+            )
 
     def _reason_against(self, device: torch.device, dtype: torch.dtype) -> str | None:
         kinds = sorted({(whole.group, whole.parameter.dim()) for whole in self._wholes}) * 2
         generator = torch.Generator().manual_seed(11)
-        shapes = [(2,) * (dims - 2) + (6, 4) if dims > 1 else (6,) * dims for _, dims in kinds]
-        starts = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
-        gradients = [
-            [torch.randn(shape, generator=generator, dtype=torch.float64) * 3**place for _ in range(TRIAL_STEPS)]
-            for place, shape in enumerate(shapes)
-        ]
 
-        def groups_of(places: Sequence[int]) -> tuple[list[nn.Parameter], list[dict[str, Any]]]:
-            """These trial tensors as parameters, and in groups with the options of the real ones."""
-            tensors = [nn.Parameter(starts[place].to(device, dtype)) for place in places]
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
+
+        shapes = [(2,) * (dims - 2) + (6, 4) if dims > 1 else (6,) * dims for _, dims in kinds]
+        starts = [normal(*shape) for shape in shapes]
+        gradients = [normal(TRIAL_STEPS, *shape) * 3**place for place, shape in enumerate(shapes)]
+
+        def updated(places: Sequence[int]) -> list[Tensor]:
+            """The updates of these trial tensors, in groups with the options of the real ones."""
+            tensors = [nn.Parameter(starts[place].clone()) for place in places]
             groups: dict[int, dict[str, Any]] = {}
             for place, tensor in zip(places, tensors, strict=True):
                 number = kinds[place][0]
-                options = _moving(copy.deepcopy(_options(self.param_groups[number])))
+                options = moving(copy.deepcopy(_options(self.param_groups[number])))
                 groups.setdefault(number, {**options, "params": []})["params"].append(tensor)
-            return tensors, list(groups.values())
-
-        def updated(places: Sequence[int]) -> list[Tensor]:
-            tensors, groups = groups_of(places)
-            optimizer = self._make(groups)
+            optimizer = self._make(list(groups.values()))
             before = [copy.deepcopy(_options(group)) for group in optimizer.param_groups]
             if needs_closure(optimizer):
                 raise _Reason("its step needs a closure, which may compute the gradients again")
-            for step in range(TRIAL_STEPS):
-                for place, tensor in zip(places, tensors, strict=True):
-                    tensor.grad = gradients[place][step].to(device, dtype)
-                plain_step(optimizer)(optimizer)
+            found = updates(optimizer, tensors, [gradients[place] for place in places])
             for old, group in zip(before, optimizer.param_groups, strict=True):
                 if changed := [key for key, value in old.items() if not _is_same(value, group[key])]:
                     raise _Reason(f"its step changes the options {', '.join(changed)} of a parameter group")
-            return [tensor.detach() for tensor in tensors]
+            return found
 
         try:
             together = updated(range(len(kinds)))
-            alone = [tensor for place in range(len(kinds)) for tensor in updated([place])]
+            alone = [update for place in range(len(kinds)) for update in updated([place])]
         except _Reason as reason:
             return str(reason)
-        for start, one, other in zip(starts, together, alone, strict=True):
-            greatest = (other - start.to(other)).abs().max().item()
-            if not 0 < greatest < float("inf"):
-                raise RuntimeError("no update that could be compared")
-            if not (one - other).abs().max().item() <= TRIAL_TOLERANCE * greatest:
-                return "the update of a tensor depends on the other tensors, or on random numbers"
-        return None
+        apart = [difference(one, other) for one, other in zip(together, alone, strict=True)]
+        if all(each <= TRIAL_TOLERANCE for each in apart):
+            return None
+        return "the update of a tensor depends on the other tensors, or on random numbers"
 
 
 class _Reason(Exception):
@@ -460,12 +444,6 @@ class _Reason(Exception):
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
-def _moving(options: dict[str, Any]) -> dict[str, Any]:
-    """With a learning rate that is not zero, as it is where a warm-up begins."""
-    rate = options.get("lr")
-    return {**options, "lr": rate + 1e-3} if rate is not None and not float(rate) else options
 
 
 def _is_same(one: Any, other: Any) -> bool:

@@ -38,7 +38,7 @@ INTERNAL = {
     "Contradiction",
     "NotFoundInTime",
     "UnknownSize",
-    "_Unknown",
+    "Unknown",
     "_Untraceable",
     "_Reason",
     "NotRun",
