@@ -108,7 +108,7 @@ def test_operators_of_the_page_are_as_it_says(operators_of_the_page: list[str]) 
     products = [name for name in operators_of_the_page if registry.record(name).flops]
     assert len(products) == 1
     for name in products:
-        prove_flops(name)
+        prove_flops(name, examples=25)
 
 
 def test_the_record_is_told_whole() -> None:

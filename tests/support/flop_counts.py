@@ -20,8 +20,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_autotp.operators import count_flops
 
-EXAMPLES = 40
-
 
 class Number:
     """A number that counts what is done with it."""
@@ -133,7 +131,7 @@ def counted_by_torch(name: str, arguments: dict[str, Any]) -> int:
 UNKNOWN_TO_TORCH = {"aten._grouped_mm.default", "transformers.grouped_mm_fallback.default"}
 
 
-def prove_flops(name: str) -> None:
+def prove_flops(name: str, examples: int) -> None:
     """What a record counts must be what PyTorch's counter counts, or a count of what a definition computes."""
     by: Counter[str] = Counter()
 
@@ -153,5 +151,5 @@ def prove_flops(name: str) -> None:
         by["torch"] += by_torch > 0
         by["hand"] += by_hand is not None
 
-    for_examples(name, check, EXAMPLES)
+    for_examples(name, check, examples)
     assert by["torch"] or by["hand"] or name == "aten.outer.default", "nothing counted this product"

@@ -16,9 +16,10 @@ from lightning_autotp.operators.graph import EXPERTS
 PRODUCTS = [known.name for known in records() if known.flops and known.name != EXPERTS]
 
 
+@pytest.mark.parametrize("examples", [15, pytest.param(40, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_flops(name: str) -> None:
-    prove_flops(name)
+def test_flops(name: str, examples: int) -> None:
+    prove_flops(name, examples)
 
 
 @settings(max_examples=60)

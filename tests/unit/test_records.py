@@ -28,7 +28,9 @@ from lightning_autotp.operators import (
 )
 from lightning_autotp.operators.graph import EXPERTS, KEPT, Operator, refs
 
-EXAMPLES = 25
+MANY = 100
+"""Examples. Tests of one fact of many operators take the first of them, and all at night."""
+first_or_all = pytest.mark.parametrize("examples", [25, pytest.param(MANY, marks=pytest.mark.nightly)])
 
 
 def having(fact: Callable[[Record], Any]) -> list[str]:
@@ -36,9 +38,7 @@ def having(fact: Callable[[Record], Any]) -> list[str]:
 
 
 def each(
-    name: str,
-    check: Callable[[Tape, Operator, dict[str, Any], list[Tensor]], object],
-    examples: int = 4 * EXAMPLES,
+    name: str, check: Callable[[Tape, Operator, dict[str, Any], list[Tensor]], object], examples: int
 ) -> Counter[Any]:
     """Check an operator's calls, given what they are made with and give; how often the check returned what."""
     seen: Counter[Any] = Counter()
@@ -91,22 +91,24 @@ def test_identities_give_what_they_are_given(name: str) -> None:
         assert not holds or equal([given], results)
         return holds
 
-    assert each(name, check)[True] > 0
+    assert each(name, check, MANY)[True] > 0
 
 
+@first_or_all
 @pytest.mark.parametrize("name", having(lambda known: known.reshapes))
-def test_reshaping_keeps_elements_and_their_order(name: str) -> None:
+def test_reshaping_keeps_elements_and_their_order(name: str, examples: int) -> None:
     def check(tape: Tape, called: Operator, arguments: dict[str, Any], results: list[Tensor]) -> bool:
         given = first_tensor(arguments)
         holds = results[0].numel() == given.numel()
         assert not holds or torch.equal(results[0].flatten(), given.flatten())
         return holds
 
-    assert each(name, check)[True] > 0
+    assert each(name, check, examples)[True] > 0
 
 
+@first_or_all
 @pytest.mark.parametrize("name", having(lambda known: known.uniform))
-def test_what_is_uniform_is_the_same_at_every_index(name: str) -> None:
+def test_what_is_uniform_is_the_same_at_every_index(name: str, examples: int) -> None:
     def check(tape: Tape, called: Operator, arguments: dict[str, Any], results: list[Tensor]) -> bool:
         shapes = Shapes(called.arguments, called.outputs, tape.shape)
         dims = [dim for dim in range(results[0].ndim) if record(name).uniform(shapes, dim)]
@@ -114,7 +116,7 @@ def test_what_is_uniform_is_the_same_at_every_index(name: str) -> None:
             assert torch.equal(results[0].narrow(dim, 0, 1).expand_as(results[0]), results[0])
         return any(results[0].shape[dim] > 1 for dim in dims)
 
-    assert each(name, check)[True] > 0
+    assert each(name, check, examples)[True] > 0
 
 
 def test_what_is_expanded_is_not_uniform_along_its_own_dims() -> None:
@@ -143,27 +145,29 @@ def test_operators_write_what_their_records_say_in_place_and_nothing_else(name: 
             given[key].copy_(before[key])
         return bool(changed)
 
-    seen = each(name, check, 4 * EXAMPLES if record(name).updates else 4)
+    seen = each(name, check, MANY if record(name).updates else 4)
     assert not record(name).updates or (seen[True] > 0 and seen[False] > 0)
 
 
+@first_or_all
 @pytest.mark.parametrize("name", having(lambda known: known.lends))
-def test_of_what_is_lent_the_values_do_not_matter(name: str) -> None:
+def test_of_what_is_lent_the_values_do_not_matter(name: str, examples: int) -> None:
     def check(tape: Tape, called: Operator, arguments: dict[str, Any], results: list[Tensor]) -> None:
         lent = arguments[record(name).lends]
         for other in (torch.zeros_like(lent), torch.ones_like(lent)):
             assert equal(run(name, arguments | {record(name).lends: other}), results)
 
-    each(name, check)
+    each(name, check, examples)
 
 
+@first_or_all
 @pytest.mark.parametrize("name", having(lambda known: known.takes))
-def test_of_what_is_taken_the_values_do_not_tell_how_much(name: str) -> None:
+def test_of_what_is_taken_the_values_do_not_tell_how_much(name: str, examples: int) -> None:
     def check(tape: Tape, called: Operator, arguments: dict[str, Any], results: list[Tensor]) -> None:
         taken = arguments[record(name).takes]
         assert run(name, arguments | {record(name).takes: torch.zeros_like(taken)})[0].shape == results[0].shape
 
-    each(name, check)
+    each(name, check, examples)
 
 
 def in_place_forms() -> dict[str, str]:
@@ -204,8 +208,9 @@ WRITTEN = {
 }  # fmt: skip
 
 
+@first_or_all
 @pytest.mark.parametrize("name", sorted(WRITTEN))
-def test_an_operator_writes_what_its_functional_form_returns(name: str) -> None:
+def test_an_operator_writes_what_its_functional_form_returns(name: str, examples: int) -> None:
     def check(tape: Tape, called: Operator, arguments: dict[str, Any], results: list[Tensor]) -> bool:
         schema = overload(name)._schema.arguments
         values = list(arguments.values())
@@ -221,18 +226,19 @@ def test_an_operator_writes_what_its_functional_form_returns(name: str) -> None:
         assert equal([written], [results[0].to(given.dtype)])
         return True
 
-    assert each(WRITTEN[name], check)[True] > 0
+    assert each(WRITTEN[name], check, examples)[True] > 0
 
 
+@first_or_all
 @pytest.mark.parametrize("name", having(lambda known: known.scatter))
-def test_writing_through_a_view(name: str) -> None:
+def test_writing_through_a_view(name: str, examples: int) -> None:
     def check(tape: Tape, called: Operator, arguments: dict[str, Any], results: list[Tensor]) -> None:
         written = arguments["self"].clone()
         src = torch.rand_like(results[0])
         run(name, arguments | {"self": written})[0].copy_(src)
         assert equal(run(record(name).scatter, arguments | {"src": src}), [written])
 
-    each(name, check)
+    each(name, check, examples)
 
 
 @settings(max_examples=40)
