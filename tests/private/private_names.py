@@ -43,8 +43,8 @@ def defined(tree: ast.AST) -> set[str]:
             names.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             names.add(node.id)
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
-            names.add(node.attr)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names |= {node.attr} if isinstance(node.value, ast.Name) and node.value.id == "self" else set()
     return names
 
 
@@ -64,13 +64,14 @@ def private_uses(source: str, known: Set[str]) -> Iterator[tuple[int, str]]:
     """
     tree = ast.parse(source)
     own = defined(tree)
-    attributes = attributes_of_libraries() | {last for name in known if is_private(last := name.split(".")[-1])}
+    last_parts = {name.split(".")[-1] for name in known}
+    attributes = attributes_of_libraries() | set(filter(is_private, last_parts))
     documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         for name in imported_names(node):
             if of_library(name) and (is_private(name) or name in known):
                 yield node.lineno, name
-        if isinstance(node, ast.Attribute):
+        if isinstance(node, ast.Attribute) and (is_private(node.attr) or node.attr in last_parts):
             text = ast.unparse(node)
             on_self = ast.unparse(node.value) in ("self", "cls", "super()")
             ours = node.attr in own and (on_self or node.attr not in attributes)
