@@ -36,14 +36,16 @@ SCRIPT_ENVIRONMENT = {**ENVIRONMENT, "PYTHONPATH": f"{SUPPORT}{os.pathsep}{SUPPO
 """Of a script that imports the package and what tests share."""
 
 PRELOADED = [
+    "pytest",
     "lightning.pytorch",
     "torch.distributed.fsdp",
     "transformers.models.llama.modeling_llama",
     "transformers.models.auto.modeling_auto",
     "lightning_autotp.lightning.strategy",
     "lightning_autotp.lightning.fabric",
+    "traced_once",
 ]
-
+"""What ranks have imported already when they begin. One that fails to be imported only takes time later."""
 
 PATIENCE = 900.0
 """Seconds after which what has not answered counts as hanging: many times what anything here takes, so that nothing
@@ -89,6 +91,7 @@ def _run(target: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
     # Forked from one process per test worker that has imported everything, which takes most of the time to start.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
+    environment = {**os.environ, **ENVIRONMENT}
     results: dict[int, Any] = {}
     processes: list[multiprocessing.process.BaseProcess] = []
     readers: dict[Connection, int] = {}
@@ -96,11 +99,12 @@ def _run(target: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
     with tempfile.TemporaryDirectory() as directory:
         store = Path(directory) / "store"
         try:
-            with mock.patch.dict(os.environ, ENVIRONMENT):
+            # The process that ranks are forked from has another path than this one: it needs what tests share.
+            with mock.patch.dict(os.environ, SCRIPT_ENVIRONMENT):
                 for rank in range(world_size):
                     reader, writer = context.Pipe(duplex=False)
                     process = context.Process(
-                        target=_child, args=(writer, dict(os.environ), target, rank, world_size, str(store), args)
+                        target=_child, args=(writer, environment, target, rank, world_size, str(store), args)
                     )
                     process.start()
                     writer.close()
