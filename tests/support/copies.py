@@ -29,7 +29,7 @@ class OneKeyHead(Task):
         from transformers import AutoModelForCausalLM, LlamaConfig
 
         config = LlamaConfig(
-            vocab_size=67, hidden_size=32, intermediate_size=50, num_hidden_layers=3, num_attention_heads=4,
+            vocab_size=67, hidden_size=32, intermediate_size=50, num_hidden_layers=2, num_attention_heads=4,
             num_key_value_heads=1, tie_word_embeddings=True,
         )  # fmt: skip
         self.temperature = nn.Parameter(torch.tensor(1.5))
