@@ -17,13 +17,14 @@ from transformers import AutoModelForCausalLM
 from lightning_autotp import full_gradients, full_state_dict
 
 STEPS = 20
-# Proportions that 2, 3 and 4 ranks cut differently: units that do not divide, and units that ranks share.
+# Proportions that 2, 3 and 4 ranks cut differently: units that do not divide, and units that ranks share. Of several
+# layers are the plainest family, and one whose layers are of two kinds.
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96},
-    "qwen3": {},
+    "qwen3": {"num_hidden_layers": 1},
     "gemma2": {"sliding_window": 8},
-    "phi3": {},
-    "gpt_neox": {"num_attention_heads": 5, "hidden_size": 80},
+    "phi3": {"num_hidden_layers": 1},
+    "gpt_neox": {"num_attention_heads": 5, "hidden_size": 80, "num_hidden_layers": 1},
 }
 
 
