@@ -1,4 +1,4 @@
-"""Settings of every test: of the property tests, and that no plan comes from an earlier run.
+"""Settings of every test: of the property tests, and that no plan comes from another file's tests or an earlier run.
 
 No limit is in seconds: how long an example takes says how busy the machine is. Examples are the same in every run, so
 that a test that fails fails again.
@@ -7,7 +7,6 @@ that a test that fails fails again.
 from __future__ import annotations
 
 import gc
-import os
 import random
 import socket
 from collections.abc import Iterator
@@ -22,8 +21,6 @@ settings.register_profile(
     "suite", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("suite")
-
-os.environ["LIGHTNING_AUTOTP_PLANS"] = ""
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +49,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with slow tests come first: one that began last would leave the other processes without work."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def plans(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A file's tests keep the plans that their ranks make: one is proved each time that it is used, and made once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LIGHTNING_AUTOTP_PLANS", str(tmp_path_factory.mktemp("plans")))
+        yield
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -255,9 +255,7 @@ def end_on_signal(folder: str, where: str) -> dict[str, Any]:
             return self.model(**batch).loss
 
     callbacks = [OnExceptionCheckpoint(folder)]
-    fitting = trainer(
-        AutoTPStrategy(plan_cache=False), 2, max_steps=1_000, callbacks=callbacks, enable_checkpointing=True
-    )
+    fitting = trainer(AutoTPStrategy(), 2, max_steps=1_000, callbacks=callbacks, enable_checkpointing=True)
     task = Interrupted("config")
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as raised:

@@ -81,7 +81,7 @@ def take_steps(model: Any, vocabulary: int) -> None:
 def train(rank: int, ranks: int, plan: Plan | None) -> tuple[Any, list[Any]]:
     """Steps before and after the vocabulary is resized, each compared with one process; the cuts then."""
     model, whole = tiny_model("llama", **SIZES), tiny_model("llama", **SIZES)
-    parallelize(model, dist.group.WORLD, example_inputs=token_batch(0), plan=plan, plan_cache=False)  # type: ignore[arg-type]
+    parallelize(model, dist.group.WORLD, example_inputs=token_batch(0), plan=plan)  # type: ignore[arg-type]
     before = [parts(model.autotp.plan, name) for name in ("lm_head.weight", "model.layers.0.mlp.up_proj.weight")]
     for vocabulary in (1600, 1700):
         for each in (model, whole):

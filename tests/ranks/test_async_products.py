@@ -45,7 +45,6 @@ def fused(rank: int, size: int, rows: int) -> dict[str, Any]:
     model = parallelize(
         tiny_model("llama", num_hidden_layers=1),
         dist.group.WORLD,  # type: ignore[arg-type]
-        plan_cache=False,
         sequence_parallel=True,
     )
     for block in model.model.layers:  # type: ignore[union-attr]

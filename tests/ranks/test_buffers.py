@@ -131,7 +131,7 @@ def _train(model: nn.Module, batches: list[Tensor], steps: int) -> list[Tensor]:
 def _same(model: nn.Module, batch: Tensor, name: str, backend: str = "") -> None:
     """Train, evaluate and train on: losses, buffers and states are those of one process."""
     local = copy.deepcopy(model)
-    parallelize(local, dist.group.WORLD, example_inputs=batch, plan_cache=False)
+    parallelize(local, dist.group.WORLD, example_inputs=batch)
     batches = [batch, batch.flip(0) + 0.5]
     found = []
     for one in (model, torch.compile(local, backend=backend) if backend else local):

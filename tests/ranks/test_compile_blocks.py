@@ -74,7 +74,7 @@ def compiled(rank: int, size: int, families: list[str]) -> dict[str, dict[str, A
     for family in families:
         torch._dynamo.reset()
         counters.clear()
-        local = parallelize(model(family), dist.group.WORLD, plan_cache=False)  # type: ignore[arg-type]
+        local = parallelize(model(family), dist.group.WORLD)  # type: ignore[arg-type]
         for block in blocks(local).values():
             block.compile(fullgraph=True, backend="aot_eager")
         found[family] = {
@@ -116,7 +116,7 @@ def dropping(rank: int, size: int) -> dict[str, list[Any]]:
     """GPT-2 with dropout, of which every rank drops its own heads' attention weights: compiled and not."""
     found = {}
     for attention in ("sdpa", "eager"):
-        local = parallelize(model("gpt2", 0.2, attention), dist.group.WORLD, plan_cache=False)  # type: ignore[arg-type]
+        local = parallelize(model("gpt2", 0.2, attention), dist.group.WORLD)  # type: ignore[arg-type]
         torch._dynamo.reset()
         counters.clear()
         found[attention] = [local.autotp.plan.draws]

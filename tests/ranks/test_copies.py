@@ -74,7 +74,6 @@ def steps(rank: int, size: int) -> dict[tuple[bool, int], Counts]:
             dist.group.WORLD,  # type: ignore[arg-type]
             example_inputs={**token_batch(0, 2, LENGTH), "use_cache": False},
             sequence_parallel=sequence_parallel,
-            plan_cache=False,
         )
         for rows in (1, 2):
             model.zero_grad()

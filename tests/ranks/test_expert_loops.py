@@ -324,7 +324,7 @@ def trained(rank: int, size: int) -> dict[str, list[dict[str, Any]]]:
     found = {}
     for mixture in MIXTURES:
         model = net(mixture)
-        parallelize(model, dist.group.WORLD, example_inputs=EXAMPLE, plan_cache=False)  # type: ignore[arg-type]
+        parallelize(model, dist.group.WORLD, example_inputs=EXAMPLE)  # type: ignore[arg-type]
         assert not model.autotp.plan.opaque  # type: ignore[union-attr]
         found[mixture.__name__] = steps(model)
     return found
@@ -353,7 +353,7 @@ def unseen(rank: int, size: int) -> list[str]:
     for mixture in (Crowded, Skipping):
         model = net(mixture)
         whole = copy.deepcopy(model)
-        parallelize(model, dist.group.WORLD, example_inputs=EXAMPLE, plan_cache=False)  # type: ignore[arg-type]
+        parallelize(model, dist.group.WORLD, example_inputs=EXAMPLE)  # type: ignore[arg-type]
         batch = torch.randn(2, 11, HIDDEN, generator=torch.Generator().manual_seed(0))
         for logits in ([0.0, 0.0, 0.0, 0.0], [50.0, 0.0, 0.0, 0.0], [-50.0, 0.0, 0.0, 0.0]):
             prefer(model, logits)
@@ -382,7 +382,7 @@ def told(rank: int, size: int) -> list[str]:
     for mixture in (Telling, Shifting, Using):
         model = net(mixture)
         whole = copy.deepcopy(model)
-        parallelize(model, dist.group.WORLD, example_inputs=EXAMPLE, plan_cache=False)  # type: ignore[arg-type]
+        parallelize(model, dist.group.WORLD, example_inputs=EXAMPLE)  # type: ignore[arg-type]
         assert not model.autotp.plan.opaque  # type: ignore[union-attr]
         batch = torch.randn(2, 11, HIDDEN, generator=torch.Generator().manual_seed(0))
         try:
@@ -408,7 +408,6 @@ def kept_whole(rank: int, size: int) -> None:
         model,
         dist.group.WORLD,
         example_inputs=EXAMPLE,
-        plan_cache=False,
         keep_whole=["layers"],  # type: ignore[arg-type]
     )
     for one in (model, whole):

@@ -46,7 +46,6 @@ def parallel(rank: int, size: int, example: str, sequence_parallel: bool) -> dic
         tiny_model("llama"),
         dist.group.WORLD,  # type: ignore[arg-type]
         example_inputs=batch,
-        plan_cache=False,
         sequence_parallel=sequence_parallel,
     )
     return gradients(model, projection())
@@ -93,7 +92,6 @@ def critic(rank: int, size: int) -> list[Tensor]:
         perceptron(),
         dist.group.WORLD,  # type: ignore[arg-type]
         example_inputs=torch.zeros(5, 16),
-        plan_cache=False,
     )
     return of_inputs(model)
 

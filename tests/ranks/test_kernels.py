@@ -74,7 +74,7 @@ def trained(family: str, attention: str, batch: dict[str, Tensor]) -> tuple[Any,
     model = tiny_model(family)
     model.config._attn_implementation = attention
     whole = copy.deepcopy(model)
-    parallelize(model, dist.group.WORLD, example_inputs=batch, plan_cache=False)  # type: ignore[arg-type]
+    parallelize(model, dist.group.WORLD, example_inputs=batch)  # type: ignore[arg-type]
     for one in (whole, model):
         one(**batch).loss.backward()
     gradients = full_gradients(model)

@@ -70,7 +70,7 @@ def other_calls(rank: int, size: int, families: list[str]) -> None:
     """Every call against one process; then the first kind again, and an option set in the config."""
     for family in families:
         reference, model = made(family), made(family)
-        parallelize(model, dist.group.WORLD, plan_cache=False)
+        parallelize(model, dist.group.WORLD)
         is_mixture = family in MIXTURES | OTHER_MIXTURES
 
         def check(arguments: dict[str, Any], training: bool, collected: bool, family: str = family) -> None:
@@ -140,7 +140,7 @@ def encoded(rank: int, size: int, families: list[str]) -> None:
     for family in families:
         reference, model = encoder_decoder(family), encoder_decoder(family)
         example = {"input_ids": IDS, "decoder_input_ids": IDS, "labels": IDS}
-        parallelize(model, dist.group.WORLD, example_inputs=example, plan_cache=False)
+        parallelize(model, dist.group.WORLD, example_inputs=example)
         for needs_gradient in (False, True):
             losses, gradients = [], []
             for each in (model, reference):
@@ -166,7 +166,7 @@ def refused(rank: int, size: int) -> None:
     torch.manual_seed(0)
     model = Normalising(Options())
     inputs = torch.randn(5, 6)
-    parallelize(model, dist.group.WORLD, example_inputs=inputs, plan_cache=False)
+    parallelize(model, dist.group.WORLD, example_inputs=inputs)
     model(inputs)
     for call in (lambda: model(inputs, normalise=True), lambda: model.eval()(inputs)):
         with pytest.raises((UnprovedCall, PeerError), match=r"whole model does then") as raised:
@@ -187,7 +187,7 @@ def settings(rank: int, size: int) -> None:
     model, reference = Normalising(Options()), Normalising(Options())
     reference.load_state_dict(model.state_dict())
     inputs = torch.randn(5, 6)
-    parallelize(model, dist.group.WORLD, example_inputs=inputs, plan_cache=False)
+    parallelize(model, dist.group.WORLD, example_inputs=inputs)
     assert torch.allclose(model(inputs[:1]), reference(inputs[:1]), rtol=1e-5)
     for scale in ("twice", "plain", "twice"):
         model.options.scale = reference.options.scale = scale
@@ -201,7 +201,7 @@ def test_settings_are_noticed() -> None:
 def config_copies(rank: int, size: int) -> None:
     """Modules with a copy of the config for their local sizes see what is set in the model's own."""
     model = made("llama")
-    parallelize(model, dist.group.WORLD, plan_cache=False)
+    parallelize(model, dist.group.WORLD)
     configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
     model.config.set_later = "yes"
     model.config.rope_scaling_note = 3
@@ -250,7 +250,7 @@ def unknown(rank: int, size: int) -> list[str]:
     torch.manual_seed(0)
     model = Normalising(Options())
     inputs = torch.randn(5, 6)
-    parallelize(model, TPGroup.of(dist.group.WORLD).process_group, example_inputs=inputs, plan_cache=False)
+    parallelize(model, TPGroup.of(dist.group.WORLD).process_group, example_inputs=inputs)
     said = alone(rank, model, inputs)
     model(inputs)
     model.eval()
@@ -312,7 +312,7 @@ def local_in_one_kind(rank: int, size: int) -> None:
     model, reference = Recomputed(), Recomputed()
     reference.load_state_dict(model.state_dict())
     inputs = torch.randn(5, 6)
-    parallelize(model, dist.group.WORLD, example_inputs=inputs, plan_cache=False)
+    parallelize(model, dist.group.WORLD, example_inputs=inputs)
     for grouped in (True, False, True):
         found, wanted = model(inputs, grouped), reference(inputs, grouped)
         assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-6)

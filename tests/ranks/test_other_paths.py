@@ -117,7 +117,6 @@ def steps(name: str, question: Question) -> Iterator[None]:
         local,
         dist.group.WORLD,  # type: ignore[arg-type]
         example_inputs=(torch.zeros(3, 7, WIDTH), *(tasks[:1] if tasks else ())),
-        plan_cache=False,
     )
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (whole, local)]
     generator = torch.Generator().manual_seed(1)

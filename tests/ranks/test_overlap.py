@@ -54,7 +54,6 @@ def order(rank: int, size: int) -> dict[bool, list[str]]:
             dist.group.WORLD,  # type: ignore[arg-type]
             example_inputs=token_batch(0, length=16),
             sequence_parallel=sequence_parallel,
-            plan_cache=False,
         )
         loss = model(**token_batch(0, length=16)).loss
         with Order() as order:
@@ -209,7 +208,6 @@ def trained(rank: int, size: int, sequence_parallel: bool) -> dict[str, Tensor]:
         dist.group.WORLD,  # type: ignore[arg-type]
         example_inputs=token_batch(0),
         sequence_parallel=sequence_parallel,
-        plan_cache=False,
     )
     model(**token_batch(0)).loss.backward()
     return full_gradients(model)  # type: ignore[return-value]

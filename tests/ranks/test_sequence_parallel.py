@@ -107,7 +107,6 @@ def parallel(rank: int, size: int, family: str, length: int = 61, changes: dict[
         example_inputs=token_batch(0, 5, length),
         profile=WIDE,
         sequence_parallel=True,
-        plan_cache=False,
     )
     assert model.autotp.plan.shards_sequence
     return results(model)
@@ -152,7 +151,6 @@ def kept(rank: int, size: int) -> dict[str, Any]:
         dist.group.WORLD,  # type: ignore[arg-type]
         example_inputs=inputs,
         sequence_parallel=True,
-        plan_cache=False,
     )
     alive = []
 
@@ -193,7 +191,7 @@ def called_alone(model: Any) -> Tensor:
 def alone(rank: int, size: int) -> None:
     torch.set_default_dtype(torch.float64)
     reference, model = tiny_model("llama"), tiny_model("llama")
-    parallelize(model, dist.group.WORLD, example_inputs=token_batch(0, 5, 61), sequence_parallel=True, plan_cache=False)  # type: ignore[arg-type]
+    parallelize(model, dist.group.WORLD, example_inputs=token_batch(0, 5, 61), sequence_parallel=True)  # type: ignore[arg-type]
     losses = []
     for each in (model, reference):
         loss = called_alone(each)

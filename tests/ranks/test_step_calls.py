@@ -85,7 +85,7 @@ def counts(rank: int, size: int, layers: int) -> dict[str, Any]:
 
     attach = Guard.attach
     with mock.patch.object(Guard, "attach", noted):
-        model = parallelize(model, dist.group.WORLD, example_inputs=inputs, plan_cache=False)
+        model = parallelize(model, dist.group.WORLD, example_inputs=inputs)
     for _ in range(2):  # the first one is compared between the ranks
         model(**inputs).loss.backward()
     forward = python_calls(lambda: model(**inputs))

@@ -47,7 +47,7 @@ def collect(model: Any, paths: tuple[str, ...]) -> tuple[list[Tensor], list[Any]
 def collecting(rank: int, size: int, families: list[str]) -> None:
     for family in families:
         reference, model = made(family), made(family)
-        parallelize(model, dist.group.WORLD, plan_cache=False)
+        parallelize(model, dist.group.WORLD)
         model(input_ids=IDS, labels=IDS)
         losses = []
         for each in (model, reference):
@@ -92,7 +92,7 @@ def adapter(module: nn.Module, seed: int) -> nn.ParameterList:
 
 def adapting(rank: int, size: int) -> None:
     reference, model = made("llama"), made("llama")
-    parallelize(model, dist.group.WORLD, plan_cache=False)
+    parallelize(model, dist.group.WORLD)
     added, losses = [], []
     for each in (model, reference):
         each.train()
@@ -118,7 +118,7 @@ def test_adapters_by_hooks_are_as_in_one_process(size: int) -> None:
 
 def refused(rank: int, size: int) -> None:
     model = made("llama")
-    parallelize(model, dist.group.WORLD, plan_cache=False)
+    parallelize(model, dist.group.WORLD)
     layer = layers(model)[0]
     handle = layer.self_attn.q_proj.register_full_backward_hook(lambda *_: None)
     with pytest.raises(RuntimeError, match=r"q_proj has a backward hook"):
@@ -150,7 +150,7 @@ def called_alone(model: Any) -> Tensor:
 def alone(rank: int, size: int, families: list[str]) -> None:
     for family in families:
         reference, model = made(family), made(family)
-        parallelize(model, dist.group.WORLD, plan_cache=False)
+        parallelize(model, dist.group.WORLD)
         losses = []
         for each in (model, reference):
             each.train()
@@ -177,7 +177,7 @@ def soft_prompt(rank: int, size: int, families: list[str]) -> None:
     """Embeddings computed outside of the model, with a parameter of the user's, go into it."""
     for family in families:
         reference, model = made(family), made(family)
-        parallelize(model, dist.group.WORLD, plan_cache=False)
+        parallelize(model, dist.group.WORLD)
         gradients = []
         for each in (model, reference):
             each.train()

@@ -92,7 +92,6 @@ def parallel(rank: int, size: int, case: Case) -> list[dict[str, Tensor]]:
         dist.group.WORLD,  # type: ignore[arg-type]
         example_inputs=token_batch(0, 5, 61, vocabulary=101),
         sequence_parallel=dealt,
-        plan_cache=False,
     )
     assert deals(model.autotp.plan)
     assert model.autotp.plan.shards_sequence == dealt

@@ -38,9 +38,7 @@ def assert_same_training(
     """
     run = call or (lambda one, given: one(**given) if isinstance(given, dict) else one(*given))
     local = copy.deepcopy(model) if local is None else local
-    parallelize(
-        local, dist.group.WORLD, example_inputs=batch if example is None else example, plan_cache=False, **options
-    )
+    parallelize(local, dist.group.WORLD, example_inputs=batch if example is None else example, **options)
     losses: list[Tensor] = []
     for one in (model, local):
         losses.append(loss_of(run(one, batch)))

@@ -76,7 +76,7 @@ SOUND: dict[str, Use] = {
 
 def uses(rank: int, size: int) -> None:
     model: Any = tiny_model("llama")
-    parallelize(model, dist.group.WORLD, plan_cache=False)
+    parallelize(model, dist.group.WORLD)
     hidden = torch.randn(9, 64)
     for name, (use, text) in UNSOUND.items():
         with checked(model), pytest.raises(UnsoundUse) as raised:
@@ -99,7 +99,7 @@ def test_uses_of_a_part_are_errors_and_others_go_on() -> None:
 def summed(rank: int, size: int) -> None:
     """A norm over heads: every rank has its weight, and its gradients are summed."""
     model: Any = tiny_model("qwen3")
-    parallelize(model, dist.group.WORLD, plan_cache=False)
+    parallelize(model, dist.group.WORLD)
     weight = model.model.layers[0].self_attn.q_norm.weight
     with checked(model):
         with pytest.raises(UnsoundUse, match="its gradient is summed over the ranks"):
@@ -115,7 +115,7 @@ def test_a_penalty_on_a_parameter_whose_gradient_is_summed_would_count_on_every_
 
 def submodules(rank: int, size: int) -> None:
     model: Any = tiny_model("llama")
-    parallelize(model, dist.group.WORLD, plan_cache=False)
+    parallelize(model, dist.group.WORLD)
     with checked(model):
         model.model(input_ids=IDS)  # gives what is whole
         with pytest.raises(UnsoundUse, match=r"q_proj .* is called by itself"):
@@ -198,7 +198,7 @@ class Normed(torch.optim.SGD):
 
 def fit(at: int, checked_steps: int, outside: Outside | None = None, optimizer: Any = torch.optim.SGD) -> str:
     trainer = L.Trainer(
-        strategy=AutoTPStrategy(plan_cache=False, checked_steps=checked_steps),
+        strategy=AutoTPStrategy(checked_steps=checked_steps),
         accelerator="cpu", devices=2, max_steps=3, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, callbacks=[outside] if outside else None,
         val_check_interval=1,

@@ -372,7 +372,7 @@ def fit(
 ) -> Any:
     """What a run says at its end, its steps, and how often the model was called."""
     L.seed_everything(3, verbose=False)
-    strategy = strategy or AutoTPStrategy(plan_cache=False)
+    strategy = strategy or AutoTPStrategy()
     options = {"max_steps": STEPS, "num_sanity_val_steps": 0, **options}
     fitting = trainer(strategy, dist.get_world_size(), **options)
     error = error_of(fitting.fit, net, data, validation, ckpt_path=ckpt_path)
@@ -394,15 +394,13 @@ def alike(folder: str) -> dict[str, Any]:
     found["combined"] = fit(Net(), both)
     found["manual"] = fit(Manual(), loader())
     found["reads"] = fit(Reads(), loader(Stream(Rows())))
-    found["broadcast"] = fit(
-        Net(), loader(shuffle=True), loader(), AutoTPStrategy(broadcast_batches=True, plan_cache=False)
-    )
+    found["broadcast"] = fit(Net(), loader(shuffle=True), loader(), AutoTPStrategy(broadcast_batches=True))
     L.seed_everything(3, verbose=False)
-    half = trainer(AutoTPStrategy(plan_cache=False), dist.get_world_size(), max_steps=5)
+    half = trainer(AutoTPStrategy(), dist.get_world_size(), max_steps=5)
     half.fit(Net(), loader())
     half.save_checkpoint(f"{folder}/half.ckpt")
     found["resumed"] = fit(Net(), loader(), ckpt_path=f"{folder}/half.ckpt")
-    predicting = trainer(AutoTPStrategy(plan_cache=False), dist.get_world_size())
+    predicting = trainer(AutoTPStrategy(), dist.get_world_size())
     found["predicted"] = error_of(predicting.predict, Net(), loader()), 0, 0, 0
     return found
 
@@ -431,7 +429,7 @@ def unlike(folder: str) -> dict[str, Any]:
     found["accumulated"] = fit(Net(), loader(rows("row", 7)), accumulate_grad_batches=4)
     found["validation 3"] = fit(Net(), loader(), [loader(), loader(rows("row", 3))], val_check_interval=4)
     found["resumed, batch 7"] = fit(Net(), loader(rows("row", 2)), ckpt_path=f"{folder}/half.ckpt")
-    predicting = trainer(AutoTPStrategy(plan_cache=False), dist.get_world_size())
+    predicting = trainer(AutoTPStrategy(), dist.get_world_size())
     found["prediction 4"] = error_of(predicting.predict, Net(), loader(rows("row", 4))), 0, 0, 0
 
     with Counting() as counting:
@@ -543,7 +541,7 @@ def two_copies() -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     def strategy(**options: Any) -> AutoTPStrategy:
-        return AutoTPStrategy(2, 2, plan_cache=False, **options)
+        return AutoTPStrategy(2, 2, **options)
 
     found["alike"] = fit(Net(), loader(shuffle=True), loader(), strategy=strategy())
     found["streams by copy"] = fit(ByCopy(), loader(shuffle=True), strategy=strategy())

@@ -186,7 +186,7 @@ def noise() -> list[tuple[Plan, Tensor, Tensor]]:
         torch.manual_seed(0)
         x, whole, local = torch.randn(3, 6), Noisy(), Noisy()
         local.load_state_dict(whole.state_dict())
-        parallelize(local, dist.group.WORLD, example_inputs=x, keep_whole=names, plan_cache=False)  # type: ignore[arg-type]
+        parallelize(local, dist.group.WORLD, example_inputs=x, keep_whole=names)  # type: ignore[arg-type]
         results = []
         for model in (local, whole):
             torch.manual_seed(1)

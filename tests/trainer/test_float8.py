@@ -227,7 +227,7 @@ CASES = {
 def train(case: str, devices: int, copies: int = 1) -> dict[str, Any]:
     recipe, keep, deal = CASES[case]
     task = Task(recipe, keep)
-    parallel = AutoTPStrategy(data_parallel_size=copies, sequence_parallel=deal, plan_cache=False)
+    parallel = AutoTPStrategy(data_parallel_size=copies, sequence_parallel=deal)
     strategy: Any = parallel if devices > 1 else "auto"
     trainer = L.Trainer(
         accelerator="cpu", devices=devices, strategy=strategy, max_epochs=1, logger=False, enable_checkpointing=False,
@@ -358,7 +358,7 @@ def test_a_local_model_that_does_not_round_is_no_proof() -> None:
 def unrounded(rank: int, size: int) -> tuple[str, str]:
     model, batch = tiny_model("llama", **SIZES), token_batch(0, vocabulary=96)
     _, solution = make_plan(in_float8(meta_model("llama", **SIZES), keep="lm_head"), 2, example_inputs=batch)
-    parallelize(model, dist.group.WORLD, example_inputs=batch, plan_cache=False)  # type: ignore[arg-type]
+    parallelize(model, dist.group.WORLD, example_inputs=batch)  # type: ignore[arg-type]
     with pytest.raises(VerificationError) as error:
         verify(model, solution, rank, batch)
     in_float8(model)

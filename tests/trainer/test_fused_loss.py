@@ -476,7 +476,7 @@ def models(rank: int, size: int) -> dict[str, Any]:
     linear_cross_entropy.PART_TOKENS, linear_cross_entropy.PART_LOGITS = 64, 1
     seen = {}
     for family, options in FAMILIES.items():
-        model = parallelize(tiny_model(family, vocab_size=2003, **options), dist.group.WORLD, plan_cache=False)
+        model = parallelize(tiny_model(family, vocab_size=2003, **options), dist.group.WORLD)
         batch = token_batch(0, batch=8, length=64, vocabulary=2003)
         with Largest() as largest:
             output = model(**batch)

@@ -82,7 +82,7 @@ def rows() -> DataLoader[Any]:
 def in_the_trainer(model: Any = None, accumulated: int = 1, options: Any = None, **given: Any) -> Waits:
     look = FromBatchToBatch(3, 3 + accumulated)
     trainer = L.Trainer(
-        accelerator=SecondDevice(), devices=2, strategy=AutoTPStrategy(plan_cache=False, **(options or {})),
+        accelerator=SecondDevice(), devices=2, strategy=AutoTPStrategy(**(options or {})),
         max_epochs=1, callbacks=[look], logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, accumulate_grad_batches=accumulated, **given,
     )  # fmt: skip
@@ -95,7 +95,7 @@ def scaled() -> MixedPrecision:
 
 
 def in_fabric() -> Waits:
-    fabric = Fabric(accelerator=SecondDevice(), devices=2, strategy=AutoTPFabricStrategy(plan_cache=False))
+    fabric = Fabric(accelerator=SecondDevice(), devices=2, strategy=AutoTPFabricStrategy())
     fabric.launch()
     with fabric.init_module():
         made = build()
@@ -113,7 +113,7 @@ def in_fabric() -> Waits:
 
 
 def in_a_loop(group: dist.ProcessGroup) -> Waits:
-    model = parallelize(build(), group, plan_cache=False, device=torch.device(NAME, 0))
+    model = parallelize(build(), group, device=torch.device(NAME, 0))
     matrices = WholeMatrixOptimizer(model, model.model.layers.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
     batches = iter(rows())
 
@@ -134,7 +134,7 @@ def on_the_device_alone() -> dict[str, Any]:
     torch.manual_seed(0)
     with meta_model():
         made = build()
-    model = parallelize(made, group, plan_cache=False)
+    model = parallelize(made, group)
     optimizer = torch.optim.AdamW(model.parameters())
     batch = token_batch(0)
     loss = model(**{name: tensor.to(NAME) for name, tensor in batch.items()}).loss

@@ -80,7 +80,7 @@ def trained(kind: type[Any], ranks: int, **options: Any) -> tuple[list[float], d
     trainer = L.Trainer(
         accelerator="cpu", devices=ranks, max_steps=6 if kind is Adversarial else 3, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        strategy=AutoTPStrategy(ranks, plan_cache=False, **options) if ranks > 1 else "auto",
+        strategy=AutoTPStrategy(ranks, **options) if ranks > 1 else "auto",
     )  # fmt: skip
     rows = torch.randn(15, 16, generator=torch.Generator().manual_seed(1))
     trainer.fit(task, DataLoader(list(rows), batch_size=5))

@@ -150,7 +150,7 @@ def third(step: Callable[[], None]) -> Entered:
 def in_a_loop() -> Entered:
     batches = iter(rows())
     model = tiny_model("llama", num_hidden_layers=1)
-    parallelize(model, dist.group.WORLD, example_inputs={**token_batch(1), "use_cache": False}, plan_cache=False)
+    parallelize(model, dist.group.WORLD, example_inputs={**token_batch(1), "use_cache": False})
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step() -> None:

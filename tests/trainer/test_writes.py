@@ -135,7 +135,7 @@ def results(model: Any) -> dict[str, Tensor]:
 
 
 def parallel(family: str) -> Any:
-    return parallelize(model_of(family), dist.group.WORLD, plan_cache=False)
+    return parallelize(model_of(family), dist.group.WORLD)
 
 
 def as_set_up(model: Any, whole: dict[str, Tensor]) -> None:
