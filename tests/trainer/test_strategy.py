@@ -350,43 +350,33 @@ def test_importing_again_registers_again() -> None:
 
 
 SCRIPT = """
-import sys
 import lightning_autotp
 from training import Task, loader, trainer
-source, failing = sys.argv[1:]
+
 class Failing(Task):
     def configure_model(self):
-        if failing == "yes" and self.trainer.global_rank == 1:
+        if self.trainer.global_rank == 1:
             raise ValueError("planted on rank 1")
         super().configure_model()
 
-task = Failing(source)
-fitting = trainer("autotp", 2, max_steps=2)
-fitting.fit(task, loader())
-if fitting.is_global_zero:
-    print("LOSS", task.seen["losses"][-1])
+trainer("autotp", 2, max_steps=2).fit(Failing("config"), loader())
 """
 
 
-@pytest.mark.parametrize("failing", ["no", "yes"])
-def test_lightning_starts_the_ranks_of_a_script(folder: Path, reference: dict[str, Any], failing: str) -> None:
-    script = folder / "script.py"
+def test_an_error_in_a_script_whose_ranks_lightning_starts_is_said_briefly(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     environment = {**os.environ, **SCRIPT_ENVIRONMENT}
-    command = [sys.executable, str(script), str(folder / "source"), failing]
+    command = [sys.executable, str(script)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False)
-    if failing == "yes":
-        assert done.returncode != 0
-        lines = done.stderr.splitlines()
-        [peer], failed = ([line for line in lines if line.startswith(f"[rank{rank}]: ")] for rank in range(2))
-        assert peer.endswith(
-            ": rank 1 of 2 failed while building the model in configure_model(): ValueError: planted on rank 1"
-        )
-        assert failed[0] == "[rank1]: ValueError: planted on rank 1"
-        assert any(re.search(r"   \.\.\. \d+ frames in lightning, lightning_autotp", line) for line in failed)
-        assert any(line.endswith("in configure_model") for line in failed)
-        assert len(failed) < 12
-        assert "cannot go on" not in done.stderr
-        return
-    assert done.returncode == 0, done.stderr
-    assert float(done.stdout.split("LOSS")[1]) == pytest.approx(reference["losses"][1], rel=1e-5)
+    assert done.returncode != 0
+    lines = done.stderr.splitlines()
+    [peer], failed = ([line for line in lines if line.startswith(f"[rank{rank}]: ")] for rank in range(2))
+    assert peer.endswith(
+        ": rank 1 of 2 failed while building the model in configure_model(): ValueError: planted on rank 1"
+    )
+    assert failed[0] == "[rank1]: ValueError: planted on rank 1"
+    assert any(re.search(r"   \.\.\. \d+ frames in lightning, lightning_autotp", line) for line in failed)
+    assert any(line.endswith("in configure_model") for line in failed)
+    assert len(failed) < 12
+    assert "cannot go on" not in done.stderr
