@@ -390,7 +390,9 @@ def test_models_that_are_quantized_already_are_refused(case: str, folder: Path) 
         make_plan(whole, 2)
 
 
-@pytest.mark.parametrize("case", FORMATS)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.nightly] if case in REPEATS else []) for case in FORMATS]
+)
 def test_parts_of_quantized_checkpoints_are_read(case: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit those of the weights of one process, cut along rows and along columns, at the blocks' ends."""
     whole = AutoModelForCausalLM.from_pretrained(folder / f"stored {case}")
