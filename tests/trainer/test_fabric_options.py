@@ -31,7 +31,9 @@ from lightning_autotp.ranks.consistency import ReplicaConsistency
 
 # --- torch.compile ---
 
-WAYS = ("not", "wrapped", "wrapper kept", "in place", "blocks before", "blocks after")
+WAYS = ("not", "wrapped", "wrapper kept", "blocks before")
+REPEATS = ("in place", "blocks after", "wrapped with tokens")
+"""For nightly tests: ``test_compile.py`` has the like of them under the Trainer."""
 
 
 def compiled(fabric: Any, way: str, folder: Path) -> dict[str, Any]:
@@ -210,10 +212,16 @@ LOOPS: dict[str, tuple[Any, ...]] = {
 }
 
 
+def repeats(directory: str) -> dict[str, Any]:
+    return {
+        way: compiled(two(AutoTPFabricStrategy(sequence_parallel="tokens" in way)), way, Path(directory))
+        for way in REPEATS
+    }
+
+
 def two_ranks(directory: str) -> dict[str, Any]:
     folder, rank = Path(directory), int(os.environ["RANK"])
     seen: dict[str, Any] = {way: compiled(two(), way, folder) for way in WAYS}
-    seen["compiled with tokens"] = compiled(two(AutoTPFabricStrategy(sequence_parallel=True)), "wrapped", folder)
     for directories in (False, True):
         seen[f"saved {directories}"] = saved(folder, directories)
     for number in (2, 0, -1):
@@ -229,13 +237,34 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_trainer_ranks(two_ranks, 2, str(tmp_path_factory.mktemp("options")))
 
 
-@pytest.mark.parametrize("way", [*WAYS, "compiled with tokens"])
-def test_a_compiled_model_is_that_of_one_process(way: str, found: list[dict[str, Any]], tmp_path: Path) -> None:
-    wanted = compiled(fabric_of(), "not", tmp_path)
+@pytest.fixture(scope="module")
+def repeated(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_trainer_ranks(repeats, 2, str(tmp_path_factory.mktemp("repeats")))
+
+
+@pytest.fixture(scope="module")
+def wanted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return compiled(fabric_of(), "not", tmp_path_factory.mktemp("one process"))
+
+
+def assert_compiled(way: str, found: list[dict[str, Any]], wanted: dict[str, Any]) -> None:
     for seen in found:
         assert_same(seen[way], wanted)
         assert (seen[way]["graphs"] > 0) == (way != "not")
         assert seen[way]["names"] == wanted["names"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_compiled_model_is_that_of_one_process(way: str, found: list[dict[str, Any]], wanted: dict[str, Any]) -> None:
+    assert_compiled(way, found, wanted)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("way", REPEATS)
+def test_a_model_that_is_compiled_otherwise_is(
+    way: str, repeated: list[dict[str, Any]], wanted: dict[str, Any]
+) -> None:
+    assert_compiled(way, repeated, wanted)
 
 
 @pytest.mark.parametrize("directories", [False, True])
