@@ -107,7 +107,7 @@ class Outcome:
     @property
     def message(self) -> str:
         """The line that says why, with what differs from run to run replaced; empty if there is none."""
-        found = re.findall(r"lightning_autotp: (.*)\. Rank \d+ cannot", self.said)
+        found = re.findall(r"lightning_autotp: rank \d+ ends, because (.*?)(?:\. To go on, .*)?\n", self.said)
         found = found or re.findall(rf"lightning_autotp: (?!{_PHASES})(.*)", self.said)
         found = found or re.findall(r"(?m)^(?:\[rank\d+\]: )?((?!PeerError)[\w.]*(?:Error|Exception): .*)$", self.said)
         text = re.sub(r"process \d+ on [^)\s]+\)", "process … on …)", found[0]) if found else ""

@@ -17,6 +17,7 @@ from traceback import FrameSummary, StackSummary, TracebackException, walk_tb
 from types import TracebackType
 
 from lightning_autotp.ranks.agreement import PeerError, Raised
+from lightning_autotp.ranks.peers import PeerWatch
 
 PACKAGE = Path(__file__).parent.parent
 LIBRARIES = [Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")]
@@ -29,19 +30,26 @@ Hook = Callable[[type[BaseException], BaseException, TracebackType | None], None
 
 @cache
 def print_errors_briefly() -> None:
-    """Print uncaught errors that passed through this package so, from now on in this process.
+    """Print uncaught errors so, from now on in this process.
 
+    Those are errors that passed through this package, and any that only another rank's failure is the cause of.
     Where a process group is made later, torch puts the rank before each line.
     """
     sys.excepthook = partial(_print, sys.excepthook)
 
 
 def _print(usual: Hook, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    is_ours = any(PACKAGE in Path(frame.f_code.co_filename).parents for frame, _ in walk_tb(trace))
-    if not (is_ours and isinstance(error, Exception)) or os.environ.get(WHOLE, "OFF") != "OFF":
+    peers = PeerWatch.latest
+    if not isinstance(error, Exception) or os.environ.get(WHOLE, "OFF") != "OFF":
         usual(kind, error, trace)
-    else:
+    elif peers is not None and peers.explains(error):
+        return
+    elif any(PACKAGE in Path(frame.f_code.co_filename).parents for frame, _ in walk_tb(trace)):
         print("".join(_lines(error)), end="", file=sys.stderr)
+    else:
+        usual(kind, error, trace)
+    if peers is not None:
+        peers.note_printed()
 
 
 def _lines(error: Exception) -> Iterator[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ __all__ = [
     "default_store",
     "device_of_objects",
     "device_to_send",
+    "is_lost_connection",
     "is_outermost",
     "process_group",
     "share_memory",
@@ -143,6 +145,19 @@ def _counting(passes: Sequence[Any]) -> list[FusedProducts]:
 def default_store() -> dist.Store:
     """What all processes of the job share. A store of our own would need a port that all know."""
     return dist.distributed_c10d._get_default_store()
+
+
+_LOST = re.compile(
+    r"\[\S*/gloo/transport/\S+\] (Connection closed by peer|Read error|Timed out waiting|Application timeout)"
+)
+
+
+def is_lost_connection(error: BaseException) -> bool:
+    """Whether an error says that a process at the other end of a collective, or of the store, is gone or silent.
+
+    ``ProcessGroupGloo`` has one type for all its errors, and only their words tell which it is.
+    """
+    return isinstance(error, dist.DistNetworkError) or _LOST.match(str(error)) is not None
 
 
 def is_outermost(module: nn.Module) -> None:

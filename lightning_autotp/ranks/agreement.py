@@ -28,6 +28,10 @@ class PeerError(RuntimeError):
     """Another rank of the group failed; the message has its error."""
 
 
+class MissingRank(RuntimeError):
+    """Another rank has not come to where this one waits for it: their code differs, or it has failed."""
+
+
 class Raised(NamedTuple):
     """How :func:`raise_together` has raised an error.
 

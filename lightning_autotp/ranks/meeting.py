@@ -16,6 +16,7 @@ from dataclasses import asdict
 import torch.distributed as dist
 
 from lightning_autotp.private.distributed_private import default_store
+from lightning_autotp.ranks.agreement import MissingRank
 from lightning_autotp.ranks.group import TPGroup, timeout_of_all
 from lightning_autotp.ranks.peers import Peer, this_machine
 
@@ -42,7 +43,7 @@ def meet(group: TPGroup, why: str) -> None:
         why: what is being done, as in "the gradient of norm.weight is read".
 
     Raises:
-        RuntimeError: if some have not come within the timeout of collectives, or before their process ended.
+        MissingRank: if some have not come within the timeout of collectives, or before their process ended.
     """
     ranks = tuple(dist.get_process_group_ranks(group.process_group))
     _meetings[ranks] += 1
@@ -64,7 +65,7 @@ def meet(group: TPGroup, why: str) -> None:
             if come < group.size and (ended is not None or now - begin > timeout_of_all().total_seconds()):
                 store.add(f"{key}/{number}", -1)  # as if it had not come
                 _meetings[ranks] -= 1
-                raise RuntimeError(here if ended is None else f"{here}. {ended} has ended")
+                raise MissingRank(here if ended is None else f"{here}. {ended} has ended")
             if now - begin > PATIENCE and not has_said:
                 has_said = True
                 print(f"lightning_autotp: {here}. It waits for them", file=sys.stderr, flush=True)
@@ -72,7 +73,7 @@ def meet(group: TPGroup, why: str) -> None:
             come = store.add(f"{key}/{number}", 0)
         store.delete_key(f"{key}/{number - 1}")  # all have left it
     except dist.DistError as error:
-        raise RuntimeError(
+        raise MissingRank(
             f"{why} on rank {own}, but rank 0, which keeps the job together, has ended: all ranks have to do it, so"
             " write that without a condition on the rank"
         ) from error

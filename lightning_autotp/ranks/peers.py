@@ -8,9 +8,9 @@ group's timeout (with NCCL, not even then at once). So each process has a thread
 * and, on the first rank of each machine, whether the next machine has been heard of: each one by one other, so that the
   store is asked as often as there are machines.
 
-When something is found, all are told through the store. It is printed with the rank's number, and the process gets a
-little time to come out of its collective by itself, as it does with gloo; then it is ended. So are peers on the same
-machine that are stopped, which cannot end on their own.
+When something is found, all are told through the store. Each prints one line that says so, after the rank that failed
+has printed its error, and gets a little time to come out of its collective by itself, as it does with gloo; then it is
+ended. So are peers on the same machine that are stopped, which cannot end on their own.
 
 Containers that do not see each other's processes count as machines of their own, whatever their host names are.
 """
@@ -29,14 +29,18 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import psutil
 import torch.distributed as dist
 
-from lightning_autotp.ranks.agreement import PeerError, Raised
+from lightning_autotp.private.distributed_private import is_lost_connection
+from lightning_autotp.ranks.agreement import MissingRank, PeerError, Raised
 
 T = TypeVar("T")
+
+_HAS_AGENT = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+"""Whether torchrun has the store, and not rank 0."""
 
 INTERVAL = 1.0
 """Seconds between two looks."""
@@ -44,8 +48,11 @@ GRACE = 5.0
 """Seconds that a process has to end by itself after a peer has failed."""
 ANSWER = 3.0
 """Seconds that the store has to answer a rank that ends."""
+PRINTING = 2.0
+"""Seconds that the others leave a rank that has failed to print its error before they print theirs."""
 SILENCE = 60.0
 """Seconds after which a machine that is not heard of counts as gone."""
+GO_ON = "To go on, start again from the last checkpoint: trainer.fit(..., ckpt_path=...), or fabric.load(...)"
 
 
 def process_status(pid: int, started: float | None = None) -> str:
@@ -130,7 +137,12 @@ class PeerWatch:
         run: a name that no earlier watch with this store has had.
         timeout: of collectives, in seconds: a peer that has been stopped for so long counts as gone.
         before_end: called before this process is ended, to end those that it started.
+
+    Attributes:
+        latest: the one that this process made last, also after its end: it knows why the process ends.
     """
+
+    latest: ClassVar[PeerWatch | None] = None
 
     def __init__(
         self,
@@ -154,12 +166,14 @@ class PeerWatch:
         # From the next machine on; only for the first rank of this one.
         self._others = [*ring[own + 1 :], *ring[:own]] if ring[own] == self._own else []
         self._heard: dict[str, tuple[bytes, float]] = {}
-        self._reported: str | None = None
-        self._said: str | None = None
+        self._reported: str | None = None  # of this rank
+        self._cause: str | None = None  # of another one
+        self._is_said = self._is_printed = self._has_lost_store = False
         self._ended = threading.Event()
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._watch, name="peers", daemon=True)
         self._thread.start()
+        PeerWatch.latest = self
 
     def report(self, error: BaseException) -> None:
         """Tell the peers that this rank has failed, unless all have; or say which did before, if that is why."""
@@ -167,21 +181,52 @@ class PeerWatch:
             return
         if (raised := Raised.how(error)) is not None and raised.everywhere:
             return
-        text = (str(error).strip().splitlines() or [""])[0][:500]
-        self._reported = f"{self._own} failed: {type(error).__name__}: {text}"
-        try:
-            _within(ANSWER, self._report, self._reported, isinstance(error, RuntimeError))
-        except RuntimeError:  # the store is gone; the error is on its way out anyway
-            self._say(self._without_store())
-
-    def _report(self, text: str, perhaps_collective: bool) -> None:
-        found = self._found()
-        if found is None and perhaps_collective:
-            # A process that is killed loses its connections before it is gone; one that is stopped lets it time out.
+        self._reported = f"{self._own} failed: {_in_short(error)}"
+        if isinstance(error, RuntimeError):
+            # Perhaps of a collective: a process that is killed loses its connections before it is gone.
             time.sleep(INTERVAL)
-            found = self._found(stopped_for=0.0)
-        if found is None:
-            self._store.compare_set("failed", "", text)  # the first failure is the one that counts
+        try:
+            cause = self._ask(ANSWER, self._report, self._reported, error)
+        except RuntimeError:  # the store is gone; the error is on its way out anyway
+            cause = self._without_store()
+        if cause is not None:
+            self._cause = self._cause or cause
+            if not self._is_same(error):  # else it is said by that rank, or where this one ends
+                self._say()
+
+    def _report(self, text: str, error: BaseException) -> str | None:
+        """Tell it, unless there is something of another rank, which is returned."""
+        # A process that is stopped lets a collective time out.
+        found = self._found(stopped_for=0.0 if isinstance(error, RuntimeError) else None)
+        if found is not None:
+            return found
+        first: str = self._store.compare_set("failed", "", text).decode()  # the one that counts
+        if first == text and not isinstance(error, Exception):
+            self._store.set("printed", "")  # nothing is, of sys.exit
+        return first if first != text else None
+
+    def explains(self, error: Exception) -> bool:
+        """Whether an error that ends this process is nothing but the failure of another rank, which is printed there.
+
+        Then it is said here, after that rank's own error. Else the other ranks are told of this one.
+        """
+        self.report(error)
+        if self._cause is None:
+            return False
+        if not (isinstance(error, PeerError | MissingRank) or is_lost_connection(error) or self._is_same(error)):
+            return False
+        self._say()
+        return self._is_printed or not self._is_same(error)
+
+    def note_printed(self) -> None:
+        """Let the others, who wait for that, say their part: this rank's error has been printed."""
+        if self._reported is not None and self._cause is None:
+            with suppress(RuntimeError):  # the store is gone
+                self._ask(ANSWER, self._store.set, "printed", "")
+
+    def _is_same(self, error: BaseException) -> bool:
+        """Whether the rank that failed first had an error of the same words."""
+        return self._cause is not None and self._cause.endswith(f" failed: {_in_short(error)}")
 
     def wait_for_others(self) -> None:
         """Wait until all others have stopped watching, or something has happened to one of them.
@@ -190,7 +235,7 @@ class PeerWatch:
         """
         done = [f"done/{peer.rank}" for peer in self._peers if peer != self._own]
         with suppress(RuntimeError):  # the store is gone, and with it everybody's reason to wait
-            while self._said is None and not self._store.check(done):
+            while self._cause is None and not self._store.check(done):
                 time.sleep(ANSWER / 30)
 
     def close(self) -> None:
@@ -198,24 +243,25 @@ class PeerWatch:
         self._ended.set()
         # It may be waiting for the store. A thread that is in there when the interpreter ends aborts the process, so
         # where nothing has failed, a slow machine is waited for.
-        patience = self._timeout if self._said is None else ANSWER
+        patience = self._timeout if self._cause is None else ANSWER
         self._thread.join(patience)
-        if self._said is not None:
+        if self._cause is not None:
             self._kill_stopped()
         if not self._thread.is_alive():
             with suppress(RuntimeError):  # without the store there is nobody to tell
-                _within(patience, self._store.set, f"done/{self._own.rank}", "")
+                self._ask(patience, self._store.set, f"done/{self._own.rank}", "")
 
     def _watch(self) -> None:
         beat = 0
         while not self._ended.wait(INTERVAL):
             beat += 1
             try:
-                found = _within(self._timeout, self._look, beat)
+                found = self._ask(self._timeout, self._look, beat)
             except RuntimeError:
                 found = self._without_store()
             if found is not None:
-                self._say(found)
+                self._cause = self._cause or found
+                self._say()
                 if not self._ended.wait(GRACE) and self._reported is None:
                     self._kill_stopped()
                     self._before_end()
@@ -230,12 +276,21 @@ class PeerWatch:
             self._store.set(f"beat/{self._own.machine}", str(beat))
         return self._found()
 
+    def _ask(self, seconds: float, ask: Callable[..., T], *args: Any) -> T:
+        """As :func:`_within`, but not where the store is known to be gone: torch prints a page of C++ frames then."""
+        keeper = self._peers[0]
+        is_gone = not _HAS_AGENT and keeper in self._neighbours and not keeper.is_alive()
+        if self._has_lost_store or is_gone:
+            raise RuntimeError("the store is gone")
+        return _within(seconds, ask, *args)
+
     def _without_store(self) -> str:
         """What has happened to the rank that has the store; nobody can be told."""
+        self._has_lost_store = True
         keeper = self._peers[0]
         if keeper in self._neighbours and keeper.is_stopped():
-            return _stopped(keeper)
-        return f"{keeper}, which keeps the job together, is gone or does not answer"
+            return f"{_stopped(keeper)}. {GO_ON}"
+        return f"{keeper}, which keeps the job together, is gone or does not answer. {GO_ON}"
 
     def _kill_stopped(self) -> None:
         for peer in self._neighbours:
@@ -243,17 +298,14 @@ class PeerWatch:
                 peer.kill()
 
     def _found(self, stopped_for: float | None = None) -> str | None:
-        """What has happened to a peer, if anything; every rank is told.
+        """What has happened to a peer first, if anything; every rank is told.
 
         Args:
             stopped_for: seconds that a peer may be stopped, instead of the timeout of collectives.
         """
         if self._store.check(["failed"]):
             text: str = self._store.get("failed").decode()
-            if text == self._reported:
-                return None
-            self._say(text)
-            return text
+            return text if text != self._reported else None
         for peer in self._neighbours:
             # One that has failed says so before it ends, one that has finished has stopped watching.
             if not peer.is_alive() and not self._store.check([f"done/{peer.rank}"]):
@@ -281,22 +333,36 @@ class PeerWatch:
             return self._tell(f"{first} and its machine have not been heard of for {SILENCE:.0f} s")
         return None
 
-    def _tell(self, text: str) -> str:
-        self._store.compare_set("failed", "", text)
-        self._say(text)
-        return text
+    def _tell(self, what: str) -> str | None:
+        text = f"{what}. {GO_ON}"
+        first: str = self._store.compare_set("failed", "", text).decode()
+        if first == text:
+            self._store.set("printed", "")  # there is nothing that it could print
+        return first if first != self._reported else None
 
-    def _say(self, text: str) -> None:
+    def _say(self) -> None:
+        """Print, once, why this rank ends: after the rank that failed has printed its error, if it does so soon."""
         with self._lock:
-            if self._said is not None:
-                return
-            self._said = text
-        print(
-            f"\nlightning_autotp: {text}. Rank {self._own.rank} cannot go on without it and ends too. To go on, start"
-            " again from the last checkpoint: trainer.fit(..., ckpt_path=...), or fabric.load(...)",
-            file=sys.stderr,
-            flush=True,
-        )
+            if not self._is_said:
+                self._is_said = True
+                with suppress(RuntimeError):  # the store is gone
+                    self._is_printed = self._ask(2 * PRINTING, self._wait_until_printed)
+                why = f"\nlightning_autotp: rank {self._own.rank} ends, because {self._cause}"
+                print(why, file=sys.stderr, flush=True)
+
+    def _wait_until_printed(self) -> bool:
+        """Whether the rank that failed has printed its error, or has none to print."""
+        for _ in range(20):
+            is_printed = self._store.check(["printed"])
+            time.sleep(PRINTING / 20)  # also then: torch puts the rank before the lines, and prints after that was set
+            if is_printed:
+                return True
+        return False
+
+
+def _in_short(error: BaseException) -> str:
+    """Its type, and the beginning of what it says."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:500]}"
 
 
 def _stopped(peer: Peer) -> str:

@@ -25,6 +25,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import PATIENCE, SCRIPT_ENVIRONMENT, run_python
+from failures import check_one_error
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from trainer_ranks import run_trainer_ranks
@@ -33,6 +34,7 @@ from training import Task, loader, trainer
 from lightning_autotp import AutoTPStrategy
 from lightning_autotp.private.lightning_private import DeferredSignals
 from lightning_autotp.ranks import peers, started
+from lightning_autotp.ranks.agreement import MissingRank, PeerError
 from lightning_autotp.ranks.peers import Peer, PeerWatch
 
 ENDS_WITHIN = 300.0
@@ -169,6 +171,8 @@ def test_a_run_killed_many_times_has_the_losses_of_one_that_was_not(tmp_path: Pa
         by_launcher = f"[rank: {rank}] Child process with PID {pids[rank]} terminated" in said
         assert by_launcher or f"rank {rank} (process {pids[rank]} on " in said, said
         assert by_launcher or "has died" in said or "is gone" in said
+        if not by_launcher:
+            check_one_error(said, rank)
         assert "FINISHED" not in said
     job = Job(killed, steps=steps)
     assert job.process.wait(PATIENCE) == 0, job.said()
@@ -197,9 +201,8 @@ def test_nobody_waits_for_a_rank_that_has_gone(tmp_path: Path, how: str) -> None
     assert "FINISHED" not in said
     if how == "fails":
         assert job.process.returncode != 0
-        assert "ValueError: planted on rank 1" in said
         assert f"rank 1 (process {pids[1]} on " in said
-        assert "failed: ValueError: planted on rank 1" in said
+        check_one_error(said, 1, "failed: ValueError: planted on rank 1")
 
 
 # --- faults, as users meet them ---
@@ -212,6 +215,7 @@ NIGHTLY = [
     ("raise, on_train_end, 1", 1, "rank 1 (process … on …) failed: ValueError: planted"),
     ("sys.exit(0), planning, 0", 1, "rank 0 (process … on …) failed: SystemExit: 0"),
     ("kill -9, teardown, 1", 1, "rank 1 (process … on …) has died"),
+    ("kill -9, first step, 0", 128 + signal.SIGKILL, "rank 0 (process … on …), which keeps the job together, is gone"),
     (
         "SIGTERM to all, first step, 0",
         128 + signal.SIGTERM,
@@ -235,6 +239,8 @@ def test_a_fault_ends_the_job_and_its_exit_code_says_so(
     assert outcome.left == 0, outcome.said
     assert outcome.message.startswith(message), outcome.said
     assert outcome.code == code, outcome.said
+    if case.fault in ("raise", "kill -9", "SIGSTOP"):
+        check_one_error(outcome.said, case.rank, "ValueError: planted" if case.fault == "raise" else "")
     assert ("Timed out" in outcome.said) <= (case.fault == "SIGSTOP"), outcome.said  # else nobody waited for so long
 
 
@@ -372,6 +378,8 @@ def watch(
     ended = threading.Event()
     monkeypatch.setattr(peers, "INTERVAL", 0.05)
     monkeypatch.setattr(peers, "GRACE", 0.3)
+    monkeypatch.setattr(peers, "PRINTING", 0.2)
+    monkeypatch.setattr(PeerWatch, "latest", None)
     monkeypatch.setattr(peers.os, "_exit", lambda _: ended.set())
     store = store or dist.HashStore()
     found = PeerWatch([Peer.this_process(0), *others], 0, store, "test", allowed, lambda: None)
@@ -417,8 +425,8 @@ def test_a_dead_neighbour_is_named_to_everyone(
         assert not ended.wait(0.5)
         process.kill()  # a zombie until somebody waits for it
         assert ended.wait(PATIENCE)
-        assert store.get("failed").decode() == f"{peer} has died"
-    assert f"lightning_autotp: {peer} has died. Rank 0 cannot go on without it" in capsys.readouterr().err
+        assert store.get("failed").decode() == f"{peer} has died. {peers.GO_ON}"
+    assert f"lightning_autotp: rank 0 ends, because {peer} has died. To go on, " in capsys.readouterr().err
 
 
 def test_one_that_has_finished_is_not_missed(other: Start, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -443,10 +451,10 @@ def test_the_first_to_fail_is_the_one_that_is_named(
     peer, _ = other(1)
     reported, look = threading.Event(), PeerWatch._found
 
-    def look_afterwards(self: PeerWatch) -> str | None:
+    def look_afterwards(self: PeerWatch, **how: Any) -> str | None:
         if threading.current_thread().name != "_report":
             reported.wait(PATIENCE)
-        return look(self)
+        return look(self, **how)
 
     monkeypatch.setattr(PeerWatch, "_found", look_afterwards)
     with watch([peer], monkeypatch) as (found, store, ended):
@@ -456,6 +464,71 @@ def test_the_first_to_fail_is_the_one_that_is_named(
         assert store.get("failed").decode() == "rank 1 failed: ValueError: no"
         assert not ended.wait(1)  # it is on its way out by itself
     assert "rank 1 failed: ValueError: no" in capsys.readouterr().err
+
+
+LOST = "[/a/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:944. GLHF!"
+ERRORS = [  # and whether they are only what another rank's "ValueError: planted" led to
+    (RuntimeError(LOST), True),
+    (dist.DistNetworkError("failed to recv, got 0 bytes"), True),
+    (MissingRank("the model is called on rank 0, but not on 1 of the ranks [0, 1]"), True),
+    (PeerError("rank 1 of 2 failed while saving: ValueError: planted"), True),
+    (ValueError("planted\nin two lines"), True),
+    (ValueError("another"), False),
+    (TypeError("planted"), False),
+    (RuntimeError(f"what my code says of {LOST}"), False),
+    (
+        RuntimeError("[enforce fail at /a/gloo/transport/tcp/pair.cc:456] op.preamble.length <= op.nbytes. 8 vs 4"),
+        False,
+    ),
+]
+
+
+@pytest.mark.parametrize("is_printed", [True, False])
+def test_what_another_failure_led_to_is_told_from_what_did_not(
+    is_printed: bool, other: Start, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    peer, _ = other(1)
+    monkeypatch.setattr(PeerWatch, "_watch", lambda _: None)  # nobody else looks
+    with watch([peer], monkeypatch) as (found, store, _):
+        if is_printed:
+            store.set("printed", "")
+        store.set("failed", f"{peer} failed: ValueError: planted")
+        for error, follows in ERRORS:
+            # One of the same words has no lines of its own only where the first has them.
+            wanted = follows and (is_printed or not isinstance(error, ValueError))
+            assert found.explains(error) is wanted, error
+    printed = capsys.readouterr().err
+    assert printed == f"\nlightning_autotp: rank 0 ends, because {peer} failed: ValueError: planted\n"
+
+
+@pytest.mark.parametrize("error", [error for error, _ in ERRORS if not isinstance(error, PeerError)])
+def test_an_error_without_another_failure_is_its_own_cause(
+    error: Exception, other: Start, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    peer, _ = other(1)
+    with watch([peer], monkeypatch) as (found, store, _):
+        assert not found.explains(error)
+        assert store.get("failed").decode().startswith(f"{found._own} failed: {type(error).__name__}: ")
+        assert not store.check(["printed"])
+        found.note_printed()
+        assert store.check(["printed"])
+    assert capsys.readouterr().err == ""
+
+
+def test_of_a_process_that_is_gone_nobody_asks_for_its_store(
+    other: Start, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keeper, process = other(0)
+    process.kill()
+    process.wait()
+    monkeypatch.setattr(PeerWatch, "latest", None)
+    monkeypatch.setattr(PeerWatch, "_watch", lambda _: None)
+    found = PeerWatch([keeper, Peer.this_process(1)], 1, dist.HashStore(), "test", PATIENCE, lambda: None)
+    with mock.patch.object(found, "_store") as store:
+        assert found.explains(RuntimeError(LOST))
+        found.close()
+    assert store.method_calls == []
+    assert f"rank 1 ends, because {keeper}, which keeps the job together, is gone" in capsys.readouterr().err
 
 
 def test_a_stopped_neighbour_is_named_and_ended(other: Start, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -481,7 +554,7 @@ def test_a_store_that_does_not_answer_ends_this_process(
     with watch([peer], monkeypatch, allowed=1.0) as (_, _, ended):
         assert ended.wait(PATIENCE)
     over.set()
-    assert ", which keeps the job together, is gone or does not answer. Rank 0 cannot" in capsys.readouterr().err
+    assert ", which keeps the job together, is gone or does not answer. To go on, " in capsys.readouterr().err
 
 
 def test_a_machine_of_the_same_name_has_processes_of_its_own(other: Start, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -499,7 +572,7 @@ def test_a_silent_machine_is_named(other: Start, monkeypatch: pytest.MonkeyPatch
     next_one, _ = other(1, "next")
     further, _ = other(2, "further")
     clock = [0.0]
-    monkeypatch.setattr(peers, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(peers, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=time.sleep))
     with watch([next_one, further], monkeypatch) as (found, store, ended):
 
         def hear(machine: str) -> None:
@@ -514,7 +587,8 @@ def test_a_silent_machine_is_named(other: Start, monkeypatch: pytest.MonkeyPatch
         hear("further")
         clock[0] += 0.2 * peers.SILENCE
         assert ended.wait(PATIENCE)
-        assert store.get("failed").decode() == f"{further} and its machine have not been heard of for 60 s"
+        said = store.get("failed").decode()
+        assert said == f"{further} and its machine have not been heard of for 60 s. {peers.GO_ON}"
 
 
 @pytest.mark.parametrize("machines", [2, 50])

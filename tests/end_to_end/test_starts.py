@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from lightning_autotp.capture.nested import map_tensors
 from lightning_autotp.lightning.starting import check_start
 from lightning_autotp.lightning.tracebacks import print_errors_briefly
 from lightning_autotp.ranks.agreement import PeerError, Raised
+from lightning_autotp.ranks.peers import PeerWatch
 
 PROGRAM = """
 import os, sys
@@ -223,6 +225,8 @@ def test_an_error_is_printed_once_without_the_frames_of_libraries(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     usual: list[Any] = []
+    watch = mock.Mock(**{"explains.return_value": False})
+    monkeypatch.setattr(PeerWatch, "latest", watch)
     monkeypatch.setattr(sys, "excepthook", lambda *given: usual.append(given))
     print_errors_briefly.__wrapped__()
 
@@ -261,6 +265,11 @@ def test_an_error_is_printed_once_without_the_frames_of_libraries(
     monkeypatch.delenv("TORCH_DISTRIBUTED_DEBUG")
     sys.excepthook(ValueError, ValueError("of the user's own code"), None)
     assert len(usual) == 3
+    assert len(watch.explains.call_args_list) == 5  # of all but what is printed as usual whatever the cause is
+    assert len(watch.note_printed.call_args_list) == 7
+    watch.explains.return_value = True
+    assert printed(ValueError("another rank failed")) == []
+    assert (len(usual), len(watch.note_printed.call_args_list)) == (3, 7)
 
 
 def test_without_a_file(environment: dict[str, str]) -> None:

@@ -7,7 +7,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -624,6 +626,30 @@ def _(default_store: Any) -> None:
         assert store.get("a") == b"b"
         assert (store.check(["a"]), store.check(["c"])) == (True, False)
         assert store.compare_set("a", "b", "d") == b"d"
+
+
+@canary("torch.distributed.ProcessGroupGloo")
+def _(gloo: Any) -> None:
+    """What it says of a rank that is silent, and of one that is gone."""
+    from lightning_autotp.private.distributed_private import is_lost_connection
+
+    def groups() -> list[Any]:
+        store = dist.HashStore()
+        with ThreadPoolExecutor(2) as threads:
+            return list(threads.map(lambda rank: gloo(store, rank, 2, timedelta(seconds=1)), range(2)))
+
+    silent, gone = groups(), groups()
+    with pytest.raises(RuntimeError, match="Timed out waiting 1000ms") as error:
+        silent[0].allreduce(torch.ones(1)).wait()
+    assert is_lost_connection(error.value)
+    work = gone[0].allreduce(torch.ones(1))
+    del gone[1]
+    with pytest.raises(RuntimeError, match="Connection closed by peer") as error:
+        work.wait()
+    assert is_lost_connection(error.value)
+    with pytest.raises((RuntimeError, ValueError)) as other:
+        silent[1].allgather([[torch.ones(1), torch.ones(2)]], [torch.ones(1)])
+    assert not is_lost_connection(other.value)
 
 
 @canary("torch.ops._c10d_functional")
