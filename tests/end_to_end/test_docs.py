@@ -189,14 +189,21 @@ def test_links_resolve(page: Path) -> None:
 
 
 def test_the_totals_are_the_zoos() -> None:
-    """The README repeats the totals of the pages that the zoo wrote."""
+    """A page repeats the totals of the pages that the zoo wrote, and the README has their sums."""
 
     def totals(page: Path) -> list[str]:
         return re.findall(r"^\| [A-Za-z][^|]+(?: \| \d+){7} \|$", page.read_text(), re.M)
 
+    def in_parity(page: Path) -> str:
+        rows = [[int(number) for number in re.findall(r"\| (\d+) ", line)] for line in totals(page)]
+        return f"{sum(row[3] for row in rows)} of {sum(row[1] for row in rows)}"
+
     pages = [totals(ROOT / "docs" / f"{name}.md") for name in ("zoo", "zoo-sp", "zoo-tp4", "zoo-sp-tp4", "zoo-others")]
     assert all(pages)
-    assert totals(ROOT / "README.md") == [line for page in pages for line in page]
+    assert totals(ROOT / "docs" / "zoo-totals.md") == [line for page in pages for line in page]
+    readme = (ROOT / "README.md").read_text()
+    assert f"[{in_parity(ROOT / 'docs' / 'zoo.md')}](docs/zoo-totals.md) of transformers" in readme
+    assert f"and {in_parity(ROOT / 'docs' / 'zoo-others.md')} of six other packages" in readme
 
 
 def test_as_many_rules_as_it_says() -> None:
