@@ -44,8 +44,8 @@ from lightning_autotp.parameters.state import (
 from lightning_autotp.private.torch_private import (
     accumulated_hooks,
     gradient_hooks,
-    in_distributed_data_parallel,
     parameters_of,
+    running_data_parallel,
 )
 from lightning_autotp.ranks.group import TPGroup, new_group
 
@@ -285,10 +285,27 @@ def places_at(module: nn.Module, model: nn.Module) -> Iterator[Place]:
 
 
 def sum_at_once_in_ddp(model: nn.Module) -> None:
-    """Under DistributedDataParallel, whose own sums come when a gradient is there, no gradient waits for others."""
-    if in_distributed_data_parallel():
-        for buckets in _buckets(parallel_state(model)):
-            buckets.at_once = True
+    """Under DistributedDataParallel, whose own sums come when a gradient is there, no gradient waits for others.
+
+    Raises:
+        RuntimeError: if it averages the gradients of ranks that have different parts of the model.
+    """
+    around = running_data_parallel()
+    if around is None:
+        return
+    state = parallel_state(model)
+    copies = dist.get_process_group_ranks(around.process_group)
+    if len({*copies} & {*dist.get_process_group_ranks(state.group.process_group)}) > 1:
+        raise RuntimeError(
+            f"the parallel {type(model).__name__} is inside of a DistributedDataParallel over ranks {copies}, which"
+            " have different parts of it: that copies rank 0's part to all of them and averages gradients of different"
+            " tensors. transformers' Trainer, TRL's trainers and accelerate wrap a model so where several processes"
+            ' run. Train it with strategy="autotp" of Lightning\'s Trainer or of Fabric, or in a loop of your own; for'
+            " several copies of the model, AutoTPStrategy(data_parallel_size=...), parallelize(data_mesh=...), or a"
+            " process_group= of DistributedDataParallel whose ranks have the same part"
+        )
+    for buckets in _buckets(state):
+        buckets.at_once = True
 
 
 def _shared_elements(meta: ParameterMeta) -> dict[tuple[int, ...], Blocks]:

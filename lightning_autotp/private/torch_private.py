@@ -47,6 +47,7 @@ from torch._subclasses.schema_check_mode import SchemaCheckMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
 # Modes that see functions, taken off and put back.
+from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import (
     TorchFunctionMode,
     _len_torch_function_stack,
@@ -120,7 +121,6 @@ __all__ = [
     "has_values",
     "hook_tables",
     "hooks_given",
-    "in_distributed_data_parallel",
     "is_functorch_wrapped_tensor",
     "is_meta",
     "module_like",
@@ -130,6 +130,7 @@ __all__ = [
     "put_below",
     "quiet_fake_tensors",
     "registered_children",
+    "running_data_parallel",
     "schema_of",
     "set_data_of",
     "storage_behind",
@@ -456,9 +457,9 @@ def will_accumulate(leaf: Tensor) -> bool:
             return False
 
 
-def in_distributed_data_parallel() -> bool:
-    """Whether the forward of a ``DistributedDataParallel`` is running. Nothing public."""
-    return torch.nn.parallel.DistributedDataParallel._active_ddp_module is not None
+def running_data_parallel() -> DistributedDataParallel | None:
+    """The ``DistributedDataParallel`` whose forward is running. Nothing public."""
+    return DistributedDataParallel._active_ddp_module
 
 
 def hooks_given() -> int:

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from lightning_autotp import parallelize
 from lightning_autotp.gradients.norms import full_gradients
 from lightning_autotp.gradients.sums import (
     average_gradients,
@@ -304,6 +305,17 @@ def within_ddp(model: nn.Module, rank: int) -> Found:
     return {name: gradient for name, gradient in gradients(model).items() if name != "unused"}
 
 
+def refused_ddp(size: int) -> str:
+    """What is said where DistributedDataParallel is put around a model whose parts its ranks have."""
+    model = nn.Sequential(nn.Linear(8, 8 * size), nn.ReLU(), nn.Linear(8 * size, 8))
+    parallelize(model, dist.group.WORLD, example_inputs=torch.zeros(3, 8))  # type: ignore[arg-type]
+    try:
+        DistributedDataParallel(model)(torch.ones(3, 8))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
 # all-reduces over two ranks: one for each dtype and pass that sums
 WAYS: dict[Callable[[nn.Module, int], Found], int] = {
     once: 2, twice: 4, postponed: 2, postponed_after_a_sum: 4, left_to_a_pass_without_it: 2, stepped_in_the_pass: 3,
@@ -315,13 +327,14 @@ WAYS: dict[Callable[[nn.Module, int], Found], int] = {
 OTHERS = [penalized, within_ddp]
 
 
-def on_every_rank(rank: int, size: int) -> dict[str, tuple[Found, int]]:
-    found = {}
+def on_every_rank(rank: int, size: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
     for way in (*WAYS, *OTHERS):
         with Sums() as sums:
             found[way.__name__] = way(made(), rank), sums.count
     with mock.patch.object(buckets, "BUCKET_BYTES", 20), Sums() as sums:
         found["small buckets"] = once(made(), rank), sums.count
+    found["refused"] = refused_ddp(size)
     return found
 
 
@@ -347,6 +360,8 @@ def test_sums_are_one_process_gradients(size: int) -> None:
         seen, sums = found["small buckets"]
         assert all(torch.equal(seen[name], gradient) for name, gradient in alone(once, size).items())
         assert sums == 3  # a and b, c; low
+        assert "is inside of a DistributedDataParallel over ranks [0, 1" in found["refused"]
+        assert "transformers' Trainer" in found["refused"]
 
 
 def misreading(rank: int, size: int) -> dict[str, str]:
