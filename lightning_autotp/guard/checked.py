@@ -189,8 +189,9 @@ class checked(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._paused or torch.compiler.is_compiling() or is_in_backward():
             return func(*args, **kwargs)
-        tensors = [leaf for leaf in call_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         name = _name(func)
+        given = args[:1] if name == "__deepcopy__" else (args, kwargs)  # and not what was copied before
+        tensors = [leaf for leaf in call_leaves(given) if isinstance(leaf, Tensor)]
         part = next((tensor for tensor in tensors if tensor in self._parts), None)
         summed = next((tensor for tensor in tensors if tensor in self._summed), None)
         if name in _NOT_READING or (part is None and summed is None) or not self._is_users(func):

@@ -33,7 +33,6 @@ class Drift:
         self._left: Iterator[tuple[str, Tensor]] = iter(())
         self._noted: tuple[str, HostCopy] | None = None
 
-    @torch.no_grad()
     def note(self) -> None:
         """Note the next tensor as it is now. Not collective, and no device is waited for."""
         found = next(self._left, None)
@@ -42,7 +41,8 @@ class Drift:
             found = next(self._left, None)
         if found is not None:
             name, tensor = found
-            x = tensor.float() if tensor.itemsize == 1 else tensor  # few functions take float8
+            x = tensor.detach()
+            x = x.float() if x.itemsize == 1 else x  # few functions take float8
             dtype = torch.promote_types(x.dtype, torch.float32)
             self._noted = name, HostCopy(torch.stack([torch.linalg.vector_norm(x, dtype=dtype), x.sum(dtype=dtype)]))
 
