@@ -25,7 +25,9 @@ def config(case: str) -> Any:
             vocab_size=67, n_embd=48, n_head=6, n_layer=1, n_positions=16, attn_pdrop=0.0, resid_pdrop=0.0,
             embd_pdrop=0.0, bos_token_id=1, eos_token_id=2, tie_word_embeddings=False,
         )  # fmt: skip
-    return tiny_config()
+    made = tiny_config()
+    made.num_hidden_layers = 2 if case == "blocks" else 1
+    return made
 
 
 class Compiled(Task):
@@ -102,10 +104,9 @@ def test_blocks_are_whole_graphs(case: str, two: list[dict[str, dict[str, Any]]]
         assert seen[case]["breaks"] == {}
 
 
-@pytest.mark.parametrize("case", ["blocks", "inductor"])
-def test_both_blocks_run_the_same_code(case: str, two: list[dict[str, dict[str, Any]]]) -> None:
+def test_both_blocks_run_the_same_code(two: list[dict[str, dict[str, Any]]]) -> None:
     for seen in two:
-        assert seen[case]["graphs"] == 1
+        assert seen["blocks"]["graphs"] == 1
 
 
 def test_names_do_not_tell(two: list[dict[str, dict[str, Any]]]) -> None:
