@@ -1,9 +1,9 @@
 """Mutation testing of the proof: whatever mistake is planted in a plan, verification or numeric parity finds it.
 
 For every architecture each planted mistake meets, in this order: building the local model, the comparison of the cuts,
-the comparison of the traces (on every rank), and where all of these are content, a training step on real processes
-whose loss and gradients are compared with one process's. A mistake that all of them pass would be one that changes
-nothing: then it is *equivalent*, and which those are is asserted, too.
+the comparison of the traces (on every rank), the trial of a mixture's experts, and where all of these are content, a
+training step on real processes whose loss and gradients are compared with one process's. A mistake that all of them
+pass would be one that changes nothing: then it is *equivalent*, and which those are is asserted, too.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from lightning_autotp.parameters.local_blocks import plain
 from lightning_autotp.parameters.state import parallel_state
 from lightning_autotp.pipeline import make_plan
 from lightning_autotp.proving.compare import compare, cut_differently
+from lightning_autotp.proving.experts import prove_experts
 from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.solving.solution import Solution
 
@@ -54,7 +55,8 @@ ARCHITECTURES = {
 }
 IN_CI = ("llama", "gpt2", "mistral")
 SEQUENCE_PARALLEL = ("mistral",)
-OUTCOMES = BUILDING, CUTS, TRACE, PARITY, EQUIVALENT = "building", "cuts", "trace", "parity", "equivalent"
+OUTCOMES = "building", "cuts", "trace", "trial", "parity", "equivalent"
+BUILDING, CUTS, TRACE, TRIAL, PARITY, EQUIVALENT = OUTCOMES
 PAGE = Path(__file__).parents[2] / "docs" / "planted-mistakes.md"
 LOSS_TOLERANCE, GRADIENT_TOLERANCE, ROUNDING = 1e-5, 1e-4, 1e-7
 
@@ -68,7 +70,7 @@ def planned(name: str) -> tuple[nn.Module, dict[str, Any], Plan, Solution, list[
 
 def verified(name: str, plan: Plan, solution: Solution, mutation: Mutation | None = None) -> str:
     """What notices the mistake before anything runs; nothing for a right plan."""
-    model, batch, *_ = planned(name)
+    model, batch, _, right, _ = planned(name)
     # One rank shows what the trace can see of a mistake that plan and solution share; the parity check sees both.
     for rank in range(1 if mutation is not None and mutation.stage == SOLUTION else RANKS):
         local = meta_copy(model)
@@ -80,6 +82,10 @@ def verified(name: str, plan: Plan, solution: Solution, mutation: Mutation | Non
             return CUTS
         if compare(capture_local(local, batch), solution, rank) is not None:
             return TRACE
+    try:
+        prove_experts(model, right.graph, plan)
+    except PlanMismatch:
+        return TRIAL
     return ""
 
 
