@@ -182,9 +182,8 @@ class PeerWatch:
         if (raised := Raised.how(error)) is not None and raised.everywhere:
             return
         self._reported = f"{self._own} failed: {_in_short(error)}"
-        if isinstance(error, RuntimeError):
-            # Perhaps of a collective: a process that is killed loses its connections before it is gone.
-            time.sleep(INTERVAL)
+        if is_lost_connection(error) and self._own != self._peers[0]:
+            time.sleep(INTERVAL)  # perhaps to rank 0, which has the store and loses its connections before it is gone
         try:
             cause = self._ask(ANSWER, self._report, self._reported, error)
         except RuntimeError:  # the store is gone; the error is on its way out anyway
@@ -196,8 +195,12 @@ class PeerWatch:
 
     def _report(self, text: str, error: BaseException) -> str | None:
         """Tell it, unless there is something of another rank, which is returned."""
-        # A process that is stopped lets a collective time out.
-        found = self._found(stopped_for=0.0 if isinstance(error, RuntimeError) else None)
+        found = self._found()
+        if found is None and isinstance(error, RuntimeError):
+            # Perhaps of a collective: a process that is killed loses its connections before it is gone; one that is
+            # stopped lets it time out.
+            time.sleep(INTERVAL)
+            found = self._found(stopped_for=0.0)
         if found is not None:
             return found
         first: str = self._store.compare_set("failed", "", text).decode()  # the one that counts
