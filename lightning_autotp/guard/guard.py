@@ -8,6 +8,8 @@ pair of ``load_state_dict``, and what stands for methods that know only whole te
 
 from __future__ import annotations
 
+from itertools import count
+from operator import attrgetter
 from typing import Any
 from weakref import WeakSet, finalize
 
@@ -51,6 +53,7 @@ class Guard:
         running: which of its forwards are under way.
         bypasses: whether weights are used without their layers.
         compared: what is compared between the ranks.
+        number: how many guards there were in this process before it.
     """
 
     def __init__(self, model: nn.Module, calls: CallProver) -> None:
@@ -59,6 +62,7 @@ class Guard:
         self.running = Running(model)
         self._snapshot: Snapshot | None = None
         self._user_hooks = UserHooks(model)
+        self.number = -1
         self.bypasses, self.compared = Bypasses(model), ComparedValues(model)
         self._stand_ins: StandIns | None = None
         self._handles: list[RemovableHandle] = []
@@ -196,7 +200,7 @@ class Guard:
 
 def check_gradients(optimizer: Optimizer) -> None:
     """After a closure has computed gradients, before an optimizer steps with them; :meth:`Guard.check_gradients`."""
-    for guard in list(_live):
+    for guard in _guards():
         guard.check_gradients(optimizer)
 
 
@@ -209,17 +213,24 @@ def guard_of(model: nn.Module) -> Guard:
 
 def guarded_models() -> list[nn.Module]:
     """The parallel models of this process that are guarded, copies too."""
-    return [guard.model for guard in _live]
+    return [guard.model for guard in _guards()]
 
 
 _live: WeakSet[Guard] = WeakSet()
 """The guards of this process. Optimizers belong to no model: whatever steps, all of them are asked."""
+_numbers = count()
 _steps: list[RemovableHandle] = []
+
+
+def _guards() -> list[Guard]:
+    """The guards in the order in which they came, the same on all ranks: some of their checks are collective."""
+    return sorted(_live, key=attrgetter("number"))
 
 
 def _guard_steps(guard: Guard) -> None:
     if not _steps:
         _steps.extend((register_optimizer_step_pre_hook(_before_step), register_optimizer_step_post_hook(_after_step)))
+    guard.number = next(_numbers)
     _live.add(guard)
     finalize(guard, _forget_steps)
 
@@ -232,10 +243,10 @@ def _forget_steps() -> None:
 
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
-    for guard in list(_live):
+    for guard in _guards():
         guard.before_step(optimizer)
 
 
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
-    for guard in list(_live):
+    for guard in _guards():
         guard.after_step(optimizer)

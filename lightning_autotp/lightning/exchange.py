@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import islice
 from typing import Any
 
@@ -124,7 +125,8 @@ class Exchange:
 
     def _whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
         for model, _ in parallel_models(self._trainer.lightning_module):
-            yield from whole_tensors(model)
+            with suppress(RuntimeError):  # of a model that was changed, its own look says how
+                yield from whole_tensors(model)
 
 
 class _Noting(Iterator[Any]):

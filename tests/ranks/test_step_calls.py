@@ -146,6 +146,7 @@ def test_a_function_of_a_marked_gradient_takes_no_more_than_its_handler(large: A
         looks = ["_before_step", "Guard.before_step", "parallel_state", "Writes.check", "Guard.check_gradients"]
         looks += ["ComparedValues.before_step", "_after_step", "Guard.after_step", "Writes.note"]
         called["parallel_state"] -= 1  # before and after
+        assert called.pop("_guards") == 2
         assert max(called.pop(name) for name in list(called) if name.startswith("Bypasses.")) == 3
         assert [called.pop(look) for look in looks] == [1] * len(looks)  # once a step, whatever the model's size
         asked = called.pop("PartOfGradient.__torch_function__")

@@ -413,7 +413,7 @@ def unlike(folder: str) -> dict[str, Any]:
     def rows(what: str, batch: int, end: int = 10**6) -> Rows:
         return Rows(what, 2 * batch, 2 * end, last)
 
-    found["local draws"] = fit(Net("local"), loader())
+    found["local draws"] = fit(Net("local"), loader(), strategy=AutoTPStrategy(checked_steps=0))
     found["drift"] = fit(Drifting(), loader())
     found["own loss"] = fit(OwnLoss(), loader())
     found["own loss, accumulated"] = fit(OwnLoss(), loader(), accumulate_grad_batches=4)
