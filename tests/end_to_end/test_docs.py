@@ -164,7 +164,7 @@ def test_code_compiles_and_its_names_exist(page: Path) -> None:
 @pytest.mark.parametrize("page", DOCS, ids=named)
 def test_every_python_block_says_what_it_is(page: Path) -> None:
     kinds = set(re.findall(r"^```(\S.*)$", page.read_text(), re.MULTILINE))
-    assert kinds <= {"python", "python run", "text", "yaml", "mermaid"}
+    assert kinds <= {"python", "python run", "text", "yaml", "mermaid", "diff"}
 
 
 @pytest.mark.parametrize("page", DOCS, ids=named)
