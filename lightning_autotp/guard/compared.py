@@ -1,9 +1,9 @@
-"""The running model compared between the ranks: what each should have alike, it has.
+"""The running model compared between the ranks: tensors that should be the same on all of them are.
 
-The proof is of traces. A kernel, or code that asks what no trace shows, may compute something else in the run: then
-what the traced model has alike on all ranks, the tensors between its blocks and their gradients, is alike no more. So
-in the first call of each kind, and at rare intervals after it, these tensors are compared where they enter and leave
-modules. Of a tensor that is divided this says nothing.
+The proof is of traces. A kernel, or code that asks what no trace shows, may compute something else in the run. Then the
+tensors between blocks, and their gradients, differ between the ranks where the traced model has the same on each. So in
+the first call of each kind, and at rare intervals after it, they are compared where they enter and leave modules. Of a
+tensor that is sharded this says nothing.
 """
 
 from __future__ import annotations

@@ -78,21 +78,23 @@ class ParameterPlan:
         """
         return str(self.reasons[0]) if len(self.shape) > 1 and self.reasons else ""
 
+    @property
+    def _cuts(self) -> tuple[tuple[int, Ownership], ...]:
+        """The dims that are cut, and which rank has which of their indices."""
+        return self.layout.dims if isinstance(self.layout, Shard) else ()
+
     def local_of_whole(self, rank: int) -> str:
         """Its shape, with a rank's part of each dim that is cut, and what is special: ``96/144 x 8 (shared)``."""
         both = zip(local_shape(self.shape, self.layout, rank), self.shape, strict=True)
         shape = " x ".join(str(whole) if part == whole else f"{part}/{whole}" for part, whole in both) or "scalar"
         notes = ["gradients summed"] if isinstance(self.layout, Replicate) else []
-        notes += (
-            [note for _, owned in self.layout.dims for note in owned.notes] if isinstance(self.layout, Shard) else []
-        )
+        notes += [note for _, owned in self._cuts for note in owned.notes]
         return f"{shape} ({', '.join(notes)})" if notes else shape
 
     def described(self) -> str:
         """Its layout or, where it is whole, every dim's reason, one a line."""
         reasons = [f"dim {r.dim} ({r.length}): {r}" for r in sorted(self.reasons, key=lambda reason: reason.dim)]
-        dims = self.layout.dims if isinstance(self.layout, Shard) else ()
-        cuts = [f"dim {dim}" + (f" ({', '.join(owned.notes)})" if owned.notes else "") for dim, owned in dims]
+        cuts = [f"dim {dim}" + (f" ({', '.join(owned.notes)})" if owned.notes else "") for dim, owned in self._cuts]
         how = f"cut along {', '.join(cuts)}" if cuts else "whole"
         return "\n  ".join([f"{self.names[0]}: {how}", *reasons])
 

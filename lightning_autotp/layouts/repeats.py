@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeVar
 from lightning_autotp.layouts.units import in_units
 
 Item = TypeVar("Item")
+Key = TypeVar("Key", bound=Hashable)
 
 
 class Entry(NamedTuple):
@@ -113,9 +114,6 @@ def _split(name: str) -> tuple[str, str, str]:
     parts = name.split(".")
     at = next(at for at, part in enumerate(parts) if part.isdigit())
     return "".join(f"{part}." for part in parts[:at]), parts[at], ".".join(parts[at + 1 :])
-
-
-Key = TypeVar("Key", bound=Hashable)
 
 
 def _by(items: Iterable[Item], key: Callable[[Item], Key]) -> Iterable[tuple[Key, list[Item]]]:

@@ -1,6 +1,6 @@
 """Whether tensors that every rank has whole stay the same on all ranks, told by numbers that an exchange takes along.
 
-Each rank steps them by itself, with the same gradients. What one rank alone does to its own (a write, a gradient
+Each rank steps its own copy, with the same gradients. What one rank alone does to its own (a write, a gradient
 clipped by its part's norm, other random numbers) stays unseen otherwise, and so does what kernels that are not
 deterministic add up to. One tensor is compared at a time, so that a step pays for one only.
 """
@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_autotp.ranks.agreement import gather_objects
-from lightning_autotp.ranks.extremes import LOWEST, bounds, extremes
+from lightning_autotp.ranks.extremes import LOWEST, are_alike, bounds
+from lightning_autotp.ranks.fingerprints import sum_and_norm
 from lightning_autotp.ranks.host_copy import HostCopy
 
 _DIFFERENCE = 1e-3
@@ -41,16 +41,13 @@ class Drift:
             found = next(self._left, None)
         if found is not None:
             name, tensor = found
-            x = tensor.detach()
-            x = x.float() if x.itemsize == 1 else x  # few functions take float8
-            dtype = torch.promote_types(x.dtype, torch.float32)
-            self._noted = name, HostCopy(torch.stack([torch.linalg.vector_norm(x, dtype=dtype), x.sum(dtype=dtype)]))
+            self._noted = name, HostCopy(sum_and_norm(tensor.detach(), 2))
 
     def bounds(self) -> tuple[int, int, int, int]:
         """Four numbers of 64 bits, whose largest over the ranks tell the extremes of norm and normalized sum."""
         if self._noted is None:
             return LOWEST, LOWEST, LOWEST, LOWEST
-        norm, total = self._noted[1].read().tolist()
+        total, norm = self._noted[1].read().tolist()
         return *bounds(norm), *bounds(total / norm if norm else 0.0)
 
     def settle(self, largest: Sequence[int], everyone: dist.ProcessGroup | None) -> None:
@@ -65,30 +62,22 @@ class Drift:
         """
         noted, self._noted = self._noted, None
         if all(
-            _are_alike(largest[at : at + 2], relative=True) and _are_alike(largest[at + 2 : at + 4])
+            are_alike(largest[at : at + 2], _DIFFERENCE)
+            and are_alike(largest[at + 2 : at + 4], _DIFFERENCE, _DIFFERENCE)
             for at in range(0, len(largest), 4)
         ):
             return
         own = ("none", [0.0, 0.0]) if noted is None else (noted[0], noted[1].read().tolist())
         said = gather_objects(own, everyone)
-        numbers = range(dist.get_world_size()) if everyone is None else dist.get_process_group_ranks(everyone)
+        numbers = dist.get_process_group_ranks(everyone)
         found = [
             f"  rank {rank}: {name}, of norm {norm:.7g} and sum {total:.7g}"
-            for rank, (name, (norm, total)) in zip(numbers, said, strict=True)
+            for rank, (name, (total, norm)) in zip(numbers, said, strict=True)
         ]
         raise RuntimeError(
             "a tensor that every rank of a tensor-parallel group has whole has become another one on each:\n"
             + "\n".join(found)
-            + "\nEach rank steps it by itself. Look for what does something else on one rank: a write on rank 0, a"
+            + "\nEach rank steps its own copy. Look for what does something else on one rank: a write on rank 0, a"
             " gradient that is clipped or scaled by a number of this rank's part, random numbers that are not the"
             " group's; or start again from a checkpoint, where kernels that are not deterministic have added up to it"
         )
-
-
-def _are_alike(largest: Sequence[int], relative: bool = False) -> bool:
-    found = extremes(largest)
-    if found is None:
-        return True
-    above, below = found
-    scale = max(abs(above), abs(below))
-    return above == below or above - below <= _DIFFERENCE * (scale if relative else 1 + scale)

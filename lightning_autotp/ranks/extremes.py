@@ -32,6 +32,21 @@ def extremes(largest: Sequence[int]) -> tuple[float, float] | None:
     return None if LOWEST in (above, below) else (_value(above), -_value(below))
 
 
+def are_alike(largest: Sequence[int], relative: float, absolute: float = 0.0) -> bool:
+    """Whether the ranks' numbers differ by no more than this; true if no rank has one.
+
+    Args:
+        largest: the largest of all ranks' :func:`bounds`.
+        relative: a share of the number that is largest in size.
+        absolute: what they may differ by besides.
+    """
+    found = extremes(largest)
+    if found is None:
+        return True
+    above, below = found
+    return above == below or above - below <= absolute + relative * max(abs(above), abs(below))
+
+
 def _ordered(value: float) -> int:
     """A number's bits as an integer, so that a larger one is larger."""
     (bits,) = struct.unpack("<q", struct.pack("<d", value))

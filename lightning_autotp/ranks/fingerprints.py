@@ -62,11 +62,10 @@ class Fingerprints:
             x = torch.view_as_real(x.resolve_conj())
         if x.itemsize == 1:  # few functions take float8
             x = x.float()
-        dtype = torch.promote_types(x.dtype, torch.float32)
         flat = x.reshape(-1)
-        elements = flat[:: max(1, flat.numel() // _ELEMENTS)][:_ELEMENTS].to(dtype)
-        norm = torch.linalg.vector_norm(flat, 1, dtype=dtype)
-        numbers = torch.cat([elements, torch.stack([flat.sum(dtype=dtype), norm])])
+        totals = sum_and_norm(flat, 1)
+        elements = flat[:: max(1, flat.numel() // _ELEMENTS)][:_ELEMENTS].to(totals.dtype)
+        numbers = torch.cat([elements, totals])
         self._noted.append(_Noted(place, tuple(x.shape), _eps(x), numbers))
 
     def compare(self, group: dist.ProcessGroup) -> Difference | None:
@@ -90,6 +89,13 @@ class Fingerprints:
                 return Difference(found[0].place, before, tuple(norms))
             before = found[0].place
         return None
+
+
+def sum_and_norm(tensor: Tensor, order: float) -> Tensor:
+    """A tensor's sum and its norm of this order, ``[2]``, in single precision at least; the tensor is not copied."""
+    x = tensor.float() if tensor.itemsize == 1 else tensor  # few functions take float8
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return torch.stack([x.sum(dtype=dtype), torch.linalg.vector_norm(x, order, dtype=dtype)])
 
 
 def _eps(tensor: Tensor) -> float:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_autotp.ranks.agreement import gather_objects
-from lightning_autotp.ranks.extremes import bounds, extremes
+from lightning_autotp.ranks.extremes import are_alike, bounds
 from lightning_autotp.ranks.host_copy import HostCopy
 
 _DIFFERENCE = 1e-3
@@ -66,12 +66,12 @@ class Losses:
         """
         tolerance = max((loss.tolerance for loss in self._due), default=_DIFFERENCE)
         pairs = list(zip(largest[::2], largest[1::2], strict=True))
-        if all(_are_alike(pair, tolerance) for pair in pairs):
+        if all(are_alike(pair, tolerance) for pair in pairs):
             self._due.clear()
             return
         where = ", ".join(dict.fromkeys(loss.where for loss in self._due)) or "none"
         said = gather_objects((where, self._total()), everyone)
-        numbers = range(dist.get_world_size()) if everyone is None else dist.get_process_group_ranks(everyone)
+        numbers = dist.get_process_group_ranks(everyone)
         found = [f"  rank {rank}: {total:.7g} (of {place})" for rank, (place, total) in zip(numbers, said, strict=True)]
         raise RuntimeError(
             "the ranks of a tensor-parallel group have different losses, although they work on the same batches:\n"
@@ -83,11 +83,3 @@ class Losses:
 
     def _total(self) -> float:
         return sum(float(loss.value.read()) for loss in self._due)
-
-
-def _are_alike(largest: Sequence[int], tolerance: float) -> bool:
-    found = extremes(largest)
-    if found is None:  # no rank has a loss
-        return True
-    above, below = found
-    return above == below or above - below <= tolerance * max(abs(above), abs(below))

@@ -376,11 +376,12 @@ def _register_hook(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[s
 def _retain_grad(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """Keep the whole gradient, on every rank: the backward pass is collective."""
     (logits,) = args
-    kept = weakref.ref(logits)
+    kept, where = weakref.ref(logits), (logits.shape, logits.vocab_dim, logits.ownership, logits.group)
 
     def keep(gradient: Tensor) -> None:
+        # Also where nobody has the logits any more: that may be so on one rank only.
+        whole = _summed_over_ranks(gradient, *where)
         if (kept_by := kept()) is not None:
-            whole = _summed_over_ranks(gradient, kept_by)
             with without_subclasses():
                 kept_by.grad = whole if kept_by.grad is None else kept_by.grad + whole
 
@@ -421,15 +422,17 @@ def _gradients(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
                 "torch.autograd.grad: one of the inputs was not used; allow_unused=True gives None for it"
             )
         elif isinstance(x, VocabParallelLogits):
-            found[at] = _summed_over_ranks(gradient, x)
+            found[at] = _summed_over_ranks(gradient, x.shape, x.vocab_dim, x.ownership, x.group)
     return tuple(found)
 
 
-def _summed_over_ranks(gradient: Tensor, logits: VocabParallelLogits) -> Tensor:
-    """The whole gradient of logits. What several ranks have of them has parts of a sum for its gradient."""
-    index = torch.tensor(logits.ownership.indices(logits.group.rank), dtype=torch.long, device=gradient.device)
-    whole = gradient.new_zeros(logits.shape).index_add(logits.vocab_dim, index, gradient)
-    return convert(whole, Partial(), Invariant(), logits.group)
+def _summed_over_ranks(
+    gradient: Tensor, shape: torch.Size, vocab_dim: int, ownership: Ownership, group: TPGroup
+) -> Tensor:
+    """The whole gradient of logits. What several ranks have of them has parts of a sum for its gradient. Collective."""
+    index = torch.tensor(ownership.indices(group.rank), dtype=torch.long, device=gradient.device)
+    whole = gradient.new_zeros(shape).index_add(vocab_dim, index, gradient)
+    return convert(whole, Partial(), Invariant(), group)
 
 
 @runs(Tensor.is_contiguous)
