@@ -62,18 +62,18 @@ class Case:
     lora: int = 0
     precision: Any = "32-true"
 
-    def model(self) -> nn.Module:
-        """The model, without weights."""
+    def model(self, device: str = "meta") -> nn.Module:
+        """The model; without weights on meta."""
         torch.manual_seed(0)
         config = AutoConfig.for_model(self.family, **self.sizes)
-        with torch.device("meta"):
+        with torch.device(device):
             model: nn.Module = getattr(transformers, self.build).from_config(config)
         if self.precision == "bf16-true":
             model = model.to(torch.bfloat16)
         if self.lora:
             from peft import LoraConfig, get_peft_model
 
-            with torch.device("meta"):
+            with torch.device(device):
                 model = get_peft_model(model, LoraConfig(r=self.lora, target_modules="all-linear"))  # type: ignore[arg-type]
         return model
 
@@ -131,7 +131,7 @@ def measure(case: Case) -> tuple[Found, Found]:
     """What this process's third step holds, and what its rehearsal says. Collective."""
     torch.manual_seed(1)
     batch = case.batch()
-    model = case.model().train()
+    model = case.model("cpu").train()
     plan, rank = None, 0
     if case.ranks > 1:
         sizes = (case.copies, case.ranks)
@@ -146,10 +146,6 @@ def measure(case: Case) -> tuple[Found, Found]:
             data_mesh=mesh["data"] if case.copies > 1 else None,
         )
         plan, rank = parallel_state(model).plan, mesh.get_local_rank("tensor")
-    else:
-        model.to_empty(device="cpu")
-        for parameter in model.parameters():
-            nn.init.normal_(parameter, std=0.02)
     if case.checkpointing:
         model.gradient_checkpointing_enable()  # type: ignore[operator]
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -165,8 +165,9 @@ class Meter(TorchDispatchMode):
                 self.live[label] += storage.nbytes()
         if _moving(self.live) > _moving(self.peak):
             self.peak = Counter(self.live)
-        if _moving(self.live) - self.live["gradients"] > _moving(self.peak_without_gradients) - (
-            self.peak_without_gradients["gradients"]
+        if (
+            _moving(self.live) - self.live["gradients"]
+            > _moving(self.peak_without_gradients) - (self.peak_without_gradients["gradients"])
         ):
             self.peak_without_gradients = Counter(self.live)
 

@@ -22,6 +22,7 @@ from lightning_autotp.gradients.data_parallel import repeated_blocks
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.planning.meter import Label, Meter, Work
 from lightning_autotp.private.torch_private import FakeTensorMode, tree_map_only, values_in_fake_tensors
+from lightning_autotp.private.transformers_private import fake_tensors_as_ordinary
 from lightning_autotp.ranks.group import TPGroup
 
 Precision = Literal["32-true", "bf16-mixed", "bf16-true"]
@@ -119,7 +120,7 @@ def rehearse(
     with ExitStack() as modes:
         modes.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        for mode in (values_in_fake_tensors(), fake, meter):
+        for mode in (fake_tensors_as_ordinary(), values_in_fake_tensors(), fake, meter):
             modes.enter_context(mode)
         try:
             with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
@@ -132,9 +133,7 @@ def rehearse(
             raise RehearsalError(
                 f"a step of {type(local).__name__} cannot be rehearsed without values: {type(error).__name__}: {error}"
             ) from error
-        peak, without = (
-            _told_apart(found, activations) for found in (meter.peak, meter.peak_without_gradients)
-        )
+        peak, without = (_told_apart(found, activations) for found in (meter.peak, meter.peak_without_gradients))
         work, meter.work = meter.work, Work()
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         update = 0
@@ -172,8 +171,10 @@ def _own_loss(model: nn.Module, batch: Any) -> Tensor:
 def _told_apart(found: Counter[Label], activations: int) -> Counter[Label]:
     """A peak in the forward pass, where nobody knew yet what would be kept."""
     kept = min(activations, found["activations"] + found["other"])
-    return Counter(found) if found["activations"] else Counter(
-        found | {"activations": kept, "other": found["other"] + found["activations"] - kept}
+    return (
+        Counter(found)
+        if found["activations"]
+        else Counter(found | {"activations": kept, "other": found["other"] + found["activations"] - kept})
     )
 
 
