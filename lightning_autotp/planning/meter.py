@@ -11,6 +11,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, Literal
 
 import torch
@@ -125,7 +126,7 @@ class Meter(TorchDispatchMode):
         of_parameters = bool(known) and labels <= {"parameters", "copies"} and known <= self._alive.keys()
         new = [leaf for leaf in results if _key(leaf) not in known and _key(leaf) not in self._alive]
         self._add(new, "copies" if of_parameters else "other")
-        self._count(func, args, kwargs, operands, results, bool(new), of_parameters)
+        self._count(func, args, kwargs, result, operands, bool(new), of_parameters)
         return result
 
     def _count(
@@ -133,12 +134,13 @@ class Meter(TorchDispatchMode):
         func: Any,
         args: Any,
         kwargs: Any,
+        result: Any,
         operands: list[Tensor],
-        results: list[Tensor],
         makes: bool,
         of_parameters: bool,
     ) -> None:
         name = func._schema.name
+        results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         moved = sum(leaf.numel() * leaf.itemsize for leaf in {id(x): x for x in (*operands, *results)}.values())
         if name in _COLLECTIVES:
             kind = _COLLECTIVES[name]
@@ -147,8 +149,9 @@ class Meter(TorchDispatchMode):
             return
         count = flop_registry.get(_CPU_ATTENTION.get(name, func.overloadpacket))
         if count is not None:
-            flops = float(count(*args, **kwargs, out_val=results[0] if len(results) == 1 else tuple(results)))
-            self.work.products[flops, moved] += 1
+            self.work.products[float(count(*args, **kwargs, out_val=result)), moved] += 1
+        elif "grouped_mm" in name:  # rows of several matrices after each other: each meets one of the others
+            self.work.products[2.0 * prod(operands[0].shape[-2:]) * operands[1].shape[-1], moved] += 1
         elif makes or func._schema.is_mutable:
             self.work.operators += 1
             if of_parameters:
