@@ -89,7 +89,14 @@ class Case:
 
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
 DENSE = {"hidden_size": 256, "vocab_size": 4096, "intermediate_size": 896, "num_hidden_layers": 4, **HEADS}
-EXPERTS = {**DENSE, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "decoder_sparse_step": 1, "experts_implementation": "grouped_mm"}
+EXPERTS = {
+    **DENSE,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "decoder_sparse_step": 1,
+    "experts_implementation": "grouped_mm",
+}
 BERT = {
     "hidden_size": 256, "vocab_size": 4096, "intermediate_size": 1024, "num_hidden_layers": 4,
     "num_attention_heads": 8, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
@@ -180,7 +187,7 @@ def measure(case: Case) -> tuple[Found, Found]:
     local = local_model(case.model(), plan, rank)
     if case.checkpointing:
         local.gradient_checkpointing_enable()  # type: ignore[operator]
-    said = rehearse(local, batch, precision=case.precision)
+    said = rehearse(local, batch, precision=case.precision, imbalance=1.0)
     expected = dict(
         parameters=said.parameters // case.copies,
         gradients=said.gradients // case.copies,

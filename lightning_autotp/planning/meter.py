@@ -11,13 +11,15 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from math import prod
+from math import ceil, prod
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
+from lightning_autotp.operators import Shapes, record
+from lightning_autotp.operators.graph import Ref
 from lightning_autotp.private.torch_private import FakeTensor, TorchDispatchMode, tree_leaves
 
 Label = Literal["parameters", "copies", "gradients", "states", "activations", "other"]
@@ -30,6 +32,8 @@ _COLLECTIVES = {
     "_c10d_functional::reduce_scatter_tensor": "reduce_scatter",
 }
 _ASK = torch.ops.aten._local_scalar_dense.default
+_GROUPED = torch.ops.aten._grouped_mm.default
+_WHERE = torch.ops.aten.nonzero.default
 _CPU_ATTENTION = {
     "aten::_scaled_dot_product_flash_attention_for_cpu": torch.ops.aten._scaled_dot_product_flash_attention,
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": (
@@ -67,6 +71,7 @@ class Meter(TorchDispatchMode):
 
     Args:
         model: whose parameters are known as such.
+        chosen: of tokens' choices of experts, the share that is of this rank's, where tensors are fake.
 
     Attributes:
         live: bytes that are alive now, by label.
@@ -75,8 +80,9 @@ class Meter(TorchDispatchMode):
         work: what was done.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, chosen: float = 1.0) -> None:
         super().__init__()
+        self._chosen = chosen
         self.work = Work()
         self.live: Counter[Label] = Counter()
         self._alive: dict[int, tuple[Label, int, Any]] = {}
@@ -116,8 +122,13 @@ class Meter(TorchDispatchMode):
             return NotImplemented  # a subclass takes it apart, and the parts come here
         if func is _ASK and isinstance(args[0], FakeTensor) and args[0].dtype == torch.bool:
             return True  # checks of the batch: whether all of it is valid
+        if func is _WHERE and isinstance(args[0], FakeTensor) and args[0].dtype == torch.bool:
+            return args[0].new_empty((ceil(self._chosen * args[0].numel()), args[0].dim()), dtype=torch.long)
         operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        result = func(*args, **kwargs)
+        if func is _GROUPED and isinstance(args[0], FakeTensor):
+            result = _grouped(*operands)
+        else:
+            result = func(*args, **kwargs)
         if func.namespace == "prim":
             return result
         results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
@@ -181,6 +192,16 @@ class Meter(TorchDispatchMode):
     def _note_gradient(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
             self.label([parameter.grad], "gradients")
+
+
+def _grouped(*operands: Tensor) -> Tensor:
+    """The result of a product of several matrices with rows, whose shape torch tells for bfloat16 alone."""
+    known = record(str(_GROUPED))
+    assert known is not None and known.results is not None
+    names = ("self", "mat2", "offs")[: len(operands)]
+    given = tuple((name, Ref(number)) for number, name in enumerate(names))
+    ((shape, _),) = known.results(Shapes(given, (), lambda number: tuple(operands[number].shape)))
+    return operands[0].new_empty([int(size) for size in shape])
 
 
 def _moving(live: Counter[Label]) -> int:

@@ -20,10 +20,12 @@ from lightning_autotp.applying.replace import apply_plan
 from lightning_autotp.capture.capture import meta_copy
 from lightning_autotp.gradients.data_parallel import repeated_blocks
 from lightning_autotp.layouts.plan import Plan
+from lightning_autotp.parameters.state import is_parallel, parallel_state
 from lightning_autotp.planning.meter import Label, Meter, Work
 from lightning_autotp.private.torch_private import FakeTensorMode, tree_map_only, values_in_fake_tensors
 from lightning_autotp.private.transformers_private import fake_tensors_as_ordinary
 from lightning_autotp.ranks.group import TPGroup
+from lightning_autotp.solving.cost import Profile
 
 Precision = Literal["32-true", "bf16-mixed", "bf16-true"]
 Optimizer = Literal["adamw", "sgd", "sgd-momentum", "none"]
@@ -92,7 +94,7 @@ def rehearse(
     *,
     precision: Precision = "bf16-mixed",
     optimizer: Optimizer = "adamw",
-    loss_of: Callable[[nn.Module, Any], Tensor] | None = None,
+    imbalance: float = Profile().imbalance,
 ) -> Rehearsal:
     """Run a step of a local model without values.
 
@@ -101,7 +103,7 @@ def rehearse(
         batch: what the model is given: a mapping of tensors on any device, of the size of the step.
         precision: ``"bf16-mixed"`` runs it under autocast.
         optimizer: a name in :data:`OPTIMIZERS`, or ``"none"``.
-        loss_of: the loss, of the model and the batch; by default ``model(**batch).loss``.
+        imbalance: by how much more tokens than an even share choose this rank's experts, where it has whole ones.
 
     Raises:
         RehearsalError: if its code asks for values.
@@ -116,7 +118,8 @@ def rehearse(
     model = meta_copy(local, stand_in)
     given = tree_map_only(Tensor, stand_in, batch)
     blocks = [_bytes(block) for block in repeated_blocks(model)]
-    meter = Meter(model)
+    ranks = parallel_state(model).group.size if is_parallel(model) else 1
+    meter = Meter(model, min(1.0, imbalance / ranks))
     with ExitStack() as modes:
         modes.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
@@ -124,7 +127,7 @@ def rehearse(
             modes.enter_context(mode)
         try:
             with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
-                loss = (loss_of or _own_loss)(model, given)
+                loss = model(**given).loss
             meter.relabel("other", "activations")
             activations, copies = meter.live["activations"], meter.live["copies"]
             loss.backward()
@@ -161,11 +164,6 @@ def rehearse(
         work=work,
         update_work=meter.work,
     )
-
-
-def _own_loss(model: nn.Module, batch: Any) -> Tensor:
-    loss: Tensor = model(**batch).loss
-    return loss
 
 
 def _told_apart(found: Counter[Label], activations: int) -> Counter[Label]:
