@@ -278,7 +278,7 @@ def main(only: list[str] | None = None, page: Path | None = PAGE) -> None:
         if only is None or any(part in name for part in only):
             try:
                 found[name] = run(case)
-            except Exception as error:  # noqa: BLE001 (the other cases are still of interest)
+            except Exception as error:
                 print(f"{name}: {type(error).__name__}: {str(error)[-2500:]}", flush=True)
             else:
                 print(name, *found[name], sep="\n  ", flush=True)
