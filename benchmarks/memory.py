@@ -74,7 +74,7 @@ class Case:
             from peft import LoraConfig, get_peft_model
 
             with torch.device(device):
-                model = get_peft_model(model, LoraConfig(r=self.lora, target_modules="all-linear"))  # type: ignore[arg-type]
+                model = get_peft_model(model, LoraConfig(r=self.lora, target_modules="all-linear"))
         return model
 
     def batch(self) -> dict[str, Any]:
@@ -188,16 +188,16 @@ def measure(case: Case) -> tuple[Found, Found]:
     if case.checkpointing:
         local.gradient_checkpointing_enable()  # type: ignore[operator]
     said = rehearse(local, batch, precision=case.precision, imbalance=1.0)
-    expected = dict(
-        parameters=said.parameters // case.copies,
-        gradients=said.gradients // case.copies,
-        states=said.states // case.copies,
-        kept=said.activations + said.copies if case.copies == 1 else 0,
-        peak=sum(said.peak[label] for label in ("copies", "gradients", "activations", "other"))
+    expected = {
+        "parameters": said.parameters // case.copies,
+        "gradients": said.gradients // case.copies,
+        "states": said.states // case.copies,
+        "kept": said.activations + said.copies if case.copies == 1 else 0,
+        "peak": sum(said.peak[label] for label in ("copies", "gradients", "activations", "other"))
         if case.copies == 1
         else 0,
-        update=said.update if case.copies == 1 else 0,
-    )
+        "update": said.update if case.copies == 1 else 0,
+    }
     return real, expected
 
 
@@ -262,8 +262,8 @@ rehearsal of [`lightning-autotp recommend`](recommend.md) is off. Written by `py
   loss or a collective needs for a moment.
 * *update*: what the optimizer's step needs for a moment (it takes all parameters at once, as on a GPU).
 
-With copies, FSDP2 gathers into memory that it keeps and resizes, which the meter does not follow: only what is stored is
-compared."""
+With copies, FSDP2 gathers into memory that it keeps and resizes, which the meter does not follow: only what is stored
+is compared."""
 
 
 def main(only: list[str] | None = None, page: Path | None = PAGE) -> None:

@@ -1,8 +1,8 @@
 """Memory and time of a step on a machine, by kind: from one rehearsal, for any number of rows and copies.
 
 Parameters, gradients and states are divided by the copies (FSDP2 cuts them). What the forward pass keeps, and what is
-there for a moment, grows with the rows. FSDP2 has two blocks and what is in no block gathered at once, and the gradients
-of one block.
+there for a moment, grows with the rows. FSDP2 has two blocks and what is in no block gathered at once, and the
+gradients of one block.
 """
 
 from __future__ import annotations

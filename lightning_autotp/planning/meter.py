@@ -11,6 +11,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from math import ceil, prod
 from typing import Any, Literal
 
@@ -125,10 +126,7 @@ class Meter(TorchDispatchMode):
         if func is _WHERE and isinstance(args[0], FakeTensor) and args[0].dtype == torch.bool:
             return args[0].new_empty((ceil(self._chosen * args[0].numel()), args[0].dim()), dtype=torch.long)
         operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if func is _GROUPED and isinstance(args[0], FakeTensor):
-            result = _grouped(*operands)
-        else:
-            result = func(*args, **kwargs)
+        result = _grouped(*operands) if func is _GROUPED and isinstance(args[0], FakeTensor) else func(*args, **kwargs)
         if func.namespace == "prim":
             return result
         results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
@@ -174,7 +172,7 @@ class Meter(TorchDispatchMode):
         for tensor in tensors:
             storage, key = tensor.untyped_storage(), _key(tensor)
             if key not in self._alive:
-                reference = weakref.ref(storage, lambda _, key=key: self._end(key))
+                reference = weakref.ref(storage, partial(self._end, key))
                 self._alive[key] = label, storage.nbytes(), reference
                 self.live[label] += storage.nbytes()
         if _moving(self.live) > _moving(self.peak):
@@ -185,7 +183,7 @@ class Meter(TorchDispatchMode):
         ):
             self.peak_without_gradients = Counter(self.live)
 
-    def _end(self, key: int) -> None:
+    def _end(self, key: int, _: Any) -> None:
         label, size, _ = self._alive.pop(key)
         self.live[label] -= size
 
@@ -197,7 +195,8 @@ class Meter(TorchDispatchMode):
 def _grouped(*operands: Tensor) -> Tensor:
     """The result of a product of several matrices with rows, whose shape torch tells for bfloat16 alone."""
     known = record(str(_GROUPED))
-    assert known is not None and known.results is not None
+    assert known is not None
+    assert known.results is not None
     names = ("self", "mat2", "offs")[: len(operands)]
     given = tuple((name, Ref(number)) for number, name in enumerate(names))
     ((shape, _),) = known.results(Shapes(given, (), lambda number: tuple(operands[number].shape)))

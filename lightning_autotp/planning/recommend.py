@@ -212,7 +212,7 @@ def _trained(model: nn.Module, precision: Precision, lora: int) -> nn.Module:
         from peft import LoraConfig, get_peft_model
 
         with torch.device("meta"):
-            adapted: nn.Module = get_peft_model(model, LoraConfig(r=lora, target_modules="all-linear"))  # type: ignore[arg-type]
+            adapted: nn.Module = get_peft_model(model, LoraConfig(r=lora, target_modules="all-linear"))
         return adapted
     return model
 
@@ -221,7 +221,7 @@ def _row(model: nn.Module, length: int) -> dict[str, Any]:
     """One row of a language model's batch."""
     longest = getattr(getattr(model, "config", None), "max_position_embeddings", None) or length
     made = language_model_inputs(model)
-    return tree_map_only(Tensor, lambda x: x.new_zeros((1, min(length, longest), *x.shape[2:])), made)  # type: ignore[no-any-return]
+    return tree_map_only(Tensor, lambda x: x.new_zeros((1, min(length, longest), *x.shape[2:])), made)
 
 
 Found = tuple[Rehearsal, Rehearsal, bool, float]

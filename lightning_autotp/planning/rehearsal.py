@@ -168,12 +168,11 @@ def rehearse(
 
 def _told_apart(found: Counter[Label], activations: int) -> Counter[Label]:
     """A peak in the forward pass, where nobody knew yet what would be kept."""
-    kept = min(activations, found["activations"] + found["other"])
-    return (
-        Counter(found)
-        if found["activations"]
-        else Counter(found | {"activations": kept, "other": found["other"] + found["activations"] - kept})
-    )
+    told = Counter(found)
+    if not found["activations"]:
+        told["activations"] = min(activations, found["other"])
+        told["other"] -= told["activations"]
+    return told
 
 
 def _bytes(module: nn.Module) -> int:
