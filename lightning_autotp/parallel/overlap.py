@@ -41,7 +41,15 @@ from lightning_autotp.layouts.transitions import transition
 from lightning_autotp.layouts.types import Invariant, Replicate, Shard
 from lightning_autotp.parallel.collectives import begin_backward, begin_gather, convert, transition_backward, wait
 from lightning_autotp.parallel.float8 import local_product
-from lightning_autotp.private.torch_private import FakeTensor, after_backward, backward_pass, base_of, has_values, own_shape, storage_key
+from lightning_autotp.private.torch_private import (
+    FakeTensor,
+    after_backward,
+    backward_pass,
+    base_of,
+    has_values,
+    own_shape,
+    storage_key,
+)
 from lightning_autotp.ranks.group import TPGroup
 
 _WHOLE = Invariant()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -238,7 +239,9 @@ def _rehearsals(
             enable = getattr(local, "gradient_checkpointing_enable", None)
             if enable is None or not getattr(local, "supports_gradient_checkpointing", False):
                 return
-            enable()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of its name, which differs between transformers' versions
+                enable()
         one = rehearse(local, row, precision=precision, optimizer=optimizer)
         flops = flops or one.work.flops
         several = one
