@@ -156,7 +156,8 @@ class Meter(TorchDispatchMode):
             whole = operands[0] if kind == "reduce_scatter" else results[0]
             self.work.collectives[kind, whole.numel() * whole.itemsize] += 1
             return
-        count = flop_registry.get(_CPU_ATTENTION.get(name, func.overloadpacket))
+        packet = getattr(torch.ops.aten, name.removeprefix("aten::").removesuffix("_"), func.overloadpacket)
+        count = flop_registry.get(_CPU_ATTENTION.get(name, packet))  # addmm_ does what addmm does
         if count is not None:
             self.work.products[float(count(*args, **kwargs, out_val=result)), moved] += 1
         elif "grouped_mm" in name:  # rows of several matrices after each other: each meets one of the others
