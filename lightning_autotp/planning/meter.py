@@ -21,26 +21,21 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_autotp.operators import Shapes, record
 from lightning_autotp.operators.graph import Ref
-from lightning_autotp.private.torch_private import FakeTensor, TorchDispatchMode, tree_leaves
+from lightning_autotp.private.torch_private import FakeTensor, TorchDispatchMode, schema_of, storage_key, tree_leaves
 
 Label = Literal["parameters", "copies", "gradients", "states", "activations", "other"]
 """What a storage is: a parameter; a parameter in another dtype; a gradient; an optimizer's state; what the forward pass
 keeps for the backward pass; anything else that is there for a while."""
 
 _COLLECTIVES = {
-    "_c10d_functional::all_reduce": "all_reduce",
-    "_c10d_functional::all_gather_into_tensor": "all_gather",
-    "_c10d_functional::reduce_scatter_tensor": "reduce_scatter",
+    "_c10d_functional.all_reduce": "all_reduce",
+    "_c10d_functional.all_gather_into_tensor": "all_gather",
+    "_c10d_functional.reduce_scatter_tensor": "reduce_scatter",
 }
-_ASK = torch.ops.aten._local_scalar_dense.default
-_GROUPED = torch.ops.aten._grouped_mm.default
-_WHERE = torch.ops.aten.nonzero.default
-_CPU_ATTENTION = {
-    "aten::_scaled_dot_product_flash_attention_for_cpu": torch.ops.aten._scaled_dot_product_flash_attention,
-    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": (
-        torch.ops.aten._scaled_dot_product_flash_attention_backward
-    ),
-}
+_VALUE = "aten._local_scalar_dense"
+_WHERE = "aten.nonzero"
+_GROUPED = "aten._grouped_mm"
+_FLOPS = {str(operator): count for operator, count in flop_registry.items()}
 
 
 @dataclass
@@ -108,32 +103,33 @@ class Meter(TorchDispatchMode):
     def label(self, tensors: Iterable[Tensor], label: Label) -> None:
         """Say what these tensors are."""
         for tensor in tensors:
-            known = self._alive.get(_key(tensor))
+            known = self._alive.get(storage_key(tensor))
             if known is None:
                 self._add([tensor], label)
             elif known[0] != label:
                 self.live[known[0]] -= known[1]
                 self.live[label] += known[1]
-                self._alive[_key(tensor)] = label, *known[1:]
+                self._alive[storage_key(tensor)] = label, *known[1:]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator and count."""
         kwargs = kwargs or {}
         if any(not issubclass(kind, Tensor) or kind not in (Tensor, nn.Parameter, FakeTensor) for kind in types):
             return NotImplemented  # a subclass takes it apart, and the parts come here
-        if func is _ASK and isinstance(args[0], FakeTensor) and args[0].dtype == torch.bool:
+        name = str(func.overloadpacket)
+        if name == _VALUE and isinstance(args[0], FakeTensor) and args[0].dtype == torch.bool:
             return True  # checks of the batch: whether all of it is valid
-        if func is _WHERE and isinstance(args[0], FakeTensor) and args[0].dtype == torch.bool:
+        if name == _WHERE and isinstance(args[0], FakeTensor) and args[0].dtype == torch.bool:
             return args[0].new_empty((ceil(self._chosen * args[0].numel()), args[0].dim()), dtype=torch.long)
         operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        result = _grouped(*operands) if func is _GROUPED and isinstance(args[0], FakeTensor) else func(*args, **kwargs)
+        result = _grouped(*operands) if name == _GROUPED and isinstance(args[0], FakeTensor) else func(*args, **kwargs)
         if func.namespace == "prim":
             return result
         results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        known = {_key(leaf) for leaf in operands}
+        known = {storage_key(leaf) for leaf in operands}
         labels = {self._alive[key][0] for key in known if key in self._alive}
         of_parameters = bool(known) and labels <= {"parameters", "copies"} and known <= self._alive.keys()
-        new = [leaf for leaf in results if _key(leaf) not in known and _key(leaf) not in self._alive]
+        new = [leaf for leaf in results if storage_key(leaf) not in known and storage_key(leaf) not in self._alive]
         self._add(new, "copies" if of_parameters else "other")
         self._count(func, args, kwargs, result, operands, bool(new), of_parameters)
         return result
@@ -148,7 +144,7 @@ class Meter(TorchDispatchMode):
         makes: bool,
         of_parameters: bool,
     ) -> None:
-        name = func._schema.name
+        name = str(func.overloadpacket)
         results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         moved = sum(leaf.numel() * leaf.itemsize for leaf in {id(x): x for x in (*operands, *results)}.values())
         if name in _COLLECTIVES:
@@ -156,13 +152,13 @@ class Meter(TorchDispatchMode):
             whole = operands[0] if kind == "reduce_scatter" else results[0]
             self.work.collectives[kind, whole.numel() * whole.itemsize] += 1
             return
-        packet = getattr(torch.ops.aten, name.removeprefix("aten::").removesuffix("_"), func.overloadpacket)
-        count = flop_registry.get(_CPU_ATTENTION.get(name, packet))  # addmm_ does what addmm does
+        # The processor's attention, and what adds a product in place, do what others do.
+        count = _FLOPS.get(name.removesuffix("_").replace("_for_cpu", ""))
         if count is not None:
             self.work.products[float(count(*args, **kwargs, out_val=result)), moved] += 1
         elif "grouped_mm" in name:  # rows of several matrices after each other: each meets one of the others
             self.work.products[2.0 * prod(operands[0].shape[-2:]) * operands[1].shape[-1], moved] += 1
-        elif makes or func._schema.is_mutable:
+        elif makes or schema_of(func).is_mutable:
             self.work.operators += 1
             if of_parameters:
                 self.work.fixed_bytes += moved
@@ -171,7 +167,7 @@ class Meter(TorchDispatchMode):
 
     def _add(self, tensors: Iterable[Tensor], label: Label) -> None:
         for tensor in tensors:
-            storage, key = tensor.untyped_storage(), _key(tensor)
+            storage, key = tensor.untyped_storage(), storage_key(tensor)
             if key not in self._alive:
                 reference = weakref.ref(storage, partial(self._end, key))
                 self._alive[key] = label, storage.nbytes(), reference
@@ -195,7 +191,7 @@ class Meter(TorchDispatchMode):
 
 def _grouped(*operands: Tensor) -> Tensor:
     """The result of a product of several matrices with rows, whose shape torch tells for bfloat16 alone."""
-    known = record(str(_GROUPED))
+    known = record(f"{_GROUPED}.default")
     assert known is not None
     assert known.results is not None
     names = ("self", "mat2", "offs")[: len(operands)]
@@ -207,7 +203,3 @@ def _grouped(*operands: Tensor) -> Tensor:
 def _moving(live: Counter[Label]) -> int:
     """Bytes that come and go in a step."""
     return live["copies"] + live["gradients"] + live["activations"] + live["other"]
-
-
-def _key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
