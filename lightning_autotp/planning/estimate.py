@@ -93,15 +93,17 @@ def memory(rehearsal: Rehearsal, rows: int = 1, copies: int = 1, accumulates: bo
     )
     at_once = copies > 1 or accumulates  # gradients count in full: parts of them, or those of passes before
     peak = rehearsal.peak_without_gradients if at_once else rehearsal.peak
-    gathered = 0.0
+    gathered, in_other_dtype = 0.0, float(peak["copies"])
     if copies > 1:
+        # Autocast holds on to what it casts while the parameter is there; one that FSDP2 gathered goes after its block.
+        in_other_dtype = min(in_other_dtype, rehearsal.copies + rehearsal.block / 2)
         trained = rehearsal.gradients / max(rehearsal.parameters, 1)
         gathered = (2 + trained) * rehearsal.block + rehearsal.rest
     passing = Memory(
         of_parameters,
         gradients if at_once else peak["gradients"],
         states,
-        rows * peak["activations"] + peak["copies"],
+        rows * peak["activations"] + in_other_dtype,
         rows * peak["other"],
         gathered,
         "loss and backward pass",

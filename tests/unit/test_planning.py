@@ -77,6 +77,9 @@ def test_memory_is_that_of_the_worst_moment() -> None:
     several = memory(REHEARSAL, rows=10, copies=2)
     assert several.total == 50 + 50 + 100 + (400 + 50) + 90 + (3 * 20 + 10)
     assert several.largest == "activations"
+    checkpointed = replace(REHEARSAL, copies=5)
+    assert memory(checkpointed, rows=10).activations == 300 + 50
+    assert memory(checkpointed, rows=10, copies=2).activations == 400 + 5 + 20 / 2
 
 
 def test_time_is_counted_by_kind() -> None:
