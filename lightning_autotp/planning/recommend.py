@@ -158,14 +158,14 @@ def recommend(
     if tokens_per_step < 1 or sequence_length < 1 or lora < 0:
         raise ValueError("tokens_per_step and sequence_length must be positive, and lora not negative")
     refuse_unfit(model)
+    inputs = language_model_inputs(model) if example_inputs is None else example_inputs
+    row = _row(model, inputs, sequence_length) if example_inputs is None else example_inputs
     model = _trained(model, precision, lora)
-    row = _row(model, sequence_length) if example_inputs is None else example_inputs
     length = next((x.shape[1] for x in row.values() if isinstance(x, Tensor) and x.dim() == 2), 1)
     rows = max(1, round(tokens_per_step / length))
     choices: list[Choice] = []
     left_out: list[str] = []
     with relaxed_gc():
-        inputs = language_model_inputs(model) if example_inputs is None else example_inputs
         graph = None
         for size in _sizes(machine):
             plans: list[Plan | None] = [None]
@@ -218,10 +218,9 @@ def _trained(model: nn.Module, precision: Precision, lora: int) -> nn.Module:
     return model
 
 
-def _row(model: nn.Module, length: int) -> dict[str, Any]:
+def _row(model: nn.Module, made: dict[str, Any], length: int) -> dict[str, Any]:
     """One row of a language model's batch."""
     longest = getattr(getattr(model, "config", None), "max_position_embeddings", None) or length
-    made = language_model_inputs(model)
     return tree_map_only(Tensor, lambda x: x.new_zeros((1, min(length, longest), *x.shape[2:])), made)
 
 

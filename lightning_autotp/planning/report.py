@@ -50,8 +50,7 @@ def table(found: Recommendation) -> Table:
             + " sp" * choice.sequence_parallel
             + " ck" * choice.checkpointing,
             f"{choice.rows}x{choice.passes}",
-            *(f"{size / 1e9:.0f}" for size in sizes),
-            f"{kept.total / 1e9:.0f}",
+            *(_digits(size / 1e9) for size in (*sizes, kept.total)),
             *(f"{1e3 * each:.0f}" for each in seconds),
             f"{choice.tokens_per_second:.0f}" if choice.fits else "-",
             f"{choice.mfu:.0%}" if choice.fits else "-",
@@ -168,6 +167,11 @@ def _named(choice: Choice) -> str:
     said += ["sequence parallelism" if choice.sequence_parallel else ""]
     said += ["checkpointed blocks" if choice.checkpointing else ""]
     return ", ".join(part for part in said if part) or "one GPU"
+
+
+def _digits(number: float) -> str:
+    """Two or three digits."""
+    return f"{number:.1f}" if number < 9.95 else f"{number:.0f}"
 
 
 def _gb(size: float) -> str:

@@ -113,6 +113,12 @@ def test_what_is_recommended_can_be_pasted() -> None:
     assert max(len(line.rstrip()) for line in console.export_text().splitlines()) <= 80
 
 
+def test_adapters_have_few_gradients() -> None:
+    found = recommend(tiny_model(), gpus="1xH100", tokens_per_step=512, sequence_length=512, lora=2)
+    for choice in found.choices:
+        assert 0 < choice.memory.states < choice.memory.parameters / 4
+
+
 def test_what_does_not_fit_says_what_would_help() -> None:
     small = replace(H100, memory=H100.reserved + 1e5)
     found = recommend(tiny_model(), gpus="1xH100", tokens_per_step=512, sequence_length=512)
