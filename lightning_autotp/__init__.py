@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from lightning_autotp.operators.notation import DeclarationError
     from lightning_autotp.optimizers.whole_matrices import WholeMatrixOptimizer
     from lightning_autotp.pipeline import make_plan, parallelize
+    from lightning_autotp.planning.recommend import recommend
     from lightning_autotp.proving.compare import VerificationError
     from lightning_autotp.proving.new_calls import UnprovedCall
     from lightning_autotp.ranks.agreement import PeerError
@@ -62,6 +63,7 @@ _NAMES = {
     "operators.notation": ["DeclarationError"],
     "optimizers.whole_matrices": ["WholeMatrixOptimizer"],
     "pipeline": ["make_plan", "parallelize"],
+    "planning.recommend": ["recommend"],
     "proving.compare": ["VerificationError"],
     "proving.new_calls": ["UnprovedCall"],
     "ranks.agreement": ["PeerError"],

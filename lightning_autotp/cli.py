@@ -79,6 +79,83 @@ def plan(  # noqa: D417 (the other options are PlanOptions')
         json.write_text(result.to_json())
 
 
+def recommend(
+    model: str,
+    gpus: str = "8xH100",
+    tokens: int = 16_384,
+    sequence_length: int = 4_096,
+    optimizer: Literal["adamw", "sgd", "sgd-momentum"] = "adamw",
+    precision: Literal["32-true", "bf16-mixed", "bf16-true"] = "bf16-mixed",
+    lora: int = 0,
+) -> None:
+    """Rank the ways to train a causal language model on GPUs: what fits, how fast; no weights and no GPU needed.
+
+    Args:
+        model: a Hugging Face Hub id, or a directory with a ``config.json``.
+        gpus: how many of which, such as 16xH100; or 4xmy_machine.yaml.
+        tokens: of an optimizer step, of all copies and accumulated passes together.
+        sequence_length: tokens of a row.
+        optimizer: whose states are counted.
+        precision: as the Trainer has it.
+        lora: rank of adapters on all linear layers; 0 trains everything.
+    """
+    import torch
+    from rich.console import Console
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from lightning_autotp.building.hub import refuse_missing
+    from lightning_autotp.capture.capture import CaptureError
+    from lightning_autotp.planning.recommend import recommend as find
+    from lightning_autotp.planning.rehearsal import RehearsalError
+    from lightning_autotp.planning.report import python_lines, reasons, table, yaml_lines
+
+    console = Console()
+    started = time.perf_counter()
+    try:
+        refuse_missing(model)
+        with torch.device("meta"):
+            skeleton = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+        found = find(
+            skeleton,
+            gpus=gpus,
+            tokens_per_step=tokens,
+            sequence_length=sequence_length,
+            optimizer=optimizer,
+            precision=precision,
+            lora=lora,
+        )
+    except (CaptureError, RehearsalError, ImportError, OSError, ValueError) as error:
+        raise SystemExit(f"lightning-autotp recommend: {error}") from error
+    console.print(table(found))
+    console.print("GB of a GPU and ms of an optimizer step by kind; rows: of a pass, times passes", highlight=False)
+    for line in reasons(found):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    if found.best is not None:
+        for lines in (python_lines(found, found.best), yaml_lines(found, found.best)):
+            console.print(f"\n{lines}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"estimated in {time.perf_counter() - started:.1f} s", highlight=False)
+
+
+def measure_machine(file: Path, processes: int = 2, device: Literal["auto", "cpu", "cuda"] = "auto") -> None:
+    """Time products, memory and collectives on this machine, and write them as a file for recommend --gpus.
+
+    Args:
+        file: the YAML file to write; ``recommend --gpus 4xFILE`` reads it.
+        processes: how many take part: one for each GPU.
+        device: what is measured; GPUs, where there are any.
+    """
+    from lightning_autotp.planning.measure import measure
+
+    if file.suffix not in (".yaml", ".yml"):
+        raise SystemExit(f"lightning-autotp measure-machine: {file} must end in .yaml")
+    try:
+        machine = measure(processes, device)
+    except (RuntimeError, ValueError) as error:
+        raise SystemExit(f"lightning-autotp measure-machine: {error}") from error
+    machine.write(file)
+    print(file.read_text(), end="")
+
+
 def zoo() -> None:
     """Say how to try every architecture of transformers, which the project's repository can and the package cannot."""
     print(
@@ -185,7 +262,15 @@ def check(path: Path, weights_only: bool = True) -> None:
 
 def main() -> None:
     """Entry point."""
-    commands: dict[str, Any] = {"plan": plan, "zoo": zoo, "export": export, "consolidate": consolidate, "check": check}
+    commands: dict[str, Any] = {
+        "plan": plan,
+        "recommend": recommend,
+        "measure-machine": measure_machine,
+        "zoo": zoo,
+        "export": export,
+        "consolidate": consolidate,
+        "check": check,
+    }
     auto_cli(commands, args=[_spelled_out(argument) for argument in sys.argv[1:]], prog="lightning-autotp")
 
 

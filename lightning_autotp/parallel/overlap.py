@@ -41,7 +41,15 @@ from lightning_autotp.layouts.transitions import transition
 from lightning_autotp.layouts.types import Invariant, Replicate, Shard
 from lightning_autotp.parallel.collectives import begin_backward, begin_gather, convert, transition_backward, wait
 from lightning_autotp.parallel.float8 import local_product
-from lightning_autotp.private.torch_private import after_backward, backward_pass, base_of, has_values, own_shape
+from lightning_autotp.private.torch_private import (
+    FakeTensor,
+    after_backward,
+    backward_pass,
+    base_of,
+    has_values,
+    own_shape,
+    storage_key,
+)
 from lightning_autotp.ranks.group import TPGroup
 
 _WHOLE = Invariant()
@@ -68,7 +76,7 @@ class _Left:
             return given
         _, grad, x, instead = left
         own = _weight_gradient(grad, x())
-        return own if given.data_ptr() == instead.data_ptr() else own + given
+        return own if storage_key(given) == storage_key(instead) else own + given
 
 
 class _Gathering:
@@ -263,7 +271,7 @@ def product(x: Tensor, layer: nn.Linear, group: TPGroup) -> Tensor:
 
 def _is_split(layer: nn.Linear) -> bool:
     """Whether the layer's weight gradient is computed apart from the rest of its backward pass."""
-    return type(layer.weight) in (Tensor, nn.Parameter) and float8_of(layer) is None
+    return type(layer.weight) in (Tensor, nn.Parameter, FakeTensor) and float8_of(layer) is None
 
 
 def _is_recorded(x: Tensor) -> bool:

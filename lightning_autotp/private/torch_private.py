@@ -181,7 +181,21 @@ def registered_children(value: Any) -> tuple[list[str] | None, list[Any], Callab
 # A tensor's attributes themselves, also while ``torch.Tensor`` has others of these names (:func:`with_tensors`).
 def has_values(tensor: Tensor) -> bool:
     """Whether a tensor has values: it is neither on the meta device nor one of a trace."""
-    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
+    return not (tensor.is_meta or (isinstance(tensor, FakeTensor) and not _fakes_have_values))
+
+
+_fakes_have_values = False
+
+
+@contextmanager
+def values_in_fake_tensors() -> Iterator[None]:
+    """Within it fake tensors pass for tensors with values: a parallel model runs as in training, collectives too."""
+    global _fakes_have_values
+    before, _fakes_have_values = _fakes_have_values, True
+    try:
+        yield
+    finally:
+        _fakes_have_values = before
 
 
 is_meta: Callable[[Tensor], bool] = vars(torch._C.TensorBase)["is_meta"].__get__

@@ -47,12 +47,15 @@ from transformers.tokenization_utils_base import (
     SPECIAL_TOKENS_MAP_FILE,
     TOKENIZER_CONFIG_FILE,
 )
+
+# Whether a model's code sees fake tensors, which it takes for a trace. Nothing public.
 from transformers.utils import (
     FEATURE_EXTRACTOR_NAME,
     PROCESSOR_NAME,
     SAFE_WEIGHTS_INDEX_NAME,
     VIDEO_PROCESSOR_NAME,
     hub,
+    import_utils,
 )
 from transformers.utils.hub import CHAT_TEMPLATE_DIR, CHAT_TEMPLATE_FILE, LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE
 
@@ -74,6 +77,7 @@ __all__ = [
     "conversions_of",
     "convert_and_load_state_dict_in_model",
     "custom_object_save",
+    "fake_tensors_as_ordinary",
     "get_model_conversion_mapping",
     "names_not_saved",
     "remove_tied_weights_from_state_dict",
@@ -164,3 +168,14 @@ def waits_for_copies(model: nn.Module) -> bool:
 def set_waits_for_copies(model: Any, waits: bool) -> None:
     """Let it do so, or not. ``generate(synced_gpus=...)`` is public and would do, if it were given with every call."""
     model._is_fsdp_managed_module = waits
+
+
+@contextmanager
+def fake_tensors_as_ordinary() -> Iterator[None]:
+    """Within it models take the ways that they take in training, though tensors are fake: no masks for all cases."""
+    before = import_utils.is_fake_tensor
+    import_utils.is_fake_tensor = lambda x: False
+    try:
+        yield
+    finally:
+        import_utils.is_fake_tensor = before

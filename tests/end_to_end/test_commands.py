@@ -53,3 +53,17 @@ def test_the_command_tells_reasons_where_it_is_asked(tmp_path: Path) -> None:
     assert "model.layers.0.input_layernorm.weight: whole" not in found.stdout
     assert "model.layers.1.mlp.up_proj.weight: cut along dim 0" in run("model.layers.1.mlp").stdout
     assert "why: no parameter or module is called 'vision'" in run("vision").stderr
+
+
+def test_the_command_recommends_sizes(tmp_path: Path) -> None:
+    tiny_config("llama", architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    command = ["-m", "lightning_autotp.cli", "recommend", str(tmp_path), "--tokens", "4096", "--sequence-length", "512"]
+    found = run_python(*command, "--gpus", "2xH100")
+    assert found.returncode == 0, found.stderr
+    assert "one GPU is enough" in found.stdout
+    assert "trainer = L.Trainer(" in found.stdout
+    assert "\ntrainer:\n" in found.stdout
+    wrong = run_python(*command, "--gpus", "2xABACUS")
+    assert wrong.returncode == 1
+    assert "Traceback" not in wrong.stderr
+    assert "recommend: gpus='2xABACUS': write how many of which, as 8xH100" in wrong.stderr

@@ -263,6 +263,18 @@ def _(_: Any) -> None:
     assert is_fsdp_managed_module(module)
 
 
+@canary("transformers.utils.import_utils.is_fake_tensor")
+def _(_: Any) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from transformers.utils import import_utils
+
+    with FakeTensorMode():
+        fake = torch.empty(1)
+    assert import_utils.is_tracing(fake)
+    with mock.patch.object(import_utils, "is_fake_tensor", return_value=False):
+        assert not import_utils.is_tracing(fake)
+
+
 @canary("transformers.PreTrainedModel._init_weights")
 def _(_: Any) -> None:
     model, initialized = copy.deepcopy(tiny()), []

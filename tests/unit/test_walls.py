@@ -36,6 +36,7 @@ ORDER = [
     "checkpoints",
     "start_report",
     "pipeline",
+    "planning",
     "lightning",
 ]
 """The folders and the modules that put them together, each of which imports only from those before it."""

@@ -1,0 +1,293 @@
+"""Memory of a training step by kind: measured in real processes, beside what a rehearsal on fake tensors says.
+
+    python benchmarks/memory.py                     # docs/memory-measured.md, in a few minutes
+    python benchmarks/memory.py --only Llama --page null
+
+Both count storages with the same meter, the real ones of a step that two or four processes take on the processor after
+two others, and those of one that is rehearsed. No GPU is needed, nor said anything of: allocators round and cache.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import transformers
+from jsonargparse import auto_cli
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import AutoConfig
+
+from lightning_autotp import parallelize
+from lightning_autotp.parameters.state import parallel_state
+from lightning_autotp.planning.meter import Meter
+from lightning_autotp.planning.rehearsal import OPTIMIZERS, local_model, rehearse
+
+PAGE = Path(__file__).parent.parent / "docs" / "memory-measured.md"
+KINDS = ("parameters", "gradients", "states", "kept", "peak", "update")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and how it is trained.
+
+    Attributes:
+        family: its model type.
+        build: the class of transformers that builds it.
+        sizes: its config.
+        ranks: tensor-parallel ones.
+        copies: of the model.
+        sequence_parallel: whether tokens are sharded between regions.
+        checkpointing: whether blocks are computed again in the backward pass.
+        lora: rank of an adapter; 0 for none.
+        precision: as the Trainer has it.
+    """
+
+    family: str
+    build: str = "AutoModelForCausalLM"
+    sizes: Mapping[str, Any] = field(default_factory=dict)
+    ranks: int = 2
+    copies: int = 1
+    sequence_parallel: bool = False
+    checkpointing: bool = False
+    lora: int = 0
+    precision: Any = "32-true"
+
+    def model(self, device: str = "meta") -> nn.Module:
+        """The model; without weights on meta."""
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(self.family, **self.sizes)
+        with torch.device(device):
+            model: nn.Module = getattr(transformers, self.build).from_config(config)
+        if self.precision == "bf16-true":
+            model = model.to(torch.bfloat16)
+        if self.lora:
+            from peft import LoraConfig, get_peft_model
+
+            with torch.device(device):
+                model = get_peft_model(model, LoraConfig(r=self.lora, target_modules="all-linear"))
+        return model
+
+    def batch(self) -> dict[str, Any]:
+        """Rows as a training step gets them."""
+        if "image_size" in self.sizes:
+            size = self.sizes["image_size"]
+            return {"pixel_values": torch.randn(4, 3, size, size), "labels": torch.randint(0, 2, (4,))}
+        tokens = torch.randint(3, self.sizes["vocab_size"], (2, 192))
+        batch: dict[str, Any] = {"input_ids": tokens, "labels": tokens}
+        return batch | ({"use_cache": False} if "CausalLM" in self.build or "Seq2Seq" in self.build else {})
+
+
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
+DENSE = {"hidden_size": 256, "vocab_size": 4096, "intermediate_size": 896, "num_hidden_layers": 4, **HEADS}
+EXPERTS = {
+    **DENSE,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "decoder_sparse_step": 1,
+    "experts_implementation": "grouped_mm",
+}
+BERT = {
+    "hidden_size": 256, "vocab_size": 4096, "intermediate_size": 1024, "num_hidden_layers": 4,
+    "num_attention_heads": 8, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+}  # fmt: skip
+T5 = {
+    "d_model": 256, "d_kv": 32, "d_ff": 896, "num_layers": 3, "num_heads": 8, "vocab_size": 4096, "dropout_rate": 0.0,
+    "decoder_start_token_id": 0, "pad_token_id": 0, "is_encoder_decoder": True,
+}  # fmt: skip
+VIT = {
+    "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8, "image_size": 112,
+    "patch_size": 8, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+}  # fmt: skip
+CASES = {
+    "Llama, TP=1": Case("llama", sizes=DENSE, ranks=1),
+    "Llama, TP=2": Case("llama", sizes=DENSE),
+    "Llama, TP=4": Case("llama", sizes=DENSE, ranks=4),
+    "Llama, TP=3, uneven": Case("llama", sizes=DENSE, ranks=3),
+    "Llama, sequence parallel": Case("llama", sizes=DENSE, sequence_parallel=True),
+    "Llama, checkpointing": Case("llama", sizes=DENSE, checkpointing=True),
+    "Llama, checkpointing and sequence parallel": Case(
+        "llama", sizes=DENSE, checkpointing=True, sequence_parallel=True
+    ),
+    "Llama, LoRA": Case("llama", sizes=DENSE, lora=8),
+    "Llama, bf16-true": Case("llama", sizes=DENSE, precision="bf16-true"),
+    "Llama, bf16-mixed": Case("llama", sizes=DENSE, precision="bf16-mixed"),
+    "Llama, long vocabulary (loss in parts)": Case("llama", sizes=DENSE | {"vocab_size": 100_000}),
+    "Qwen3-MoE": Case("qwen3_moe", sizes=EXPERTS),
+    "Qwen3-MoE, sequence parallel": Case("qwen3_moe", sizes=EXPERTS, sequence_parallel=True),
+    "BERT": Case("bert", "AutoModelForMaskedLM", BERT),
+    "T5": Case("t5", "AutoModelForSeq2SeqLM", T5),
+    "ViT": Case("vit", "AutoModelForImageClassification", VIT),
+    "Llama, TP=2 x 2 copies": Case("llama", sizes=DENSE, copies=2),
+}
+Found = dict[str, int]
+"""Bytes by :data:`KINDS`."""
+
+
+def measure(case: Case) -> tuple[Found, Found]:
+    """What this process's third step holds, and what its rehearsal says. Collective."""
+    torch.manual_seed(1)
+    batch = case.batch()
+    model = case.model("cpu").train()
+    plan, rank = None, 0
+    if case.ranks > 1:
+        sizes = (case.copies, case.ranks)
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("data", "tensor"))
+        parallelize(
+            model,
+            mesh["tensor"].get_group(),
+            example_inputs=batch,
+            tokens_per_step=(2, 192) if "input_ids" in batch else None,
+            sequence_parallel=case.sequence_parallel,
+            plan_cache=False,
+            data_mesh=mesh["data"] if case.copies > 1 else None,
+        )
+        plan, rank = parallel_state(model).plan, mesh.get_local_rank("tensor")
+    if case.checkpointing:
+        model.gradient_checkpointing_enable()  # type: ignore[operator]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = OPTIMIZERS["adamw"](trained)
+    for _ in range(2):
+        _loss(model, batch, case).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    held = [leaf for state in optimizer.state.values() for leaf in state.values() if isinstance(leaf, Tensor)]
+    parameters = sum(_local(parameter).nbytes for parameter in model.parameters())
+    states = sum(_local(state).nbytes for state in held)
+    with Meter(model) if case.copies == 1 else nullcontext() as meter:
+        if meter is not None:
+            meter.label(held, "states")
+        loss = _loss(model, batch, case)
+        kept = 0
+        if meter is not None:
+            meter.relabel("other", "activations")
+            kept = meter.live["activations"] + meter.live["copies"]
+        loss.backward()
+        del loss
+        gradients = sum(_local(each.grad).nbytes for each in trained if each.grad is not None)
+        peak = update = 0
+        if meter is not None:
+            peak = sum(meter.peak[label] for label in ("copies", "gradients", "activations", "other"))
+            before = meter.live["other"] + meter.live["copies"] + meter.live["activations"]
+            meter.restart_peaks()
+            optimizer.step()
+            most = meter.peak_without_gradients
+            update = most["other"] + most["copies"] + most["activations"] - before
+    real = dict(zip(KINDS, (parameters, gradients, states, kept, peak, update), strict=True))
+    local = local_model(case.model(), plan, rank)
+    if case.checkpointing:
+        local.gradient_checkpointing_enable()  # type: ignore[operator]
+    said = rehearse(local, batch, precision=case.precision, imbalance=1.0)
+    expected = {
+        "parameters": said.parameters // case.copies,
+        "gradients": said.gradients // case.copies,
+        "states": said.states // case.copies,
+        "kept": said.activations + said.copies if case.copies == 1 else 0,
+        "peak": sum(said.peak[label] for label in ("copies", "gradients", "activations", "other"))
+        if case.copies == 1
+        else 0,
+        "update": said.update if case.copies == 1 else 0,
+    }
+    return real, expected
+
+
+def _loss(model: nn.Module, batch: dict[str, Any], case: Case) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16, enabled=case.precision == "bf16-mixed"):
+        loss: Tensor = model(**batch).loss
+    return loss
+
+
+def _local(tensor: Any) -> Tensor:
+    found: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return found
+
+
+def _rank(rank: int, world: int, case: Case, directory: str, results: Any) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=world, timeout=timedelta(minutes=5)
+    )
+    try:
+        results.put((rank, *measure(case)))
+    finally:
+        dist.destroy_process_group()
+
+
+def run(case: Case) -> tuple[Found, Found]:
+    """Measured and said, of the first rank."""
+    with tempfile.TemporaryDirectory() as directory:
+        results = mp.get_context("spawn").SimpleQueue()
+        world = case.ranks * case.copies
+        mp.spawn(_rank, (world, case, directory, results), nprocs=world)
+        found = sorted((results.get() for _ in range(world)), key=lambda each: int(each[0]))
+    return found[0][1], found[0][2]
+
+
+def to_markdown(found: Mapping[str, tuple[Found, Found]]) -> str:
+    """The page: measured MiB, and by how much the rehearsal is off."""
+    lines = [
+        INTRODUCTION,
+        "",
+        f"| | {' | '.join(KINDS)} |",
+        f"| --- |{' ---: |' * len(KINDS)}",
+    ]
+    for name, (real, said) in found.items():
+        cells = []
+        for kind in KINDS:
+            off = (said[kind] - real[kind]) / real[kind] if real[kind] else 0.0
+            cells.append(f"{real[kind] / 2**20:.2f} ({off:+.1%})" if real[kind] or said[kind] else "")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+INTRODUCTION = """# Memory of a training step: rehearsed and measured
+
+MiB that the first rank holds in a training step with AdamW (2 rows of 192 tokens, or 4 pictures; four layers of width
+256; float32 where nothing else is said), measured in real processes on the processor, and in brackets by how much the
+rehearsal of [`lightning-autotp recommend`](recommend.md) is off. Written by `python benchmarks/memory.py`.
+
+* *kept*: what the forward pass keeps for the backward pass, at its end.
+* *peak*: the most that is there at once besides parameters and optimizer states: kept, gradients, what an operator, the
+  loss or a collective needs for a moment.
+* *update*: what the optimizer's step needs for a moment (it takes all parameters at once, as on a GPU).
+
+With copies, FSDP2 gathers into memory that it keeps and resizes, which the meter does not follow: only what is stored
+is compared."""
+
+
+def main(only: list[str] | None = None, page: Path | None = PAGE) -> None:
+    """Measure and write the page.
+
+    Args:
+        only: parts of the names of cases.
+        page: where to write it; ``null`` to print it.
+    """
+    found = {}
+    for name, case in CASES.items():
+        if only is None or any(part in name for part in only):
+            try:
+                found[name] = run(case)
+            except Exception as error:
+                print(f"{name}: {type(error).__name__}: {str(error)[-2500:]}", flush=True)
+            else:
+                print(name, *found[name], sep="\n  ", flush=True)
+    text = to_markdown(found)
+    if page is None:
+        print(text)
+    else:
+        page.write_text(text)
+
+
+if __name__ == "__main__":
+    auto_cli(main)

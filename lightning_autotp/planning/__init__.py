@@ -1,0 +1,1 @@
+"""What a training step of a plan takes: memory and time on a GPU, and which plan fits which machine."""

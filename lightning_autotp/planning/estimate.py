@@ -1,0 +1,163 @@
+"""Memory and time of a step on a machine, by kind: from one rehearsal, for any number of rows and copies.
+
+Parameters, gradients and states are divided by the copies (FSDP2 cuts them). What the forward pass keeps, and what is
+there for a moment, grows with the rows. FSDP2 has two blocks and what is in no block gathered at once, and the
+gradients of one block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from lightning_autotp.planning.machines import Machine
+from lightning_autotp.planning.rehearsal import Rehearsal
+from lightning_autotp.solving.cost import Profile
+
+LAUNCH = 4e-6
+"""Seconds that an operator takes at least: a kernel is started."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one GPU when the most is there.
+
+    Attributes:
+        parameters: as they are stored.
+        gradients: likewise.
+        states: the optimizer's.
+        activations: kept for the backward pass, parameters in another dtype (autocast's) included.
+        temporary: what the loss, an operator, a collective or the optimizer's step needs for a moment.
+        gathered: by FSDP2.
+        moment: when that is.
+    """
+
+    parameters: float
+    gradients: float
+    states: float
+    activations: float
+    temporary: float
+    gathered: float
+    moment: str
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return sum(getattr(self, field.name) for field in fields(self) if field.name != "moment")
+
+    @property
+    def largest(self) -> str:
+        """The kind that takes the most."""
+        return max((field.name for field in fields(self)[:-1]), key=lambda name: float(getattr(self, name)))
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of an optimizer step, by kind. Nothing is taken to overlap but FSDP2's gathers.
+
+    Attributes:
+        products: matrix products and attention.
+        others: all other operators of the forward and backward pass, by the bytes that they move.
+        tensor_parallel: collectives between the ranks of a copy.
+        copies: what of FSDP2's collectives does not hide behind the rest.
+        update: the optimizer's step.
+    """
+
+    products: float
+    others: float
+    tensor_parallel: float
+    copies: float
+    update: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return sum(getattr(self, field.name) for field in fields(self))
+
+    @property
+    def largest(self) -> str:
+        """The kind that takes the longest."""
+        return max((field.name for field in fields(self)), key=lambda name: float(getattr(self, name)))
+
+
+def memory(rehearsal: Rehearsal, rows: int = 1, copies: int = 1, accumulates: bool = False) -> Memory:
+    """What one GPU needs.
+
+    Args:
+        rehearsal: of one row.
+        rows: of a forward pass.
+        copies: of the model.
+        accumulates: whether gradients of earlier forward passes are there.
+    """
+    of_parameters, gradients, states = (
+        size / copies for size in (rehearsal.parameters, rehearsal.gradients, rehearsal.states)
+    )
+    at_once = copies > 1 or accumulates  # gradients count in full: parts of them, or those of passes before
+    peak = rehearsal.peak_without_gradients if at_once else rehearsal.peak
+    gathered, in_other_dtype = 0.0, float(peak["copies"])
+    if copies > 1:
+        # Autocast holds on to what it casts while the parameter is there; one that FSDP2 gathered goes after its block.
+        in_other_dtype = min(in_other_dtype, rehearsal.copies + rehearsal.block / 2)
+        trained = rehearsal.gradients / max(rehearsal.parameters, 1)
+        gathered = (2 + trained) * rehearsal.block + rehearsal.rest
+    passing = Memory(
+        of_parameters,
+        gradients if at_once else peak["gradients"],
+        states,
+        rows * peak["activations"] + in_other_dtype,
+        rows * peak["other"],
+        gathered,
+        "loss and backward pass",
+    )
+    stepping = Memory(of_parameters, gradients, states, 0.0, rehearsal.update / copies, 0.0, "optimizer step")
+    return max(passing, stepping, key=lambda each: each.total)
+
+
+def step_time(
+    rehearsal: Rehearsal,
+    machine: Machine,
+    ranks: int,
+    *,
+    in_bf16: bool = True,
+    rows: int = 1,
+    copies: int = 1,
+    passes: int = 1,
+) -> StepTime:
+    """How long an optimizer step takes.
+
+    Args:
+        rehearsal: of one row, on one of ``ranks``.
+        machine: where.
+        ranks: tensor-parallel ones.
+        in_bf16: whether products are computed in bfloat16.
+        rows: of a forward pass.
+        copies: of the model.
+        passes: forward and backward passes of a step.
+    """
+    work, rate = rehearsal.work, machine.peak(in_bf16) * machine.reached
+    bandwidth = machine.memory_bandwidth
+    products = sum(
+        count * max(rows * flops / rate, moved / bandwidth, LAUNCH) for (flops, moved), count in work.products.items()
+    )
+    others = max((work.fixed_bytes + rows * work.bytes) / bandwidth, work.operators * LAUNCH)
+    within = machine.between(ranks)
+    tensor_parallel = sum(
+        count * within.collective(kind, rows * size, ranks) for (kind, size), count in work.collectives.items()
+    )
+    update = (rehearsal.update_work.bytes + rehearsal.update_work.fixed_bytes) / copies / bandwidth
+    per_pass = products + others + tensor_parallel
+    exposed = 0.0
+    if copies > 1:
+        exposed = passes * max(0.0, _fsdp(rehearsal, machine.between(ranks * copies), copies) - per_pass)
+        exposed += _fsdp_of_block(rehearsal, machine.between(ranks * copies), copies)
+    return StepTime(passes * products, passes * others, passes * tensor_parallel, exposed, update)
+
+
+def _fsdp(rehearsal: Rehearsal, link: Profile, copies: int) -> float:
+    """Seconds of gathering parameters twice and reducing gradients once."""
+    gather = link.collective("all_gather", rehearsal.parameters, copies)
+    return 2 * gather + link.collective("reduce_scatter", rehearsal.gradients, copies)
+
+
+def _fsdp_of_block(rehearsal: Rehearsal, link: Profile, copies: int) -> float:
+    """The first gather and the last reduction, behind which there is nothing."""
+    return link.collective("all_gather", rehearsal.rest + rehearsal.block, copies)

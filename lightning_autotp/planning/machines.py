@@ -1,0 +1,130 @@
+"""Machines as data: one YAML file each, of figures with their sources; prices of a plan are read from the same ones."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+
+import yaml
+
+from lightning_autotp.solving.cost import Profile
+
+DIRECTORY = Path(__file__).parent / "machine_files"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """GPUs of one type in nodes.
+
+    Attributes:
+        name: of the GPU.
+        gpus_per_node: GPUs that share the fast links.
+        memory: bytes of a GPU.
+        reserved: bytes of it that are no tensor's: context, communication buffers, workspaces.
+        peak_bf16: dense floating-point operations per second in bfloat16.
+        peak_fp32: likewise in float32.
+        reached: the share of a peak that products of training reach.
+        memory_bandwidth: bytes per second.
+        link_bandwidth: bytes per second and direction between GPUs of a node.
+        latency: seconds of a small collective in a node.
+        all_reduce_passes: how often an all-reduced byte crosses a link of a node (1 in a switch, 2 in a ring).
+        network_bandwidth: bytes per second and direction of each GPU to other nodes.
+        network_latency: seconds of a small collective between nodes.
+        gpus: how many there are.
+    """
+
+    name: str
+    gpus_per_node: int
+    memory: float
+    reserved: float
+    peak_bf16: float
+    peak_fp32: float
+    reached: float
+    memory_bandwidth: float
+    link_bandwidth: float
+    latency: float
+    all_reduce_passes: float
+    network_bandwidth: float
+    network_latency: float
+    gpus: int = 0
+
+    @classmethod
+    def read(cls, file: Path) -> Machine:
+        """The machine that a YAML file describes.
+
+        Raises:
+            ValueError: naming what is missing, unknown or no positive number.
+        """
+        try:
+            data = yaml.safe_load(file.read_text())
+        except (OSError, yaml.YAMLError) as error:
+            raise ValueError(f"the machine {str(file)!r} cannot be read: {error}") from error
+        given = set(data) if isinstance(data, dict) else set()
+        known = {field.name for field in fields(cls)}
+        if missing := known - given - {"gpus"} or given - known:
+            raise ValueError(f"the machine {str(file)!r} has other entries than needed: look at {sorted(missing)}")
+        wrong = [key for key, value in data.items() if key != "name" and not _is_positive(value)]
+        if wrong:
+            raise ValueError(f"the machine {str(file)!r}: {', '.join(wrong)} must be positive numbers, as 3.0e+9")
+        found = cls(**data)
+        return replace(found, gpus=found.gpus or found.gpus_per_node)
+
+    @classmethod
+    def of(cls, gpus: str) -> Machine:
+        """So many GPUs of a machine: ``"16xH100"``, or ``"4xmy_machine.yaml"``; without a number, one node.
+
+        Raises:
+            ValueError: for a machine that nobody knows.
+        """
+        found = re.fullmatch(r"(?:(\d+)\s*[xX]\s*)?(.+)", gpus.strip())
+        count, name = (found[1], found[2]) if found else (None, gpus)
+        machines = known_machines()
+        file = Path(name) if name.endswith((".yaml", ".yml")) else machines.get(name.upper())
+        if file is None or (count is not None and int(count) < 1):
+            raise ValueError(
+                f"gpus={gpus!r}: write how many of which, as 8xH100; known are {', '.join(machines)}; of any other"
+                " machine, the file that `lightning-autotp measure-machine` wrote: 8xmy_machine.yaml"
+            )
+        machine = cls.read(file)
+        return replace(machine, gpus=int(count)) if count is not None else machine
+
+    def write(self, file: Path) -> None:
+        """Write the file that :meth:`read` reads."""
+        file.write_text(yaml.safe_dump({**asdict(self)}, sort_keys=False))
+
+    @property
+    def profile(self) -> Profile:
+        """Prices for planning on it, within a node."""
+        return Profile(
+            flops=self.peak_bf16 * self.reached,
+            memory_bandwidth=self.memory_bandwidth,
+            link_bandwidth=self.link_bandwidth,
+            latency=self.latency,
+            all_reduce_passes=self.all_reduce_passes,
+        )
+
+    def between(self, ranks: int) -> Profile:
+        """Prices of collectives between ranks of which not all are in one node."""
+        if ranks <= self.gpus_per_node:
+            return self.profile
+        return replace(
+            self.profile,
+            link_bandwidth=self.network_bandwidth,
+            latency=self.network_latency,
+            all_reduce_passes=2.0,
+        )
+
+    def peak(self, in_bf16: bool) -> float:
+        """Floating-point operations per second of a GPU, in bfloat16 or float32."""
+        return self.peak_bf16 if in_bf16 else self.peak_fp32
+
+
+def known_machines() -> dict[str, Path]:
+    """The files of the machines that come with the package, by the name of their GPUs."""
+    return {file.stem.upper(): file for file in sorted(DIRECTORY.glob("*.yaml"))}
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0

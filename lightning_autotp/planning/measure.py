@@ -1,0 +1,113 @@
+"""Times what a machine does, in processes of its own: products, memory, and collectives between the processes."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any, Literal
+
+import psutil
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from lightning_autotp.planning.machines import Machine
+
+_ROUNDS = 7
+_MEBIBYTES = 2**20
+
+
+def measure(processes: int, device: Literal["auto", "cpu", "cuda"] = "auto") -> Machine:
+    """The machine that this program runs on, by what its processes reach together. Starts processes.
+
+    Products count as reached in full, so that no share is taken off a peak. What a network between machines does is not
+    measured: its entries are those of the links, for the reader to change.
+
+    Raises:
+        ValueError: for fewer than two processes, or more than there are GPUs.
+    """
+    kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    there = torch.cuda.device_count() if kind == "cuda" else processes
+    if not 2 <= processes <= there:
+        raise ValueError(
+            f"{processes} processes cannot be measured: there must be two or more, on {there} {kind} devices"
+        )
+    with tempfile.TemporaryDirectory() as directory:
+        results = mp.get_context("spawn").SimpleQueue()
+        mp.spawn(_rank, (processes, kind, directory, results), nprocs=processes)
+        figures: dict[str, float] = results.get()
+    memory = (
+        torch.cuda.get_device_properties(0).total_memory
+        if kind == "cuda"
+        else psutil.virtual_memory().total / processes
+    )
+    return Machine(
+        name=torch.cuda.get_device_name(0).replace(" ", "-") if kind == "cuda" else "CPU",
+        gpus_per_node=processes,
+        memory=float(memory),
+        reserved=float(2e9 if kind == "cuda" else 0.5e9),
+        reached=1.0,
+        all_reduce_passes=2.0,
+        network_bandwidth=figures["link_bandwidth"],
+        network_latency=figures["latency"],
+        gpus=processes,
+        **figures,
+    )
+
+
+def _rank(rank: int, ranks: int, kind: str, directory: str, results: Any) -> None:
+    if kind == "cuda":
+        torch.cuda.set_device(rank)
+    else:
+        torch.set_num_threads(max(1, (psutil.cpu_count(logical=False) or 1) // ranks))
+    backend = "nccl" if kind == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{directory}/store", rank=rank, world_size=ranks)
+    try:
+        figures = _figures(kind, ranks)
+    finally:
+        dist.destroy_process_group()
+    if rank == 0:
+        results.put(figures)
+
+
+def _figures(kind: str, ranks: int) -> dict[str, float]:
+    """What this process reaches while the others do the same. Collective."""
+    width = 8192 if kind == "cuda" else 1024
+
+    def rate(dtype: torch.dtype) -> float:
+        x = torch.ones(width, width, device=kind, dtype=dtype)
+        return 2 * width**3 / _seconds(lambda: x @ x, kind)
+
+    moved = torch.ones((256 if kind == "cuda" else 64) * _MEBIBYTES // 4, device=kind)
+    small = torch.ones(8, device=kind)
+    latency = _seconds(lambda: dist.all_reduce(small), kind)
+    seconds = _seconds(lambda: dist.all_reduce(moved), kind)
+    # In a ring an all-reduced byte crosses a link twice, but for the share that a rank has already.
+    sent = 2 * (ranks - 1) / ranks * moved.nbytes
+    return {
+        "peak_bf16": rate(torch.bfloat16),
+        "peak_fp32": rate(torch.float32),
+        "memory_bandwidth": 2 * moved.nbytes / _seconds(lambda: moved.clone(), kind),
+        "link_bandwidth": sent / max(seconds - latency, 1e-9),
+        "latency": latency,
+    }
+
+
+def _seconds(call: Callable[[], Any], kind: str) -> float:
+    """Median seconds of a call, after a first one; all processes begin together. Collective."""
+    found = []
+    for _ in range(_ROUNDS + 1):
+        dist.barrier()
+        _wait(kind)
+        began = time.perf_counter()
+        call()
+        _wait(kind)
+        found.append(time.perf_counter() - began)
+    return statistics.median(found[1:])
+
+
+def _wait(kind: str) -> None:
+    if kind == "cuda":
+        torch.cuda.synchronize()

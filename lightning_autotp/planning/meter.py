@@ -1,0 +1,205 @@
+"""Counts what one process's training step holds in memory and does: on fake tensors before a run, on real ones in it.
+
+Every operator below autograd passes through a :class:`Meter`. A storage counts from the operator that makes it to its
+end, once, however many views there are of it. So what autograd keeps, what a checkpointed block computes again, and
+what the loss needs for a moment are seen as they happen; no operator's needs are written down here.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from math import ceil, prod
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import flop_registry
+
+from lightning_autotp.operators import Shapes, record
+from lightning_autotp.operators.graph import Ref
+from lightning_autotp.private.torch_private import FakeTensor, TorchDispatchMode, schema_of, storage_key, tree_leaves
+
+Label = Literal["parameters", "copies", "gradients", "states", "activations", "other"]
+"""What a storage is: a parameter; a parameter in another dtype; a gradient; an optimizer's state; what the forward pass
+keeps for the backward pass; anything else that is there for a while."""
+
+_COLLECTIVES = {
+    "_c10d_functional.all_reduce": "all_reduce",
+    "_c10d_functional.all_gather_into_tensor": "all_gather",
+    "_c10d_functional.reduce_scatter_tensor": "reduce_scatter",
+}
+_VALUE = "aten._local_scalar_dense"
+_WHERE = "aten.nonzero"
+_GROUPED = "aten._grouped_mm"
+_FLOPS = {str(operator): count for operator, count in flop_registry.items()}
+
+
+@dataclass
+class Work:
+    """What operators did.
+
+    Attributes:
+        products: how often a product of so many floating-point operations ran that touched so many bytes.
+        fixed_bytes: bytes that other operators moved whatever the batch is: of parameters alone.
+        bytes: bytes that other operators moved.
+        operators: how many operators moved any.
+        collectives: by kind and bytes of the whole tensor, how often one ran.
+    """
+
+    products: Counter[tuple[float, int]] = field(default_factory=Counter)
+    fixed_bytes: int = 0
+    bytes: int = 0
+    operators: int = 0
+    collectives: Counter[tuple[str, int]] = field(default_factory=Counter)
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of all products."""
+        return sum(flops * count for (flops, _), count in self.products.items())
+
+
+class Meter(TorchDispatchMode):
+    """A mode that counts; enter it after the mode of fake tensors.
+
+    Args:
+        model: whose parameters are known as such.
+        chosen: of tokens' choices of experts, the share that is of this rank's, where tensors are fake.
+
+    Attributes:
+        live: bytes that are alive now, by label.
+        peak: of the moment at which the most was alive besides parameters and optimizer states: what it was.
+        peak_without_gradients: of the moment at which the most was alive besides these and gradients.
+        work: what was done.
+    """
+
+    def __init__(self, model: nn.Module, chosen: float = 1.0) -> None:
+        super().__init__()
+        self._chosen = chosen
+        self.work = Work()
+        self.live: Counter[Label] = Counter()
+        self._alive: dict[int, tuple[Label, int, Any]] = {}
+        self.restart_peaks()
+        self._add(model.parameters(), "parameters")
+        for parameter in model.parameters():
+            if parameter.requires_grad and parameter.is_leaf:
+                parameter.register_post_accumulate_grad_hook(self._note_gradient)
+
+    def restart_peaks(self) -> None:
+        """Forget the peaks so far."""
+        self.peak: Counter[Label] = Counter(self.live)
+        self.peak_without_gradients: Counter[Label] = Counter(self.live)
+
+    def relabel(self, before: Label, after: Label) -> None:
+        """Give all that is alive with one label another one."""
+        for key, (label, size, reference) in self._alive.items():
+            if label == before:
+                self._alive[key] = after, size, reference
+        self.live[after] += self.live.pop(before, 0)
+
+    def label(self, tensors: Iterable[Tensor], label: Label) -> None:
+        """Say what these tensors are."""
+        for tensor in tensors:
+            known = self._alive.get(storage_key(tensor))
+            if known is None:
+                self._add([tensor], label)
+            elif known[0] != label:
+                self.live[known[0]] -= known[1]
+                self.live[label] += known[1]
+                self._alive[storage_key(tensor)] = label, *known[1:]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operator and count."""
+        kwargs = kwargs or {}
+        if any(not issubclass(kind, Tensor) or kind not in (Tensor, nn.Parameter, FakeTensor) for kind in types):
+            return NotImplemented  # a subclass takes it apart, and the parts come here
+        name = str(func.overloadpacket)
+        if name == _VALUE and isinstance(args[0], FakeTensor) and args[0].dtype == torch.bool:
+            return True  # checks of the batch: whether all of it is valid
+        if name == _WHERE and isinstance(args[0], FakeTensor) and args[0].dtype == torch.bool:
+            return args[0].new_empty((ceil(self._chosen * args[0].numel()), args[0].dim()), dtype=torch.long)
+        operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        result = _grouped(*operands) if name == _GROUPED and isinstance(args[0], FakeTensor) else func(*args, **kwargs)
+        if func.namespace == "prim":
+            return result
+        results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        known = {storage_key(leaf) for leaf in operands}
+        labels = {self._alive[key][0] for key in known if key in self._alive}
+        of_parameters = bool(known) and labels <= {"parameters", "copies"} and known <= self._alive.keys()
+        new = [leaf for leaf in results if storage_key(leaf) not in known and storage_key(leaf) not in self._alive]
+        self._add(new, "copies" if of_parameters else "other")
+        self._count(func, args, kwargs, result, operands, bool(new), of_parameters)
+        return result
+
+    def _count(
+        self,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        result: Any,
+        operands: list[Tensor],
+        makes: bool,
+        of_parameters: bool,
+    ) -> None:
+        name = str(func.overloadpacket)
+        results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        moved = sum(leaf.numel() * leaf.itemsize for leaf in {id(x): x for x in (*operands, *results)}.values())
+        if name in _COLLECTIVES:
+            kind = _COLLECTIVES[name]
+            whole = operands[0] if kind == "reduce_scatter" else results[0]
+            self.work.collectives[kind, whole.numel() * whole.itemsize] += 1
+            return
+        # The processor's attention, and what adds a product in place, do what others do.
+        count = _FLOPS.get(name.removesuffix("_").replace("_for_cpu", ""))
+        if count is not None:
+            self.work.products[float(count(*args, **kwargs, out_val=result)), moved] += 1
+        elif "grouped_mm" in name:  # rows of several matrices after each other: each meets one of the others
+            self.work.products[2.0 * prod(operands[0].shape[-2:]) * operands[1].shape[-1], moved] += 1
+        elif makes or schema_of(func).is_mutable:
+            self.work.operators += 1
+            if of_parameters:
+                self.work.fixed_bytes += moved
+            else:
+                self.work.bytes += moved
+
+    def _add(self, tensors: Iterable[Tensor], label: Label) -> None:
+        for tensor in tensors:
+            storage, key = tensor.untyped_storage(), storage_key(tensor)
+            if key not in self._alive:
+                reference = weakref.ref(storage, partial(self._end, key))
+                self._alive[key] = label, storage.nbytes(), reference
+                self.live[label] += storage.nbytes()
+        if _moving(self.live) > _moving(self.peak):
+            self.peak = Counter(self.live)
+        if (
+            _moving(self.live) - self.live["gradients"]
+            > _moving(self.peak_without_gradients) - (self.peak_without_gradients["gradients"])
+        ):
+            self.peak_without_gradients = Counter(self.live)
+
+    def _end(self, key: int, _: Any) -> None:
+        label, size, _ = self._alive.pop(key)
+        self.live[label] -= size
+
+    def _note_gradient(self, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self.label([parameter.grad], "gradients")
+
+
+def _grouped(*operands: Tensor) -> Tensor:
+    """The result of a product of several matrices with rows, whose shape torch tells for bfloat16 alone."""
+    known = record(f"{_GROUPED}.default")
+    assert known is not None
+    assert known.results is not None
+    names = ("self", "mat2", "offs")[: len(operands)]
+    given = tuple((name, Ref(number)) for number, name in enumerate(names))
+    ((shape, _),) = known.results(Shapes(given, (), lambda number: tuple(operands[number].shape)))
+    return operands[0].new_empty([int(size) for size in shape])
+
+
+def _moving(live: Counter[Label]) -> int:
+    """Bytes that come and go in a step."""
+    return live["copies"] + live["gradients"] + live["activations"] + live["other"]

@@ -1,0 +1,179 @@
+"""A training step of one rank on fake tensors: the local model's own code, forward, backward and optimizer step.
+
+Nothing is computed and nothing is sent, but every tensor is made, kept and dropped as it would be. It takes seconds for
+the largest models, and needs neither a GPU nor a process group.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lightning_autotp.applying.replace import apply_plan
+from lightning_autotp.capture.capture import meta_copy
+from lightning_autotp.gradients.data_parallel import repeated_blocks
+from lightning_autotp.layouts.plan import Plan
+from lightning_autotp.parameters.state import is_parallel, parallel_state
+from lightning_autotp.planning.meter import Label, Meter, Work
+from lightning_autotp.private.torch_private import FakeTensorMode, tree_map_only, values_in_fake_tensors
+from lightning_autotp.private.transformers_private import fake_tensors_as_ordinary
+from lightning_autotp.ranks.group import TPGroup
+from lightning_autotp.solving.cost import Profile
+
+Precision = Literal["32-true", "bf16-mixed", "bf16-true"]
+Optimizer = Literal["adamw", "sgd", "sgd-momentum", "none"]
+
+OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-4, foreach=True),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-4, foreach=True),
+    "sgd-momentum": lambda parameters: torch.optim.SGD(parameters, lr=1e-4, momentum=0.9, foreach=True),
+}
+"""By name, as torch makes them on a GPU by default: for all parameters at once."""
+
+
+class RehearsalError(RuntimeError):
+    """A model's step cannot be rehearsed, as its code asks for values that only a real step has."""
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What one step of a rank holds and does. Bytes.
+
+    Attributes:
+        parameters: of this rank.
+        gradients: once all are there.
+        states: the optimizer's.
+        activations: what the forward pass keeps for the backward pass.
+        copies: parameters in another dtype that it keeps (autocast's).
+        peak: by label, at the moment at which parameters and states aside the most is there.
+        peak_without_gradients: likewise, gradients aside as well.
+        update: what the optimizer's step needs for a moment, beside parameters, gradients and states.
+        block: of the largest repeated block's parameters.
+        rest: of the parameters in no repeated block.
+        work: of forward and backward pass.
+        update_work: of the optimizer's step.
+    """
+
+    parameters: int
+    gradients: int
+    states: int
+    activations: int
+    copies: int
+    peak: Counter[Label]
+    peak_without_gradients: Counter[Label]
+    update: int
+    block: int
+    rest: int
+    work: Work
+    update_work: Work
+
+
+def fullest_rank(plan: Plan) -> int:
+    """The rank that stores the most of the parameters."""
+    return max(range(plan.ranks), key=plan.bytes)
+
+
+def local_model(model: nn.Module, plan: Plan | None, rank: int = 0) -> nn.Module:
+    """A copy of the model on meta; of a rank's part of it, where there is a plan."""
+    local = meta_copy(model)
+    if plan is not None:
+        apply_plan(local, plan, TPGroup("", rank, plan.ranks))
+    return local.train()
+
+
+def rehearse(
+    local: nn.Module,
+    batch: Any,
+    *,
+    precision: Precision = "bf16-mixed",
+    optimizer: Optimizer = "adamw",
+    imbalance: float = Profile().imbalance,
+) -> Rehearsal:
+    """Run a step of a local model without values.
+
+    Args:
+        local: from :func:`local_model`; its parameters have the dtype in which they are trained.
+        batch: what the model is given: a mapping of tensors on any device, of the size of the step.
+        precision: ``"bf16-mixed"`` runs it under autocast.
+        optimizer: a name in :data:`OPTIMIZERS`, or ``"none"``.
+        imbalance: by how much more tokens than an even share choose this rank's experts, where it has whole ones.
+
+    Raises:
+        RehearsalError: if its code asks for values.
+    """
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def stand_in(value: Tensor) -> Tensor:
+        with fake:
+            made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
+        return nn.Parameter(made, requires_grad=value.requires_grad) if isinstance(value, nn.Parameter) else made
+
+    model = meta_copy(local, stand_in)
+    given = tree_map_only(Tensor, stand_in, batch)
+    blocks = [_bytes(block) for block in repeated_blocks(model)]
+    ranks = parallel_state(model).group.size if is_parallel(model) else 1
+    meter = Meter(model, min(1.0, imbalance / ranks))
+    with ExitStack() as modes:
+        modes.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        for mode in (fake_tensors_as_ordinary(), values_in_fake_tensors(), fake, meter):
+            modes.enter_context(mode)
+        try:
+            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
+                loss = model(**given).loss
+            meter.relabel("other", "activations")
+            activations, copies = meter.live["activations"], meter.live["copies"]
+            loss.backward()
+            del loss
+        except Exception as error:
+            raise RehearsalError(
+                f"a step of {type(local).__name__} cannot be rehearsed without values: {type(error).__name__}: {error}"
+            ) from error
+        peak, without = (_told_apart(found, activations) for found in (meter.peak, meter.peak_without_gradients))
+        work, meter.work = meter.work, Work()
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        update = 0
+        if optimizer != "none":
+            stepping = OPTIMIZERS[optimizer](trained)
+            before = meter.live["other"] + meter.live["copies"] + meter.live["activations"]
+            meter.restart_peaks()
+            stepping.step()
+            states = [leaf for state in stepping.state.values() for leaf in state.values() if isinstance(leaf, Tensor)]
+            held = sum(state.numel() * state.itemsize for state in states)
+            most = meter.peak_without_gradients
+            update = max(0, most["other"] + most["copies"] + most["activations"] - before - held)
+            meter.label(states, "states")
+    return Rehearsal(
+        parameters=meter.live["parameters"],
+        gradients=meter.live["gradients"],
+        states=meter.live["states"],
+        activations=activations,
+        copies=copies,
+        peak=peak,
+        peak_without_gradients=without,
+        update=update,
+        block=max(blocks, default=0),
+        rest=meter.live["parameters"] - sum(blocks),
+        work=work,
+        update_work=meter.work,
+    )
+
+
+def _told_apart(found: Counter[Label], activations: int) -> Counter[Label]:
+    """A peak in the forward pass, where nobody knew yet what would be kept."""
+    told = Counter(found)
+    if not found["activations"]:
+        told["activations"] = min(activations, found["other"])
+        told["other"] -= told["activations"]
+    return told
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(parameter.numel() * parameter.itemsize for parameter in module.parameters())

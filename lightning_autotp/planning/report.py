@@ -1,0 +1,178 @@
+"""A recommendation for people: the ranking as a table, the reason, and the lines to paste."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from lightning_autotp.planning.recommend import Choice, Recommendation
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_SHOWN = 12
+_REMEDIES = {
+    "parameters": "more GPUs (copies and tensor-parallel ranks both divide the parameters), or precision bf16-true",
+    "gradients": "more GPUs, or LoRA",
+    "states": "more GPUs, LoRA, or an optimizer with fewer states (sgd)",
+    "activations": "checkpointing, sequence parallelism, or shorter rows",
+    "temporary": "a larger tensor-parallel size, which divides the logits and the optimizer's step",
+    "gathered": "a larger tensor-parallel size, which divides what FSDP2 gathers",
+}
+_KINDS = {
+    "products": "matrix products",
+    "others": "operators that move memory",
+    "tensor_parallel": "communication between tensor-parallel ranks",
+    "copies": "FSDP2's communication",
+    "update": "the optimizer's step",
+}
+
+
+def table(found: Recommendation) -> Table:
+    """The ranking: GB of a GPU by kind, milliseconds of an optimizer step by kind. Fits 80 columns."""
+    from rich.table import Table
+
+    title = (
+        f"{found.model} on {found.machine.gpus} x {found.machine.name},"
+        f" rows of {found.length} tokens, {found.precision}"
+    )
+    made = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
+    made.add_column("TPxcopies", no_wrap=True)
+    for name in ("rows", "par", "grad", "opt", "act", "tmp", "GB", "prod", "oth", "comm", "tok/s", "MFU"):
+        made.add_column(name, justify="right", no_wrap=True)
+    made.add_column("limit", no_wrap=True)
+    for choice in found.choices[:_SHOWN]:
+        kept, time = choice.memory, choice.time
+        sizes = (kept.parameters, kept.gradients, kept.states, kept.activations, kept.temporary + kept.gathered)
+        seconds = (time.products, time.others, time.tensor_parallel + time.copies)
+        made.add_row(
+            f"{choice.tensor_parallel_size}x{choice.data_parallel_size}"
+            + " sp" * choice.sequence_parallel
+            + " ck" * choice.checkpointing,
+            f"{choice.rows}x{choice.passes}",
+            *(_digits(size / 1e9) for size in (*sizes, kept.total)),
+            *(f"{1e3 * each:.0f}" for each in seconds),
+            f"{choice.tokens_per_second:.0f}" if choice.fits else "-",
+            f"{choice.mfu:.0%}" if choice.fits else "-",
+            time.largest.partition("_")[0] if choice.fits else "memory",
+        )
+    return made
+
+
+def reasons(found: Recommendation) -> Iterator[str]:
+    """What to do and why, one sentence or two a line."""
+    best, machine = found.best, found.machine
+    if best is None:
+        least = found.choices[0] if found.choices else None
+        if least is None:
+            yield "nothing can be said of any size"
+        else:
+            yield (
+                f"nothing fits: {_named(least)} needs the least, {_gb(least.memory.total)} of"
+                f" {_gb(machine.memory - machine.reserved)} of a GPU, most of it {least.memory.largest}:"
+                f" {_REMEDIES[least.memory.largest]}"
+            )
+    else:
+        yield (
+            f"recommended: {_named(best)}, {best.tokens_per_second:.0f} tokens/s,"
+            f" {_gb(best.memory.total)} of {_gb(machine.memory - machine.reserved)} of a GPU"
+        )
+        yield from _compared(found, best)
+        yield (
+            f"limited by {_KINDS[best.time.largest]}; the most memory is there in the {best.memory.moment},"
+            f" most of it {best.memory.largest}"
+        )
+    yield from (f"left out: {said}" for said in found.left_out)
+
+
+def _compared(found: Recommendation, best: Choice) -> Iterator[str]:
+    alone, machine = found.on_one, found.machine
+    if alone is not None and alone is not best:
+        faster = best.tokens_per_second / alone.tokens_per_second
+        yield f"one GPU is enough: {best.gpus} are {faster:.1f} times as fast"
+    elif alone is best:
+        yield "one GPU is enough: more would not be faster"
+    divided = [each for each in found.choices if (each.tensor_parallel_size > 1) != (best.tensor_parallel_size > 1)]
+    other = next((each for each in divided if each.fits), None)
+    if best.tensor_parallel_size == 1 and best.gpus > 1 and other is not None:
+        share = best.tokens_per_second / other.tokens_per_second - 1
+        yield f"FSDP without tensor parallelism is faster: by {share:.0%} than {_named(other)}"
+    if best.tensor_parallel_size > 1:
+        if other is not None:
+            share = best.tokens_per_second / other.tokens_per_second - 1
+            yield f"tensor parallelism is faster: by {share:.0%} than {_named(other)}"
+        elif divided:
+            least = min(divided, key=lambda each: each.memory.total)
+            yield (
+                f"without tensor parallelism it does not fit: {_named(least)} needs {_gb(least.memory.total)}"
+                f" of {_gb(machine.memory - machine.reserved)}"
+            )
+
+
+def python_lines(found: Recommendation, best: Choice) -> str:
+    """The lines of a program that train so."""
+    nodes = -(-best.gpus // found.machine.gpus_per_node)
+    lines = []
+    if best.gpus == 1:
+        strategy = ""
+    else:
+        lines = ["from lightning_autotp import AutoTPStrategy", ""]
+        options = [
+            f"tensor_parallel_size={best.tensor_parallel_size}",
+            f"data_parallel_size={best.data_parallel_size}",
+            f"tokens_per_step=({best.rows}, {found.length})",
+            *(["sequence_parallel=True"] if best.sequence_parallel else []),
+        ]
+        strategy = "    strategy=AutoTPStrategy(\n" + "".join(f"        {each},\n" for each in options) + "    ),\n"
+    lines += [
+        "trainer = L.Trainer(",
+        f"    devices={best.gpus // nodes}, num_nodes={nodes},",
+        f'    precision="{found.precision}", accumulate_grad_batches={best.passes},',
+        f"{strategy})",
+        f"# batches of {best.rows} rows of {found.length} tokens for each copy",
+    ]
+    if best.checkpointing:
+        lines.append("# in configure_model(): self.model.gradient_checkpointing_enable()")
+    return "\n".join(lines)
+
+
+def yaml_lines(found: Recommendation, best: Choice) -> str:
+    """The same for a LightningCLI."""
+    import yaml
+
+    nodes = -(-best.gpus // found.machine.gpus_per_node)
+    options = {
+        "tensor_parallel_size": best.tensor_parallel_size,
+        "data_parallel_size": best.data_parallel_size,
+        "tokens_per_step": [best.rows, found.length],
+        **({"sequence_parallel": True} if best.sequence_parallel else {}),
+    }
+    trainer = {
+        "devices": best.gpus // nodes,
+        "num_nodes": nodes,
+        "precision": found.precision,
+        "accumulate_grad_batches": best.passes,
+        **(
+            {"strategy": {"class_path": "lightning_autotp.AutoTPStrategy", "init_args": options}}
+            if best.gpus > 1
+            else {}
+        ),
+    }
+    return str(yaml.safe_dump({"trainer": trainer}, sort_keys=False))
+
+
+def _named(choice: Choice) -> str:
+    said = [f"{choice.tensor_parallel_size} tensor-parallel ranks" if choice.tensor_parallel_size > 1 else ""]
+    said += [f"{choice.data_parallel_size} copies (FSDP2)" if choice.data_parallel_size > 1 else ""]
+    said += ["sequence parallelism" if choice.sequence_parallel else ""]
+    said += ["checkpointed blocks" if choice.checkpointing else ""]
+    return ", ".join(part for part in said if part) or "one GPU"
+
+
+def _digits(number: float) -> str:
+    """Two or three digits."""
+    return f"{number:.1f}" if number < 9.95 else f"{number:.0f}"
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:.1f} GB"

@@ -1,0 +1,32 @@
+"""A rehearsed step holds what the real one does: parameters, gradients, states, what is kept, the peak, the update."""
+
+from __future__ import annotations
+
+import pytest
+from distributed import run_ranks
+from memory import BERT, DENSE, KINDS, Case, Found, measure
+
+SMALL = {**DENSE, "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 512, "intermediate_size": 112}
+CASES = {
+    "sequence parallel, checkpointed": Case("llama", sizes=SMALL, sequence_parallel=True, checkpointing=True),
+    "adapters": Case("llama", sizes=SMALL, lora=4),
+    "encoder": Case("bert", "AutoModelForMaskedLM", {**BERT, "hidden_size": 64, "num_hidden_layers": 2}),
+}
+
+
+def measured(rank: int, size: int) -> dict[str, tuple[Found, Found]]:
+    return {name: measure(case) for name, case in CASES.items()}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_rehearsed_and_real_steps_hold_the_same() -> None:
+    for found in run_ranks(measured, 2):
+        for name, (real, said) in found.items():
+            for kind in KINDS:
+                assert real[kind] > 0, (name, kind)
+                # What is under way at the same time as a product differs a little from run to run.
+                within = 0.06 if kind == "peak" else 0.01
+                assert said[kind] == pytest.approx(real[kind], rel=within), (name, kind)
+        # So the figures can differ: an adapter has few gradients, and checkpointed blocks keep little.
+        assert found["adapters"][0]["gradients"] < found["encoder"][0]["gradients"] / 4
+        assert found["sequence parallel, checkpointed"][0]["kept"] < found["adapters"][0]["kept"] / 2

@@ -1,0 +1,147 @@
+"""Machines, memory and time from a rehearsal, and which of all sizes is recommended."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from rich.console import Console
+from tiny import tiny_config
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from lightning_autotp import AutoTPStrategy, recommend
+from lightning_autotp.planning.estimate import LAUNCH, memory, step_time
+from lightning_autotp.planning.machines import Machine, known_machines
+from lightning_autotp.planning.meter import Work
+from lightning_autotp.planning.recommend import Recommendation
+from lightning_autotp.planning.rehearsal import Rehearsal, RehearsalError, rehearse
+from lightning_autotp.planning.report import python_lines, reasons, table, yaml_lines
+
+H100 = Machine.of("16xh100")
+REHEARSAL = Rehearsal(
+    parameters=100,
+    gradients=100,
+    states=200,
+    activations=40,
+    copies=50,
+    peak=Counter({"activations": 30, "copies": 50, "gradients": 60, "other": 7}),
+    peak_without_gradients=Counter({"activations": 40, "copies": 50, "other": 9}),
+    update=100,
+    block=20,
+    rest=10,
+    work=Work(Counter({(1e12, 1000): 3}), 0, int(3e9), 2, Counter({("all_reduce", int(3e8)): 2})),
+    update_work=Work(bytes=int(6e9)),
+)
+
+
+def tiny_model() -> nn.Module:
+    with torch.device("meta"):
+        model: nn.Module = AutoModelForCausalLM.from_config(tiny_config("llama"))
+    return model
+
+
+@pytest.mark.parametrize("name", known_machines())
+def test_every_machine_that_comes_along_is_read(name: str) -> None:
+    machine = Machine.of(f"4x{name}")
+    assert (machine.name.upper(), machine.gpus) == (name, 4)
+    assert Machine.of(name.lower()).gpus == machine.gpus_per_node
+    assert machine.between(machine.gpus_per_node + 1).link_bandwidth < machine.profile.link_bandwidth
+    assert "https://" in known_machines()[name].read_text(), "a figure has a source"
+
+
+def test_a_machine_is_written_and_read(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    H100.write(file)
+    assert Machine.of(f"3x{file}") == replace(H100, gpus=3)
+    file.write_text(file.read_text().replace("memory:", "size:"))
+    with pytest.raises(ValueError, match=r"other entries than needed.*memory"):
+        Machine.of(str(file))
+    for wrong in ("8xABACUS", "0xH100"):
+        with pytest.raises(ValueError, match=r"write how many of which, as 8xH100; known are A100-40"):
+            Machine.of(wrong)
+
+
+def test_memory_is_that_of_the_worst_moment() -> None:
+    alone = memory(REHEARSAL)
+    assert (alone.moment, alone.total) == ("optimizer step", 100 + 100 + 200 + 100)
+    passing = memory(REHEARSAL, rows=10)
+    assert (passing.moment, passing.total) == ("loss and backward pass", 100 + 60 + 200 + (300 + 50) + 70)
+    assert memory(REHEARSAL, rows=10, accumulates=True).total == 100 + 100 + 200 + (400 + 50) + 90
+    several = memory(REHEARSAL, rows=10, copies=2)
+    assert several.total == 50 + 50 + 100 + (400 + 50) + 90 + (3 * 20 + 10)
+    assert several.largest == "activations"
+    checkpointed = replace(REHEARSAL, copies=5)
+    assert memory(checkpointed, rows=10).activations == 300 + 50
+    assert memory(checkpointed, rows=10, copies=2).activations == 400 + 5 + 20 / 2
+
+
+def test_time_is_counted_by_kind() -> None:
+    time = step_time(REHEARSAL, H100, 2, rows=2, passes=3)
+    assert time.products == pytest.approx(3 * 3 * 2 * 1e12 / (0.4 * 9.89e14))
+    assert time.others == pytest.approx(3 * 2 * 3e9 / 3e12)
+    assert time.tensor_parallel == pytest.approx(3 * 2 * (1e-5 + 0.5 * 2 * 3e8 / 3e11))
+    assert time.update == pytest.approx(6e9 / 3e12)
+    assert time.copies == 0
+    assert time.largest == "products"
+    many = replace(REHEARSAL, work=Work(Counter({(1.0, 1): 100}), operators=1000))
+    assert step_time(many, H100, 1).total == pytest.approx(1100 * LAUNCH + 6e9 / 3e12)
+
+
+def test_what_is_recommended_can_be_pasted() -> None:
+    found = recommend(tiny_model(), gpus="2xH100", tokens_per_step=4096, sequence_length=512)
+    assert {(each.tensor_parallel_size, each.data_parallel_size) for each in found.choices} == {(1, 1), (1, 2), (2, 1)}
+    assert {each.checkpointing for each in found.choices} == {False, True}
+    assert all(each.tokens == 4096 for each in found.choices)
+    assert "one GPU is enough" in "\n".join(reasons(found))
+    for choice in found.choices:
+        calls = [node for node in ast.walk(ast.parse(python_lines(found, choice))) if isinstance(node, ast.Call)]
+        named = {ast.unparse(call.func): {keyword.arg for keyword in call.keywords} for call in calls}
+        taken = set(inspect.signature(AutoTPStrategy.__init__).parameters)
+        assert named.get("AutoTPStrategy", set()) <= taken
+        assert ("AutoTPStrategy" in named) == (choice.gpus > 1)
+        trainer = yaml.safe_load(yaml_lines(found, choice))["trainer"]
+        assert set(trainer.get("strategy", {"init_args": {}})["init_args"]) == named.get("AutoTPStrategy", set())
+    console = Console(width=80, record=True)
+    console.print(table(found))
+    assert max(len(line.rstrip()) for line in console.export_text().splitlines()) <= 80
+
+
+def test_adapters_have_few_gradients() -> None:
+    found = recommend(tiny_model(), gpus="1xH100", tokens_per_step=512, sequence_length=512, lora=2)
+    for choice in found.choices:
+        assert 0 < choice.memory.states < choice.memory.parameters / 4
+
+
+def test_what_does_not_fit_says_what_would_help() -> None:
+    small = replace(H100, memory=H100.reserved + 1e5)
+    found = recommend(tiny_model(), gpus="1xH100", tokens_per_step=512, sequence_length=512)
+    none = Recommendation(
+        found.model, small, 512, found.precision, tuple(replace(c, fits=False) for c in found.choices)
+    )
+    assert none.best is None
+    [said] = reasons(none)
+    assert said.startswith("nothing fits: ")
+    assert "most of it" in said
+
+
+def test_what_cannot_be_rehearsed_or_is_unknown_is_said() -> None:
+    class Asking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x) * float(x.sum())
+
+    with pytest.raises(RehearsalError, match="a step of Asking cannot be rehearsed without values"):
+        rehearse(Asking(), {"x": torch.ones(2, 4)}, precision="32-true")
+    for wrong in ({"optimizer": "adam"}, {"precision": "16"}, {"tokens_per_step": 0}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            recommend(tiny_model(), **wrong)  # type: ignore[arg-type]
