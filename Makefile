@@ -6,6 +6,7 @@
 # make zoo           every architecture of transformers against one process   (make zoo ARGS="--only llama gpt2 --tp 4")
 # make zoo-others    models of other packages, and docs/zoo-others.md   (make zoo-others ARGS="--only ResNet")
 # make faults        what a job does when a rank fails, and docs/faults-measured.md   (make faults ARGS="SIGSTOP 'kill -9'")
+# make docs          the documentation's site, in site/
 # make lint          ruff and mypy
 # make setup         only the virtual environment: the others make it themselves
 # make clean         remove the environments and what the tools cached
@@ -18,7 +19,7 @@ JOBS ?= 2
 ARGS ?=
 BIN := $(VENV)/bin
 
-.PHONY: train test test-fast test-nightly test-lowest zoo zoo-others faults lint setup clean
+.PHONY: train test test-fast test-nightly test-lowest zoo zoo-others faults docs lint setup clean
 
 setup: $(VENV)/.installed
 
@@ -76,10 +77,19 @@ zoo-others:
 faults: $(VENV)/.installed
 	HF_HUB_OFFLINE=1 $(BIN)/python tools/faults.py $(ARGS)
 
+# In an environment of its own, without torch: docstrings are read, not imported. Python 3.11 or newer.
+.venv-docs/.installed: $(CONSTRAINTS)
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install -c $(CONSTRAINTS) mkdocs-material 'mkdocstrings[python]' ruff
+	touch $@
+
+docs: .venv-docs/.installed
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build
+
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) .venv-lowest .venv-zoo build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-lowest .venv-zoo .venv-docs build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

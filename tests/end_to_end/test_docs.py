@@ -188,6 +188,11 @@ def test_links_resolve(page: Path) -> None:
         assert not anchor or anchor in headings(linked), f"{target}#{anchor}"
 
 
+def test_the_reference_has_every_public_name() -> None:
+    named = re.findall(r"^::: lightning_autotp\.(\w+)$", (ROOT / "docs" / "reference.md").read_text(), re.M)
+    assert sorted(named) == lightning_autotp.__all__
+
+
 def test_the_totals_are_the_zoos() -> None:
     """A page repeats the totals of the pages that the zoo wrote, and the README has their sums."""
 
