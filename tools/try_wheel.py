@@ -1,6 +1,6 @@
 """Try the package as it was installed: its command, and the README's program on two processes.
 
-``python -I tools/try_wheel.py README.md`` runs it with the Python of an environment that has the wheel: ``make test-wheel``.
+It runs in an environment that has the wheel: see ``make test-wheel``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import lightning_autotp
 
@@ -39,10 +39,18 @@ def main() -> None:
         raise SystemExit(f"{package} is the repository's, not the wheel's: run this with python -I")
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
-        sizes = {"hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 3, "num_key_value_heads": 3}
-        LlamaForCausalLM(LlamaConfig(vocab_size=101, num_hidden_layers=2, **sizes)).save_pretrained(model)
+        config = AutoConfig.for_model(
+            "llama",
+            vocab_size=101,
+            hidden_size=48,
+            intermediate_size=80,
+            num_hidden_layers=2,
+            num_attention_heads=3,
+            num_key_value_heads=3,
+        )
+        AutoModelForCausalLM.from_config(config).save_pretrained(model)
         (Path(folder) / "train.py").write_text(program(readme.read_text(), model))
-        command = Path(sys.executable).with_name("lightning-autotp")
+        command = str(Path(sys.executable).with_name("lightning-autotp"))
         environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
         environment.pop("PYTHONPATH", None)
         for arguments in ([command, "--help"], [sys.executable, "train.py"]):

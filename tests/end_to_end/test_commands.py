@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -53,3 +54,11 @@ def test_the_command_tells_reasons_where_it_is_asked(tmp_path: Path) -> None:
     assert "model.layers.0.input_layernorm.weight: whole" not in found.stdout
     assert "model.layers.1.mlp.up_proj.weight: cut along dim 0" in run("model.layers.1.mlp").stdout
     assert "why: no parameter or module is called 'vision'" in run("vision").stderr
+
+
+def test_the_doctor_finds_that_processes_meet_here(tmp_path: Path) -> None:
+    result = run_python("-m", "lightning_autotp.cli", "doctor", "--json", str(tmp_path / "doctor.json"))
+    findings = {finding["check"]: finding for finding in json.loads((tmp_path / "doctor.json").read_text())}
+    assert findings["handshake"]["text"].startswith("two processes meet over gloo"), result.stdout
+    assert all(finding["text"] in result.stdout for finding in findings.values())
+    assert result.returncode == any(finding["level"] == "error" for finding in findings.values())
