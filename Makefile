@@ -6,6 +6,9 @@
 # make zoo           every architecture of transformers against one process   (make zoo ARGS="--only llama gpt2 --tp 4")
 # make zoo-others    models of other packages, and docs/zoo-others.md   (make zoo-others ARGS="--only ResNet")
 # make faults        what a job does when a rank fails, and docs/faults-measured.md   (make faults ARGS="SIGSTOP 'kill -9'")
+# make docs          the documentation's site, in site/
+# make wheel         the package as a wheel and as source, in dist/
+# make test-wheel    the wheel in an empty environment: its command, and the README's program
 # make lint          ruff and mypy
 # make setup         only the virtual environment: the others make it themselves
 # make clean         remove the environments and what the tools cached
@@ -18,7 +21,7 @@ JOBS ?= 2
 ARGS ?=
 BIN := $(VENV)/bin
 
-.PHONY: train test test-fast test-nightly test-lowest zoo zoo-others faults lint setup clean
+.PHONY: train test test-fast test-nightly test-lowest zoo zoo-others faults docs wheel test-wheel lint setup clean
 
 setup: $(VENV)/.installed
 
@@ -76,10 +79,29 @@ zoo-others:
 faults: $(VENV)/.installed
 	HF_HUB_OFFLINE=1 $(BIN)/python tools/faults.py $(ARGS)
 
+# What builds the site and the wheel, in an environment of its own, without torch: docstrings are read, not imported.
+# It needs Python 3.11 or newer.
+.venv-tools/.installed: $(CONSTRAINTS)
+	$(PYTHON) -m venv .venv-tools
+	.venv-tools/bin/python -m pip install -c $(CONSTRAINTS) build mkdocs-material 'mkdocstrings[python]' ruff
+	touch $@
+
+docs: .venv-tools/.installed
+	NO_MKDOCS_2_WARNING=1 .venv-tools/bin/mkdocs build
+
+wheel: .venv-tools/.installed
+	rm -rf dist
+	.venv-tools/bin/python -m build
+
+test-wheel: wheel
+	$(PYTHON) -m venv --clear .venv-wheel
+	.venv-wheel/bin/python -m pip install -q -c $(CONSTRAINTS) dist/*.whl
+	.venv-wheel/bin/python -I tools/try_wheel.py README.md
+
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) .venv-lowest .venv-zoo build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-lowest .venv-zoo .venv-tools .venv-wheel build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

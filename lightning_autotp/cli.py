@@ -260,6 +260,34 @@ def check(path: Path, weights_only: bool = True) -> None:
     Console().print(f"{path}: as written ({what})", markup=False, highlight=False, soft_wrap=True)
 
 
+def doctor(json: Path | None = None) -> None:
+    """Say whether this machine can train: versions, GPUs and their links, processes that meet, memory, disks, limits.
+
+    It takes a few seconds, and ends with exit code 1 if anything is an error.
+
+    Args:
+        json: file to write the same to, as a list.
+    """
+    import json as format_of
+    from dataclasses import asdict
+
+    from rich.console import Console
+
+    from lightning_autotp.doctor import CHECKS, gather
+
+    try:
+        facts = gather()
+    except ImportError as error:
+        raise SystemExit(f"lightning-autotp doctor: {error}. Install this package again, with what it needs") from error
+    findings = [check(facts) for check in CHECKS]
+    for finding in findings:
+        Console().print(str(finding), markup=False, highlight=False, soft_wrap=True)
+    if json is not None:
+        json.write_text(format_of.dumps([asdict(finding) for finding in findings], indent=2))
+    if any(finding.level == "error" for finding in findings):
+        raise SystemExit(1)
+
+
 def main() -> None:
     """Entry point."""
     commands: dict[str, Any] = {
@@ -270,6 +298,7 @@ def main() -> None:
         "export": export,
         "consolidate": consolidate,
         "check": check,
+        "doctor": doctor,
     }
     auto_cli(commands, args=[_spelled_out(argument) for argument in sys.argv[1:]], prog="lightning-autotp")
 

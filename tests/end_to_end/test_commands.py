@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -67,3 +68,11 @@ def test_the_command_recommends_sizes(tmp_path: Path) -> None:
     assert wrong.returncode == 1
     assert "Traceback" not in wrong.stderr
     assert "recommend: gpus='2xABACUS': write how many of which, as 8xH100" in wrong.stderr
+
+
+def test_the_doctor_finds_that_processes_meet_here(tmp_path: Path) -> None:
+    result = run_python("-m", "lightning_autotp.cli", "doctor", "--json", str(tmp_path / "doctor.json"))
+    findings = {finding["check"]: finding for finding in json.loads((tmp_path / "doctor.json").read_text())}
+    assert findings["handshake"]["text"].startswith("two processes meet over gloo"), result.stdout
+    assert all(finding["text"] in result.stdout for finding in findings.values())
+    assert result.returncode == any(finding["level"] == "error" for finding in findings.values())

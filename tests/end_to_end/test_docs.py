@@ -8,6 +8,7 @@ compiled, and what it calls by imported names must exist and take those argument
 from __future__ import annotations
 
 import ast
+import builtins
 import contextlib
 import dataclasses
 import doctest
@@ -188,6 +189,11 @@ def test_links_resolve(page: Path) -> None:
         assert not anchor or anchor in headings(linked), f"{target}#{anchor}"
 
 
+def test_the_reference_has_every_public_name() -> None:
+    named = re.findall(r"^::: lightning_autotp\.(\w+)$", (ROOT / "docs" / "reference.md").read_text(), re.M)
+    assert sorted(named) == lightning_autotp.__all__
+
+
 def test_the_totals_are_the_zoos() -> None:
     """A page repeats the totals of the pages that the zoo wrote, and the README has their sums."""
 
@@ -210,6 +216,14 @@ def test_as_many_rules_as_it_says() -> None:
     claims = [int(n) for page in PAGES for n in re.findall(r"ore than (\d+)\s+operators", page.read_text())]
     assert claims
     assert max(claims) < len(registry.known_operators())
+
+
+def test_the_support_matrix_names_errors_that_exist() -> None:
+    rows = re.findall(r"^\| .*\berror.*$", (ROOT / "docs" / "support.md").read_text(), re.M)
+    named = {name for row in rows for name in re.findall(r"`(\w+Error|Un\w+|BypassedLayer)`", row)}
+    ours = {name for module in package_modules() for name, value in vars(module).items() if inspect.isclass(value)}
+    assert len(named) > 8
+    assert not {name for name in named - ours if not hasattr(builtins, name)}
 
 
 def package_modules() -> list[Any]:

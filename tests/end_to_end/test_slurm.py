@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -89,3 +90,9 @@ def test_tasks_of_a_job_take_their_ranks_from_slurm() -> None:
         assert seen["environment"] == "SLURMEnvironment"
         assert seen["group"] == [0, 1]
         assert seen["losses"] == pytest.approx(task.seen["losses"], rel=1e-5)
+
+
+def test_the_job_script_of_the_examples_is_one() -> None:
+    script = Path(__file__).parents[2] / "examples" / "slurm.sh"
+    subprocess.run(["bash", "-n", script], check=True)
+    assert "#SBATCH --ntasks-per-node=8\n#SBATCH --gpus-per-node=8\n" in script.read_text()

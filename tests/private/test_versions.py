@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib import metadata
 from pathlib import Path
 
@@ -43,3 +44,13 @@ def test_the_known_good_versions_are_allowed() -> None:
 
 def test_what_is_installed_is_allowed() -> None:
     assert not [need.name for need in requirements() if not need.specifier.contains(metadata.version(need.name))]
+
+
+def test_the_page_has_these_versions() -> None:
+    page = (ROOT / "docs" / "support.md").read_text()
+    rows = re.findall(r"^\| (\w+)(?: \([^)]*\))? \| ([\d.]+) \| ([\d.]+) \|$", page, re.M)
+    assert len(rows) > 5
+    declared = {need.name: str(need.specifier).removeprefix(">=") for need in requirements()}
+    text = (ROOT / "constraints.txt").read_text()
+    tested = {name: re.search(rf"^{name}==(\S+)", text, re.M)[1] for name, _, _ in rows}  # type: ignore[index]
+    assert rows == [(name, declared[name], tested[name]) for name, _, _ in rows]
