@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_autotp.operators import declared, registry
 
@@ -38,6 +39,20 @@ def port(monkeypatch: pytest.MonkeyPatch) -> None:
                 continue
             break
     monkeypatch.setenv("STANDALONE_PORT", str(chosen))
+
+
+@pytest.fixture(autouse=True)
+def counted_references(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of a weak reference to memory is an error: torch does not count it, and memory would be freed twice.
+
+    Fake tensors refer to such references, so a copy that takes a fake tensor along without need ends here.
+    """
+
+    def refuse(reference: StorageWeakRef, _: object) -> None:
+        raise AssertionError(f"{reference} is copied, though torch does not count copies")
+
+    monkeypatch.setattr(StorageWeakRef, "__deepcopy__", refuse, raising=False)
+    monkeypatch.setattr(StorageWeakRef, "__reduce_ex__", refuse)
 
 
 def pytest_collection_finish() -> None:

@@ -8,6 +8,7 @@ returns are found by running a copy of it once, on the CPU, with random numbers.
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from lightning_autotp.capture.tracer import Tracer
 from lightning_autotp.operators.graph import OPAQUE
 from lightning_autotp.private.torch_private import (
     buffers_of,
-    drop_forward_hooks,
+    forward_hooks,
     parameters_of,
     unset_fake_temporarily,
 )
@@ -58,8 +59,10 @@ class OpaqueForward:
         real: dict[int, Any] = {}
         for module in self.module.modules():
             inner = module.__dict__.get("forward")
-            if isinstance(inner, OpaqueForward):  # it holds the whole trace
+            if isinstance(inner, OpaqueForward):  # it refers to the whole trace
                 real[id(inner)] = None
+            # Hooks may be methods of an outer module, which would be copied with everything that a trace made of it.
+            real |= {id(hooks): OrderedDict() for hooks in forward_hooks(module)}
             for name, tensor in (*parameters_of(module).items(), *buffers_of(module).items()):
                 if tensor is not None:
                     known = self.tracer.real.get(id(tensor))
@@ -70,7 +73,6 @@ class OpaqueForward:
         for module in twin.modules():
             if module.__dict__.get("forward", self) is None:
                 del module.forward
-            drop_forward_hooks(module)
         args, kwargs = map_tensors(self._value, (args, kwargs))
         return twin.forward(*args, **kwargs)
 

@@ -111,10 +111,10 @@ __all__ = [
     "decided_while_compiling",
     "device_of",
     "dispatch_functorch",
-    "drop_forward_hooks",
     "enable_python_dispatcher",
     "foreach_multiply",
     "foreach_norm",
+    "forward_hooks",
     "get_interpreter_stack",
     "get_unwrapped",
     "gradient_hooks",
@@ -427,10 +427,9 @@ def module_like(module: nn.Module, tensors: Callable[[dict[str, Any]], dict[str,
     return made
 
 
-def drop_forward_hooks(module: nn.Module) -> None:
-    """Let its forward run as it is. A hook's handle, which only who registered it has, is the public way."""
-    module._forward_hooks.clear()
-    module._forward_pre_hooks.clear()
+def forward_hooks(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    """The tables of hooks around its forward. Nothing public: only who registered a hook has its handle."""
+    return module._forward_hooks, module._forward_pre_hooks
 
 
 def is_operator(function: Any) -> bool:

@@ -258,6 +258,25 @@ def test_an_opaque_module() -> None:
         assert reason.why == "its code depends on values"
 
 
+class Around(nn.Module):
+    """Its own code has a size of the channels beside a module that is run for its shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.inner = nn.Linear(16, WIDTH), nn.Linear(WIDTH, 16), Counting()
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.up(x).view(*x.shape[:-1], 4, WIDTH // 4).tanh()
+        return self.inner(x * torch.tensor(0.5)) + self.down(parts.flatten(-2))
+
+
+def test_a_module_is_run_for_its_shapes_without_what_refers_to_it() -> None:
+    """In the trace of a rank, the outer module has hooks on it, and a number made there has real memory."""
+    plan = planned(Around(), narrow(), cut={"up.weight": 0, "down.weight": 1})
+    assert [changed.module for changed in plan.sizes] == [""]
+    assert along(plan, "inner.weight", 0).why == "its code depends on values"
+
+
 def test_a_boundary_only_passes_on_what_others_refuse() -> None:
     """Convolution kernels per head: what keeps them whole is the layer after the heads are joined."""
     with torch.device("meta"):
