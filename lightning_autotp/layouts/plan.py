@@ -181,7 +181,9 @@ class SizePlan:
 
     def __str__(self) -> str:
         where = self.attribute if self.call is None else f"argument {self.attribute} of {self.call}"
-        return f"{self.module or '(root)'}: {where}: {self.whole} -> {list(self.local)}"
+        are_many_alike = len(self.local) > _LISTED and len(set(self.local)) == 1
+        local = f"{self.local[0]} on each rank" if are_many_alike else list(self.local)
+        return f"{self.module or '(root)'}: {where}: {self.whole} -> {local}"
 
 
 @dataclass(frozen=True)
@@ -489,6 +491,8 @@ class Plan:
         yield from (f"every rank has all tokens{where} {why}" for why in self.whole_tokens)
 
 
+_LISTED = 4
+"""Ranks of which each one's size is listed, also where all are the same."""
 _SHOWN = 8
 """Operators that a table names of which every rank computes all."""
 _MUCH = 0.05

@@ -88,7 +88,7 @@ class Overview:
                 yield "--sequence-parallel true (fewer activations)"
             if 2 * ranks <= self.machine.gpus_per_node:
                 yield f"--tp {2 * ranks} (less memory)"
-            elif not self.fits:
+            elif not self.fits and stored >= of.total / 2:
                 yield "copies, which divide parameters, gradients and states (data_parallel_size)"
             if not self.fits:
                 yield "fewer --tokens, gradient checkpointing"
