@@ -125,7 +125,7 @@ The solver weighs time and memory, for GPUs that are linked by a switch. It cuts
 latents, and divides the products of routers, which are whole by hand, and sums or gathers what they make. That is for
 time, not for memory: where there is room for everything, it does the same."""
 
-TITLES = {
+TITLES: dict[str, dict[str, Any]] = {
     "Without sequence parallelism": {},
     "With sequence parallelism": {"sequence_parallel": True},
     "With room for everything": {"memory": 1e15},
@@ -217,8 +217,8 @@ def main(page: Path | None = PAGE, only: list[str] | None = None) -> None:
     ]
     for model in MODELS:
         if model.whole_by_hand and (only is None or any(part in model.name for part in only)):
-            room = {"memory": 1e15}
-            cut, whole = planned(model, **room), planned(model, **room, keep_whole=model.whole_by_hand)
+            cut = planned(model, memory=1e15)
+            whole = planned(model, memory=1e15, keep_whole=model.whole_by_hand)
             more = 1e3 * (whole.cost - cut.cost) / model.sizes["num_hidden_layers"]
             names = " and ".join(pattern.removeprefix("*.") for pattern in model.whole_by_hand)
             lines.append(f"* {model.name}, {names}: {more:.1f} ms a layer longer.")
