@@ -74,7 +74,7 @@ class Overview:
             "activations": of.activations,
             "other": of.temporary + of.gathered,
         }
-        yield ", ".join(f"{name} {size / scale:.1f}" for name, size in parts.items()) + f" {unit}"
+        yield ", ".join(f"{name} {_digits(size / scale)}" for name, size in parts.items()) + f" {unit}"
         yield f"step: about {_ms(self.time.total)} (estimated, {self.precision}, {self.optimizer})"
         spent = sorted(((getattr(self.time, one.name), KINDS[one.name]) for one in fields(self.time)), reverse=True)
         yield "most of it: " + ", ".join(f"{what} {_ms(seconds)}" for seconds, what in spent[:2])
@@ -90,10 +90,11 @@ class Overview:
                 yield f"--tp {2 * ranks} (less memory)"
             elif not self.fits and stored >= of.total / 2:
                 yield "copies, which divide parameters, gradients and states (data_parallel_size)"
-            if not self.fits:
+            if not self.fits and of.activations > stored:
                 yield "fewer --tokens, gradient checkpointing"
         elif ranks % 2 == 0 and 2 * of.total <= self.free:
-            yield f"--tp {ranks // 2} (at most twice the memory, which fits, and less to send)"
+            fewer = f"--tp {ranks // 2}" if ranks > 2 else "one GPU, or FSDP alone"
+            yield f"{fewer} (at most twice the memory, which fits, and less to send)"
 
 
 def look_over(
@@ -127,6 +128,10 @@ def look_over(
     needed = memory(rehearsal, rows)
     time = step_time(rehearsal, machine, plan.ranks, in_bf16=precision != "32-true", rows=rows)
     return Overview(plan, machine, rows, length, precision, optimizer, needed, time)
+
+
+def _digits(number: float) -> str:
+    return f"{number:.1f}" if number < 99.95 else f"{number:.0f}"
 
 
 def _ms(seconds: float) -> str:

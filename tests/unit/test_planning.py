@@ -127,6 +127,7 @@ def test_an_overview_says_what_would_be_better() -> None:
     roomy = overview(4, parameters=0.2)
     assert roomy.fits
     assert "--tp 2 " in list(roomy.lines())[-1]
+    assert "try: one GPU, or FSDP alone (" in list(overview(2, parameters=0.2).lines())[-1]
     assert "--tp" not in list(overview(1, parameters=0.2).lines())[-1]
     assert "--tp" not in list(overview(4, parameters=0.6).lines())[-1]  # half the ranks need too much
     stored, kept = overview(4, parameters=2.0), overview(4, activations=2.0)
@@ -135,6 +136,9 @@ def test_an_overview_says_what_would_be_better() -> None:
     assert "--tp 8 " in list(stored.lines())[-1]
     assert "--sequence-parallel" not in list(stored.lines())[-1]
     assert "--sequence-parallel true" in list(kept.lines())[-1]
+    assert ["fewer --tokens" in list(one.lines())[-1] for one in (stored, kept, roomy)] == [False, True, False]
+    large = overview(8, **dict.fromkeys(("parameters", "gradients", "states", "activations", "temporary"), 120.0))
+    assert max(map(len, list(large.lines())[:-1])) <= 80
     assert "data_parallel_size" in list(overview(8, parameters=2.0).lines())[-1]
 
 
