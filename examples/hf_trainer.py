@@ -17,8 +17,7 @@ from jsonargparse import auto_cli
 from smollm2 import NAME, model_directory
 from task import TextData
 
-from lightning_autotp import meta_model, parallelize
-from lightning_autotp.hf_trainer import AutoTPTrainerMixin
+from lightning_autotp import AutoTPTrainerMixin, meta_model, parallelize
 
 
 class Trainer(AutoTPTrainerMixin, transformers.Trainer):

@@ -62,6 +62,9 @@ class AutoTPTrainerMixin(TrainerSteps):
             would let a rank decide by itself.
     """
 
+    model: Any
+    optimizer: Any
+
     def __init__(self, model: nn.Module, *, args: TrainingArguments, **options: Any) -> None:
         if not (isinstance(model, nn.Module) and parallel_models(model)):
             raise TypeError(
@@ -102,7 +105,7 @@ class AutoTPTrainerMixin(TrainerSteps):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write a Hugging Face directory of the whole model, or of its adapters. Collective."""
-        directory = output_dir or self.args.output_dir
+        directory = output_dir or str(self.args.output_dir)
         if find_adapted(self.model) is not None:
             save_adapter(self.model, directory, every_process=True)
         else:
@@ -207,7 +210,8 @@ def _refuse_other_heads(model: nn.Module) -> None:
     for module in model.modules():
         if "forward" not in vars(module) or not hasattr(module, "get_output_embeddings"):
             continue
-        meta = table.meta(getattr(module.get_output_embeddings(), "weight", None))
+        get_head: Any = module.get_output_embeddings
+        meta = table.meta(getattr(get_head(), "weight", None))
         if meta is not None and meta.is_parallel:
             raise ValueError(
                 f"this trainer replaces {type(module).__name__}.forward by one that uses {meta.name} without its layer,"
@@ -216,7 +220,7 @@ def _refuse_other_heads(model: nn.Module) -> None:
             )
 
 
-def _numbers_of_parameters(model: nn.Module) -> tuple[int, int]:
+def _numbers_of_parameters(model: Any) -> tuple[int, int]:
     """Elements of this rank's parameters as the Trainer counts them, and of the whole model's without embeddings."""
     table = ParameterTable(model)
     embeddings = {
