@@ -64,6 +64,7 @@ class AutoTPTrainerMixin(TrainerSteps):
 
     model: Any
     optimizer: Any
+    accelerator: Any
 
     def __init__(self, model: nn.Module, *, args: TrainingArguments, **options: Any) -> None:
         if not (isinstance(model, nn.Module) and parallel_models(model)):
@@ -72,7 +73,7 @@ class AutoTPTrainerMixin(TrainerSteps):
                 f" called with, not a {type(model).__name__} as it is"
             )
         _refuse_settings(args, model)
-        alone = PartialState()
+        alone: Any = PartialState()
         alone.distributed_type = DistributedType.NO
         alone.num_processes = 1
         alone.process_index = dist.get_rank()

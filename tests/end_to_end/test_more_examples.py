@@ -205,6 +205,32 @@ def test_a_plain_loop(tiny: Path, tmp_path: Path) -> None:
         torch.testing.assert_close(two[name], one[name], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.nightly
+def test_a_trainer_of_transformers(tiny: Path, tmp_path: Path) -> None:
+    numbers = {}
+    for ranks in ("1", "2"):
+        command = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks)
+        output = run(
+            *(
+                *command,
+                str(EXAMPLES / "hf_trainer.py"),
+                "--model",
+                str(tiny),
+                "--text",
+                str(tiny / "text.txt"),
+                *SHORT,
+            ),
+            *("--output_dir", f"out{ranks}"),
+            cwd=tmp_path,
+        )
+        numbers[ranks] = [float(number) for number in re.findall(r"'(?:loss|grad_norm)': '?([0-9.]+)", output)]
+    assert len(numbers["2"]) == 8
+    assert numbers["2"] == pytest.approx(numbers["1"], rel=1e-3)  # they are printed with four digits
+    one, two = (AutoModelForCausalLM.from_pretrained(tmp_path / f"out{ranks}" / "checkpoint-4") for ranks in ("1", "2"))
+    for ours, theirs in zip(one.parameters(), two.parameters(), strict=True):
+        torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-5)
+
+
 def test_a_module_without_hugging_face(tmp_path: Path) -> None:
     script = (str(EXAMPLES / "own_module.py"), "--max_steps", "12")
     losses = [
