@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 WIDTH = 110
-"""Columns of the picture. The script is told of fewer: lines that fill a terminal would break in the picture."""
+"""Columns of the script's terminal. The picture is a little wider: a line that fills the terminal would break there."""
 BEGIN = "lightning_autotp: planned"
 FIRST_STEP = "\x1b[?25l"  # the progress bar hides the cursor
 OF_OTHERS = re.compile(r"Warning|warn\(|_pytree\.py")
@@ -28,7 +28,7 @@ def output_of(arguments: list[str]) -> str:
     """What a script prints, with its colors."""
     done = subprocess.run(
         [sys.executable, *arguments],
-        env=os.environ | {"FORCE_COLOR": "1", "COLUMNS": str(WIDTH - 2)},
+        env=os.environ | {"FORCE_COLOR": "1", "COLUMNS": str(WIDTH)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -55,7 +55,7 @@ def start(output: str) -> list[str]:
 def main() -> None:
     """Run the script that was named, and write the picture."""
     picture, *arguments = sys.argv[1:]
-    console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True)
+    console = Console(record=True, width=WIDTH + 4, file=io.StringIO(), force_terminal=True)
     console.print(f"$ python {' '.join(arguments)}", style="bold", highlight=False)
     for line in start(output_of(arguments)):
         console.print(Text.from_ansi(line.replace(str(Path.home()), "~")))
