@@ -196,7 +196,7 @@ _REFUSED = {
     "deepspeed": "it would divide the model once more",
     "parallelism_config": "it would divide the model once more",
     "fp16": "each rank would skip steps by its own gradients. Use bf16",
-    "auto_find_batch_size": "one rank would begin anew without the others",
+    "auto_find_batch_size": "one rank would start again without the others",
 }
 """Settings of TrainingArguments, and why each cannot be used."""
 

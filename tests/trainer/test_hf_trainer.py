@@ -176,7 +176,7 @@ def test_what_cannot_work_is_said(tmp_path: Path) -> None:
     said = run_trainer_ranks(refusals, 2, tmp_path)[0]
     assert "TypeError: Trainer takes a model that lightning_autotp.parallelize(" in said["whole"]
     assert "ValueError: TrainingArguments(fp16) does not work with a parallel model" in said["fp16"]
-    assert "one rank would begin anew" in said["auto_find_batch_size"]
+    assert "one rank would start again" in said["auto_find_batch_size"]
     assert "model.gradient_checkpointing_enable() before parallelize" in said["gradient_checkpointing"]
     assert "ValueError" in said["optimizer"]
     assert "Adafactor" in said["optimizer"]
