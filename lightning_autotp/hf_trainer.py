@@ -1,12 +1,13 @@
 """transformers' ``Trainer``, and trainers derived from it such as TRL's, on a model that ``parallelize`` has divided.
 
-A Trainer takes every process for a copy of the model: each gets batches of its own, gradients and losses are averaged
-over all of them, and the first one alone writes checkpoints. The ranks of one tensor-parallel model are no copies.
-Together they do what a single process would, so each of them is told that it is the only one, and its Trainer does
-everything as one process does: the same batches in the same order, gradient accumulation, the scheduler, evaluation.
-What is left is what a rank cannot do with its part of the model alone: the norm of all gradients, and checkpoints.
-These are written from whole tensors and read into parts, so one process resumes from a checkpoint of several ranks, and
-the other way round.
+A Trainer takes every process for a copy of the model: each gets its own batches, gradients and losses are averaged over
+all of them, and the first one alone writes checkpoints. The ranks of one tensor-parallel model are not copies. Together
+they do what a single process would, so each of them is told that it is the only one, and its Trainer does everything as
+one process does: the same batches in the same order, gradient accumulation, the scheduler, evaluation.
+
+Three things are left. The norm of the gradients is the whole model's. Batches and random generators are compared before
+each step. Checkpoints are written from whole tensors and read into parts, so one process resumes from a checkpoint of
+several ranks, and the other way round.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from accelerate import PartialState
 from accelerate.utils import DistributedType
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lightning_autotp.building.checkpoint_reading import MismatchError, MissingFileError
 from lightning_autotp.checkpoints.adapters import find_adapted, save_adapter
@@ -35,6 +37,7 @@ from lightning_autotp.parallel.embedding import VocabParallelEmbedding
 from lightning_autotp.parameters.state import ParameterTable, model_group, parallel_models
 from lightning_autotp.private.transformers_private import TrainerSteps
 from lightning_autotp.ranks.agreement import raise_together
+from lightning_autotp.ranks.consistency import ReplicaConsistency
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -77,6 +80,7 @@ class AutoTPTrainerMixin(TrainerSteps):
         alone.distributed_type = DistributedType.NO
         alone.num_processes = 1
         alone.process_index = dist.get_rank()
+        args.accelerator_config.dispatch_batches = False  # one process would read streams for all
         super().__init__(model, args=args, **options)
         for used in (model, options.get("ref_model")):
             if isinstance(used, nn.Module) and parallel_models(used):
@@ -86,6 +90,36 @@ class AutoTPTrainerMixin(TrainerSteps):
             return clip_gradients_norm(model, max_norm, norm_type, parameters=parameters)
 
         self.accelerator.clip_grad_norm_ = clip
+        self.given = ReplicaConsistency(model_group(model).process_group, args.device)
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """As one process makes it: workers of all ranks draw the same random numbers."""
+        alone: Any = PartialState()
+        own, alone.process_index = alone.process_index, 0
+        try:
+            return super().get_train_dataloader()
+        finally:
+            alone.process_index = own
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], *others: Any) -> Tensor:
+        """A step on a batch, which is compared over the ranks first, and so are the random generators. Collective.
+
+        Raises:
+            RuntimeError: on every rank, if any two ranks differ.
+        """
+        self.given.note(inputs, f"a batch of step {self.state.global_step}")
+        self.given.compare()
+        return super().training_step(model, inputs, *others)
+
+    def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *others: Any, **options: Any) -> Any:
+        """The same for evaluation and prediction.
+
+        Raises:
+            RuntimeError: on every rank, if any two ranks differ.
+        """
+        self.given.note(inputs, f"a batch of an evaluation in step {self.state.global_step}")
+        self.given.compare()
+        return super().prediction_step(model, inputs, *others, **options)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """The Trainer's optimizer, which must not need more of a tensor than this rank's part. Collective.

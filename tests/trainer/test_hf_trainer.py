@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import transformers
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 from trainer_ranks import run_trainer_ranks
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainingArguments
 
@@ -36,6 +36,20 @@ class Sequences(Dataset[dict[str, Tensor]]):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         tokens = torch.randint(0, VOCAB, (12,), generator=torch.Generator().manual_seed(index))
         return {"input_ids": tokens, "labels": tokens.where(torch.arange(12) > index % 7, -100)}
+
+
+class Noisy(Sequences):
+    """Whose tokens change by random numbers of the worker that reads them."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        example = super().__getitem__(index)
+        noise = torch.rand(12) < 0.2
+        return {**example, "input_ids": example["input_ids"].where(~noise, torch.randint(0, VOCAB, (12,)))}
+
+
+class Stream(IterableDataset[dict[str, Tensor]]):
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return map(Sequences().__getitem__, range(40))
 
 
 def plain() -> Any:
@@ -78,12 +92,13 @@ def trained(
         parallelize(model, dist.group.WORLD)
     # The best model is the one in the middle, by what is chosen as the measure.
     chosen = TrainingArguments(
-        **settings(output, load_best_model_at_end=True, metric_for_best_model="sum", greater_is_better=False)
+        **settings(output, load_best_model_at_end=True, metric_for_best_model="sum", greater_is_better=False),
+        dataloader_num_workers=make is plain and resumed is None,
     )
     trainer = (Trainer if parallel else transformers.Trainer)(
         model=model,
         args=chosen,
-        train_dataset=Sequences(),
+        train_dataset=Noisy() if make is plain else Stream(),
         eval_dataset=Sequences(),
         compute_metrics=rate,
         preprocess_logits_for_metrics=lambda logits, _: logits.argmax(-1),
@@ -117,11 +132,11 @@ MODELS = {"plain": plain, "adapted": adapted}
 
 
 def on_ranks(folder: Path) -> dict[str, list[Any]]:
-    """For each model: trained, and resumed from what ranks and what one process have saved."""
+    """For each model: trained, and resumed from what ranks have saved, and for one from what one process has."""
     ends = {}
     for name, make in MODELS.items():
         ends[name] = [trained(make, folder / f"{name}-ranks", parallel=True)]
-        for saved in ("ranks", "one"):
+        for saved in ("ranks", "one") if make is plain else ("ranks",):
             resumed = folder / f"{name}-{saved}" / "checkpoint-4"
             ends[name].append(trained(make, folder / f"{name}-again", parallel=True, resumed=resumed))
     return ends
@@ -130,17 +145,17 @@ def on_ranks(folder: Path) -> dict[str, list[Any]]:
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_a_trainer_gives_what_one_process_gives(ranks: int, tmp_path: Path) -> None:
     truth = {name: trained(make, tmp_path / f"{name}-one", parallel=False) for name, make in MODELS.items()}
-    for rank, ends in enumerate(run_trainer_ranks(on_ranks, ranks, tmp_path)):
-        for name, make in MODELS.items():
-            resumed = trained(
-                make, tmp_path / "twice", parallel=False, resumed=tmp_path / f"{name}-one" / "checkpoint-4"
-            )
-            assert_same(ends[name][0], truth[name])
-            for found in ends[name][1:]:
+    ends = run_trainer_ranks(on_ranks, ranks, tmp_path)
+    for name, make in MODELS.items():
+        resumed, crossed = (
+            trained(make, tmp_path / "again", parallel=False, resumed=tmp_path / f"{name}-{saved}" / "checkpoint-4")
+            for saved in ("one", "ranks")
+        )
+        assert_same(crossed, resumed)
+        for of_rank in ends:
+            assert_same(of_rank[name][0], truth[name])
+            for found in of_rank[name][1:]:
                 assert_same(found, resumed)
-            if rank == 0:
-                saved = tmp_path / f"{name}-ranks" / "checkpoint-4"
-                assert_same(trained(make, tmp_path / "of-ranks", parallel=False, resumed=saved), resumed)
     # What the model learned is far more than what the comparison allows, and the gradients were clipped.
     start, (end, history) = plain().state_dict(), truth["plain"]
     assert (end["lm_head.weight"] - start["lm_head.weight"]).abs().max() > 1e-2
@@ -159,6 +174,8 @@ def refusals(folder: Path) -> dict[str, str]:
     chosen = TrainingArguments(**settings(folder, optim="adafactor"))
     adafactor = Trainer(model=model, args=chosen, train_dataset=Sequences(), eval_dataset=Sequences())
     said["optimizer"] = _said(adafactor.train)
+    batch = {**Sequences()[dist.get_rank()]}
+    said["batches"] = _said(lambda: adafactor.training_step(model, {name: row[None] for name, row in batch.items()}))
     (folder / "other").mkdir(exist_ok=True)
     said["no files"] = _said(lambda: adafactor.load_weights(str(folder / "other")))
     return said
@@ -180,6 +197,7 @@ def test_what_cannot_work_is_said(tmp_path: Path) -> None:
     assert "model.gradient_checkpointing_enable() before parallelize" in said["gradient_checkpointing"]
     assert "ValueError" in said["optimizer"]
     assert "Adafactor" in said["optimizer"]
+    assert "a batch of step 0 differs between the ranks of a tensor-parallel group" in said["batches"]
     assert "has no *.safetensors files" in said["no files"]
 
 
