@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,7 @@ MODELS = {"plain": plain, "adapted": adapted}
 
 def on_ranks(folder: Path) -> dict[str, list[Any]]:
     """For each model: trained, and resumed from what ranks have saved, and for one from what one process has."""
+    multiprocessing.set_start_method("fork", force=True)  # as in a script: a loader's worker would import all anew
     ends = {}
     for name, make in MODELS.items():
         ends[name] = [trained(make, folder / f"{name}-ranks", parallel=True)]
