@@ -80,7 +80,8 @@ class AutoTPTrainerMixin(TrainerSteps):
         alone.distributed_type = DistributedType.NO
         alone.num_processes = 1
         alone.process_index = dist.get_rank()
-        args.accelerator_config.dispatch_batches = False  # one process would read streams for all
+        loading: Any = args.accelerator_config
+        loading.dispatch_batches = False  # one process would read streams for all
         super().__init__(model, args=args, **options)
         for used in (model, options.get("ref_model")):
             if isinstance(used, nn.Module) and parallel_models(used):
