@@ -37,6 +37,7 @@ class Model:
         layers: the number of a layer of each kind, by the kind's name.
         by_hand: of those whose plan by hand is not two all-reduces of hidden states forward and two backward: the
             widths of all that is all-reduced.
+        whole_by_hand: matrices that are whole by hand, by patterns, and that the solver cuts.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Model:
     sizes: Mapping[str, Any]
     layers: Mapping[str, int]
     by_hand: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    whole_by_hand: tuple[str, ...] = ()
 
     @property
     def width(self) -> int:
@@ -92,6 +94,7 @@ MODELS = (
         {"hidden_size": 7168, "num_hidden_layers": 5},
         {"dense layer": 1, "mixture": 4},
         dict.fromkeys(("dense layer", "mixture"), (7168, 7168, 7168, *LATENTS)),
+        ("*.q_a_proj", "*.kv_a_proj_with_mqa"),
     ),
     Model(
         "GPT-OSS-120B",
@@ -119,10 +122,18 @@ By hand a region (attention, MLP, mixture) ends with an all-reduce forward and b
 attention begins after the products that make its latents, so its backward reduces the latents.
 
 The solver weighs time and memory, for GPUs that are linked by a switch. It cuts the matrices that make DeepSeek's
-latents, and routers, which are whole by hand, and sums or gathers what they make."""
+latents, and divides the products of routers, which are whole by hand, and sums or gathers what they make. That is for
+time, not for memory: where there is room for everything, it does the same."""
+
+TITLES: dict[str, dict[str, Any]] = {
+    "Without sequence parallelism": {},
+    "With sequence parallelism": {"sequence_parallel": True},
+    "With room for everything": {"memory": 1e15},
+}
+"""The page's sections, with the options of their plans."""
 
 
-def planned(model: Model, sequence_parallel: bool) -> Solution:
+def planned(model: Model, **options: Any) -> Solution:
     """The solver's layouts of a model."""
     with torch.device("meta"):
         whole = AutoModelForCausalLM.from_config(
@@ -134,7 +145,7 @@ def planned(model: Model, sequence_parallel: bool) -> Solution:
         RANKS,
         example_inputs={"input_ids": tokens, "labels": tokens, "use_cache": False},
         tokens_per_step=(ROWS, LENGTH),
-        sequence_parallel=sequence_parallel,
+        **options,
     )
     return solution
 
@@ -182,10 +193,10 @@ def main(page: Path | None = PAGE, only: list[str] | None = None) -> None:
         only: names of models, or parts of them; all by default.
     """
     lines = [INTRODUCTION]
-    for sequence_parallel in (False, True):
+    for title, options in TITLES.items():
         lines += [
             "",
-            f"## {'With' if sequence_parallel else 'Without'} sequence parallelism",
+            f"## {title}",
             "",
             "| model | layer | planned | MB | by hand | MB |",
             "| --- | --- | --- | ---: | --- | ---: |",
@@ -193,12 +204,25 @@ def main(page: Path | None = PAGE, only: list[str] | None = None) -> None:
         for model in MODELS:
             if only is not None and not any(part in model.name for part in only):
                 continue
-            solution = planned(model, sequence_parallel)
+            solution = planned(model, **options)
             for layer, number in model.layers.items():
-                ours, hand = sent(solution, number), by_hand(model, layer, sequence_parallel)
+                ours, hand = sent(solution, number), by_hand(model, layer, "sequence_parallel" in options)
                 cells = (_spelled(ours[0]), f"{ours[1]:,.0f}", _spelled(hand[0]), f"{hand[1]:,.0f}")
                 lines.append(f"| {model.name} | {layer} | {' | '.join(cells)} |")
                 print(lines[-1], flush=True)
+    lines += [
+        "",
+        "By its prices, a step would take longer with these matrices whole, where there is room for them:",
+        "",
+    ]
+    for model in MODELS:
+        if model.whole_by_hand and (only is None or any(part in model.name for part in only)):
+            cut = planned(model, memory=1e15)
+            whole = planned(model, memory=1e15, keep_whole=model.whole_by_hand)
+            more = 1e3 * (whole.cost - cut.cost) / model.sizes["num_hidden_layers"]
+            names = " and ".join(pattern.removeprefix("*.") for pattern in model.whole_by_hand)
+            lines.append(f"* {model.name}, {names}: {more:.1f} ms a layer longer.")
+            print(lines[-1], flush=True)
     text = "\n".join(lines) + "\n"
     if page is None:
         print(text)

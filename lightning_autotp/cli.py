@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,11 +24,17 @@ def plan(  # noqa: D417 (the other options are PlanOptions')
     tokens: int | None = None,
     keep_whole: Iterable[str] = (),
     cut: Mapping[str, int] | None = None,
+    memory: float | None = None,
     why: str | None = None,
     sequence_parallel: bool | Literal["auto"] = False,
+    gpus: str = "H100",
+    gpu_memory: float | None = None,
+    optimizer: Literal["adamw", "sgd", "sgd-momentum"] = "adamw",
+    precision: Literal["32-true", "bf16-mixed", "bf16-true"] = "bf16-mixed",
+    details: bool = False,
     json: Path | None = None,
 ) -> None:
-    """Print how a causal language model would be split: no weights, no GPU and no process group needed.
+    """Print how a causal language model would be split, and what that takes: no weights, no GPU and no process group.
 
     Lists and mappings are written as in YAML, such as '[lm_head, model.vision*]' and '{lm_head.weight: 0}'.
 
@@ -36,45 +43,74 @@ def plan(  # noqa: D417 (the other options are PlanOptions')
         tp: number of tensor-parallel ranks.
         tokens: tokens of one forward and backward pass, which the plan is to be the cheapest for; 16,384 by default.
         why: name or pattern of parameters or modules of which to say, for each dim that is not cut, why not.
+        gpus: which GPUs to estimate memory and time for, as of recommend; the plan does not depend on it.
+        gpu_memory: bytes of a GPU to compare with, where they are not those of ``gpus``.
+        optimizer: whose states are counted.
+        precision: as the Trainer has it.
+        details: also say what changes in calls, and why each tensor that stays whole does.
         json: file to write the plan to, for AutoTPStrategy(plan=...).
     """
+    from dataclasses import replace
+
     import torch
     from rich.console import Console
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from lightning_autotp.building.hub import refuse_missing
-    from lightning_autotp.capture.capture import CaptureError
+    from lightning_autotp.capture.capture import CaptureError, language_model_inputs
+    from lightning_autotp.layouts.step_size import TokensPerStep
     from lightning_autotp.pipeline import make_plan
+    from lightning_autotp.planning.machines import Machine
+    from lightning_autotp.planning.overview import look_over
+    from lightning_autotp.planning.rehearsal import RehearsalError, one_row
     from lightning_autotp.proving.compare import VerificationError
     from lightning_autotp.solving.pins import meant
+    from lightning_autotp.solving.pricing import NOMINAL_LENGTH
     from lightning_autotp.solving.solver import NothingToShard
 
     console = Console()
     started = time.perf_counter()
     try:
+        machine = Machine.of(gpus)
+        if gpu_memory is not None:
+            machine = replace(machine, memory=gpu_memory)
         refuse_missing(model)
         config = AutoConfig.from_pretrained(model)
         with torch.device("meta"):
             skeleton = AutoModelForCausalLM.from_config(config)
-        result, _ = make_plan(
-            skeleton,
-            tp,
-            tokens_per_step=tokens,
-            keep_whole=keep_whole,
-            cut=cut,
-            sequence_parallel=sequence_parallel,
-        )
+        with _says("tracing the model, choosing a plan and proving it"):
+            result, _ = make_plan(
+                skeleton,
+                tp,
+                tokens_per_step=tokens,
+                keep_whole=keep_whole,
+                cut=cut,
+                memory=memory,
+                sequence_parallel=sequence_parallel,
+            )
         asked = meant(why, [parameter.names for parameter in result.parameters], "why") if why is not None else ()
     except (CaptureError, NothingToShard, VerificationError, OSError, ValueError) as error:
         raise SystemExit(f"lightning-autotp plan: {error}") from error
-    console.print(result.summary, markup=False, highlight=False, soft_wrap=True)
+    made = time.perf_counter()
+    try:
+        size = TokensPerStep.given(tokens).number
+        row = one_row(skeleton, language_model_inputs(skeleton), min(size, NOMINAL_LENGTH))
+        with _says("rehearsing a training step, without values"):
+            seen = look_over(skeleton, result, row, machine, tokens=size, precision=precision, optimizer=optimizer)
+    except RehearsalError as error:
+        console.print(f"memory and time are not known: {error}", markup=False, highlight=False)
+    else:
+        for line in seen.lines():
+            console.print(line, markup=False, highlight=False)
+    console.print()
+    console.print(result.summary, markup=False, highlight=False)
     for warning in result.warnings:
-        console.print(f"warning: every rank computes all of {warning}", markup=False, highlight=False, soft_wrap=True)
-    console.print(result.table())
+        console.print(f"warning: every rank computes all of {warning}", markup=False, highlight=False)
+    console.print(result.table(details=details))
     for parameter in result.parameters:
         if parameter.names[0] in asked:
             console.print(parameter.described(), markup=False, highlight=False, soft_wrap=True)
-    console.print(f"plan {result.digest}, made in {time.perf_counter() - started:.1f} s")
+    console.print(f"plan {result.digest}, made in {made - started:.1f} s", highlight=False)
     if json is not None:
         json.write_text(result.to_json())
 
@@ -288,6 +324,20 @@ def doctor(json: Path | None = None) -> None:
         raise SystemExit(1)
 
 
+@contextmanager
+def _says(what: str) -> Iterator[None]:
+    """What goes on meanwhile, on the error output: on a terminal a line that moves and goes, else one that stays."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if console.is_terminal:
+        with console.status(what):
+            yield
+    else:
+        print(f"lightning-autotp: {what}", file=sys.stderr, flush=True)
+        yield
+
+
 def main() -> None:
     """Entry point."""
     commands: dict[str, Any] = {
@@ -304,7 +354,9 @@ def main() -> None:
 
 
 def _spelled_out(argument: str) -> str:
-    """An option's name with underscores, as the parser has it."""
+    """An option's name with underscores, as the parser has it; a switch with the value that the parser wants."""
+    if argument == "--details":
+        return "--details=true"
     name, equals, value = argument.partition("=")
     return (name.replace("-", "_").replace("__", "--", 1) if name.startswith("--") else name) + equals + value
 

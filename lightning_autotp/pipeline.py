@@ -62,6 +62,7 @@ def make_plan(  # noqa: D417 (the options are PlanOptions')
     keep_whole: Iterable[str] = (),
     cut: Mapping[str, int] | None = None,
     profile: Profile | None = None,
+    memory: float | None = None,
     sequence_parallel: bool | Literal["auto"] = False,
 ) -> tuple[Plan, Solution]:
     """Work out how to split a model: no weights, no process group, no GPU needed.
@@ -91,6 +92,7 @@ def make_plan(  # noqa: D417 (the options are PlanOptions')
         keep_whole=keep_whole,
         cut=cut,
         profile=profile,
+        memory=memory,
         sequence_parallel=sequence_parallel,
     )
     inputs, options = _example(model, example_inputs, options)
@@ -128,6 +130,7 @@ def parallelize(  # noqa: D417 (the options are PlanOptions', and example_inputs
     keep_whole: Iterable[str] = (),
     cut: Mapping[str, int] | None = None,
     profile: Profile | None = None,
+    memory: float | None = None,
     plan: Plan | str | os.PathLike[str] | None = None,
     plan_cache: bool | str | os.PathLike[str] = True,
     sequence_parallel: bool | Literal["auto"] = False,
@@ -173,6 +176,7 @@ def parallelize(  # noqa: D417 (the options are PlanOptions', and example_inputs
         keep_whole=keep_whole,
         cut=cut,
         profile=profile,
+        memory=memory,
         plan=plan,
         plan_cache=plan_cache,
         sequence_parallel=sequence_parallel,
@@ -205,6 +209,8 @@ def make_local(
         refuse_unfit(model)
         fused = overlap_products(process_group) if options.async_tensor_parallel else None
     inputs, options = _example(model, example_inputs, options)
+    if options.memory is not None and data_mesh is not None:  # FSDP2 divides what a rank of a copy stores
+        options = replace(options, memory=data_mesh.size() * options.memory)
     groups = [process_group] if data_mesh is None else [process_group, data_mesh.get_group()]
     message: list[Any] = [None]
     with says_plan(model), relaxed_gc():
@@ -249,6 +255,7 @@ def _plan(model: nn.Module, graph: Graph, inputs: Any, ranks: int, options: Plan
         options.keep_whole,
         options.cut,
         options.hardware,
+        options.memory,
         options.sequence_parallel,
         options.traced_with,
         graph.device,

@@ -26,6 +26,8 @@ def says_plan(model: nn.Module) -> Iterator[None]:
     traced = f", traced with {plan.traced_with}" if plan.traced_with else ""
     _say(f"planned and proved {name} for {plan.ranks} tensor-parallel ranks in {perf_counter() - began:.1f} s{traced}")
     _say(f"{plan.summary}; model.autotp.plan.table() has the details")
+    if plan.memory_limit:
+        _say(plan.of_memory)
     for warning in plan.warnings:
         _say(f"warning: every rank computes all of {warning}")
 

@@ -49,6 +49,7 @@ from lightning_autotp.private.torch_private import (
     quiet_fake_tensors,
     without_functions,
 )
+from lightning_autotp.private.transformers_private import fake_tensors_as_ordinary
 
 _BATCH_PRIMES = (3, 5, 7, 11, 13)
 _SEQUENCE_PRIMES = (61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109, 113, 127, 131, 137, 139)
@@ -261,19 +262,25 @@ def _capture(
         return made
 
     numbers: set[str] = set()  # places of floats of which code asks what they are
+    places: dict[int, str] = {}  # of tensors of integers and flags
 
     def given(place: str, leaf: Any) -> Any:
         """A leaf of the arguments as the model gets it."""
         if type(leaf) is float:
             return NotedFloat(leaf, partial(numbers.add, place))
-        return stand_in(leaf) if isinstance(leaf, Tensor) else leaf
+        if not isinstance(leaf, Tensor):
+            return leaf
+        made = stand_in(leaf)
+        if not leaf.is_floating_point():
+            places[id(made)] = place
+        return made
 
     calls = [Call(*map_leaves(given, tuple(call))) for call in as_calls(example_inputs)]
     traced = meta_copy(model, stand_in)
     note_float8(traced)
     if training:
         traced.train()
-    tracer = Tracer(traced, real, seeming)
+    tracer = Tracer(traced, real, places, seeming)
     tracer.graph.numbers = numbers
     tracer.graph.opaque = opaque
     tracer.graph.example = _size_of_all([step_size(tensors_in(tuple(call))) for call in calls])
@@ -330,7 +337,8 @@ def _run(traced: nn.Module, calls: Sequence[Call], tracer: Tracer, fake: FakeTen
         # Experts are noted by what they are given after the marks, and what they return before them.
         marks = (noting_experts(traced, tracer), _marked_boundaries(traced, tracer))
         context.callback(tracer.outside.put_back)
-        for mode in (quiet_fake_tensors(), *marks, noting_declared(tracer), as_written(), enable_python_dispatcher()):
+        quiet = quiet_fake_tensors(), fake_tensors_as_ordinary()
+        for mode in (*quiet, *marks, noting_declared(tracer), as_written(), enable_python_dispatcher()):
             context.enter_context(mode)
         for layer in (fake, tracer, tracer.calls):
             context.enter_context(layer)

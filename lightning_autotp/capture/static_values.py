@@ -73,6 +73,21 @@ class Concrete:
             found.update(zip(producer.outputs, self._run(producer), strict=True))
         return self.known[tensor] if tensor in self.known else self.made_up[tensor]
 
+    def sources(self, tensor: int) -> set[int]:
+        """The tensors that no operator made, and from which the value of a static one follows."""
+        found, pending, seen = set[int](), [tensor], set[int]()
+        while pending:
+            last = pending.pop()
+            if last in seen:
+                continue
+            seen.add(last)
+            producer = self._producers.get(last)
+            if producer is None:
+                found.add(last)
+            else:
+                pending += [ref.tensor for _, value in producer.arguments for ref in refs(value)]
+        return found
+
     def _choice(self, operator: Operator, tensor: int) -> Tensor:
         """Made-up indices along a dim: each in turn, so that those side by side are different ones.
 

@@ -90,10 +90,13 @@ class Tracer(PreDispatchMode):
     Args:
         model: the copy that will run; parameters are known by its names.
         real: values of its inputs and buffers, by the id of the tensor that stands for them.
+        places: where in the arguments integers and flags are, by the id of the tensor that stands for them.
         device: where its tensors seem to be.
     """
 
-    def __init__(self, model: nn.Module, real: Mapping[int, Tensor], device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, real: Mapping[int, Tensor], places: Mapping[int, str], device: torch.device
+    ) -> None:
         super().__init__()
         self.graph = Graph(device=str(device))
         self.modules: list[str] = [""]
@@ -101,12 +104,13 @@ class Tracer(PreDispatchMode):
         self.outside = KeptOutside()
         self.paused = False
         self.concrete = Concrete(self.graph)
-        self.real = real
+        self.real, self.places = real, places
         self.device = device
         self.leaking: dict[str, str] = {}  # modules that return numbers, and whose code gets them
         self.overwritten: dict[Any, Ref] = {}  # by place, what a call under way has written into
         self._tensors: dict[int, _Tracked] = {}
         self._places: dict[Any, Tensor] = {}
+        self._given: dict[int, str] = {}  # where in the arguments a tensor of the graph is
         self._alive: list[Tensor] = []  # an id must not be used again while it is in the tables
         self._layers = {path: torch_layer(module) for path, module in model.named_modules()}
         found = {path: float8_of(module) for path, module in model.named_modules()}
@@ -337,6 +341,11 @@ class Tracer(PreDispatchMode):
                 positional = [values.pop(a.name) for a in schema_of(func).arguments if not a.kwarg_only]
                 result = func(*positional, **values)
             self._asks(asked)
+            if not isinstance(result, Tensor):
+                sources = {
+                    source for _, leaf in reads for ref in refs(leaf) for source in self.concrete.sources(ref.tensor)
+                }
+                self.graph.asked |= {self._given[source] for source in sources & self._given.keys()}
             return tree_map_only(Tensor, self.without_values, result)
 
     def without_values(self, real: Tensor, device: torch.device | str | None = None) -> Tensor:
@@ -450,6 +459,8 @@ class Tracer(PreDispatchMode):
                 real = tensor.detach().clone()
         if static and real is not None:
             self.concrete.known[tracked.value.tensor] = real
+        if id(tensor) in self.places:
+            self._given[tracked.value.tensor] = self.places[id(tensor)]
         return tracked
 
     def _keep(self, tensor: Tensor, tracked: _Tracked) -> _Tracked:

@@ -14,6 +14,7 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 from lightning_autotp.layouts.dims import Axis, Concat, Cut, Dim, Product
+from lightning_autotp.layouts.dotted import DottedName
 from lightning_autotp.layouts.ownership import Ownership, Run
 from lightning_autotp.layouts.places import CallSite, said_of
 from lightning_autotp.layouts.repeats import Entry, by_rank, by_reason, counted, rows_of
@@ -180,7 +181,9 @@ class SizePlan:
 
     def __str__(self) -> str:
         where = self.attribute if self.call is None else f"argument {self.attribute} of {self.call}"
-        return f"{self.module or '(root)'}: {where}: {self.whole} -> {list(self.local)}"
+        are_many_alike = len(self.local) > _LISTED and len(set(self.local)) == 1
+        local = f"{self.local[0]} on each rank" if are_many_alike else list(self.local)
+        return f"{self.module or '(root)'}: {where}: {self.whole} -> {local}"
 
 
 @dataclass(frozen=True)
@@ -285,6 +288,8 @@ class Plan:
         divided_work: the share of the forward's floating-point operations that is divided, in the priced step; negative
             where there are none.
         whole_work: the operators of which every rank computes all, the largest first.
+        memory_limit: bytes of a rank that it was made for; 0 without a limit.
+        memory_needed: bytes that parameters, gradients and optimizer states take, where there is a limit.
     """
 
     model: str
@@ -306,6 +311,8 @@ class Plan:
     kept_parts: tuple[str, ...] = ()
     divided_work: float = -1.0
     whole_work: tuple[WholeWork, ...] = ()
+    memory_limit: int = 0
+    memory_needed: int = 0
 
     @property
     def shards_sequence(self) -> bool:
@@ -346,6 +353,8 @@ class Plan:
                 kept_parts=tuple(data.get("kept_parts", ())),
                 divided_work=data.get("divided_work", -1.0),
                 whole_work=tuple(_decode(WholeWork, item) for item in data.get("whole_work", ())),
+                memory_limit=data.get("memory_limit", 0),
+                memory_needed=data.get("memory_needed", 0),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"this is not a plan written by Plan.to_json: {error!r}") from error
@@ -391,25 +400,51 @@ class Plan:
         )
 
     @property
+    def of_memory(self) -> str:
+        """Which limit of memory it was made for, and whether it fits, in one line; empty without a limit."""
+        if not self.memory_limit:
+            return ""
+        needed, limit = in_units(self.memory_needed), in_units(self.memory_limit)
+        what = f"parameters, gradients and optimizer states take {needed} of {limit} on a tensor-parallel rank"
+        if self.memory_needed <= self.memory_limit:
+            return f"made to fit: {what}"
+        return f"warning: no plan fits: {what}. Use more ranks or copies, or train fewer parameters"
+
+    @property
     def warnings(self) -> tuple[str, ...]:
         """What every rank computes whole although it is much, or although nobody has said how it may be divided."""
         return tuple(str(work) for work in self.whole_work if work.is_unknown or work.share > _MUCH)
 
-    def table(self, rank: int = 0) -> Group:
-        """The plan for rich to print: what is sharded, one rank's shapes and bytes, and what stayed whole."""
+    def table(self, rank: int = 0, details: bool = True) -> Group:
+        """The plan for rich to print: what is sharded, one rank's shapes and bytes, and what stayed whole.
+
+        Args:
+            rank: whose shapes and bytes.
+            details: whether to say what changes in calls, and why tensors stay whole.
+        """
         from rich.console import Group
         from rich.table import Table
         from rich.text import Text
 
         title = f"{self.model} on {self.ranks} tensor-parallel ranks (rank {rank} shown)"
         table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
-        table.add_column("parameter", overflow="fold")
+        table.add_column("parameter")
         table.add_column("layer")
         table.add_column("local/whole")
         table.add_column("size", justify="right", no_wrap=True)
         for row in rows_of(self._entries(rank)):
-            table.add_row(row.name, *(row.cells or ("", "")), row.size)
-        lines = [*self._totals(), *self._tokens(), *counted(map(str, self.sizes))]
+            table.add_row(DottedName(row.name), *(row.cells or ("", "")), row.size)
+        lines = [*self._totals(), *self._tokens()]
+        more = [*self._details()]
+        if details or len(more) < 2:
+            lines += more
+        else:
+            lines.append(f"{len(more)} lines more: sizes in Python code, what is whole and why, ... (--details)")
+        return Group(table, Text("\n".join(lines)))
+
+    def _details(self) -> Iterator[str]:
+        """What is different in calls and attributes, what every rank computes whole, and why tensors are whole."""
+        lines = [*counted(map(str, self.sizes))]
         lines += [f"after a forward each rank has its part of the attribute {name}" for name in self.kept_parts]
         lines += [
             f"{head}: its loss is computed a few tokens at a time, exactly (with one copy of the model); all logits"
@@ -424,8 +459,8 @@ class Plan:
             )
             lines += counted(f"  {draw.module or repr(draw.module)}: {draw.call}" for draw in self.draws)
         whole = [(parameter.names[0], parameter.reason) for parameter in self.parameters if parameter.reason]
-        lines += [f"whole on every rank: {names}: {reason}" for names, reason in by_reason(whole)]
-        return Group(table, Text("\n".join(lines)))
+        yield from lines
+        yield from (f"whole on every rank: {names}: {reason}" for names, reason in by_reason(whole))
 
     def _entries(self, rank: int) -> Iterator[Entry]:
         """What the table says of each parameter."""
@@ -444,6 +479,8 @@ class Plan:
         if self.priced_for:
             found = f"another plan could save {self.gap:.1%} at most" if self.gap else "exact: no plan is cheaper"
             yield f"priced for a step of {self.priced_for}; {found}"
+        if self.memory_limit:
+            yield self.of_memory
         if self.traced_with:
             yield f"traced with {self.traced_with}"
 
@@ -454,6 +491,8 @@ class Plan:
         yield from (f"every rank has all tokens{where} {why}" for why in self.whole_tokens)
 
 
+_LISTED = 4
+"""Ranks of which each one's size is listed, also where all are the same."""
 _SHOWN = 8
 """Operators that a table names of which every rank computes all."""
 _MUCH = 0.05

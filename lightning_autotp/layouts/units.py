@@ -5,9 +5,15 @@ from __future__ import annotations
 
 def in_units(size: int) -> str:
     """Bytes with three digits: ``9.53 MiB``."""
-    amount, unit = float(size), "bytes"
+    unit, factor = unit_of(size)
+    return f"{size} bytes" if factor == 1 else f"{size / factor:#.3g} {unit}".replace(". ", " ")
+
+
+def unit_of(size: float) -> tuple[str, int]:
+    """The unit in which so many bytes have at most three digits before the point, and its own bytes."""
+    unit, factor = "bytes", 1
     for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if amount < 1000:
+        if size / factor < 1000:
             break
-        amount, unit = amount / 1024, larger
-    return f"{size} bytes" if unit == "bytes" else f"{amount:#.3g} {unit}".replace(". ", " ")
+        unit, factor = larger, 1024 * factor
+    return unit, factor

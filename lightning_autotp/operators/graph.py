@@ -214,6 +214,8 @@ class Graph:
         integers: by module, the integers that its code read: its own attributes, and as ``config.NAME`` its config's.
         settings: by module, the names of its own attributes that its code read and that are plain values.
         numbers: where in the arguments those floats are of which code asked what they are.
+        asked: where in the arguments those integers and flags are, in tensors, from which an answer follows that code
+            asked for.
         measured: by module, the tensors whose shapes its code asked for.
         experts: the runs of modules that hold a mixture's stacked experts.
         overwritten: where tensors enter or leave modules whose memory code goes on to change in place.
@@ -240,6 +242,7 @@ class Graph:
     integers: dict[str, dict[str, int]] = field(default_factory=dict)
     settings: dict[str, dict[str, None]] = field(default_factory=dict)
     numbers: set[str] = field(default_factory=set)
+    asked: set[str] = field(default_factory=set)
     measured: dict[str, set[int]] = field(default_factory=dict)
     experts: list[ExpertsCall] = field(default_factory=list)
     untraced: Mapping[str, str] = field(default_factory=dict)

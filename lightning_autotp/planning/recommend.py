@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lightning_autotp.capture.capture import language_model_inputs
@@ -27,11 +26,12 @@ from lightning_autotp.planning.rehearsal import (
     Optimizer,
     Precision,
     Rehearsal,
+    as_trained,
     fullest_rank,
     local_model,
+    one_row,
     rehearse,
 )
-from lightning_autotp.private.torch_private import tree_map_only
 from lightning_autotp.proving.compare import VerificationError
 from lightning_autotp.proving.feasible import feasible_plan
 from lightning_autotp.proving.verify import trace
@@ -159,8 +159,8 @@ def recommend(
         raise ValueError("tokens_per_step and sequence_length must be positive, and lora not negative")
     refuse_unfit(model)
     inputs = language_model_inputs(model) if example_inputs is None else example_inputs
-    row = _row(model, inputs, sequence_length) if example_inputs is None else example_inputs
-    model = _trained(model, precision, lora)
+    row = one_row(model, inputs, sequence_length) if example_inputs is None else example_inputs
+    model = as_trained(model, precision, lora)
     length = next((x.shape[1] for x in row.values() if isinstance(x, Tensor) and x.dim() == 2), 1)
     rows = max(1, round(tokens_per_step / length))
     choices: list[Choice] = []
@@ -202,26 +202,6 @@ def _sizes(machine: Machine) -> Iterator[int]:
     while size <= min(machine.gpus, machine.gpus_per_node):
         yield size
         size *= 2
-
-
-def _trained(model: nn.Module, precision: Precision, lora: int) -> nn.Module:
-    """The model with parameters as they are trained."""
-    dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
-    if lora or any(parameter.dtype != dtype for parameter in model.parameters()):
-        model = local_model(model, None).to(dtype)
-    if lora:
-        from peft import LoraConfig, get_peft_model
-
-        with torch.device("meta"):
-            adapted: nn.Module = get_peft_model(model, LoraConfig(r=lora, target_modules="all-linear"))
-        return adapted
-    return model
-
-
-def _row(model: nn.Module, made: dict[str, Any], length: int) -> dict[str, Any]:
-    """One row of a language model's batch."""
-    longest = getattr(getattr(model, "config", None), "max_position_embeddings", None) or length
-    return tree_map_only(Tensor, lambda x: x.new_zeros((1, min(length, longest), *x.shape[2:])), made)
 
 
 Found = tuple[Rehearsal, Rehearsal, bool, float]

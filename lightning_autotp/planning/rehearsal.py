@@ -88,6 +88,26 @@ def local_model(model: nn.Module, plan: Plan | None, rank: int = 0) -> nn.Module
     return local.train()
 
 
+def as_trained(model: nn.Module, precision: Precision, lora: int = 0) -> nn.Module:
+    """The model with parameters as they are trained."""
+    dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
+    if lora or any(parameter.dtype != dtype for parameter in model.parameters()):
+        model = local_model(model, None).to(dtype)
+    if lora:
+        from peft import LoraConfig, get_peft_model
+
+        with torch.device("meta"):
+            adapted: nn.Module = get_peft_model(model, LoraConfig(r=lora, target_modules="all-linear"))
+        return adapted
+    return model
+
+
+def one_row(model: nn.Module, made: dict[str, Any], length: int) -> dict[str, Any]:
+    """One row of a language model's batch."""
+    longest = getattr(getattr(model, "config", None), "max_position_embeddings", None) or length
+    return tree_map_only(Tensor, lambda x: x.new_zeros((1, min(length, longest), *x.shape[2:])), made)
+
+
 def rehearse(
     local: nn.Module,
     batch: Any,

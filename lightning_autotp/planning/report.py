@@ -19,7 +19,7 @@ _REMEDIES = {
     "temporary": "a larger tensor-parallel size, which divides the logits and the optimizer's step",
     "gathered": "a larger tensor-parallel size, which divides what FSDP2 gathers",
 }
-_KINDS = {
+KINDS = {
     "products": "matrix products",
     "others": "operators that move memory",
     "tensor_parallel": "communication between tensor-parallel ranks",
@@ -79,7 +79,7 @@ def reasons(found: Recommendation) -> Iterator[str]:
         )
         yield from _compared(found, best)
         yield (
-            f"limited by {_KINDS[best.time.largest]}; the most memory is there in the {best.memory.moment},"
+            f"limited by {KINDS[best.time.largest]}; the most memory is there in the {best.memory.moment},"
             f" most of it {best.memory.largest}"
         )
     yield from (f"left out: {said}" for said in found.left_out)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_autotp.capture.capture import Call
 from lightning_autotp.capture.nested import leaves_of, map_tensors, opened, tensors_in
+from lightning_autotp.private.torch_private import has_values
 
 _MOST_VALUES = 16
 """So many values of one number are looked at, each when it comes; then the 32nd, the 64th and so on."""
@@ -69,6 +70,12 @@ def integers_of(call: Call) -> Iterable[tuple[str, int]]:
 def floats_of(call: Call, places: set[str]) -> Iterable[tuple[str, float]]:
     """The floats of a call at these places."""
     return [(place, leaf) for place, leaf in leaves_of(tuple(call)) if place in places] if places else []
+
+
+def full_ones_of(call: Call, places: set[str]) -> Iterable[tuple[str, bool]]:
+    """Of the tensors of a call at these places, whether no element is zero or false: a mask that masks nothing."""
+    found = [(place, leaf) for place, leaf in leaves_of(tuple(call)) if place in places] if places else []
+    return [(place, bool(leaf.all())) for place, leaf in found if isinstance(leaf, Tensor) and has_values(leaf)]
 
 
 class FewValues:

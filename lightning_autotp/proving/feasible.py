@@ -20,6 +20,7 @@ from lightning_autotp.proving.verify import trace
 from lightning_autotp.solving.annotate import annotate, explain
 from lightning_autotp.solving.cost import Profile
 from lightning_autotp.solving.expert_modules import with_whole_experts
+from lightning_autotp.solving.memory_limit import profiles, stored_bytes
 from lightning_autotp.solving.options import PlanOptions
 from lightning_autotp.solving.paths import Ambiguous, seen_paths
 from lightning_autotp.solving.pins import kept_draws, pinned
@@ -64,14 +65,29 @@ def feasible_plan(
 
 def _feasible(model: nn.Module, graph: Graph, inputs: Any, ranks: int, options: PlanOptions) -> tuple[Plan, Solution]:
     """As :func:`feasible_plan`; where values say which way code goes, its types may not follow from its lines."""
-    search = _Search(model, graph, inputs, ranks, options)
     found = dealable_experts(model, graph, ranks)
-    if found.sizes:
-        whole = with_whole_experts(graph, found.sizes)
-        search = _cheaper(search, _Search(model, whole, inputs, ranks, options, found.sizes))
+    whole = with_whole_experts(graph, found.sizes) if found.sizes else graph
+
+    def search_with(profile: Profile) -> _Search:
+        priced = replace(options, profile=profile)
+        search = _Search(model, graph, inputs, ranks, priced)
+        return _cheaper(search, _Search(model, whole, inputs, ranks, priced, found.sizes)) if found.sizes else search
+
+    if options.memory is None:
+        search = search_with(options.hardware)
+    else:
+        limit = options.memory
+        searches = (search_with(profile) for profile in profiles(options.hardware))
+        fitting = next((search for search in searches if search.stored() <= limit), None)
+        search = fitting or search_with(options.hardware)
     plan, solution = search.with_whole_tokens()
     plan = _with_refused(plan, found)
-    return search.with_dealt_tokens(plan, solution) if options.sequence_parallel else (plan, solution)
+    if options.sequence_parallel:
+        plan, solution = search.with_dealt_tokens(plan, solution)
+    if options.memory is not None:
+        layouts = {parameter.names[0]: parameter.layout for parameter in plan.parameters}
+        plan = replace(plan, memory_limit=int(options.memory), memory_needed=search.stored(layouts))
+    return plan, solution
 
 
 def _cheaper(divided: _Search, whole: _Search) -> _Search:
@@ -138,6 +154,7 @@ class _Search:
         for name, parameter in model.named_parameters(remove_duplicate=False):
             names.setdefault(parameter, []).append(name)
         self.parameters = [(tuple(aliases), tuple(p.shape), p.element_size()) for p, aliases in names.items()]
+        self.trained = {aliases[0] for parameter, aliases in names.items() if parameter.requires_grad}
         paths = [path for path, _ in model.named_modules()]
         self.pins = pinned(list(names.values()), options.keep_whole, options.cut, paths)
         self.blocked = kept_draws(graph, tuple(options.keep_whole))
@@ -146,6 +163,13 @@ class _Search:
     def first(self) -> Solution:
         """The cheapest layouts, whether or not they can be carried out."""
         return self._solved(self.pins, self.options.hardware)
+
+    def stored(self, layouts: Mapping[str, Layout] | None = None) -> int:
+        """Bytes that the fullest rank stores with these layouts, by parameters' names; with the cheapest ones, else."""
+        if layouts is None:
+            found = self.first.layouts
+            layouts = {name: found[at] for at, name in self.graph.parameters.items() if at in found}
+        return stored_bytes(self.parameters, layouts, self.trained, self.ranks)
 
     def with_whole_tokens(self) -> tuple[Plan, Solution]:
         """The plan where every rank has all tokens. Where sizes cannot be made local, nothing is divided."""

@@ -38,6 +38,7 @@ from lightning_autotp.proving.call_kinds import (
     Sizes,
     described,
     floats_of,
+    full_ones_of,
     integers_of,
     kind_of,
     sizes_of,
@@ -148,6 +149,7 @@ class CallProver:
         self.hooks.clear()
         self.attributes = AttributeWatch(here, original, self.plan.sizes)
         self.numbers: set[str] = set()  # where floats of the arguments are of which code asks what they are
+        self.asked: set[str] = set()  # where integers and flags are, in tensors, of which it asks
         self.few = FewValues()
         self.known: dict[Hashable, _Kind] = {}
         self.ways: list[_Way] = []
@@ -214,6 +216,7 @@ class CallProver:
         return (
             arguments,
             told,
+            tuple(full_ones_of(call, self.asked)),
             modes,
             self.configs.version(),
             self.attributes.changes(),
@@ -229,6 +232,7 @@ class CallProver:
         """Know calls by what their code asked for in this trace, too."""
         self.attributes.watch(graph.settings)
         self.numbers |= graph.numbers
+        self.asked |= graph.asked
 
     def _way(
         self, graph: Graph | None, parts: tuple[ConversionPlan, ...], alike: Mapping[Boundary, bool] | None = None

@@ -30,6 +30,9 @@ class PlanOptions:
             stay whole on every rank.
         cut: by name or pattern, the dim along which parameters are cut (``{"lm_head.weight": 0}``).
         profile: the hardware to plan for.
+        memory: bytes of a GPU that parameters, gradients and optimizer states (two, as AdamW has) may take. Then the
+            matrices are stored whole where that is faster and there is room, and the plan says what it takes; where no
+            plan fits, there is a warning. Left out, a matrix that is stored whole has a price in any case.
         plan: a plan to follow, or its file, instead of making one: of this model for so many ranks, made by
             :func:`~lightning_autotp.make_plan` or ``lightning-autotp plan --json``, perhaps edited since. It is proved
             like any other. The first rank's counts, so only there the file is needed.
@@ -47,13 +50,14 @@ class PlanOptions:
             say.
 
     Raises:
-        ValueError: for a number of tokens that is none, or for options that exclude each other.
+        ValueError: for a number of tokens or bytes that is none, or for options that exclude each other.
     """
 
     tokens_per_step: int | tuple[int, int] | TokensPerStep | None = None
     keep_whole: Iterable[str] = ()
     cut: Mapping[str, int] | None = None
     profile: Profile | None = None
+    memory: float | None = None
     plan: Plan | str | os.PathLike[str] | None = None
     plan_cache: bool | str | os.PathLike[str] = True
     sequence_parallel: bool | Literal["auto"] = False
@@ -73,8 +77,12 @@ class PlanOptions:
         names = (self.keep_whole,) if isinstance(self.keep_whole, str) else tuple(self.keep_whole)
         object.__setattr__(self, "keep_whole", names)
         object.__setattr__(self, "cut", dict(self.cut or {}))
-        if self.plan is not None and (self.keep_whole or self.cut):
-            raise ValueError("plan= is followed as it is: give keep_whole= and cut= when the plan is made, or edit it")
+        if self.plan is not None and (self.keep_whole or self.cut or self.memory is not None):
+            raise ValueError(
+                "plan= is followed as it is: give keep_whole=, cut= and memory= when the plan is made, or edit it"
+            )
+        if self.memory is not None and not self.memory > 0:
+            raise ValueError(f"memory is {self.memory!r}: it must be a positive number of bytes, such as 60e9")
         TokensPerStep.given(self.tokens_per_step)
 
     @property

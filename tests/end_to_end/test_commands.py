@@ -9,7 +9,9 @@ from pathlib import Path
 
 from distributed import PATIENCE, run_python
 from tiny import tiny_config
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from lightning_autotp import make_plan
 from lightning_autotp.layouts.plan import Plan
 
 
@@ -21,6 +23,41 @@ def test_command_needs_only_the_config(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert "all_reduce" in result.stdout
     assert Plan.from_json(output.read_text()).ranks == 2
+    fits, memory, step, most, rest = result.stdout.splitlines()[:5]
+    assert fits.endswith("of a GPU (H100), 8 x 2048 tokens a step")
+    assert [part.split()[0] for part in memory.split(", ")] == [
+        "parameters", "gradients", "optimizer", "activations", "other",
+    ]  # fmt: skip
+    assert (step.split()[0], most.split(":")[0], rest.split(":")[0]) == ("step:", "most of it", "try")
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    assert "\x1b" not in result.stdout
+
+
+def test_command_says_the_details_where_it_is_asked(tmp_path: Path) -> None:
+    tiny_config("mixtral", architectures=["MixtralForCausalLM"]).save_pretrained(tmp_path)
+
+    def words(*options: str) -> str:
+        result = run_python("-m", "lightning_autotp.cli", "plan", str(tmp_path), *options)
+        assert result.returncode == 0, result.stderr
+        return " ".join(result.stdout.split())
+
+    plan, _ = make_plan(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path)), 2)
+    details = [" ".join(line.split()) for line in plan._details()]
+    assert len(details) > 1
+    brief, full = words(), words("--details")
+    assert all(line in full for line in details)
+    assert not any(line in brief for line in details)
+    assert "(--details)" in brief
+
+
+def test_command_compares_with_a_gpu_and_plans_for_a_limit(tmp_path: Path) -> None:
+    tiny_config("llama", architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    small = ["--gpus", "RTX4090", "--gpu-memory", "1.6e9", "--memory", "1e9"]
+    result = run_python("-m", "lightning_autotp.cli", "plan", str(tmp_path), *small)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("does not fit: ")
+    assert "of a GPU (RTX4090)" in result.stdout
+    assert "made to fit: parameters, gradients and optimizer states take" in result.stdout
 
 
 def test_command_pins(tmp_path: Path) -> None:

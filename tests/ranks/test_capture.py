@@ -82,10 +82,24 @@ def test_tied_parameters_are_one_tensor() -> None:
 
 
 def test_what_depends_on_no_parameter_is_static() -> None:
-    graph = capture(meta_model("llama"))
-    by_name = {operator.name: operator for operator in graph.operators}
-    assert graph.tensors[by_name["aten.cumsum.default"].outputs[0]].is_static
-    assert not graph.tensors[by_name["aten.scaled_dot_product_attention.default"].outputs[0]].is_static
+    model = meta_model("llama")
+    batch = language_model_inputs(model)
+    batch["attention_mask"] = torch.ones(batch["input_ids"].shape, dtype=torch.long)
+    batch["attention_mask"][:, -1] = 0
+    graph = capture(model, batch)
+    attention = next(o for o in graph.operators if o.name == "aten.scaled_dot_product_attention.default")
+    assert graph.tensors[attention.argument("attn_mask").tensor].is_static
+    assert not graph.tensors[attention.outputs[0]].is_static
+
+
+def test_a_mask_that_masks_nothing_is_left_out_as_in_the_run() -> None:
+    """transformers makes no mask then; for a trace it makes one. That its code asked is noted."""
+    model = meta_model("llama")
+    batch = language_model_inputs(model)
+    graph = capture(model, {**batch, "attention_mask": torch.ones(batch["input_ids"].shape, dtype=torch.long)})
+    attention = next(o for o in graph.operators if o.name == "aten.scaled_dot_product_attention.default")
+    assert attention.argument("attn_mask") is None
+    assert graph.asked == {"[1]['attention_mask']"}
 
 
 def test_sizes_collide_with_none_of_the_models() -> None:

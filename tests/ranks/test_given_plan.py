@@ -124,6 +124,13 @@ def test_a_given_plan_trains_like_one_process(family: str, tmp_path: Path) -> No
     check_training(family, make_plan(meta_model(family), 2)[0], tmp_path)
 
 
+@pytest.mark.parametrize(("family", "tokens"), [("gpt2", 16_384), ("llama", 64)])
+def test_a_plan_with_room_for_everything_trains_like_one_process(family: str, tokens: int, tmp_path: Path) -> None:
+    plan, _ = make_plan(meta_model(family), 2, tokens_per_step=tokens, memory=1e12)
+    assert plan.sharded_fraction < 0.6
+    check_training(family, plan, tmp_path)
+
+
 def test_an_edited_plan_trains_like_one_process(tmp_path: Path) -> None:
     plan = without_an_mlp(make_plan(meta_model("llama"), 2)[0])
     whole = [p.names[0] for p in plan.parameters if isinstance(p.layout, Invariant)]

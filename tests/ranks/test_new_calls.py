@@ -162,6 +162,13 @@ def test_what_a_module_inside_gives_may_be_given_instead(size: int) -> None:
     run_ranks(encoded, size, ["bart", "t5"])
 
 
+class Masked(Normalising):
+    """Divides the inner features by their norm where nothing is masked."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x * mask, normalise=bool(mask.sum() == mask.numel()))
+
+
 def refused(rank: int, size: int) -> None:
     torch.manual_seed(0)
     model = Normalising(Options())
@@ -175,6 +182,13 @@ def refused(rank: int, size: int) -> None:
         assert "Normalising is called in another way" in str(raised.value)
     model.train()
     model(inputs)
+    masked, padded = Masked(Options()), torch.tensor([[1], [1], [0], [1], [1]])
+    parallelize(masked, dist.group.WORLD, example_inputs=(inputs, padded))
+    masked(inputs, padded.flip(0))
+    with pytest.raises((UnprovedCall, PeerError), match=r"whole model does then") as raised:
+        masked(inputs, torch.ones_like(padded))
+    assert "norm" in str(raised.value)
+    masked(inputs, padded)
 
 
 def test_a_path_on_which_parts_compute_something_else_is_refused_on_every_rank() -> None:

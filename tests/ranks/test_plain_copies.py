@@ -117,6 +117,21 @@ def peak(mesh: DeviceMesh) -> int:
     return peak_of(make)[1]
 
 
+def planned_for_a_limit(rank: int, world_size: int) -> tuple[int, int]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    parallelize(
+        model, mesh["tensor"].get_group(), example_inputs=(torch.zeros(1, 64),), data_mesh=mesh["data"], memory=1e6,
+        plan_cache=False,
+    )  # fmt: skip
+    plan: Plan = model.autotp.plan  # type: ignore[assignment, union-attr]
+    return plan.memory_limit, plan.memory_needed - 4 * max(plan.bytes(0), plan.bytes(1))
+
+
+def test_copies_divide_what_is_limited() -> None:
+    assert run_ranks(planned_for_a_limit, 4) == [(2_000_000, 0)] * 4
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("plans")

@@ -123,9 +123,9 @@ def test_a_configurations_help_describes_all_with_their_defaults(
         shown = "null" if parameter.default is None else parameter.default
         assert f"default: {shown})" in text.partition(description)[2].partition("--strategy.")[0], name
     chosen = {"class_path": f"lightning_autotp.{taker.__name__}"}
-    chosen["init_args"] = {"keep_whole": ["lm_head"], "cut": {"wte": 0}, "tokens_per_step": 64}  # type: ignore[assignment]
+    chosen["init_args"] = {"keep_whole": ["lm_head"], "cut": {"wte": 0}, "tokens_per_step": 64, "memory": 1e9}  # type: ignore[assignment]
     made = taker(**parser.parse_object({"strategy": chosen}).strategy.init_args.as_dict())
-    assert made.plan_options == PlanOptions(keep_whole=["lm_head"], cut={"wte": 0}, tokens_per_step=64)
+    assert made.plan_options == PlanOptions(keep_whole=["lm_head"], cut={"wte": 0}, tokens_per_step=64, memory=1e9)
 
 
 def test_own_words_stay_and_others_come_in_order() -> None:

@@ -16,12 +16,15 @@ from tiny import tiny_config
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from lightning_autotp import AutoTPStrategy, recommend
+from lightning_autotp import AutoTPStrategy, make_plan, recommend
+from lightning_autotp.capture.capture import language_model_inputs
+from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.planning.estimate import LAUNCH, memory, step_time
 from lightning_autotp.planning.machines import Machine, known_machines
 from lightning_autotp.planning.meter import Work
+from lightning_autotp.planning.overview import Overview, look_over
 from lightning_autotp.planning.recommend import Recommendation
-from lightning_autotp.planning.rehearsal import Rehearsal, RehearsalError, rehearse
+from lightning_autotp.planning.rehearsal import Rehearsal, RehearsalError, local_model, one_row, rehearse
 from lightning_autotp.planning.report import python_lines, reasons, table, yaml_lines
 
 H100 = Machine.of("16xh100")
@@ -111,6 +114,46 @@ def test_what_is_recommended_can_be_pasted() -> None:
     console = Console(width=80, record=True)
     console.print(table(found))
     assert max(len(line.rstrip()) for line in console.export_text().splitlines()) <= 80
+
+
+def overview(ranks: int, **changes: float) -> Overview:
+    plan = Plan("Model", ranks, ())
+    needed = replace(memory(REHEARSAL), **{name: share * 1e9 for name, share in changes.items()})
+    time = step_time(REHEARSAL, H100, ranks)
+    return Overview(plan, replace(H100, memory=H100.reserved + 1e9), 1, 64, "bf16-mixed", "adamw", needed, time)
+
+
+def test_an_overview_says_what_would_be_better() -> None:
+    roomy = overview(4, parameters=0.2)
+    assert roomy.fits
+    assert "--tp 2 " in list(roomy.lines())[-1]
+    assert "try: one GPU, or FSDP alone (" in list(overview(2, parameters=0.2).lines())[-1]
+    assert "--tp" not in list(overview(1, parameters=0.2).lines())[-1]
+    assert "--tp" not in list(overview(4, parameters=0.6).lines())[-1]  # half the ranks need too much
+    stored, kept = overview(4, parameters=2.0), overview(4, activations=2.0)
+    assert not stored.fits
+    assert next(stored.lines()).startswith("does not fit: 1.86 GiB of 954 MiB")
+    assert "--tp 8 " in list(stored.lines())[-1]
+    assert "--sequence-parallel" not in list(stored.lines())[-1]
+    assert "--sequence-parallel true" in list(kept.lines())[-1]
+    assert ["fewer --tokens" in list(one.lines())[-1] for one in (stored, kept, roomy)] == [False, True, False]
+    large = overview(8, **dict.fromkeys(("parameters", "gradients", "states", "activations", "temporary"), 120.0))
+    assert max(map(len, list(large.lines())[:-1])) <= 80
+    assert "data_parallel_size" in list(overview(8, parameters=2.0).lines())[-1]
+
+
+def test_an_overview_is_of_the_rehearsed_step() -> None:
+    model = tiny_model()
+    plan, _ = make_plan(model, 2)
+    row = one_row(model, language_model_inputs(model), 64)
+    found = look_over(model, plan, row, H100, tokens=256)
+    rehearsal = rehearse(local_model(model, plan), row)
+    assert (found.rows, found.length) == (4, 64)
+    assert found.memory == memory(rehearsal, 4)
+    assert found.time == step_time(rehearsal, H100, 2, rows=4)
+    said = list(found.lines())
+    largest = max(found.time.products, found.time.others, found.time.tensor_parallel, found.time.update)
+    assert f"{1e3 * largest:.2g} ms" in said[3].partition(",")[0]
 
 
 def test_adapters_have_few_gradients() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 from tiny import FAMILIES, ROLES, Decoder, decoder_batch, meta_model, shuffled_names
@@ -89,17 +90,21 @@ def test_uneven_heads() -> None:
     assert plan.sizes == ()
 
 
-def test_ranks_share_key_value_heads() -> None:
-    """28 query and 4 key/value heads on 8 ranks (Qwen2-7B's): two ranks a key/value head, each 4 or 3 queries'."""
-    model = meta_model("qwen2", num_attention_heads=28, num_key_value_heads=4, hidden_size=448, num_hidden_layers=1)
+@pytest.mark.parametrize(("attention", "changed"), [("eager", {"num_key_value_groups": (4, 3) * 4}), ("sdpa", {})])
+def test_ranks_share_key_value_heads(attention: str, changed: dict[str, Any]) -> None:
+    """28 query and 4 key/value heads on 8 ranks (Qwen2-7B's): two ranks a key/value head, each 4 or 3 queries'.
+
+    Code that repeats the heads by itself has to be told how often; the kernel sees it.
+    """
+    sizes_of = {"num_attention_heads": 28, "num_key_value_heads": 4, "hidden_size": 448, "num_hidden_layers": 1}
+    model = meta_model("qwen2", attn_implementation=attention, **sizes_of)
     plan, _ = make_plan(model, 8)
     assert sizes(plan, "model.layers.0.self_attn.q_proj.weight") == [64, 48] * 4
     assert sizes(plan, "model.layers.0.self_attn.k_proj.weight") == [16] * 8
     layout = next(p.layout for p in plan.parameters if p.names == ("model.layers.0.self_attn.k_proj.weight",))
     assert isinstance(layout, Shard)
     assert [ranks for _, _, ranks in layout.dims[0][1].owners] == [(0, 1), (2, 3), (4, 5), (6, 7)]
-    groups = {size.attribute: size.local for size in plan.sizes}
-    assert groups == {"num_key_value_groups": (4, 3) * 4}
+    assert {size.attribute: size.local for size in plan.sizes} == changed
 
 
 def test_one_key_value_head() -> None:

@@ -1,0 +1,80 @@
+"""Plans for a limit of memory: the fastest where there is room, the usual one where there is none."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from tiny import meta_model
+
+from lightning_autotp import Profile, make_plan
+from lightning_autotp.layouts.plan import Plan
+from lightning_autotp.solving.options import PlanOptions
+
+FREE = Profile(matrix_price=0.0)
+
+
+def layouts(plan: Plan) -> dict[str, object]:
+    return {parameter.names[0]: parameter.layout for parameter in plan.parameters}
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
+def test_the_fastest_plan_is_made_where_there_is_room(family: str) -> None:
+    model = meta_model(family)
+    usual, roomy = make_plan(model, 2)[0], make_plan(model, 2, memory=1e12)[0]
+    assert layouts(roomy) == layouts(make_plan(model, 2, profile=FREE)[0])
+    assert sum(one.calls for one in roomy.communication) < sum(one.calls for one in usual.communication)
+    assert roomy.of_memory.startswith("made to fit: ")
+    assert roomy.memory_needed == 4 * max(roomy.bytes(0), roomy.bytes(1))
+    assert roomy.of_memory in "\n".join(map(str, roomy._totals()))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
+def test_the_usual_plan_is_made_where_there_is_no_room(family: str) -> None:
+    model = meta_model(family)
+    usual, cramped = make_plan(model, 2)[0], make_plan(model, 2, memory=1.0)[0]
+    assert replace(cramped, memory_limit=0, memory_needed=0) == usual
+    assert cramped.of_memory.startswith("warning: no plan fits: ")
+    assert not usual.of_memory
+
+
+def test_less_room_is_met_with_more_communication() -> None:
+    model = meta_model("gpt2")
+    whole = 4 * make_plan(model, 2)[0].whole_bytes
+    plans = [make_plan(model, 2, memory=share * whole)[0] for share in (1.0, 0.7, 0.52)]
+    needed = [plan.memory_needed for plan in plans]
+    calls = [sum(one.calls for one in plan.communication) for plan in plans]
+    assert all(plan.memory_needed <= plan.memory_limit for plan in plans)
+    assert needed == sorted(needed, reverse=True)
+    assert len(set(needed)) == 3
+    assert calls == sorted(calls)
+
+
+def test_what_is_not_trained_has_no_gradients_and_states() -> None:
+    model = meta_model("llama")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layers.0" in name)
+    plan, _ = make_plan(model, 2, memory=1e12)
+    stored = {parameter.names[0]: parameter.bytes(0) for parameter in plan.parameters}
+    assert plan.memory_needed == sum((4 if "layers.0" in name else 1) * size for name, size in stored.items())
+
+
+def test_the_limit_is_in_the_plans_file_and_older_files_are_read() -> None:
+    plan, _ = make_plan(meta_model("llama"), 2, memory=1e12)
+    data = json.loads(plan.to_json())
+    assert Plan.from_json(plan.to_json()) == plan
+    del data["memory_limit"], data["memory_needed"]
+    assert Plan.from_json(json.dumps(data)) == replace(plan, memory_limit=0, memory_needed=0)
+
+
+@pytest.mark.parametrize("wrong", [0, -1.0, float("nan")])
+def test_a_limit_is_a_positive_number(wrong: float) -> None:
+    with pytest.raises(ValueError, match=r"memory is .*: it must be a positive number of bytes"):
+        PlanOptions(memory=wrong)
+
+
+def test_a_given_plan_has_its_own_limit() -> None:
+    plan, _ = make_plan(meta_model("llama"), 2)
+    with pytest.raises(ValueError, match=r"give keep_whole=, cut= and memory= when the plan is made"):
+        PlanOptions(plan=plan, memory=1e9)
