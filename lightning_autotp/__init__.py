@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lightning_autotp.gradients.penalties import penalty
     from lightning_autotp.gradients.whole_parameters import full_tensor
     from lightning_autotp.guard.checked import UnsoundUse, checked
+    from lightning_autotp.hf_trainer import AutoTPTrainerMixin
     from lightning_autotp.layouts.plan import Plan
     from lightning_autotp.lightning.averaging import EMAWeightAveraging, WeightAveraging
     from lightning_autotp.lightning.fabric import AutoTPFabricStrategy
@@ -54,6 +55,7 @@ _NAMES = {
     "gradients.penalties": ["penalty"],
     "gradients.whole_parameters": ["full_tensor"],
     "guard.checked": ["UnsoundUse", "checked"],
+    "hf_trainer": ["AutoTPTrainerMixin"],
     "layouts.plan": ["Plan"],
     "lightning.averaging": ["EMAWeightAveraging", "WeightAveraging"],
     "lightning.fabric": ["AutoTPFabricStrategy"],

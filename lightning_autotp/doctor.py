@@ -126,7 +126,7 @@ def check_devices(facts: Facts) -> Finding:
             advice = "look at nvidia-smi and CUDA_VISIBLE_DEVICES; an old driver has to be updated"
             return Finding("devices", "error", f"torch for CUDA {facts.cuda_build} sees no GPU: {advice}")
         return Finding(
-            "devices", "warning", "no GPU: ranks compute on the CPU, which is slow: good for trying a program"
+            "devices", "warning", "no GPU: ranks compute on the CPU, which is slow but enough to try a program"
         )
     counted = {
         (device.name, device.memory, device.capability): sum(device.name == other.name for other in facts.devices)
@@ -229,7 +229,7 @@ def check_threads(facts: Facts) -> Finding:
         )
     if not threads.isdecimal() or not 0 < int(threads) <= facts.cores:
         text = (
-            f"OMP_NUM_THREADS={threads} on {facts.cores} cores: each rank takes so many, and they wait for each other"
+            f"OMP_NUM_THREADS={threads} on {facts.cores} cores: each rank takes that many, and they wait for each other"
         )
         return Finding("threads", "warning", f"{text}. Set it to the cores of a rank, or leave it out")
     return Finding("threads", "ok", f"OMP_NUM_THREADS={threads} for each rank, on {facts.cores} cores")

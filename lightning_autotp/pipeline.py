@@ -200,7 +200,9 @@ def make_local(
     Collective over both axes: the first rank of the first copy plans for all.
     """
     if parallel_models(model):
-        raise RuntimeError(f"{type(model).__name__} is, or holds, a model that was parallelized already: do it once")
+        raise RuntimeError(
+            f"{type(model).__name__} is, or contains, a model that was parallelized already: parallelize it once"
+        )
     group = TPGroup.of(process_group)
     announce()
     with raise_together(process_group, "looking at the model"):

@@ -100,8 +100,8 @@ def _not_plain(file: str | os.PathLike[str], error: Exception) -> str:
         reasons = [line for line in str(error).splitlines() if "WeightsUnpickler error" in line]
         named = (reasons or [first_line(error)])[0].strip()[:200]
     return (
-        f"{os.fspath(file)} holds more than tensors and plain values ({named}); nothing else is unpickled, since that"
-        " runs code that the file names. If you trust who wrote it: weights_only=False, in trainer.fit() or"
+        f"{os.fspath(file)} contains more than tensors and plain values ({named}); nothing else is unpickled, since"
+        " that runs code that the file names. If you trust who wrote it: weights_only=False, in trainer.fit() or"
         " export_checkpoint(), for instance; --weights-only false for a command. A file of weights alone can be loaded"
         " once with transformers and saved again with save_pretrained (safetensors)"
     )
@@ -327,7 +327,7 @@ def changed_tensor(tensor: CheckpointTensor, found: CheckpointTensor | None) -> 
     there = "is not there" if found is None else f"has the shape {found.shape} and dtype {found.stored}"
     return (
         f"{tensor.file}: tensor {tensor.name!r} {there}; when the model was built it had the shape {tensor.shape} and "
-        f"dtype {tensor.stored}. The file was changed meanwhile: build the model again"
+        f"dtype {tensor.stored}. The file has changed since then: build the model again"
     )
 
 

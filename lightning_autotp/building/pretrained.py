@@ -207,7 +207,7 @@ def _mismatch(origin: str, info: Any, tensors: dict[str, CheckpointTensor]) -> s
         f"{origin}: {len(rows)} tensors of the checkpoint do not have the shapes of the model's parameters:\n"
         + "\n".join(rows)
         + "\nThe configuration (config.json, or arguments that change it) belongs to other weights: use theirs, or "
-        "pass ignore_mismatched_sizes=True to from_pretrained to initialize these parameters anew"
+        "pass ignore_mismatched_sizes=True to from_pretrained to initialize these parameters again"
     )
 
 

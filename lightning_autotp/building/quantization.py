@@ -171,7 +171,7 @@ class FourBit(Format):
             raise QuantizationError(f"its numbers stand for others than those of {self.kind}")
         block = described["blocksize"]
         if shape[1] % block:
-            raise QuantizationError(f"its rows of {shape[1]} are no multiple of its blocks of {block}")
+            raise QuantizationError(f"its rows of {shape[1]} are not a multiple of its blocks of {block}")
         if "weight.nested_absmax" in parts:
             of_scales = _part(parts, "weight.nested_absmax"), _part(parts, "weight.nested_quant_map")
             scales = functional.dequantize_blockwise(
@@ -343,8 +343,8 @@ def refuse_quantized(model: nn.Module) -> None:
     if gathered:
         raise QuantizationError(
             f"{join_names(gathered)} of {type(model).__name__} are to be gathered in float8"
-            " (enable_fsdp_float8_all_gather=True): their weights are tensors of another kind, which cannot be cut."
-            " Leave that out of Float8LinearConfig: data_parallel_size > 1 gathers them as they are"
+            " (enable_fsdp_float8_all_gather=True): their weights are tensors of another class, which cannot be"
+            " sharded. Leave that out of Float8LinearConfig: data_parallel_size > 1 gathers them as they are"
         )
     values: list[tuple[str, Tensor | nn.Module]] = [*model.named_parameters(), *model.named_modules()]
     found = {name: value for name, value in values if _library(_modules(value)) and name not in in_float8}
@@ -408,7 +408,7 @@ def _format(config: Any, model: nn.Module, name: str, origin: str, dtype: torch.
         found = FourBit(dtype, kind, config.bnb_4bit_compute_dtype, storage, config.bnb_4bit_use_double_quant)
         if layer.in_features % found.block:  # then bitsandbytes' CPU kernels are wrong in one process as well
             reason = (
-                f"its rows of {layer.in_features} are no multiple of {found.block}: name it in llm_int8_skip_modules"
+                f"its rows of {layer.in_features} are not a multiple of {found.block}: name it in llm_int8_skip_modules"
             )
             raise _refused(origin, name, method, reason)
         return found

@@ -89,8 +89,8 @@ class KeptWeights:
         except QuantizationError as error:
             raise QuantizationError(
                 f"{origin}: the checkpoint is quantized, and {name} cannot be read part by part: {error}. Quantize a"
-                " checkpoint that is not quantized while it is loaded (quantization_config), or save this one anew with"
-                " transformers"
+                " checkpoint that is not quantized while it is loaded (quantization_config), or save this one again"
+                " with transformers"
             ) from error
         recipes = {part: self._recorder.recipe_of(tensor) for part, tensor in stored.tensors.items()}
         return replace(stored.format, stored=recipes)

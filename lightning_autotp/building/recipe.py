@@ -245,7 +245,7 @@ def take_recipe(parameter: nn.Parameter) -> Recipe | None:
     if recipe is not None and vars(parameter).pop("autotp_changes") != changes(parameter):
         raise RuntimeError(
             f"a parameter of shape {tuple(parameter.shape)} was written (initialized again, perhaps) after its model"
-            " was built without memory, and nothing of that would be in its values: do it where the model is built, in"
+            " was built without memory, and that would be lost: do it where the model is built, in"
             " configure_model(), within fabric.init_module() or meta_model()"
         )
     return recipe

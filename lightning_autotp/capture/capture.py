@@ -200,7 +200,7 @@ class _Untraceable(Exception):
             return
         real = cause.__cause__
         said = (
-            f"Run by itself with random numbers, {self.module or 'the model'} raises, too: {type(real).__name__}:"
+            f"Run on its own with random numbers, {self.module or 'the model'} raises, too: {type(real).__name__}:"
             f" {first_line(real)}\n  at {_user_line(real)}"
         )
         first = self.error if before is None else before.error

@@ -54,7 +54,7 @@ def check_files(directory: Path) -> int:
     *lines, end = sums.read_bytes().decode(errors="replace").split("\n")
     found = [match.groups() for line in lines if (match := _LINE.fullmatch(line))]
     if end or not found or len(found) < len(lines):
-        raise DamagedFileError(f"{sums} is damaged, a line of it is no checksum of a file: copy it again")
+        raise DamagedFileError(f"{sums} is damaged, one of its lines is not the checksum of a file: copy it again")
     digests = {name: digest for digest, name in found}
     problems = [f"not named: {file.name}" for file in directory.glob("*.safetensors") if file.name not in digests]
     for name, digest in digests.items():
@@ -65,7 +65,7 @@ def check_files(directory: Path) -> int:
             problems.append(f"changed: {name}")
     if problems:
         raise DamagedFileError(
-            f"{directory} is not what {CHECKSUMS} says that was written:\n  "
+            f"{directory} does not match {CHECKSUMS}:\n  "
             + "\n  ".join(problems)
             + "\nCopy these files again, or export again"
         )

@@ -259,7 +259,7 @@ def _described(
     other = [name for name, value in state.items() if not isinstance(value, Tensor)]
     if other:
         raise ValueError(
-            f"the model's state dict has values that are no tensors, which safetensors files cannot hold:"
+            f"the model's state dict has values that are not tensors, which safetensors files cannot hold:"
             f" {join_names(other)}. Save full_state_dict(model) with torch.save instead"
         )
     tensors: dict[str, tuple[Described, Hashable]] = {}

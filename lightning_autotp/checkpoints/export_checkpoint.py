@@ -151,8 +151,8 @@ def _choose(checkpoint: Mapping[str, Any], path: Path, model: str | None, prefix
         return _Model(kind, config, generation, *_place(prefix, entry), model, entry.get("conversions"))
     if not described:
         raise ValueError(
-            f"{path} does not say what model it is of: another strategy wrote it, or its LightningModule has no Hugging"
-            " Face model. Pass --model with a directory or Hub id whose configuration is the model's"
+            f"{path} does not say which model it is of: another strategy wrote it, or its LightningModule has no"
+            " Hugging Face model. Pass --model with a directory or Hub id whose configuration is the model's"
         )
     if prefix is None and len(described) > 1:
         raise ValueError(
@@ -197,7 +197,7 @@ def _class(name: str, where: Any) -> type[PreTrainedModel]:
     if not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
         raise ValueError(
             f"{where} is of a {name}, which transformers {transformers.__version__} does not have: install the version"
-            " it was trained with; a model with code of its own is exported in the run, by strategy.save_pretrained"
+            " it was trained with; a model with custom code is exported in the run, by strategy.save_pretrained"
         )
     return kind
 

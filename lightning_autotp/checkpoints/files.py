@@ -142,14 +142,14 @@ def read_checkpoint(path: Path, weights_only: bool | None = None, *, check: bool
         return _open_directory(found, weights_only)
     checkpoint = _read(found, weights_only, check)
     if not isinstance(checkpoint, dict):
-        raise DamagedFileError(f"{found} is not a Lightning checkpoint: it holds a {type(checkpoint).__name__}")
+        raise DamagedFileError(f"{found} is not a Lightning checkpoint: it contains a {type(checkpoint).__name__}")
     return checkpoint
 
 
 def _open_directory(directory: Path, weights_only: bool | None) -> dict[str, Any]:
     if not (directory / META).is_file():
         raise MissingFileError(
-            f"{directory} is no checkpoint, or not all of it: it has no {META}. Resume from a directory that"
+            f"{directory} is not a checkpoint, or an incomplete one: it has no {META}. Resume from a directory that"
             " Trainer.save_checkpoint or ModelCheckpoint made, copied whole"
         )
     rest = _read(Path(inside(directory, META)), weights_only, True)
@@ -379,7 +379,7 @@ def _lock(held: int, path: Path) -> None:
     except BlockingIOError:
         raise FileExistsError(
             f"another run is saving into {path} at this moment: what is there and what that run saves stay as they"
-            " are, and nothing of this run was written. Give each run a directory of its own: for checkpoints by"
+            " are, and nothing of this run was written. Give each run its own directory: for checkpoints by"
             " ModelCheckpoint(dirpath=...) or Trainer(default_root_dir=...)"
         ) from None
     except OSError as error:
@@ -387,7 +387,7 @@ def _lock(held: int, path: Path) -> None:
             raise
         warnings.warn(
             f"the file system of {path} has no locks: it will not be noticed if another run saves there at the same"
-            " time. Give each run a directory of its own",
+            " time. Give each run its own directory",
             stacklevel=2,
         )
 

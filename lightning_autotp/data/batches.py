@@ -284,8 +284,8 @@ def _pack(value: Any) -> tuple[bytes, list[Tensor]]:
         pickler.dump(value)
     except Exception as error:
         raise TypeError(
-            f"a batch cannot be sent to the other ranks: {error}. With broadcast_batches=True it may hold anything that"
-            " can be pickled, as with DataLoader(num_workers=1)"
+            f"a batch cannot be sent to the other ranks: {error}. With broadcast_batches=True it may contain anything"
+            " that can be pickled, as with DataLoader(num_workers=1)"
         ) from error
     return file.getvalue(), pickler.tensors
 

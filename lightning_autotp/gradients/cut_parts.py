@@ -53,7 +53,8 @@ class CutGradientPart(PartOfGradient, DTensor):
     @property
     def said(self) -> str:
         """In words, what this is a part of."""
-        return f"the gradient of {self.meta.name} ({list(self.shape)} of {list(self.meta.shape)}, cut again by FSDP2)"
+        shapes = f"{list(self.shape)} of {list(self.meta.shape)}"
+        return f"the gradient of {self.meta.name} ({shapes}, sharded again by FSDP2)"
 
     @property
     def sharing(self) -> tuple[TPGroup, ...]:

@@ -87,7 +87,7 @@ def beside_fsdp(gradient: Tensor) -> Tensor:
     """
     if torch.is_grad_enabled():
         raise RuntimeError(
-            "second derivatives (create_graph=True) do not go through parameters that FSDP2 has cut: train with one"
+            "second derivatives (create_graph=True) do not go through parameters that FSDP2 has sharded: train with one"
             " copy of the model (data_parallel_size=1, no data_mesh)"
         )
     # FSDP2 adds to the same gradients on a stream of its own.

@@ -261,7 +261,7 @@ def _communicate(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
     place = {dist.all_reduce: 2, dist.broadcast: 2}[func]
     group = kwargs.get("group") if len(args) <= place else args[place]
     if set(dist.get_process_group_ranks(group)) & _peers(gradient.part.group):
-        raise misleading(func, gradient, ", over ranks that hold other parts of it")
+        raise misleading(func, gradient, ", over ranks that have other parts of it")
     return func(*args, **kwargs)
 
 

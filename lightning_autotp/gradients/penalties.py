@@ -47,8 +47,8 @@ def penalty(module: nn.Module, function: Terms, *, parameters: Iterable[Tensor |
     Raises:
         RuntimeError: if no parallel model is found; in the backward pass, for second derivatives where FSDP2 has cut
             the parameters.
-        ValueError: for what is no parameter of ``module``; on the ranks where ``function`` returned another shape, or
-            used other tensors that require a gradient.
+        ValueError: for what is not a parameter of ``module``; on the ranks where ``function`` returned another shape,
+            or used other tensors that require a gradient.
         PeerError: on the other ranks then, or where ``function`` itself failed on a rank.
     """
     if parameters is None:
@@ -109,10 +109,10 @@ def _check(name: str, given: Tensor, terms: Tensor) -> None:
     if not is_alike or plain(terms).shape != plain(given).shape:
         found = f"{type(terms).__name__} of shape {tuple(terms.shape)}" if isinstance(terms, Tensor) else repr(terms)
         raise ValueError(
-            f"this rank's part of {name} is a {type(given).__name__} of shape {tuple(given.shape)}, but of it the"
+            f"this rank's part of {name} is a {type(given).__name__} of shape {tuple(given.shape)}, of which the"
             f" penalty's function made a {found}: it must return one term for each element, which are summed over all"
-            " ranks here. A penalty that is no sum over elements (a norm of rows) is computed from full_tensor(module,"
-            " name)"
+            " ranks here. A penalty that is not a sum over elements (a norm of rows) is computed from"
+            " full_tensor(module, name)"
         )
     if terms.requires_grad and _uses_others(terms, given):
         raise ValueError(

@@ -297,12 +297,14 @@ def sum_at_once_in_ddp(model: nn.Module) -> None:
     copies = dist.get_process_group_ranks(around.process_group)
     if len({*copies} & {*dist.get_process_group_ranks(state.group.process_group)}) > 1:
         raise RuntimeError(
-            f"the parallel {type(model).__name__} is inside of a DistributedDataParallel over ranks {copies}, which"
+            f"the parallel {type(model).__name__} is inside a DistributedDataParallel over ranks {copies}, which"
             " have different parts of it: that copies rank 0's part to all of them and averages gradients of different"
-            " tensors. transformers' Trainer, TRL's trainers and accelerate wrap a model so where several processes"
-            ' run. Train it with strategy="autotp" of Lightning\'s Trainer or of Fabric, or in a loop of your own; for'
-            " several copies of the model, AutoTPStrategy(data_parallel_size=...), parallelize(data_mesh=...), or a"
-            " process_group= of DistributedDataParallel whose ranks have the same part"
+            " tensors. transformers' Trainer, TRL's trainers and accelerate wrap a model like this when several"
+            " processes run. For a Trainer of transformers or TRL, derive a class from"
+            " lightning_autotp.AutoTPTrainerMixin and the Trainer; elsewhere train it with"
+            ' strategy="autotp" of Lightning\'s Trainer or of Fabric, or in a loop of your own. For several copies of'
+            " the model: AutoTPStrategy(data_parallel_size=...), parallelize(data_mesh=...), or a process_group= of"
+            " DistributedDataParallel whose ranks have the same part"
         )
     for buckets in _buckets(state):
         buckets.at_once = True

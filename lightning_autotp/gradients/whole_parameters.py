@@ -41,7 +41,7 @@ def full_tensor(module: nn.Module, parameter: Tensor | str) -> Tensor:
     Raises:
         RuntimeError: if no parallel model is found; in the backward pass, for second derivatives where FSDP2 has cut
             the parameter.
-        ValueError: for what is no parameter of ``module``.
+        ValueError: for what is not a parameter of ``module``.
     """
     (name,) = parameter_names(module, [parameter])
     table = ParameterTable(module)

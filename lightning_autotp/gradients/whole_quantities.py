@@ -110,12 +110,12 @@ def misleading(func: Callable[..., Any], gradient: PartOfGradient, detail: str =
     """The error where a function would not give what it gives of the whole gradient."""
     name = resolve_name(func) or getattr(func, "__name__", str(func))
     return RuntimeError(
-        f"{name} was called on this rank's part of {gradient.said}{detail}: that is not what it would be on the"
-        f" whole gradient. lightning_autotp.full_gradients(model)[{gradient.origin!r}] is the whole one,"
+        f"{name} was called on this rank's part of {gradient.said}{detail}: that is not what it would be on the whole"
+        f" gradient. lightning_autotp.full_gradients(model)[{gradient.origin!r}] is the whole one,"
         " lightning_autotp.clip_gradients_norm(model, max_norm) clips. Elementwise functions, norms and sums over all"
-        " elements are right as they are, and, unless FSDP2 has cut the model, masks of the whole shape, slices of rows"
-        " or columns, randn_like and rand_like. What is meant for this rank's part alone takes it as a plain tensor:"
-        " gradient.as_subclass(torch.Tensor). An optimizer whose step calls it is one process's in a"
+        " elements are right as they are, and, unless FSDP2 has sharded the model, masks of the whole shape, slices of"
+        " rows or columns, randn_like and rand_like. What is meant for this rank's part alone takes it as a plain"
+        " tensor: gradient.as_subclass(torch.Tensor). An optimizer whose step calls it is one process's in a"
         " lightning_autotp.WholeMatrixOptimizer(module, parameters, kind, lr=...), which gives it whole tensors"
     )
 

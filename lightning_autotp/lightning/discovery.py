@@ -58,8 +58,8 @@ def find_models(
         models = dict(_children(module))
         if not models:
             raise ValueError(
-                f"looking for the model to parallelize in {type(module).__name__}: it holds no Hugging Face model and"
-                " no child with parameters. Build the model in configure_model() or __init__() and assign it to an"
+                f"looking for the model to parallelize in {type(module).__name__}: it has no Hugging Face model"
+                " and no child with parameters. Build the model in configure_model() or __init__() and assign it to an"
                 " attribute"
             )
         if inputs is None and len(models) == 1:

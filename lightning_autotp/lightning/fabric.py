@@ -168,7 +168,7 @@ class AutoTPFabricStrategy(AutoTPBase, _ModelParallelStrategy):
         with raise_together(None, "looking for the model to parallelize"):
             if parallel_models(module):
                 raise ValueError(
-                    f"{type(module).__name__} is, or holds, a model that was set up already: call fabric.setup or"
+                    f"{type(module).__name__} is, or contains, a model that was set up already: call fabric.setup or"
                     " fabric.setup_module once, and use what it returns"
                 )
             self._refuse_optimizers_of(module)

@@ -76,7 +76,7 @@ def first_step_with(data: Callable[[], Any], module: LightningModule, models: Se
     Without models ``training_step`` does not run, and only the data are looked at.
     """
     if sys.platform != "linux":
-        return _unseen("the training data are looked into on Linux only", models)
+        return _unseen("the training data can be inspected on Linux only", models)
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe(duplex=False)
     outside = torch.get_default_dtype()
@@ -99,7 +99,7 @@ def first_step_with(data: Callable[[], Any], module: LightningModule, models: Se
             process.kill()
             process.join()
     if size == StepSize():
-        tokens = _unknown("the first batch holds no tensors of more than one row")
+        tokens = _unknown("the first batch has no tensors of more than one row")
     elif isinstance(size, StepSize):
         tokens = TokensPerStep(size=size, source="as the first batch of the training data")
     else:
@@ -120,9 +120,9 @@ def _unknown(why: str) -> TokensPerStep:
 def _unreadable(loader: Any) -> str:
     """Why a loader's first batch cannot be known before training; empty if it can."""
     if not isinstance(loader, DataLoader):
-        return f"a {type(loader).__name__} cannot be looked into before training"
+        return f"a {type(loader).__name__} cannot be inspected before training"
     if isinstance(loader.dataset, IterableDataset):
-        return "a stream cannot be looked into before training"
+        return "a stream cannot be inspected before training"
     if loader.batch_sampler is not None and loader.batch_size is None:
         return f"a {type(loader.batch_sampler).__name__} of your own makes the batches"
     return ""

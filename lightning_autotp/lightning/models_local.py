@@ -90,8 +90,8 @@ def _make_local_for_call(
         if why == str(error):
             raise
         raise CaptureError(
-            f"{error} (The first training step does not serve instead: {why}. If this {type(model).__name__} need not"
-            " be divided, AutoTPStrategy(models=[...]) names those that shall be)"
+            f"{error} (The first training step cannot be used instead: {why}. If this {type(model).__name__} need not"
+            " be divided, AutoTPStrategy(models=[...]) names those that should be)"
         ) from error
 
 

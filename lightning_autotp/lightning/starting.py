@@ -35,7 +35,7 @@ def check_start(processes: int, machines: int) -> None:
     if machines > 1 and missing:
         raise RuntimeError(
             f"num_nodes={machines}: {', '.join(missing)} not set, so this process does not know which of the"
-            f" {machines} machines it is on, or where the first one is, and would wait for the others in vain. Start"
+            f" {machines} machines it is on, or where the first one is, and would wait for the others forever. Start"
             f" the program on every machine with `torchrun --nnodes {machines} --nproc-per-node {processes}"
             " --rdzv-backend c10d --rdzv-endpoint FIRST_MACHINE:29500 train.py`, or in a SLURM job with srun; or set"
             " them: MASTER_ADDR and MASTER_PORT of the first machine everywhere, NODE_RANK from 0 on. On one machine,"

@@ -328,7 +328,7 @@ class AutoTPStrategy(AutoTPBase, ModelParallelStrategy):
             raise RuntimeError(
                 f"{type(self._module).__name__}.training_step returned no loss, and several processes cannot skip a"
                 ' step. A Hugging Face model computes one only where its batch has labels: {"input_ids": ids,'
-                ' "labels": ids} for a causal language model. Else return what you compute of its logits'
+                ' "labels": ids} for a causal language model. Otherwise return what you compute from its logits'
                 " (lightning_autotp.losses)"
             )
         return output

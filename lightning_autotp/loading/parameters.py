@@ -165,7 +165,7 @@ def _read_stored(parameter: nn.Parameter, meta: ParameterMeta, device: torch.dev
             raise QuantizationError(
                 f"{meta.name} is quantized in the checkpoint with {name} {recipe.target.size} of {recipe.target.dtype},"
                 f" but its library now makes {tuple(made.shape)} of {made.dtype} for a part {tuple(blank.shape)} of it:"
-                " save the checkpoint anew with this version of the library"
+                " save the checkpoint again with this version of the library"
             )
         _copy(made, recipe, [Block(along(block.local), along(block.original), block.ranks) for block in blocks])
     return weight

@@ -228,9 +228,7 @@ class WholeMatrixOptimizer(Optimizer):
         ]
         copies = next((TPGroup.of(spread) for _, p in added if (spread := data_group(p)) is not None), self._copies)
         if self._wholes and copies != self._copies:
-            raise ValueError(
-                "FSDP2 has cut the parameters that are added, and not the ones of before: make a new optimizer"
-            )
+            raise ValueError("FSDP2 has sharded the added parameters, but not the earlier ones: make a new optimizer")
         self._copies = copies
         self._ranks = ALONE if table is None else table.group
         wholes = []
@@ -393,9 +391,9 @@ class WholeMatrixOptimizer(Optimizer):
             return
         if reason:
             raise ValueError(
-                f"{self.kind} is not right in a WholeMatrixOptimizer, which steps every parameter by itself on one"
-                f" rank: {reason}. It serves optimizers that compute a tensor's update from that tensor alone"
-                " (Muon, Adafactor, LAMB, SOAP)"
+                f"{self.kind} is not right in a WholeMatrixOptimizer, which steps each parameter separately, on one"
+                f" rank: {reason}. It is for optimizers that compute a tensor's update from that tensor alone (Muon,"
+                " Adafactor, LAMB, SOAP)"
             )
 
     def _reason_against(self, device: torch.device, dtype: torch.dtype) -> str | None:

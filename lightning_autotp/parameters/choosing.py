@@ -18,7 +18,7 @@ def parameter_names(module: nn.Module, parameters: Iterable[Tensor | str]) -> li
         parameters: parameters of it as they are now, or any of their names in it.
 
     Raises:
-        ValueError: for what is no parameter of the module.
+        ValueError: for what is not a parameter of the module.
     """
     first: dict[int, str] = {}
     found: dict[str, str] = {}
@@ -37,8 +37,8 @@ def _unknown(module: nn.Module, chosen: Tensor | str, names: Iterable[str]) -> s
     if isinstance(chosen, str):
         alike = get_close_matches(chosen, names, n=1)
         hint = f"; did you mean {alike[0]!r}?" if alike else ", where names are those of its named_parameters()"
-        return f"{chosen!r} is no parameter of {type(module).__name__}{hint}"
+        return f"{chosen!r} is not a parameter of {type(module).__name__}{hint}"
     return (
-        f"a tensor of shape {tuple(chosen.shape)} is no parameter of {type(module).__name__}: pass a parameter itself,"
-        " not a view or a copy of it, and the module that has it; or pass its name"
+        f"a tensor of shape {tuple(chosen.shape)} is not a parameter of {type(module).__name__}: pass a parameter"
+        " itself, not a view or a copy of it, and the module that has it; or pass its name"
     )

@@ -56,7 +56,7 @@ def refuse_cut(model: nn.Module) -> None:
         raise RuntimeError(
             f"{join_names(names)} of {type(model).__name__} are DTensors, which parallelize_module, distribute_tensor"
             " or fully_shard has divided already: leave that out. lightning_autotp divides the whole model itself, and"
-            " data_parallel_size= (or data_mesh= of parallelize) lets FSDP2 cut its copies"
+            " data_parallel_size= (or data_mesh= of parallelize) lets FSDP2 shard its copies"
         )
 
 

@@ -86,8 +86,8 @@ class QuantizedWeight(Tensor):
                 return first.moved(kwargs.get("device") or first.device, kwargs.get("dtype") or first.dtype)
             if schema_of(func).is_mutable:
                 raise QuantizationError(
-                    f"{func} would write into a weight that is quantized, {tuple(first.shape)}: such weights stay what"
-                    " they are. Train adapters beside them"
+                    f"{func} would write into a weight that is quantized, {tuple(first.shape)}: such weights cannot"
+                    " be changed. Train adapters beside them"
                 )
         args = [value.values() if isinstance(value, QuantizedWeight) else value for value in args]
         return func(*args, **kwargs)

@@ -158,10 +158,9 @@ class ParallelState:
                     places.append(Place(name, module, attribute, self.metas[name]))
         if strangers:
             raise RuntimeError(
-                f"{join_names(strangers)} came into the parallel"
-                f" {type(model).__name__} after it was divided: nothing is known of how they lie over the ranks. Add"
-                " adapters, heads and parametrizations before (in configure_model()), or put what every rank is to"
-                " have whole outside of this model"
+                f"{join_names(strangers)} joined the parallel {type(model).__name__} after it was divided: it is"
+                " not known how they are distributed over the ranks. Add adapters, heads and parametrizations before"
+                " (in configure_model()), or put what every rank is to have whole outside of this model"
             )
         return places
 

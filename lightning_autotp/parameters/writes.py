@@ -95,10 +95,10 @@ class Writes:
         elif (unknown := sorted(changed - self._checked)) and not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"{join_names(unknown)} were written in"
-                " place, not by an optimizer, by code that was not checked. Each rank has only a part of them:"
-                " what does the same with each element is right; rows by their index or random numbers would be others"
-                " in the whole tensor. Run that code once inside `with lightning_autotp.checked(model):`, which tells",
+                f"{join_names(unknown)} were written in place, not by an optimizer, by code that was not checked. Each"
+                " rank has only a part of them: doing the same with each element is right; rows by index and random"
+                " numbers would differ from those of the whole tensor. Run that code once inside `with"
+                " lightning_autotp.checked(model):`, which reports it",
                 stacklevel=2,
             )
 

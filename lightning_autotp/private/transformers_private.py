@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -72,6 +72,7 @@ __all__ = [
     "SPECIAL_TOKENS_MAP_FILE",
     "TOKENIZER_CONFIG_FILE",
     "VIDEO_PROCESSOR_NAME",
+    "TrainerSteps",
     "asks_hub_by_own_functions",
     "conversion_key",
     "conversions_of",
@@ -89,6 +90,11 @@ __all__ = [
     "with_hub_functions",
     "with_loading_step",
 ]
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+else:
+    Trainer = object  # derived classes choose which
 
 INITIALIZES = ("_init_weights",)
 """A model's method that fills in a module's weights: what all others that do so call, and ``model.apply`` is given."""
@@ -179,3 +185,42 @@ def fake_tensors_as_ordinary() -> Iterator[None]:
         yield
     finally:
         import_utils.is_fake_tensor = before
+
+
+class TrainerSteps(Trainer):
+    """Before a ``Trainer`` among a class's bases: steps of its checkpoints, by names that a derived class may override.
+
+    Nothing public is between the whole checkpoint and the files of one process: callbacks come after all of it.
+    """
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        self.save_training_state(output_dir)
+
+    def save_training_state(self, directory: str) -> None:
+        """Write what ``optimizer.state_dict()`` gives, and the scheduler's state, where ``args.should_save``."""
+        super()._save_optimizer_and_scheduler(directory)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        self.load_training_state(checkpoint)
+
+    def load_training_state(self, directory: str | None) -> None:
+        """Give the optimizer and the scheduler what was written, if it was."""
+        super()._load_optimizer_and_scheduler(directory)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        self.save_random_state(output_dir)
+
+    def save_random_state(self, directory: str) -> None:
+        """Write this process's random state, whichever process it is."""
+        super()._save_rng_state(directory)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        self.load_weights(resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        assert self.state.best_model_checkpoint is not None
+        self.load_weights(self.state.best_model_checkpoint)
+
+    def load_weights(self, directory: str) -> None:
+        """Load the model's weights from a checkpoint."""
+        super()._load_from_checkpoint(directory)

@@ -254,8 +254,8 @@ class CallProver:
         if len(self.with_gradients) > 1:
             raise UnprovedCall(
                 f"a backward pass computes activations of {self._who()} again (activation checkpointing) after calls of"
-                " different kinds, between which layouts differ, and which of them it was is not known: call backward"
-                " after each of them, call it in the same way each time, or turn activation checkpointing off"
+                " different kinds, between which layouts differ, and it is not known which of them it was: call"
+                " backward after each of them, call it in the same way each time, or turn activation checkpointing off"
             )
         return way in self.with_gradients
 
@@ -288,8 +288,8 @@ class CallProver:
             )
         except CaptureError as error:
             warnings.warn(
-                f"a call of {self._who()} cannot be traced, and so nobody has proved that its parts compute what the"
-                f" model does when it is called so: {described(call, self.modules[0].training)}. ({error})",
+                f"a call of {self._who()} cannot be traced, so it is not proved that its parts compute what the"
+                f" model does in such a call: {described(call, self.modules[0].training)}. ({error})",
                 stacklevel=2,
             )
             return self._way(None, parallel_state(self.model).parts)
@@ -355,7 +355,7 @@ class CallProver:
         if what not in self.undescribed and torch.is_grad_enabled():
             self.undescribed.add(what)
             warnings.warn(
-                f"{self._who()} is called with a {what}, about which nothing is known: nobody has proved that its parts"
+                f"{self._who()} is called with a {what}, about which nothing is known: it is not proved that its parts"
                 " compute what the model does in such a call",
                 stacklevel=3,
             )

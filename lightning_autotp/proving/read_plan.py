@@ -104,7 +104,7 @@ def _refuse_cut_blocks(plan: Plan, graph: Graph) -> None:
         layout = layouts.get(name)
         if isinstance(layout, Shard) and not is_cut_between(layout, units):
             raise PlanMismatch(
-                f"the plan cuts {name} as {layout}, inside of blocks that are quantized together, or that products in"
+                f"the plan cuts {name} as {layout}, inside blocks that are quantized together, or that products in"
                 f" float8 take: it may be cut at multiples of {list(units)} only. Make a plan of the model with its"
                 " quantization_config, or after convert_to_float8_training"
             )
@@ -185,5 +185,5 @@ def _first_difference(theirs: list[str], ours: list[str]) -> str:
     extra = [entry for entry in theirs if entry not in ours]
     missing = [entry for entry in ours if entry not in theirs]
     if extra:
-        return f"its entry {extra[0]} is nothing that its layouts need"
+        return f"its entry {extra[0]} is not needed by its layouts"
     return f"it lacks {missing[0]}, which its layouts need" if missing else ""

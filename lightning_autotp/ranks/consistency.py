@@ -172,18 +172,18 @@ def explain(accounts: Mapping[int, Account]) -> list[str]:
             )
     if (differing := difference({rank: said.streams for rank, said in accounts.items()})) is not None:
         found.append(
-            f"the random numbers of the ranks of a tensor-parallel group have come apart{_when(first)}: {differing}."
-            " These ranks draw from one common stream, so that what each of them holds whole stays the same. Something"
-            " has drawn from torch's global generator on one rank otherwise than on another: for a tensor of which each"
-            " holds another part (`torch.randn_like(p.grad)`), or on some ranks only (`if rank == 0`), or has seeded it"
-            " by rank. What to do: draw for the whole tensor on every rank and take this rank's part of it, or draw"
-            " from a generator of your own (`generator=torch.Generator()`); call `seed_everything(seed)` with one seed."
+            f"the random numbers of the ranks of a tensor-parallel group have diverged{_when(first)}: {differing}."
+            " These ranks draw from one common stream, so that what each of them has whole stays the same. One rank has"
+            " drawn from torch's global generator differently from another: for a tensor of which each has another part"
+            " (`torch.randn_like(p.grad)`), or on some ranks only (`if rank == 0`), or has seeded it by rank. What to"
+            " do: draw for the whole tensor on every rank and take this rank's part of it, or draw from a generator of"
+            " your own (`generator=torch.Generator()`); call `seed_everything(seed)` with one seed."
         )
     return found
 
 
 def _when(account: Account) -> str:
-    alike = f"; at {account.before} they were still alike" if account.before is not None else ""
+    alike = f"; at {account.before} they were still equal" if account.before is not None else ""
     if account.places:
         return f" at {account.places[-1]}{alike}"
     return f" after {account.before}" if account.before is not None else ""

@@ -75,9 +75,9 @@ class Drift:
             for rank, (name, (total, norm)) in zip(numbers, said, strict=True)
         ]
         raise RuntimeError(
-            "a tensor that every rank of a tensor-parallel group has whole has become another one on each:\n"
+            "a tensor that every rank of a tensor-parallel group has whole has become a different one on each:\n"
             + "\n".join(found)
             + "\nEach rank steps its own copy. Look for what does something else on one rank: a write on rank 0, a"
             " gradient that is clipped or scaled by a number of this rank's part, random numbers that are not the"
-            " group's; or start again from a checkpoint, where kernels that are not deterministic have added up to it"
+            " group's; or start again from a checkpoint, if nondeterministic kernels have caused it"
         )

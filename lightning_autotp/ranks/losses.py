@@ -76,9 +76,9 @@ class Losses:
         raise RuntimeError(
             "the ranks of a tensor-parallel group have different losses, although they work on the same batches:\n"
             + "\n".join(found)
-            + "\nSomething in the step is computed from what one rank has only (a part of a parameter or of an"
-            " activation, its number, a file, an environment variable), or goes another way on one rank."
-            " AutoTPStrategy(checked_steps=-1) looks at every step's use of parameters"
+            + "\nSomething in the step depends on what only one rank has (a part of a parameter or of an"
+            " activation, its number, a file, an environment variable), or takes another path on one rank."
+            " AutoTPStrategy(checked_steps=-1) checks every step's use of parameters"
         )
 
     def _total(self) -> float:

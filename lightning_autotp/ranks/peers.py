@@ -369,7 +369,7 @@ def _in_short(error: BaseException) -> str:
 
 
 def _stopped(peer: Peer) -> str:
-    return f"{peer} is stopped (by SIGSTOP, or Ctrl-Z in a terminal) and takes no part any more"
+    return f"{peer} is stopped (by SIGSTOP, or Ctrl-Z in a terminal) and no longer takes part"
 
 
 def _within(seconds: float, ask: Callable[..., T], *args: Any) -> T:

@@ -15,15 +15,18 @@ import doctest
 import importlib
 import inspect
 import io
+import json
 import pkgutil
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import memory_picture
 import pytest
 from flop_counts import prove_flops
 from pages import DOCS, OPERATORS_PAGE, PAGES, ROOT, blocks
+from PIL import Image
 from rule_cases import CASES
 from rule_draws import prove
 
@@ -210,6 +213,15 @@ def test_the_totals_are_the_zoos() -> None:
     readme = (ROOT / "README.md").read_text()
     assert f"[{in_parity(ROOT / 'docs' / 'zoo.md')}](docs/zoo-totals.md) of transformers" in readme
     assert f"and {in_parity(ROOT / 'docs' / 'zoo-others.md')} of six other packages" in readme
+
+
+def test_the_picture_of_memory_has_the_figures_of_its_page(tmp_path: Path) -> None:
+    """If not: ``python tools/memory_picture.py`` draws it again."""
+    memory_picture.draw(memory_picture.figures(), tmp_path / "now.png")
+    for picture in (tmp_path / "now.png", ROOT / "docs" / "memory.png"):
+        assert json.loads(Image.open(picture).text[memory_picture.DATA]) == memory_picture.figures()
+    one, two, *others = (sum(parts) for parts in memory_picture.figures().values())
+    assert one > two > max(others)
 
 
 def test_as_many_rules_as_it_says() -> None:

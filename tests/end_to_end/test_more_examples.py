@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import html
 import json
 import math
 import re
@@ -203,6 +204,47 @@ def test_a_plain_loop(tiny: Path, tmp_path: Path) -> None:
     assert one.keys() == two.keys() == AutoModelForCausalLM.from_pretrained(tiny).state_dict().keys()
     for name in one:
         torch.testing.assert_close(two[name], one[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.nightly
+def test_the_picture_of_a_start(tiny: Path, tmp_path: Path) -> None:
+    """docs/start.svg has the lines of a run, in their order, up to the first step."""
+    script = (str(EXAMPLES / "finetune.py"), "--model", str(tiny), "--text", str(tiny / "text.txt"))
+    small = ("--max-steps", "2", "--sequence-length", "32", "--no-save")
+    run(str(ROOT / "tools" / "start_picture.py"), str(tmp_path / "start.svg"), *script, *small, cwd=tmp_path)
+    for picture in (tmp_path / "start.svg", ROOT / "docs" / "start.svg"):
+        drawn = html.unescape("".join(re.findall(r"<text[^>]*>([^<]*)</text>", picture.read_text())))
+        shown = drawn.replace("\N{NO-BREAK SPACE}", " ")
+        places = [shown.find(text) for text in ("planned and proved", "collectives in a step", "k_proj", "priced for")]
+        assert -1 < places[0] < places[1] < places[2] < places[3]
+        assert "Warning" not in shown
+        assert "Epoch" not in shown
+
+
+@pytest.mark.nightly
+def test_a_trainer_of_transformers(tiny: Path, tmp_path: Path) -> None:
+    numbers = {}
+    for ranks in ("1", "2"):
+        command = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks)
+        output = run(
+            *(
+                *command,
+                str(EXAMPLES / "hf_trainer.py"),
+                "--model",
+                str(tiny),
+                "--text",
+                str(tiny / "text.txt"),
+                *SHORT,
+            ),
+            *("--output_dir", f"out{ranks}"),
+            cwd=tmp_path,
+        )
+        numbers[ranks] = [float(number) for number in re.findall(r"'(?:loss|grad_norm)': '?([0-9.]+)", output)]
+    assert len(numbers["2"]) == 8
+    assert numbers["2"] == pytest.approx(numbers["1"], rel=1e-3)  # they are printed with four digits
+    one, two = (AutoModelForCausalLM.from_pretrained(tmp_path / f"out{ranks}" / "checkpoint-4") for ranks in ("1", "2"))
+    for ours, theirs in zip(one.parameters(), two.parameters(), strict=True):
+        torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-5)
 
 
 def test_a_module_without_hugging_face(tmp_path: Path) -> None:

@@ -284,3 +284,68 @@ def _(_: Any) -> None:
             vars(module)["_init_weights"] = initialized.append
     model.init_weights()
     assert set(initialized) == set(model.modules())
+
+
+@cache
+def trained() -> tuple[list[str], list[Any]]:
+    """The names of a Trainer's steps as a run and one that goes on call them, and the optimizer's states it loaded."""
+    from types import SimpleNamespace
+
+    from transformers import Trainer, TrainingArguments
+
+    called, given, state = [], [], {"whole": torch.ones(1)}
+
+    class Steps(Trainer):
+        def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+            called.append("_save_optimizer_and_scheduler")
+            own = self.optimizer
+            self.optimizer = SimpleNamespace(state_dict=lambda: state)
+            super()._save_optimizer_and_scheduler(output_dir)
+            self.optimizer = own
+
+        def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+            called.append("_load_optimizer_and_scheduler")
+            own = self.optimizer
+            self.optimizer = SimpleNamespace(load_state_dict=given.append)
+            super()._load_optimizer_and_scheduler(checkpoint)
+            self.optimizer = own
+
+        def _save_rng_state(self, output_dir: str) -> None:
+            called.append("_save_rng_state")
+            super()._save_rng_state(output_dir)
+            assert (Path(output_dir) / "rng_state.pth").is_file()
+
+        def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+            called.append("_load_from_checkpoint")
+
+        def _load_best_model(self) -> None:
+            assert Path(str(self.state.best_model_checkpoint)).is_dir()
+            called.append("_load_best_model")
+
+    tokens = {"input_ids": torch.ones(3, dtype=torch.int64), "labels": torch.ones(3, dtype=torch.int64)}
+    with tempfile.TemporaryDirectory() as folder:
+        for steps, resumed in ((1, None), (2, f"{folder}/checkpoint-1")):
+            arguments = TrainingArguments(
+                folder, max_steps=steps, save_steps=1, eval_steps=1, eval_strategy="steps", use_cpu=True, report_to=[],
+                load_best_model_at_end=True, metric_for_best_model="loss", disable_tqdm=True,
+            )  # fmt: skip
+            model = copy.deepcopy(tiny())
+            Steps(model, arguments, train_dataset=[tokens], eval_dataset=[tokens]).train(resume_from_checkpoint=resumed)
+    return called, given
+
+
+@canary(
+    "transformers.Trainer",
+    "transformers.Trainer._save_optimizer_and_scheduler",
+    "transformers.Trainer._load_optimizer_and_scheduler",
+    "transformers.Trainer._save_rng_state",
+    "transformers.Trainer._load_from_checkpoint",
+    "transformers.Trainer._load_best_model",
+)
+def _(_: Any) -> None:
+    """Its steps come one by one, and write and load what stands for the optimizer gives and gets."""
+    called, [state] = trained()
+    saved = ["_save_optimizer_and_scheduler", "_save_rng_state"]
+    steps = [name for name in called if name != "_load_optimizer_and_scheduler"]
+    assert steps == [*saved, "_load_best_model", "_load_from_checkpoint", *saved, "_load_best_model"]
+    assert state["whole"] == 1

@@ -510,7 +510,9 @@ def test_failure_names_module_and_line() -> None:
     with pytest.raises(CaptureError, match=r"inner[\s\S]*test_capture\.py:\d+ in .*forward"):
         capture(Outer(Broken()), torch.zeros(2, 4))
 
-    with pytest.raises(CaptureError, match=r"Run by itself with random numbers, inner raises, too: RuntimeError: mat1"):
+    with pytest.raises(
+        CaptureError, match=r"Run on its own with random numbers, inner raises, too: RuntimeError: mat1"
+    ):
         capture(Outer(Broken()), torch.zeros(2, 4))
 
 

@@ -290,7 +290,7 @@ def test_even_a_table_that_the_directory_vouches_for_is_not_run(folder: Path, mo
     main()
     assert read(folder.parent / "whole") == plain(checkpoint(1, None))
     monkeypatch.setattr(sys, "argv", ["lightning-autotp", "export", str(folder), str(folder.parent / "exported")])
-    with pytest.raises(SystemExit, match="does not say what model it is of"):
+    with pytest.raises(SystemExit, match="does not say which model it is of"):
         main()
     assert not mark.exists()
 

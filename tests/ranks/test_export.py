@@ -481,4 +481,4 @@ def test_what_cannot_be_exported_is_said(ranks: list[dict[Any, Any]], root: Path
         assert "ValueError: " in seen["no tokenizer"]
         assert "has none of the files of a tokenizer" in seen["no tokenizer"]
         assert seen["size"].startswith("ValueError: "), seen["size"]
-        assert "ValueError: the model's state dict has values that are no tensors" in seen["not a tensor"]
+        assert "ValueError: the model's state dict has values that are not tensors" in seen["not a tensor"]

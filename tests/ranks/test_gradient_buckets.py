@@ -360,7 +360,8 @@ def test_sums_are_one_process_gradients(size: int) -> None:
         seen, sums = found["small buckets"]
         assert all(torch.equal(seen[name], gradient) for name, gradient in alone(once, size).items())
         assert sums == 3  # a and b, c; low
-        assert "is inside of a DistributedDataParallel over ranks [0, 1" in found["refused"]
+        assert "is inside a DistributedDataParallel over ranks [0, 1" in found["refused"]
+        assert "lightning_autotp.AutoTPTrainerMixin" in found["refused"]
         assert "transformers' Trainer" in found["refused"]
 
 

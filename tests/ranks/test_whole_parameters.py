@@ -291,9 +291,9 @@ def mistakes(rank: int, size: int) -> dict[str, str]:
 def test_mistakes_are_errors_on_every_rank() -> None:
     results = run_ranks(mistakes, 3)
     for rank, found in enumerate(results):
-        assert found["name"] == "ValueError: 'unevn' is no parameter of Original; did you mean 'uneven'?"
+        assert found["name"] == "ValueError: 'unevn' is not a parameter of Original; did you mean 'uneven'?"
         assert "where names are those of its named_parameters()" in found["foreign name"]
-        assert "tensor of shape (2, 3) is no parameter of Original" in found["view"]
+        assert "tensor of shape (2, 3) is not a parameter of Original" in found["view"]
         assert "did you mean 'even'" in found["name of penalty"]
         assert "no parallel model" in found["no model"]
         assert "this rank's part of even is a Tensor of shape (4, 3)" in found["shape"].replace("Parameter", "Tensor")
@@ -451,13 +451,13 @@ def two_by_two(rank: int, size: int) -> dict[str, Any]:
     gathered = model.lm_head.weight
     assert not isinstance(gathered, DTensor)
     seen["by object"] = torch.equal(full_tensor(model, gathered), full_tensor(model, "lm_head.weight"))
-    with pytest.raises(ValueError, match="is no parameter of"):
+    with pytest.raises(ValueError, match="is not a parameter of"):
         full_tensor(model, gathered)  # it no longer is
     for case, loss in {
         "whole": full_tensor(model, "lm_head.weight").square().sum(),
         "sum": penalty(model, lambda name, p: p.pow(3)),
     }.items():
-        with pytest.raises(RuntimeError, match="do not go through parameters that FSDP2 has cut"):
+        with pytest.raises(RuntimeError, match="do not go through parameters that FSDP2 has sharded"):
             torch.autograd.grad(loss, list(model.parameters()), create_graph=True, allow_unused=True)
         seen[case] = True
     with pytest.raises(ValueError, match=r"made a Tensor of shape"):

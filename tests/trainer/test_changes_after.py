@@ -297,22 +297,22 @@ WRONG: dict[str, tuple[Callable[[Any], Any], str, list[str]]] = {
         "before",
         ["the forward of ", "1.mlp was replaced by another_forward.<locals>"],
     ),
-    "adapter": (added, "before", ["adapter.weight", "came into the parallel"]),
+    "adapter": (added, "before", ["adapter.weight", "joined the parallel"]),
     "weight norm": (
         lambda model: parametrizations.weight_norm(up(model)),
         "before",
-        ["parametrizations.weight.original0", "came into the parallel", "in configure_model()"],
+        ["parametrizations.weight.original0", "joined the parallel", "in configure_model()"],
     ),
     "spectral norm": (
         lambda model: parametrizations.spectral_norm(up(model)),
         "before",
-        ["parametrizations.weight.original came into the parallel"],
+        ["parametrizations.weight.original joined the parallel"],
     ),
-    "old weight norm": (lambda model: weight_norm(up(model)), "before", ["weight_g", "came into the parallel"]),
+    "old weight norm": (lambda model: weight_norm(up(model)), "before", ["weight_g", "joined the parallel"]),
     "pruned": (
         lambda model: prune.l1_unstructured(up(model), "weight", amount=0.5),
         "before",
-        ["weight_orig came into the parallel"],
+        ["weight_orig joined the parallel"],
     ),
     "functional with whole tensors": (whole_tensors, "at once", ["this rank's part (", DO_BEFORE]),
 }

@@ -211,7 +211,7 @@ def test_an_error_in_the_background_reaches_both_ranks(two: list[dict[str, Any]]
     [
         ("cut", "cut.ckpt cannot be read: its file __1_0.distcp is damaged, truncated or from another save (it has"),
         ("lacking", "lacking.ckpt lacks the file __0_0.distcp"),
-        ("unfinished", "unfinished.ckpt is no checkpoint, or not all of it: it has no meta.pt"),
+        ("unfinished", "unfinished.ckpt is not a checkpoint, or an incomplete one: it has no meta.pt"),
         (
             "flipped",
             "flipped.ckpt cannot be read: its file __1_0.distcp is damaged, truncated or from another save (the",

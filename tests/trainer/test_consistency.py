@@ -197,7 +197,7 @@ def test_a_batch_that_differs_is_named_on_every_rank_alike(case: str, expected: 
     assert "on rank 0 and" in message or "on ranks 0" in message
     assert "What to do:" in message
     assert "use_distributed_sampler" in message
-    assert "have come apart" not in message
+    assert "have diverged" not in message
 
 
 @pytest.mark.parametrize(
@@ -215,12 +215,12 @@ def test_ranks_that_are_not_at_the_same_batch(case: str, expected: str) -> None:
 
 def test_streams_that_have_come_apart_are_named() -> None:
     [drawn] = {seen["drawn otherwise"] for seen in three()}
-    assert "have come apart after batch 1: the state of the CPU's generator is " in drawn
+    assert "have diverged after batch 1: the state of the CPU's generator is " in drawn
     assert drawn.count(" on rank ") == 3
     assert "differs between" not in drawn
     [both] = {seen["both"] for seen in three()}
     assert both.startswith("batch 9 differs between the ranks")
-    assert "have come apart at batch 9: the state" in both
+    assert "have diverged at batch 9: the state" in both
 
 
 # --- in a run ---
@@ -466,7 +466,7 @@ def test_runs_in_which_nothing_differs(world_size: int, case: str, folder: Any) 
 
 BATCH = "batch {} differs between the ranks of a tensor-parallel group: batch['row'] is float32[2, 6] (checksum "
 TRAINED = "{} of the train data (dataloader 0, epoch 0, step {})"
-STREAM = "the random numbers of the ranks of a tensor-parallel group have come apart at batch {}; at batch {} they were"
+STREAM = "the random numbers of the ranks of a tensor-parallel group have diverged at batch {}; at batch {} they were"
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -586,7 +586,7 @@ def test_a_difference_in_one_copy_is_an_error_in_all_of_them() -> None:
     assert "on rank 3. " in error
     assert steps == 4
     [(error, steps, _, _)] = {seen["local draws"] for seen in four()}
-    assert "have come apart at batch 4 of the train data (dataloader 0, epoch 0, step 4); at batch 3 of" in error
+    assert "have diverged at batch 4 of the train data (dataloader 0, epoch 0, step 4); at batch 3 of" in error
     assert "on rank 0 and " in error
     assert steps == 5
 

@@ -187,7 +187,7 @@ def test_what_was_written_is_checked(
         said = command(monkeypatch, copy, name="check")
         assert said.startswith("lightning-autotp check: ")
         assert file.name in said
-    assert "is no checkpoint, or not all of it" in command(monkeypatch, tmp_path, name="check")
+    assert "is not a checkpoint, or an incomplete one" in command(monkeypatch, tmp_path, name="check")
 
 
 def rewritten(source: Path, target: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
@@ -204,7 +204,7 @@ def test_a_checkpoint_of_another_strategy(saved: Path, tmp_path: Path, monkeypat
         checkpoint["state_dict"] = {f"net.inner.{name.removeprefix('model.')}": state[name] for name in state}
 
     path = rewritten(saved / "file.ckpt", tmp_path / "plain.ckpt", plain)
-    assert "does not say what model it is of" in command(monkeypatch, path, tmp_path / "a")
+    assert "does not say which model it is of" in command(monkeypatch, path, tmp_path / "a")
     assert command(monkeypatch, path, tmp_path / "b", "--model", saved / "source") == "done"
     assert set(contents(tmp_path / "b")) == {"model.safetensors"} | {
         name for name in contents(saved / "file exported") if not name.startswith("model")
@@ -248,10 +248,10 @@ def test_checkpoints_that_cannot_be_exported(saved: Path, tmp_path: Path, monkey
     torch.save({"state_dict": {}, "task": SimpleNamespace()}, tmp_path / "objects.ckpt")
     with pytest.raises(DamagedFileError, match=r"SimpleNamespace\); nothing else is unpickled.*--weights-only false"):
         export_checkpoint(tmp_path / "objects.ckpt", out)
-    with pytest.raises(ValueError, match="does not say what model it is of"):
+    with pytest.raises(ValueError, match="does not say which model it is of"):
         export_checkpoint(tmp_path / "objects.ckpt", out, weights_only=False)
     (tmp_path / "folder").mkdir()
-    with pytest.raises(MissingFileError, match="is no checkpoint, or not all of it"):
+    with pytest.raises(MissingFileError, match="is not a checkpoint, or an incomplete one"):
         export_checkpoint(tmp_path / "folder", out)
     torch.save({"weights": 1}, tmp_path / "other.ckpt")
     with pytest.raises(DamagedFileError, match="is not a Lightning checkpoint"):

@@ -137,8 +137,8 @@ def dies() -> Any:
 @pytest.mark.parametrize(
     ("loader", "why"),
     [
-        (DataLoader(Stream(), batch_size=2), "a stream cannot be looked into"),
-        ([torch.zeros(2, 3)], "a list cannot be looked into"),
+        (DataLoader(Stream(), batch_size=2), "a stream cannot be inspected"),
+        ([torch.zeros(2, 3)], "a list cannot be inspected"),
         (
             DataLoader(Items(dict), batch_sampler=OwnBatches(SequentialSampler(Items(dict)), 2, False)),
             "a OwnBatches of your own",

@@ -354,7 +354,7 @@ def test_the_saved_adapter_goes_with_the_base_quantized_in_one_process(
         (
             BitsAndBytesConfig(load_in_4bit=True),
             "odd",
-            r"down_proj\.weight cannot be quantized part by part: its rows of 160 are no multiple of 64",
+            r"down_proj\.weight cannot be quantized part by part: its rows of 160 are not a multiple of 64",
         ),
         (
             TorchAoConfig(torchao.Int8DynamicActivationInt8WeightConfig()),
@@ -502,7 +502,7 @@ def test_a_plan_that_cuts_blocks_is_refused(folder: Path) -> None:
     with meta_model():
         model = AutoModelForCausalLM.from_pretrained(folder / "source", quantization_config=config("nf4"))
     graph = trace(model, language_model_inputs(model))
-    with pytest.raises(PlanMismatch, match=r"down_proj\.weight .* inside of blocks .* multiples of \[1, 64\] only"):
+    with pytest.raises(PlanMismatch, match=r"down_proj\.weight .* inside blocks .* multiples of \[1, 64\] only"):
         read_plan(plan, graph, IMPLEMENTATIONS)
 
 

@@ -337,7 +337,7 @@ def test_a_module_that_uses_anothers_parameter_sees_to_its_sum(two: list[dict[st
     [
         ("adapter", "model.layers.1.self_attn.q_proj.lora_B.default.weight, lm_head.lora_A.default.weight and 1 more"),
         ("saved module", "lora_B.default.weight, lm_head.modules_to_save.default.weight"),
-        ("parametrization", "model.layers.1.mlp.up_proj.parametrizations.weight.original came into the parallel"),
+        ("parametrization", "model.layers.1.mlp.up_proj.parametrizations.weight.original joined the parallel"),
         ("other shape", "lm_head.weight is (70, 32), this rank's part ("),
     ],
 )
@@ -484,7 +484,7 @@ def test_a_module_is_known_wherever_it_goes_and_what_takes_its_place_by_the_path
     assert named(model) == same
     model.first = nn.Sequential(model.second)
     model.second = nn.Linear(3, 2)
-    with pytest.raises(RuntimeError, match=r"^second\.weight, second\.bias came into the parallel Two after"):
+    with pytest.raises(RuntimeError, match=r"^second\.weight, second\.bias joined the parallel Two after"):
         parallel_state(model).places(model)
     del model.second
     assert named(model) == {"second.weight": "first.0.weight", "second.bias": "first.0.bias"}

@@ -6,6 +6,7 @@ functions. What layers, collectives and logits compute is left out.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,9 @@ import lightning_autotp
 from lightning_autotp import parallelize
 
 PACKAGE = Path(lightning_autotp.__file__).parent
+PAGE = PACKAGE.parent / "docs" / "what-happens-in-a-step.md"
+HEADINGS = {"loop": "A plain loop", "Trainer": "Under the Trainer", "Fabric": "Under Fabric"}
+"""Of the page's tables."""
 COMPUTING = ("parallel/", "layouts/", "parameters/part.py")
 
 BEFORE_A_FORWARD = [
@@ -214,3 +218,12 @@ def test_a_step_calls_in_this_order(way: str, found: list[dict[str, list[str]]])
         assert [name for name in seen[way] if name not in IN_A_FORWARD] == [
             name for name in STEPS[way] if name not in IN_A_FORWARD
         ]
+
+
+@pytest.mark.parametrize("way", STEPS)
+def test_the_page_has_this_order(way: str) -> None:
+    section = re.split(r"^## ", PAGE.read_text(), flags=re.MULTILINE)
+    [table] = [text for text in section if text.startswith(HEADINGS[way])]
+    rows = re.findall(r"^\| (\d+) \| `(.+?)` \| `(.+?)` \| \S.*\|$", table, re.MULTILINE)
+    assert [f"{file}: {function}" for _, file, function in rows] == STEPS[way]
+    assert [int(number) for number, *_ in rows] == list(range(1, len(STEPS[way]) + 1))

@@ -41,7 +41,7 @@ ORDER = [
 ]
 """The folders and the modules that put them together, each of which imports only from those before it."""
 
-ON_TOP = ["losses", "metrics", "doctor", "cli", "__init__"]
+ON_TOP = ["losses", "metrics", "hf_trainer", "doctor", "cli", "__init__"]
 """What lies beside them, for the user."""
 
 

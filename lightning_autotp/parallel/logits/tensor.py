@@ -483,12 +483,12 @@ def _in_place_error(name: str, logits: VocabParallelLogits | GatheredLogits) -> 
         return RuntimeError(
             f"{name} would change a view of shape {tuple(logits.shape)} that vocabulary-sharded logits were gathered"
             " for, and the logits would not change with it: use the form that returns a new tensor (logits ="
-            " logits.masked_fill(mask, value)), or go on with the gathered tensor from the start (logits ="
+            " logits.masked_fill(mask, value)), or continue with the gathered tensor from the start (logits ="
             " logits.full())"
         )
     return RuntimeError(
         f"{name} would change vocabulary-sharded logits in place ({logits!r}): use the form that returns a new tensor "
-        "(logits = logits * 2), or go on with the gathered tensor logits.full()"
+        "(logits = logits * 2), or continue with the gathered tensor logits.full()"
     )
 
 
@@ -499,6 +499,6 @@ def _say_gathered(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
         _said.add(name)
         warnings.warn(
             f"{name} has no vocabulary-sharded form: it gathers logits of shape {tuple(logits.shape)} on every rank "
-            "(said once for this function; logits.full() gathers without a word)",
+            "(reported once for this function; logits.full() gathers without a warning)",
             stacklevel=4,
         )
