@@ -55,9 +55,8 @@ class AutoTPTrainerMixin(TrainerSteps):
 
     Args:
         model: a parallel model.
-        args: the training's settings.
-        *others: the Trainer's other arguments.
-        **options: the same, by name.
+        args: the training's settings, by name.
+        **options: the Trainer's other arguments, by name.
 
     Raises:
         TypeError: if the model is not parallel.
