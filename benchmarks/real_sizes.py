@@ -19,7 +19,7 @@ from jsonargparse import auto_cli
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_autotp import make_plan
-from lightning_autotp.solving.annotate import collectives
+from lightning_autotp.solving.plan_from_solution import collectives
 from lightning_autotp.solving.solution import Solution
 
 RANKS, ROWS, LENGTH, ITEMSIZE = 8, 4, 4096, 2

@@ -44,7 +44,7 @@ from lightning_autotp.ranks.agreement import raise_together
 from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.ranks.meeting import announce
 from lightning_autotp.solving.cost import Profile
-from lightning_autotp.solving.expert_modules import as_planned
+from lightning_autotp.solving.expert_modules import constrained_by
 from lightning_autotp.solving.options import PlanOptions, documented_by, read
 from lightning_autotp.solving.plan_cache import PlanCache
 from lightning_autotp.solving.planned import PlanMismatch
@@ -115,9 +115,9 @@ def refuse_unfit(model: nn.Module) -> None:
 
 def _example(model: nn.Module, example_inputs: Any, options: PlanOptions) -> tuple[Any, PlanOptions]:
     """The batch to trace with, and the options that say where it comes from."""
-    made_up = example_inputs is None
-    source = options.traced_with or ("a made-up batch" if made_up else "example_inputs")
-    return language_model_inputs(model) if made_up else example_inputs, replace(options, traced_with=source)
+    synthetic = example_inputs is None
+    source = options.traced_with or ("a made-up batch" if synthetic else "example_inputs")
+    return language_model_inputs(model) if synthetic else example_inputs, replace(options, traced_with=source)
 
 
 @documented_by(make_plan, PlanOptions)
@@ -150,7 +150,7 @@ def parallelize(  # noqa: D417 (the options are PlanOptions', and example_inputs
         device: where this rank's parameters live; by default the device of ``data_mesh``, or without one where they
             are, and for those on meta the CPU, or the device of a group that takes nothing from the host (nccl).
         data_mesh: the ranks that hold the same part of other copies of the model, as one dim of a device mesh. Then
-            FSDP2 deals this rank's part out to them (before it takes memory), gathers it block by block, and averages
+            FSDP2 shards this rank's part over them (before it takes memory), gathers it block by block, and averages
             the gradients over them. Collective over it, too: all copies follow the first one's plan.
 
     Returns:
@@ -289,7 +289,7 @@ def _read(plan: Plan, model: nn.Module, graph: Graph, inputs: Any) -> tuple[Grap
     more = frozenset(plan.opaque) - graph.opaque
     if more and more <= {path for path, _ in model.named_modules()}:
         graph = trace(model, inputs, graph.opaque | more, device=graph.device)
-    graph = as_planned(graph, plan, IMPLEMENTATIONS)
+    graph = constrained_by(graph, plan, IMPLEMENTATIONS)
     return graph, *read_plan(plan, graph, IMPLEMENTATIONS)
 
 

@@ -1,6 +1,6 @@
 """How long the axes are that are sharded over the ranks and whose length the batch gives: the tokens of a sequence.
 
-A rank's part of an unevenly dealt sequence does not tell how long it is. Where it was sharded the whole was there, so
+A rank's part of an unevenly sharded sequence does not tell how long it is. Where it was sharded the whole was there, so
 its length is noted, and what gathers it later in that forward reads it, instead of asking the other ranks.
 """
 

@@ -315,8 +315,8 @@ class BoundaryConversion:
             result = replicate(tensor, self.group, self.layers, source)
         else:
             result = convert(tensor, source, target, self.group)
-        is_dealt = isinstance(self.plan.source, Shard) and self.plan.source.grows
-        if is_dealt and isinstance(source, Shard) and (self.layers or self.plan.side != "in"):
+        shards_tokens = isinstance(self.plan.source, Shard) and self.plan.source.grows
+        if shards_tokens and isinstance(source, Shard) and (self.layers or self.plan.side != "in"):
             note_gathered(result, tensor, source, self.group)
         return self._own(result)
 

@@ -35,10 +35,10 @@ from lightning_autotp.solving.paths import (
     ZEROS,
     Given,
     Line,
+    ModuleTypes,
     Outcome,
-    Part,
-    Run,
     SeenPath,
+    ShardType,
     Type,
     all_fit,
     fits,
@@ -140,7 +140,7 @@ def _holder(module: nn.Module) -> Any:
 class _Running:
     """One run of a module whose code is compared."""
 
-    def __init__(self, watch: PathWatch, path: str, run: Run, caller: _Running | None) -> None:
+    def __init__(self, watch: PathWatch, path: str, run: ModuleTypes, caller: _Running | None) -> None:
         self.watch, self.path, self.run, self.caller = watch, path, run, caller
         self.is_compared = True
         self.types: dict[int, tuple[weakref.ref[Tensor], Type]] = {}
@@ -226,14 +226,14 @@ class _Running:
         for at, kind in outcome.written:
             self.write(given[at], kind)
         for tensor, kind in zip(found, kinds, strict=True):
-            if isinstance(kind, Part) and not _has_length(tensor, kind):
+            if isinstance(kind, ShardType) and not _has_length(tensor, kind):
                 raise self.watch.refusal(
                     self.path, f"{said_line(line)} gives a part of shape {list(tensor.shape)}, of another length"
                 )
             self.put(tensor, kind)
 
 
-def _has_length(tensor: Tensor, kind: Part) -> bool:
+def _has_length(tensor: Tensor, kind: ShardType) -> bool:
     return all(dim < tensor.dim() and (length is None or tensor.shape[dim] == length) for dim, _, length in kind.dims)
 
 
@@ -260,7 +260,7 @@ class _Enter:
         if not follows and all(map(has_values, tensors_in((args, kwargs)))):
             running[-1] = _Running(self.watch, self.path, self._run((args, kwargs), caller), caller)
 
-    def _run(self, given: Any, caller: _Running | None) -> Run:
+    def _run(self, given: Any, caller: _Running | None) -> ModuleTypes:
         """The way of calling the module that this is."""
         runs = self.watch.seen[self.path].runs
         if caller is None:  # its caller's code goes the same way as in the trace

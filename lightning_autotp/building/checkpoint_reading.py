@@ -181,8 +181,8 @@ class CheckpointTensor:
         """
         where = index(box) if box is not None else ...
         rows = prod(self.shape[1:]) * (box[0][1] - box[0][0] if box else self.shape[0] if self.shape else 1)
-        shelf = _shelf.get() or _Shelf()
-        with _explained(self.file), shelf.lend(self.file, rows * self.stored.itemsize) as tensors:
+        cache = _open_files.get() or _OpenFileCache()
+        with _explained(self.file), cache.open(self.file, rows * self.stored.itemsize) as tensors:
             found = tensors.entry(self.name)
             if found is None or found.shape != self.shape:
                 raise MismatchError(changed_tensor(self, found))
@@ -272,8 +272,8 @@ def _explained(path: str) -> Iterator[None]:
         ) from error
 
 
-class _Shelf:
-    """Lends opened files; one that keeps them leaves the last one open for the next read."""
+class _OpenFileCache:
+    """Opens files; one that keeps them leaves the last one open for the next read."""
 
     def __init__(self, keeps: bool = False) -> None:
         self._keeps = keeps
@@ -283,7 +283,7 @@ class _Shelf:
         self._open = ExitStack()
 
     @contextmanager
-    def lend(self, path: str, nbytes: int) -> Iterator[_File]:
+    def open(self, path: str, nbytes: int) -> Iterator[_File]:
         """The file, of which ``nbytes`` more bytes will be mapped."""
         if self._file is None or self._path != path or self._mapped + nbytes > CHUNK_BYTES:
             self.close()
@@ -302,19 +302,19 @@ class _Shelf:
         _trim()
 
 
-_shelf: ContextVar[_Shelf | None] = ContextVar("shelf", default=None)
+_open_files: ContextVar[_OpenFileCache | None] = ContextVar("open_files", default=None)
 
 
 @contextmanager
 def files_kept_open() -> Iterator[None]:
     """Within it a file is opened once for many small reads, not for each of them."""
-    shelf = _Shelf(keeps=True)
-    token = _shelf.set(shelf)
+    cache = _OpenFileCache(keeps=True)
+    token = _open_files.set(cache)
     try:
         yield
     finally:
-        _shelf.reset(token)
-        shelf.close()
+        _open_files.reset(token)
+        cache.close()
 
 
 def first_line(error: Exception) -> str:

@@ -79,7 +79,7 @@ class View:
 
 
 @dataclass(frozen=True)
-class Step:
+class RecipeStep:
     """One recorded operation; the tensors in ``args`` and ``kwargs`` are :class:`View` objects.
 
     Attributes:
@@ -191,7 +191,7 @@ class Recipe:
     """
 
     target: View
-    steps: tuple[Step, ...]
+    steps: tuple[RecipeStep, ...]
     leaves: dict[int, Leaf]
 
     @classmethod

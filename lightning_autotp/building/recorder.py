@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_autotp.building.recipe import Leaf, Recipe, Source, Step, View, leave_recipe, rng_state
+from lightning_autotp.building.recipe import Leaf, Recipe, RecipeStep, Source, View, leave_recipe, rng_state
 from lightning_autotp.private.torch_private import (
     TO,
     StorageWeakRef,
@@ -69,7 +69,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.thread = threading.get_ident()
         self._paused = 0
-        self._steps: list[Step] = []
+        self._steps: list[RecipeStep] = []
         self._storages: list[_Storage] = []
         # A weak reference keeps its storage's address from being given to another one.
         self._numbers: dict[int, tuple[StorageWeakRef, int]] = {}
@@ -312,7 +312,7 @@ class Recorder(TorchDispatchMode):
         ):
             overwrites.add(args[0].storage)
             reads = reads[1:]
-        step = Step(
+        step = RecipeStep(
             func, args, kwargs, tuple(outputs), frozenset(number for number in reads if number is not None),
             frozenset(overwrites | changed), frozenset(overwrites), torch.get_default_dtype(), random,
         )  # fmt: skip

@@ -1,10 +1,9 @@
 """Reading blocks of a tensor that is converted on the way from the checkpoint to the model.
 
 A parameter's :class:`~lightning_autotp.building.recipe.Recipe` says which tensors of the checkpoint feed it, through
-which
-operators: per-expert matrices stacked into one parameter, gate and up projections joined, a fused projection cut,
-a transpose, rotary halves interleaved, a quantized matrix times its scales. :class:`Blocks` translates a box of the
-parameter *backwards* through them, to boxes of the tensors in the files, for any number of sharded dims:
+which operators: per-expert matrices stacked into one parameter, gate and up projections joined, a fused projection cut,
+a transpose, rotary halves interleaved, a quantized matrix times its scales. :class:`RecipeReader` translates a box of
+the parameter *backwards* through them, to boxes of the tensors in the files, for any number of sharded dims:
 
 ==============================  =======================================================================
 operator                        a box of its result needs
@@ -46,7 +45,7 @@ _JOINS = ("cat", "stack")
 _ARITHMETIC = ("add", "sub", "mul", "div")
 
 
-class Blocks:
+class RecipeReader:
     """Blocks of what a recipe makes. From files no more is read than they need, up to what an every-n-th view skips."""
 
     def __init__(self, recipe: Recipe) -> None:
@@ -161,7 +160,7 @@ def same_values(one: Recipe, other: Recipe) -> bool:
     if (one.target.size, one.target.dtype) != (other.target.size, other.target.dtype):
         return False
     everything = [whole_box(one.target.size)]
-    pieces = zip(Blocks(one).pieces(everything), Blocks(other).pieces(everything), strict=True)
+    pieces = zip(RecipeReader(one).pieces(everything), RecipeReader(other).pieces(everything), strict=True)
     return all(torch.equal(here, there) for (_, _, here), (_, _, there) in pieces)
 
 

@@ -76,7 +76,7 @@ def refuse_scripted(model: nn.Module) -> None:
             )
 
 
-class Call(NamedTuple):
+class ExampleCall(NamedTuple):
     """Example inputs that are both positional and keyword arguments."""
 
     args: tuple[Any, ...]
@@ -112,8 +112,8 @@ def capture(
     Args:
         model: any module; it is neither changed nor run. Its parameters may be on any device, also on meta.
         example_inputs: one batch: a tensor, a tuple of positional arguments, a mapping of keyword arguments, or a
-            :class:`Call`; or a list of such tuples, mappings and calls, which run one after the other. May be left out
-            for a language model that takes ``input_ids`` and ``labels``.
+            :class:`ExampleCall`; or a list of such tuples, mappings and calls, which run one after the other. May be
+            left out for a language model that takes ``input_ids`` and ``labels``.
         opaque: modules that are not looked into; more are found where a module's code depends on values and, in
             training mode, where it cannot be traced for another reason.
         training: whether all modules run in training mode; otherwise each in the mode that it is in.
@@ -159,7 +159,7 @@ def _see_all_choices(model: nn.Module, graph: Graph) -> None:
         _Untraceable: for the first such module.
     """
     read = {graph.parameters[at] for operator in graph.operators for at in operator.inputs if at in graph.parameters}
-    for path in sorted(graph.asking):
+    for path in sorted(graph.value_reading):
         inside = f"{path}." if path else ""
         unread = [name for name, _ in model.named_parameters() if name.startswith(inside) and name not in read]
         if unread:
@@ -275,7 +275,7 @@ def _capture(
             places[id(made)] = place
         return made
 
-    calls = [Call(*map_leaves(given, tuple(call))) for call in as_calls(example_inputs)]
+    calls = [ExampleCall(*map_leaves(given, tuple(call))) for call in as_calls(example_inputs)]
     traced = meta_copy(model, stand_in)
     note_float8(traced)
     if training:
@@ -297,7 +297,7 @@ def _capture(
         for tensor, name in tracer.graph.parameters.items()
         if (found := format_of(parameter := traced.get_parameter(name)) or in_float8.get(parameter)) is not None
     }
-    _find_choosing(traced, tracer)
+    _find_branching(traced, tracer)
     return tracer.graph
 
 
@@ -307,27 +307,29 @@ def device_of(model: nn.Module) -> str:
     return "cpu" if device is None or device.type == "meta" else str(device)
 
 
-def _find_choosing(model: nn.Module, tracer: Tracer) -> None:
+def _find_branching(model: nn.Module, tracer: Tracer) -> None:
     """Note which modules' code may run otherwise with other values; their calls are known by where they stand alone."""
     graph = tracer.graph
-    found = set(graph.asking)
+    found = set(graph.value_reading)
     pending = list(found)
     while pending:
-        caller = tracer.leaking.get(pending.pop())
+        caller = tracer.number_returning.get(pending.pop())
         if caller is not None and caller not in found:
             found.add(caller)
             pending.append(caller)
     inside = tuple(f"{path}." if path else "" for path in found)
-    choosing = {path for path, _ in model.named_modules() if found and f"{path}.".startswith(inside)}
-    graph.deciding, graph.choosing = frozenset(found), frozenset(choosing)
-    graph.runs = [run for run in graph.runs if run.module in choosing]
-    graph.looks = [call for call in graph.looks if call.module in choosing]
+    branching = {path for path, _ in model.named_modules() if found and f"{path}.".startswith(inside)}
+    graph.value_dependent, graph.branching = frozenset(found), frozenset(branching)
+    graph.runs = [run for run in graph.runs if run.module in branching]
+    graph.inspections = [call for call in graph.inspections if call.module in branching]
     for number, call in enumerate(graph.calls):
-        if call.module in choosing:
+        if call.module in branching:
             graph.calls[number] = replace(call, site=replace(call.site, occurrence=EVERY))
 
 
-def _run(traced: nn.Module, calls: Sequence[Call], tracer: Tracer, fake: FakeTensorMode, until_failure: bool) -> None:
+def _run(
+    traced: nn.Module, calls: Sequence[ExampleCall], tracer: Tracer, fake: FakeTensorMode, until_failure: bool
+) -> None:
     """Run the model under the tracer, in one call after the other."""
     with contextlib.ExitStack() as context:
         context.enter_context(warnings.catch_warnings())
@@ -470,7 +472,7 @@ def _labels_of(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
     return torch.zeros(shape, device="meta") if problem.startswith("multi") else labels[:, 0]
 
 
-def in_small(model: nn.Module, call: Call) -> Call:
+def in_small(model: nn.Module, call: ExampleCall) -> ExampleCall:
     """A call with a batch of sentences as one with few short ones, of sizes that collide with none of the model's.
 
     Only where all tensors are integers ``[rows, tokens]`` or ``[rows]``, which mean the same for any number of both;
@@ -487,7 +489,7 @@ def in_small(model: nn.Module, call: Call) -> Call:
             value = value.index_select(dim, (numbers[dim] % value.shape[dim]).to(value.device))
         return value
 
-    return Call(*map_tensors(one, tuple(call)))
+    return ExampleCall(*map_tensors(one, tuple(call)))
 
 
 def _sizes_apart(model: nn.Module) -> tuple[int, int]:
@@ -559,22 +561,22 @@ def _is_copied_by_itself(module: nn.Module) -> bool:
     return any(getattr(kind, way, None) is not getattr(nn.Module, way, None) for way in ways)
 
 
-def as_calls(inputs: Any) -> tuple[Call, ...]:
+def as_calls(inputs: Any) -> tuple[ExampleCall, ...]:
     """The calls that example inputs are: a list of tuples, mappings and calls is several, anything else is one."""
     if isinstance(inputs, list) and inputs and all(isinstance(batch, tuple | Mapping) for batch in inputs):
         return tuple(map(as_call, inputs))
     return (as_call(inputs),)
 
 
-def as_call(inputs: Any) -> Call:
+def as_call(inputs: Any) -> ExampleCall:
     """The arguments that one batch is."""
-    if isinstance(inputs, Call):
+    if isinstance(inputs, ExampleCall):
         return inputs
     if isinstance(inputs, Mapping):
-        return Call((), dict(inputs))
+        return ExampleCall((), dict(inputs))
     if isinstance(inputs, tuple | list):
-        return Call(tuple(inputs), {})
-    return Call((inputs,), {})
+        return ExampleCall(tuple(inputs), {})
+    return ExampleCall((inputs,), {})
 
 
 @contextlib.contextmanager
@@ -633,7 +635,7 @@ def _marked_boundaries(model: nn.Module, tracer: Tracer) -> Iterator[None]:
             run = ModuleRun(path, tracer.modules[-1], inputs.pop(), returned, constants.pop())
             tracer.graph.runs.append(run)
             if any(isinstance(leaf, int | float) for _, leaf in leaves_of(output)):
-                tracer.leaking[path] = run.caller
+                tracer.number_returning[path] = run.caller
             return marked
 
         return hook

@@ -23,7 +23,7 @@ class NoValue(Exception):
     """A tensor whose value a trace does not know."""
 
 
-class Concrete:
+class StaticEvaluator:
     """Computes static tensors of a graph under way.
 
     Args:
@@ -33,7 +33,7 @@ class Concrete:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.known: dict[int, Tensor] = {}
-        self.made_up: dict[int, Tensor] = {}
+        self.synthetic: dict[int, Tensor] = {}
         self._producers: dict[int, Operator] = {}
         self._read = 0
 
@@ -53,7 +53,7 @@ class Concrete:
         pending = [tensor]
         while pending:
             last = pending[-1]
-            if last in self.known or (or_made_up and last in self.made_up):
+            if last in self.known or (or_made_up and last in self.synthetic):
                 pending.pop()
                 continue
             producer = self._producers.get(last)
@@ -62,16 +62,16 @@ class Concrete:
             if producer is None or not (is_static or lender or or_made_up):
                 raise NoValue
             if not is_static and or_made_up and producer.name in _CHOICES:
-                self.made_up[last] = self._choice(producer, last)
+                self.synthetic[last] = self._choice(producer, last)
                 continue
             needed = [ref.tensor for name, value in producer.arguments if name != lender for ref in refs(value)]
-            missing = [source for source in needed if source not in self.known and source not in self.made_up]
+            missing = [source for source in needed if source not in self.known and source not in self.synthetic]
             if missing:
                 pending += missing
                 continue
-            found = self.made_up if any(source in self.made_up for source in needed) else self.known
+            found = self.synthetic if any(source in self.synthetic for source in needed) else self.known
             found.update(zip(producer.outputs, self._run(producer), strict=True))
-        return self.known[tensor] if tensor in self.known else self.made_up[tensor]
+        return self.known[tensor] if tensor in self.known else self.synthetic[tensor]
 
     def sources(self, tensor: int) -> set[int]:
         """The tensors that no operator made, and from which the value of a static one follows."""
@@ -131,7 +131,7 @@ class Concrete:
         return [result] if isinstance(result, Tensor) else list(result)
 
     def _now(self, tensor: int) -> Tensor:
-        return self.known[tensor] if tensor in self.known else self.made_up[tensor]
+        return self.known[tensor] if tensor in self.known else self.synthetic[tensor]
 
     def empty(self, ref: Ref) -> Tensor:
         """A tensor on the CPU in the place of one of which only shape and dtype matter."""

@@ -32,12 +32,12 @@ from lightning_autotp.capture.call_sites import (
 from lightning_autotp.capture.kept_outside import KeptOutside
 from lightning_autotp.capture.recording import RECORD
 from lightning_autotp.capture.schemas import named_arguments, written_through
-from lightning_autotp.capture.static_values import Concrete, NoValue
+from lightning_autotp.capture.static_values import NoValue, StaticEvaluator
 from lightning_autotp.capture.trials import found_declaration, try_declaration
 from lightning_autotp.layouts.places import Boundary, CallSite
 from lightning_autotp.operators import Shapes, functional, record
 from lightning_autotp.operators.declared import add, declaration_of, is_to_be_found
-from lightning_autotp.operators.graph import ASKED, KEPT, MAPPED, Call, Graph, Operator, Ref, TensorInfo, refs
+from lightning_autotp.operators.graph import ASKED, KEPT, MAPPED, Graph, Operator, Ref, TensorInfo, TorchCall, refs
 from lightning_autotp.private.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -103,10 +103,10 @@ class Tracer(PreDispatchMode):
         self.calls = Calls(self)
         self.outside = KeptOutside()
         self.paused = False
-        self.concrete = Concrete(self.graph)
+        self.concrete = StaticEvaluator(self.graph)
         self.real, self.places = real, places
         self.device = device
-        self.leaking: dict[str, str] = {}  # modules that return numbers, and whose code gets them
+        self.number_returning: dict[str, str] = {}  # modules that return numbers, and whose code gets them
         self.overwritten: dict[Any, Ref] = {}  # by place, what a call under way has written into
         self._tensors: dict[int, _Tracked] = {}
         self._places: dict[Any, Tensor] = {}
@@ -356,8 +356,8 @@ class Tracer(PreDispatchMode):
         """Note that the running module's code asks for the values of these tensors, and whether any were made up."""
         if asked:
             self._append(ASKED, (("input", tuple(dict.fromkeys(asked))),), [])
-        if any(leaf.tensor in self.concrete.made_up for leaf in asked):
-            self.graph.asking.add(self.modules[-1])
+        if any(leaf.tensor in self.concrete.synthetic for leaf in asked):
+            self.graph.value_reading.add(self.modules[-1])
 
     def known_number(self, tensor: Tensor) -> int | None:
         """The number of a tensor's present value in the graph, if it has one."""
@@ -579,7 +579,7 @@ class Calls(TorchFunctionMode):
         groups, given = grouped_leaves(args, kwargs)
         leaves = [self._leaf(leaf) for leaf in given]
         module, run = self.tracer.modules[-1], self.runs[-1]
-        calls.append(Call(module, site, tuple(leaves), (), groups, instruction=caller.f_lasti, run=run))
+        calls.append(TorchCall(module, site, tuple(leaves), (), groups, instruction=caller.f_lasti, run=run))
         outer, self.current = (self.current, self.numbers), (number, source_line(caller))
         self.numbers = _numbers(args[1]) if func is Tensor.__getitem__ else ()
         recorded = len(self.tracer.graph.operators)
@@ -598,7 +598,7 @@ class Calls(TorchFunctionMode):
         if len(self.tracer.graph.operators) == recorded:  # it looked at a shape
             if func in _MEASURING and isinstance(leaves[0], Ref) and is_user_code(caller.f_code.co_filename):
                 self.tracer.graph.measured.setdefault(self.tracer.modules[-1], set()).add(leaves[0].tensor)
-            self.tracer.graph.looks.append(replace(calls[number], made=self._made(result)))
+            self.tracer.graph.inspections.append(replace(calls[number], made=self._made(result)))
             del calls[number:]
             return result
         # A tensor that Python's numbers alone made is recorded where it is read first: now it is known.

@@ -73,7 +73,7 @@ def _is_plain(value: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _TrialRun:
     """What one call gave: its results, and the gradients of its floating-point inputs by name."""
 
     results: list[Tensor]
@@ -169,7 +169,7 @@ class _Trial:
             known = torch.randn(tensor.shape, generator=self._generator) * 0.5
         return known.to(dtype=tensor.dtype, device=tensor.device)
 
-    def _run(self, inputs: Mapping[str, Tensor], part: Part, dim: str) -> _Run:
+    def _run(self, inputs: Mapping[str, Tensor], part: Part, dim: str) -> _TrialRun:
         """Call the kernel with a part of its inputs; an empty one is the whole.
 
         It gets copies of everything: kernels write into their inputs, their results and the gradients they are given.
@@ -199,7 +199,7 @@ class _Trial:
             allow_unused=True,
             materialize_grads=True,
         )
-        return _Run(values, dict(zip(floating, found, strict=True)))
+        return _TrialRun(values, dict(zip(floating, found, strict=True)))
 
     def _flows(self, at: int, dim: str) -> bool:
         """Whether a gradient is sent into a result: not into one without the dim, which both halves give alike."""
@@ -227,7 +227,7 @@ class _Trial:
             tensor = tensor.flatten(dim, dim + len(sizes) - 1)
         return tensor
 
-    def _difference(self, whole: _Run, runs: Sequence[_Run], halves: Sequence[Part], dim: str) -> str:
+    def _difference(self, whole: _TrialRun, runs: Sequence[_TrialRun], halves: Sequence[Part], dim: str) -> str:
         """What the two halves compute otherwise; empty if nothing."""
         is_summed = dim in self.declaration.summed
         for at, (result, tensor) in enumerate(zip(self.results, whole.results, strict=True)):

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from lightning_autotp.building.quantization import QuantizationError
 from lightning_autotp.checkpoints.checksums import CHECKSUMS, checksums_text, sha256_of
 from lightning_autotp.checkpoints.files import alone
-from lightning_autotp.checkpoints.reversal import ExportPlan, Step, describe_conversions, plan_export, skeleton
+from lightning_autotp.checkpoints.reversal import ExportPlan, ReversalStep, describe_conversions, plan_export, skeleton
 from lightning_autotp.checkpoints.safetensors_writer import Described, SafetensorsWriter
 from lightning_autotp.checkpoints.stored import original_shape
 from lightning_autotp.layouts.names import join_names
@@ -207,7 +207,7 @@ def write_model(
 
 
 def _write_step(
-    step: Step,
+    step: ReversalStep,
     whole: Callable[[str], Tensor | None],
     writer: SafetensorsWriter | None,
     guard: Guard,

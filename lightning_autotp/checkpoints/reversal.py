@@ -4,9 +4,9 @@ transformers renames, merges and splits tensors while it loads a checkpoint, and
 whole state dict at hand. Here its own code does that (ties, reversal, the split into files) with stand-ins that have no
 values, and the operations are recorded as for loading (:mod:`~lightning_autotp.building.recorder`). So every tensor to
 be written has a recipe that says which parameters feed it, and
-:class:`~lightning_autotp.building.weight_conversion.Blocks` makes it piece by piece once those are there. Parameters
-that feed one tensor together form a :class:`Step` with all that they make; nearly every step is one parameter, also
-where its experts become hundreds of tensors.
+:class:`~lightning_autotp.building.weight_conversion.RecipeReader` makes it piece by piece once those are there.
+Parameters that feed one tensor together form a :class:`ReversalStep` with all that they make; nearly every step is one
+parameter, also where its experts become hundreds of tensors.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from lightning_autotp.building.deferred import deferred_init
 from lightning_autotp.building.recipe import Recipe
 from lightning_autotp.building.recorder import Recorder
-from lightning_autotp.building.weight_conversion import Blocks
+from lightning_autotp.building.weight_conversion import RecipeReader
 from lightning_autotp.checkpoints.safetensors_writer import Described
 from lightning_autotp.layouts.blocks import index, whole_box
 from lightning_autotp.private.torch_private import parameters_of, storage_key
@@ -72,7 +72,7 @@ class Parameter:
 
 
 @dataclass(frozen=True)
-class Step:
+class ReversalStep:
     """Parameters that are needed at the same time, and what is made of them.
 
     Attributes:
@@ -94,7 +94,7 @@ class Step:
                 parameter.value = wholes[parameter.name]
             for name, recipe in self.outputs.items():
                 everything = whole_box(recipe.target.size)
-                yield name, (part for _, _, part in Blocks(recipe).pieces([everything]))
+                yield name, (part for _, _, part in RecipeReader(recipe).pieces([everything]))
         finally:
             for parameter in self.parameters:
                 parameter.value = None
@@ -113,7 +113,7 @@ class ExportPlan:
 
     files: Mapping[str, Sequence[str]]
     tensors: Mapping[str, Described]
-    steps: tuple[Step, ...]
+    steps: tuple[ReversalStep, ...]
     index: dict[str, Any] | None
 
 
@@ -226,7 +226,7 @@ def _recorded(
     return {name: recorder.recipe_of(tensor) for name, tensor in state.items()}, split
 
 
-def _steps(recipes: Mapping[str, Recipe]) -> Iterator[Step]:
+def _steps(recipes: Mapping[str, Recipe]) -> Iterator[ReversalStep]:
     """Outputs that share a parameter go into one step."""
     groups: dict[int, tuple[dict[str, Parameter], dict[str, Recipe]]] = {}
     group_of: dict[str, int] = {}
@@ -243,4 +243,4 @@ def _steps(recipes: Mapping[str, Recipe]) -> Iterator[Step]:
         outputs[name] = recipe
         group_of.update(dict.fromkeys(parameters, target))
     for parameters, outputs in groups.values():
-        yield Step(tuple(parameters.values()), outputs)
+        yield ReversalStep(tuple(parameters.values()), outputs)

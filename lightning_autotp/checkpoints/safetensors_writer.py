@@ -40,7 +40,7 @@ class Described(NamedTuple):
         return prod(self.shape) * self.dtype.itemsize
 
 
-class _Place(NamedTuple):
+class _FilePlace(NamedTuple):
     path: Path
     offset: int
     nbytes: int
@@ -66,12 +66,12 @@ class SafetensorsWriter:
 
     def __init__(self, directory: Path, files: Mapping[str, Sequence[str]], tensors: Mapping[str, Described]) -> None:
         self.checksums: dict[str, str] = {}
-        self._places: dict[str, _Place] = {}
+        self._places: dict[str, _FilePlace] = {}
         self._missing = {name: set(held) for name, held in files.items()}
         for name, held in files.items():
             header, offsets = _header({tensor: tensors[tensor] for tensor in held})
             for tensor, offset in offsets.items():
-                self._places[tensor] = _Place(directory / name, offset, tensors[tensor].nbytes)
+                self._places[tensor] = _FilePlace(directory / name, offset, tensors[tensor].nbytes)
             with writing(directory / name), open(directory / name, "wb") as file:
                 file.write(header)
                 file.truncate(len(header) + sum(tensors[tensor].nbytes for tensor in held))

@@ -6,7 +6,7 @@ does not sum each of them where it comes up:
 
 1. :class:`BucketedSum`, a tensor hook, notes that this parameter's gradient is to come. What ``.grad`` has summed
    already (an earlier pass before the same step) is put aside, so that it is not summed again.
-2. Autograd accumulates. ``.grad`` is an :class:`UnsummedGradient` from then on, which nobody can take for the sum.
+2. Autograd accumulates. ``.grad`` is an :class:`PendingGradient` from then on, which nobody can take for the sum.
 3. At the end of the pass all of them are laid into one flat tensor for each dtype and device (several, if they are
    large: :func:`~lightning_autotp.layouts.buckets.in_buckets`), summed over the ranks, and put back; what was put aside
    is added.
@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_autotp.layouts.buckets import in_buckets
-from lightning_autotp.parameters.unsummed import UnsummedGradient
+from lightning_autotp.parameters.pending_gradient import PendingGradient
 from lightning_autotp.private.torch_private import (
     after_backward,
     backward_pass,
@@ -75,7 +75,7 @@ class GradientBuckets:
             after_backward(running.end)
         parameter = hook.parameter
         before = None
-        if isinstance(parameter.grad, UnsummedGradient):
+        if isinstance(parameter.grad, PendingGradient):
             parameter.grad.sum_all = None
         elif parameter.grad is not None:
             before, parameter.grad = parameter.grad, None
@@ -91,8 +91,8 @@ class GradientBuckets:
         self._waiting[parameter] = hook
         if parameter.grad is None:
             parameter.grad = before
-        elif type(parameter.grad) is not UnsummedGradient:
-            unsummed = parameter.grad.as_subclass(UnsummedGradient)
+        elif type(parameter.grad) is not PendingGradient:
+            unsummed = parameter.grad.as_subclass(PendingGradient)
             unsummed.before, unsummed.origin, unsummed.sum_all = before, hook.name, None
             parameter.grad = unsummed
 
@@ -103,7 +103,7 @@ class GradientBuckets:
         if not self._postponed:
             self._sum_waiting()
         for parameter in self._waiting:
-            if isinstance(parameter.grad, UnsummedGradient):
+            if isinstance(parameter.grad, PendingGradient):
                 parameter.grad.sum_all = self.read
 
     def read(self, name: str) -> None:
@@ -173,7 +173,7 @@ class BucketedSum:
         if self._waits():
             self.buckets.expect(self)
             return gradient
-        if type(self.parameter.grad) is UnsummedGradient:  # of postponed passes
+        if type(self.parameter.grad) is PendingGradient:  # of postponed passes
             sum_gradients([self])
         return self.at_once(gradient)
 
@@ -198,7 +198,7 @@ class BucketedSum:
 @torch.no_grad()
 def sum_gradients(hooks: Iterable[BucketedSum]) -> None:
     """Sum those of these parameters' gradients that are unsummed, in buckets. Collective over their groups."""
-    waiting = [hook for hook in hooks if type(hook.parameter.grad) is UnsummedGradient]
+    waiting = [hook for hook in hooks if type(hook.parameter.grad) is PendingGradient]
     kinds: dict[tuple[str, torch.dtype, torch.device], list[BucketedSum]] = {}
     for hook in sorted(waiting, key=lambda hook: hook.name):  # in the same order on every rank
         gradient = hook.parameter.grad
@@ -209,7 +209,7 @@ def sum_gradients(hooks: Iterable[BucketedSum]) -> None:
         work.wait()
         for hook, total in zip(bucket, flat.split([hook.parameter.numel() for hook in bucket]), strict=True):
             unsummed = hook.parameter.grad
-            assert isinstance(unsummed, UnsummedGradient)
+            assert isinstance(unsummed, PendingGradient)
             gradient = unsummed.become(unsummed.before)
             if gradient is unsummed:
                 gradient.copy_(total.view_as(gradient))

@@ -36,7 +36,7 @@ from lightning_autotp.parameters.part import PartOf
 from lightning_autotp.parameters.state import (
     Hook,
     ParallelState,
-    Place,
+    ParameterPlace,
     dotted,
     parallel_models,
     parallel_state,
@@ -265,7 +265,7 @@ def keep_hooked(parameter: Tensor, hook: Hook | None) -> None:
     GradientHooks(hook, None)(parameter)
 
 
-def hook_parameters(model: nn.Module, places: Iterable[Place]) -> None:
+def hook_parameters(model: nn.Module, places: Iterable[ParameterPlace]) -> None:
     """Put the hooks that their gradients need on a model's parameters, also on those that took others' places."""
     state = parallel_state(model)
     for place in places:
@@ -273,7 +273,7 @@ def hook_parameters(model: nn.Module, places: Iterable[Place]) -> None:
             hooks(place.parameter)
 
 
-def places_at(module: nn.Module, model: nn.Module) -> Iterator[Place]:
+def places_at(module: nn.Module, model: nn.Module) -> Iterator[ParameterPlace]:
     """The parameters that the code of a module in a parallel model may use: its own, and those right below it."""
     state = parallel_state(model)
     for owner in (module, *module.children()):
@@ -281,7 +281,7 @@ def places_at(module: nn.Module, model: nn.Module) -> Iterator[Place]:
         for attribute, parameter in parameters_of(owner).items():
             name = "" if path is None or parameter is None else dotted(path, attribute)
             if name in state.metas:
-                yield Place(name, owner, attribute, state.metas[name])
+                yield ParameterPlace(name, owner, attribute, state.metas[name])
 
 
 def sum_at_once_in_ddp(model: nn.Module) -> None:

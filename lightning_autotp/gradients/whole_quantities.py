@@ -17,7 +17,7 @@ from torch.overrides import resolve_name
 
 from lightning_autotp.gradients.counted import from_every_rank, whole_norms
 from lightning_autotp.parameters.local_blocks import plain
-from lightning_autotp.parameters.unsummed import UnsummedGradient
+from lightning_autotp.parameters.pending_gradient import PendingGradient
 from lightning_autotp.private.torch_private import (
     check_and_unscale,
     foreach_norm,
@@ -76,8 +76,8 @@ class PartOfGradient(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if UnsummedGradient in types:  # in a list with this; torch asks the first one's class
-            return UnsummedGradient.__torch_function__(func, types, args, dict(kwargs or {}))
+        if PendingGradient in types:  # in a list with this; torch asks the first one's class
+            return PendingGradient.__torch_function__(func, types, args, dict(kwargs or {}))
         handler = cls.handlers.get(func) or _unlisted(func)
         with without_subclasses():
             return handler(func, args, kwargs or {})

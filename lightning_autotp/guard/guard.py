@@ -25,7 +25,7 @@ from lightning_autotp.guard.bypassed import Bypasses
 from lightning_autotp.guard.compared import ComparedValues
 from lightning_autotp.guard.first_use import first_use
 from lightning_autotp.guard.methods import StandIns
-from lightning_autotp.guard.standalone import Running, StandaloneCall, is_outer
+from lightning_autotp.guard.standalone import ForwardDepth, StandaloneCall, is_outer
 from lightning_autotp.guard.state_dicts import mark_as_part, refuse_other_parts, refuse_whole_tensors
 from lightning_autotp.guard.user_hooks import UserHooks
 from lightning_autotp.parameters.forwards import forward_of
@@ -59,7 +59,7 @@ class Guard:
     def __init__(self, model: nn.Module, calls: CallProver) -> None:
         # Not its state: a deep copy of the model has one of its own.
         self.model, self.calls = model, calls
-        self.running = Running(model)
+        self.running = ForwardDepth(model)
         self._snapshot: Snapshot | None = None
         self._user_hooks = UserHooks(model)
         self.number = -1
@@ -111,7 +111,7 @@ class Guard:
             RuntimeError: under a function transform.
             UnprovedCall: if the parts do not compute what the model does in a call like this.
         """
-        self.running.depth += 1
+        self.running.own += 1
         if transforms.are_active():
             raise RuntimeError(
                 f"the parallel {type(model).__name__} is called under a function transform (torch.func.grad, vmap,"
@@ -131,13 +131,13 @@ class Guard:
             self.bypasses.begin()
         arguments = self.calls.prove(args, kwargs)
         self._user_hooks.wrap()
-        if self.calls.to_compare and self.running.depth == 1:
+        if self.calls.to_compare and self.running.own == 1:
             self.compared.begin(self.calls.to_compare)
         return arguments
 
     def _after(self, model: nn.Module, *_: Any) -> None:
         """After a forward, also one that failed."""
-        self.running.depth = max(0, self.running.depth - 1)  # a hook before this one's may have failed
+        self.running.own = max(0, self.running.own - 1)  # a hook before this one's may have failed
 
     def _look(self) -> None:
         """Look at all of the model, and remember it."""

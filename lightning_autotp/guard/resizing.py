@@ -29,7 +29,7 @@ from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
 from lightning_autotp.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_autotp.parameters.gathering import gather_parameter
 from lightning_autotp.parameters.local_blocks import fill, fsdp_modules
-from lightning_autotp.parameters.state import Place, own_modules, parallel_state
+from lightning_autotp.parameters.state import ParameterPlace, own_modules, parallel_state
 from lightning_autotp.parameters.unchanged import check_unchanged
 from lightning_autotp.private.torch_private import buffers_of, parameters_of, without_modes
 from lightning_autotp.proving.compare import VerificationError
@@ -39,8 +39,8 @@ from lightning_autotp.proving.verify import trace, verify
 from lightning_autotp.ranks.agreement import gather_objects, raise_together
 from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.ranks.random_numbers import share_random_state
-from lightning_autotp.solving.annotate import annotate
-from lightning_autotp.solving.expert_modules import as_planned
+from lightning_autotp.solving.expert_modules import constrained_by
+from lightning_autotp.solving.plan_from_solution import plan_from_solution
 from lightning_autotp.solving.planned import PlanMismatch
 from lightning_autotp.solving.solution import Solution
 
@@ -141,7 +141,7 @@ def _refuse_cut_again(model: nn.Module) -> None:
         )
 
 
-def _refuse_optimized(model: nn.Module, places: Iterable[Place]) -> None:
+def _refuse_optimized(model: nn.Module, places: Iterable[ParameterPlace]) -> None:
     """No optimizer of this process has the parameters that are to be replaced.
 
     Raises:
@@ -178,7 +178,9 @@ def _proved(model: nn.Module, prover: CallProver, resized: Resized) -> tuple[Pla
     state = parallel_state(model)
     try:
         plan = with_lengths(state.plan, resized.shapes())
-        graph = as_planned(trace(resized.model, list(prover.examples), device=device_of(model)), plan, IMPLEMENTATIONS)
+        graph = constrained_by(
+            trace(resized.model, list(prover.examples), device=device_of(model)), plan, IMPLEMENTATIONS
+        )
         plan, solution = read_plan(plan, graph, IMPLEMENTATIONS)
         local = meta_copy(resized.model)
         apply_plan(local, plan, state.group)
@@ -188,11 +190,11 @@ def _proved(model: nn.Module, prover: CallProver, resized: Resized) -> tuple[Pla
             f"{type(model).__name__}.{METHOD}: the model cannot be divided as it is at this size: {error}\n{_BEFORE}"
         ) from error
     parameters = [(parameter.names, parameter.shape, parameter.itemsize) for parameter in plan.parameters]
-    written = annotate(solution, plan.model, parameters, plan.sizes)
+    written = plan_from_solution(solution, plan.model, parameters, plan.sizes)
     return replace(plan, communication=written.communication), solution
 
 
-def _whole(places: Iterable[Place], group: TPGroup) -> dict[str, Tensor]:
+def _whole(places: Iterable[ParameterPlace], group: TPGroup) -> dict[str, Tensor]:
     """The whole parameters by all their names, tied ones one object. Collective."""
     whole: dict[nn.Parameter, nn.Parameter] = {}
     for place in places:
@@ -213,7 +215,7 @@ def _buffers(modules: Mapping[str, nn.Module], resized: Resized) -> dict[str, Te
     return found
 
 
-def _put_parameters(model: nn.Module, places: Iterable[Place], values: Mapping[str, Tensor]) -> None:
+def _put_parameters(model: nn.Module, places: Iterable[ParameterPlace], values: Mapping[str, Tensor]) -> None:
     """Give the modules this rank's parts of the new parameters, and the state what these are."""
     state = parallel_state(model)
     layouts = {name: parameter.layout for parameter in state.plan.parameters for name in parameter.names}

@@ -29,21 +29,21 @@ def is_outer(path: str) -> bool:
 
 
 @dataclass
-class Running:
+class ForwardDepth:
     """Which forwards of a parallel model are under way; of a copy of the model, none.
 
     Attributes:
         model: the model.
-        depth: how many of its own.
+        own: how many of its own.
         standalone: how many of modules in it that it has not called.
     """
 
     model: nn.Module
-    depth: int = 0
+    own: int = 0
     standalone: int = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Running, (self.model,)
+        return ForwardDepth, (self.model,)
 
 
 class StandaloneCall:
@@ -54,7 +54,7 @@ class StandaloneCall:
         path: the module.
     """
 
-    def __init__(self, running: Running, path: str) -> None:
+    def __init__(self, running: ForwardDepth, path: str) -> None:
         self.running, self.path = running, path
         self.is_outer = is_outer(path)
         self.shows_whole = path in parallel_state(running.model).outer
@@ -74,7 +74,7 @@ class StandaloneCall:
     @property
     def _is_inside(self) -> bool:
         """Whether the model's own code has called it, be it again in a backward pass (activation checkpointing)."""
-        return self.running.depth > 0 or self.running.standalone > 0 or is_in_backward()
+        return self.running.own > 0 or self.running.standalone > 0 or is_in_backward()
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Forward pre-hook: what does not come Invariant in the model is made what it is there.
@@ -84,7 +84,7 @@ class StandaloneCall:
                 tensor that the module is not given in the model.
         """
         running = self.running
-        if running.depth > 0:
+        if running.own > 0:
             return None
         if not torch.compiler.is_compiling():
             hook_parameters(running.model, places_at(module, running.model))
@@ -98,7 +98,7 @@ class StandaloneCall:
 
     def end(self, *_: Any) -> None:
         """Forward hook, also of a forward that failed."""
-        if self.running.depth == 0:
+        if self.running.own == 0:
             self.running.standalone = max(0, self.running.standalone - 1)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:

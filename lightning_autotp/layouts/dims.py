@@ -272,8 +272,10 @@ class Cut:
             if before is None or (now := units.get(axis, before.size)) == before.size:
                 continue
             dim = _resized(dim, before, now)
-            for runs, dealt in zip(held, Ownership.even(now, self.ranks, alignment(now, self.ranks)).held, strict=True):
-                runs[number] = dealt
+            for runs, sharded in zip(
+                held, Ownership.even(now, self.ranks, alignment(now, self.ranks)).held, strict=True
+            ):
+                runs[number] = sharded
         return replace(self, dim=dim, held=tuple(map(tuple, held)))
 
     @property
@@ -330,8 +332,8 @@ def _grown(cut: Cut, units: int) -> Ownership:
     axis = cut._variable()
     held = [dict(enumerate(runs)) for runs in cut.held]
     if axis is not None and axis.id in cut.grows:
-        dealt = Ownership.even(units, cut.ranks).held
-        held = [{**runs, axis.id: dealt[rank]} for rank, runs in enumerate(held)]
+        sharded = Ownership.even(units, cut.ranks).held
+        held = [{**runs, axis.id: sharded[rank]} for rank, runs in enumerate(held)]
     return ownership(_resized(cut.dim, axis, units), held)
 
 

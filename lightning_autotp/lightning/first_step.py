@@ -34,7 +34,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_autotp.capture.capture import Call, meta_copy, on_meta, step_size
+from lightning_autotp.capture.capture import ExampleCall, meta_copy, on_meta, step_size
 from lightning_autotp.capture.nested import map_tensors, tensors_in
 from lightning_autotp.layouts.step_size import StepSize, TokensPerStep
 from lightning_autotp.private.lightning_private import make_optimizers, training_data
@@ -59,7 +59,7 @@ class FirstStep:
     """
 
     tokens: TokensPerStep
-    calls: tuple[Call | None, ...] = ()
+    calls: tuple[ExampleCall | None, ...] = ()
     why: str = ""
 
 
@@ -230,19 +230,19 @@ def _moved(module: LightningModule, batch: Any) -> Any:
     return module.on_after_batch_transfer(module.on_before_batch_transfer(batch, 0), 0)
 
 
-def _calls(module: LightningModule, models: Sequence[nn.Module], batch: Any) -> tuple[Call | None, ...]:
+def _calls(module: LightningModule, models: Sequence[nn.Module], batch: Any) -> tuple[ExampleCall | None, ...]:
     """How ``training_step`` calls the models, with this batch on the CPU.
 
     Raises:
         BaseException: whatever the step raises before it has called one of them.
     """
-    found: dict[nn.Module, Call] = {}
+    found: dict[nn.Module, ExampleCall] = {}
 
     def recorded(model: nn.Module) -> Any:
         copied = meta_copy(model) if len(models) > 1 else model
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            found.setdefault(model, _portable(Call(args, kwargs)))
+            found.setdefault(model, _portable(ExampleCall(args, kwargs)))
             if len(found) == len(models):
                 raise _AllCalled
             args, kwargs = map_tensors(on_meta, (args, kwargs))
@@ -287,7 +287,7 @@ def _give_optimizers(module: LightningModule) -> None:
         vars(optimizer)["step"] = lambda *_, **__: None
 
 
-def _portable(call: Call) -> Call:
+def _portable(call: ExampleCall) -> ExampleCall:
     """A call that can be sent, with values only of integers, which code may ask for.
 
     Raises:
@@ -303,4 +303,4 @@ def _portable(call: Call) -> Call:
             return on_meta(value).requires_grad_(value.requires_grad)
         return value.detach().clone()
 
-    return Call(*map_tensors(one, tuple(call)))
+    return ExampleCall(*map_tensors(one, tuple(call)))

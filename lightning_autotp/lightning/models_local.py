@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torchmetrics import Metric
 
-from lightning_autotp.capture.capture import Call, CaptureError, in_small
+from lightning_autotp.capture.capture import CaptureError, ExampleCall, in_small
 from lightning_autotp.layouts.step_size import TokensPerStep
 from lightning_autotp.lightning.first_step import FirstStep, first_step
 from lightning_autotp.parameters.state import is_parallel
@@ -68,7 +68,7 @@ def make_models_local(
 
 def _make_local_for_call(
     model: nn.Module,
-    call: Call | None,
+    call: ExampleCall | None,
     why: str,
     group: dist.ProcessGroup,
     copies: DeviceMesh | None,
@@ -95,7 +95,7 @@ def _make_local_for_call(
         ) from error
 
 
-def _examples(model: nn.Module, call: Call | None) -> Iterator[tuple[Any, str]]:
+def _examples(model: nn.Module, call: ExampleCall | None) -> Iterator[tuple[Any, str]]:
     """The call of the training step in forms that a trace may take, best first, each with where it comes from."""
     if call is not None:
         small = in_small(model, call)

@@ -39,8 +39,8 @@ from lightning_autotp.guard.checked import FirstSteps, checked
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.lightning.averaging import refuse_whole_copies
 from lightning_autotp.lightning.base import AutoTPBase
+from lightning_autotp.lightning.batch_boundary import BatchBoundarySync
 from lightning_autotp.lightning.discovery import find_models, outermost
-from lightning_autotp.lightning.exchange import Exchange
 from lightning_autotp.lightning.models_local import count_copies_once, make_models_local
 from lightning_autotp.lightning.optimizers import then_compute
 from lightning_autotp.lightning.summary import ParallelSummary
@@ -131,7 +131,7 @@ class AutoTPStrategy(AutoTPBase, ModelParallelStrategy):
         )
         self._models = models
         self._first_steps = FirstSteps(checked_steps)
-        self._exchange: Exchange | None = None
+        self._exchange: BatchBoundarySync | None = None
         self._averaging: list[RemovableHandle] = []
         self._signals: DeferredSignals | None = None
         self._watch: checked | None = None  # from a training step to the next one
@@ -196,7 +196,7 @@ class AutoTPStrategy(AutoTPBase, ModelParallelStrategy):
             )
         if self.world_size > 1:
             groups = self.tensor_parallel_group, self.data_parallel_group
-            self._exchange = Exchange(trainer, *groups, self.root_device, self.checked_batches)
+            self._exchange = BatchBoundarySync(trainer, *groups, self.root_device, self.checked_batches)
             self._signals = DeferredSignals(trainer, self._exchange)
         make_models_local(trainer, models, self.tensor_parallel_group, self.copies, self.options_here)
         # Before the parameters take memory: what is on meta becomes of the precision's dtype, and then real.

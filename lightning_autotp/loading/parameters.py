@@ -27,14 +27,14 @@ from lightning_autotp.building.checkpoint_reading import (
 )
 from lightning_autotp.building.quantization import QuantizationError
 from lightning_autotp.building.recipe import Recipe
-from lightning_autotp.building.weight_conversion import Blocks
+from lightning_autotp.building.weight_conversion import RecipeReader
 from lightning_autotp.layouts.blocks import Block, Box, in_units, index, whole_box
 from lightning_autotp.layouts.names import join_names
 from lightning_autotp.layouts.types import Shard
 from lightning_autotp.parameters.local_blocks import held_blocks, plain, with_values
 from lightning_autotp.parameters.meta import ParameterMeta
 from lightning_autotp.parameters.quantized_weight import QuantizedWeight
-from lightning_autotp.parameters.state import Place, model_group, parallel_models
+from lightning_autotp.parameters.state import ParameterPlace, model_group, parallel_models
 from lightning_autotp.private.torch_private import parameters_of
 
 
@@ -97,7 +97,7 @@ def load_parameters(
         RuntimeError: if no parallel model is found, or there are parameters in it of which nothing is known.
     """
     model_group(model)
-    waiting: dict[nn.Parameter, list[Place]] = {}
+    waiting: dict[nn.Parameter, list[ParameterPlace]] = {}
     for part, state in parallel_models(model):
         for place in state.places(part):
             if place.meta.need_initialize:
@@ -142,7 +142,7 @@ def _read(parameter: nn.Parameter, meta: ParameterMeta, device: torch.device) ->
 def _copy(target: Tensor, recipe: Recipe, blocks: Sequence[Block]) -> None:
     """Copy blocks of what a recipe makes to a tensor."""
     with torch.no_grad():
-        for number, piece, part in Blocks(recipe).pieces([block.original for block in blocks]):
+        for number, piece, part in RecipeReader(recipe).pieces([block.original for block in blocks]):
             target[index(blocks[number].place(piece))].copy_(part)
 
 

@@ -72,7 +72,7 @@ def _convolved(site: Site, is_transposed: bool) -> Dims | list[Dims]:
     else:
         site.tie(out, bias[0])
         if read.size > 1:
-            site.relation.added_last.add(site["bias"].tensor)
+            site.relation.added_after_sum.add(site["bias"].tensor)
     positions, kernel = x[len(x) - len(weight) + 2 :], weight[2:]
     site.keep_whole(*kernel)
     is_pointwise = (

@@ -34,7 +34,7 @@ class Ref:
 
 
 @dataclass(frozen=True)
-class Call:
+class TorchCall:
     """One call of a torch function in a model's code; it may run several operators.
 
     Attributes:
@@ -220,12 +220,12 @@ class Graph:
         experts: the runs of modules that hold a mixture's stacked experts.
         overwritten: where tensors enter or leave modules whose memory code goes on to change in place.
         units: of parameters that may be cut along each dim at multiples of a length only: these lengths.
-        asking: modules whose code asks for values that were made up.
-        deciding: the ``asking`` ones, and those that get numbers from them.
-        choosing: modules whose code may run otherwise with other values than those that were made up: the ``deciding``
-            ones and, as what they are given may be other than it was, all inside of these.
-        runs: the runs of the ``choosing`` modules.
-        looks: calls in their code that ran no operator: they asked for a shape, say.
+        value_reading: modules whose code asks for values that were made up.
+        value_dependent: the ``value_reading`` ones, and those that get numbers from them.
+        branching: modules whose code may run otherwise with other values than those that were made up: the
+            ``value_dependent`` ones and, as what they are given may be other than it was, all inside of these.
+        runs: the runs of the ``branching`` modules.
+        inspections: calls in their code that ran no operator: they asked for a shape, say.
         entered: the module of every run, in the order in which they begin; the first is what calls the model.
         device: where tensors seemed to be.
         found: by operator that is neither built in nor declared: its declaration as code, found by trying it.
@@ -235,7 +235,7 @@ class Graph:
     operators: list[Operator] = field(default_factory=list)
     parameters: dict[int, str] = field(default_factory=dict)
     outputs: list[int] = field(default_factory=list)
-    calls: list[Call] = field(default_factory=list)
+    calls: list[TorchCall] = field(default_factory=list)
     opaque: frozenset[str] = frozenset()
     failure: str = ""
     example: StepSize = field(default_factory=StepSize)
@@ -248,11 +248,11 @@ class Graph:
     untraced: Mapping[str, str] = field(default_factory=dict)
     overwritten: set[Boundary] = field(default_factory=set)
     units: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    asking: set[str] = field(default_factory=set)
-    deciding: frozenset[str] = frozenset()
-    choosing: frozenset[str] = frozenset()
+    value_reading: set[str] = field(default_factory=set)
+    value_dependent: frozenset[str] = frozenset()
+    branching: frozenset[str] = frozenset()
     runs: list[ModuleRun] = field(default_factory=list)
-    looks: list[Call] = field(default_factory=list)
+    inspections: list[TorchCall] = field(default_factory=list)
     entered: list[str] = field(default_factory=lambda: [""])
     device: str = "cpu"
     found: dict[str, str] = field(default_factory=dict)

@@ -46,7 +46,7 @@ def product(*by: str, added: str = "", path: Sequence[int] = ()) -> dict[str, An
             site.linear_in(operands[0])
         else:
             site.broadcast([out, addend])
-            site.relation.added_last.add(site[added].tensor)
+            site.relation.added_after_sum.add(site[added].tensor)
         return out
 
     return {"rule": rule, "flops": flops}

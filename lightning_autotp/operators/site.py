@@ -34,7 +34,7 @@ class Relation:
         whole: dims that may not be sharded here, and why.
         contracted: dims that are summed over.
         linear: inputs that may be Partial together, the output being Partial then.
-        added_last: inputs added once after the sum over a contracted dim (a bias): Invariant if that dim is sharded.
+        added_after_sum: inputs added once after the sum over a contracted dim (a bias): Invariant if that dim is cut.
         needs_implementation: whether only a parallel implementation can run it with a contracted dim sharded: the plain
             operator's results on the ranks do not add up.
         draws: whether it draws random numbers for its elements: on shards each rank draws its own. ``None`` for an
@@ -48,7 +48,7 @@ class Relation:
     whole: dict[Dim, str] = field(default_factory=dict)
     contracted: list[Dim] = field(default_factory=list)
     linear: set[int] = field(default_factory=set)
-    added_last: set[int] = field(default_factory=set)
+    added_after_sum: set[int] = field(default_factory=set)
     needs_implementation: bool = False
     draws: bool | None = None
     counted: list[Dim] = field(default_factory=list)

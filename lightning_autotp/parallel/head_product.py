@@ -54,7 +54,7 @@ class Autocast(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Step:
+class ElementwiseStep:
     """A function of single elements that was called on a product.
 
     Attributes:
@@ -111,7 +111,7 @@ class HeadProduct:
         bias: Tensor | None,
         dtype: torch.dtype,
         like: Tensor,
-        steps: tuple[Step, ...],
+        steps: tuple[ElementwiseStep, ...],
         autocast: Autocast,
         differentiable: bool,
         sources: tuple[_Source, ...],
@@ -140,7 +140,7 @@ class HeadProduct:
             features, features.dim() - 1, weight, bias, dtype, like, (), autocast, differentiable, sources, _Uses()
         )
 
-    def _after(self, features: Tensor, dim: int, like: Tensor, *steps: Step) -> HeadProduct:
+    def _after(self, features: Tensor, dim: int, like: Tensor, *steps: ElementwiseStep) -> HeadProduct:
         return HeadProduct(
             features,
             dim,
@@ -164,7 +164,7 @@ class HeadProduct:
         with torch.no_grad():
             dtype = function(self.features.new_empty(0, dtype=self.like.dtype)).dtype
         widens = is_cast and torch.promote_types(self.like.dtype, dtype) == dtype
-        step = Step(function, Autocast.now(self.features.device), widens)
+        step = ElementwiseStep(function, Autocast.now(self.features.device), widens)
         return self._after(self.features, self.dim, torch.empty_like(self.like, dtype=dtype), step)
 
     @property

@@ -383,7 +383,7 @@ COLUMN = Implementation(
     dims=(0,),
     inputs=(("I", "R"),),
     outputs=(("S", "I"),),
-    keeps_part="input",
+    resaves_shard="input",
     build=_build_column,
 )
 
@@ -395,6 +395,6 @@ ROW = Implementation(
     dims=(1,),
     inputs=(("I", "S"),),
     outputs=(("P", "I"), DEFERRED_SUM),
-    added_last="bias",
+    bias_operand="bias",
     build=_build_row,
 )

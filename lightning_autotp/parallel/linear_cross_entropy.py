@@ -35,7 +35,7 @@ from torch.nn import functional as F
 
 from lightning_autotp.layouts.ownership import Ownership
 from lightning_autotp.parallel.cross_entropy import Targets, check, prepared, reduced, token_losses
-from lightning_autotp.parallel.head_product import HeadProduct, Step
+from lightning_autotp.parallel.head_product import ElementwiseStep, HeadProduct
 from lightning_autotp.ranks.group import TPGroup
 
 PART_TOKENS = 1024
@@ -109,7 +109,7 @@ class _Work:
     """
 
     dtype: torch.dtype
-    steps: tuple[Step, ...]
+    steps: tuple[ElementwiseStep, ...]
     targets: Targets
     wanted: tuple[bool, ...]
 
@@ -138,7 +138,7 @@ class _Work:
             yield slice(part * tokens // count, (part + 1) * tokens // count)
 
 
-class _Part:
+class _TokenChunk:
     """The logits of some tokens, in memory of their own, with the way back from them to the product's gradient.
 
     Attributes:
@@ -180,11 +180,11 @@ class _Part:
         return gradient
 
 
-def _parts(work: _Work, features: Tensor, weight: Tensor, bias: Tensor | None) -> Iterator[_Part]:
+def _parts(work: _Work, features: Tensor, weight: Tensor, bias: Tensor | None) -> Iterator[_TokenChunk]:
     """One part after the other; whoever takes them has to let go of one before the next is made."""
     weight, bias = weight.to(work.dtype), None if bias is None else bias.to(work.dtype)
     for span in work.spans():
-        yield _Part(work, span, features[span].to(work.dtype), weight, bias)
+        yield _TokenChunk(work, span, features[span].to(work.dtype), weight, bias)
 
 
 class _Gradients:
@@ -199,8 +199,8 @@ class _Gradients:
         self.weight = empty(weight, dtype=precision) if of_weight else None
         self.bias = torch.zeros_like(bias, dtype=precision) if of_bias and bias is not None else None
 
-    def add(self, part: _Part, log_sum: Tensor, grad: Tensor) -> None:
-        """What a part adds; see :meth:`_Part.gradient`."""
+    def add(self, part: _TokenChunk, log_sum: Tensor, grad: Tensor) -> None:
+        """What a part adds; see :meth:`_TokenChunk.gradient`."""
         gradient, is_first = part.gradient(log_sum, grad), part.span.start == 0
         if self.features is not None:
             torch.mm(gradient, part.weight, out=self.features[part.span])

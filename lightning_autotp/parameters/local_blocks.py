@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from lightning_autotp.layouts.blocks import Block, blocks_of, chunk, index, owned_by
 from lightning_autotp.layouts.names import join_names
 from lightning_autotp.parameters.meta import ParameterMeta
+from lightning_autotp.parameters.pending_gradient import PendingGradient
 from lightning_autotp.parameters.quantized_weight import QuantizedWeight
-from lightning_autotp.parameters.unsummed import UnsummedGradient
 from lightning_autotp.private.torch_private import without_subclasses
 from lightning_autotp.ranks.group import TPGroup
 
@@ -38,7 +38,7 @@ def joined(tensor: Tensor) -> Tensor:
 
 
 def _detached(tensor: Tensor) -> Tensor:
-    if isinstance(tensor, UnsummedGradient):
+    if isinstance(tensor, PendingGradient):
         tensor.settle("reading")
     with without_subclasses():  # a part of a gradient that answers for the whole is an ordinary tensor, too
         detached = tensor.detach()

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_autotp.parameters.state import Place, own_modules, parallel_state, parts_among
+from lightning_autotp.parameters.state import ParameterPlace, own_modules, parallel_state, parts_among
 from lightning_autotp.private.torch_private import children_of, hook_tables, parameters_of
 
 _ATTRIBUTES = attrgetter("__dict__")
@@ -33,7 +33,7 @@ class Snapshot:
         is_lasting: whether it may be kept: not what is there for one call (``torch.func.functional_call``).
     """
 
-    def __init__(self, model: nn.Module, places: Sequence[Place]) -> None:
+    def __init__(self, model: nn.Module, places: Sequence[ParameterPlace]) -> None:
         state = parallel_state(model)
         modules = [module for _, module in own_modules(model)]
         tables: list[dict[str, Any]] = [table for of in modules for table in (children_of(of), parameters_of(of))]

@@ -30,7 +30,7 @@ Hook = Callable[[Tensor], Tensor]
 """Takes what a backward pass contributes to a gradient, and returns what is to be added instead."""
 
 
-class Place(NamedTuple):
+class ParameterPlace(NamedTuple):
     """Where a parameter is now.
 
     Attributes:
@@ -135,7 +135,7 @@ class ParallelState:
         """A module's path when the model was divided; ``None`` for one that came later."""
         return self._paths.get(module)
 
-    def places(self, model: nn.Module) -> list[Place]:
+    def places(self, model: nn.Module) -> list[ParameterPlace]:
         """Where the parameters of the model that carries this state are now, under all their names.
 
         A module that was moved, say into an adapter's wrapper, is the same module; one that took another's place is
@@ -146,7 +146,7 @@ class ParallelState:
         """
         modules = dict(own_modules(model))
         occupied = {self._paths[module] for module in modules.values() if module in self._paths}
-        places: list[Place] = []
+        places: list[ParameterPlace] = []
         strangers: list[str] = []
         for path, module in modules.items():
             before = self._paths.get(module, None if path in occupied else path)
@@ -155,7 +155,7 @@ class ParallelState:
                 if name is None or name not in self.metas:
                     strangers.append(dotted(path, attribute))
                 else:
-                    places.append(Place(name, module, attribute, self.metas[name]))
+                    places.append(ParameterPlace(name, module, attribute, self.metas[name]))
         if strangers:
             raise RuntimeError(
                 f"{join_names(strangers)} joined the parallel {type(model).__name__} after it was divided: it is"
@@ -237,16 +237,16 @@ class ParameterTable:
         return None if found is None else found[2]
 
 
-def parts_among(places: Iterable[Place]) -> dict[str, nn.Parameter]:
+def parts_among(places: Iterable[ParameterPlace]) -> dict[str, nn.Parameter]:
     """The parameters at some places of which this rank has a part, by name."""
     return {place.meta.name: place.parameter for place in places if place.meta.is_parallel}
 
 
-def misfits(places: Iterable[Place]) -> list[str]:
+def misfits(places: Iterable[ParameterPlace]) -> list[str]:
     """What is wrong with a model's parameters: another shape than this rank's part, or tied otherwise than before."""
     wrong: list[str] = []
-    by_meta: dict[str, Place] = {}
-    by_parameter: dict[nn.Parameter, Place] = {}
+    by_meta: dict[str, ParameterPlace] = {}
+    by_parameter: dict[nn.Parameter, ParameterPlace] = {}
     for place in places:
         parameter, meta = place.parameter, place.meta
         tied, same = by_meta.setdefault(meta.name, place), by_parameter.setdefault(parameter, place)

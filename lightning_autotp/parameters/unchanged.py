@@ -15,7 +15,7 @@ from lightning_autotp.parameters.forwards import other_forwards
 from lightning_autotp.parameters.local_blocks import fsdp_modules
 from lightning_autotp.parameters.state import (
     ParallelState,
-    Place,
+    ParameterPlace,
     dotted,
     misfits,
     own_modules,
@@ -24,7 +24,7 @@ from lightning_autotp.parameters.state import (
 )
 
 
-def check_unchanged(model: nn.Module) -> list[Place]:
+def check_unchanged(model: nn.Module) -> list[ParameterPlace]:
     """Look at all of a parallel model. Not collective.
 
     Returns:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_autotp.capture.capture import Call
+from lightning_autotp.capture.capture import ExampleCall
 from lightning_autotp.capture.nested import leaves_of, map_tensors, opened, tensors_in
 from lightning_autotp.private.torch_private import has_values
 
@@ -61,18 +61,18 @@ def surroundings(device: str) -> Hashable:
     return torch.is_grad_enabled(), dtype
 
 
-def integers_of(call: Call) -> Iterable[tuple[str, int]]:
+def integers_of(call: ExampleCall) -> Iterable[tuple[str, int]]:
     """The integers among a call's arguments, each with where it is; not those in structures, where a cache counts."""
     named = (*((f"[{at}]", value) for at, value in enumerate(call.args)), *call.kwargs.items())
     return [(place, value) for place, value in named if type(value) is int]
 
 
-def floats_of(call: Call, places: set[str]) -> Iterable[tuple[str, float]]:
+def floats_of(call: ExampleCall, places: set[str]) -> Iterable[tuple[str, float]]:
     """The floats of a call at these places."""
     return [(place, leaf) for place, leaf in leaves_of(tuple(call)) if place in places] if places else []
 
 
-def full_ones_of(call: Call, places: set[str]) -> Iterable[tuple[str, bool]]:
+def full_ones_of(call: ExampleCall, places: set[str]) -> Iterable[tuple[str, bool]]:
     """Of the tensors of a call at these places, whether no element is zero or false: a mask that masks nothing."""
     found = [(place, leaf) for place, leaf in leaves_of(tuple(call)) if place in places] if places else []
     return [(place, bool(leaf.all())) for place, leaf in found if isinstance(leaf, Tensor) and has_values(leaf)]
@@ -98,7 +98,7 @@ class FewValues:
         return value
 
 
-def sizes_of(call: Call) -> tuple[int, ...] | None:
+def sizes_of(call: ExampleCall) -> tuple[int, ...] | None:
     """Lengths of the dims of a call's tensors, and how many positions each has; ``None`` with a cache, which grows."""
     sizes: list[int] = []
 
@@ -145,16 +145,16 @@ def _powers(sizes: tuple[int, ...]) -> list[tuple[int, int]]:
     return [(at, min(size & -size, _POWER)) for at, size in enumerate(sizes)]
 
 
-def with_rows(call: Call) -> Call:
+def with_rows(call: ExampleCall) -> ExampleCall:
     """A call with a single row as one with two of it: a dim of size 1 could be any dim, or none."""
     sizes = {leaf.shape[0] for leaf in tensors_in(tuple(call)) if leaf.ndim}
     if sizes != {1}:
         return call
     args, kwargs = map_tensors(lambda leaf: torch.cat([leaf, leaf]) if leaf.ndim else leaf, tuple(call))
-    return Call(args, kwargs)
+    return ExampleCall(args, kwargs)
 
 
-def described(call: Call, training: bool) -> str:
+def described(call: ExampleCall, training: bool) -> str:
     """A call in words."""
     said = [_said(value) for value in call.args] + [f"{name}={_said(value)}" for name, value in call.kwargs.items()]
     return f"({', '.join(said)}), in {'training' if training else 'evaluation'} mode"

@@ -214,7 +214,7 @@ def _implemented(use: Use, operator: Operator, shapes: Any, solution: Solution) 
     """A parallel implementation: the operator or its primitive, what it does with the ranks' sum, its bias."""
     entry = use.implementation
     (target, shape) = shapes[0]
-    added = dict(operator.arguments).get(entry.added_last) if entry.added_last else None
+    added = dict(operator.arguments).get(entry.bias_operand) if entry.bias_operand else None
     total = ("total", target) if added else target
     change = None if use.output == DEFERRED_SUM else use.output
     result = ("partial", target) if change is not None else total
@@ -224,7 +224,7 @@ def _implemented(use: Use, operator: Operator, shapes: Any, solution: Solution) 
         arguments: tuple[tuple[str, Any], ...] = (("input", reads), ("detail", maps))
         yield _Expected(f"record:{entry.primitive}", arguments, ((result, shape),), operator)
     else:
-        arguments = tuple((key, None if key == entry.added_last else value) for key, value in operator.arguments)
+        arguments = tuple((key, None if key == entry.bias_operand else value) for key, value in operator.arguments)
         yield _Expected(operator.name, arguments, ((result, shape),), operator)
     if change is not None:
         yield _Expected(f"record:{TRANSITIONS[change].name}", (("input", (result,)),), ((total, shape),), operator)

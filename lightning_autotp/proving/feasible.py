@@ -17,13 +17,13 @@ from lightning_autotp.proving.compare import Mismatch, VerificationError
 from lightning_autotp.proving.experts import Dealable, dealable_experts
 from lightning_autotp.proving.local_sizes import Unlocalizable, find_sizes, in_any_layer
 from lightning_autotp.proving.verify import trace
-from lightning_autotp.solving.annotate import annotate, explain
 from lightning_autotp.solving.cost import Profile
 from lightning_autotp.solving.expert_modules import with_whole_experts
 from lightning_autotp.solving.memory_limit import profiles, stored_bytes
 from lightning_autotp.solving.options import PlanOptions
 from lightning_autotp.solving.paths import Ambiguous, seen_paths
 from lightning_autotp.solving.pins import kept_draws, pinned
+from lightning_autotp.solving.plan_from_solution import explain, plan_from_solution
 from lightning_autotp.solving.solution import Solution
 from lightning_autotp.solving.solver import NothingToShard, solve
 
@@ -201,21 +201,21 @@ class _Search:
         if self.options.sequence_parallel is True:
             profile = replace(profile, activation_price=SEQUENCE_PARALLEL_PRICE, all_reduce_passes=2.0)
         cuts = self.pins | {name: _cut(solution.layouts.get(at)) for at, name in self.graph.parameters.items()}
-        undealt: dict[int, str] = {}
+        unsharded: dict[int, str] = {}
         messages: dict[str, str] = {}
         while True:
-            dealt = self._solved(cuts, profile, dealt_on=solution, undealt=undealt)
+            sharded = self._solved(cuts, profile, sharded_on=solution, unsharded=unsharded)
             try:
-                found, dealt = self._carried_out(dealt)
+                found, sharded = self._carried_out(sharded)
                 break
             except Unlocalizable as error:
                 mismatch = error.mismatch
-                regions = (region & _dealt(dealt) for region in _tensors_near(self.graph, mismatch))
-                more = next((region for region in regions if region - undealt.keys()), None)
+                regions = (region & _sharded(sharded) for region in _tensors_near(self.graph, mismatch))
+                more = next((region for region in regions if region - unsharded.keys()), None)
                 if more is None:
                     return replace(plan, whole_tokens=(str(mismatch),)), solution
                 why = f"{mismatch.module or 'the model'}, whose code uses their number"
-                undealt |= dict.fromkeys(more, why)
+                unsharded |= dict.fromkeys(more, why)
                 messages.setdefault(why, mismatch.message)
         reasons = {parameter.names: parameter.reasons for parameter in plan.parameters}
         parameters = tuple(replace(parameter, reasons=reasons[parameter.names]) for parameter in found.parameters)
@@ -223,7 +223,7 @@ class _Search:
         if not found.shards_sequence:
             failed = tuple(f"{why} ({message})" for why, message in messages.items())
             whole = failed or ("dealing them out costs more than it saves",)
-        return replace(found, parameters=parameters, whole_tokens=whole), dealt
+        return replace(found, parameters=parameters, whole_tokens=whole), sharded
 
     def _solved(self, pins: Mapping[str, int | None], profile: Profile, **dealing: Any) -> Solution:
         tokens = self.options.tokens
@@ -231,7 +231,9 @@ class _Search:
 
     def _carried_out(self, solution: Solution) -> tuple[Plan, Solution]:
         def plan_with(solution: Solution, sizes: tuple[SizePlan, ...]) -> Plan:
-            return annotate(solution, type(self.model).__name__, self.parameters, sizes, self.options.traced_with)
+            return plan_from_solution(
+                solution, type(self.model).__name__, self.parameters, sizes, self.options.traced_with
+            )
 
         known = tuple(size for sizes in self.experts.values() for size in sizes)
         return find_sizes(self.model, self.inputs, solution, plan_with, known)
@@ -249,7 +251,7 @@ def _unlocalizable(operator: Operator, mismatch: Mismatch) -> str:
     return f"a size in the Python code could not be made local{place}: {mismatch.message}"
 
 
-def _dealt(solution: Solution) -> set[int]:
+def _sharded(solution: Solution) -> set[int]:
     """The tensors of which each rank has a part of the tokens."""
     return {at for at, layout in solution.layouts.items() if isinstance(layout, Shard) and layout.grows}
 

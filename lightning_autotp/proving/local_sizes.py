@@ -18,7 +18,7 @@ from itertools import combinations, product
 from torch import nn
 
 from lightning_autotp.applying.replace import BoundaryConversion, apply_plan, hook_boundary
-from lightning_autotp.capture.capture import Call, capture_local, meta_copy
+from lightning_autotp.capture.capture import ExampleCall, capture_local, meta_copy
 from lightning_autotp.layouts.places import Boundary, CallSite
 from lightning_autotp.layouts.plan import ConversionPlan, Plan, SizePlan
 from lightning_autotp.layouts.types import Shard, local_shape
@@ -26,7 +26,7 @@ from lightning_autotp.operators import Shapes, record
 from lightning_autotp.operators.graph import Operator
 from lightning_autotp.proving.compare import Mismatch, compare
 from lightning_autotp.ranks.group import TPGroup
-from lightning_autotp.solving.annotate import runs_apart
+from lightning_autotp.solving.plan_from_solution import runs_apart
 from lightning_autotp.solving.solution import Solution
 
 _PATIENCE = 64
@@ -78,7 +78,7 @@ def find_sizes(
 
 
 def find_sizes_of_call(
-    model: nn.Module, call: Call, plan: Plan, changes: Iterable[ConversionPlan], solution: Solution
+    model: nn.Module, call: ExampleCall, plan: Plan, changes: Iterable[ConversionPlan], solution: Solution
 ) -> tuple[tuple[SizePlan, ...], Solution]:
     """The attributes that must be local in another call than the one that a plan was made for, beside the plan's sizes.
 
@@ -337,7 +337,7 @@ class _Search:
         many parts there are, and the other how long each is.
         """
         call = self.solution.graph.calls[operator.call]
-        if call.module in self.solution.graph.choosing:  # the number may be another in another run
+        if call.module in self.solution.graph.branching:  # the number may be another in another run
             return
         taken = {(size.module, size.attribute, size.call) for size in sizes}
         is_whole = set(local) == {whole}

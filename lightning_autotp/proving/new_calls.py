@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_autotp.applying.lengths import Lengths
 from lightning_autotp.applying.replace import BoundaryConversion, allow_runs, hook_boundary, set_size
 from lightning_autotp.applying.seen_paths import PathWatch
-from lightning_autotp.capture.capture import Call, CaptureError, device_of, keep_values
+from lightning_autotp.capture.capture import CaptureError, ExampleCall, device_of, keep_values
 from lightning_autotp.capture.nested import tensors_in
 from lightning_autotp.layouts.places import Boundary
 from lightning_autotp.layouts.plan import ConversionPlan, SizePlan
@@ -53,9 +53,14 @@ from lightning_autotp.proving.ways import same_way
 from lightning_autotp.ranks.agreement import raise_together
 from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.ranks.meeting import meet
-from lightning_autotp.solving.annotate import alike_at_modules, inputs_of_modules, parts_at_modules, runs_apart
-from lightning_autotp.solving.expert_modules import as_planned
+from lightning_autotp.solving.expert_modules import constrained_by
 from lightning_autotp.solving.paths import seen_paths
+from lightning_autotp.solving.plan_from_solution import (
+    alike_at_modules,
+    inputs_of_modules,
+    parts_at_modules,
+    runs_apart,
+)
 from lightning_autotp.solving.planned import PlanMismatch
 from lightning_autotp.solving.solution import Solution
 
@@ -124,7 +129,9 @@ class CallProver:
         examples: these calls. Where there are several, they were traced together, and each is a new kind.
     """
 
-    def __init__(self, model: nn.Module, original: nn.Module, solution: Solution, examples: tuple[Call, ...]) -> None:
+    def __init__(
+        self, model: nn.Module, original: nn.Module, solution: Solution, examples: tuple[ExampleCall, ...]
+    ) -> None:
         # Not its state: a deep copy of the model has one of its own.
         self.model, self.group, self.examples = model, parallel_state(model).group, examples
         self.modules = list(model.modules())
@@ -177,7 +184,7 @@ class CallProver:
             UnprovedCall: if the parts do not compute what the model does in a call like this.
             PeerError: on ranks where they do, if they do not on another one.
         """
-        call = Call(args, kwargs)
+        call = ExampleCall(args, kwargs)
         unknown: list[str] = []
         arguments, is_traced = kind_of(call, unknown), _is_traced(call)
         if unknown:
@@ -209,7 +216,7 @@ class CallProver:
             args, kwargs = change.before(self.model, args, kwargs)
         return (args, kwargs) if way.inputs else None
 
-    def _kind(self, call: Call, arguments: Hashable, modes: bytes) -> Hashable:
+    def _kind(self, call: ExampleCall, arguments: Hashable, modes: bytes) -> Hashable:
         """What a call is known by, but for its sizes."""
         numbers = [*integers_of(call), *floats_of(call, self.numbers)]
         told = tuple([(place, self.few.told(place, value)) for place, value in numbers])
@@ -223,7 +230,7 @@ class CallProver:
             surroundings(device_of(self.model)),
         )
 
-    def _sizes(self, call: Call) -> tuple[int, ...] | None:
+    def _sizes(self, call: ExampleCall) -> tuple[int, ...] | None:
         """The sizes of a call that are to be told from others."""
         # A trace runs modules that are opaque, on the CPU: not for each size of a real batch.
         return None if self.plan.opaque else sizes_of(call)
@@ -238,7 +245,7 @@ class CallProver:
         self, graph: Graph | None, parts: tuple[ConversionPlan, ...], alike: Mapping[Boundary, bool] | None = None
     ) -> _Way:
         """A way that is proved from now on."""
-        kept = None if graph is None else replace(graph, calls=[], looks=[], runs=[], entered=[""])
+        kept = None if graph is None else replace(graph, calls=[], inspections=[], runs=[], entered=[""])
         self.ways.append(_Way(parts, alike or {}, kept))
         return self.ways[-1]
 
@@ -267,7 +274,7 @@ class CallProver:
                 self.with_gradients, self.was_backward = set(), False
             self.with_gradients.add(way)
 
-    def _prove(self, call: Call) -> _Way:
+    def _prove(self, call: ExampleCall) -> _Way:
         """Trace the original model in a call, and the local one, too, if that goes a way that is not known; compare.
 
         What every rank needs is worked out on each, so that all come to the same.
@@ -295,7 +302,7 @@ class CallProver:
             return self._way(None, parallel_state(self.model).parts)
         self._heed(graph)
         try:
-            graph = as_planned(graph, self.plan, IMPLEMENTATIONS)
+            graph = constrained_by(graph, self.plan, IMPLEMENTATIONS)
         except PlanMismatch as error:
             raise self._refusal(call, error) from error
         for way in self.ways:
@@ -334,7 +341,7 @@ class CallProver:
         allow_runs(self.model, runs_apart(self.plan, solution.graph))
         return way
 
-    def _refusal(self, call: Call, why: Exception) -> UnprovedCall:
+    def _refusal(self, call: ExampleCall, why: Exception) -> UnprovedCall:
         return UnprovedCall(
             f"{self._who()} is called in another way than it was traced, and its parts on the ranks would not compute"
             f" what the whole model does then: {why}\nIt is called with"
@@ -399,6 +406,6 @@ class _SizeOnWay:
             setattr(module, self.attribute, self.before.pop())
 
 
-def _is_traced(call: Call) -> bool:
+def _is_traced(call: ExampleCall) -> bool:
     """Whether it has no values: another trace is under way."""
     return not all(map(has_values, tensors_in(tuple(call))))

@@ -15,9 +15,9 @@ from lightning_autotp.layouts.plan import ConversionPlan, DrawPlan, Implementati
 from lightning_autotp.layouts.types import Shard
 from lightning_autotp.operators.graph import Graph
 from lightning_autotp.proving.local_sizes import made_local
-from lightning_autotp.solving.annotate import annotate
 from lightning_autotp.solving.candidates import is_cut_between
 from lightning_autotp.solving.implementations import Implementations
+from lightning_autotp.solving.plan_from_solution import plan_from_solution
 from lightning_autotp.solving.planned import PlanMismatch, changing_places, module_digests
 from lightning_autotp.solving.solution import Solution
 from lightning_autotp.solving.solver import solve
@@ -94,7 +94,9 @@ def _with_local_calls(plan: Plan, solution: Solution) -> Solution:
 
 
 def _annotated(plan: Plan, solution: Solution) -> Plan:
-    return annotate(solution, plan.model, [(p.names, p.shape, p.itemsize) for p in plan.parameters], plan.sizes)
+    return plan_from_solution(
+        solution, plan.model, [(p.names, p.shape, p.itemsize) for p in plan.parameters], plan.sizes
+    )
 
 
 def _refuse_cut_blocks(plan: Plan, graph: Graph) -> None:

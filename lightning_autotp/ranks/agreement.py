@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_autotp.private.distributed_private import device_of_objects
-from lightning_autotp.ranks.description import Part, checksum, difference, kind
+from lightning_autotp.ranks.description import DescribedItem, checksum, difference, kind
 
 SAMPLED_ELEMENTS = 4096
 """How many elements of a parameter :func:`check_same_weights` looks at."""
@@ -116,7 +116,7 @@ def check_same_weights(model: nn.Module, group: dist.ProcessGroup | None) -> Non
         if not parameter.is_meta:
             flat = parameter.detach().reshape(-1)
             some = checksum(flat[:: max(1, flat.numel() // SAMPLED_ELEMENTS)])
-            sampled += Part(name, kind(parameter.dtype, parameter.shape), some).in_words()
+            sampled += DescribedItem(name, kind(parameter.dtype, parameter.shape), some).in_words()
     differing = difference(dict(enumerate(gather_objects(sampled, group))))
     if differing is not None:
         raise RuntimeError(

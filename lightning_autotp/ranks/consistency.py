@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_autotp.ranks.agreement import gather_objects, largest_of_all
-from lightning_autotp.ranks.description import Part, combined, describe, difference
+from lightning_autotp.ranks.description import DescribedItem, combined, describe, difference
 from lightning_autotp.ranks.host_copy import HostCopy
 from lightning_autotp.ranks.random_numbers import default_generator
 
@@ -38,7 +38,7 @@ class Noted(NamedTuple):
     """
 
     where: str
-    parts: list[Part]
+    parts: list[DescribedItem]
     checksums: list[HostCopy]
 
 

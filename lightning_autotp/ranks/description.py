@@ -28,7 +28,7 @@ _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 _PLAIN = (type(None), str, bytes, bool, int, float, complex)
 
 
-class Part(NamedTuple):
+class DescribedItem(NamedTuple):
     """One thing inside a value.
 
     Attributes:
@@ -53,7 +53,7 @@ class Part(NamedTuple):
             yield f"{self.path}[{index}]", repr(item)
 
 
-def describe(value: Any, path: str) -> Iterator[Part]:
+def describe(value: Any, path: str) -> Iterator[DescribedItem]:
     """What a value is made of, in the same order in every process.
 
     Args:
@@ -62,19 +62,19 @@ def describe(value: Any, path: str) -> Iterator[Part]:
         path: what to call it.
     """
     if isinstance(value, Tensor):
-        yield Part(path, kind(value.dtype, value.shape), checksum(value))
+        yield DescribedItem(path, kind(value.dtype, value.shape), checksum(value))
     elif isinstance(value, Mapping):
         for key, item in sorted(value.items(), key=lambda pair: repr(pair[0])):
             yield from describe(item, f"{path}[{key!r}]")
     elif isinstance(value, list | tuple):
         plain = set(map(type, value)) <= set(_PLAIN)
-        yield Part(path, f"{type(value).__name__} of {len(value)}", items=tuple(value) if plain else ())
+        yield DescribedItem(path, f"{type(value).__name__} of {len(value)}", items=tuple(value) if plain else ())
         for index, item in enumerate(() if plain else value):
             yield from describe(item, f"{path}[{index}]")
     elif isinstance(value, _PLAIN):
-        yield Part(path, repr(value))
+        yield DescribedItem(path, repr(value))
     elif isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
-        yield Part(path, f"{kind(value.dtype, value.shape)} (checksum {zlib.crc32(value.tobytes()):08x})")
+        yield DescribedItem(path, f"{kind(value.dtype, value.shape)} (checksum {zlib.crc32(value.tobytes()):08x})")
     elif is_dataclass(value):
         for field in fields(value):
             yield from describe(getattr(value, field.name), f"{path}.{field.name}")

@@ -113,7 +113,7 @@ class _Rows:
 
 
 @dataclass(frozen=True, eq=False)
-class _Step:
+class _Elimination:
     """The result of eliminating one variable from some tables.
 
     Attributes:
@@ -140,7 +140,7 @@ class Elimination:
         self._most_rows = most_rows
         self._rows: list[_Rows] = []
         self._numbers: dict[tuple[int, bytes, bytes], int] = {}
-        self._steps: dict[object, _Step] = {}
+        self._steps: dict[object, _Elimination] = {}
         self.tables: list[Table] = []
 
     def add(self, scope: Sequence[int], rows: dict[Row, float]) -> None:
@@ -185,7 +185,7 @@ class Elimination:
 
         queue = [(degree(variable), variable) for variable in holders]
         heapq.heapify(queue)
-        choices: list[tuple[int, tuple[int, ...], _Step]] = []
+        choices: list[tuple[int, tuple[int, ...], _Elimination]] = []
         total = 0.0
         while queue:
             expected, variable = heapq.heappop(queue)
@@ -227,7 +227,7 @@ class Elimination:
         cost = self.cost(values)
         return Assignment(values, cost, min(cost, bound))
 
-    def _eliminate(self, variable: int, tables: list[Table]) -> tuple[tuple[int, ...], _Step]:
+    def _eliminate(self, variable: int, tables: list[Table]) -> tuple[tuple[int, ...], _Elimination]:
         """Join the tables and minimise over the variable: the remaining scope, and the step."""
         order = list(dict.fromkeys(other for table in tables for other in table.scope))
         place = {other: position for position, other in enumerate(order)}
@@ -248,7 +248,7 @@ class Elimination:
             costs = joined.costs[first]
             least = float(costs.min())
             rows = self._intern(_Rows(np.ascontiguousarray(left[first]), costs - least))
-            self._steps[key] = _Step(rest, rows, own[first], least)
+            self._steps[key] = _Elimination(rest, rows, own[first], least)
         step = self._steps[key]
         return tuple(order[position] for position in step.rest), step
 

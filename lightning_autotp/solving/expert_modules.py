@@ -31,8 +31,8 @@ def with_whole_experts(graph: Graph, modules: Collection[str]) -> Graph:
         else:
             operators += [_operator(graph, results[made], operator) for made in operator.outputs if made in results]
     opaque = frozenset(path for path in graph.opaque if not f"{path}.".startswith(inside))
-    choosing = frozenset(path for path in graph.choosing if not f"{path}.".startswith(inside))
-    collapsed = replace(graph, operators=operators, opaque=opaque, choosing=choosing)
+    branching = frozenset(path for path in graph.branching if not f"{path}.".startswith(inside))
+    collapsed = replace(graph, operators=operators, opaque=opaque, branching=branching)
     collapsed.static_on_demand()
     return collapsed
 
@@ -53,7 +53,7 @@ def _operator(graph: Graph, call: ExpertsCall, last: Operator) -> Operator:
     return replace(last, name=EXPERTS, arguments=arguments, outputs=(call.result,), module=call.module, call=-1)
 
 
-def as_planned(graph: Graph, plan: Plan, implementations: Implementations) -> Graph:
+def constrained_by(graph: Graph, plan: Plan, implementations: Implementations) -> Graph:
     """A model's graph as a plan of it was made on: where it shards whole experts, these are one operator each.
 
     Raises:

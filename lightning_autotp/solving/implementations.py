@@ -38,11 +38,11 @@ class Implementation:
         outputs: changes of type that it makes on its result by itself: of a result that lies like its operands
             (``S -> I``), or of the ranks' products (``P -> I``), of which one must happen: :data:`DEFERRED_SUM` leaves
             their sum to what comes after.
-        given_instead: whether callers may give its result to the model themselves (``inputs_embeds``), which is no sum
-            that is to be taken: so its own is left only where tokens are sharded for it.
-        keeps_part: an argument of which it keeps this rank's part for the backward pass where its tokens were
+        bypassable_result: whether callers may give its result to the model themselves (``inputs_embeds``), which is not
+            a sum to be taken: so its own is left only where tokens are sharded for it.
+        resaves_shard: an argument of which it keeps this rank's part for the backward pass where its tokens were
             gathered; the backward gathers it again.
-        added_last: an argument that it adds after such a sum (a bias); it has the type of the result, or is Invariant
+        bias_operand: an argument that it adds after such a sum (a bias); it has the type of the result, or is Invariant
             where the sum is left: then it counts once.
         primitive: the primitive that it is in a trace of the local model, where it is not the operator itself.
         reads: the arguments that the primitive reads.
@@ -63,9 +63,9 @@ class Implementation:
     is_module: bool = False
     inputs: tuple[Pair, ...] = ()
     outputs: tuple[Pair, ...] = ()
-    given_instead: bool = False
-    keeps_part: str = ""
-    added_last: str = ""
+    bypassable_result: bool = False
+    resaves_shard: str = ""
+    bias_operand: str = ""
     primitive: str = ""
     reads: tuple[str, ...] = ()
     shown: str = ""
@@ -90,7 +90,7 @@ class Implementation:
         Args:
             shard_sequence: whether the tokens of sequences may be sharded.
         """
-        may_leave = shard_sequence or not self.given_instead
+        may_leave = shard_sequence or not self.bypassable_result
         after = tuple(pair for pair in self.outputs if pair[0] == "P" and (may_leave or pair != DEFERRED_SUM))
         return after or (None,)
 

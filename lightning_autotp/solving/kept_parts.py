@@ -25,7 +25,7 @@ def kept_in_parts(
     handed_on = {op.outputs[0]: op.inputs[0] for op in graph.operators if op.boundary or _only_reshapes(graph, op)}
     found: set[int] = set()
     for operator, entry in runs:
-        tensor = operand_of(operator, entry.keeps_part) if entry.keeps_part else None
+        tensor = operand_of(operator, entry.resaves_shard) if entry.resaves_shard else None
         cut = operand_of(operator, entry.operand)
         is_kept = cut is not None and graph.tensors[cut].is_differentiable  # for the gradient of a weight
         if not is_kept or operator.module in heads:

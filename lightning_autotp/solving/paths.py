@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from lightning_autotp.layouts.types import Layout, Shard
 from lightning_autotp.operators import record
-from lightning_autotp.operators.graph import Call, Constant, Graph, ModuleRun, Operator, Ref
+from lightning_autotp.operators.graph import Constant, Graph, ModuleRun, Operator, Ref, TorchCall
 from lightning_autotp.solving.solution import Solution
 
 Line = tuple[str, int, str]
@@ -28,7 +28,7 @@ UNSEEN = "unseen"
 
 
 @dataclass(frozen=True)
-class Part:
+class ShardType:
     """The type of a tensor of which each rank has a part.
 
     Attributes:
@@ -41,7 +41,7 @@ class Part:
         return f"S({', '.join(str(dim) for dim, *_ in self.dims)})"
 
 
-Type = str | Part
+Type = str | ShardType
 """``I``, ``R``, ``P``, a part, or one of tensors that no parameter went into."""
 
 Given = tuple[frozenset[Type], ...]
@@ -62,7 +62,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Run:
+class ModuleTypes:
     """One way in which a module is called.
 
     Attributes:
@@ -89,7 +89,7 @@ class SeenPath:
     """
 
     calls: dict[Line, dict[Given, Outcome]] = field(default_factory=dict)
-    runs: dict[tuple[tuple[str, Type], ...], Run] = field(default_factory=dict)
+    runs: dict[tuple[tuple[str, Type], ...], ModuleTypes] = field(default_factory=dict)
     constants: set[tuple[tuple[str, Constant], ...]] = field(default_factory=set)
 
     def join(self, other: SeenPath) -> str:
@@ -153,22 +153,22 @@ def seen_paths(solution: Solution, rank: int) -> dict[str, SeenPath]:
     """
     graph = solution.graph
     types = _Types(solution, rank)
-    seen = {path: SeenPath() for path in graph.choosing}
+    seen = {path: SeenPath() for path in graph.branching}
     tops = _outermost(graph)
-    for call in (*graph.calls, *graph.looks):  # also calls whose operators nobody's result depends on
-        if call.module not in graph.choosing:
+    for call in (*graph.calls, *graph.inspections):  # also calls whose operators nobody's result depends on
+        if call.module not in graph.branching:
             continue
         line = (call.site.file, call.site.line, call.site.function)
         outcome = types.outcome(call)
         if seen[call.module].calls.setdefault(line, {}).setdefault(types.given(call), outcome) != outcome:
             raise Ambiguous(next(top for top in tops if _is_in(call.module, top)), said_line(line))
     for run in graph.runs:
-        if run.module not in graph.choosing:
+        if run.module not in graph.branching:
             continue
         found = types.run(run)
         if seen[run.module].runs.setdefault(found.given, found) != found:
             raise Ambiguous(next(top for top in tops if _is_in(run.module, top)), f"the code of {run.module}")
-        if run.module not in graph.deciding:
+        if run.module not in graph.value_dependent:
             seen[run.module].constants.add(run.constants)
     divided = {top for top in tops if any(not _is_whole(path) for at, path in seen.items() if _is_in(at, top))}
     return {path: found for path, found in seen.items() if any(_is_in(path, top) for top in divided)}
@@ -176,7 +176,7 @@ def seen_paths(solution: Solution, rank: int) -> dict[str, SeenPath]:
 
 def _outermost(graph: Graph) -> list[str]:
     tops: list[str] = []
-    for path in sorted(graph.choosing):
+    for path in sorted(graph.branching):
         if not any(_is_in(path, top) for top in tops):
             tops.append(path)
     return tops
@@ -218,20 +218,20 @@ class _Types:
             return False
         return known.zeros or (known.is_view and bool(maker.inputs) and self._is_zero(maker.inputs[0]))
 
-    def given(self, call: Call) -> Given:
+    def given(self, call: TorchCall) -> Given:
         groups: list[set[Type]] = [set() for _ in range(max(call.groups, default=-1) + 1)]
         for group, value in zip(call.groups, call.arguments, strict=True):
             if isinstance(value, Ref):
                 groups[group].add(self.of(value.tensor))
         return tuple(frozenset(group - {STATIC}) for group in groups)
 
-    def outcome(self, call: Call) -> Outcome:
+    def outcome(self, call: TorchCall) -> Outcome:
         results = tuple(self.of(value.tensor) for value in call.made) or (STATIC,)
         results = results[:1] if len(set(results)) == 1 else results
         return Outcome(results, tuple((leaf, self.of(ref.tensor)) for leaf, ref in call.written))
 
-    def run(self, run: ModuleRun) -> Run:
-        return Run(
+    def run(self, run: ModuleRun) -> ModuleTypes:
+        return ModuleTypes(
             without_static((place, self.of(outside)) for place, outside, _ in run.inputs),
             tuple((place, self.of(inside)) for place, _, inside in run.inputs),
             without_static((place, self.of(inside)) for place, inside, _ in run.outputs),
@@ -249,7 +249,7 @@ def type_of(layout: Layout, rank: int) -> Type:
     if not isinstance(layout, Shard):
         return layout.letter
     fixed = {dim: cut.is_fixed for (dim, _), cut in zip(layout.dims, layout.cuts, strict=False)}
-    return Part(
+    return ShardType(
         tuple(
             (dim, owned.digest, owned.local_size(rank) if fixed.get(dim, True) else None) for dim, owned in layout.dims
         )

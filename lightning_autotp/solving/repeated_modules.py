@@ -36,7 +36,7 @@ def _later_runs(graph: Graph) -> Iterator[tuple[list[Operator], list[Operator]]]
     last: dict[object, int] = {}
     for operator in graph.operators:
         place = operator.boundary
-        if operator.module not in graph.choosing or isinstance(place, Boundary):
+        if operator.module not in graph.branching or isinstance(place, Boundary):
             continue
         if place is None and operator.call < 0:
             continue

@@ -38,8 +38,8 @@ def solve(
     tokens: TokensPerStep | None = None,
     pinned: Mapping[str, int | None] | None = None,
     plan: Plan | None = None,
-    dealt_on: Solution | None = None,
-    undealt: Collection[int] = (),
+    sharded_on: Solution | None = None,
+    unsharded: Collection[int] = (),
     is_other_call: bool = False,
     fixed: Collection[Boundary | CallPoint] = (),
 ) -> Solution:
@@ -54,8 +54,8 @@ def solve(
         tokens: the step to price for.
         pinned: parameters, by name, that are to be cut along this dim, or, with ``None``, to be left whole.
         plan: a plan to be followed: then the layouts are those that it means.
-        dealt_on: a solution with whole tokens: activations are divided as there, or their tokens are sharded.
-        undealt: tensors whose tokens may not be.
+        sharded_on: a solution with whole tokens: activations are divided as there, or their tokens are sharded.
+        unsharded: tensors whose tokens may not be.
         is_other_call: whether the graph is of another call than the one that the plan was made for: it may leave out
             places of the plan, and change layouts at boundaries of modules where the plan changes none.
         fixed: places where no layout may change.
@@ -66,10 +66,10 @@ def solve(
         PlanMismatch: if the operators' rules do not allow what the plan says.
         RuntimeError: if too many layouts hang together, and no solution was found in the time for them.
     """
-    shard_sequence = dealt_on is not None or (plan is not None and plan.shards_sequence)
+    shard_sequence = sharded_on is not None or (plan is not None and plan.shards_sequence)
     tables = Tables(graph, ranks, implementations, profile or Profile(), blocked or {}, tokens, shard_sequence)
-    if dealt_on is not None:
-        tables.deal_on(dealt_on.kinds, undealt)
+    if sharded_on is not None:
+        tables.shard_tokens_beside(sharded_on.kinds, unsharded)
     if plan is not None:
         tables.follow(plan, is_other_call)
     tables.fixed |= set(fixed)
@@ -82,7 +82,7 @@ def solve(
         if not varying:
             solution.bound = min(bound, solution.cost)
             return solution
-        whole = {} if dealt_on is None else dealt_on.kinds
+        whole = {} if sharded_on is None else sharded_on.kinds
         there = tables.passing(varying) & whole.keys() - kept.keys()
         if there:  # as with whole tokens, which is the same each time
             kept |= {tensor: whole[tensor] for tensor in there}

@@ -174,7 +174,7 @@ class Tables:
         first: dict[int, int] = {}
         for twin, tensor in twins(self.graph):
             # Where values say how long a dim is, it may be another in each run.
-            varies = self._module_of.get(twin) in self.graph.choosing
+            varies = self._module_of.get(twin) in self.graph.branching
             if twin in dims and all(
                 (varies and a.size != b.size) or self.axes.unify(a, b)
                 for a, b in zip(dims[twin], dims[tensor], strict=True)
@@ -186,7 +186,7 @@ class Tables:
         """Tensors of code that runs as values say, which must be the same on every rank."""
         found: set[int] = set()
         for operator in self.graph.operators:
-            if operator.module in self.graph.choosing:
+            if operator.module in self.graph.branching:
                 place = operator.boundary
                 enters = isinstance(place, Boundary) and place.side == "in"
                 leaves_it = isinstance(place, Boundary) and place.side == "out"
@@ -207,16 +207,18 @@ class Tables:
         used = self.planned.numbers
         self.touching = {tensor: tuple(n for n in numbers if n in used) for tensor, numbers in there.items()}
 
-    def deal_on(self, divided: Mapping[int, Kind], undealt: Collection[int]) -> None:
+    def shard_tokens_beside(self, divided: Mapping[int, Kind], unsharded: Collection[int]) -> None:
         """Allow only tokens to be sharded besides what is divided already.
 
         Args:
             divided: the tensors' kinds where every rank has all tokens.
-            undealt: tensors whose tokens may not be sharded, because the model's code asks how many there are.
+            unsharded: tensors whose tokens may not be sharded, because the model's code asks how many there are.
         """
         for tensor, numbers in self.touching.items():
-            dealt = [n for n in numbers if self.growing.intersection(self.shardings[n].axes) and tensor not in undealt]
-            self.touching[tensor] = tuple(n for n in numbers if n == divided.get(tensor) or n in dealt)
+            sharded = [
+                n for n in numbers if self.growing.intersection(self.shardings[n].axes) and tensor not in unsharded
+            ]
+            self.touching[tensor] = tuple(n for n in numbers if n == divided.get(tensor) or n in sharded)
 
     def passing(self, places: Collection[Boundary | CallPoint]) -> set[int]:
         """The tensors before and after these places."""
@@ -436,7 +438,7 @@ class Tables:
         if any(kinds[tensor] == number for tensor in outputs):
             return "it sums over the dim, and has it in its result, too"
         found: list[tuple[dict[int, Kind], float]] = []
-        added = relation.added_last
+        added = relation.added_after_sum
         summing = [entry for entry in self._implementations(relation.operator, kinds) if entry.sums]
         for entry in summing:
             for after in entry.results(self.shard_sequence):
@@ -572,7 +574,7 @@ class Tables:
             for left in befores:
                 for right in afters:
                     kept = self._held(target, right) if before == "P" else 0.0
-                    if isinstance(left, int) and target in self._kept_in_parts and self._is_dealt(source, left):
+                    if isinstance(left, int) and target in self._kept_in_parts and self._shards_tokens(source, left):
                         kept += self.profile.collective("all_gather", self.bytes[source], self.ranks)
                     yield {source: left, target: right}, cost + kept
 
@@ -582,8 +584,8 @@ class Tables:
         runs = ((op, entry) for op in self.graph.operators for entry in self.implementations.of(op))
         return kept_in_parts(self.graph, runs, {operator.module for operator in shown})
 
-    def _is_dealt(self, tensor: int, number: int) -> bool:
-        """Whether this candidate deals the tensor's tokens out."""
+    def _shards_tokens(self, tensor: int, number: int) -> bool:
+        """Whether this candidate shards the tensor's tokens."""
         layout = self.layout(tensor, number)
         return isinstance(layout, Shard) and bool(layout.grows)
 
@@ -664,7 +666,7 @@ class Tables:
                 layout = self._shard(relation.inputs[tensor], number)
                 if isinstance(layout, Shard):
                     targets[tensor] = layout
-            linear = relation.added_last if number is not None else relation.linear
+            linear = relation.added_after_sum if number is not None else relation.linear
             if is_sum and tensor in linear and not self._is_zero(tensor):
                 targets[tensor] = Partial()
         return targets
@@ -686,7 +688,7 @@ def _resolved(relation: Relation, axes: Axes) -> Relation:
         whole=whole,
         contracted=[axes.resolve(dim) for dim in relation.contracted],
         linear=relation.linear,
-        added_last=relation.added_last,
+        added_after_sum=relation.added_after_sum,
         needs_implementation=relation.needs_implementation,
         draws=relation.draws,
         counted=[axes.resolve(dim) for dim in relation.counted],

@@ -56,8 +56,8 @@ class Choosing(nn.Module):
 
 def test_what_the_trace_asks_of_tensors_is_no_call_of_the_models_code() -> None:
     graph = capture(Choosing(), torch.zeros(7, 8))
-    assert len(graph.looks) == 2
-    assert {call.site.file for call in (*graph.calls, *graph.looks)} == {__name__, nn.Linear.__module__}
+    assert len(graph.inspections) == 2
+    assert {call.site.file for call in (*graph.calls, *graph.inspections)} == {__name__, nn.Linear.__module__}
 
 
 def test_model_is_not_touched() -> None:

@@ -425,7 +425,7 @@ def test_all_experts_are_divided_and_summed_once(mixture: type[Mixture]) -> None
     with torch.device("meta"):
         model = Net(mixture)
     plan, solution = make_plan(model, 2, example_inputs=EXAMPLE)
-    assert solution.graph.asking == {"layers.0", "layers.1"}
+    assert solution.graph.value_reading == {"layers.0", "layers.1"}
     layouts = {name: parameter.layout for parameter in plan.parameters for name in parameter.names}
     matrices = [name for name in layouts if any(part in name for part in (".up", ".down", ".experts"))]
     assert all(isinstance(layouts[name], Shard) for name in matrices if not name.endswith("bias"))
@@ -495,7 +495,7 @@ class WithPictures(nn.Module):
 def test_a_mask_as_large_as_an_activation_is_no_made_up_value() -> None:
     ids = torch.tensor([[3, 1, 3, 4], [3, 5, 6, 3]])
     plan, solution = make_plan(WithPictures(), 2, example_inputs={"ids": ids, "pictures": torch.randn(4, 8)})
-    assert not solution.graph.asking
+    assert not solution.graph.value_reading
     assert not plan.opaque
     layouts = {name: parameter.layout for parameter in plan.parameters for name in parameter.names}
     assert all(isinstance(layouts[name], Shard) for name in ("up.weight", "down.weight"))

@@ -236,7 +236,7 @@ class Wide(PreTrainedModel):
         """Nothing to do: every tensor comes from the checkpoint."""
 
 
-def dealt(model: nn.Module, group: TPGroup, dims: dict[str, int | None] | None = None) -> Any:
+def sharded(model: nn.Module, group: TPGroup, dims: dict[str, int | None] | None = None) -> Any:
     """Make a model this rank's part of it."""
     layouts: dict[str, Layout] = {}
     for name, parameter in model.named_parameters():
@@ -267,7 +267,7 @@ class Watched:
 def memory(model: Any, group: TPGroup, directory: Path) -> tuple[int, int, int]:
     """By how much the memory of this process grew while it exported, the largest tensor, and all of them."""
     whole = [parameter.nbytes for parameter in model.parameters()]
-    dealt(model, group, {name: 1 if value.dim() > 1 else None for name, value in model.named_parameters()})
+    sharded(model, group, {name: 1 if value.dim() > 1 else None for name, value in model.named_parameters()})
     gc.collect()
     _, peak = peak_of(lambda: save_pretrained(model, directory))
     return peak, max(whole), sum(whole)
@@ -284,14 +284,14 @@ def two_ranks(rank: int, world_size: int, root: str) -> dict[str, Any]:
     del mixture
 
     for tied in (True, False):
-        model = dealt(tiny_llama(tied), group)
+        model = sharded(tiny_llama(tied), group)
         watched = Watched(patch)
         save_pretrained(model, directory / str(tied), max_shard_size="40KB")
         patch.undo()
         seen["gathered", tied] = watched.gathered
         save_pretrained(model, directory / "nothing", write=False)
     save_pretrained(model, directory / "half", dtype=torch.bfloat16)
-    save_pretrained(dealt(Odd(OddConfig()), group, ODD_LAYOUTS), directory / "odd")
+    save_pretrained(sharded(Odd(OddConfig()), group, ODD_LAYOUTS), directory / "odd")
     save_pretrained(model, directory / "copied", tokenizer=directory / "tokenizer")
     save_pretrained(model, directory / "saved", tokenizer=GPT2Tokenizer.from_pretrained(directory / "tokenizer"))
 

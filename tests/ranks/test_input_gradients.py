@@ -52,7 +52,10 @@ def parallel(rank: int, size: int, example: str, sequence_parallel: bool) -> dic
 
 
 CASES = [
-    (example, dealt) for example in EXAMPLES for dealt in (False, True) if (example, dealt) != ("needs none", True)
+    (example, sharded)
+    for example in EXAMPLES
+    for sharded in (False, True)
+    if (example, sharded) != ("needs none", True)
 ]
 
 

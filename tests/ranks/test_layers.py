@@ -193,7 +193,7 @@ def check_block(group: TPGroup) -> None:
 
 
 def check_dealt_tokens(group: TPGroup) -> None:
-    """column → row with only this rank's tokens around them, unevenly dealt; gathered inputs are not kept."""
+    """column → row with only this rank's tokens around them, unevenly sharded; gathered inputs are not kept."""
     torch.manual_seed(0)
     up, down = nn.Linear(6, 7), nn.Linear(7, 6)
     seven = Ownership.even(7, group.size)

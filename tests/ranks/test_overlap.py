@@ -103,8 +103,8 @@ class Region(nn.Module):
         self.layers = nn.ModuleList()
         for outputs in (7, 12):
             whole = nn.Linear(5, outputs, bias, dtype=torch.float64)
-            dealt = Ownership.even(outputs, group.size)
-            self.layers.append(ColumnParallelLinear.convert(whole, dealt, group, input_is_replicated=True))
+            sharded = Ownership.even(outputs, group.size)
+            self.layers.append(ColumnParallelLinear.convert(whole, sharded, group, input_is_replicated=True))
 
     def forward(self, x: Tensor) -> Tensor:
         layers: Any = self.layers if self.overlapped else ()

@@ -222,12 +222,12 @@ def test_modules_called_by_themselves_take_and_give_all_tokens() -> None:
 def test_auto_deals_tokens_out_where_that_costs_no_time() -> None:
     """In a ring an all-reduce is a gather and a reduce-scatter, so norms cost less; a switch does it in one."""
     model = meta_model("llama", hidden_size=1024, intermediate_size=2816, num_attention_heads=16, head_dim=64)
-    for profile, dealt in ((Profile(all_reduce_passes=2.0), True), (Profile(), False)):
+    for profile, sharded in ((Profile(all_reduce_passes=2.0), True), (Profile(), False)):
         plan, solution = make_plan(model, 8, sequence_parallel="auto", profile=profile)
         _, without = make_plan(model, 8, profile=profile)
-        assert plan.shards_sequence == dealt
-        assert bool(plan.whole_tokens) != dealt
-        assert solution.cost < without.cost if dealt else solution.cost == pytest.approx(without.cost)
+        assert plan.shards_sequence == sharded
+        assert bool(plan.whole_tokens) != sharded
+        assert solution.cost < without.cost if sharded else solution.cost == pytest.approx(without.cost)
 
 
 def test_where_tokens_stay_whole_is_said_calmly() -> None:

@@ -19,9 +19,9 @@ from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
 from lightning_autotp.proving.compare import compare
 from lightning_autotp.proving.read_plan import read_plan
 from lightning_autotp.ranks.group import TPGroup
-from lightning_autotp.solving.annotate import annotate
 from lightning_autotp.solving.call_points import open_calls
 from lightning_autotp.solving.cost import Profile
+from lightning_autotp.solving.plan_from_solution import plan_from_solution
 from lightning_autotp.solving.solution import Solution
 from lightning_autotp.solving.solver import solve
 
@@ -77,12 +77,12 @@ def solved(model: nn.Module, batch: Tensor, ranks: int, *, shard_sequence: bool 
     whole = solve(graph, ranks, IMPLEMENTATIONS, SLOW_MEMORY, tokens=few, pinned=pins)
     if not shard_sequence:
         return whole
-    return solve(graph, ranks, IMPLEMENTATIONS, SLOW_MEMORY, tokens=few, pinned=pins, dealt_on=whole)
+    return solve(graph, ranks, IMPLEMENTATIONS, SLOW_MEMORY, tokens=few, pinned=pins, sharded_on=whole)
 
 
 def planned(model: nn.Module, solution: Solution) -> Plan:
     parameters = [((name,), tuple(p.shape), p.element_size()) for name, p in model.named_parameters()]
-    return annotate(solution, type(model).__name__, parameters)
+    return plan_from_solution(solution, type(model).__name__, parameters)
 
 
 def changes(solution: Solution) -> list[str]:

@@ -83,7 +83,7 @@ MORE_CASES: dict[str, Case] = {
 
 def parallel(rank: int, size: int, case: Case) -> list[dict[str, Tensor]]:
     options = dict(case)
-    checkpointing, dealt = options.pop("checkpointing", False), options.pop("sequence_parallel", False)
+    checkpointing, sharded = options.pop("checkpointing", False), options.pop("sequence_parallel", False)
     model = mixture(**options)
     if checkpointing:
         model.gradient_checkpointing_enable()
@@ -91,10 +91,10 @@ def parallel(rank: int, size: int, case: Case) -> list[dict[str, Tensor]]:
         model,
         dist.group.WORLD,  # type: ignore[arg-type]
         example_inputs=token_batch(0, 5, 61, vocabulary=101),
-        sequence_parallel=dealt,
+        sequence_parallel=sharded,
     )
     assert deals(model.autotp.plan)
-    assert model.autotp.plan.shards_sequence == dealt
+    assert model.autotp.plan.shards_sequence == sharded
     return results(model, tokens(case))
 
 

@@ -28,7 +28,7 @@ from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.layouts.transitions import TRANSITIONS
 from lightning_autotp.layouts.types import Layout, Replicate, Shard
 from lightning_autotp.pipeline import make_plan
-from lightning_autotp.solving.annotate import gathered_again
+from lightning_autotp.solving.plan_from_solution import gathered_again
 from lightning_autotp.solving.solution import Solution
 
 BATCH, LENGTH = 3, 17

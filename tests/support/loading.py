@@ -31,13 +31,15 @@ def peak_of(work: Callable[[], T]) -> tuple[T, int]:
     return result, _status("VmHWM") - before
 
 
-def dealt(shape: tuple[int, ...], ranks: int) -> Layout:
+def sharded(shape: tuple[int, ...], ranks: int) -> Layout:
     """The first two dims that are long enough are sharded, unevenly where they do not divide."""
     dims = [(dim, Ownership.even(size, ranks)) for dim, size in enumerate(shape) if size >= ranks]
     return Shard(tuple(dims[:2])) if dims and ranks > 1 else Invariant()
 
 
-def localize(model: nn.Module, rank: int, ranks: int, layout: Callable[[tuple[int, ...], int], Layout] = dealt) -> None:
+def localize(
+    model: nn.Module, rank: int, ranks: int, layout: Callable[[tuple[int, ...], int], Layout] = sharded
+) -> None:
     """Give a meta model the local shapes of ``rank``, as replacing its layers would."""
     group = TPGroup("", rank, ranks)
     state = state_of(model, group, lambda _, parameter: layout(tuple(parameter.shape), ranks))

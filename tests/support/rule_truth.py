@@ -32,7 +32,7 @@ from lightning_autotp.layouts.ownership import Ownership
 from lightning_autotp.layouts.places import CallSite
 from lightning_autotp.layouts.types import Invariant, Layout, Partial, Replicate, Shard
 from lightning_autotp.operators import Relation, record, relate
-from lightning_autotp.operators.graph import Call, Graph, Operator, Ref, TensorInfo
+from lightning_autotp.operators.graph import Graph, Operator, Ref, TensorInfo, TorchCall
 from lightning_autotp.parallel.embedding import vocab_parallel_lookup
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
 from lightning_autotp.parallel.mean import addend
@@ -124,7 +124,7 @@ class Tape:
             name, draft.arguments, tuple(map(self.number, results)), "", name, layer, call=len(self.graph.calls)
         )
         # A call of its own, at which no argument can be changed.
-        self.graph.calls.append(Call("", CallSite("tape", len(self.graph.calls), name, 0), (), ()))
+        self.graph.calls.append(TorchCall("", CallSite("tape", len(self.graph.calls), name, 0), (), ()))
         self._calls[len(self.graph.operators)] = _arguments(function, numbered, keywords)
         self.graph.operators.append(operator)
         return results[0] if isinstance(result, Tensor) else results
@@ -295,8 +295,8 @@ def forced(tape: Tape, name: str, tensor: Tensor, dim: int, ranks: int) -> Combi
     layouts: dict[int, Layout] = {}
     for other, dims in (*relation.inputs.items(), *relation.outputs.items()):
         cut = [at for at, found in enumerate(dims) if axes.resolve(found) == axis]
-        dealt = Ownership.even(axis.size, ranks)
-        layouts[other] = Shard(tuple((at, dealt) for at in cut)) if cut else REPLICATE
+        sharded = Ownership.even(axis.size, ranks)
+        layouts[other] = Shard(tuple((at, sharded) for at in cut)) if cut else REPLICATE
     return Combination(relation, layouts)
 
 

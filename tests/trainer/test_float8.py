@@ -101,7 +101,7 @@ def layers(rank: int, size: int) -> dict[str, tuple[dict[str, Tensor], dict[str,
         float8.Float8Linear.convert(whole, group)
         ours = products(whole, x[low:high], gradient[low:high])
         dist.all_reduce(ours["dw"])
-        dealt = {"y": gathered(ours["y"], 0), "dx": gathered(ours["dx"], 0), "dw": ours["dw"]}
+        sharded = {"y": gathered(ours["y"], 0), "dx": gathered(ours["dx"], 0), "dw": ours["dw"]}
         nothing = products(whole, x[: 12 * rank], gradient[: 12 * rank])  # the first rank has no tokens
         alone = {name: nothing[name] for name in ("y", "dx") if rank}
         part = float8.local_product(x[:, low:high], noted_part(noted(), low, high), (), group).detach()
@@ -109,7 +109,7 @@ def layers(rank: int, size: int) -> dict[str, tuple[dict[str, Tensor], dict[str,
         found |= {
             f"{recipe}, column": (column, wanted),
             f"{recipe}, row": (row, wanted),
-            f"{recipe}, tokens": (dealt, wanted),
+            f"{recipe}, tokens": (sharded, wanted),
             f"{recipe}, all tokens on one rank": (alone, wanted),
             f"{recipe}, scales of parts": ({"y": part}, wanted),
             f"{recipe}, compiled": compiled(recipe, x, group),
@@ -241,7 +241,7 @@ def train(case: str, devices: int, copies: int = 1) -> dict[str, Any]:
         return found | {"weights": {name: weight.detach() for name, weight in task.model.named_parameters()}}
     kinds = {name: type(layer).__name__ for name, layer in task.model.named_modules() if float8_of(layer) is not None}
     weights = {name: weight for name, weight in full_state_dict(task.model).items() if "rotary" not in name}
-    return found | {"weights": weights, "kinds": kinds, "dealt": task.model.autotp.plan.shards_sequence}
+    return found | {"weights": weights, "kinds": kinds, "sharded": task.model.autotp.plan.shards_sequence}
 
 
 def train_all(cases: Sequence[str], devices: int) -> dict[str, Any]:
@@ -264,7 +264,7 @@ def test_training_equals_one_process(size: int, cases: tuple[str, ...]) -> None:
         for case, found in seen.items():
             expected = wanted[case]
             assert len(set(found["losses"])) == STEPS
-            assert found["dealt"] == CASES[case][2]
+            assert found["sharded"] == CASES[case][2]
             torch.testing.assert_close(found["losses"], expected["losses"], rtol=1e-10, atol=0)
             of_both = [[*each["gradients"], each["weights"]] for each in (found, expected)]
             for ours, theirs in zip(*of_both, strict=True):

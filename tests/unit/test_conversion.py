@@ -21,7 +21,7 @@ from lightning_autotp.building import weight_conversion as conversion
 from lightning_autotp.building.deferred import deferred_init
 from lightning_autotp.building.pretrained import meta_model
 from lightning_autotp.building.recipe import Recipe
-from lightning_autotp.building.weight_conversion import Blocks, same_values
+from lightning_autotp.building.weight_conversion import RecipeReader, same_values
 from lightning_autotp.loading.parameters import load_parameters
 
 Box = tuple[tuple[int, int], ...]
@@ -113,7 +113,7 @@ def test_any_rearrangement_is_done_per_block(data: st.DataObject) -> None:
     assert recipe().dtype == expected.dtype
     shelf.read_elements.clear()
     box = draw_box(data, expected.shape)
-    ((number, piece, part),) = Blocks(recipe).pieces([box])
+    ((number, piece, part),) = RecipeReader(recipe).pieces([box])
     assert (number, piece) == (0, box)
     assert part.dtype == expected.dtype
     assert torch.equal(part, of_box(expected, box))
@@ -152,7 +152,7 @@ def test_dims_are_split_permuted_merged_and_cut_per_block(data: st.DataObject) -
     box = draw_box(data, expected.shape)
     with pytest.MonkeyPatch.context() as patch:
         made = wholes(patch)
-        ((_, _, part),) = Blocks(recipe).pieces([box])
+        ((_, _, part),) = RecipeReader(recipe).pieces([box])
     assert torch.equal(part, of_box(expected, box))
     if not any(cut):
         assert not made
@@ -183,7 +183,7 @@ def test_interleaved_and_elementwise_conversions_are_done_per_block(name: str, m
         tuple((0, size) if dim else run for dim, size in enumerate(expected.shape))
         for run in ((0, 5), (5, len(expected)))
     ]
-    for _, piece, part in Blocks(recipe).pieces(boxes):
+    for _, piece, part in RecipeReader(recipe).pieces(boxes):
         of_box(result, piece).copy_(part)
         assert sum(shelf.read_elements) <= 6 * max(part.numel(), 4), "read much more than the block"
         shelf.read_elements.clear()
@@ -206,7 +206,7 @@ def test_interleaved_and_elementwise_conversions_are_done_per_block(name: str, m
 def test_other_conversions_are_right_too(convert: Callable[[Tensor], Tensor]) -> None:
     recipe, _, expected = recipe_of(convert, torch.randn(12, 8))
     box = tuple((size // 3, size - 1) for size in expected.shape)
-    found = {number: (piece, part) for number, piece, part in Blocks(recipe).pieces([box, whole_box(expected)])}
+    found = {number: (piece, part) for number, piece, part in RecipeReader(recipe).pieces([box, whole_box(expected)])}
     for number, wanted in enumerate([box, whole_box(expected)]):
         piece, part = found[number]
         assert piece == wanted
@@ -223,7 +223,7 @@ def test_a_tensor_is_read_as_it_was_when_it_was_used() -> None:
         return torch.cat([first, scratch.clone(), scratch], dim=1)
 
     recipe, _, expected = recipe_of(convert, torch.randn(4, 3), torch.randn(4, 3))
-    ((_, _, part),) = Blocks(recipe).pieces([((1, 3), (2, 8))])
+    ((_, _, part),) = RecipeReader(recipe).pieces([((1, 3), (2, 8))])
     assert torch.equal(part, expected[1:3, 2:8])
 
 
@@ -234,7 +234,7 @@ def test_experts_merged_as_transformers_does() -> None:
 
     recipe, shelves, expected = recipe_of(merge, *torch.randn(6, 10, 7))
     boxes = [((1, 2), (3, 5), (2, 6)), ((1, 2), (13, 15), (2, 6))]
-    for _, piece, part in Blocks(recipe).pieces(boxes):
+    for _, piece, part in RecipeReader(recipe).pieces(boxes):
         assert torch.equal(part, of_box(expected, piece))
     assert [sum(shelf.read_elements) for shelf in shelves] == [0, 8, 0, 0, 8, 0]
 
@@ -248,7 +248,7 @@ def test_what_must_be_made_whole_is_one_part_made_once(monkeypatch: pytest.Monke
     recipe, shelves, expected = recipe_of(merge, *torch.randn(5, 6, 8))
     made = wholes(monkeypatch)
     monkeypatch.setattr(conversion, "CHUNK_BYTES", 32)
-    blocks = Blocks(recipe)
+    blocks = RecipeReader(recipe)
     kept = 0
     boxes = [((1, 4), (4, 6), (0, 8)), ((1, 4), (0, 2), (2, 6))]
     for _, piece, part in blocks.pieces(boxes):
@@ -276,12 +276,12 @@ def test_pieces_are_small_in_every_dim(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, shelves, expected = recipe_of(lambda t: t.clone(), torch.randn(3, 7, 11))
     box = ((0, 3), (2, 7), (1, 9))
     result = torch.full_like(expected, torch.nan)
-    for _, piece, part in Blocks(recipe).pieces([box]):
+    for _, piece, part in RecipeReader(recipe).pieces([box]):
         assert part.nbytes <= 100
         of_box(result, piece).copy_(part)
     assert torch.equal(of_box(result, box), of_box(expected, box))
     assert sum(shelves[0].read_elements) == 3 * 5 * 8
-    assert list(Blocks(recipe).pieces([((0, 3), (2, 2), (1, 9))])) == []
+    assert list(RecipeReader(recipe).pieces([((0, 3), (2, 2), (1, 9))])) == []
 
 
 @pytest.fixture

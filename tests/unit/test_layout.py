@@ -27,9 +27,9 @@ def ownerships(draw: st.DrawFn, ranks: int | None = None) -> Ownership:
 
 @given(st.integers(0, 40), RANKS)
 def test_dealt_evenly_in_order(units: int, ranks: int) -> None:
-    dealt = Ownership.even(units, ranks)
-    sizes = [dealt.local_size(rank) for rank in range(ranks)]
-    assert [index for rank in range(ranks) for index in dealt.indices(rank)] == list(range(units))
+    sharded = Ownership.even(units, ranks)
+    sizes = [sharded.local_size(rank) for rank in range(ranks)]
+    assert [index for rank in range(ranks) for index in sharded.indices(rank)] == list(range(units))
     assert max(sizes) - min(sizes) <= 1
     assert sizes == sorted(sizes, reverse=True)
 

@@ -32,7 +32,7 @@ _OWN_INPUT = "in", "[0][0]"
 _OWN_OUTPUT = "out", ""
 
 
-def annotate(
+def plan_from_solution(
     solution: Solution,
     model: str,
     parameters: Sequence[tuple[tuple[str, ...], tuple[int, ...], int]],

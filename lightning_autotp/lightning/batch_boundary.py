@@ -31,7 +31,7 @@ from lightning_autotp.ranks.extremes import LOWEST
 from lightning_autotp.ranks.losses import Losses
 
 
-class Exchange:
+class BatchBoundarySync:
     """Called between batches, and told of every batch.
 
     Args:

@@ -11,7 +11,7 @@ from lightning_autotp.private.torch_private import is_in_backward, is_operator, 
 from lightning_autotp.torch_functions import DESCRIBING
 
 
-class UnsummedGradient(Tensor):
+class PendingGradient(Tensor):
     """What a rank has of a gradient until the ranks' are summed. Then this object is the sum, an ordinary tensor.
 
     Attributes:
@@ -59,7 +59,7 @@ class UnsummedGradient(Tensor):
         """
         if self.sum_all is not None:
             self.sum_all(self.origin)
-        if isinstance(self, UnsummedGradient):
+        if isinstance(self, PendingGradient):
             raise RuntimeError(
                 f"{what}: the gradient of {self.origin} is not summed over the ranks, because its backward pass is"
                 " still running or failed, or because it was taken from the parameter (zero_grad) before it was summed."
