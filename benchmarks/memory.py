@@ -9,6 +9,7 @@ two others, and those of one that is rehearsed. No GPU is needed, nor said anyth
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 from collections.abc import Mapping
@@ -168,6 +169,7 @@ def measure(case: Case) -> tuple[Found, Found]:
         if meter is not None:
             meter.label(held, "states")
         loss = _loss(model, batch, case)
+        gc.collect()  # what only a cycle of references keeps alive is not kept for the backward pass
         kept = 0
         if meter is not None:
             meter.relabel("other", "activations")
@@ -177,6 +179,7 @@ def measure(case: Case) -> tuple[Found, Found]:
         gradients = sum(_local(each.grad).nbytes for each in trained if each.grad is not None)
         peak = update = 0
         if meter is not None:
+            gc.collect()
             peak = sum(meter.peak[label] for label in ("copies", "gradients", "activations", "other"))
             before = meter.live["other"] + meter.live["copies"] + meter.live["activations"]
             meter.restart_peaks()

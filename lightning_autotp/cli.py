@@ -115,7 +115,7 @@ def plan(  # noqa: D417 (the other options are PlanOptions')
         json.write_text(result.to_json())
 
 
-def recommend(
+def recommended(
     model: str,
     gpus: str = "8xH100",
     tokens: int = 16_384,
@@ -342,7 +342,7 @@ def main() -> None:
     """Entry point."""
     commands: dict[str, Any] = {
         "plan": plan,
-        "recommend": recommend,
+        "recommend": recommended,  # by another name than the package's function, whose module is looked up by it
         "measure-machine": measure_machine,
         "zoo": zoo,
         "export": export,
