@@ -179,8 +179,8 @@ def measure(case: Case) -> tuple[Found, Found]:
         gradients = sum(_local(each.grad).nbytes for each in trained if each.grad is not None)
         peak = update = 0
         if meter is not None:
-            gc.collect()
             peak = sum(meter.peak[label] for label in ("copies", "gradients", "activations", "other"))
+            gc.collect()  # and not part of what the optimizer begins with, to be freed while it steps
             before = meter.live["other"] + meter.live["copies"] + meter.live["activations"]
             meter.restart_peaks()
             optimizer.step()

@@ -280,14 +280,14 @@ class _OpenFileCache:
         self._path: str | None = None
         self._mapped = 0
         self._file: _File | None = None
-        self._open = ExitStack()
+        self._kept = ExitStack()
 
     @contextmanager
     def open(self, path: str, nbytes: int) -> Iterator[_File]:
         """The file, of which ``nbytes`` more bytes will be mapped."""
         if self._file is None or self._path != path or self._mapped + nbytes > CHUNK_BYTES:
             self.close()
-            self._file, self._path = self._open.enter_context(_open(path)), path
+            self._file, self._path = self._kept.enter_context(_open(path)), path
         self._mapped += nbytes
         try:
             yield self._file
@@ -298,7 +298,7 @@ class _OpenFileCache:
     def close(self) -> None:
         """Unmap what is mapped, and give freed pieces back before the next ones: parameters end up between them."""
         self._path, self._file, self._mapped = None, None, 0
-        self._open.close()
+        self._kept.close()
         _trim()
 
 

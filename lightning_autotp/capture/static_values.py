@@ -37,12 +37,12 @@ class StaticEvaluator:
         self._producers: dict[int, Operator] = {}
         self._read = 0
 
-    def value(self, tensor: int, or_made_up: bool = False) -> Tensor:
+    def value(self, tensor: int, or_synthetic: bool = False) -> Tensor:
         """The value of a tensor, on the CPU.
 
         Args:
             tensor: a static tensor.
-            or_made_up: whether it may also follow from choices that are made up.
+            or_synthetic: whether it may also follow from choices that are made up.
 
         Raises:
             NoValue: if it depends on a parameter, or on something that is not known.
@@ -53,15 +53,15 @@ class StaticEvaluator:
         pending = [tensor]
         while pending:
             last = pending[-1]
-            if last in self.known or (or_made_up and last in self.synthetic):
+            if last in self.known or (or_synthetic and last in self.synthetic):
                 pending.pop()
                 continue
             producer = self._producers.get(last)
             lender = _lender(producer)
             is_static = self.graph.tensors[last].is_static
-            if producer is None or not (is_static or lender or or_made_up):
+            if producer is None or not (is_static or lender or or_synthetic):
                 raise NoValue
-            if not is_static and or_made_up and producer.name in _CHOICES:
+            if not is_static and or_synthetic and producer.name in _CHOICES:
                 self.synthetic[last] = self._choice(producer, last)
                 continue
             needed = [ref.tensor for name, value in producer.arguments if name != lender for ref in refs(value)]

@@ -103,7 +103,7 @@ class Tracer(PreDispatchMode):
         self.calls = Calls(self)
         self.outside = KeptOutside()
         self.paused = False
-        self.concrete = StaticEvaluator(self.graph)
+        self.evaluator = StaticEvaluator(self.graph)
         self.real, self.places = real, places
         self.device = device
         self.number_returning: dict[str, str] = {}  # modules that return numbers, and whose code gets them
@@ -227,7 +227,7 @@ class Tracer(PreDispatchMode):
         Raises:
             NoValue: if it does not follow from the batch alone.
         """
-        return self.concrete.value(self._read(tensor).tensor)
+        return self.evaluator.value(self._read(tensor).tensor)
 
     def value_if_known(self, tensor: Tensor) -> Tensor | None:
         """The same, or ``None``."""
@@ -244,7 +244,7 @@ class Tracer(PreDispatchMode):
         """
         ref = self._read(tensor)
         with self.pause(), unset_fake_temporarily():
-            made = self.concrete.value(ref.tensor, or_made_up=True).clone().numpy()
+            made = self.evaluator.value(ref.tensor, or_synthetic=True).clone().numpy()
         if not self.graph.tensors[ref.tensor].is_static:
             self._asks([ref])
         return made
@@ -327,10 +327,10 @@ class Tracer(PreDispatchMode):
             if not isinstance(leaf, Ref):
                 return leaf
             if known and name == known.takes:
-                return self.concrete.empty(leaf)
+                return self.evaluator.empty(leaf)
             if not self.graph.tensors[leaf.tensor].is_static:
                 asked.append(leaf)
-            return self.concrete.value(leaf.tensor, or_made_up=True)
+            return self.evaluator.value(leaf.tensor, or_synthetic=True)
 
         with self.pause():
             with unset_fake_temporarily(), torch.no_grad():
@@ -343,7 +343,7 @@ class Tracer(PreDispatchMode):
             self._asks(asked)
             if not isinstance(result, Tensor):
                 sources = {
-                    source for _, leaf in reads for ref in refs(leaf) for source in self.concrete.sources(ref.tensor)
+                    source for _, leaf in reads for ref in refs(leaf) for source in self.evaluator.sources(ref.tensor)
                 }
                 self.graph.asked |= {self._given[source] for source in sources & self._given.keys()}
             return tree_map_only(Tensor, self.without_values, result)
@@ -356,7 +356,7 @@ class Tracer(PreDispatchMode):
         """Note that the running module's code asks for the values of these tensors, and whether any were made up."""
         if asked:
             self._append(ASKED, (("input", tuple(dict.fromkeys(asked))),), [])
-        if any(leaf.tensor in self.concrete.synthetic for leaf in asked):
+        if any(leaf.tensor in self.evaluator.synthetic for leaf in asked):
             self.graph.value_reading.add(self.modules[-1])
 
     def known_number(self, tensor: Tensor) -> int | None:
@@ -458,7 +458,7 @@ class Tracer(PreDispatchMode):
             with self.pause(), unset_fake_temporarily():  # made by code that the trace does not see
                 real = tensor.detach().clone()
         if static and real is not None:
-            self.concrete.known[tracked.value.tensor] = real
+            self.evaluator.known[tracked.value.tensor] = real
         if id(tensor) in self.places:
             self._given[tracked.value.tensor] = self.places[id(tensor)]
         return tracked
@@ -625,7 +625,7 @@ class Calls(TorchFunctionMode):
         in_list = bool(_tensors(given)) and not any(isinstance(value, Tensor) for value in given)
         device = kwargs.get("device") or torch.get_default_device()
         made: Tensor = self.tracer.without_values(real, device) if in_list else func(*args, **kwargs)
-        self.tracer.concrete.known.setdefault(self.tracer._read(made).tensor, real)
+        self.tracer.evaluator.known.setdefault(self.tracer._read(made).tensor, real)
         return made
 
     def _made_of(self, func: Any, args: Any, kwargs: Any) -> Tensor:

@@ -92,9 +92,9 @@ class GradientBuckets:
         if parameter.grad is None:
             parameter.grad = before
         elif type(parameter.grad) is not PendingGradient:
-            unsummed = parameter.grad.as_subclass(PendingGradient)
-            unsummed.before, unsummed.origin, unsummed.sum_all = before, hook.name, None
-            parameter.grad = unsummed
+            pending = parameter.grad.as_subclass(PendingGradient)
+            pending.before, pending.origin, pending.sum_all = before, hook.name, None
+            parameter.grad = pending
 
     def end(self, running: _Pass) -> None:
         """A pass is over: sum what waits, if that is not postponed. Collective then."""
@@ -208,10 +208,10 @@ def sum_gradients(hooks: Iterable[BucketedSum]) -> None:
     for bucket, flat, work in launched:
         work.wait()
         for hook, total in zip(bucket, flat.split([hook.parameter.numel() for hook in bucket]), strict=True):
-            unsummed = hook.parameter.grad
-            assert isinstance(unsummed, PendingGradient)
-            gradient = unsummed.become(unsummed.before)
-            if gradient is unsummed:
+            pending = hook.parameter.grad
+            assert isinstance(pending, PendingGradient)
+            gradient = pending.become(pending.before)
+            if gradient is pending:
                 gradient.copy_(total.view_as(gradient))
             else:
                 gradient.add_(total.view_as(gradient))

@@ -272,10 +272,8 @@ class Cut:
             if before is None or (now := units.get(axis, before.size)) == before.size:
                 continue
             dim = _resized(dim, before, now)
-            for runs, sharded in zip(
-                held, Ownership.even(now, self.ranks, alignment(now, self.ranks)).held, strict=True
-            ):
-                runs[number] = sharded
+            for runs, even in zip(held, Ownership.even(now, self.ranks, alignment(now, self.ranks)).held, strict=True):
+                runs[number] = even
         return replace(self, dim=dim, held=tuple(map(tuple, held)))
 
     @property
@@ -332,8 +330,8 @@ def _grown(cut: Cut, units: int) -> Ownership:
     axis = cut._variable()
     held = [dict(enumerate(runs)) for runs in cut.held]
     if axis is not None and axis.id in cut.grows:
-        sharded = Ownership.even(units, cut.ranks).held
-        held = [{**runs, axis.id: sharded[rank]} for rank, runs in enumerate(held)]
+        even = Ownership.even(units, cut.ranks).held
+        held = [{**runs, axis.id: even[rank]} for rank, runs in enumerate(held)]
     return ownership(_resized(cut.dim, axis, units), held)
 
 

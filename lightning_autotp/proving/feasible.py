@@ -204,13 +204,13 @@ class _Search:
         unsharded: dict[int, str] = {}
         messages: dict[str, str] = {}
         while True:
-            sharded = self._solved(cuts, profile, sharded_on=solution, unsharded=unsharded)
+            tried = self._solved(cuts, profile, sharded_on=solution, unsharded=unsharded)
             try:
-                found, sharded = self._carried_out(sharded)
+                found, tried = self._carried_out(tried)
                 break
             except Unlocalizable as error:
                 mismatch = error.mismatch
-                regions = (region & _sharded(sharded) for region in _tensors_near(self.graph, mismatch))
+                regions = (region & _with_sharded_tokens(tried) for region in _tensors_near(self.graph, mismatch))
                 more = next((region for region in regions if region - unsharded.keys()), None)
                 if more is None:
                     return replace(plan, whole_tokens=(str(mismatch),)), solution
@@ -223,11 +223,11 @@ class _Search:
         if not found.shards_sequence:
             failed = tuple(f"{why} ({message})" for why, message in messages.items())
             whole = failed or ("dealing them out costs more than it saves",)
-        return replace(found, parameters=parameters, whole_tokens=whole), sharded
+        return replace(found, parameters=parameters, whole_tokens=whole), tried
 
-    def _solved(self, pins: Mapping[str, int | None], profile: Profile, **dealing: Any) -> Solution:
+    def _solved(self, pins: Mapping[str, int | None], profile: Profile, **tokens_as: Any) -> Solution:
         tokens = self.options.tokens
-        return solve(self.graph, self.ranks, IMPLEMENTATIONS, profile, self.blocked, tokens, pins, **dealing)
+        return solve(self.graph, self.ranks, IMPLEMENTATIONS, profile, self.blocked, tokens, pins, **tokens_as)
 
     def _carried_out(self, solution: Solution) -> tuple[Plan, Solution]:
         def plan_with(solution: Solution, sizes: tuple[SizePlan, ...]) -> Plan:
@@ -251,7 +251,7 @@ def _unlocalizable(operator: Operator, mismatch: Mismatch) -> str:
     return f"a size in the Python code could not be made local{place}: {mismatch.message}"
 
 
-def _sharded(solution: Solution) -> set[int]:
+def _with_sharded_tokens(solution: Solution) -> set[int]:
     """The tensors of which each rank has a part of the tokens."""
     return {at for at, layout in solution.layouts.items() if isinstance(layout, Shard) and layout.grows}
 

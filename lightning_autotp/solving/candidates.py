@@ -47,7 +47,7 @@ class Sharding:
 
     def ownership(self, dim: Dim) -> Ownership:
         """The map of a resolved dim."""
-        return numbered_ownership(_structure(dim, self.axes, frozenset(), {}), self.sharded)
+        return numbered_ownership(_structure(dim, self.axes, frozenset(), {}), self.runs_by_rank)
 
     def cut(self, dim: Dim, growing: frozenset[int]) -> Cut:
         """The same said by axis.
@@ -57,10 +57,10 @@ class Sharding:
             growing: ids of the axes whose sizes a batch gives.
         """
         grows = frozenset(number for number, axis in enumerate(self.axes) if axis in growing)
-        return Cut(_structure(dim, self.axes, growing, {}), self.sharded, grows, self.axes)
+        return Cut(_structure(dim, self.axes, growing, {}), self.runs_by_rank, grows, self.axes)
 
     @cached_property
-    def sharded(self) -> tuple[tuple[tuple[Run, ...], ...], ...]:
+    def runs_by_rank(self) -> tuple[tuple[tuple[Run, ...], ...], ...]:
         """Per rank, the runs of each axis, in the order of :attr:`axes`."""
         return tuple(tuple(runs for _, runs in rank) for rank in self.held)
 
@@ -111,7 +111,7 @@ def candidates(
                 if not isinstance(factor, Axis) or (among is not None and factor.id not in among):
                     continue
                 if factor.size >= ranks:
-                    found.setdefault((factor.id,), _sharded(factor, ranks, together.get(factor.id, 1)))
+                    found.setdefault((factor.id,), _sharding_of(factor, ranks, together.get(factor.id, 1)))
                     continue
                 for other in factors[:position] + factors[position + 1 :]:
                     if isinstance(other, Axis) and other.size >= -(-ranks // factor.size):
@@ -169,7 +169,7 @@ def is_cut_between(layout: Shard, units: Sequence[int]) -> bool:
     )
 
 
-def _sharded(axis: Axis, ranks: int, together: int) -> Sharding:
+def _sharding_of(axis: Axis, ranks: int, together: int) -> Sharding:
     held = Ownership.even(axis.size, ranks, together).held
     return Sharding((axis.id,), tuple(((axis.id, runs),) for runs in held))
 

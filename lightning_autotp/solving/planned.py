@@ -81,7 +81,7 @@ class PlanConstraints:
         self._plan, self._touching, self._layout_of = plan, touching, layout_of
         self._is_free = is_other_call
         self._layers = {use.module for use in plan.implementations if use.call is None}
-        self._numbers = {(sharding.axes, sharding.sharded): number for number, sharding in enumerate(shardings)}
+        self._numbers = {(sharding.axes, sharding.runs_by_rank): number for number, sharding in enumerate(shardings)}
         layouts = {name: parameter.layout for parameter in plan.parameters for name in parameter.names}
         self.parameters = {
             tensor: self._kind(tensor, layouts[name], f"the parameter {name}")
