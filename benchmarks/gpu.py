@@ -30,14 +30,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.initialization import no_init_weights
 
 from lightning_autotp import make_plan
 from lightning_autotp.applying.replace import apply_plan
 from lightning_autotp.building.pretrained import meta_model
 from lightning_autotp.gradients.sums import synchronize_gradients
 from lightning_autotp.layouts.ownership import Ownership
+from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.parallel import TPGroup, VocabParallelLogits
 from lightning_autotp.parallel.head import VocabParallelHead
+from lightning_autotp.planning.estimate import memory, step_time
+from lightning_autotp.planning.machines import Machine, known_machines
+from lightning_autotp.planning.rehearsal import local_model, rehearse
 
 PAGE = Path(__file__).parent.parent / "docs" / "gpu.md"
 RANKS, WARM_UP = 8, 3
@@ -84,7 +89,7 @@ class Shape:
 
     def meta(self) -> Any:
         """The model, whose parameters take no memory."""
-        with meta_model():
+        with meta_model(), no_init_weights():  # a process draws an 8B model's weights for minutes
             config = AutoConfig.for_model("llama", attn_implementation="sdpa", use_cache=False, **self.sizes)
             return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
 
@@ -156,12 +161,12 @@ def measured(step: Callable[[], Any], setting: Setting) -> Figures:
     if setting.on_gpu:
         torch.cuda.reset_peak_memory_stats()
         step()
-        memory = torch.cuda.max_memory_allocated()
+        held = torch.cuda.max_memory_allocated()
     else:
         meter = Meter(1)
         with meter:
             step()
-        memory = meter.peak
+        held = meter.peak
     seconds = []
     for _ in range(setting.rounds):
         _wait(setting)
@@ -169,7 +174,7 @@ def measured(step: Callable[[], Any], setting: Setting) -> Figures:
         step()
         _wait(setting)
         seconds.append(time.perf_counter() - began)
-    return Figures(statistics.median(seconds), memory)
+    return Figures(statistics.median(seconds), held)
 
 
 def _wait(setting: Setting) -> None:
@@ -184,11 +189,17 @@ def _forget() -> None:
         torch.cuda.empty_cache()
 
 
-def product_rate(setting: Setting) -> float:
-    """Operations a second of one large product in bfloat16: the most that this device does here."""
+def product_rate(setting: Setting, dtype: torch.dtype = torch.bfloat16) -> float:
+    """Operations a second of one large product: the most that this device does here."""
     size = 256 if setting.tiny else 8192
-    left, right = (torch.randn(size, size, device=setting.device, dtype=torch.bfloat16) for _ in range(2))
+    left, right = (torch.randn(size, size, device=setting.device, dtype=dtype) for _ in range(2))
     return 2 * size**3 / measured(lambda: left @ right, setting).seconds
+
+
+def copy_rate(setting: Setting) -> float:
+    """Bytes a second that a copy reads and writes."""
+    source = torch.randn(2**20 if setting.tiny else 2**30, device=setting.device, dtype=torch.bfloat16)
+    return 2 * source.nbytes / measured(source.clone, setting).seconds
 
 
 # --- a model's step ---
@@ -206,17 +217,22 @@ def filled(model: nn.Module, device: str) -> nn.Module:
     return model
 
 
-def autotp(shape: Shape, setting: Setting, sequence_parallel: bool = False) -> tuple[nn.Module, Callable[[], Tensor]]:
-    """This project: the plan, made local as one rank; the proof, which compares all ranks, is left out."""
-    model, tokens = shape.meta(), shape.tokens(setting.device)
-    example = {"input_ids": tokens.cpu(), "labels": tokens.cpu(), "use_cache": False}
+def planned(shape: Shape, sequence_parallel: bool) -> tuple[nn.Module, Plan]:
+    """The model on meta, and its plan."""
+    model, tokens = shape.meta(), shape.tokens("cpu")
     plan, _ = make_plan(
         model,
         RANKS,
-        example_inputs=example,
+        example_inputs={"input_ids": tokens, "labels": tokens, "use_cache": False},
         tokens_per_step=(shape.rows, shape.length),
         sequence_parallel=sequence_parallel,
     )
+    return model, plan
+
+
+def autotp(shape: Shape, setting: Setting, sequence_parallel: bool = False) -> tuple[nn.Module, Callable[[], Tensor]]:
+    """This project: the plan, made local as one rank; the proof, which compares all ranks, is left out."""
+    (model, plan), tokens = planned(shape, sequence_parallel), shape.tokens(setting.device)
     group: Any = dist.group.WORLD
     apply_plan(model, plan, TPGroup.of(group))
     filled(model, setting.device)
@@ -270,6 +286,7 @@ def model_lines(name: str, shape: Shape, setting: Setting, rate: float) -> list[
         "| system | | step | peak | of the product's rate |",
         "| --- | --- | ---: | ---: | ---: |",
     ]
+    eager: dict[bool, Figures] = {}
     for system, make in SYSTEMS.items():
         flops = 0.0
         for compiled in (False, True):
@@ -280,13 +297,48 @@ def model_lines(name: str, shape: Shape, setting: Setting, rate: float) -> list[
                 lines.append(_failed(system, how))
             else:
                 flops = found.flops or flops  # compiled code does the same products
+                if not compiled and make is not by_hand:
+                    eager["parallel" in system] = found
                 share = f"{flops / found.seconds / rate:.1%}" if flops else "not counted"
                 lines.append(
                     f"| {system} | {how} | {1e3 * found.seconds:,.1f} ms | {found.memory / 2**30:,.3f} GiB | {share} |"
                 )
             print(lines[-1], flush=True)
             _forget()
+    return lines + predicted_lines(shape, machine_of(setting), eager)
+
+
+def predicted_lines(shape: Shape, machine: Machine, measured_steps: Mapping[bool, Figures]) -> list[str]:
+    """What the planner says of the same steps, beside what was measured: by whether tokens are sharded."""
+    lines = [
+        "",
+        f"What `lightning-autotp recommend` computes from the file of {machine.name} for the same eager steps, without "
+        "collectives:",
+        "",
+        "| | products | other operators | step | measured | peak | measured |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for sequence_parallel, found in measured_steps.items():
+        model, plan = planned(shape, sequence_parallel)
+        batch = {name: torch.zeros(shape.rows, shape.length, dtype=torch.long) for name in ("input_ids", "labels")}
+        local = local_model(model, plan)
+        rehearsal = rehearse(local, {**batch, "use_cache": False}, precision="bf16-true", optimizer="none")
+        time_, bytes_ = step_time(rehearsal, machine, RANKS), memory(rehearsal).total
+        computed = time_.products + time_.others
+        lines.append(
+            f"| {'sequence parallel' if sequence_parallel else 'plain'} | {1e3 * time_.products:,.1f} ms"
+            f" | {1e3 * time_.others:,.1f} ms | {1e3 * computed:,.1f} ms"
+            f" | {1e3 * found.seconds:,.1f} ms ({found.seconds / computed - 1:+.0%}) | {bytes_ / 2**30:,.3f} GiB"
+            f" | {found.memory / 2**30:,.3f} GiB ({found.memory / bytes_ - 1:+.1%}) |"
+        )
+        print(lines[-1], flush=True)
     return lines
+
+
+def machine_of(setting: Setting) -> Machine:
+    """The machine of the package's files that this GPU is one of; an H100 where it is none."""
+    name = torch.cuda.get_device_name().upper() if setting.on_gpu else ""
+    return Machine.of(next((known for known in known_machines() if known in name), "H100"))
 
 
 def _failed(system: str, how: str) -> str:
@@ -379,7 +431,7 @@ def main(page: Path = PAGE, device: str = "cuda", tiny: bool = False, rounds: in
     torch.manual_seed(0)
     dist.init_process_group(backend="fake", rank=0, world_size=RANKS)
     try:
-        rate = product_rate(setting)
+        rate, in_fp32, copied = product_rate(setting), product_rate(setting, torch.float32), copy_rate(setting)
         where = torch.cuda.get_device_name() if setting.on_gpu else f"the processor, {torch.get_num_threads()} threads"
         lines = [
             "# One rank on a GPU" if setting.on_gpu else "# One rank on the processor",
@@ -388,7 +440,8 @@ def main(page: Path = PAGE, device: str = "cuda", tiny: bool = False, rounds: in
             ' torch\'s "fake" one: collectives take no time, and the weights are drawn. *Peak* is '
             + ("all that was allocated." if setting.on_gpu else "what a step allocates, without weights.")
             + f" One large product in bfloat16 does {rate / 1e12:,.2f} TFLOP/s here; shares are of that rate, with the"
-            " products that were counted in a step. Written by `python benchmarks/gpu.py`.",
+            f" products that were counted in a step. One in float32 does {in_fp32 / 1e12:,.2f} TFLOP/s, and a copy"
+            f" moves {copied / 1e12:,.2f} TB/s. Written by `python benchmarks/gpu.py`.",
         ]
         page.write_text("\n".join(lines) + "\n")
         for name, shape in (TINY if tiny else SHAPES).items():

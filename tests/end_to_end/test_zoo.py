@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from distributed import PATIENCE
-from zoo import configs, inputs, modalities
+import torch.distributed as dist
+from distributed import PATIENCE, run_ranks
+from zoo import configs, inputs, modalities, through_the_host
 from zoo.__main__ import spelled_out, zoo
 from zoo.models import GROUPS, architectures, build, stir, tiny_config
 from zoo.parity import _gradient_error, plan_one
@@ -280,3 +281,35 @@ def test_the_package_does_not_know_the_zoo() -> None:
     others = [path for path in package.rglob("*.py") if path.name != "cli.py"]
     assert len(others) > 20
     assert not [path.name for path in others if "zoo" in path.read_text()]
+
+
+def collectives(rank: int, ranks: int) -> dict[str, list[float]]:
+    """Every call of the group that sends through the host, in a group of its own."""
+    through_the_host.begin()
+    group = dist.new_group(backend=through_the_host.BACKEND)
+    own = torch.arange(4.0) + 10 * rank
+    found = {"sum": own.clone(), "largest": own.clone(), "sent": own.clone()}
+    dist.all_reduce(found["sum"], group=group)
+    dist.all_reduce(found["largest"], dist.ReduceOp.MAX, group=group)
+    dist.broadcast(found["sent"], src=1, group=group)
+    found["gathered"] = own.new_empty(4 * ranks)
+    dist.all_gather_single(found["gathered"], own, group=group)
+    parts = [torch.empty(4) for _ in range(ranks)]
+    dist.all_gather(parts, own, group=group)
+    found["list"] = torch.cat(parts)
+    found["scattered"] = own.new_empty(4 // ranks)
+    dist.reduce_scatter_single(found["scattered"], own, group=group)
+    found["exchanged"] = own.new_empty(4)
+    dist.all_to_all_single(found["exchanged"], own, group=group)
+    dist.barrier(group=group)
+    return {name: value.tolist() for name, value in found.items()}
+
+
+def test_ranks_of_one_gpu_send_through_the_host() -> None:
+    first, second = run_ranks(collectives, 2)
+    assert first["sum"] == second["sum"] == [10, 12, 14, 16]
+    assert first["largest"] == second["largest"] == [10, 11, 12, 13]
+    assert first["sent"] == second["sent"] == [10, 11, 12, 13]
+    assert first["gathered"] == second["gathered"] == first["list"] == [0, 1, 2, 3, 10, 11, 12, 13]
+    assert (first["scattered"], second["scattered"]) == ([10, 12], [14, 16])
+    assert (first["exchanged"], second["exchanged"]) == ([0, 1, 10, 11], [2, 3, 12, 13])

@@ -89,9 +89,11 @@ def run_python(*arguments: str, cwd: Path | None = None) -> subprocess.Completed
 
 def _run(target: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
     """What ``target(rank, world_size, store, *args)`` returned on every rank; see :func:`run_ranks`."""
-    # Forked from one process per test worker that has imported everything, which takes most of the time to start.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    # Forked from one process per test worker that has imported everything, which takes most of the time to start; but
+    # where there is a GPU, anew: what has traced a model has begun CUDA, which no fork can use.
+    context: Any = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
+    if not torch.cuda.is_available():
+        context.set_forkserver_preload(PRELOADED)
     environment = {**os.environ, **ENVIRONMENT}
     results: dict[int, Any] = {}
     processes: list[multiprocessing.process.BaseProcess] = []

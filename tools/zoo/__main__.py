@@ -28,6 +28,7 @@ def zoo(
     plan_only: bool = False,
     limit: float = 120.0,
     sequence_parallel: bool = False,
+    device: str = "cpu",
 ) -> None:
     """Try every architecture of transformers, or models of other packages: tiny, parallelized, against one process.
 
@@ -48,6 +49,7 @@ def zoo(
         plan_only: only plan, in one process, and run nothing; writes no page of its own accord either.
         limit: seconds that one architecture may take.
         sequence_parallel: shard the tokens between tensor-parallel regions.
+        device: where models are run and compared: "cuda" is the first GPU, which all ranks share.
     """
     console = Console()
     groups = {"all": tuple(GROUPS), "others": tuple(PACKAGES)}.get(group, (group,))
@@ -62,6 +64,7 @@ def zoo(
             "--only takes names such as llama or gpt2, and those of a package with --group"
         )
     options = f"--tp {tp}" + " --plan-only" * plan_only + " --sequence-parallel" * sequence_parallel
+    options += f" --device {device}" * (device != "cpu")
     by_model = _found(found or (), options)
 
     def write() -> None:
@@ -69,7 +72,9 @@ def zoo(
             json.write_text(to_json([by_model[each] for each in chosen if each in by_model], options))
 
     write()
-    for verdict in run([each for each in chosen if each not in by_model], tp, limit, plan_only, sequence_parallel):
+    for verdict in run(
+        [each for each in chosen if each not in by_model], tp, limit, plan_only, sequence_parallel, device
+    ):
         by_model[verdict.group, verdict.name] = verdict
         console.print(summary(verdict), markup=False, highlight=False, soft_wrap=True)
         write()

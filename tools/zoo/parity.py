@@ -93,7 +93,12 @@ def plan_one(name: str, group: str, ranks: int, sequence_parallel: bool = False)
 
 
 def run_one(
-    name: str, group: str, process_group: dist.ProcessGroup, seed: int = 0, sequence_parallel: bool = False
+    name: str,
+    group: str,
+    process_group: dist.ProcessGroup,
+    seed: int = 0,
+    sequence_parallel: bool = False,
+    device: str = "cpu",
 ) -> dict[str, Any]:
     """Compare this rank's losses, gradients and buffers with one process's. Collective over ``process_group``.
 
@@ -110,12 +115,12 @@ def run_one(
         tolerance is none of rounding), ``unused`` (share of the parameters that the batch does not train) and
         ``counted`` (share of the FLOPs of forward and backward that the ranks divide among them).
     """
-    coarse = _compare(name, group, process_group, seed, torch.float32, sequence_parallel)
+    coarse = _compare(name, group, process_group, seed, torch.float32, sequence_parallel, device)
     unclear = torch.tensor(float(bool(coarse.wrong()) or not coarse.compared))
     dist.all_reduce(unclear, dist.ReduceOp.MAX, group=process_group)
     if not unclear.item():
         return coarse.findings()
-    fine = _compare(name, group, process_group, seed, torch.float64, sequence_parallel)
+    fine = _compare(name, group, process_group, seed, torch.float64, sequence_parallel, device)
     return fine.findings(coarse)
 
 
@@ -191,12 +196,13 @@ def _compare(
     seed: int,
     precision: torch.dtype,
     sequence_parallel: bool,
+    device: str,
 ) -> _Comparison:
     """The comparison in one precision. Collective over ``process_group``."""
     model, batch = prepare(name, group)
-    nn.Module.to(model, precision)
-    example = _converted(make_batch(name, group, model, _EXAMPLE), precision)
-    batch = _converted(batch, precision)
+    nn.Module.to(model, device=device, dtype=precision)
+    example = _converted(make_batch(name, group, model, _EXAMPLE), precision, device)
+    batch = _converted(batch, precision, device)
     loss = _loss(name, group)
     local = copy.deepcopy(model)
     torch.manual_seed(seed)
@@ -303,11 +309,13 @@ def _difference(here: Tensor, there: Tensor) -> float:
     return float(gap / there[there.isfinite()].abs().max().clamp(min=1e-30)) if float(gap) else 0.0
 
 
-def _converted(batch: dict[str, Any], precision: torch.dtype) -> dict[str, Any]:
-    """The batch with its floating-point tensors in the precision."""
+def _converted(batch: dict[str, Any], precision: torch.dtype, device: str) -> dict[str, Any]:
+    """The batch on the device, with its floating-point tensors in the precision."""
 
     def one(value: Any) -> Any:
-        return value.to(precision) if isinstance(value, Tensor) and value.is_floating_point() else value
+        if not isinstance(value, Tensor):
+            return value
+        return value.to(device, precision if value.is_floating_point() else value.dtype)
 
     return {key: tuple(map(one, value)) if isinstance(value, tuple) else one(value) for key, value in batch.items()}
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zoo import through_the_host
 from zoo.parity import plan_one, run_one
 from zoo.verdict import Verdict
 
@@ -36,12 +37,19 @@ class Ranks:
         limit: seconds that one architecture may take.
         plan_only: only plan, in one process, and run nothing.
         sequence_parallel: shard the tokens between tensor-parallel regions.
+        device: of the models and batches; ranks of one GPU send through the host.
     """
 
     def __init__(
-        self, ranks: int, limit: float = 120.0, plan_only: bool = False, sequence_parallel: bool = False
+        self,
+        ranks: int,
+        limit: float = 120.0,
+        plan_only: bool = False,
+        sequence_parallel: bool = False,
+        device: str = "cpu",
     ) -> None:
         self.ranks, self.limit, self.plan_only, self.sequence_parallel = ranks, limit, plan_only, sequence_parallel
+        self.device = device
         self.size = 1 if plan_only else ranks
         self._processes: list[multiprocessing.process.BaseProcess] = []
         self._pipes: list[Connection] = []
@@ -108,7 +116,7 @@ class Ranks:
             for rank in range(self.size):
                 here, there = context.Pipe()
                 process = context.Process(
-                    target=_rank, args=(there, rank, self.ranks, str(store), self.plan_only), daemon=True
+                    target=_rank, args=(there, rank, self.ranks, str(store), self.plan_only, self.device), daemon=True
                 )
                 process.start()
                 there.close()
@@ -135,37 +143,49 @@ def run(
     limit: float = 120.0,
     plan_only: bool = False,
     sequence_parallel: bool = False,
+    device: str = "cpu",
 ) -> Iterator[Verdict]:
     """The verdict on each ``(group, name)``, in order, as it comes."""
-    with Ranks(ranks, limit, plan_only, sequence_parallel) as workers:
+    with Ranks(ranks, limit, plan_only, sequence_parallel, device) as workers:
         for group, name in architectures:
             yield workers.verdict(name, group)
 
 
-def _rank(pipe: Connection, rank: int, ranks: int, store: str, plan_only: bool) -> None:
+def _rank(pipe: Connection, rank: int, ranks: int, store: str, plan_only: bool, device: str) -> None:
     """A rank's life: names in, findings out, until the other end closes."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
-    group = None if plan_only else _join(rank, ranks, store)
+    group = None if plan_only else _join(rank, ranks, store, device)
     try:
         pipe.send("ready")
         while True:
             name, mapping, sequence_parallel = pipe.recv()
-            pipe.send(_findings(name, mapping, rank, ranks, group, sequence_parallel))
+            pipe.send(_findings(name, mapping, rank, ranks, group, sequence_parallel, device))
     except (EOFError, BrokenPipeError):
         return
 
 
-def _join(rank: int, ranks: int, store: str) -> dist.ProcessGroup:
+def _join(rank: int, ranks: int, store: str, device: str) -> dist.ProcessGroup:
     # No time limit of its own: the parent process watches the time.
     limit = timedelta(days=1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=limit)
+    backend = "gloo"
+    if device != "cpu":
+        torch.backends.cudnn.allow_tf32 = False  # convolutions in fp32, as products are
+        through_the_host.begin()
+        backend = through_the_host.BACKEND
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=limit)
     assert dist.group.WORLD is not None
     return dist.group.WORLD
 
 
 def _findings(
-    name: str, mapping: str, rank: int, ranks: int, group: dist.ProcessGroup | None, sequence_parallel: bool
+    name: str,
+    mapping: str,
+    rank: int,
+    ranks: int,
+    group: dist.ProcessGroup | None,
+    sequence_parallel: bool,
+    device: str,
 ) -> dict[str, Any]:
     """The first rank's verdict on the plan; then, where there is a group, what each rank's run found."""
     verdict = plan_one(name, mapping, ranks, sequence_parallel) if rank == 0 else None
@@ -177,7 +197,7 @@ def _findings(
         findings["error"] = verdict.reason if verdict is not None else "PeerError"
     elif outcome[0] == "planned" and group is not None:
         try:
-            findings |= run_one(name, mapping, group, sequence_parallel=sequence_parallel)
+            findings |= run_one(name, mapping, group, sequence_parallel=sequence_parallel, device=device)
         except Exception as error:  # whatever goes wrong with one architecture is its verdict
             findings["error"] = f"{type(error).__name__}: {error}"
     return findings
