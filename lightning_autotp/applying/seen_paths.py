@@ -137,12 +137,10 @@ def _holder(module: nn.Module) -> Any:
     return LocalForward.of(module) or module
 
 
-class _Running:
-    """One run of a module whose code is compared."""
+class TypedTensors:
+    """The types of tensors that a module's code has."""
 
-    def __init__(self, watch: PathWatch, path: str, run: ModuleTypes, caller: _Running | None) -> None:
-        self.watch, self.path, self.run, self.caller = watch, path, run, caller
-        self.is_compared = True
+    def __init__(self) -> None:
         self.types: dict[int, tuple[weakref.ref[Tensor], Type]] = {}
         self.neutral: list[weakref.ref[Tensor]] = []
 
@@ -153,14 +151,10 @@ class _Running:
         if kind in _NEUTRAL:
             self.neutral.append(reference)
 
-    def type(self, tensor: Tensor) -> Type:
-        """A tensor's type; one of which nothing is known is static, if no gradient flows through it."""
+    def known(self, tensor: Tensor) -> Type | None:
+        """The type that was noted of a tensor."""
         found = self.types.get(id(tensor))
-        if found is not None and found[0]() is tensor:
-            return found[1]
-        if isinstance(tensor, nn.Parameter) and (kind := self.watch.type_of_parameter(tensor)) is not None:
-            return kind
-        return _UNKNOWN if tensor.requires_grad else STATIC
+        return found[1] if found is not None and found[0]() is tensor else None
 
     def write(self, tensor: Tensor, kind: Type) -> None:
         """Note that a tensor was written in place, and what it is now: all that share its memory, too."""
@@ -172,6 +166,24 @@ class _Running:
                 self.types[id(other)] = weakref.ref(other), kind
             self.neutral = [weakref.ref(other) for other in alive if self.types[id(other)][1] in _NEUTRAL]
         self.put(tensor, kind)
+
+
+class _Running(TypedTensors):
+    """One run of a module whose code is compared."""
+
+    def __init__(self, watch: PathWatch, path: str, run: ModuleTypes, caller: _Running | None) -> None:
+        super().__init__()
+        self.watch, self.path, self.run, self.caller = watch, path, run, caller
+        self.is_compared = True
+
+    def type(self, tensor: Tensor) -> Type:
+        """A tensor's type; one of which nothing is known is static, if no gradient flows through it."""
+        kind = self.known(tensor)
+        if kind is None and isinstance(tensor, nn.Parameter):
+            kind = self.watch.type_of_parameter(tensor)
+        if kind is None:
+            return _UNKNOWN if tensor.requires_grad else STATIC
+        return kind
 
     def given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Given:
         """The types in each argument of a call."""

@@ -96,6 +96,10 @@ def is_user_code(file: str) -> bool:
     return not file.startswith((*_OWN_DIRECTORIES, "<"))
 
 
-_OWN_DIRECTORIES = tuple(
-    os.path.join(directory, "") for directory in (os.path.dirname(torch.__file__), str(Path(__file__).parent.parent))
-)
+def is_this_package(file: str) -> bool:
+    """Whether a file belongs to this package."""
+    return file.startswith(_PACKAGE)
+
+
+_PACKAGE = os.path.join(str(Path(__file__).parent.parent), "")
+_OWN_DIRECTORIES = os.path.join(os.path.dirname(torch.__file__), ""), _PACKAGE

@@ -320,8 +320,6 @@ def _find_branching(model: nn.Module, tracer: Tracer) -> None:
     inside = tuple(f"{path}." if path else "" for path in found)
     branching = {path for path, _ in model.named_modules() if found and f"{path}.".startswith(inside)}
     graph.value_dependent, graph.branching = frozenset(found), frozenset(branching)
-    graph.runs = [run for run in graph.runs if run.module in branching]
-    graph.inspections = [call for call in graph.inspections if call.module in branching]
     for number, call in enumerate(graph.calls):
         if call.module in branching:
             graph.calls[number] = replace(call, site=replace(call.site, occurrence=EVERY))

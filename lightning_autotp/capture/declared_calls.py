@@ -42,6 +42,13 @@ def noting_declared(tracer: Tracer) -> Iterator[None]:
         yield
 
 
+def codes_of_declared() -> frozenset[CodeType]:
+    """The code of the declared functions that are written in Python."""
+    found = (None if declaration.is_operator else target_of(declaration) for declaration in declarations())
+    functions = (each.forward if inspect.isclass(each) and issubclass(each, Function) else each for each in found)
+    return frozenset(each.__code__ for each in functions if isinstance(each, FunctionType))
+
+
 @contextmanager
 def _replaced(target: Any, declaration: Declaration, tracer: Tracer) -> Iterator[None]:
     """Let calls of a function be noted."""

@@ -41,6 +41,7 @@ class ComparedValues:
         self.model = model
         self._handles: list[RemovableHandle] = []
         self._forward, self._backward = Fingerprints(), Fingerprints()
+        self._places: Mapping[Boundary, bool] | None = None  # in a forward that is compared
         self._waits_for_gradients = False
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -57,18 +58,19 @@ class ComparedValues:
         with without_modes():
             for name, tensor in whole_tensors(self.model):
                 self._forward.note(name, tensor)
+        self._places = places
         modules = {place.module for place in places}
         state = parallel_state(self.model)
         for module in _outside_compiled(self.model):
-            path = "" if module is self.model else state.path(module)
-            if path in modules:
-                note = partial(self._note, path, places)
+            path = state.path(module)
+            if path and path in modules:
+                note = partial(self._note, path)
                 self._handles.append(module.register_forward_pre_hook(partial(_before, note), with_kwargs=True))
                 self._handles.append(module.register_forward_hook(partial(_after, note)))
-        self._handles.append(self.model.register_forward_hook(self._settle))
 
     def end(self) -> None:
-        """Leave no hook on the model."""
+        """Leave no hook on the model. Not collective."""
+        self._places = None
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -88,8 +90,9 @@ class ComparedValues:
         with without_modes():
             self._refuse(self._backward.compare(parallel_state(self.model).group.process_group))
 
-    def _note(self, path: str, places: Mapping[Boundary, bool], side: str, value: Any) -> None:
-        if torch.compiler.is_compiling() or is_in_backward() or transforms.are_active():
+    def _note(self, path: str, side: str, value: Any) -> None:
+        places = self._places
+        if places is None or torch.compiler.is_compiling() or is_in_backward() or transforms.are_active():
             return
         with without_modes():
             for key, tensor in leaves_of(value):
@@ -106,12 +109,15 @@ class ComparedValues:
         if type(gradient) is Tensor and has_values(gradient):
             self._backward.note(place, gradient)
 
-    def _settle(self, *_: Any) -> None:
-        """After the forward. Collective.
+    def settle(self, output: Any) -> None:
+        """After a forward that has not failed, with what it returns. Collective, if it is compared.
 
         Raises:
             DifferentOnRanks: naming the first place in the forward, on every rank.
         """
+        if self._places is None:
+            return
+        self._note("", "out", output)
         self.end()
         self._waits_for_gradients |= torch.is_grad_enabled()
         with without_modes():

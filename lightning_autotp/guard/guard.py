@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from lightning_autotp.applying.followed_calls import FollowedCall
 from lightning_autotp.capture import vmap as transforms
 from lightning_autotp.gradients.sums import hook_parameters, sum_at_once_in_ddp
 from lightning_autotp.guard.bypassed import Bypasses
@@ -42,7 +43,8 @@ class Guard:
     Before a forward, in this order: that modules and parameters are those of the plan, and that parameters have the
     hooks their gradients need (both only where something is another than in the last snapshot); that nothing has been
     written into parts; that this kind of call is proved, or else it is now; that hooks that were added see whole
-    tensors. In some calls: that the ranks compute the same where they should. Before an optimizer's step: that nothing
+    tensors. In some calls: that the ranks compute the same where they should, and that
+    code does with parts of tensors what it did in the trace. Before an optimizer's step: that nothing
     has been written into parts. A copy of the model has a guard of its own, which has seen nothing so far.
 
     Args:
@@ -53,6 +55,7 @@ class Guard:
         running: which of its forwards are under way.
         bypasses: whether weights are used without their layers.
         compared: what is compared between the ranks.
+        followed: how the code goes in calls that are compared.
         number: how many guards there were in this process before it.
     """
 
@@ -61,9 +64,10 @@ class Guard:
         self.model, self.calls = model, calls
         self.running = ForwardDepth(model)
         self._snapshot: Snapshot | None = None
+        self._has_returned = False
         self._user_hooks = UserHooks(model)
         self.number = -1
-        self.bypasses, self.compared = Bypasses(model), ComparedValues(model)
+        self.bypasses, self.compared, self.followed = Bypasses(model), ComparedValues(model), FollowedCall(calls.watch)
         self._stand_ins: StandIns | None = None
         self._handles: list[RemovableHandle] = []
 
@@ -81,6 +85,7 @@ class Guard:
             model.register_state_dict_post_hook(mark_as_part),
             model.register_load_state_dict_pre_hook(self._before_loading),
             model.register_load_state_dict_post_hook(self._after_loading),
+            model.register_forward_hook(self._returned, prepend=True),
             model.register_forward_hook(self._after, always_call=True),
             model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True),  # before FSDP2's own
         ]
@@ -95,6 +100,7 @@ class Guard:
         self._user_hooks.unwrap()
         self.bypasses.end()
         self.compared.end()
+        self.followed.end()
         if self._stand_ins is not None:
             self._stand_ins.remove()
         _live.discard(self)
@@ -131,13 +137,36 @@ class Guard:
             self.bypasses.begin()
         arguments = self.calls.prove(args, kwargs)
         self._user_hooks.wrap()
-        if self.calls.to_compare and self.running.own == 1:
-            self.compared.begin(self.calls.to_compare)
+        way = self.calls.to_compare
+        if way is not None and self.running.own == 1:
+            self.compared.begin(way.alike)
+            self.followed.begin(way.paths)
         return arguments
 
-    def _after(self, model: nn.Module, *_: Any) -> None:
-        """After a forward, also one that failed."""
+    def _returned(self, model: nn.Module, args: Any, output: Any) -> None:
+        """When the model's own code has run, before anything is done with what it returns.
+
+        Raises:
+            UnseenPath: if it returns a part of a tensor where it did not in the trace.
+        """
+        if self.running.own == 1:
+            self.followed.returned(output)
+            self._has_returned = True
+
+    def _after(self, model: nn.Module, args: Any, output: Any) -> None:
+        """After a forward, also one that failed. Collective after one that is compared between the ranks.
+
+        Raises:
+            DifferentOnRanks: naming the first place at which the ranks computed different values.
+        """
         self.running.own = max(0, self.running.own - 1)  # a hook before this one's may have failed
+        if self.running.own:
+            return
+        self.followed.end()
+        if self._has_returned:
+            self._has_returned = False
+            self.compared.settle(output)
+        self.compared.end()
 
     def _look(self) -> None:
         """Look at all of the model, and remember it."""

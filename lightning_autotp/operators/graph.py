@@ -224,8 +224,8 @@ class Graph:
         value_dependent: the ``value_reading`` ones, and those that get numbers from them.
         branching: modules whose code may run otherwise with other values than those that were made up: the
             ``value_dependent`` ones and, as what they are given may be other than it was, all inside of these.
-        runs: the runs of the ``branching`` modules.
-        inspections: calls in their code that ran no operator: they asked for a shape, say.
+        runs: the runs of all modules.
+        inspections: calls in the model's code that ran no operator: they asked for a shape, say.
         entered: the module of every run, in the order in which they begin; the first is what calls the model.
         device: where tensors seemed to be.
         found: by operator that is neither built in nor declared: its declaration as code, found by trying it.

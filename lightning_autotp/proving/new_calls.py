@@ -28,6 +28,7 @@ from lightning_autotp.capture.capture import CaptureError, ExampleCall, device_o
 from lightning_autotp.capture.nested import tensors_in
 from lightning_autotp.layouts.places import Boundary
 from lightning_autotp.layouts.plan import ConversionPlan, SizePlan
+from lightning_autotp.layouts.types import Layout
 from lightning_autotp.operators.graph import Graph
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
 from lightning_autotp.parameters.state import parallel_state
@@ -54,7 +55,7 @@ from lightning_autotp.ranks.agreement import raise_together
 from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.ranks.meeting import meet
 from lightning_autotp.solving.expert_modules import constrained_by
-from lightning_autotp.solving.paths import seen_paths
+from lightning_autotp.solving.paths import SeenPath, add_paths, seen_paths
 from lightning_autotp.solving.plan_from_solution import (
     alike_at_modules,
     inputs_of_modules,
@@ -66,7 +67,7 @@ from lightning_autotp.solving.solution import Solution
 
 _TRAINING = attrgetter("training")
 _COMPARED = 1, 10, 100, 1000
-"""Which calls of a kind are compared between the ranks, and then every so many."""
+"""Which calls of a kind are compared with what was proved, and then every so many."""
 
 
 class UnprovedCall(RuntimeError):
@@ -74,19 +75,23 @@ class UnprovedCall(RuntimeError):
 
 
 @dataclass(eq=False)
-class _Way:
+class Way:
     """One way that the model's code goes, which is proved.
 
     Attributes:
         parts: what is not Invariant around modules then.
         alike: what every rank has alike around modules then, and whether its gradient is alike as well.
         graph: a trace that goes this way; ``None`` for what could not be traced.
+        layouts: of the trace's tensors.
+        paths: what was seen of the modules' code in the traces that go this way.
         inputs: changes of the layouts of the model's own arguments.
     """
 
     parts: tuple[ConversionPlan, ...]
     alike: Mapping[Boundary, bool] = field(default_factory=dict)
     graph: Graph | None = None
+    layouts: Mapping[int, Layout] = field(default_factory=dict)
+    paths: dict[str, SeenPath] = field(default_factory=dict)
     inputs: list[BoundaryConversion] = field(default_factory=list)
 
 
@@ -100,17 +105,17 @@ class _Kind:
     def __init__(self) -> None:
         self.calls = 0
         self._sizes = Sizes()
-        self._by_sizes: dict[tuple[int, ...] | None, _Way] = {}
-        self._ways: set[_Way] = set()
+        self._by_sizes: dict[tuple[int, ...] | None, Way] = {}
+        self._ways: set[Way] = set()
 
-    def way(self, sizes: tuple[int, ...] | None) -> _Way | None:
+    def way(self, sizes: tuple[int, ...] | None) -> Way | None:
         """The way that a call of these sizes goes; ``None`` if it has to be traced."""
         found = self._by_sizes.get(sizes)
         if found is None and len(self._ways) == 1 and (sizes is None or self._sizes.have(sizes)):
             (found,) = self._ways
         return found
 
-    def add(self, sizes: tuple[int, ...] | None, way: _Way) -> None:
+    def add(self, sizes: tuple[int, ...] | None, way: Way) -> None:
         """Note the way that a call of these sizes goes."""
         self._by_sizes[sizes] = way
         self._ways.add(way)
@@ -159,11 +164,11 @@ class CallProver:
         self.asked: set[str] = set()  # where integers and flags are, in tensors, of which it asks
         self.few = FewValues()
         self.known: dict[Hashable, _Kind] = {}
-        self.ways: list[_Way] = []
+        self.ways: list[Way] = []
         self.met: set[Hashable] = set()
-        self.running: _Way | None = None
-        self.to_compare: Mapping[Boundary, bool] = {}  # in the call that is under way, with the other ranks
-        self.with_gradients: set[_Way] = set()  # whose backward passes may be still to come
+        self.running: Way | None = None
+        self.to_compare: Way | None = None  # if the call that is under way is compared with what was proved
+        self.with_gradients: set[Way] = set()  # whose backward passes may be still to come
         self.was_backward = False
         state.parts, state.given = parts_at_modules(solution), inputs_of_modules(solution.graph)
         self.watch.follow(seen_paths(solution, self.group.rank), original)
@@ -171,7 +176,7 @@ class CallProver:
         if len(self.examples) == 1:
             (call,) = self.examples
             kind = self._kind(call, kind_of(call), bytes([True] * len(self.modules)))
-            way = self._way(solution.graph, state.parts, alike_at_modules(solution))
+            way = self._way(state.parts, solution)
             self.known.setdefault(kind, _Kind()).add(self._sizes(call), way)
 
     def prove(self, args: Any, kwargs: Any) -> Any:
@@ -184,6 +189,7 @@ class CallProver:
             UnprovedCall: if the parts do not compute what the model does in a call like this.
             PeerError: on ranks where they do, if they do not on another one.
         """
+        self.to_compare = None
         call = ExampleCall(args, kwargs)
         unknown: list[str] = []
         arguments, is_traced = kind_of(call, unknown), _is_traced(call)
@@ -204,14 +210,13 @@ class CallProver:
             known = self.known.setdefault(self._kind(call, arguments, modes), _Kind())
             known.add(sizes, way)
         self._runs(way)
-        self.to_compare = {}
         if way is None:
             return None
         parallel_state(self.model).parts = way.parts
         if known is not None:
             known.calls += 1
             if known.calls in _COMPARED or known.calls % _COMPARED[-1] == 0:
-                self.to_compare = way.alike
+                self.to_compare = way
         for change in way.inputs:
             args, kwargs = change.before(self.model, args, kwargs)
         return (args, kwargs) if way.inputs else None
@@ -241,15 +246,17 @@ class CallProver:
         self.numbers |= graph.numbers
         self.asked |= graph.asked
 
-    def _way(
-        self, graph: Graph | None, parts: tuple[ConversionPlan, ...], alike: Mapping[Boundary, bool] | None = None
-    ) -> _Way:
-        """A way that is proved from now on."""
-        kept = None if graph is None else replace(graph, calls=[], inspections=[], runs=[], entered=[""])
-        self.ways.append(_Way(parts, alike or {}, kept))
-        return self.ways[-1]
+    def _way(self, parts: tuple[ConversionPlan, ...], solution: Solution | None = None) -> Way:
+        """A way that is proved from now on; without a solution, one that could not be traced."""
+        way = Way(parts)
+        if solution is not None:
+            kept = replace(solution.graph, calls=[], inspections=[], runs=[], entered=[""])
+            way = Way(parts, alike_at_modules(solution), kept, solution.layouts)
+            add_paths(way.paths, solution.graph, solution.layouts, self.group.rank)
+        self.ways.append(way)
+        return way
 
-    def is_running(self, way: _Way) -> bool:
+    def is_running(self, way: Way) -> bool:
         """Whether a module runs in a call that goes this way, be it again in a backward pass (checkpointing).
 
         Raises:
@@ -266,7 +273,7 @@ class CallProver:
             )
         return way in self.with_gradients
 
-    def _runs(self, way: _Way | None) -> None:
+    def _runs(self, way: Way | None) -> None:
         """Note that a call begins that goes this way; ``None`` for a trace."""
         self.running = way
         if torch.is_grad_enabled() and way is not None:
@@ -274,7 +281,7 @@ class CallProver:
                 self.with_gradients, self.was_backward = set(), False
             self.with_gradients.add(way)
 
-    def _prove(self, call: ExampleCall) -> _Way:
+    def _prove(self, call: ExampleCall) -> Way:
         """Trace the original model in a call, and the local one, too, if that goes a way that is not known; compare.
 
         What every rank needs is worked out on each, so that all come to the same.
@@ -299,14 +306,17 @@ class CallProver:
                 f" model does in such a call: {described(call, self.modules[0].training)}. ({error})",
                 stacklevel=2,
             )
-            return self._way(None, parallel_state(self.model).parts)
+            return self._way(parallel_state(self.model).parts)
         self._heed(graph)
         try:
             graph = constrained_by(graph, self.plan, IMPLEMENTATIONS)
         except PlanMismatch as error:
             raise self._refusal(call, error) from error
         for way in self.ways:
-            if way.graph is not None and same_way(way.graph, graph):
+            pairs = same_way(way.graph, graph) if way.graph is not None else None
+            if pairs is not None:
+                layouts = {pairs[tensor]: layout for tensor, layout in way.layouts.items() if tensor in pairs}
+                add_paths(way.paths, graph, layouts, self.group.rank)
                 return way
         fixed: set[Boundary] = set()
         first: Exception | None = None
@@ -330,7 +340,7 @@ class CallProver:
         # Before the hooks with which the model collects outputs, as in the traces; each before the one after it.
         lengths = Lengths()  # of axes of this call's graph
         inputs = [change for change in changes if not change.module and change.side == "in"]
-        way = self._way(graph, parts_at_modules(solution), alike_at_modules(solution))
+        way = self._way(parts_at_modules(solution), solution)
         way.inputs = [BoundaryConversion(change, self.group, lengths) for change in inputs]
         for change in reversed(changes):
             if change not in inputs:
@@ -371,7 +381,7 @@ class CallProver:
 class _OnWay(BoundaryConversion):
     """A change of layout in calls that go one way only."""
 
-    def __init__(self, plan: ConversionPlan, group: TPGroup, lengths: Lengths, prover: CallProver, way: _Way) -> None:
+    def __init__(self, plan: ConversionPlan, group: TPGroup, lengths: Lengths, prover: CallProver, way: Way) -> None:
         super().__init__(plan, group, lengths)
         self.prover, self.way = prover, way
 
@@ -385,7 +395,7 @@ class _OnWay(BoundaryConversion):
 class _SizeOnWay:
     """An attribute of a module, or an entry of its config, that is this rank's in calls that go one way."""
 
-    def __init__(self, model: nn.Module, size: SizePlan, prover: CallProver, way: _Way) -> None:
+    def __init__(self, model: nn.Module, size: SizePlan, prover: CallProver, way: Way) -> None:
         self.model, self.size, self.prover, self.way = model, size, prover, way
         self.attribute = size.attribute.partition(".")[0]
         self.before: list[Any] = []  # the attribute's value before each run that is under way

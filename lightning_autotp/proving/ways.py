@@ -18,16 +18,23 @@ _SIZES = frozenset({
 """Arguments of operators that are, or follow from, sizes of tensors."""
 
 
-def same_way(one: Graph, other: Graph) -> bool:
-    """Whether code went the same way in two traces of a model, but for the sizes of what it was given."""
+def same_way(one: Graph, other: Graph) -> dict[int, int] | None:
+    """Whether code went the same way in two traces of a model, but for the sizes of what it was given.
+
+    Returns:
+        The tensors of the one that depend on parameters, each with the other's that stands for it; ``None`` if the code
+        went another way.
+    """
     left, right = _steps(one), _steps(other)
     pairs = _Pairs(one, other)
-    return (
+    if (
         one.opaque == other.opaque
         and len(left) == len(right)
         and all(pairs.are_same(a, b) for a, b in zip(left, right, strict=True))
         and pairs.tensors_match(one.outputs, other.outputs)
-    )
+    ):
+        return {mine: theirs for mine, theirs in pairs.tensors.items() if theirs is not None}
+    return None
 
 
 def _steps(graph: Graph) -> list[Operator]:

@@ -27,6 +27,10 @@ UNSEEN = "unseen"
 """Type of what a line that was not seen makes of static tensors: it may tell which way the code goes, nothing else."""
 
 
+ANY = "any"
+"""Type of tensors of which nothing is known."""
+
+
 @dataclass(frozen=True)
 class ShardType:
     """The type of a tensor of which each rank has a part.
@@ -132,6 +136,19 @@ def fits(found: frozenset[Type], wanted: frozenset[Type]) -> bool:
     return bool(rest) or all(kind in found or kind in ("I", "R") for kind in wanted)
 
 
+def is_part(kind: Type) -> bool:
+    """Whether a rank has a part of such a tensor, or of its sum."""
+    return isinstance(kind, ShardType) or kind == "P"
+
+
+def agree(found: frozenset[Type], wanted: frozenset[Type]) -> bool:
+    """Whether an argument has parts of tensors, and sums, of the types with which it was seen, as far as is known."""
+    if ANY in wanted:
+        return True
+    ours, theirs = frozenset(filter(is_part, found)), frozenset(filter(is_part, wanted))
+    return ours <= theirs if ANY in found or ZEROS in found else ours == theirs
+
+
 def all_fit(found: Mapping[str, Type], wanted: Mapping[str, Type]) -> bool:
     """Whether tensors of these types may be where others were seen, by place."""
     nothing = frozenset[Type]()
@@ -152,7 +169,7 @@ def seen_paths(solution: Solution, rank: int) -> dict[str, SeenPath]:
         Ambiguous: if types do not follow from the lines of the code and the types before.
     """
     graph = solution.graph
-    types = _Types(solution, rank)
+    types = _Types(graph, solution.layouts, rank)
     seen = {path: SeenPath() for path in graph.branching}
     tops = _outermost(graph)
     for call in (*graph.calls, *graph.inspections):  # also calls whose operators nobody's result depends on
@@ -172,6 +189,44 @@ def seen_paths(solution: Solution, rank: int) -> dict[str, SeenPath]:
             seen[run.module].constants.add(run.constants)
     divided = {top for top in tops if any(not _is_whole(path) for at, path in seen.items() if _is_in(at, top))}
     return {path: found for path, found in seen.items() if any(_is_in(path, top) for top in divided)}
+
+
+def add_paths(seen: dict[str, SeenPath], graph: Graph, layouts: Mapping[int, Layout], rank: int) -> None:
+    """Add what a trace shows of all modules' code, whether it goes where values say or not.
+
+    Where tensors of different types are made at the same line of operands of the same, the type is :data:`ANY`.
+
+    Args:
+        seen: what other traces have shown, by module.
+        graph: the trace.
+        layouts: of its tensors; one that depends on a parameter and has none is of :data:`ANY` type.
+        rank: whose parts are meant.
+    """
+    types = _Types(graph, layouts, rank, unknown=ANY)
+    for run in graph.runs:
+        if run.module not in graph.opaque:
+            found = types.run(run)
+            runs = seen.setdefault(run.module, SeenPath()).runs
+            runs[found.given] = _in_common(runs.get(found.given, found), found)
+    for call in (*graph.calls, *graph.inspections):
+        if call.module in seen:
+            calls = seen[call.module].calls.setdefault((call.site.file, call.site.line, call.site.function), {})
+            given, outcome = types.given(call), types.outcome(call)
+            if calls.setdefault(given, outcome) != outcome:
+                calls[given] = Outcome((ANY,), tuple((leaf, ANY) for leaf, _ in outcome.written))
+
+
+def _in_common(one: ModuleTypes, other: ModuleTypes) -> ModuleTypes:
+    """What holds for two runs that are given the same types: where they differ, the type is :data:`ANY`."""
+
+    def common(here: tuple[tuple[str, Type], ...], there: tuple[tuple[str, Type], ...]) -> tuple[tuple[str, Type], ...]:
+        left, right = dict(here), dict(there)
+        places = dict.fromkeys((*left, *right))
+        return tuple((at, left[at] if at in left and left[at] == right.get(at) else ANY) for at in places)
+
+    return ModuleTypes(
+        one.given, common(one.inside, other.inside), common(one.left, other.left), common(one.returned, other.returned)
+    )
 
 
 def _outermost(graph: Graph) -> list[str]:
@@ -198,18 +253,35 @@ def _is_whole(path: SeenPath) -> bool:
     return all(types <= whole for types in (*of_calls, *of_runs))
 
 
+_EXPAND = "aten.expand"
+
+
 class _Types:
     """The types of a graph's tensors on one rank."""
 
-    def __init__(self, solution: Solution, rank: int) -> None:
-        self.graph, self.layouts, self.rank = solution.graph, solution.layouts, rank
+    def __init__(self, graph: Graph, layouts: Mapping[int, Layout], rank: int, unknown: Type = STATIC) -> None:
+        self.graph, self.layouts, self.rank, self.unknown = graph, layouts, rank, unknown
         self.producers = self.graph.producers()
 
     def of(self, tensor: int) -> Type:
         layout = self.layouts.get(tensor)
         if layout is not None:
-            return type_of(layout, self.rank)
-        return ZEROS if self._is_zero(tensor) else STATIC
+            is_known = self.unknown != ANY or not isinstance(layout, Shard) or not self._is_repeated(tensor)
+            return type_of(layout, self.rank) if is_known else ANY
+        if self._is_zero(tensor):
+            return ZEROS
+        return STATIC if self.graph.tensors[tensor].is_static else self.unknown
+
+    def _is_repeated(self, tensor: int) -> bool:
+        """Whether this is a view of a tensor with its elements repeated.
+
+        A rank that repeats nothing, as its part of the repetitions is one, may leave the line out (``repeat_kv``).
+        """
+        maker = self.producers.get(tensor)
+        known = record(maker.name) if maker is not None else None
+        if maker is None or known is None or not known.is_view or not maker.inputs:
+            return False
+        return maker.name.startswith(_EXPAND) or self._is_repeated(maker.inputs[0])
 
     def _is_zero(self, tensor: int) -> bool:
         maker: Operator | None = self.producers.get(tensor)

@@ -5,7 +5,9 @@ Each block asks something, and where the answer is yes takes the weight of its o
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,13 +15,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.overrides
 from distributed import run_ranks
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from lightning_autotp import UnprovedCall, full_gradients, parallelize
+from lightning_autotp import UnprovedCall, UnseenPath, full_gradients, parallelize
 from lightning_autotp.guard.bypassed import BypassedLayer
 from lightning_autotp.guard.compared import DifferentOnRanks
 
@@ -87,10 +90,14 @@ KINDS: dict[str, Question] = {
 }
 """The second call is of another kind, or its sizes are: it is traced."""
 
-UNSEEN: dict[str, Question] = {
+FOLLOWED: dict[str, Question] = {
     "not a fake tensor": lambda block, x, _: not is_fake(x),
     "no dispatch mode": lambda block, x, _: _get_current_dispatch_mode() is None,
     "not traced": lambda block, x, _: not (is_fake(x) or torch.jit.is_tracing() or torch.compiler.is_compiling()),
+}
+"""No trace shows that the first call goes another way, but it is followed."""
+
+UNSEEN: dict[str, Question] = {
     "global flag": lambda block, x, _: SWITCH["on"],
     "environment variable": lambda block, x, _: "TAKE_THE_WEIGHT" in os.environ,
 }
@@ -153,12 +160,12 @@ def steps(name: str, question: Question) -> Iterator[None]:
 def outcomes(rank: int, size: int) -> dict[str, tuple[int, str]]:
     """By question, how many steps were right, and the error that ended them."""
     found = {}
-    for name, question in (TRACED | KINDS | UNSEEN).items():
+    for name, question in (TRACED | KINDS | FOLLOWED | UNSEEN).items():
         right, error = 0, ""
         try:
             for _ in steps(name, question):
                 right += 1
-        except (UnprovedCall, BypassedLayer, DifferentOnRanks) as caught:
+        except (UnprovedCall, UnseenPath, BypassedLayer, DifferentOnRanks) as caught:
             error = f"{type(caught).__name__}: {caught}"
         found[name] = right, error
     return found
@@ -173,31 +180,39 @@ def test_no_path_is_silently_wrong(ranks: int) -> None:
             assert right == 1, name
             assert error.startswith("UnprovedCall: Net is called in another way than it was traced"), name
             assert "blocks.0" in error, name
+        for name in FOLLOWED:
+            right, error = found[name]
+            assert right == 0, name
+            assert error.startswith("UnseenPath: the code of blocks.0 does something with a rank's part"), error
+            assert "it calls linear at test_other_paths:" in error
         for name in UNSEEN:
             right, error = found[name]
-            assert right == (name in ("global flag", "environment variable")), name
-            if ranks == 3 and right == 0:  # planned otherwise than for two: there a sum is missing in the forward
-                assert error.startswith("DifferentOnRanks: the ranks compute different values in Net"), error
-                assert "The first is the output of blocks.0 (an input of blocks.0.inner is still alike)" in error
-                continue
+            assert right == 1, name
             assert error.startswith("BypassedLayer: blocks.0.out, blocks.1.out of the parallel Net did not run"), error
             assert "keep_whole=['blocks.0.out', 'blocks.1.out']" in error
 
 
 class NormedBlock(nn.Module):
-    """Its tokens are whole between the layers; ``use`` takes weights where the code is not traced."""
+    """Its tokens are whole between the layers; ``use`` takes weights where the code is not traced.
 
-    def __init__(self, use: Callable[[NormedBlock, Tensor, Tensor], Tensor]) -> None:
+    Args:
+        is_kernel: whether it does so where no torch function is seen, as a kernel does.
+    """
+
+    def __init__(self, use: Callable[[NormedBlock, Tensor, Tensor], Tensor], is_kernel: bool) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
         self.inner, self.out = nn.Linear(WIDTH, 36, bias=False), nn.Linear(36, WIDTH, bias=False)
-        self.use = use
+        self.use, self.is_kernel = use, is_kernel
 
     def forward(self, x: Tensor) -> Tensor:
         normed = self.norm(x)
         hidden = self.inner(normed)
-        out: Tensor = self.out(hidden.relu()) if is_fake(x) or torch.compiler.is_compiling() else None
-        return x + (self.use(self, normed, hidden) if out is None else out)
+        if is_fake(x) or torch.compiler.is_compiling():
+            return x + self.out(hidden.relu())
+        with torch._C.DisableTorchFunction() if self.is_kernel else contextlib.nullcontext():
+            used = self.use(self, normed, hidden)
+        return x + used
 
 
 def without_sum(block: NormedBlock, normed: Tensor, hidden: Tensor) -> Tensor:
@@ -215,27 +230,38 @@ def as_traced(block: NormedBlock, normed: Tensor, hidden: Tensor) -> Tensor:
     return out
 
 
-def compared(rank: int, size: int) -> list[str]:
-    """What is said of the forward and the backward pass of each way to use the weights; and with no gradients."""
-    said = []
-    for use in (as_traced, without_sum, twice):
-        for with_gradients in (False, True):
-            torch.manual_seed(0)
-            model = nn.Sequential(nn.Linear(WIDTH, WIDTH), NormedBlock(use), NormedBlock(use), nn.LayerNorm(WIDTH))
-            x = torch.randn(2, 7, WIDTH)
-            parallelize(model, dist.group.WORLD, example_inputs=x, plan_cache=False)  # type: ignore[arg-type]
-            hooks = [len(module._forward_hooks) for module in model.modules()]
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            try:
-                with torch.set_grad_enabled(with_gradients):
-                    loss = (model(x) * x).sum()
-                if with_gradients:
-                    loss.backward()
-                optimizer.step()
-                said.append("")
-            except DifferentOnRanks as error:
-                said.append(str(error))
-            assert [len(module._forward_hooks) for module in model.modules()] == hooks
+def norm_of_a_part(block: NormedBlock, normed: Tensor, hidden: Tensor) -> Tensor:
+    """What it gives is alike on the ranks, after the sum, and wrong."""
+    out: Tensor = block.out(hidden.relu() / hidden.norm())
+    return out
+
+
+USES = as_traced, without_sum, twice, norm_of_a_part
+
+
+def said_of(rank: int, size: int) -> dict[tuple[str, bool, bool], str]:
+    """What is said of each way to use the weights: as a kernel or not, with gradients or not."""
+    said = {}
+    for use, is_kernel, with_gradients in itertools.product(USES, (False, True), (False, True)):
+        torch.manual_seed(0)
+        blocks = (NormedBlock(use, is_kernel) for _ in range(2))
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *blocks, nn.LayerNorm(WIDTH))
+        x = torch.randn(2, 7, WIDTH)
+        parallelize(model, dist.group.WORLD, example_inputs=x, plan_cache=False)  # type: ignore[arg-type]
+        hooks = [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        found = ""
+        try:
+            with torch.set_grad_enabled(with_gradients):
+                loss = (model(x) * x).sum()
+            if with_gradients:
+                loss.backward()
+            optimizer.step()
+        except (UnseenPath, DifferentOnRanks) as error:
+            found = f"{type(error).__name__}: {error}"
+        said[use.__name__, is_kernel, with_gradients] = found
+        assert [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()] == hooks
+        assert not torch.overrides._get_current_function_mode_stack()
     for transform in (torch.func.grad, torch.func.vmap):
         with pytest.raises(RuntimeError, match=r"is called under a function transform .* create_graph=True"):
             transform(lambda x: model(x[None]).sum())(x)
@@ -243,14 +269,19 @@ def compared(rank: int, size: int) -> list[str]:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_compare_what_they_have_alike(ranks: int) -> None:
-    """A sum that is missing in the run, in the forward or the backward pass."""
-    for found in run_ranks(compared, ranks):
-        exact, exact_too, forward, forward_too, without_gradients, backward = found
-        assert exact == exact_too == without_gradients == ""  # without gradients, a part of a product needs no sum
-        for said in (forward, forward_too):
-            assert "The first is the output of 1 (an input of 1.inner is still alike)" in said
+def test_code_that_no_trace_shows_is_followed_or_compared(ranks: int) -> None:
+    for said in run_ranks(said_of, ranks):
+        for is_kernel, with_gradients in itertools.product((False, True), (False, True)):
+            assert said["as_traced", is_kernel, with_gradients] == ""
+        for with_gradients in (False, True):
+            for use, function in ("without_sum", "relu"), ("twice", "linear"), ("norm_of_a_part", "norm"):
+                found = said[use, False, with_gradients]
+                assert found.startswith("UnseenPath: the code of 1 does something with a rank's part of a tensor"), use
+                assert f"it calls {function} at test_other_paths:" in found or use == "without_sum", found
+            found = said["without_sum", True, with_gradients]  # a sum is missing in the forward
+            assert "The first is the output of 1 (an input of 1.inner is still alike)" in found
+        assert said["twice", True, False] == ""  # without gradients, a part of a product needs no sum
         assert (
             "The first is the gradient of the output of 2.norm (the gradient of the output of 2.out is still"
-            in backward
+            in said["twice", True, True]
         )
