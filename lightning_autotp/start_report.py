@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
 
@@ -38,6 +38,13 @@ def says_weights(model: nn.Module) -> Iterator[None]:
     began, how = perf_counter(), _how(parallel_state(model))
     yield
     _say(f"each rank's part of {type(model).__name__}'s weights was {how} in {perf_counter() - began:.1f} s")
+
+
+def say_step(report: object, warnings: Iterable[str]) -> None:
+    """After the first steps: what one takes."""
+    _say(str(report))
+    for warning in warnings:
+        _say(f"warning: {warning}")
 
 
 def _how(state: ParallelState) -> str:

@@ -43,6 +43,7 @@ from lightning_autotp.lightning.batch_boundary import BatchBoundarySync
 from lightning_autotp.lightning.discovery import find_models, outermost
 from lightning_autotp.lightning.models_local import count_copies_once, make_models_local
 from lightning_autotp.lightning.optimizers import then_compute
+from lightning_autotp.lightning.step_report import StepMeasure, StepReport
 from lightning_autotp.lightning.summary import ParallelSummary
 from lightning_autotp.lightning.throughput import share_batches
 from lightning_autotp.optimizers.scaler import AgreedGradScaler
@@ -61,6 +62,7 @@ from lightning_autotp.private.transformers_private import PreTrainedModel
 from lightning_autotp.proving.new_calls import kind_of
 from lightning_autotp.ranks.agreement import raise_together
 from lightning_autotp.solving.options import documented_by
+from lightning_autotp.start_report import say_step
 
 
 @documented_by(AutoTPBase)
@@ -137,6 +139,7 @@ class AutoTPStrategy(AutoTPBase, ModelParallelStrategy):
         self._watch: checked | None = None  # from a training step to the next one
         self._interrupted_by: BaseException | None = None
         self._callbacks: list[Callback] = []
+        self._measure: StepMeasure | None = None  # in a run that trains one model
         self._as_before = ExitStack()  # puts back what a run has changed of the user's
 
     @property
@@ -219,6 +222,10 @@ class AutoTPStrategy(AutoTPBase, ModelParallelStrategy):
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
+            if len(models) == 1 and self.world_size > 1:
+                copies, precision = self.data_parallel_group.size(), str(self.precision_plugin.precision)
+                passes = trainer.accumulate_grad_batches
+                self._measure = StepMeasure(models[0][0], self.root_device, copies, passes, precision)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
             optimizers_to_device(self.optimizers, self.root_device)
@@ -232,7 +239,29 @@ class AutoTPStrategy(AutoTPBase, ModelParallelStrategy):
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Make a step; parameter groups added since the last one, such as thawed layers, are checked first."""
         self._check_optimizers()
-        return super().optimizer_step(optimizer, then_compute(optimizer, closure), model, **kwargs)
+        result = super().optimizer_step(optimizer, then_compute(optimizer, closure), model, **kwargs)
+        is_time = self._measure is not None and self._measure.stepped(optimizer)
+        if is_time and self.is_global_zero and self.root_device.type != "cpu":
+            report = self.report()
+            say_step(report, report.warnings)
+        return result
+
+    def report(self, machine: str | None = None) -> StepReport:
+        """What a training step takes on this rank, predicted and measured. Not collective.
+
+        The prediction is made in the first call, which takes about as long as a trace. On a GPU the strategy prints it
+        after the fifth step, with a warning where it is off by more than a fifth.
+
+        Args:
+            machine: what the time is predicted for, as ``8xH100`` or a machine's file; by default what the GPUs are.
+
+        Raises:
+            RuntimeError: if nothing is trained, or several models are.
+            ValueError: for a machine that is not known.
+        """
+        if self._measure is None:
+            raise RuntimeError("strategy.report() is of a run that trains one model that is divided")
+        return self._measure.report(machine)
 
     def _check_optimizers(self) -> None:
         self.checked_optimizers.check([(optimizer, self._module) for optimizer in self.optimizers])

@@ -18,7 +18,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_autotp.applying.lengths import Lengths
@@ -32,7 +32,7 @@ from lightning_autotp.layouts.types import Layout
 from lightning_autotp.operators.graph import Graph
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
 from lightning_autotp.parameters.state import parallel_state
-from lightning_autotp.private.torch_private import has_values, is_in_backward, without_modes
+from lightning_autotp.private.torch_private import has_values, is_in_backward, tree_map_only, without_modes
 from lightning_autotp.proving.attributes import AttributeWatch
 from lightning_autotp.proving.call_kinds import (
     FewValues,
@@ -168,6 +168,7 @@ class CallProver:
         self.met: set[Hashable] = set()
         self.running: Way | None = None
         self.to_compare: Way | None = None  # if the call that is under way is compared with what was proved
+        self.trained_with: ExampleCall | None = None  # the last of these calls in training, without values
         self.with_gradients: set[Way] = set()  # whose backward passes may be still to come
         self.was_backward = False
         state.parts, state.given = parts_at_modules(solution), inputs_of_modules(solution.graph)
@@ -217,6 +218,8 @@ class CallProver:
             known.calls += 1
             if known.calls in _COMPARED or known.calls % _COMPARED[-1] == 0:
                 self.to_compare = way
+                if modes[0] and torch.is_grad_enabled():
+                    self.trained_with = _without_values(call)
         for change in way.inputs:
             args, kwargs = change.before(self.model, args, kwargs)
         return (args, kwargs) if way.inputs else None
@@ -376,6 +379,13 @@ class CallProver:
                 " compute what the model does in such a call",
                 stacklevel=3,
             )
+
+
+def _without_values(call: ExampleCall) -> ExampleCall:
+    """A call with tensors on meta."""
+    with without_modes():
+        args, kwargs = tree_map_only(Tensor, lambda x: torch.empty_like(x, device="meta"), (call.args, call.kwargs))
+    return ExampleCall(args, kwargs)
 
 
 class _OnWay(BoundaryConversion):

@@ -94,7 +94,11 @@ def two_ranks(directory: str) -> dict[str, Any]:
     rank = int(os.environ["RANK"])
     seen["parity"] = seeded("autotp", 2, source, save=folder / "end.ckpt")
     seen["half"] = seeded("autotp", 2, source, max_steps=STEPS // 2, save=folder / "half.ckpt")
-    seen["resumed"] = seeded(AutoTPStrategy(2, 1), 2, source, ckpt_path=folder / "half.ckpt")
+    strategy = AutoTPStrategy(2, 1)
+    seen["before"] = error_of(strategy.report)
+    seen["resumed"] = seeded(strategy, 2, source, ckpt_path=folder / "half.ckpt")
+    seen["report"], seen["report for"] = strategy.report(), strategy.report("2xH100")
+    seen["stored"] = sum(part.nbytes for part in strategy.model.model.parameters())
     seen["config"] = seeded("autotp", 2, "config", max_steps=2, shuffle=True)
     seen["clipped"] = clipped("autotp", 2, **CLIPPED)
     seen["by value"] = clipped("autotp", 2, **BY_VALUE)
@@ -245,6 +249,19 @@ def test_the_exported_directory_has_the_checkpoint_weights(two: list[dict[str, A
     loaded = AutoModelForCausalLM.from_pretrained(folder / "exported")
     for name, weight in two[0]["parity"]["weights"].items():
         assert torch.equal(loaded.state_dict()[name.removeprefix("model.")], weight)
+
+
+def test_a_report_has_what_a_step_takes(two: list[dict[str, Any]]) -> None:
+    for seen in two:
+        assert "strategy.report() is of a run that trains one model" in seen["before"]
+        on_this, on_h100 = seen["report"], seen["report for"]
+        assert on_this.memory_predicted == on_h100.memory_predicted > 3 * seen["stored"]  # with AdamW's two states
+        assert on_this.memory_measured is None
+        assert on_this.seconds_measured > 0
+        assert on_this.seconds_predicted is None
+        assert on_this.unknown == "the machine is not known"
+        assert 0 < on_h100.seconds_predicted < 0.1
+        assert (on_h100.machine, on_h100.unknown) == ("H100", "")
 
 
 def test_logged_values_count_every_batch_once(
