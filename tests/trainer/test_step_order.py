@@ -48,6 +48,7 @@ IN_A_FORWARD = [
     "applying/replace.py: BoundaryConversion.after",
     "guard/standalone.py: StandaloneCall.end",
     "guard/standalone.py: StandaloneCall.after",
+    "guard/guard.py: Guard._returned",
     "guard/guard.py: Guard._after",
 ]
 STEPS = {
