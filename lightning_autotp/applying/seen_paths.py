@@ -126,7 +126,7 @@ class PathWatch:
         """The error for a step that was not seen."""
         return UnseenPath(
             f"{type(self.model).__name__}: values of this batch lead the code of {path or 'the model'} a way that it"
-            " did not go when the model was traced, and nobody has proved that the ranks' parts compute the same"
+            " did not go when the model was traced, and it is not proved that the ranks' parts compute the same"
             f" there: {what}. Keep that module whole, keep_whole=[{path!r}], or give example_inputs with which it goes"
             " this way"
         )

@@ -180,8 +180,8 @@ class checked(TorchFunctionMode):
             return
         path, side = parts[0].module, {"in": "takes", "out": "gives"}[parts[0].side]
         raise UnsoundUse(
-            f"{path} ({type(module).__name__}) is called by itself, not by the parallel model it is part of, and what"
-            f" it {side} lies over the ranks as {parts[0].source}\n  at {source_line(sys._getframe(1))}\nCall the whole"
+            f"{path} ({type(module).__name__}) is called on its own, not by the parallel model it is part of, and what"
+            f" it {side} is {parts[0].source}\n  at {source_line(sys._getframe(1))}\nCall the whole"
             f" model, or keep it whole: keep_whole=[{path + '.*'!r}]"
         )
 

@@ -128,7 +128,7 @@ class StandaloneCall:
             has_tokens = isinstance(value, Tensor) and value.is_floating_point()
             if has_tokens and (self.path, path) not in given:
                 raise RuntimeError(
-                    f"{self.path} is called by itself with a tensor at {path}, where the model that was planned gives"
-                    " it none: how its tokens are to lie over the ranks is not known. Call it with the arguments that"
+                    f"{self.path} is called on its own with a tensor at {path}, where the planned model gives"
+                    " it none: it is not known how its tokens are sharded. Call it with the arguments that"
                     " the model calls it with, call the whole model, or plan with sequence_parallel=False"
                 )

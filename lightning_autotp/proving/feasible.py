@@ -222,7 +222,7 @@ class _Search:
         whole = tuple(messages)
         if not found.shards_sequence:
             failed = tuple(f"{why} ({message})" for why, message in messages.items())
-            whole = failed or ("dealing them out costs more than it saves",)
+            whole = failed or ("sharding them costs more than it saves",)
         return replace(found, parameters=parameters, whole_tokens=whole), tried
 
     def _solved(self, pins: Mapping[str, int | None], profile: Profile, **tokens_as: Any) -> Solution:

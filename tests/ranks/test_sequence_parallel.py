@@ -201,7 +201,7 @@ def alone(rank: int, size: int) -> None:
     for name, gradient in full_gradients(model).items():
         assert torch.allclose(gradient, reference.get_parameter(name).grad), name
     embeds = model.get_input_embeddings()(token_batch(0, 2, 17)["input_ids"])
-    with pytest.raises(RuntimeError, match=r"model is called by itself with a tensor at \[1\]\['inputs_embeds'\]"):
+    with pytest.raises(RuntimeError, match=r"model is called on its own with a tensor at \[1\]\['inputs_embeds'\]"):
         model.model(inputs_embeds=embeds)
     ids = token_batch(0, 2, 17)["input_ids"]
     given = model(inputs_embeds=embeds, labels=ids).loss, reference(input_ids=ids, labels=ids).loss

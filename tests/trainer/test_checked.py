@@ -118,7 +118,7 @@ def submodules(rank: int, size: int) -> None:
     parallelize(model, dist.group.WORLD)
     with checked(model):
         model.model(input_ids=IDS)  # gives what is whole
-        with pytest.raises(UnsoundUse, match=r"q_proj .* is called by itself"):
+        with pytest.raises(UnsoundUse, match=r"q_proj .* is called on its own"):
             model.model.layers[0].self_attn.q_proj(torch.randn(2, 64))
 
 
