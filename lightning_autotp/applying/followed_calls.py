@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from lightning_autotp.applying.changed_calls import LocalForward
-from lightning_autotp.applying.seen_paths import PathWatch, TypedTensors, UnseenPath
+from lightning_autotp.applying.seen_paths import PathWatch, TypedTensors, UnseenPath, types_of_parameters
 from lightning_autotp.capture import vmap as transforms
 from lightning_autotp.capture.call_sites import by_call, call_key, call_leaves, calling_frame, is_this_package
 from lightning_autotp.capture.declared_calls import codes_of_declared
@@ -65,6 +65,7 @@ class FollowedCall:
         self._local: list[tuple[LocalForward, Any]] = []
         self._calls: _FollowedCalls | None = None
         self._declared: frozenset[CodeType] = frozenset()
+        self._parameters: dict[int, tuple[nn.Parameter, Type]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return FollowedCall, (self.watch,)  # a copy of the model has calls of its own
@@ -79,6 +80,7 @@ class FollowedCall:
         if "" not in seen or any(map(is_compiled_itself, self.model.modules())):
             return
         self._seen, self._declared = seen, codes_of_declared()
+        self._parameters = {id(one): (one, kind) for one, kind in types_of_parameters(self.model)}
         state = parallel_state(self.model)
         parallel = {use.module for use in state.plan.implementations if use.call is None}
         for module in self.model.modules():
@@ -129,6 +131,12 @@ class FollowedCall:
             local.forward = forward
         self._local.clear()
         self.running.clear()
+        self._parameters.clear()
+
+    def type_of_parameter(self, tensor: Tensor) -> Type | None:
+        """A parameter's type, if it is one of the model's."""
+        parameter, kind = self._parameters.get(id(tensor), (None, None))
+        return kind if parameter is tensor else None
 
     def seen(self, path: str) -> SeenPath:
         """What was seen of a module's code."""
@@ -214,8 +222,8 @@ class _Followed(TypedTensors):
     def type(self, tensor: Tensor) -> Type:
         """A tensor's type; of one that comes from elsewhere it is unknown."""
         known = self.known(tensor)
-        if known is None and isinstance(tensor, nn.Parameter):
-            known = self.call.watch.type_of_parameter(tensor)
+        if known is None:
+            known = self.call.type_of_parameter(tensor)
         return ANY if known is None else known
 
     def take(self, kinds: Mapping[str, Type], value: Any) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
@@ -114,12 +114,7 @@ class PathWatch:
             found = self.parameters.get(id(parameter))
             if found is not None and found[0]() is parameter:
                 return found[1]
-            metas = parallel_state(self.model).metas
-            self.parameters = {
-                id(other): (weakref.ref(other), type_of(metas[name].layout, metas[name].rank))
-                for name, other in self.model.named_parameters(remove_duplicate=False)
-                if name in metas
-            }
+            self.parameters = {id(one): (weakref.ref(one), kind) for one, kind in types_of_parameters(self.model)}
         return None
 
     def refusal(self, path: str, what: str) -> UnseenPath:
@@ -130,6 +125,14 @@ class PathWatch:
             f" there: {what}. Keep that module whole, keep_whole=[{path!r}], or give example_inputs with which it goes"
             " this way"
         )
+
+
+def types_of_parameters(model: nn.Module) -> Iterator[tuple[nn.Parameter, Type]]:
+    """The parameters of a parallel model, and their types."""
+    metas = parallel_state(model).metas
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name in metas:
+            yield parameter, type_of(metas[name].layout, metas[name].rank)
 
 
 def _holder(module: nn.Module) -> Any:

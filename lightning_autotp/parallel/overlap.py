@@ -1,21 +1,24 @@
 """What a column-parallel region's input sends runs while products are computed; of a gathered one only a part is kept.
 
-A region whose input ``x`` goes into products with ``W_1 .. W_n`` makes these nodes:
+Autograd runs of the nodes that are ready the one first that the forward made last. So the order in which a forward
+makes nodes decides what overlaps. A region whose input ``x`` goes into products with ``W_1 .. W_n`` makes them in this
+order:
 
-======================  ===============================  ==================================================
-node                    forward                          backward
-======================  ===============================  ==================================================
-:class:`_Enter`         ``x`` from ``x_r``, every        starts the sum of ``dx``; computes every
-                        ``W_i``                          ``dW_i = dy_i^T x``; waits for the sum
-:class:`_Product`, n    ``y_i = x W_i^T (+ b_i)``        starts to gather ``x`` again, ``dx_i = dy_i W_i``
-======================  ===============================  ==================================================
+======================  ==========================  ==================================================
+node                    forward                     backward
+======================  ==========================  ==================================================
+:class:`_Wait`          ``x_r``                     waits until ``dx`` has been summed
+:class:`_Later`, n of   ``W_i``                     ``dW_i = dy_i^T x``, from what the product left
+:class:`_Launch`        ``x`` from ``x_r``          starts the sum of ``dx``
+:class:`_Product`, n    ``y_i = x W_i^T (+ b_i)``   starts to gather ``x`` again, ``dx_i = dy_i W_i``
+======================  ==========================  ==================================================
 
 ``x_r`` is ``x`` itself, and the sum an all-reduce; or it is this rank's part, which is gathered (sequence parallelism),
-and the sum a reduce-scatter. In the backward pass the products run, and autograd adds up what they give for ``x``; its
-sum over the ranks travels while the weight gradients are computed from what the products left. Each weight's gradient
-comes to its parameter as ever, so hooks, accumulation and FSDP see nothing of it. (Megatron-LM launches the sum between
-the two products of one layer's backward, ``LinearWithGradAccumulationAndAsyncCommunication``; here it is one sum for
-all layers of a region. That all are one node is for the host, which makes and calls each of them in Python.)
+and the sum a reduce-scatter. In the backward pass the products run, then what they give for ``x`` is added up and its
+sum over the ranks launched, then the weight gradients are computed, and then the sum is waited for. Each weight's
+gradient comes to its parameter as ever, so hooks, accumulation and FSDP see nothing of it. (Megatron-LM launches the
+sum between the two products of one layer's backward, ``LinearWithGradAccumulationAndAsyncCommunication``; here it is
+one sum for all layers of a region.)
 
 The weight gradients need the whole ``x``. A gathered one is not kept for them, but gathered again, once for all the
 products of a region, while they compute ``dx_i``: after *Reducing Activation Recomputation in Large Transformer Models*
@@ -137,31 +140,45 @@ class _Gathered:
         self._under_way.clear()
 
 
-class _Enter(Function):
-    """A region's input as its products take it, and their weights; see the table of this module."""
+class _Wait(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, source: Invariant | Shard, group: TPGroup, left: tuple[_Left, ...], *weights: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad if torch.is_grad_enabled() else wait(grad)
+
+
+class _Launch(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, source: Invariant | Shard, group: TPGroup) -> Tensor:
         pair = transition(source, Replicate()).pair
         if isinstance(source, Invariant):
-            ctx.where, entered = (pair, group, 0, None), x.view_as(x)
-        else:
-            ((dim, ownership),) = source.dims
-            ctx.where, entered = (pair, group, dim, ownership), convert(x, source, Replicate(), group)
-        ctx.left = left
-        return entered, *(weight.view_as(weight) for weight in weights)
+            ctx.where = pair, group, 0, None
+            return x.view_as(x)
+        ((dim, ownership),) = source.dims
+        ctx.where = pair, group, dim, ownership
+        return convert(x, source, Replicate(), group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, *given: Tensor | None) -> tuple[Tensor | None, ...]:
-        is_at_once = torch.is_grad_enabled()  # under create_graph=True
-        of_x = None
-        if grad is not None and ctx.needs_input_grad[0]:
-            of_x = (transition_backward if is_at_once else begin_backward)(grad, *ctx.where)
-        of_weights = [left.gradient(more) for left, more in zip(ctx.left, given, strict=True)]
-        return of_x if of_x is None or is_at_once else wait(of_x), None, None, None, *of_weights
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        # At once under create_graph=True, and where anomaly mode looks at what this returns.
+        is_at_once = torch.is_grad_enabled() or torch.is_anomaly_enabled()
+        begin = transition_backward if is_at_once else begin_backward
+        return begin(grad, *ctx.where), None, None
+
+
+class _Later(Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, left: _Left) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.left = left
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, given: Tensor | None) -> tuple[Tensor | None, None]:
+        return ctx.left.gradient(given), None
 
 
 class _Product(Function):
@@ -205,7 +222,7 @@ def replicate(x: Tensor, group: TPGroup, layers: Iterable[nn.Linear], source: In
     """I → R or S → R for a tensor that is the input of column-parallel layers. The backward pass is collective.
 
     Its sum over the ranks overlaps with the weight gradients of those of the layers that are called with it by
-    :func:`product`. In compiled code, without gradients and under double backward, nothing overlaps.
+    :func:`product`. In compiled code, without gradients, under double backward, and in anomaly mode, nothing overlaps.
 
     Args:
         x: ``[batch, ..., in]``, or this rank's part of it.
@@ -217,9 +234,13 @@ def replicate(x: Tensor, group: TPGroup, layers: Iterable[nn.Linear], source: In
         return convert(x, source, Replicate(), group)
     gathered = _gathered(x)
     trained = [layer for layer in layers if _is_split(layer) and layer.weight.requires_grad]
-    left = tuple(_Left() for _ in trained)
-    x, *weights = _Enter.apply(x, source, group, left, *(_cast(layer.weight) for layer in trained))
-    setattr(x, _WEIGHTS, dict(zip(trained, zip(weights, left, strict=True), strict=True)))
+    x = _Wait.apply(x)
+    weights: dict[nn.Module, tuple[Tensor, _Left]] = {}
+    for layer in trained:
+        left = _Left()
+        weights[layer] = _Later.apply(_cast(layer.weight), left), left
+    x = _Launch.apply(x, source, group)
+    setattr(x, _WEIGHTS, weights)
     if gathered is not None:  # before it came here
         setattr(x, _GATHERED, gathered)
     return x

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -522,7 +523,7 @@ def test_looking_again_takes_the_same_few_calls_whatever_the_size() -> None:
 
 def test_what_is_given_for_one_call_is_not_kept() -> None:
     model = deep(2)
-    guard: Any = Guard(model, calls=None)  # type: ignore[arg-type]
+    guard: Any = Guard(model, calls=mock.Mock())  # type: ignore[arg-type]
     model.register_forward_pre_hook(lambda *_: guard._look())
     given = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     functional_call(model, given, torch.zeros(1, 3))

@@ -91,12 +91,13 @@ def declared(group: dist.ProcessGroup) -> dict[Any, Callable[..., Any]]:
         rules.ignore(targets.classes, targets.ignored, targets.weight)
         spmd.assert_type(output, {axis: I})
 
-    def enter(output: Any, *, x: Any, source: Any, group: Any, left: Any, weights: Any) -> None:
-        entered, *passed = output
+    def waits(output: Any, *, x: Any) -> None:
         spmd.assert_type(x, {axis: I})
-        spmd.assert_type(entered, {axis: R})
-        for weight in (*weights, *passed):
-            spmd.assert_type(weight, {axis: V})
+        spmd.assert_type(output, {axis: I})
+
+    def later(output: Any, *, weight: Any, left: Any) -> None:
+        spmd.assert_type(weight, {axis: V})
+        spmd.assert_type(output, {axis: V})
 
     def product(output: Any, *, x: Any, weight: Any, bias: Any, left: Any) -> None:
         spmd.assert_type(x, {axis: R})
@@ -105,7 +106,9 @@ def declared(group: dist.ProcessGroup) -> dict[Any, Callable[..., Any]]:
 
     axis = group
     return {
-        overlap._Enter: enter,
+        overlap._Wait: waits,
+        overlap._Later: later,
+        overlap._Launch: lambda *, x, group: rules.reinterpret(x, axis, src=I, dst=R),
         overlap._Product: product,
         ("I", "R"): lambda *, x, pair, group, dim, ownership: rules.reinterpret(x, axis, src=I, dst=R),
         ("P", "I"): lambda *, x, pair, group, dim, ownership: rules.all_reduce(x, axis, src=V, dst=I),
