@@ -40,7 +40,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 CHANGED = {"gpt2", "gpt_neox", "falcon", "bloom", "phi", "olmo2", "cohere"}
 """Those with layouts that change at calls inside a module."""
 
-NIGHTLY = {"mistral", "qwen3", "gemma2", "phi", "olmo2"}
+NIGHTLY = {"gpt_neox", "opt", "mistral", "qwen3", "gemma2", "phi", "olmo2"}
 
 
 def model(family: str, dropout: float = 0.0, attention: str | None = None) -> nn.Module:

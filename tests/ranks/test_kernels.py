@@ -102,7 +102,7 @@ NIGHTLY = pytest.mark.nightly
 @pytest.mark.parametrize(
     ("ranks", "families"),
     [
-        pytest.param(3, ("llama", "gemma3_text", "phi3"), id="3"),
+        pytest.param(3, ("llama", "gemma3_text"), id="3"),
         pytest.param(2, FAMILIES, id="2-all", marks=NIGHTLY),
         pytest.param(3, FAMILIES, id="3-all", marks=NIGHTLY),
     ],

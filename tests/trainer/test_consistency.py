@@ -449,6 +449,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return tmp_path_factory.mktemp("in_common")
 
 
+SIZES = [pytest.param(2, marks=pytest.mark.nightly), 3]
 QUIET = {
     "dropout": (STEPS, STEPS, 0), "validation": (STEPS, 3 * STEPS, 4 + 3 * 40), "scaler": (STEPS, STEPS, 0),
     "stream": (STEPS, STEPS, 0), "combined": (STEPS, STEPS, 0), "manual": (STEPS, STEPS, 0),
@@ -457,7 +458,7 @@ QUIET = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("world_size", SIZES)
 @pytest.mark.parametrize("case", QUIET)
 def test_runs_in_which_nothing_differs(world_size: int, case: str, folder: Any) -> None:
     for seen in ranks(world_size, folder):
@@ -469,7 +470,7 @@ TRAINED = "{} of the train data (dataloader 0, epoch 0, step {})"
 STREAM = "the random numbers of the ranks of a tensor-parallel group have diverged at batch {}; at batch {} they were"
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", SIZES)
 @pytest.mark.parametrize(
     ("case", "expected", "steps", "batches"),
     [
@@ -504,7 +505,7 @@ def test_what_differs_in_a_run_is_an_error_on_every_rank(
         assert progress[2] == 20 + 3
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", SIZES)
 @pytest.mark.parametrize(("case", "steps"), [("own loss", 8), ("own loss, accumulated", 2)])
 def test_a_loss_that_differs_is_an_error_on_every_rank(world_size: int, case: str, steps: int, folder: Any) -> None:
     """It is compared when the batch after its own is: nobody waits for it."""
@@ -515,7 +516,7 @@ def test_a_loss_that_differs_is_an_error_on_every_rank(world_size: int, case: st
     assert progress[:2] == [steps, 8]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", SIZES)
 def test_a_whole_tensor_that_differs_is_an_error_on_every_rank(world_size: int, folder: Any) -> None:
     """There are two in the model, which take turns."""
     [(error, *progress)] = {seen["drift"] for seen in ranks(world_size, folder)}
@@ -526,7 +527,7 @@ def test_a_whole_tensor_that_differs_is_an_error_on_every_rank(world_size: int, 
     assert progress[:2] in ([7, 7], [8, 8])
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", SIZES)
 def test_a_step_has_one_exchange_and_the_models_own_collectives(world_size: int, folder: Any) -> None:
     for seen in ranks(world_size, folder):
         assert seen["counted"] == ("no error", STEPS, STEPS, 0)
