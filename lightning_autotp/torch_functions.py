@@ -64,6 +64,9 @@ DESCRIBING = frozenset(functions(_DESCRIBING) + getters(_DESCRIBING_ATTRIBUTES))
 OF_MEMORY = frozenset(functions(_OF_MEMORY) + VIEW_GETTERS)
 """Functions that tell how and where the elements lie."""
 
+NOTING = frozenset(functions("record_stream register_hook register_post_accumulate_grad_hook retain_grad"))
+"""Functions that note something on a tensor, whose values they leave alone."""
+
 IN_PLACE = frozenset(
     functions(_FUNCTIONS, "{}_")
     + functions("copy_ zero_ fill_ detach_ requires_grad_")

@@ -31,7 +31,7 @@ from lightning_autotp.capture.call_sites import by_call, call_key, call_leaves, 
 from lightning_autotp.capture.declared_calls import codes_of_declared
 from lightning_autotp.capture.nested import leaves_of
 from lightning_autotp.parameters.state import parallel_state
-from lightning_autotp.private.torch_private import has_values, is_compiled_itself, is_in_backward
+from lightning_autotp.private.torch_private import has_values, is_compiled_itself, is_in_backward, is_operator
 from lightning_autotp.solving.paths import (
     ANY,
     STATIC,
@@ -44,7 +44,10 @@ from lightning_autotp.solving.paths import (
     is_part,
     said_line,
 )
-from lightning_autotp.torch_functions import DESCRIBING, ELEMENTWISE, OF_MEMORY
+from lightning_autotp.torch_functions import DESCRIBING, ELEMENTWISE, NOTING, OF_MEMORY
+
+_ASKING = DESCRIBING | OF_MEMORY | NOTING
+"""Functions that make no tensor of others."""
 
 
 class FollowedCall:
@@ -289,7 +292,7 @@ class _FollowedCalls(TorchFunctionMode):
         if (inside := by_call(func, kwargs)) is not None:
             with self:
                 return inside(*args, **kwargs)
-        if func in DESCRIBING or func in OF_MEMORY:
+        if func in _ASKING or _is_of_a_mode(func, sys._getframe(1)):
             return func(*args, **kwargs)
         caller = calling_frame(func, sys._getframe(1))
         given = [leaf for leaf in call_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -304,6 +307,15 @@ class _FollowedCalls(TorchFunctionMode):
         if outcome is not None:
             here.note(outcome, leaves, result)
         return result
+
+
+def _is_of_a_mode(func: Any, frame: FrameType | None) -> bool:
+    """Whether a dispatch mode of the user's calls an operator that comes to it (``FlopCounterMode``, say)."""
+    if not is_operator(func):
+        return False
+    while frame is not None and frame.f_code.co_name != "__torch_dispatch__":
+        frame = frame.f_back
+    return frame is not None
 
 
 def _agree(given: Given, wanted: Given) -> bool:

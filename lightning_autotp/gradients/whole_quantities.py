@@ -26,7 +26,7 @@ from lightning_autotp.private.torch_private import (
     without_subclasses,
 )
 from lightning_autotp.ranks.group import TPGroup
-from lightning_autotp.torch_functions import DESCRIBING, OF_MEMORY, functions, getters
+from lightning_autotp.torch_functions import DESCRIBING, NOTING, OF_MEMORY, functions, getters
 
 Handler = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
 """Takes a function and its arguments, and gives its result. Subclasses of tensors are not asked while it runs."""
@@ -228,7 +228,7 @@ _SUM = _over_all(lambda x: x.sum(), lambda x: x.sum(0))
 
 QUANTITIES: dict[Callable[..., Any], Handler] = {
     **dict.fromkeys(
-        (*DESCRIBING, *OF_MEMORY, *getters("grad"), *functions("as_subclass record_stream register_hook retain_grad")),
+        (*DESCRIBING, *OF_MEMORY, *getters("grad"), *NOTING, *functions("as_subclass")),
         as_it_is,
     ),
     moves_alike(): as_it_is,

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_autotp import UnprovedCall, UnseenPath, full_gradients, parallelize
 from lightning_autotp.guard.bypassed import BypassedLayer
@@ -236,7 +237,27 @@ def norm_of_a_part(block: NormedBlock, normed: Tensor, hidden: Tensor) -> Tensor
     return out
 
 
-USES = as_traced, without_sum, twice, norm_of_a_part
+class Relu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = x.relu()
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        return grad * (y > 0)
+
+
+def under_a_mode(block: NormedBlock, normed: Tensor, hidden: Tensor) -> Tensor:
+    """A mode that sees operators calls them itself, and those of autograd's own."""
+    with FlopCounterMode(display=False):
+        out: Tensor = block.out(Relu.apply(hidden))
+    return out
+
+
+USES = as_traced, under_a_mode, without_sum, twice, norm_of_a_part
 
 
 def said_of(rank: int, size: int) -> dict[tuple[str, bool, bool], str]:
@@ -273,6 +294,7 @@ def test_code_that_no_trace_shows_is_followed_or_compared(ranks: int) -> None:
     for said in run_ranks(said_of, ranks):
         for is_kernel, with_gradients in itertools.product((False, True), (False, True)):
             assert said["as_traced", is_kernel, with_gradients] == ""
+            assert said["under_a_mode", is_kernel, with_gradients] == ""
         for with_gradients in (False, True):
             for use, function in ("without_sum", "relu"), ("twice", "linear"), ("norm_of_a_part", "norm"):
                 found = said[use, False, with_gradients]
