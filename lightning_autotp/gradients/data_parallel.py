@@ -8,8 +8,7 @@ on meta, so that no rank ever has its whole tensor-parallel part in memory.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,11 +17,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from lightning_autotp.building.repeated_blocks import blocks_of_their_own
 from lightning_autotp.gradients.sums import hook_gradient
 from lightning_autotp.parallel.head import VocabParallelHead
+from lightning_autotp.parallel.head_product import compute_undone
+from lightning_autotp.parallel.logits import VocabParallelLogits
 from lightning_autotp.parameters.local_blocks import fsdp_modules, is_cut, reshard
 from lightning_autotp.parameters.state import is_parallel, parallel_state
 from lightning_autotp.private.distributed_private import is_outermost
+from lightning_autotp.private.torch_private import after_backward, tree_leaves
 from lightning_autotp.private.transformers_private import set_waits_for_copies, waits_for_copies
 
 
@@ -36,14 +39,33 @@ def shard_over_data(model: nn.Module, mesh: DeviceMesh) -> None:
         model: a model whose parameters are its tensor-parallel part.
         mesh: the data-parallel ranks, which hold the same tensor-parallel part.
     """
-    for module in model.modules():
+    blocks = list(blocks_of_their_own(model))
+    for module in (module for block in blocks for module in block.modules()):
         if isinstance(module, VocabParallelHead):
-            module.compute_at_once()  # FSDP2 gathers its weight for its forward
+            module.compute_at_once()  # FSDP2 gathers its weight for the block's forward
     state = parallel_state(model)
     stays = {place.parameter for place in state.places(model) if place.meta.format is not None}
     stays |= {parameter for parameter in model.parameters() if parameter.dim() == 0}
-    for block in [*repeated_blocks(model), model]:
+    # Before FSDP2's own hook on what the model returns. The weights in no block are gathered from the model's forward
+    # to the end of its backward pass.
+    model.register_forward_hook(_compute_while_gathered, prepend=True)
+    for block in [*blocks, model]:
         fully_shard(block, mesh=mesh, ignored_params=stays)
+
+
+def _compute_while_gathered(model: nn.Module, args: Any, output: Any) -> None:
+    """Let the logits that somebody has yet when the backward pass ends be computed there."""
+    for result in tree_leaves(output) if torch.is_grad_enabled() else []:
+        if not isinstance(result, Tensor) or not result.requires_grad:
+            continue
+        if isinstance(result, VocabParallelLogits) and result.product is not None:
+            result.product.before_backward(_compute_in_the_end)
+        else:
+            result.register_hook(_compute_in_the_end)
+
+
+def _compute_in_the_end(grad: Tensor) -> None:
+    after_backward(lambda: compute_undone(frozen=True))
 
 
 def hook_gathered(model: nn.Module) -> None:
@@ -138,21 +160,3 @@ def _hold(module: nn.Module, gathered: bool) -> None:
             set_waits_for_copies(part, not gathered)
         else:
             part.set_reshard_after_forward(not gathered, recurse=False)
-
-
-def repeated_blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """The composite members of the outermost lists of modules: a decoder's layers, an encoder's blocks.
-
-    One that shares a parameter with something outside of it is left out, for FSDP2 would untie them.
-    """
-    uses = Counter(parameter for module in model.modules() for parameter in module.parameters(recurse=False))
-    for child in model.children():
-        members = list(child.children()) if isinstance(child, nn.ModuleList | nn.Sequential) else []
-        blocks = [member for member in members if next(member.children(), None) is not None]
-        if len(blocks) < 2:
-            yield from repeated_blocks(child)
-            continue
-        for block in blocks:
-            inside = Counter(parameter for module in block.modules() for parameter in module.parameters(recurse=False))
-            if inside and all(uses[parameter] == count for parameter, count in inside.items()):
-                yield block

@@ -447,8 +447,8 @@ class Plan:
         lines = [*counted(map(str, self.sizes))]
         lines += [f"after a forward each rank has its part of the attribute {name}" for name in self.kept_parts]
         lines += [
-            f"{head}: its loss is computed a few tokens at a time, exactly (with one copy of the model); all logits"
-            " only where something else needs them"
+            f"{head}: its loss is computed a few tokens at a time, exactly; all logits only"
+            " where something else needs them"
             for head in self.losses_in_parts
         ]
         lines += [f"every rank computes all of {work}" for work in self.whole_work[:_SHOWN]]

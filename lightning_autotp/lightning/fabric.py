@@ -44,7 +44,7 @@ from lightning_autotp.lightning.optimizers import move_to_local, originals, owne
 from lightning_autotp.optimizers.scaler import AgreedGradScaler
 from lightning_autotp.parallel.head_product import compute_undone
 from lightning_autotp.parameters.state import is_parallel, parallel_models
-from lightning_autotp.pipeline import make_local, refuse_unfit
+from lightning_autotp.pipeline import make_local
 from lightning_autotp.private.lightning_private import BackwardSync, optimizers_to_device
 from lightning_autotp.private.torch_private import uncompiled
 from lightning_autotp.ranks.agreement import check_same_weights, raise_together
@@ -173,8 +173,7 @@ class AutoTPFabricStrategy(AutoTPBase, _ModelParallelStrategy):
                 )
             self._refuse_optimizers_of(module)
             models = self._models_of(module)
-            for model, _ in models:
-                refuse_unfit(model)
+            self.prepare(model for model, _ in models)
         for model, inputs in models:
             check_same_weights(model, None)
             self._make_local(model, inputs)

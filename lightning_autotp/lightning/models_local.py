@@ -16,7 +16,7 @@ from lightning_autotp.capture.capture import CaptureError, ExampleCall, in_small
 from lightning_autotp.layouts.step_size import TokensPerStep
 from lightning_autotp.lightning.first_step import FirstStep, first_step
 from lightning_autotp.parameters.state import is_parallel
-from lightning_autotp.pipeline import make_local, refuse_unfit
+from lightning_autotp.pipeline import make_local
 from lightning_autotp.proving.new_calls import with_rows
 from lightning_autotp.ranks.agreement import check_same_weights, raise_together
 from lightning_autotp.solving.options import PlanOptions
@@ -45,9 +45,6 @@ def make_models_local(
         PeerError: on every rank, if any rank fails.
         CaptureError: if a model cannot be traced; and whatever else :func:`~lightning_autotp.parallelize` raises.
     """
-    with raise_together(None, "looking at the models"):
-        for model, _ in models:
-            refuse_unfit(model)
     asked = [model for model, inputs in models if inputs is None and options.plan is None]
     is_price_unknown = options.plan is None and options.tokens == TokensPerStep()
     step = FirstStep(options.tokens)

@@ -107,6 +107,7 @@ class AutoTPStrategy(AutoTPBase, ModelParallelStrategy):
         plan_cache: bool | str | os.PathLike[str] = True,
         sequence_parallel: bool | Literal["auto"] = False,
         async_tensor_parallel: bool = False,
+        activation_checkpointing: Literal["blocks"] | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         models: Sequence[str] = (),
@@ -128,6 +129,7 @@ class AutoTPStrategy(AutoTPBase, ModelParallelStrategy):
             plan_cache=plan_cache,
             sequence_parallel=sequence_parallel,
             async_tensor_parallel=async_tensor_parallel,
+            activation_checkpointing=activation_checkpointing,
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
@@ -192,6 +194,7 @@ class AutoTPStrategy(AutoTPBase, ModelParallelStrategy):
         module = self._module
         with raise_together(None, "looking for the model to parallelize"):
             models = find_models(module, self.example_inputs, self._models)
+            self.prepare(model for model, _ in models)
         if self.plan_options.plan is not None and len(models) > 1:
             raise ValueError(
                 f"plan= is of one model, but {type(module).__name__} has {len(models)}: leave it out, and pin with"

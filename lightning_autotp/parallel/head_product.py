@@ -17,7 +17,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -86,6 +86,11 @@ class _Uses:
 
     in_a_loss: bool = False
     is_hooked: bool = False
+    before_backward: list[Callable[[Tensor], object]] = field(default_factory=list)
+
+    def prepare_backward(self, grad: Tensor) -> None:
+        for prepare in self.before_backward:
+            prepare(grad)
 
 
 class HeadProduct:
@@ -190,7 +195,9 @@ class HeadProduct:
         """
         self.check()
         with torch.inference_mode(False), torch.set_grad_enabled(self.differentiable):
-            return self._computed(self.features, self.weight, self.bias)
+            value = self._computed(self.features, self.weight, self.bias)
+        self.prepare_before(value)
+        return value
 
     def _computed(self, features: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         with self.autocast.again():
@@ -206,6 +213,7 @@ class HeadProduct:
             grad: the gradient of the values.
             wanted: of which of the three.
         """
+        self._uses.prepare_backward(grad)
         self.check()
         with torch.enable_grad():
             # Under other objects: hooks on the parameters are called when these gradients arrive there, not now, too.
@@ -229,6 +237,11 @@ class HeadProduct:
 
     def problem(self) -> str | None:
         """Why the values cannot be computed any more, if they cannot."""
+        if self.weight.untyped_storage().nbytes() == 0 < self.weight.numel():
+            return (
+                "these logits were not needed until now, and FSDP2 has freed the weight that they are made of, which it"
+                " gathers for the model's forward and backward pass: use them before, or keep a copy (logits.detach())"
+            )
         for source in self._sources:
             if (storage_key(source.tensor), changes(source.tensor)) != (source.memory, source.changes):
                 return (
@@ -248,6 +261,15 @@ class HeadProduct:
         self.check()
         self._uses.in_a_loss = self._uses.in_a_loss or (self.differentiable and torch.is_grad_enabled())
 
+    def before_backward(self, prepare: Callable[[Tensor], object]) -> None:
+        """Let ``prepare`` be called with every gradient of the values or of a loss, before anything is done with it."""
+        self._uses.before_backward.append(prepare)
+
+    def prepare_before(self, result: Tensor) -> None:
+        """Call what :meth:`before_backward` is given when the gradient of what was computed of this product arrives."""
+        if result.requires_grad:
+            result.register_hook(self._uses.prepare_backward)  # which has no tensors
+
     def hook(self) -> None:
         """Note that there will be a hook on the gradient of :meth:`value`.
 
@@ -266,11 +288,14 @@ class HeadProduct:
 _all: weakref.WeakSet[HeadProduct] = weakref.WeakSet()
 
 
-def compute_undone() -> None:
-    """Compute the logits that somebody still has, because an optimizer is about to change the weights. Not collective.
+def compute_undone(*, frozen: bool = False) -> None:
+    """Compute the logits that somebody still has, because the weights are about to change or to go. Not collective.
 
     Those that nobody has are gone, and cost nothing.
+
+    Args:
+        frozen: whether also those of weights that no optimizer changes.
     """
     for product in list(_all):
-        if not product.is_done and product.weight.requires_grad and product.problem() is None:
+        if not product.is_done and (frozen or product.weight.requires_grad) and product.problem() is None:
             product.value()

@@ -94,6 +94,7 @@ def vocab_parallel_linear_cross_entropy(
     with torch.set_grad_enabled(any(wanted)):
         function = _TokenLosses if reduction == "none" else _SummedLoss
         loss: Tensor = function.apply(*sources, work)
+    product.prepare_before(loss)
     return reduced(loss.view(target.shape) if reduction == "none" else loss, targets, reduction, like)
 
 

@@ -91,7 +91,7 @@ class Overview:
             elif not self.fits and stored >= of.total / 2:
                 yield "copies, which divide parameters, gradients and states (data_parallel_size)"
             if not self.fits and of.activations > stored:
-                yield "fewer --tokens, gradient checkpointing"
+                yield "fewer --tokens, activation checkpointing"
         elif ranks % 2 == 0 and 2 * of.total <= self.free:
             fewer = f"--tp {ranks // 2}" if ranks > 2 else "one GPU, or FSDP alone"
             yield f"{fewer} (at most twice the memory, which fits, and less to send)"

@@ -6,18 +6,16 @@ checkpointed blocks. Copies of the model and rows of a forward pass are worked o
 
 from __future__ import annotations
 
-import copy
 import math
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_autotp.building.repeated_blocks import checkpoint_blocks
 from lightning_autotp.capture.capture import language_model_inputs
 from lightning_autotp.layouts.plan import Plan
-from lightning_autotp.parallel.head import VocabParallelHead
 from lightning_autotp.pipeline import refuse_unfit, relaxed_gc
 from lightning_autotp.planning.estimate import Memory, StepTime, memory, step_time
 from lightning_autotp.planning.machines import Machine
@@ -204,39 +202,28 @@ def _sizes(machine: Machine) -> Iterator[int]:
         size *= 2
 
 
-Found = tuple[Rehearsal, Rehearsal, bool, float]
+Found = tuple[Rehearsal, bool, float]
 
 
 def _rehearsals(
     model: nn.Module, plan: Plan | None, row: dict[str, Any], precision: Precision, optimizer: Optimizer
 ) -> Iterator[Found]:
-    """With and without checkpointing: for one copy, for several, and the FLOPs of a step in which nothing is redone."""
+    """With and without checkpointing, and the FLOPs of a step in which nothing is redone."""
     local = local_model(model, plan, fullest_rank(plan) if plan is not None else 0)
     flops = 0.0
     for checkpointing in (False, True):
         if checkpointing:
-            enable = getattr(local, "gradient_checkpointing_enable", None)
-            if enable is None or not getattr(local, "supports_gradient_checkpointing", False):
+            try:
+                checkpoint_blocks(local)
+            except ValueError:  # it has none
                 return
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of its name, which differs between transformers' versions
-                enable()
-        one = rehearse(local, row, precision=precision, optimizer=optimizer)
-        flops = flops or one.work.flops
-        several = one
-        heads = [module for module in local.modules() if isinstance(module, VocabParallelHead)]
-        if heads:  # FSDP2 gathers a head's weight for its forward, so that all logits are computed there
-            whole = copy.deepcopy(local)
-            for module in whole.modules():
-                if isinstance(module, VocabParallelHead):
-                    module.compute_at_once()
-            several = rehearse(whole, row, precision=precision, optimizer=optimizer)
-        yield one, several, checkpointing, flops
+        rehearsal = rehearse(local, row, precision=precision, optimizer=optimizer)
+        flops = flops or rehearsal.work.flops
+        yield rehearsal, checkpointing, flops
 
 
 def _choices(
-    one: Rehearsal,
-    several: Rehearsal,
+    rehearsal: Rehearsal,
     checkpointing: bool,
     flops: float,
     machine: Machine,
@@ -250,7 +237,6 @@ def _choices(
     in_bf16 = precision != "32-true"
     copies = 1
     while size * copies <= machine.gpus and copies <= rows:
-        rehearsal = one if copies == 1 else several
         of_copy = math.ceil(rows / copies)
         best = None
         micro = 1

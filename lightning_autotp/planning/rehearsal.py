@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_autotp.applying.replace import apply_plan
+from lightning_autotp.building.repeated_blocks import blocks_of_their_own
 from lightning_autotp.capture.capture import meta_copy
-from lightning_autotp.gradients.data_parallel import repeated_blocks
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.parameters.state import is_parallel, parallel_state
 from lightning_autotp.planning.meter import Label, Meter, Work
@@ -137,7 +137,7 @@ def rehearse(
 
     model = meta_copy(local, stand_in)
     given = tree_map_only(Tensor, stand_in, batch)
-    blocks = [_bytes(block) for block in repeated_blocks(model)]
+    blocks = [_bytes(block) for block in blocks_of_their_own(model)]
     ranks = parallel_state(model).group.size if is_parallel(model) else 1
     meter = Meter(model, min(1.0, imbalance / ranks))
     with ExitStack() as modes:

@@ -122,6 +122,7 @@ def python_lines(found: Recommendation, best: Choice) -> str:
             f"data_parallel_size={best.data_parallel_size}",
             f"tokens_per_step=({best.rows}, {found.length})",
             *(["sequence_parallel=True"] if best.sequence_parallel else []),
+            *(['activation_checkpointing="blocks"'] if best.checkpointing else []),
         ]
         strategy = "    strategy=AutoTPStrategy(\n" + "".join(f"        {each},\n" for each in options) + "    ),\n"
     lines += [
@@ -131,7 +132,7 @@ def python_lines(found: Recommendation, best: Choice) -> str:
         f"{strategy})",
         f"# batches of {best.rows} rows of {found.length} tokens for each copy",
     ]
-    if best.checkpointing:
+    if best.checkpointing and best.gpus == 1:
         lines.append("# in configure_model(): self.model.gradient_checkpointing_enable()")
     return "\n".join(lines)
 
@@ -146,6 +147,7 @@ def yaml_lines(found: Recommendation, best: Choice) -> str:
         "data_parallel_size": best.data_parallel_size,
         "tokens_per_step": [best.rows, found.length],
         **({"sequence_parallel": True} if best.sequence_parallel else {}),
+        **({"activation_checkpointing": "blocks"} if best.checkpointing else {}),
     }
     trainer = {
         "devices": best.gpus // nodes,

@@ -33,6 +33,7 @@ __all__ = [
     "device_to_send",
     "is_lost_connection",
     "is_outermost",
+    "prepares_backward",
     "process_group",
     "share_memory",
 ]
@@ -163,6 +164,18 @@ def is_lost_connection(error: BaseException) -> bool:
 def is_outermost(module: nn.Module) -> None:
     """Let FSDP2 take this module for the outermost one, whichever of its parts is called first. Nothing public."""
     fully_shard.state(module)._lazy_init()  # type: ignore[attr-defined]
+
+
+_PREPARES = "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._pre_backward"
+
+
+def prepares_backward(hook: Any) -> bool:
+    """Whether a gradient's hook is the one that FSDP2 puts on what a module returns: it returns the gradient as it is.
+
+    It gathers the module's parameters, and sees to it that the gradients are averaged when the backward pass ends.
+    Nothing public tells it from others.
+    """
+    return f"{getattr(hook, '__module__', '')}.{getattr(hook, '__qualname__', '')}" == _PREPARES
 
 
 class FileSystemWriter(dcp.FileSystemWriter):

@@ -686,6 +686,41 @@ def _(_: Any) -> None:
         assert (fully_shard.state(model)._is_root, fully_shard.state(model[0])._is_root) == (True, False)
 
 
+@canary("torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._pre_backward")
+def _(_: Any) -> None:
+    """FSDP2 puts it on what a module returns; it gives the gradient back as it is."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from lightning_autotp.private.distributed_private import prepares_backward
+
+    found = []
+
+    class Output(Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is Tensor.register_hook:
+                found.append(args[1])
+                args = (args[0].as_subclass(Tensor), args[1])
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    class Model(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input).as_subclass(Output)
+
+    with alone():
+        model = fully_shard(Model(2, 2), mesh=init_device_mesh("cpu", (1,)))
+        model(torch.ones(1, 2)).sum().backward()
+        (hook,) = found
+        assert prepares_backward(hook)
+        assert not prepares_backward(lambda grad: None)
+        x = torch.ones(2, requires_grad=True) * 2
+        arrived = []
+        x.register_hook(lambda grad: arrived.append((grad, hook(grad))))
+        x.sum().backward()
+        assert arrived[0][0] is arrived[0][1]
+
+
 @canary("torch.distributed.checkpoint.FileSystemWriter.write_data")
 def _(_: Any) -> None:
     """What is noted of a stored tensor beside its place travels with it, and torch reads the files all the same."""

@@ -29,7 +29,7 @@ from trainer_ranks import run_trainer_ranks
 from training import assert_parity
 
 from lightning_autotp import AutoTPStrategy
-from lightning_autotp.gradients.data_parallel import repeated_blocks
+from lightning_autotp.building.repeated_blocks import blocks_of_their_own
 
 
 @pytest.fixture(scope="module")
@@ -150,4 +150,4 @@ class Shared(nn.Module):
 
 def test_blocks_that_share_parameters_with_others_are_not_managed_alone() -> None:
     model = Shared()
-    assert list(repeated_blocks(model)) == [model.layers[0], model.layers[1]]
+    assert list(blocks_of_their_own(model)) == [model.layers[0], model.layers[1]]

@@ -15,14 +15,15 @@ from distributed import run_ranks
 from shards import maps, part
 from tiny import tiny_model, token_batch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 from trainer_ranks import run_trainer_ranks
 
-from lightning_autotp import full_gradients, parallelize
+from lightning_autotp import AutoTPStrategy, full_gradients, parallelize
 from lightning_autotp.layouts.ownership import Ownership
 from lightning_autotp.layouts.types import Shard
 from lightning_autotp.losses import token_log_probs
@@ -407,11 +408,16 @@ def test_precision_second_derivatives_and_errors() -> None:
 
 
 class Returns(L.LightningModule):
-    """Computes its own loss, returns the logits with it, and looks at them after the optimizer's step."""
+    """Computes its own loss, returns the logits with it, and looks at them after the optimizer's step.
 
-    def __init__(self, automatic: bool) -> None:
+    Args:
+        automatic: whether Lightning makes the steps.
+        passes: of a step.
+    """
+
+    def __init__(self, automatic: bool, passes: int) -> None:
         super().__init__()
-        self.automatic_optimization = automatic
+        self.automatic_optimization, self.passes = automatic, passes
         self.losses: list[Tensor] = []
         self.seen: list[Tensor] = []
 
@@ -422,43 +428,54 @@ class Returns(L.LightningModule):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
         logits = self.model(input_ids=batch["input_ids"]).logits
         loss = F.cross_entropy(logits[:, :-1].float().flatten(0, 1), batch["labels"][:, 1:].flatten())
+        self.losses.append(loss.detach())
         if not self.automatic_optimization:
             optimizer = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            optimizer.step()
+            self.manual_backward(loss / self.passes)
+            if (batch_idx + 1) % self.passes == 0:
+                optimizer.step()
+                optimizer.zero_grad()
         return {"loss": loss, "logits": logits}
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.losses.append(outputs["loss"].detach())
         self.seen.append(outputs["logits"].detach().exp().mean(-1))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.5)
 
 
-def train(devices: int) -> list[tuple[list[Tensor], list[Tensor]]]:
+def train(devices: int, copies: int = 1) -> list[tuple[list[Tensor], list[Tensor]]]:
+    """Two batches a step, one after the other, or each in a copy of the model."""
     results = []
     for automatic in (True, False):
         L.seed_everything(1, verbose=False)
-        task = Returns(automatic)
+        task = Returns(automatic, 2 // copies)
+        strategy = AutoTPStrategy(
+            data_parallel_size=copies, activation_checkpointing="blocks" if copies > 1 and automatic else None
+        )
         trainer = L.Trainer(
-            accelerator="cpu", devices=devices, strategy="autotp" if devices > 1 else "auto", max_epochs=1,
-            accumulate_grad_batches=2 if automatic else 1, logger=False, enable_checkpointing=False,
+            accelerator="cpu", devices=devices,
+            strategy=strategy if devices > 1 else "auto", max_epochs=1,
+            accumulate_grad_batches=task.passes if automatic else 1, logger=False, enable_checkpointing=False,
             enable_progress_bar=False, enable_model_summary=False,
         )  # fmt: skip
-        trainer.fit(task, DataLoader([token_batch(seed) for seed in range(4)], batch_size=None))
+        batches: Any = [token_batch(seed) for seed in range(4)]
+        rank = dist.get_rank() * copies // devices if copies > 1 else 0
+        sampler = DistributedSampler(batches, copies, rank, shuffle=False)
+        trainer.fit(task, DataLoader(batches, batch_size=None, sampler=sampler))
         results.append((task.losses, task.seen))
     return results
 
 
-def test_logits_that_a_step_returns_are_those_before_the_step() -> None:
+@pytest.mark.parametrize("copies", [1, 2])
+def test_logits_that_a_step_returns_are_those_before_the_step(copies: int) -> None:
     wanted = train(1)
-    for found in run_trainer_ranks(train, 2, 2):
+    for rank, found in enumerate(run_trainer_ranks(train, 2 * copies, 2 * copies, copies)):
         for (losses, seen), (wanted_losses, wanted_seen) in zip(found, wanted, strict=True):
+            mine = slice(rank // 2, None, copies)
             assert wanted_losses[0] != wanted_losses[-1]
-            torch.testing.assert_close(losses, wanted_losses, rtol=1e-5, atol=0)
-            torch.testing.assert_close(seen, wanted_seen, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(losses, wanted_losses[mine], rtol=1e-5, atol=0)
+            torch.testing.assert_close(seen, wanted_seen[mine], rtol=1e-4, atol=1e-5)
 
 
 # --- models ---
@@ -472,34 +489,45 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def models(rank: int, size: int) -> dict[str, Any]:
+def all_labels(copies: int) -> dict[str, Tensor]:
+    """Each copy's part has as many labels, and larger logits than the parameters that FSDP2 gathers."""
+    ids = token_batch(0, batch=8 if copies == 1 else 24 * copies, length=64, vocabulary=2003)["input_ids"]
+    return {"input_ids": ids, "labels": ids}
+
+
+def models(rank: int, size: int, families: list[str], copies: int) -> dict[str, Any]:
     linear_cross_entropy.PART_TOKENS, linear_cross_entropy.PART_LOGITS = 64, 1
+    mesh = init_device_mesh("cpu", (copies, size // copies), mesh_dim_names=("data", "tensor"))
     seen = {}
-    for family, options in FAMILIES.items():
-        model = parallelize(tiny_model(family, vocab_size=2003, **options), dist.group.WORLD)
-        batch = token_batch(0, batch=8, length=64, vocabulary=2003)
+    for family in families:
+        model = tiny_model(family, vocab_size=2003, **FAMILIES[family])
+        parallelize(model, mesh["tensor"].get_group(), data_mesh=mesh["data"] if copies > 1 else None)
+        batch = {name: x.chunk(copies)[rank * copies // size] for name, x in all_labels(copies).items()}
         with Largest() as largest:
-            output = model(**batch)
-            output.loss.backward()
+            loss = model(**batch).loss
+            loss.backward()
         seen[family] = {
-            "loss": output.loss.detach(),
+            "loss": loss.detach(),
             "gradients": full_gradients(model),
             "largest": largest.elements,
-            "logits": output.logits.detach().full(),
+            "logits": model(**batch).logits.detach().full(),
             "said": model.autotp.plan.losses_in_parts,
         }
     return seen
 
 
-def test_models_compute_no_logits_for_their_loss() -> None:
-    results = run_ranks(models, 2)
-    for family, options in FAMILIES.items():
-        model = tiny_model(family, vocab_size=2003, **options)
-        output = model(**token_batch(0, batch=8, length=64, vocabulary=2003))
+@pytest.mark.parametrize(("copies", "families"), [(1, list(FAMILIES)), (2, ["llama", "cohere"])])
+def test_models_compute_no_logits_for_their_loss(copies: int, families: list[str]) -> None:
+    results = run_ranks(models, 2 * copies, families, copies)
+    for family in families:
+        model = tiny_model(family, vocab_size=2003, **FAMILIES[family])
+        output = model(**all_labels(copies))
         output.loss.backward()
-        for seen in (result[family] for result in results):
-            torch.testing.assert_close(seen["loss"], output.loss.detach(), rtol=1e-6, atol=0)
-            torch.testing.assert_close(seen["logits"], output.logits.detach(), rtol=1e-4, atol=1e-5)
+        losses = torch.stack([result[family]["loss"] for result in results])
+        torch.testing.assert_close(losses.mean(), output.loss.detach(), rtol=1e-6, atol=0)
+        for rank, seen in enumerate(result[family] for result in results):
+            logits = output.logits.detach().chunk(copies)[rank // 2]
+            torch.testing.assert_close(seen["logits"], logits, rtol=1e-4, atol=1e-5)
             for name, parameter in model.named_parameters():
                 assert parameter.grad is not None
                 scale = float(parameter.grad.abs().max())
@@ -510,5 +538,5 @@ def test_models_compute_no_logits_for_their_loss() -> None:
                     atol=1e-4 * scale,
                     msg=lambda m, n=name: f"{n}: {m}",
                 )
-            assert seen["largest"] < 8 * 64 * 1001 / 2, family
+            assert seen["largest"] < output.logits[..., :1001].numel() / copies / 2, family
             assert seen["said"], family

@@ -1,26 +1,66 @@
-"""``gradient_checkpointing_enable()`` at tensor-parallel size > 1, against one process without it."""
+"""Activation checkpointing, by the model's own code and by the strategy, against one process without it."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
 from trainer_ranks import run_trainer_ranks
-from training import Task, assert_parity, loader, tiny_config, trainer
+from training import ROWS, Regression, Task, assert_parity, error_of, loader, tiny_config, trainer
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from lightning_autotp import full_state_dict, make_plan, meta_model
+from lightning_autotp import AutoTPStrategy, full_state_dict, make_plan, meta_model
 
 STEPS = 3
 KINDS: dict[str, dict[str, Any] | None] = {
     "none": None,
     "reentrant": {"use_reentrant": True},
     "not reentrant": {"use_reentrant": False},
+    "by the strategy": None,
 }
+
+
+FAMILIES: dict[str, tuple[str, list[str]]] = {
+    "llama": ("model.layers.0.mlp", list(KINDS)),
+    "gpt2": ("transformer.h.0.mlp", list(KINDS)),
+    "written by hand": ("layers.0.up", ["none", "by the strategy"]),
+}
+"""A module that runs once in a block, and the ways to checkpoint the model."""
+
+
+class Output(NamedTuple):
+    loss: Tensor
+
+
+class ByHand(nn.Module):
+    """A residual network over words, none of Hugging Face's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(67, 32)
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(32, 67)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Output:
+        x = self.table(input_ids)
+        for layer in self.layers:
+            x = layer(x, scale=0.5)
+        return Output(F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten()))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 256), nn.Linear(256, 32)
+
+    def forward(self, x: Tensor, scale: float) -> Tensor:
+        return x + scale * F.dropout(self.down(F.gelu(self.up(self.norm(x)))), 0.2, self.training)
 
 
 def config(family: str) -> Any:
@@ -42,6 +82,8 @@ class Checkpointed(Task):
         self.seen |= {"saved": 0, "runs": 0}
 
     def build(self) -> Any:
+        if self.family == "written by hand":
+            return ByHand()
         model = AutoModelForCausalLM.from_config(config(self.family))
         if KINDS[self.kind] is not None:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=KINDS[self.kind])
@@ -49,7 +91,7 @@ class Checkpointed(Task):
 
     def on_train_start(self) -> None:
         super().on_train_start()
-        block = self.model.get_submodule("model.layers.0.mlp" if self.family == "llama" else "transformer.h.0.mlp")
+        block = self.model.get_submodule(FAMILIES[self.family][0])
         block.register_forward_pre_hook(self.count)  # running again stops before the end
 
     def count(self, *_: Any) -> None:
@@ -72,38 +114,53 @@ class Checkpointed(Task):
 def train(family: str, kind: str, devices: int) -> dict[str, Any]:
     L.seed_everything(3, verbose=False)
     task = Checkpointed(family, kind)
-    trainer("autotp" if devices > 1 else "auto", devices, max_steps=STEPS).fit(task, loader())
+    strategy: Any = AutoTPStrategy(activation_checkpointing="blocks") if kind == "by the strategy" else "autotp"
+    trainer(strategy if devices > 1 else "auto", devices, max_steps=STEPS).fit(task, loader())
     task.seen["weights"] = full_state_dict(task) if devices > 1 else task.state_dict()
     return task.seen
 
 
-def ranks(families: list[str]) -> dict[tuple[str, str], dict[str, Any]]:
-    return {(family, kind): train(family, kind, 2) for family in families for kind in KINDS}
+def ranks() -> dict[tuple[str, str], Any]:
+    seen: dict[tuple[str, str], Any] = {
+        (family, kind): train(family, kind, 2) for family, (_, kinds) in FAMILIES.items() for kind in kinds
+    }
+    flat = Regression()
+    strategy = AutoTPStrategy(activation_checkpointing="blocks", example_inputs=(torch.zeros(2, 6),))
+    seen["flat", "by the strategy"] = error_of(trainer(strategy, 2).fit, flat, DataLoader(ROWS, batch_size=4))
+    return seen
 
 
 @pytest.fixture(scope="module")
-def two() -> list[dict[tuple[str, str], dict[str, Any]]]:
-    return run_trainer_ranks(ranks, 2, ["llama", "gpt2"])
+def two() -> list[dict[tuple[str, str], Any]]:
+    return run_trainer_ranks(ranks, 2)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_two_ranks_equal_one_process(family: str, two: list[dict[tuple[str, str], dict[str, Any]]]) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_ranks_equal_one_process(family: str, two: list[dict[tuple[str, str], Any]]) -> None:
     wanted = train(family, "none", 1)
     for seen in two:
-        for kind in KINDS:
+        for kind in FAMILIES[family][1]:
             assert_parity(seen[family, kind], wanted)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-@pytest.mark.parametrize("kind", ["reentrant", "not reentrant"])
-def test_blocks_run_again_and_save_less(
-    family: str, kind: str, two: list[dict[tuple[str, str], dict[str, Any]]]
-) -> None:
+@pytest.mark.parametrize(
+    ("family", "kind"), [(family, kind) for family, (_, kinds) in FAMILIES.items() for kind in kinds[1:]]
+)
+def test_blocks_run_again_and_save_less(family: str, kind: str, two: list[dict[tuple[str, str], Any]]) -> None:
     for seen in two:
         plain, checkpointed = seen[family, "none"], seen[family, kind]
         assert plain["runs"] == STEPS
         assert checkpointed["runs"] == 2 * STEPS
         assert 0 < checkpointed["saved"] < plain["saved"] / 2
+
+
+def test_a_model_without_blocks_is_refused(two: list[dict[tuple[str, str], Any]]) -> None:
+    for seen in two:
+        said = seen["flat", "by the strategy"]
+        assert 'activation_checkpointing="blocks"' in said
+        assert "has no list of modules" in said
+    with pytest.raises(ValueError, match='must be "blocks" or None'):
+        AutoTPStrategy(activation_checkpointing="everything")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

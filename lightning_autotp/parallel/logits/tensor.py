@@ -22,6 +22,7 @@ from lightning_autotp.layouts.ownership import Ownership
 from lightning_autotp.layouts.types import Invariant, Partial, Shard
 from lightning_autotp.parallel.collectives import all_gather, convert, keep_first_owned, take_owned, transition_backward
 from lightning_autotp.parallel.head_product import HeadProduct
+from lightning_autotp.private.distributed_private import prepares_backward
 from lightning_autotp.private.fabric_private import only_looks
 from lightning_autotp.private.torch_private import (
     VIEW_GETTERS,
@@ -355,10 +356,14 @@ def rewrap_product(like: VocabParallelLogits, product: HeadProduct) -> VocabPara
 def _register_hook(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """On the local tensor, through which every gradient goes; the hook sees sharded gradients.
 
-    A hook that only looks whether there is a backward pass does not make logits be computed: the loss has it too.
+    A hook that does not look at the gradient does not make logits be computed: Fabric's, which the loss has too, and
+    FSDP2's, which gathers parameters before the backward pass.
     """
     logits, hook = args
     if logits.product is not None and only_looks(hook):
+        return RemovableHandle(OrderedDict())
+    if logits.product is not None and prepares_backward(hook):
+        logits.product.before_backward(hook)
         return RemovableHandle(OrderedDict())
 
     def on_local(grad: Tensor) -> Tensor | None:
