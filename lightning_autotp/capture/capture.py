@@ -44,6 +44,7 @@ from lightning_autotp.private.torch_private import (
     as_written,
     buffers_of,
     enable_python_dispatcher,
+    fake_like,
     has_values,
     parameters_of,
     quiet_fake_tensors,
@@ -251,12 +252,9 @@ def _capture(
 
     def stand_in(value: Tensor) -> Tensor:
         """A fake tensor in the place of an input, a buffer or a parameter."""
-        like = torch.empty_like(value.detach(), device="meta")
-        with fake:  # given sizes: a tensor that it has not made would be made one of its own first, which takes longest
-            made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=seeming)
-            if isinstance(value, nn.Parameter):
-                return nn.Parameter(made, requires_grad=value.requires_grad)
-        made.requires_grad_(value.requires_grad)
+        made = fake_like(value, fake, seeming)
+        if isinstance(value, nn.Parameter):
+            return made
         known = value_of(value)
         real[id(made)] = torch.zeros(value.shape, dtype=value.dtype) if known is None else known.cpu()
         return made

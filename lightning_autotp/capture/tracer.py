@@ -43,12 +43,14 @@ from lightning_autotp.private.torch_private import (
     DynamicOutputShapeException,
     FakeTensor,
     PreDispatchMode,
+    beneath_modes,
     schema_of,
     storage_key,
     tree_leaves,
     tree_map_only,
     unset_fake_temporarily,
     without_functions,
+    without_python_dispatcher,
 )
 from lightning_autotp.ranks.random_numbers import are_own_numbers_noted
 
@@ -138,7 +140,11 @@ class Tracer(PreDispatchMode):
             with self.pause():
                 try_declaration(declaration, func, dict(arguments), self.value_if_known)
         try:
-            result = self._results(known.results, reads) if known and known.results else func(*args, **kwargs)
+            if known and known.results:
+                result = self._results(known.results, reads)
+            else:
+                with without_python_dispatcher():
+                    result = func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
             result = self._by_value(func, reads)
             if result is NotImplemented:  # it asks for a value inside, and does something else with what has none
@@ -170,8 +176,12 @@ class Tracer(PreDispatchMode):
 
     def boundary(self, module: str, side: str, key: str, tensor: Tensor) -> Tensor:
         """Note that ``tensor`` enters or leaves a module; what goes on from there is the tensor returned."""
-        with self.pause():
-            marked = tensor.view(tensor.shape)
+        if type(tensor) is FakeTensor:
+            with beneath_modes():
+                marked: Tensor = tensor.view(tensor.shape)
+        else:
+            with self.pause():
+                marked = tensor.view(tensor.shape)
         with without_functions():  # what the tracer asks of tensors is no call of the model's code
             # Logits that only look whole are known by what this rank holds of them.
             inside, outside = inside_of(tensor), inside_of(marked)

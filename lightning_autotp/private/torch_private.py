@@ -112,6 +112,7 @@ __all__ = [
     "device_of",
     "dispatch_functorch",
     "enable_python_dispatcher",
+    "fake_like",
     "foreach_multiply",
     "foreach_norm",
     "forward_hooks",
@@ -364,6 +365,32 @@ class PreDispatchMode(SchemaCheckMode):
 
     def __init__(self) -> None:
         TorchDispatchMode.__init__(self, _dispatch_key=torch._C.DispatchKey.PreDispatch)
+
+
+without_python_dispatcher = torch._C._DisablePythonDispatcher
+"""A context in which operators run as outside of a :class:`PreDispatchMode`, which needs that dispatcher. Nothing
+public."""
+
+
+@contextmanager
+def beneath_modes() -> Iterator[None]:
+    """Neither modes of Python's functions nor a :class:`PreDispatchMode` see what is called within. Nothing public."""
+    before = torch._C.DispatchKeySet(torch._C.DispatchKey.PreDispatch)
+    with without_functions(), torch._C._ExcludeDispatchKeyGuard(before), without_python_dispatcher():
+        yield
+
+
+def fake_like(value: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:
+    """A fake tensor with the shape, strides and dtype of another, on another device; a parameter if that is one.
+
+    What ``torch.empty_strided`` and ``nn.Parameter`` make under the mode is the same, and takes five times as long.
+    Nothing public.
+    """
+    made = FakeTensor(mode, torch.empty_like(value.detach(), device="meta"), device)
+    made.requires_grad_(value.requires_grad)
+    if isinstance(value, nn.Parameter):
+        made._is_param = True
+    return made
 
 
 # --- lists of tensors ---
