@@ -31,6 +31,57 @@ def _(_: Any) -> None:
     assert (out.shape, out.device.type) == ((2, 4), "meta")
 
 
+@canary("torch.nn.Parameter._is_param")
+def _(_: Any) -> None:
+    """A fake tensor that is made directly, and one that is a parameter, are what torch's own functions make."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from lightning_autotp.private.torch_private import fake_like
+
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with fake:
+        made = torch.empty_strided((2, 3), (1, 2), dtype=torch.half, device="cuda")
+        parameter = nn.Parameter(made)
+        assert (fake_like(torch.ones(2, 3), fake, torch.device("cpu")) @ torch.empty(3)).shape == (2,)
+    meta = torch.empty_strided((2, 3), (1, 2), dtype=torch.half, device="meta")
+    for value, truth in ((meta, made), (nn.Parameter(meta), parameter), (nn.Parameter(meta, False), made)):
+        mine = fake_like(value, fake, torch.device("cuda", 0))
+        assert (type(mine), mine.shape, mine.stride()) == (type(truth), truth.shape, truth.stride())
+        assert (mine.dtype, mine.device, mine.is_leaf) == (truth.dtype, truth.device, truth.is_leaf)
+        assert isinstance(mine, nn.Parameter) == isinstance(value, nn.Parameter)
+        assert mine.requires_grad == value.requires_grad
+
+
+@canary("torch._C._DisablePythonDispatcher", "torch._C._ExcludeDispatchKeyGuard", "torch._C.DispatchKeySet")
+def _(_: Any) -> None:
+    """Beneath the modes none of them sees an operator, and what it makes has a gradient all the same."""
+    from torch._dispatch.python import enable_python_dispatcher
+    from torch.overrides import TorchFunctionMode
+
+    from lightning_autotp.private.torch_private import PreDispatchMode, beneath_modes, without_python_dispatcher
+
+    seen: list[str] = []
+
+    class Functions(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append("function")
+            return func(*args, **(kwargs or {}))
+
+    class Operators(PreDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(func))
+            with without_python_dispatcher():
+                return func(*args, **(kwargs or {}))
+
+    x = torch.ones(2, 2, requires_grad=True)
+    with enable_python_dispatcher(), Operators(), Functions():
+        with beneath_modes():
+            y = x.view(4)
+        x.matmul(x)
+    assert y.grad_fn is not None
+    assert seen == ["function", "aten.matmul.default"]
+
+
 @canary("torch._subclasses.fake_tensor.unset_fake_temporarily")
 def _(unset: Any) -> None:
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
