@@ -151,7 +151,9 @@ def parallelize(  # noqa: D417 (the options are PlanOptions', and example_inputs
             are, and for those on meta the CPU, or the device of a group that takes nothing from the host (nccl).
         data_mesh: the ranks that hold the same part of other copies of the model, as one dim of a device mesh. Then
             FSDP2 shards this rank's part over them (before it takes memory), gathers it block by block, and averages
-            the gradients over them. Collective over it, too: all copies follow the first one's plan.
+            the gradients over them. With two dims, the part is sharded over the last one alone, and the replicas along
+            the first one have the same (hybrid sharding). Collective over it, too: all copies follow the first one's
+            plan.
 
     Returns:
         The same module. ``model.autotp`` is its :class:`~lightning_autotp.parameters.state.ParallelState`: plan, metas.
@@ -210,8 +212,8 @@ def make_local(
         fused = overlap_products(process_group) if options.async_tensor_parallel else None
     inputs, options = _example(model, example_inputs, options)
     if options.memory is not None and data_mesh is not None:  # FSDP2 divides what a rank of a copy stores
-        options = replace(options, memory=data_mesh.size() * options.memory)
-    groups = [process_group] if data_mesh is None else [process_group, data_mesh.get_group()]
+        options = replace(options, memory=data_mesh.shape[-1] * options.memory)
+    groups = [process_group, *(data_mesh.get_all_groups() if data_mesh is not None else [])]
     message: list[Any] = [None]
     with says_plan(model), relaxed_gc():
         with _raise_together(groups, "planning"):

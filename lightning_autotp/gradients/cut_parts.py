@@ -22,7 +22,7 @@ from lightning_autotp.gradients.whole_quantities import (
     as_it_is,
     first_part,
 )
-from lightning_autotp.parameters.local_blocks import counted_blocks, data_group, plain
+from lightning_autotp.parameters.local_blocks import counted_blocks, plain, shard_group
 from lightning_autotp.parameters.meta import ParameterMeta
 from lightning_autotp.private.torch_private import LIST_UPDATES
 from lightning_autotp.ranks.group import TPGroup
@@ -59,7 +59,7 @@ class CutGradientPart(PartOfGradient, DTensor):
     @property
     def sharing(self) -> tuple[TPGroup, ...]:
         """The tensor-parallel group, and the data-parallel one."""
-        over_data = data_group(self)
+        over_data = shard_group(self)
         assert over_data is not None
         return self.group, TPGroup.of(over_data)
 

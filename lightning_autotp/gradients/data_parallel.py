@@ -37,7 +37,7 @@ def shard_over_data(model: nn.Module, mesh: DeviceMesh) -> None:
 
     Args:
         model: a model whose parameters are its tensor-parallel part.
-        mesh: the data-parallel ranks, which hold the same tensor-parallel part.
+        mesh: the data-parallel ranks, which hold the same tensor-parallel part; of two dims, the last one shards.
     """
     blocks = list(blocks_of_their_own(model))
     for module in (module for block in blocks for module in block.modules()):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_autotp.gradients.counted import counted_elements, whole_norms
 from lightning_autotp.parameters.gathering import gather_to_cpu
-from lightning_autotp.parameters.local_blocks import counted_blocks, data_group, is_cut, plain
+from lightning_autotp.parameters.local_blocks import counted_blocks, is_cut, plain, shard_group
 from lightning_autotp.parameters.state import ParameterTable
 from lightning_autotp.private.torch_private import foreach_multiply
 from lightning_autotp.ranks.group import TPGroup
@@ -162,7 +162,7 @@ def _norms(parameters: Sequence[Tensor], table: ParameterTable, norm_type: float
     """The norms of the original model's gradients, ``[parameters]``, zero for those without one. Collective."""
     device = parameters[0].device if parameters else torch.device("cpu")
     dtype = functools.reduce(torch.promote_types, (parameter.dtype for parameter in parameters), torch.float32)
-    spread = next((found for parameter in parameters if (found := data_group(parameter)) is not None), None)
+    spread = next((found for parameter in parameters if (found := shard_group(parameter)) is not None), None)
     # What FSDP2 does not manage is in every copy of the model: the first one counts it.
     is_first_copy = spread is None or dist.get_rank(spread) == 0
     elements = [torch.empty(0, dtype=dtype, device=device)] * len(parameters)

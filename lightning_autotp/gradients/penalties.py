@@ -17,7 +17,7 @@ from lightning_autotp.gradients.sums import keep_hooked
 from lightning_autotp.layouts.blocks import Block, index
 from lightning_autotp.parallel.collectives import all_reduce
 from lightning_autotp.parameters.choosing import parameter_names
-from lightning_autotp.parameters.local_blocks import counted_blocks, data_group, is_cut, plain
+from lightning_autotp.parameters.local_blocks import counted_blocks, is_cut, plain, shard_group
 from lightning_autotp.parameters.state import ParameterTable
 from lightning_autotp.ranks.agreement import raise_together
 from lightning_autotp.ranks.group import TPGroup
@@ -56,7 +56,7 @@ def penalty(module: nn.Module, function: Terms, *, parameters: Iterable[Tensor |
     names = parameter_names(module, parameters)
     table = ParameterTable(module)
     chosen = {name: module.get_parameter(name) for name in names}
-    data = next((found for parameter in chosen.values() if (found := data_group(parameter)) is not None), None)
+    data = next((found for parameter in chosen.values() if (found := shard_group(parameter)) is not None), None)
     whole = torch.zeros((), device=next((parameter.device for parameter in chosen.values()), None))
     cut = whole
     with ExitStack() as stack:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.hooks import RemovableHandle
 
 from lightning_autotp.building.repeated_blocks import checkpoint_blocks
@@ -24,7 +24,7 @@ from lightning_autotp.gradients.sums import average_gradients
 from lightning_autotp.layouts.ownership import Ownership
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.layouts.types import Shard
-from lightning_autotp.lightning.discovery import fill_remaining, parallel_sizes
+from lightning_autotp.lightning.discovery import copies_of, fill_remaining, parallel_sizes
 from lightning_autotp.lightning.models_local import count_copies_once
 from lightning_autotp.lightning.optimizers import CheckedOptimizers
 from lightning_autotp.lightning.saving import CheckpointWriter
@@ -54,7 +54,9 @@ class AutoTPBase(StrategyInternals):
 
     Args:
         tensor_parallel_size: ranks that share one copy; ``"auto"``: all devices divided by ``data_parallel_size``.
-        data_parallel_size: copies that train on different data and average their gradients; ``"auto"``: one.
+        data_parallel_size: copies that train on different data and average their gradients; ``"auto"``: one. FSDP2
+            shards the model over them; with ``(replicas, shards)`` there are ``replicas * shards`` copies, and each
+            replica is sharded over its ``shards`` alone (hybrid sharding), as where these are of one machine.
         example_inputs: one batch as the model's ``forward`` takes it: a tensor, a tuple of positional arguments, a
             mapping of keyword arguments, or a function without arguments that returns one of these. A list of such
             tuples and mappings where no single batch reaches all of the model. Of a LightningModule's several models, a
@@ -82,7 +84,7 @@ class AutoTPBase(StrategyInternals):
     def __init__(
         self,
         tensor_parallel_size: int | Literal["auto"] = "auto",
-        data_parallel_size: int | Literal["auto"] = "auto",
+        data_parallel_size: int | tuple[int, int] | Literal["auto"] = "auto",
         example_inputs: Any = None,
         checked_batches: int = 2,
         checked_steps: int = 1,
@@ -101,8 +103,9 @@ class AutoTPBase(StrategyInternals):
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
+        self._replicas, copies = copies_of(data_parallel_size)
         super().__init__(  # type: ignore[call-arg]  # Lightning's, of the Trainer or of Fabric
-            data_parallel_size=data_parallel_size,
+            data_parallel_size=copies,
             tensor_parallel_size=tensor_parallel_size,
             save_distributed_checkpoint=save_distributed_checkpoint,
             process_group_backend=process_group_backend,
@@ -152,8 +155,16 @@ class AutoTPBase(StrategyInternals):
         drawn_on = [self.root_device] if self.root_device.type == "cuda" and torch.cuda.is_initialized() else []
         with isolate_rng(include_cuda=False), torch.random.fork_rng(drawn_on):
             super().setup_environment()  # type: ignore[misc]
-        # Let the groups of the mesh wait as long as that of all processes, the only one that Lightning tells.
-        for group in self.device_mesh.get_all_groups():
+        meshes = [self.device_mesh]
+        self._copies = self.device_mesh["data_parallel"]
+        if self._replicas > 1:
+            sizes = self._replicas, self._copies.size() // self._replicas, self.tensor_parallel_group.size()
+            meshes.append(
+                init_device_mesh(self.root_device.type, sizes, mesh_dim_names=("replicas", "shards", "ranks"))
+            )
+            self._copies = meshes[-1]["replicas", "shards"]
+        # Let the groups of a mesh wait as long as that of all processes, the only one that Lightning tells.
+        for group in (group for mesh in meshes for group in mesh.get_all_groups()):
             group.set_timeout(timeout_of_all())
         if self.root_device.type != "cpu":
             atexit.register(end_processes)  # which Lightning does for nccl alone
@@ -202,8 +213,8 @@ class AutoTPBase(StrategyInternals):
 
     @property
     def copies(self) -> DeviceMesh | None:
-        """The mesh of :attr:`data_parallel_group`, if there are several copies of the model."""
-        return self.device_mesh["data_parallel"] if self.data_ranks != 1 else None
+        """The mesh of the copies, if there are several; with replicas, they are a dim before that of their shards."""
+        return self._copies if self.data_ranks != 1 else None
 
     def over_copies(self, group: Any) -> dist.ProcessGroup:
         """The group of a collective that Lightning's API was given this ``group`` for.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 from torchmetrics import Metric
@@ -13,6 +13,25 @@ from lightning_autotp.layouts.names import join_names
 from lightning_autotp.parameters.state import is_parallel
 from lightning_autotp.private.torch_private import parameters_of, uncompiled
 from lightning_autotp.private.transformers_private import PreTrainedModel
+
+
+def copies_of(data_parallel_size: Any) -> tuple[int, int | Literal["auto"]]:
+    """How many replicas there are of a model that is sharded over its copies, and how many copies, replicas included.
+
+    Args:
+        data_parallel_size: the number of copies, ``"auto"``, or the replicas and the copies that each is sharded over.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    pair = data_parallel_size if isinstance(data_parallel_size, tuple | list) else (1, data_parallel_size)
+    is_whole = len(pair) == 2 and all(type(size) is int and size > 0 for size in pair)
+    if data_parallel_size != "auto" and not is_whole:
+        raise ValueError(
+            f"data_parallel_size is {data_parallel_size!r}: it must be a positive number,"
+            ' "auto", or two positive numbers, (replicas, shards)'
+        )
+    return pair[0], "auto" if data_parallel_size == "auto" else pair[0] * pair[1]
 
 
 def parallel_sizes(devices: int, tensor: int | str, data: int | str) -> tuple[int, int]:

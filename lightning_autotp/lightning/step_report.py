@@ -94,7 +94,7 @@ class StepMeasure:
     Args:
         model: a parallel model.
         device: what it is on.
-        copies: of the model.
+        copies: of the model that share its shards.
         passes: forward and backward passes of a step.
         precision: as Lightning has it.
     """

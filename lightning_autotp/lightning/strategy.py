@@ -92,7 +92,7 @@ class AutoTPStrategy(AutoTPBase, ModelParallelStrategy):
     def __init__(
         self,
         tensor_parallel_size: int | Literal["auto"] = "auto",
-        data_parallel_size: int | Literal["auto"] = "auto",
+        data_parallel_size: int | tuple[int, int] | Literal["auto"] = "auto",
         example_inputs: Any = None,
         checked_batches: int = 2,
         checked_steps: int = 1,
@@ -226,9 +226,10 @@ class AutoTPStrategy(AutoTPBase, ModelParallelStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             if len(models) == 1 and self.world_size > 1:
-                copies, precision = self.data_parallel_group.size(), str(self.precision_plugin.precision)
+                shards = self.copies.shape[-1] if self.copies is not None else 1
+                precision = str(self.precision_plugin.precision)
                 passes = trainer.accumulate_grad_batches
-                self._measure = StepMeasure(models[0][0], self.root_device, copies, passes, precision)
+                self._measure = StepMeasure(models[0][0], self.root_device, shards, passes, precision)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
             optimizers_to_device(self.optimizers, self.root_device)

@@ -34,7 +34,7 @@ from lightning_autotp.layouts.types import Shard
 from lightning_autotp.optimizers.stepping import needs_closure
 from lightning_autotp.optimizers.trial import Unknown, difference, first_that_runs, moving, updates
 from lightning_autotp.optimizers.whole_matrices import WholeMatrixOptimizer
-from lightning_autotp.parameters.local_blocks import data_group, plain
+from lightning_autotp.parameters.local_blocks import plain, shard_group
 from lightning_autotp.parameters.state import ParameterTable
 
 STEPS = 32
@@ -112,7 +112,7 @@ def _sharded(parameters: Iterable[Tensor], table: ParameterTable) -> dict[Kind, 
     for parameter in parameters:
         meta = table.meta(parameter)
         dims = {dim for dim, _ in meta.layout.dims} if meta is not None and isinstance(meta.layout, Shard) else set()
-        if data_group(parameter) is not None:
+        if shard_group(parameter) is not None:
             dims.add(0)
         if dims:
             found.setdefault((parameter.dim(), tuple(sorted(dims))), parameter)

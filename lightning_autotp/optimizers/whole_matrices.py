@@ -29,7 +29,7 @@ from torch.optim.optimizer import ParamsT
 from lightning_autotp.optimizers.homes import Spread, Traveller, balanced, from_homes, to_homes
 from lightning_autotp.optimizers.stepping import needs_closure, plain_step
 from lightning_autotp.optimizers.trial import Unknown, difference, first_that_runs, moving, updates
-from lightning_autotp.parameters.local_blocks import data_group, is_cut, plain
+from lightning_autotp.parameters.local_blocks import is_cut, plain, shard_group
 from lightning_autotp.parameters.state import ParameterTable, parallel_models
 from lightning_autotp.ranks.agreement import gather_objects, largest_of_all, raise_together
 from lightning_autotp.ranks.group import TPGroup
@@ -226,7 +226,7 @@ class WholeMatrixOptimizer(Optimizer):
             for parameter in group["params"]
             if id(parameter) not in known
         ]
-        copies = next((TPGroup.of(spread) for _, p in added if (spread := data_group(p)) is not None), self._copies)
+        copies = next((TPGroup.of(spread) for _, p in added if (spread := shard_group(p)) is not None), self._copies)
         if self._wholes and copies != self._copies:
             raise ValueError("FSDP2 has sharded the added parameters, but not the earlier ones: make a new optimizer")
         self._copies = copies

@@ -1,7 +1,8 @@
 """What this process holds of a tensor: its tensor-parallel part, which FSDP2 may have cut again over the data axis.
 
 A parameter that FSDP2 manages is a ``DTensor`` over the data axis alone; what it is a ``DTensor`` *of* is this rank's
-tensor-parallel part, cut in dim 0. Gradients and optimizer states are alike. Everything that asks which elements of the
+tensor-parallel part, cut in dim 0 over the last dim of its mesh; under hybrid sharding the dim before it is that of the
+replicas, which have the same. Gradients and optimizer states are alike. Everything that asks which elements of the
 original tensor are here, or how often an element counts, asks this module, with the meta of the parameter in question
 (``None`` for a tensor of which every rank has all).
 """
@@ -65,9 +66,9 @@ def is_cut(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor)
 
 
-def data_group(tensor: Tensor) -> dist.ProcessGroup | None:
-    """The data-parallel group over which a tensor is cut, or ``None``."""
-    return tensor.device_mesh.get_group() if isinstance(tensor, DTensor) else None
+def shard_group(tensor: Tensor) -> dist.ProcessGroup | None:
+    """The data-parallel ranks over which FSDP2 has cut a tensor, or ``None``: all of them, or those of a replica."""
+    return tensor.device_mesh.get_group(tensor.device_mesh.ndim - 1) if isinstance(tensor, DTensor) else None
 
 
 def held_blocks(tensor: Tensor, meta: ParameterMeta | None, ranks: int) -> tuple[Block, ...]:
@@ -82,9 +83,10 @@ def held_blocks(tensor: Tensor, meta: ParameterMeta | None, ranks: int) -> tuple
         Blocks, each with the tensor-parallel ranks that hold it.
     """
     blocks = meta.mapping if meta is not None else blocks_of(tensor.shape, None, 0, ranks)
-    if not isinstance(tensor, DTensor) or not tensor.placements[0].is_shard(0):
+    if not isinstance(tensor, DTensor) or not tensor.placements[-1].is_shard(0):
         return blocks
-    rows = chunk(tensor.shape[0], tensor.device_mesh.size(), tensor.device_mesh.get_local_rank())
+    mesh, last = tensor.device_mesh, tensor.device_mesh.ndim - 1
+    rows = chunk(tensor.shape[0], mesh.size(last), mesh.get_local_rank(last))
     return tuple(kept for block in blocks if (kept := block.cut(0, rows)) is not None)
 
 

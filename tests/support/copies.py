@@ -72,9 +72,10 @@ class InTurn:
 
 
 def alone(four: list[dict[str, Any]], case: str, strategy: Any = "auto", devices: int = 1, **options: Any) -> Any:
-    """One process's run on the batches that the two copies saw, put together."""
-    pairs = zip(four[0][case]["batches"], four[2][case]["batches"], strict=True)
-    batches = [{"input_ids": torch.cat(pair), "labels": torch.cat(pair)} for pair in pairs]
+    """One process's run on the batches that the copies saw, put together."""
+    copies = four if case == "hybrid" else four[::2]
+    seen = zip(*(copy[case]["batches"] for copy in copies), strict=True)
+    batches = [{"input_ids": torch.cat(each), "labels": torch.cat(each)} for each in seen]
     return trained(strategy, devices, data=InTurn(batches), **options)
 
 
@@ -109,6 +110,10 @@ FORMATS: dict[str, dict[str, Any]] = {"file": {}, "directory": {"save_distribute
 
 HALF = STEPS // 2
 
+HYBRID = "1x(2, 2) directory.ckpt"
+
+NORM = {"gradient_clip_val": 0.1}
+
 
 def four_ranks(directory: str) -> dict[str, Any]:
     folder, seen = Path(directory), {}
@@ -119,6 +124,11 @@ def four_ranks(directory: str) -> dict[str, Any]:
     for name, options in FORMATS.items():
         trained(AutoTPStrategy(2, 2, **options), 4, max_steps=HALF, save=folder / f"2x2 {name}.ckpt")
         seen[f"resumed {name}"] = trained(AutoTPStrategy(2, 2), 4, ckpt_path=folder / f"2x2 {name}.ckpt")
+    # Two replicas, each sharded over two ranks; and two of a single rank of each of two tensor-parallel ones.
+    begun = folder / "2x2 file.ckpt"
+    trained(AutoTPStrategy(1, (2, 2), **FORMATS["directory"]), 4, max_steps=HALF, ckpt_path=begun, save=folder / HYBRID)
+    seen["hybrid"] = trained(AutoTPStrategy(1, (2, 2)), 4, ckpt_path=folder / HYBRID, **NORM)
+    seen["replicas"] = trained(AutoTPStrategy(2, (2, 1)), 4, **CLIPPED)
     scaled = scaling()
     seen["scaled"] = trained(AutoTPStrategy(2, 2), 4, Overflow, plugins=[scaled])
     seen["scaler afterwards"] = type(scaled.scaler), scaled.scaler.get_scale()  # type: ignore[union-attr]

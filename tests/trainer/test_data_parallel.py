@@ -15,6 +15,8 @@ from copies import (
     CLIPPED,
     FORMATS,
     HALF,
+    HYBRID,
+    NORM,
     STEPS,
     Overflow,
     alone,
@@ -56,6 +58,20 @@ def test_clipping_goes_over_both_axes(four: list[dict[str, Any]], case: str, opt
     assert_copies([seen[case] for seen in four], wanted)
 
 
+def test_replicas_are_sharded_by_themselves(four: list[dict[str, Any]], folder: Path) -> None:
+    wanted = alone(four, "hybrid", ckpt_path=folder / "2x2 file.ckpt", **NORM)
+    assert len(wanted["losses"]) == STEPS - HALF
+    losses = torch.tensor([seen["hybrid"]["losses"] for seen in four])
+    assert len(losses.unique()) == losses.numel()  # each copy has data of its own
+    held = [seen["hybrid"]["parameters"] for seen in four]
+    for seen in four:
+        assert_parity({**seen["hybrid"], "losses": losses.mean(0).tolist()}, wanted)
+    for name, (is_cut, shape, elements) in held[0].items():
+        assert [each[name][2] for each in held[2:]] == [each[name][2] for each in held[:2]]
+        assert elements + held[1][name][2] == (1 if is_cut else 2) * torch.Size(shape).numel()
+    assert_copies([seen["replicas"] for seen in four], alone(four, "replicas", **CLIPPED))
+
+
 def test_parameters_are_cut_over_both_axes(four: list[dict[str, Any]]) -> None:
     assert four[0]["parity"]["managed"] == ["model", *(f"model.model.layers.{number}" for number in range(2))]
     held = [seen["parity"]["parameters"] for seen in four]
@@ -86,7 +102,7 @@ def go_on(ranks: int, paths: list[str], save: str | None) -> list[dict[str, Any]
 @pytest.fixture(scope="module")
 def other_sizes(four: list[dict[str, Any]], folder: Path) -> Callable[[int], list[list[dict[str, Any]]]]:
     """What a number of ranks sees from both formats on; it leaves a checkpoint of its own first half."""
-    paths = [str(folder / f"2x2 {name}.ckpt") for name in FORMATS]
+    paths = [*(str(folder / f"2x2 {name}.ckpt") for name in FORMATS), str(folder / HYBRID)]
     return cache(lambda ranks: run_trainer_ranks(go_on, ranks, ranks, paths, str(folder / f"{ranks}.ckpt")))
 
 
@@ -94,7 +110,10 @@ def other_sizes(four: list[dict[str, Any]], folder: Path) -> Callable[[int], lis
 def test_other_sizes_go_on_from_the_checkpoints(
     other_sizes: Callable[[int], list[list[dict[str, Any]]]], folder: Path, ranks: int
 ) -> None:
-    """From (data, tensor) = (2, 2) to (1, 1), (1, 3) and (1, 4), which go on as one process does from either format."""
+    """From (data, tensor) = (2, 2) to (1, 1), (1, 3) and (1, 4), which go on as one process does from either format.
+
+    The same state was saved by replicas that had loaded it.
+    """
     found = other_sizes(ranks)
     wanted = trained("auto", 1, ckpt_path=folder / "2x2 file.ckpt")
     assert len(wanted["losses"]) == STEPS - HALF

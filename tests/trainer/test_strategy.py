@@ -347,6 +347,8 @@ def test_an_error_reaches_every_rank(two: list[dict[str, Any]], case: str, expec
         (3, {"data_parallel_size": 2}, "tensor_parallel_size=1 times data_parallel_size=2 is 2, but .* 3 devices"),
         (2, {"tensor_parallel_size": 0}, "tensor_parallel_size is 0: it must be a positive number"),
         (2, {"data_parallel_size": "all"}, "data_parallel_size is 'all': it must be a positive number"),
+        (4, {"data_parallel_size": (2, 0)}, r"data_parallel_size is \(2, 0\): it must .* or two positive numbers"),
+        (4, {"data_parallel_size": (3, 2)}, "tensor_parallel_size=1 times data_parallel_size=6 is 6, but .* 4 devices"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused_at_once(devices: int, sizes: dict[str, Any], expected: str) -> None:
@@ -356,8 +358,9 @@ def test_sizes_that_do_not_fit_are_refused_at_once(devices: int, sizes: dict[str
 
 def test_auto_sizes() -> None:
     strategies = [AutoTPStrategy(), AutoTPStrategy(data_parallel_size=2), AutoTPStrategy(4, 1)]
+    strategies.append(AutoTPStrategy(data_parallel_size=(2, 1)))
     found = [trainer(strategy, 4).strategy for strategy in strategies]
-    assert [(s._tensor_parallel_size, s._data_parallel_size) for s in found] == [(4, 1), (2, 2), (4, 1)]
+    assert [(s._tensor_parallel_size, s._data_parallel_size) for s in found] == [(4, 1), (2, 2), (4, 1), (2, 2)]
 
 
 def test_importing_again_registers_again() -> None:
