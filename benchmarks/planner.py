@@ -35,6 +35,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lightning_autotp import pipeline
 from lightning_autotp.applying.replace import apply_plan
 from lightning_autotp.capture.capture import language_model_inputs, meta_copy
+from lightning_autotp.capture.garbage import relaxed_gc
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
 from lightning_autotp.proving import feasible
@@ -145,9 +146,9 @@ def measure(case: Case, layers: int) -> dict[str, Seconds]:
         seconds["make_plan"].add(),
     ):
         plan, solution = pipeline.make_plan(model, case.ranks, example_inputs=inputs)
-    with pipeline.relaxed_gc(), seconds["read"].add():
+    with relaxed_gc(), seconds["read"].add():
         plan, solution = read_plan(Plan.from_json(plan.to_json()), solution.graph, IMPLEMENTATIONS)
-    with pipeline.relaxed_gc(), seconds["verify"].add():
+    with relaxed_gc(), seconds["verify"].add():
         local = meta_copy(model)
         apply_plan(local, plan, TPGroup("", 0, case.ranks))
         pipeline.verify(local, solution, 0, inputs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,6 +20,7 @@ from lightning_autotp.applying.replace import apply_plan
 from lightning_autotp.building.quantization import refuse_quantized
 from lightning_autotp.capture.capture import as_calls, language_model_inputs, meta_copy, refuse_scripted
 from lightning_autotp.capture.fingerprint import fingerprint
+from lightning_autotp.capture.garbage import relaxed_gc
 from lightning_autotp.gradients.data_parallel import generate_together, hook_gathered, shard_over_data
 from lightning_autotp.gradients.sums import synchronize_gradients
 from lightning_autotp.guard.guard import Guard, guard_of
@@ -317,14 +317,3 @@ def materialize(
         hook_gathered(model)
         generate_together(model)
     guard_of(model).attach()
-
-
-@contextmanager
-def relaxed_gc() -> Iterator[None]:
-    """Planning makes many small objects that live to its end: looking for dead ones takes a quarter of the time."""
-    before = gc.get_threshold()
-    gc.set_threshold(100_000, 50, 100)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from lightning_autotp.building.repeated_blocks import checkpoint_blocks
 from lightning_autotp.capture.capture import language_model_inputs
+from lightning_autotp.capture.garbage import relaxed_gc
 from lightning_autotp.layouts.plan import Plan
-from lightning_autotp.pipeline import refuse_unfit, relaxed_gc
+from lightning_autotp.pipeline import refuse_unfit
 from lightning_autotp.planning.estimate import Memory, StepTime, memory, step_time
 from lightning_autotp.planning.machines import Machine
 from lightning_autotp.planning.rehearsal import (

@@ -25,6 +25,7 @@ from lightning_autotp.applying.lengths import Lengths
 from lightning_autotp.applying.replace import BoundaryConversion, allow_runs, hook_boundary, set_size
 from lightning_autotp.applying.seen_paths import PathWatch
 from lightning_autotp.capture.capture import CaptureError, ExampleCall, device_of, keep_values
+from lightning_autotp.capture.garbage import relaxed_gc
 from lightning_autotp.capture.nested import tensors_in
 from lightning_autotp.layouts.places import Boundary
 from lightning_autotp.layouts.plan import ConversionPlan, SizePlan
@@ -205,7 +206,11 @@ class CallProver:
         if way is None and not is_traced:
             self._meet((arguments, modes, sizes))
             # The user's modes see what the model computes, not the traces.
-            with without_modes(), raise_together(self.group.process_group, "proving a new kind of call"):
+            with (
+                without_modes(),
+                relaxed_gc(),
+                raise_together(self.group.process_group, "proving a new kind of call"),
+            ):
                 way = self._prove(with_rows(call))
             # Now it is known what its code asks for.
             known = self.known.setdefault(self._kind(call, arguments, modes), _Kind())
