@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import os
 import tempfile
+import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -169,7 +170,7 @@ def measure(case: Case) -> tuple[Found, Found]:
         if meter is not None:
             meter.label(held, "states")
         loss = _loss(model, batch, case)
-        gc.collect()  # what only a cycle of references keeps alive is not kept for the backward pass
+        _settle(case)  # what is not kept for the backward pass goes
         kept = 0
         if meter is not None:
             meter.relabel("other", "activations")
@@ -180,7 +181,7 @@ def measure(case: Case) -> tuple[Found, Found]:
         peak = update = 0
         if meter is not None:
             peak = sum(meter.peak[label] for label in ("copies", "gradients", "activations", "other"))
-            gc.collect()  # and not part of what the optimizer begins with, to be freed while it steps
+            _settle(case)  # and what is not part of what the optimizer begins with, to be freed while it steps
             before = meter.live["other"] + meter.live["copies"] + meter.live["activations"]
             meter.restart_peaks()
             optimizer.step()
@@ -202,6 +203,14 @@ def measure(case: Case) -> tuple[Found, Found]:
         "update": said.update if case.copies == 1 else 0,
     }
     return real, expected
+
+
+def _settle(case: Case) -> None:
+    """Let go of what only a cycle of references keeps alive, and let gloo's threads let go of what they have sent."""
+    gc.collect()
+    if case.ranks > 1:
+        dist.barrier()
+        time.sleep(0.1)
 
 
 def _loss(model: nn.Module, batch: dict[str, Any], case: Case) -> Tensor:
