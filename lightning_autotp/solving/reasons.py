@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
@@ -73,6 +73,7 @@ class Reasons:
         least: float = math.inf,
     ) -> None:
         self._tables, self._problem, self._domains, self._pinned, self._least = tables, problem, domains, pinned, least
+        self._found: dict[tuple[int, int | None, tuple[frozenset[int], ...]], tuple[frozenset[int], ...]] = {}
 
     def of_whole(self, layouts: Mapping[int, Layout]) -> dict[str, tuple[Reason, ...]]:
         """Why each parameter is whole: by its name a reason for every dim, the most telling first.
@@ -223,12 +224,11 @@ class Reasons:
             at = queue.popleft()
             waiting.remove(at)
             scope = self._tables.tables[at].scope
-            codes = [left.get(variable) or self._alone(variable) for variable in scope]
-            rows = _within(self._rows(at, converting), codes)
-            if not rows:
+            codes = tuple([left.get(variable) or self._alone(variable) for variable in scope])
+            kept = self._kept(at, converting, codes)
+            if not kept:
                 return self._conflict(at, tensor, number, codes, converting, narrowed)
-            for variable, before, values in zip(scope, codes, zip(*rows, strict=True), strict=True):
-                after = frozenset(values)
+            for variable, before, after in zip(scope, codes, kept, strict=True):
                 if after < before:
                     left[variable], narrowed[variable] = after, at
                     for reader in self._readers[variable]:
@@ -242,7 +242,7 @@ class Reasons:
         at: int,
         tensor: int,
         number: int,
-        codes: list[frozenset[int]],
+        codes: tuple[frozenset[int], ...],
         converting: bool,
         narrowed: Mapping[int, int],
     ) -> _Obstacle:
@@ -293,6 +293,18 @@ class Reasons:
                 found.setdefault(variable, []).append(at)
         return found
 
+    def _kept(self, at: int, converting: bool, codes: tuple[frozenset[int], ...]) -> tuple[frozenset[int], ...]:
+        """Of these types of its variables, those at which an operator may run: of each variable; empty if none are.
+
+        Operators of alike layers have the same table.
+        """
+        table, is_boundary = self._tables.tables[at], self._tables.relations[at].operator.boundary is not None
+        key = (table.rows, None if converting or not is_boundary else at, codes)
+        if key not in self._found:
+            rows = _within(self._rows(at, converting), codes)
+            self._found[key] = tuple(map(frozenset, zip(*rows, strict=True)))
+        return self._found[key]
+
     def _rows(self, at: int, converting: bool) -> Collection[Row]:
         """The combinations of types at which an operator may run."""
         rows = self._problem.rows(self._tables.tables[at])
@@ -337,7 +349,7 @@ class Reasons:
 _UNUSED = "not used in the traced forward"
 
 
-def _within(rows: Collection[Row], codes: list[frozenset[int]]) -> list[Row]:
+def _within(rows: Collection[Row], codes: Sequence[frozenset[int]]) -> list[Row]:
     """The rows in which every variable has one of its types."""
     return [row for row in rows if all(code in few for code, few in zip(row, codes, strict=True))]
 
