@@ -1,15 +1,17 @@
-"""A model's repeated blocks, such as a decoder's layers, and activation checkpointing of them."""
+"""A model's repeated blocks, such as a decoder's layers, and how less of what they compute is kept on the device."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from lightning_autotp.private.torch_private import has_values, storage_key
 from lightning_autotp.private.transformers_private import PreTrainedModel
 
 
@@ -36,7 +38,7 @@ def checkpoint_blocks(model: nn.Module) -> None:
     Hugging Face's models that know how do it themselves, in the blocks that they choose.
 
     Raises:
-        ValueError: if there are none.
+        ValueError: if there are no blocks.
     """
     knowing = [
         module
@@ -51,16 +53,33 @@ def checkpoint_blocks(model: nn.Module) -> None:
     blocks = [block for block in repeated_blocks(model) if block not in done]
     for block in blocks:
         block.forward = CheckpointedForward(block)
-    if not knowing and not blocks:
+    if not knowing:
+        _refuse_none(model, blocks, "blocks")
+
+
+def offload_blocks(model: nn.Module) -> None:
+    """Let what the repeated blocks keep for the backward pass be in host memory until then; in place.
+
+    Raises:
+        ValueError: if there are no blocks.
+    """
+    blocks = list(repeated_blocks(model))
+    for block in blocks:
+        block.forward = OffloadedForward(block)
+    _refuse_none(model, blocks, "offload")
+
+
+def _refuse_none(model: nn.Module, blocks: Sequence[nn.Module], option: str) -> None:
+    if not blocks:
         raise ValueError(
-            f'activation_checkpointing="blocks": {type(model).__name__} has no list of modules (nn.ModuleList,'
-            " nn.Sequential) with two blocks or more: leave it out, or call torch.utils.checkpoint.checkpoint in the"
-            " model's code"
+            f'activation_checkpointing="{option}": {type(model).__name__} has no list of modules (nn.ModuleList,'
+            " nn.Sequential) with two blocks or more: leave it out, or do it in the model's code"
+            " (torch.utils.checkpoint.checkpoint, torch.autograd.graph.save_on_cpu)"
         )
 
 
-class CheckpointedForward:
-    """A block's ``forward`` that, in training, computes it again in the backward pass.
+class _BlockForward:
+    """A block's ``forward`` that does something else in training.
 
     It stands where module hooks (FSDP2's) are outside of it, so that they are called once.
     """
@@ -70,6 +89,36 @@ class CheckpointedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the block returns."""
-        if self.block.training and torch.is_grad_enabled():
-            return checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
-        return self.forward(*args, **kwargs)
+        is_training = self.block.training and torch.is_grad_enabled()
+        return self.train(*args, **kwargs) if is_training else self.forward(*args, **kwargs)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """What the block returns, in training."""
+        raise NotImplementedError
+
+
+class CheckpointedForward(_BlockForward):
+    """Computes the block again in the backward pass."""
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """What the block returns, in training."""
+        return checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
+
+
+class OffloadedForward(_BlockForward):
+    """Keeps what the block computes in host memory; its parameters stay on the device."""
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """What the block returns, in training."""
+        stay = {storage_key(parameter) for parameter in self.block.parameters()}
+        there = save_on_cpu(pin_memory=torch.cuda.is_available())
+
+        def pack(tensor: Tensor) -> Any:
+            return tensor if storage_key(tensor) in stay or not has_values(tensor) else there.pack_hook(tensor)
+
+        def unpack(packed: Any) -> Tensor:
+            found: Tensor = packed if isinstance(packed, Tensor) else there.unpack_hook(packed)
+            return found
+
+        with saved_tensors_hooks(pack, unpack):
+            return self.forward(*args, **kwargs)

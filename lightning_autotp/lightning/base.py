@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.hooks import RemovableHandle
 
-from lightning_autotp.building.repeated_blocks import checkpoint_blocks
+from lightning_autotp.building.repeated_blocks import checkpoint_blocks, offload_blocks
 from lightning_autotp.data.batches import broadcast_loader, check_sampler
 from lightning_autotp.gradients.sums import average_gradients
 from lightning_autotp.layouts.ownership import Ownership
@@ -73,7 +73,8 @@ class AutoTPBase(StrategyInternals):
             whole tensors that go through rank 0. Both are in the original model's names and shapes, and both load at
             any sizes.
         activation_checkpointing: ``"blocks"`` lets the model's repeated blocks (a decoder's layers) keep only their
-            inputs for the backward pass, which computes them again.
+            inputs for the backward pass, which computes them again. ``"offload"`` lets them keep all that they compute
+            in host memory instead.
         save_async: write checkpoints in the background, from a copy in host memory, while training goes on.
         process_group_backend: by default gloo on CPUs, and on other devices both theirs and gloo
             (``"cpu:gloo,cuda:nccl"``): what ranks agree on between steps is on the host, and goes over gloo without
@@ -99,7 +100,7 @@ class AutoTPBase(StrategyInternals):
         plan_cache: bool | str | os.PathLike[str] = True,
         sequence_parallel: bool | Literal["auto"] = False,
         async_tensor_parallel: bool = False,
-        activation_checkpointing: Literal["blocks"] | None = None,
+        activation_checkpointing: Literal["blocks", "offload"] | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
@@ -123,8 +124,10 @@ class AutoTPBase(StrategyInternals):
         )
         self.example_inputs = example_inputs
         self.checked_batches, self.checked_steps = checked_batches, checked_steps
-        if activation_checkpointing not in (None, "blocks"):
-            raise ValueError(f'activation_checkpointing={activation_checkpointing!r}: it must be "blocks" or None')
+        if activation_checkpointing not in (None, "blocks", "offload"):
+            raise ValueError(
+                f'activation_checkpointing={activation_checkpointing!r}: it must be "blocks", "offload" or None'
+            )
         self.activation_checkpointing = activation_checkpointing
         self._broadcast_batches = broadcast_batches
         self.checked_optimizers = CheckedOptimizers()
@@ -252,16 +255,18 @@ class AutoTPBase(StrategyInternals):
     # --- models and data ---
 
     def prepare(self, models: Iterable[nn.Module]) -> None:
-        """Refuse models that cannot be made local, and checkpoint the blocks of the others, if that is asked for.
+        """Refuse models that cannot be made local, and see to what blocks of the others keep, if that is asked for.
 
         Raises:
             CaptureError, QuantizationError, RuntimeError: as :func:`~lightning_autotp.pipeline.refuse_unfit`.
-            ValueError: if there are no blocks to checkpoint.
+            ValueError: if there are no blocks then.
         """
         for model in models:
             refuse_unfit(model)
-            if self.activation_checkpointing is not None:
+            if self.activation_checkpointing == "blocks":
                 checkpoint_blocks(model)
+            elif self.activation_checkpointing == "offload":
+                offload_blocks(model)
 
     def fill(self, module: nn.Module, models: Iterable[nn.Module]) -> list[RemovableHandle]:
         """Give local models this rank's part of their values, on its device; then average gradients over the copies.

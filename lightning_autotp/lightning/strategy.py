@@ -107,7 +107,7 @@ class AutoTPStrategy(AutoTPBase, ModelParallelStrategy):
         plan_cache: bool | str | os.PathLike[str] = True,
         sequence_parallel: bool | Literal["auto"] = False,
         async_tensor_parallel: bool = False,
-        activation_checkpointing: Literal["blocks"] | None = None,
+        activation_checkpointing: Literal["blocks", "offload"] | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         models: Sequence[str] = (),

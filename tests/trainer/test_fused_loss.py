@@ -451,7 +451,8 @@ def train(devices: int, copies: int = 1) -> list[tuple[list[Tensor], list[Tensor
         L.seed_everything(1, verbose=False)
         task = Returns(automatic, 2 // copies)
         strategy = AutoTPStrategy(
-            data_parallel_size=copies, activation_checkpointing="blocks" if copies > 1 and automatic else None
+            data_parallel_size=copies,
+            activation_checkpointing=None if copies == 1 else "blocks" if automatic else "offload",
         )
         trainer = L.Trainer(
             accelerator="cpu", devices=devices,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any, NamedTuple
+from unittest import mock
 
 import lightning as L
 import pytest
@@ -16,6 +17,8 @@ from training import ROWS, Regression, Task, assert_parity, error_of, loader, ti
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from lightning_autotp import AutoTPStrategy, full_state_dict, make_plan, meta_model
+from lightning_autotp.building import repeated_blocks
+from lightning_autotp.building.repeated_blocks import offload_blocks
 
 STEPS = 3
 KINDS: dict[str, dict[str, Any] | None] = {
@@ -23,13 +26,15 @@ KINDS: dict[str, dict[str, Any] | None] = {
     "reentrant": {"use_reentrant": True},
     "not reentrant": {"use_reentrant": False},
     "by the strategy": None,
+    "offloaded": None,
 }
+OPTIONS: dict[str, Any] = {"by the strategy": "blocks", "offloaded": "offload"}
 
 
 FAMILIES: dict[str, tuple[str, list[str]]] = {
     "llama": ("model.layers.0.mlp", list(KINDS)),
     "gpt2": ("transformer.h.0.mlp", list(KINDS)),
-    "written by hand": ("layers.0.up", ["none", "by the strategy"]),
+    "written by hand": ("layers.0.up", ["none", *OPTIONS]),
 }
 """A module that runs once in a block, and the ways to checkpoint the model."""
 
@@ -66,7 +71,9 @@ class Block(nn.Module):
 def config(family: str) -> Any:
     """A Llama, and a GPT-2, in which layouts change at calls inside modules."""
     if family == "llama":
-        return tiny_config()
+        two_layers = tiny_config()
+        two_layers.num_hidden_layers = 2
+        return two_layers
     return GPT2Config(
         vocab_size=67, n_embd=48, n_head=6, n_layer=2, n_positions=16, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0,
         bos_token_id=1, eos_token_id=2, tie_word_embeddings=False,
@@ -114,7 +121,7 @@ class Checkpointed(Task):
 def train(family: str, kind: str, devices: int) -> dict[str, Any]:
     L.seed_everything(3, verbose=False)
     task = Checkpointed(family, kind)
-    strategy: Any = AutoTPStrategy(activation_checkpointing="blocks") if kind == "by the strategy" else "autotp"
+    strategy: Any = AutoTPStrategy(activation_checkpointing=OPTIONS[kind]) if kind in OPTIONS else "autotp"
     trainer(strategy if devices > 1 else "auto", devices, max_steps=STEPS).fit(task, loader())
     task.seen["weights"] = full_state_dict(task) if devices > 1 else task.state_dict()
     return task.seen
@@ -150,7 +157,7 @@ def test_blocks_run_again_and_save_less(family: str, kind: str, two: list[dict[t
     for seen in two:
         plain, checkpointed = seen[family, "none"], seen[family, kind]
         assert plain["runs"] == STEPS
-        assert checkpointed["runs"] == 2 * STEPS
+        assert checkpointed["runs"] == (1 if kind == "offloaded" else 2) * STEPS
         assert 0 < checkpointed["saved"] < plain["saved"] / 2
 
 
@@ -159,8 +166,28 @@ def test_a_model_without_blocks_is_refused(two: list[dict[tuple[str, str], Any]]
         said = seen["flat", "by the strategy"]
         assert 'activation_checkpointing="blocks"' in said
         assert "has no list of modules" in said
-    with pytest.raises(ValueError, match='must be "blocks" or None'):
+    with pytest.raises(ValueError, match='must be "blocks", "offload" or None'):
         AutoTPStrategy(activation_checkpointing="everything")  # type: ignore[arg-type]
+
+
+def test_what_is_offloaded_are_no_parameters() -> None:
+    model, packed = ByHand(), []
+
+    class Noting(torch.autograd.graph.save_on_cpu):
+        def __init__(self, pin_memory: bool) -> None:
+            super().__init__(pin_memory)
+            pack = self.pack_hook
+            self.pack_hook = lambda tensor: packed.append(tensor.data_ptr()) or pack(tensor)
+
+    offload_blocks(model)
+    tokens = torch.arange(24).view(2, 12)
+    with mock.patch.object(repeated_blocks, "save_on_cpu", Noting):
+        model(tokens, tokens).loss.backward()
+        count = len(packed)
+        model.eval()(tokens, tokens).loss.backward()
+    assert count > 3 * 4  # blocks, with an activation for each of their functions
+    assert not {parameter.data_ptr() for parameter in model.parameters()} & set(packed)
+    assert len(packed) == count
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
