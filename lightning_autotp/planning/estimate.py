@@ -1,8 +1,8 @@
 """Memory and time of a step on a machine, by kind: from one rehearsal, for any number of rows and copies.
 
-Parameters, gradients and states are divided by the copies (FSDP2 cuts them). What the forward pass keeps, and what is
-there for a moment, grows with the rows. FSDP2 has two blocks and what is in no block gathered at once, and the
-gradients of one block.
+Parameters, gradients and states are divided by the copies (FSDP2 cuts them), or by those of a replica. What the forward
+pass keeps, and what is there for a moment, grows with the rows. FSDP2 has two blocks and what is in no block gathered
+at once, and the gradients of one block.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from dataclasses import dataclass, fields
 
 from lightning_autotp.planning.machines import Machine
 from lightning_autotp.planning.rehearsal import Rehearsal
-from lightning_autotp.solving.cost import Profile
 
 LAUNCH = 4e-6
 """Seconds that an operator takes at least: a kernel is started."""
@@ -85,7 +84,7 @@ def memory(rehearsal: Rehearsal, rows: int = 1, copies: int = 1, accumulates: bo
     Args:
         rehearsal: of one row.
         rows: of a forward pass.
-        copies: of the model.
+        copies: of the model that it is sharded over.
         accumulates: whether gradients of earlier forward passes are there.
     """
     of_parameters, gradients, states = (
@@ -120,6 +119,7 @@ def step_time(
     in_bf16: bool = True,
     rows: int = 1,
     copies: int = 1,
+    replicas: int = 1,
     passes: int = 1,
 ) -> StepTime:
     """How long an optimizer step takes.
@@ -130,7 +130,8 @@ def step_time(
         ranks: tensor-parallel ones.
         in_bf16: whether products are computed in bfloat16.
         rows: of a forward pass.
-        copies: of the model.
+        copies: of the model, replicas included.
+        replicas: each of which is sharded over its copies alone, the next ones to each other.
         passes: forward and backward passes of a step.
     """
     work, rate = rehearsal.work, machine.peak(in_bf16) * machine.reached
@@ -143,21 +144,17 @@ def step_time(
     tensor_parallel = sum(
         count * within.collective(kind, rows * size, ranks) for (kind, size), count in work.collectives.items()
     )
-    update = (rehearsal.update_work.bytes + rehearsal.update_work.fixed_bytes) / copies / bandwidth
+    shards = copies // replicas
+    update = (rehearsal.update_work.bytes + rehearsal.update_work.fixed_bytes) / shards / bandwidth
     per_pass = products + others + tensor_parallel
     exposed = 0.0
     if copies > 1:
-        exposed = passes * max(0.0, _fsdp(rehearsal, machine.between(ranks * copies), copies) - per_pass)
-        exposed += _fsdp_of_block(rehearsal, machine.between(ranks * copies), copies)
+        among, over = machine.between(ranks * shards), machine.between(ranks * copies)
+        # Parameters are gathered twice, gradients reduced once; the sums of a replica's shards go to the others.
+        whole = 2 * among.collective("all_gather", rehearsal.parameters, shards)
+        whole += among.collective("reduce_scatter", rehearsal.gradients, shards)
+        whole += over.collective("all_reduce", rehearsal.gradients / shards, replicas)
+        exposed = passes * max(0.0, whole - per_pass)
+        # Behind the first gather and the last reduction there is nothing.
+        exposed += among.collective("all_gather", rehearsal.rest + rehearsal.block, shards)
     return StepTime(passes * products, passes * others, passes * tensor_parallel, exposed, update)
-
-
-def _fsdp(rehearsal: Rehearsal, link: Profile, copies: int) -> float:
-    """Seconds of gathering parameters twice and reducing gradients once."""
-    gather = link.collective("all_gather", rehearsal.parameters, copies)
-    return 2 * gather + link.collective("reduce_scatter", rehearsal.gradients, copies)
-
-
-def _fsdp_of_block(rehearsal: Rehearsal, link: Profile, copies: int) -> float:
-    """The first gather and the last reduction, behind which there is nothing."""
-    return link.collective("all_gather", rehearsal.rest + rehearsal.block, copies)

@@ -46,7 +46,8 @@ class Choice:
 
     Attributes:
         tensor_parallel_size: ranks of a copy.
-        data_parallel_size: copies.
+        data_parallel_size: copies, replicas included.
+        replicas: how many there are, each sharded over its copies alone; 1 without hybrid sharding.
         sequence_parallel: whether tokens are sharded between regions.
         checkpointing: whether the repeated blocks are computed again in the backward pass.
         rows: of a forward pass of one copy.
@@ -60,6 +61,7 @@ class Choice:
 
     tensor_parallel_size: int
     data_parallel_size: int
+    replicas: int
     sequence_parallel: bool
     checkpointing: bool
     rows: int
@@ -74,6 +76,11 @@ class Choice:
     def gpus(self) -> int:
         """How many it needs."""
         return self.tensor_parallel_size * self.data_parallel_size
+
+    @property
+    def shards(self) -> int:
+        """Copies over which a replica is sharded."""
+        return self.data_parallel_size // self.replicas
 
     @property
     def tokens_per_second(self) -> float:
@@ -113,7 +120,11 @@ class Recommendation:
         if not fitting:
             return None
         fast = [choice for choice in fitting if choice.time.total <= 1.02 * fitting[0].time.total]
-        return min(fast, key=lambda choice: (choice.gpus, choice.tensor_parallel_size, choice.sequence_parallel))
+
+        def effort(choice: Choice) -> tuple[int, int, int, bool]:
+            return choice.gpus, choice.replicas, choice.tensor_parallel_size, choice.sequence_parallel
+
+        return min(fast, key=effort)
 
     @property
     def on_one(self) -> Choice | None:
@@ -234,24 +245,27 @@ def _choices(
     length: int,
     precision: Precision,
 ) -> Iterator[Choice]:
-    """For each number of copies, the most rows at once that fit; one row, where that does not."""
+    """For each number of copies and replicas, the most rows at once that fit; one row, where that does not."""
     in_bf16 = precision != "32-true"
-    copies = 1
-    while size * copies <= machine.gpus and copies <= rows:
+    for copies, replicas in _copies(machine, size, rows):
         of_copy = math.ceil(rows / copies)
         best = None
         micro = 1
         while micro <= min(of_copy, _MOST_ROWS):
             passes = math.ceil(of_copy / micro)
-            needed = memory(rehearsal, micro, copies, passes > 1)
+            needed = memory(rehearsal, micro, copies // replicas, passes > 1)
             fits = needed.total + machine.reserved <= machine.memory
             if best is None or fits:
-                time = step_time(rehearsal, machine, size, in_bf16=in_bf16, rows=micro, copies=copies, passes=passes)
+                time = step_time(
+                    rehearsal, machine, size,
+                    in_bf16=in_bf16, rows=micro, copies=copies, replicas=replicas, passes=passes,
+                )  # fmt: skip
                 done = passes * micro * copies
                 mfu = done * flops / copies / machine.peak(in_bf16) / time.total
                 best = Choice(
                     size,
                     copies,
+                    replicas,
                     sequence_parallel,
                     checkpointing,
                     micro,
@@ -265,4 +279,14 @@ def _choices(
             micro *= 2
         if best is not None:
             yield best
+
+
+def _copies(machine: Machine, size: int, rows: int) -> Iterator[tuple[int, int]]:
+    """Numbers of copies, and of replicas: one, or where the copies are on several nodes one for each node."""
+    of_node = machine.gpus_per_node // size
+    copies = 1
+    while size * copies <= machine.gpus and copies <= rows:
+        yield copies, 1
+        if copies > of_node > 1:
+            yield copies, copies // of_node
         copies *= 2

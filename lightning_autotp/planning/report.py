@@ -46,7 +46,9 @@ def table(found: Recommendation) -> Table:
         sizes = (kept.parameters, kept.gradients, kept.states, kept.activations, kept.temporary + kept.gathered)
         seconds = (time.products, time.others, time.tensor_parallel + time.copies)
         made.add_row(
-            f"{choice.tensor_parallel_size}x{choice.data_parallel_size}"
+            f"{choice.tensor_parallel_size}x"
+            + f"{choice.replicas}x" * (choice.replicas > 1)
+            + f"{choice.shards}"
             + " sp" * choice.sequence_parallel
             + " ck" * choice.checkpointing,
             f"{choice.rows}x{choice.passes}",
@@ -119,7 +121,7 @@ def python_lines(found: Recommendation, best: Choice) -> str:
         lines = ["from lightning_autotp import AutoTPStrategy", ""]
         options = [
             f"tensor_parallel_size={best.tensor_parallel_size}",
-            f"data_parallel_size={best.data_parallel_size}",
+            f"data_parallel_size={_copies(best)}",
             f"tokens_per_step=({best.rows}, {found.length})",
             *(["sequence_parallel=True"] if best.sequence_parallel else []),
             *(['activation_checkpointing="blocks"'] if best.checkpointing else []),
@@ -144,7 +146,7 @@ def yaml_lines(found: Recommendation, best: Choice) -> str:
     nodes = -(-best.gpus // found.machine.gpus_per_node)
     options = {
         "tensor_parallel_size": best.tensor_parallel_size,
-        "data_parallel_size": best.data_parallel_size,
+        "data_parallel_size": list(pair) if isinstance(pair := _copies(best), tuple) else pair,
         "tokens_per_step": [best.rows, found.length],
         **({"sequence_parallel": True} if best.sequence_parallel else {}),
         **({"activation_checkpointing": "blocks"} if best.checkpointing else {}),
@@ -163,9 +165,15 @@ def yaml_lines(found: Recommendation, best: Choice) -> str:
     return str(yaml.safe_dump({"trainer": trainer}, sort_keys=False))
 
 
+def _copies(choice: Choice) -> int | tuple[int, int]:
+    """As ``data_parallel_size`` takes them."""
+    return choice.shards if choice.replicas == 1 else (choice.replicas, choice.shards)
+
+
 def _named(choice: Choice) -> str:
     said = [f"{choice.tensor_parallel_size} tensor-parallel ranks" if choice.tensor_parallel_size > 1 else ""]
-    said += [f"{choice.data_parallel_size} copies (FSDP2)" if choice.data_parallel_size > 1 else ""]
+    replicas = f"{choice.replicas} replicas of " if choice.replicas > 1 else ""
+    said += [f"{replicas}{choice.shards} copies (FSDP2)" if choice.data_parallel_size > 1 else ""]
     said += ["sequence parallelism" if choice.sequence_parallel else ""]
     said += ["checkpointed blocks" if choice.checkpointing else ""]
     return ", ".join(part for part in said if part) or "one GPU"

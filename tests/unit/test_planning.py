@@ -97,11 +97,33 @@ def test_time_is_counted_by_kind() -> None:
     assert step_time(many, H100, 1).total == pytest.approx(1100 * LAUNCH + 6e9 / 2.9e12)
 
 
-def test_what_is_recommended_can_be_pasted() -> None:
-    found = recommend(tiny_model(), gpus="2xH100", tokens_per_step=4096, sequence_length=512)
-    assert {(each.tensor_parallel_size, each.data_parallel_size) for each in found.choices} == {(1, 1), (1, 2), (2, 1)}
+def test_replicas_send_sums_of_gradients_over_the_network_and_no_parameters() -> None:
+    machine = replace(H100, gpus=16)
+    within, over = machine.between(8), machine.between(16)
+    slow = replace(REHEARSAL, parameters=10**12, gradients=10**12, block=0, rest=0)
+    alone = step_time(slow, machine, 1)
+    hybrid = step_time(slow, machine, 1, copies=16, replicas=2)
+    sent = 2 * within.collective("all_gather", 1e12, 8) + within.collective("reduce_scatter", 1e12, 8)
+    sent += over.collective("all_reduce", 1e12 / 8, 2)
+    hidden = alone.total - alone.update
+    assert hybrid.copies == pytest.approx(sent - hidden + within.collective("all_gather", 0, 8))
+    assert hybrid.copies < step_time(slow, machine, 1, copies=16).copies
+    assert hybrid.update == alone.update / 8
+
+
+@pytest.mark.parametrize(
+    ("gpus", "sizes"),
+    [
+        ("2xH100", {(1, 1, 1), (1, 2, 1), (2, 1, 1)}),
+        ("16xH100", {(1, 16, 2), (1, 16, 1), (2, 8, 2), (4, 4, 2), (8, 2, 1), (1, 8, 1), (8, 1, 1)}),
+    ],
+)
+def test_what_is_recommended_can_be_pasted(gpus: str, sizes: set[tuple[int, int, int]]) -> None:
+    found = recommend(tiny_model(), gpus=gpus, tokens_per_step=512 * 16, sequence_length=512)
+    seen = {(each.tensor_parallel_size, each.data_parallel_size, each.replicas) for each in found.choices}
+    assert seen == sizes if gpus == "2xH100" else seen > sizes
     assert {each.checkpointing for each in found.choices} == {False, True}
-    assert all(each.tokens == 4096 for each in found.choices)
+    assert all(each.tokens == 512 * 16 for each in found.choices)
     assert "one GPU is enough" in "\n".join(reasons(found))
     for choice in found.choices:
         calls = [node for node in ast.walk(ast.parse(python_lines(found, choice))) if isinstance(node, ast.Call)]
