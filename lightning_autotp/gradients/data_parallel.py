@@ -55,17 +55,17 @@ def shard_over_data(model: nn.Module, mesh: DeviceMesh) -> None:
 
 def _compute_while_gathered(model: nn.Module, args: Any, output: Any) -> None:
     """Let the logits that somebody has yet when the backward pass ends be computed there."""
+
+    def in_the_end(grad: Tensor) -> None:
+        after_backward(lambda: compute_undone(model.parameters()))
+
     for result in tree_leaves(output) if torch.is_grad_enabled() else []:
         if not isinstance(result, Tensor) or not result.requires_grad:
             continue
         if isinstance(result, VocabParallelLogits) and result.product is not None:
-            result.product.before_backward(_compute_in_the_end)
+            result.product.before_backward(in_the_end)
         else:
-            result.register_hook(_compute_in_the_end)
-
-
-def _compute_in_the_end(grad: Tensor) -> None:
-    after_backward(lambda: compute_undone(frozen=True))
+            result.register_hook(in_the_end)
 
 
 def hook_gathered(model: nn.Module) -> None:

@@ -15,7 +15,7 @@ gradients, the autocast and the weights of the time when it ran. If these weight
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -288,14 +288,16 @@ class HeadProduct:
 _all: weakref.WeakSet[HeadProduct] = weakref.WeakSet()
 
 
-def compute_undone(*, frozen: bool = False) -> None:
-    """Compute the logits that somebody still has, because the weights are about to change or to go. Not collective.
+def compute_undone(weights: Iterable[Tensor] | None = None) -> None:
+    """Compute the logits that somebody still has, because weights are about to change or to go. Not collective.
 
     Those that nobody has are gone, and cost nothing.
 
     Args:
-        frozen: whether also those of weights that no optimizer changes.
+        weights: these; by default all that an optimizer may change.
     """
+    these = None if weights is None else set(map(id, weights))
     for product in list(_all):
-        if not product.is_done and (frozen or product.weight.requires_grad) and product.problem() is None:
+        is_meant = product.weight.requires_grad if these is None else id(product.weight) in these
+        if is_meant and not product.is_done and product.problem() is None:
             product.value()
