@@ -249,7 +249,7 @@ def test_what_fsdp_cuts_is_cut_too(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = parameter(6, 4, dims=(), name="router")
     lamb, lion = Lamb([whole]), Lion([whole])
     check_optimizer(lamb, model_of(lamb))
-    monkeypatch.setattr(optimizers, "data_group", lambda _: object())
+    monkeypatch.setattr(optimizers, "shard_group", lambda _: object())
     with pytest.raises(ValueError, match=r"router \(cut along dim 0\)"):
         check_optimizer(lamb, model_of(lamb))
     check_optimizer(lion, model_of(lion))
