@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from jsonargparse import auto_cli
 
+from lightning_autotp.progress import bar
 from lightning_autotp.solving.options import PlanOptions, documented_by
 
 
@@ -33,6 +34,8 @@ def plan(  # noqa: D417 (the other options are PlanOptions')
     precision: Literal["32-true", "bf16-mixed", "bf16-true"] = "bf16-mixed",
     details: bool = False,
     json: Path | None = None,
+    html: Path | None = None,
+    trace: Path | None = None,
 ) -> None:
     """Print how a causal language model would be split, and what that takes: no weights, no GPU and no process group.
 
@@ -49,7 +52,10 @@ def plan(  # noqa: D417 (the other options are PlanOptions')
         precision: as the Trainer has it.
         details: also say what changes in calls, and why each tensor that stays whole does.
         json: file to write the plan to, for AutoTPStrategy(plan=...).
+        html: file to write a page to: the model, a block, memory, a step in time, other sizes.
+        trace: file to write the estimated step to, operator by operator, for chrome://tracing or ui.perfetto.dev.
     """
+    import json as format_of
     from dataclasses import replace
 
     import torch
@@ -62,7 +68,10 @@ def plan(  # noqa: D417 (the other options are PlanOptions')
     from lightning_autotp.pipeline import make_plan
     from lightning_autotp.planning.machines import Machine
     from lightning_autotp.planning.overview import look_over
+    from lightning_autotp.planning.page import page
+    from lightning_autotp.planning.recommend import recommend
     from lightning_autotp.planning.rehearsal import RehearsalError, one_row
+    from lightning_autotp.planning.timeline import chrome_trace
     from lightning_autotp.proving.compare import VerificationError
     from lightning_autotp.solving.pins import meant
     from lightning_autotp.solving.pricing import NOMINAL_LENGTH
@@ -102,6 +111,13 @@ def plan(  # noqa: D417 (the other options are PlanOptions')
     else:
         for line in seen.lines():
             console.print(line, markup=False, highlight=False)
+        if trace is not None:
+            trace.write_text(format_of.dumps(chrome_trace(seen.spans)))
+        if html is not None:
+            around = replace(machine, gpus=max(tp, min(2 * tp, machine.gpus_per_node)))
+            with _says("comparing other sizes"):
+                sizes = recommend(skeleton, row, around, tokens_per_step=size, optimizer=optimizer, precision=precision)
+            html.write_text(page(seen, sizes), encoding="utf-8")
     console.print()
     console.print(result.summary, markup=False, highlight=False)
     for warning in result.warnings:
@@ -327,14 +343,9 @@ def doctor(json: Path | None = None) -> None:
 @contextmanager
 def _says(what: str) -> Iterator[None]:
     """What goes on meanwhile, on the error output: on a terminal a line that moves and goes, else one that stays."""
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    if console.is_terminal:
-        with console.status(what):
-            yield
-    else:
+    if not sys.stderr.isatty():
         print(f"lightning-autotp: {what}", file=sys.stderr, flush=True)
+    with bar(what):
         yield
 
 

@@ -309,8 +309,8 @@ def materialize(
     with raise_together(process_group, "looking for the extremes of quantized weights"):
         extremes = row_extremes(model, device)
     share_extremes(extremes, parallel_state(model).group)
-    with says_weights(model), raise_together(process_group, "loading the weights"):
-        load_parameters(model, device, extremes)
+    with says_weights(model) as told, raise_together(process_group, "loading the weights"):
+        load_parameters(model, device, extremes, told)
     quantize_scales(model)
     synchronize_gradients(model)
     if data_mesh is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
 
@@ -12,14 +12,16 @@ from torch import nn
 
 from lightning_autotp.layouts.names import join_names
 from lightning_autotp.parameters.state import ParallelState, parallel_state
+from lightning_autotp.progress import bar
 
 
 @contextmanager
 def says_plan(model: nn.Module) -> Iterator[None]:
     """Around planning and proving, after which the model is this rank's local one."""
-    began = perf_counter()
-    yield
-    plan, name = parallel_state(model).plan, type(model).__name__
+    began, name = perf_counter(), type(model).__name__
+    with bar(f"tracing {name}, choosing a plan and proving it", shown=dist.get_rank() == 0):
+        yield
+    plan = parallel_state(model).plan
     if plan.ranks == 1:
         _say(f"{name} is not divided: there is one tensor-parallel rank (devices=1, or as many copies as devices)")
         return
@@ -33,11 +35,13 @@ def says_plan(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def says_weights(model: nn.Module) -> Iterator[None]:
-    """Around filling in the parameters of a local model."""
-    began, how = perf_counter(), _how(parallel_state(model))
-    yield
-    _say(f"each rank's part of {type(model).__name__}'s weights was {how} in {perf_counter() - began:.1f} s")
+def says_weights(model: nn.Module) -> Iterator[Callable[[int], None]]:
+    """Around filling in the parameters of a local model; yields what is told of each how many bytes it has."""
+    began, how, name = perf_counter(), _how(parallel_state(model)), type(model).__name__
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    with bar(f"{name}'s weights", size, shown=dist.get_rank() == 0) as told:
+        yield told
+    _say(f"each rank's part of {name}'s weights was {how} in {perf_counter() - began:.1f} s")
 
 
 def say_step(report: object, warnings: Iterable[str]) -> None:

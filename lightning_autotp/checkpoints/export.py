@@ -50,6 +50,7 @@ from lightning_autotp.private.transformers_private import (
     set_conversions_of,
     tokenizer_class_from_name,
 )
+from lightning_autotp.progress import bar
 from lightning_autotp.ranks.agreement import raise_together
 
 _log = logging.getLogger(__name__)
@@ -196,14 +197,20 @@ def write_model(
                 writer = SafetensorsWriter(staging, plan.files, plan.tensors)
                 _write_configuration(original, staging)
                 copied = _write_tokenizer(tokenizer, staging)
-        for step in plan.steps:
-            _write_step(step, whole, writer if writes else None, guard)
+        size = sum(tensor.nbytes for tensor in plan.tensors.values())
+        with bar(f"writing {directory}", size, shown=writes) as told:
+
+            def written(name: str) -> None:
+                told(plan.tensors[name].nbytes)
+
+            for step in plan.steps:
+                _write_step(step, whole, writer if writes else None, guard, written)
         with guard():
             if writes:
                 writer.finish()
                 _publish(staging, Path(directory), plan, writer.checksums)
                 stack.close()  # before any rank goes on
-    return Exported(tuple(plan.files), sum(tensor.nbytes for tensor in plan.tensors.values()), copied)
+    return Exported(tuple(plan.files), size, copied)
 
 
 def _write_step(
@@ -211,6 +218,7 @@ def _write_step(
     whole: Callable[[str], Tensor | None],
     writer: SafetensorsWriter | None,
     guard: Guard,
+    written: Callable[[str], None],
 ) -> None:
     """Make a step's parameters whole and write what is made of them; they are gone afterwards."""
     wholes = {parameter.name: whole(parameter.name) for parameter in step.parameters}
@@ -219,6 +227,7 @@ def _write_step(
             values = {name: value for name, value in wholes.items() if value is not None}
             for name, pieces in step.pieces(values):
                 writer.write(name, pieces)
+                written(name)
 
 
 def describe_models(module: nn.Module) -> dict[str, Any]:

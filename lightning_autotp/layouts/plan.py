@@ -435,14 +435,14 @@ class Plan:
         for row in rows_of(self._entries(rank)):
             table.add_row(DottedName(row.name), *(row.cells or ("", "")), row.size)
         lines = [*self._totals(), *self._tokens()]
-        more = [*self._details()]
+        more = [*self.remarks()]
         if details or len(more) < 2:
             lines += more
         else:
             lines.append(f"{len(more)} lines more: sizes in Python code, what is whole and why, ... (--details)")
         return Group(table, Text("\n".join(lines)))
 
-    def _details(self) -> Iterator[str]:
+    def remarks(self) -> Iterator[str]:
         """What is different in calls and attributes, what every rank computes whole, and why tensors are whole."""
         lines = [*counted(map(str, self.sizes))]
         lines += [f"after a forward each rank has its part of the attribute {name}" for name in self.kept_parts]

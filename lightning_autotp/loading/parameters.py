@@ -13,7 +13,7 @@ have been touched.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -79,7 +79,10 @@ def row_extremes(model: nn.Module, device: torch.device | str | None = None) -> 
 
 
 def load_parameters(
-    model: nn.Module, device: torch.device | str | None = None, extremes: Mapping[str, Tensor] | None = None
+    model: nn.Module,
+    device: torch.device | str | None = None,
+    extremes: Mapping[str, Tensor] | None = None,
+    told: Callable[[int], None] = lambda size: None,
 ) -> None:
     """Fill this rank's parameters, one at a time. Not collective.
 
@@ -90,6 +93,7 @@ def load_parameters(
         model: a parallel model, or a module that holds one: its metas say how to make the whole tensors.
         device: where the model goes; by default parameters on meta go to the CPU and all else stays where it is.
         extremes: what :func:`row_extremes` gives, of whole rows.
+        told: is told of each parameter how many bytes it has.
 
     Raises:
         CheckpointError: if files are missing, damaged or changed (checked before anything is read), or a parameter has
@@ -124,6 +128,7 @@ def load_parameters(
             filled = _fill(parameter, places[0].meta, torch.device(device or "cpu"), whole_rows)
             for place in places:
                 parameters_of(place.module)[place.attribute] = filled
+            told(parameter.nbytes)
     if device is not None:
         model.to(device)
 

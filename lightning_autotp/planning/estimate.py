@@ -111,6 +111,11 @@ def memory(rehearsal: Rehearsal, rows: int = 1, copies: int = 1, accumulates: bo
     return max(passing, stepping, key=lambda each: each.total)
 
 
+def product_time(machine: Machine, flops: float, moved: float, in_bf16: bool) -> float:
+    """Seconds of one product of so many floating-point operations that touches so many bytes."""
+    return max(flops / (machine.peak(in_bf16) * machine.reached), moved / machine.memory_bandwidth, LAUNCH)
+
+
 def step_time(
     rehearsal: Rehearsal,
     machine: Machine,
@@ -134,18 +139,17 @@ def step_time(
         replicas: each of which is sharded over its copies alone, the next ones to each other.
         passes: forward and backward passes of a step.
     """
-    work, rate = rehearsal.work, machine.peak(in_bf16) * machine.reached
-    bandwidth = machine.memory_bandwidth
+    work, bandwidth = rehearsal.work, machine.memory_bandwidth
     products = sum(
-        count * max(rows * flops / rate, moved / bandwidth, LAUNCH) for (flops, moved), count in work.products.items()
+        count * product_time(machine, rows * flops, moved, in_bf16) for (flops, moved), count in work.products.items()
     )
-    others = max((work.fixed_bytes + rows * work.bytes) / bandwidth, work.operators * LAUNCH)
+    others = max((work.others.fixed_bytes + rows * work.others.bytes) / bandwidth, work.others.count * LAUNCH)
     within = machine.between(ranks)
     tensor_parallel = sum(
         count * within.collective(kind, rows * size, ranks) for (kind, size), count in work.collectives.items()
     )
     shards = copies // replicas
-    update = (rehearsal.update_work.bytes + rehearsal.update_work.fixed_bytes) / shards / bandwidth
+    update = (rehearsal.update_work.others.bytes + rehearsal.update_work.others.fixed_bytes) / shards / bandwidth
     per_pass = products + others + tensor_parallel
     exposed = 0.0
     if copies > 1:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from math import ceil, prod
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,9 @@ Label = Literal["parameters", "copies", "gradients", "states", "activations", "o
 """What a storage is: a parameter; a parameter in another dtype; a gradient; an optimizer's state; what the forward pass
 keeps for the backward pass; anything else that is there for a while."""
 
-_COLLECTIVES = {
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter"]
+
+_COLLECTIVES: dict[str, Collective] = {
     "_c10d_functional.all_reduce": "all_reduce",
     "_c10d_functional.all_gather_into_tensor": "all_gather",
     "_c10d_functional.reduce_scatter_tensor": "reduce_scatter",
@@ -38,28 +40,72 @@ _GROUPED = "aten._grouped_mm"
 _FLOPS = {str(operator): count for operator, count in flop_registry.items()}
 
 
+class Ran(NamedTuple):
+    """One operator that ran.
+
+    Attributes:
+        name: such as ``aten.mm``.
+        place: path of the repeated block that it is of, also in the backward pass; empty outside of them.
+        bytes: that it read and wrote; of a collective, of the whole tensor.
+        flops: of a product; 0 for any other operator.
+        collective: which one it is; empty if it is none.
+        is_fixed: whether it reads parameters alone, so that it takes the same for any batch.
+    """
+
+    name: str
+    place: str
+    bytes: int
+    flops: float = 0.0
+    collective: Collective | Literal[""] = ""
+    is_fixed: bool = False
+
+
 @dataclass
 class Work:
     """What operators did.
 
     Attributes:
-        products: how often a product of so many floating-point operations ran that touched so many bytes.
-        fixed_bytes: bytes that other operators moved whatever the batch is: of parameters alone.
-        bytes: bytes that other operators moved.
-        operators: how many operators moved any.
-        collectives: by kind and bytes of the whole tensor, how often one ran.
+        ran: each, in the order in which they ran; those that move nothing are left out.
     """
 
-    products: Counter[tuple[float, int]] = field(default_factory=Counter)
-    fixed_bytes: int = 0
-    bytes: int = 0
-    operators: int = 0
-    collectives: Counter[tuple[str, int]] = field(default_factory=Counter)
+    ran: list[Ran] = field(default_factory=list)
+
+    @cached_property
+    def products(self) -> Counter[tuple[float, int]]:
+        """How often a product of so many floating-point operations ran that touched so many bytes."""
+        return Counter((one.flops, one.bytes) for one in self.ran if one.flops)
+
+    @cached_property
+    def others(self) -> Others:
+        """What ran besides products and collectives."""
+        others = [one for one in self.ran if not one.flops and not one.collective]
+        fixed = sum(one.bytes for one in others if one.is_fixed)
+        return Others(len(others), fixed, sum(one.bytes for one in others) - fixed)
+
+    @cached_property
+    def collectives(self) -> Counter[tuple[Collective, int]]:
+        """By kind and bytes of the whole tensor, how often one ran."""
+        return Counter((one.collective, one.bytes) for one in self.ran if one.collective)
 
     @property
     def flops(self) -> float:
         """Floating-point operations of all products."""
         return sum(flops * count for (flops, _), count in self.products.items())
+
+
+@dataclass(frozen=True)
+class Others:
+    """Operators that are neither products nor collectives.
+
+    Attributes:
+        count: how many there are.
+        fixed_bytes: that they move whatever the batch is.
+        bytes: that they move besides.
+    """
+
+    count: int
+    fixed_bytes: int
+    bytes: int
 
 
 class Meter(TorchDispatchMode):
@@ -74,12 +120,15 @@ class Meter(TorchDispatchMode):
         peak: of the moment at which the most was alive besides parameters and optimizer states: what it was.
         peak_without_gradients: of the moment at which the most was alive besides these and gradients.
         work: what was done.
+        place: the repeated block whose operators run now.
     """
 
     def __init__(self, model: nn.Module, chosen: float = 1.0) -> None:
         super().__init__()
         self._chosen = chosen
         self.work = Work()
+        self.place = ""
+        self._left: list[weakref.ref[Tensor]] = []  # what the last block returned
         self.live: Counter[Label] = Counter()
         self._alive: dict[int, tuple[Label, int, Any]] = {}
         self.restart_peaks()
@@ -87,6 +136,27 @@ class Meter(TorchDispatchMode):
         for parameter in model.parameters():
             if parameter.requires_grad and parameter.is_leaf:
                 parameter.register_post_accumulate_grad_hook(self._note_gradient)
+
+    def follow(self, blocks: Mapping[str, nn.Module]) -> None:
+        """Know from now on when one of these runs, by the names given, and when its backward pass does."""
+        for name, block in blocks.items():
+            block.register_forward_pre_hook(partial(self._begin, name), prepend=True, with_kwargs=True)
+            block.register_forward_hook(partial(self._leave, name))
+
+    def _begin(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.place = name
+        for tensor in _with_gradients((args, kwargs)):
+            if not any(tensor is left() for left in self._left):  # else the backward pass goes on in the block before
+                tensor.register_hook(partial(self._at, ""))
+
+    def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        self.place = ""
+        self._left = [weakref.ref(tensor) for tensor in _with_gradients(output)]
+        for tensor in _with_gradients(output):
+            tensor.register_hook(partial(self._at, name))
+
+    def _at(self, name: str, gradient: Tensor) -> None:
+        self.place = name
 
     def restart_peaks(self) -> None:
         """Forget the peaks so far."""
@@ -147,23 +217,20 @@ class Meter(TorchDispatchMode):
         name = str(func.overloadpacket)
         results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         moved = sum(leaf.numel() * leaf.itemsize for leaf in {id(x): x for x in (*operands, *results)}.values())
+        ran = partial(Ran, name, self.place)
         if name in _COLLECTIVES:
             kind = _COLLECTIVES[name]
             whole = operands[0] if kind == "reduce_scatter" else results[0]
-            self.work.collectives[kind, whole.numel() * whole.itemsize] += 1
+            self.work.ran.append(ran(whole.numel() * whole.itemsize, collective=kind))
             return
         # The processor's attention, and what adds a product in place, do what others do.
         count = _FLOPS.get(name.removesuffix("_").replace("_for_cpu", ""))
         if count is not None:
-            self.work.products[float(count(*args, **kwargs, out_val=result)), moved] += 1
+            self.work.ran.append(ran(moved, float(count(*args, **kwargs, out_val=result))))
         elif "grouped_mm" in name:  # rows of several matrices after each other: each meets one of the others
-            self.work.products[2.0 * prod(operands[0].shape[-2:]) * operands[1].shape[-1], moved] += 1
+            self.work.ran.append(ran(moved, 2.0 * prod(operands[0].shape[-2:]) * operands[1].shape[-1]))
         elif makes or schema_of(func).is_mutable:
-            self.work.operators += 1
-            if of_parameters:
-                self.work.fixed_bytes += moved
-            else:
-                self.work.bytes += moved
+            self.work.ran.append(ran(moved, is_fixed=of_parameters))
 
     def _add(self, tensors: Iterable[Tensor], label: Label) -> None:
         for tensor in tensors:
@@ -187,6 +254,10 @@ class Meter(TorchDispatchMode):
     def _note_gradient(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
             self.label([parameter.grad], "gradients")
+
+
+def _with_gradients(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
 def _grouped(*operands: Tensor) -> Tensor:

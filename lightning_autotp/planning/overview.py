@@ -15,12 +15,14 @@ from lightning_autotp.planning.machines import Machine
 from lightning_autotp.planning.rehearsal import (
     Optimizer,
     Precision,
+    Rehearsal,
     as_trained,
     fullest_rank,
     local_model,
     rehearse,
 )
 from lightning_autotp.planning.report import KINDS
+from lightning_autotp.planning.timeline import Span, timeline
 
 _TIGHT = 0.8
 """Share of a GPU's memory above which there should be less in it."""
@@ -39,6 +41,7 @@ class Overview:
         optimizer: whose states are counted.
         memory: of the rank that stores the most.
         time: of a step.
+        rehearsal: of one row, which they follow from.
     """
 
     plan: Plan
@@ -49,6 +52,7 @@ class Overview:
     optimizer: Optimizer
     memory: Memory
     time: StepTime
+    rehearsal: Rehearsal
 
     @property
     def free(self) -> float:
@@ -56,9 +60,27 @@ class Overview:
         return self.machine.memory - self.machine.reserved
 
     @property
+    def spans(self) -> tuple[Span, ...]:
+        """The step in order."""
+        in_bf16 = self.precision != "32-true"
+        return timeline(self.rehearsal, self.machine, self.plan.ranks, in_bf16=in_bf16, rows=self.rows)
+
+    @property
     def fits(self) -> bool:
         """Whether the step does."""
         return self.memory.total <= self.free
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Bytes of the memory by what they are."""
+        of = self.memory
+        return {
+            "parameters": of.parameters,
+            "gradients": of.gradients,
+            "optimizer": of.states,
+            "activations": of.activations,
+            "other": of.temporary + of.gathered,
+        }
 
     def lines(self) -> Iterator[str]:
         """For people, the most important first; no line is longer than 80 characters but the last."""
@@ -66,18 +88,11 @@ class Overview:
         total, free = in_units(int(self.memory.total)), in_units(int(self.free))
         does = "fits" if self.fits else "does not fit"
         yield f"{does}: {total} of {free} of a GPU ({self.machine.name}), {size} a step"
-        of, (unit, scale) = self.memory, unit_of(self.memory.total)
-        parts = {
-            "parameters": of.parameters,
-            "gradients": of.gradients,
-            "optimizer": of.states,
-            "activations": of.activations,
-            "other": of.temporary + of.gathered,
-        }
-        yield ", ".join(f"{name} {_digits(size / scale)}" for name, size in parts.items()) + f" {unit}"
-        yield f"step: about {_ms(self.time.total)} (estimated, {self.precision}, {self.optimizer})"
+        unit, scale = unit_of(self.memory.total)
+        yield ", ".join(f"{name} {_digits(size / scale)}" for name, size in self.parts.items()) + f" {unit}"
+        yield f"step: about {in_ms(self.time.total)} (estimated, {self.precision}, {self.optimizer})"
         spent = sorted(((getattr(self.time, one.name), KINDS[one.name]) for one in fields(self.time)), reverse=True)
-        yield "most of it: " + ", ".join(f"{what} {_ms(seconds)}" for seconds, what in spent[:2])
+        yield "most of it: " + ", ".join(f"{what} {in_ms(seconds)}" for seconds, what in spent[:2])
         yield "try: " + "; ".join([*self._better(), "`recommend`, which compares all sizes, also FSDP alone"])
 
     def _better(self) -> Iterator[str]:
@@ -127,12 +142,13 @@ def look_over(
     rows = max(1, round(tokens / max(length, 1)))
     needed = memory(rehearsal, rows)
     time = step_time(rehearsal, machine, plan.ranks, in_bf16=precision != "32-true", rows=rows)
-    return Overview(plan, machine, rows, length, precision, optimizer, needed, time)
+    return Overview(plan, machine, rows, length, precision, optimizer, needed, time, rehearsal)
 
 
 def _digits(number: float) -> str:
     return f"{number:.1f}" if number < 99.95 else f"{number:.0f}"
 
 
-def _ms(seconds: float) -> str:
+def in_ms(seconds: float) -> str:
+    """Seconds as milliseconds, two digits at least."""
     return f"{1e3 * seconds:,.0f} ms" if seconds >= 0.01 else f"{1e3 * seconds:.2g} ms"

@@ -135,7 +135,7 @@ class Recommendation:
 def recommend(
     model: nn.Module,
     example_inputs: dict[str, Any] | None = None,
-    gpus: str = "8xH100",
+    gpus: str | Machine = "8xH100",
     tokens_per_step: int = 16_384,
     sequence_length: int = 4_096,
     optimizer: Optimizer = "adamw",
@@ -148,7 +148,7 @@ def recommend(
         model: any model whose output has a ``loss``, best on meta; it is only looked at.
         example_inputs: one row as the training step passes it, by the names of the arguments; made up for a language
             model.
-        gpus: how many of which: ``"16xH100"``, or ``"4xmy_machine.yaml"``.
+        gpus: how many of which: ``"16xH100"``, or ``"4xmy_machine.yaml"``, or what was read of such a file.
         tokens_per_step: tokens of an optimizer step, of all copies and accumulated passes together.
         sequence_length: tokens of a row, where ``example_inputs`` do not say it.
         optimizer: ``"adamw"``, ``"sgd"`` or ``"sgd-momentum"``, whose states are counted.
@@ -160,7 +160,7 @@ def recommend(
         CaptureError: if the model cannot be traced.
         RehearsalError: if its code asks for values that only a real step has.
     """
-    machine = Machine.of(gpus)
+    machine = gpus if isinstance(gpus, Machine) else Machine.of(gpus)
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"optimizer={optimizer!r}: known are {', '.join(OPTIMIZERS)}")
     if precision not in ("32-true", "bf16-mixed", "bf16-true"):

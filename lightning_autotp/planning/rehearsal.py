@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_autotp.applying.replace import apply_plan
-from lightning_autotp.building.repeated_blocks import blocks_of_their_own
+from lightning_autotp.building.repeated_blocks import blocks_of_their_own, repeated_blocks
 from lightning_autotp.capture.capture import meta_copy
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.parameters.state import is_parallel, parallel_state
@@ -58,6 +58,7 @@ class Rehearsal:
         block: of the largest repeated block's parameters.
         rest: of the parameters in no repeated block.
         work: of forward and backward pass.
+        forward: how many of its operators are the forward pass's: the first ones.
         update_work: of the optimizer's step.
     """
 
@@ -72,6 +73,7 @@ class Rehearsal:
     block: int
     rest: int
     work: Work
+    forward: int
     update_work: Work
 
 
@@ -138,8 +140,10 @@ def rehearse(
     model = meta_copy(local, stand_in)
     given = tree_map_only(Tensor, stand_in, batch)
     blocks = [_bytes(block) for block in blocks_of_their_own(model)]
+    repeated = set(repeated_blocks(model))
     ranks = parallel_state(model).group.size if is_parallel(model) else 1
     meter = Meter(model, min(1.0, imbalance / ranks))
+    meter.follow({path: module for path, module in model.named_modules() if module in repeated})
     with ExitStack() as modes:
         modes.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
@@ -150,6 +154,7 @@ def rehearse(
                 loss = model(**given).loss
             meter.relabel("other", "activations")
             activations, copies = meter.live["activations"], meter.live["copies"]
+            forward = len(meter.work.ran)
             loss.backward()
             del loss
         except Exception as error:
@@ -157,7 +162,7 @@ def rehearse(
                 f"a step of {type(local).__name__} cannot be rehearsed without values: {type(error).__name__}: {error}"
             ) from error
         peak, without = (_told_apart(found, activations) for found in (meter.peak, meter.peak_without_gradients))
-        work, meter.work = meter.work, Work()
+        work, meter.work, meter.place = meter.work, Work(), ""
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         update = 0
         if optimizer != "none":
@@ -182,6 +187,7 @@ def rehearse(
         block=max(blocks, default=0),
         rest=meter.live["parameters"] - sum(blocks),
         work=work,
+        forward=forward,
         update_work=meter.work,
     )
 

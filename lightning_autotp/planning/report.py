@@ -70,13 +70,13 @@ def reasons(found: Recommendation) -> Iterator[str]:
             yield "nothing can be said of any size"
         else:
             yield (
-                f"nothing fits: {_named(least)} needs the least, {_gb(least.memory.total)} of"
+                f"nothing fits: {named(least)} needs the least, {_gb(least.memory.total)} of"
                 f" {_gb(machine.memory - machine.reserved)} of a GPU, most of it {least.memory.largest}:"
                 f" {_REMEDIES[least.memory.largest]}"
             )
     else:
         yield (
-            f"recommended: {_named(best)}, {best.tokens_per_second:.0f} tokens/s,"
+            f"recommended: {named(best)}, {best.tokens_per_second:.0f} tokens/s,"
             f" {_gb(best.memory.total)} of {_gb(machine.memory - machine.reserved)} of a GPU"
         )
         yield from _compared(found, best)
@@ -98,15 +98,15 @@ def _compared(found: Recommendation, best: Choice) -> Iterator[str]:
     other = next((each for each in divided if each.fits), None)
     if best.tensor_parallel_size == 1 and best.gpus > 1 and other is not None:
         share = best.tokens_per_second / other.tokens_per_second - 1
-        yield f"FSDP without tensor parallelism is faster: by {share:.0%} than {_named(other)}"
+        yield f"FSDP without tensor parallelism is faster: by {share:.0%} than {named(other)}"
     if best.tensor_parallel_size > 1:
         if other is not None:
             share = best.tokens_per_second / other.tokens_per_second - 1
-            yield f"tensor parallelism is faster: by {share:.0%} than {_named(other)}"
+            yield f"tensor parallelism is faster: by {share:.0%} than {named(other)}"
         elif divided:
             least = min(divided, key=lambda each: each.memory.total)
             yield (
-                f"without tensor parallelism it does not fit: {_named(least)} needs {_gb(least.memory.total)}"
+                f"without tensor parallelism it does not fit: {named(least)} needs {_gb(least.memory.total)}"
                 f" of {_gb(machine.memory - machine.reserved)}"
             )
 
@@ -170,7 +170,8 @@ def _copies(choice: Choice) -> int | tuple[int, int]:
     return choice.shards if choice.replicas == 1 else (choice.replicas, choice.shards)
 
 
-def _named(choice: Choice) -> str:
+def named(choice: Choice) -> str:
+    """A way to train in words."""
     said = [f"{choice.tensor_parallel_size} tensor-parallel ranks" if choice.tensor_parallel_size > 1 else ""]
     replicas = f"{choice.replicas} replicas of " if choice.replicas > 1 else ""
     said += [f"{replicas}{choice.shards} copies (FSDP2)" if choice.data_parallel_size > 1 else ""]

@@ -36,7 +36,7 @@ _TOLERANCE = 1e-4  # of the largest element
 
 
 @dataclass(frozen=True)
-class Dealable:
+class ShardableExperts:
     """Which experts may be distributed whole.
 
     Attributes:
@@ -48,9 +48,9 @@ class Dealable:
     refused: Mapping[str, str]
 
 
-def dealable_experts(
+def shardable_experts(
     model: nn.Module, graph: Graph, ranks: int, planned: Mapping[str, Ownership] | None = None
-) -> Dealable:
+) -> ShardableExperts:
     """Try the code of every module with stacked experts.
 
     Args:
@@ -69,7 +69,7 @@ def dealable_experts(
             continue
         module = model.get_submodule(call.module)
         number, choices = stacked(module), graph.tensors[call.index].shape[1]
-        because = _not_dealable(call, module, number, ranks, first_names)
+        because = _not_shardable(call, module, number, ranks, first_names)
         options = _options(graph, producers, call.index)
         if not because and options is not None and options > number:
             because = f"tokens choose among {options}, of which {number} are its experts"
@@ -88,7 +88,7 @@ def dealable_experts(
                 sizes[call.module] = tuple(SizePlan(call.module, name, number, local) for name in found)
         if because:
             refused[call.module] = because
-    return Dealable({path: found for path, found in sizes.items() if path not in refused}, refused)
+    return ShardableExperts({path: found for path, found in sizes.items() if path not in refused}, refused)
 
 
 def prove_experts(model: nn.Module, graph: Graph, plan: Plan) -> None:
@@ -104,7 +104,7 @@ def prove_experts(model: nn.Module, graph: Graph, plan: Plan) -> None:
     """
     layouts = {use.module: use.layout for use in plan.implementations if IMPLEMENTATIONS[use.name].is_module}
     planned = {path: layout.dims[0][1] for path, layout in layouts.items() if isinstance(layout, Shard)}
-    found = dealable_experts(model, graph, plan.ranks, planned)
+    found = shardable_experts(model, graph, plan.ranks, planned)
     for path, because in found.refused.items():
         raise PlanMismatch(f"the plan shards the experts of {path} whole, but {because}")
     for path, needed in found.sizes.items():
@@ -116,7 +116,7 @@ def prove_experts(model: nn.Module, graph: Graph, plan: Plan) -> None:
             )
 
 
-def _not_dealable(call: ExpertsCall, module: nn.Module, number: int, ranks: int, first_names: Set[str]) -> str:
+def _not_shardable(call: ExpertsCall, module: nn.Module, number: int, ranks: int, first_names: Set[str]) -> str:
     """Why experts may not be sharded, if that can be told without trying them; else empty."""
     if number < ranks:
         return f"there are fewer experts ({number}) than ranks"

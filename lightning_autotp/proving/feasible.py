@@ -14,7 +14,7 @@ from lightning_autotp.layouts.types import Layout, Shard
 from lightning_autotp.operators.graph import Graph, Operator
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
 from lightning_autotp.proving.compare import Mismatch, VerificationError
-from lightning_autotp.proving.experts import Dealable, dealable_experts
+from lightning_autotp.proving.experts import ShardableExperts, shardable_experts
 from lightning_autotp.proving.local_sizes import Unlocalizable, find_sizes, in_any_layer
 from lightning_autotp.proving.verify import trace
 from lightning_autotp.solving.cost import Profile
@@ -28,8 +28,8 @@ from lightning_autotp.solving.solution import Solution
 from lightning_autotp.solving.solver import NothingToShard, solve
 
 SEQUENCE_PARALLEL_PRICE = 8.0
-"""All-reduces that an activation held whole may cost where sequence parallelism is asked for: more than dealing it out
-costs beside what is communicated anyway."""
+"""All-reduces that an activation which is whole on every rank may cost where sequence parallelism is asked for: more
+than sharding it costs beside what is communicated anyway."""
 
 
 def feasible_plan(
@@ -65,7 +65,7 @@ def feasible_plan(
 
 def _feasible(model: nn.Module, graph: Graph, inputs: Any, ranks: int, options: PlanOptions) -> tuple[Plan, Solution]:
     """As :func:`feasible_plan`; where values say which way code goes, its types may not follow from its lines."""
-    found = dealable_experts(model, graph, ranks)
+    found = shardable_experts(model, graph, ranks)
     whole = with_whole_experts(graph, found.sizes) if found.sizes else graph
 
     def search_with(profile: Profile) -> _Search:
@@ -114,7 +114,7 @@ def _cheaper(divided: _Search, whole: _Search) -> _Search:
         return whole
 
 
-def _with_refused(plan: Plan, found: Dealable) -> Plan:
+def _with_refused(plan: Plan, found: ShardableExperts) -> Plan:
     """The plan, which says of experts that are whole on every rank why they are not sharded."""
 
     def said(parameter: ParameterPlan) -> ParameterPlan:

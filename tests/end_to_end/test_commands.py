@@ -42,7 +42,7 @@ def test_command_says_the_details_where_it_is_asked(tmp_path: Path) -> None:
         return " ".join(result.stdout.split())
 
     plan, _ = make_plan(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path)), 2)
-    details = [" ".join(line.split()) for line in plan._details()]
+    details = [" ".join(line.split()) for line in plan.remarks()]
     assert len(details) > 1
     brief, full = words(), words("--details")
     assert all(line in full for line in details)
@@ -53,11 +53,14 @@ def test_command_says_the_details_where_it_is_asked(tmp_path: Path) -> None:
 def test_command_compares_with_a_gpu_and_plans_for_a_limit(tmp_path: Path) -> None:
     tiny_config("llama", architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
     small = ["--gpus", "RTX4090", "--gpu-memory", "1.6e9", "--memory", "1e9"]
+    small += ["--html", str(tmp_path / "plan.html"), "--trace", str(tmp_path / "step.json")]
     result = run_python("-m", "lightning_autotp.cli", "plan", str(tmp_path), *small)
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("does not fit: ")
     assert "of a GPU (RTX4090)" in result.stdout
     assert "made to fit: parameters, gradients and optimizer states take" in result.stdout
+    assert "does not fit: " in (tmp_path / "plan.html").read_text()
+    assert json.loads((tmp_path / "step.json").read_text())["traceEvents"]
 
 
 def test_command_pins(tmp_path: Path) -> None:

@@ -16,14 +16,18 @@ import importlib
 import inspect
 import io
 import json
+import math
 import pkgutil
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import block_picture
 import memory_picture
 import pytest
+import recipes
+import yaml
 from flop_counts import prove_flops
 from pages import DOCS, OPERATORS_PAGE, PAGES, ROOT, blocks
 from PIL import Image
@@ -31,6 +35,7 @@ from rule_cases import CASES
 from rule_draws import prove
 
 import lightning_autotp
+from lightning_autotp import AutoTPStrategy
 from lightning_autotp.operators import registry
 
 PACKAGE = ROOT / "lightning_autotp"
@@ -222,6 +227,34 @@ def test_the_picture_of_memory_has_the_figures_of_its_page(tmp_path: Path) -> No
         assert json.loads(Image.open(picture).text[memory_picture.DATA]) == memory_picture.figures()
     one, two, *others = (sum(parts) for parts in memory_picture.figures().values())
     assert one > two > max(others)
+
+
+def test_the_picture_of_a_block_is_of_its_plan(tmp_path: Path) -> None:
+    """If not: ``python tools/block_picture.py`` draws it again."""
+    figures = block_picture.drawn(block_picture.llama_plan())
+    block_picture.draw(figures, tmp_path / "now.png")
+    for picture in (tmp_path / "now.png", ROOT / "docs" / "block.png"):
+        assert json.loads(Image.open(picture).text[block_picture.DATA]) == figures
+    assert len(figures["weights"]) == sum(len(row) for row in block_picture.ROWS)
+    assert len(figures["sent"]) == 4
+
+
+def test_recipes_are_configurations() -> None:
+    """If not: ``python tools/recipes.py`` writes the page again."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    tiny = recipes.Recipe("Tiny", "llama", {**sizes, "vocab_size": 1000}, "16xH100", lora=2, tokens=4096, length=256)
+    page = (ROOT / "docs" / "recipes.md").read_text()
+    assert re.findall(r"^## (.+)", page, re.MULTILINE) == [recipe.title for recipe in recipes.RECIPES]
+    taken = inspect.signature(AutoTPStrategy.__init__).parameters
+    for text in (page, recipes.to_markdown([recipes.section(tiny)])):
+        found = [yaml.safe_load(lines)["trainer"] for lines in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)]
+        assert len(found) == len(re.findall("^## ", text, re.MULTILINE))
+        for trainer in found:
+            options = trainer["strategy"]["init_args"] if "strategy" in trainer else {}
+            assert options.keys() <= taken.keys()
+            copies = options.get("data_parallel_size", 1)
+            ranks = options.get("tensor_parallel_size", 1) * (math.prod(copies) if isinstance(copies, list) else copies)
+            assert ranks == trainer["devices"] * trainer["num_nodes"]
 
 
 def test_as_many_rules_as_it_says() -> None:

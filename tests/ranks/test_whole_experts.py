@@ -24,7 +24,7 @@ from lightning_autotp.layouts.types import Shard
 from lightning_autotp.operators import count_flops
 from lightning_autotp.operators.graph import EXPERTS
 from lightning_autotp.parallel.experts import WholeExperts
-from lightning_autotp.proving.experts import dealable_experts, prove_experts
+from lightning_autotp.proving.experts import prove_experts, shardable_experts
 from lightning_autotp.proving.verify import trace
 from lightning_autotp.solving.expert_modules import with_whole_experts
 from lightning_autotp.solving.planned import PlanMismatch
@@ -269,7 +269,7 @@ def test_experts_that_are_not_the_same_in_parts_are_not_dealt_out_and_the_plan_s
     model = Model(kind)
     plan, _ = make_plan(model, 2, example_inputs=IDS)
     assert not deals(plan)
-    assert dealable_experts(model, trace(model, IDS), 2).refused["experts"].startswith("its ")
+    assert shardable_experts(model, trace(model, IDS), 2).refused["experts"].startswith("its ")
     whole, _ = make_plan(model, 2, example_inputs=IDS, keep_whole=["experts"])
     (matrices,) = [parameter for parameter in whole.parameters if parameter.names[0] == "experts.matrices"]
     assert "its experts cannot be sharded: its" in matrices.described()

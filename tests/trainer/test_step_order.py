@@ -225,6 +225,6 @@ def test_a_step_calls_in_this_order(way: str, found: list[dict[str, list[str]]])
 def test_the_page_has_this_order(way: str) -> None:
     section = re.split(r"^## ", PAGE.read_text(), flags=re.MULTILINE)
     [table] = [text for text in section if text.startswith(HEADINGS[way])]
-    rows = re.findall(r"^\| (\d+) \| `(.+?)` \| `(.+?)` \| \S.*\|$", table, re.MULTILINE)
-    assert [f"{file}: {function}" for _, file, function in rows] == STEPS[way]
+    rows = re.findall(r"^\| (\d+) \| `(\S+)` in `(\S+)` \| \S.*\|$", table, re.MULTILINE)
+    assert [f"{file}: {function}" for _, function, file in rows] == STEPS[way]
     assert [int(number) for number, *_ in rows] == list(range(1, len(STEPS[way]) + 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -294,6 +295,7 @@ def of_a_copy(model: Any) -> None:
     loss_of(other)
     halved(other)
     del other
+    gc.collect()  # else the next optimizer's step finds it, and warns of it
 
 
 def before_a_step(model: Any) -> None:

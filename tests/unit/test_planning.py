@@ -21,7 +21,7 @@ from lightning_autotp.capture.capture import language_model_inputs
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.planning.estimate import LAUNCH, memory, step_time
 from lightning_autotp.planning.machines import Machine, known_machines
-from lightning_autotp.planning.meter import Work
+from lightning_autotp.planning.meter import Ran, Work
 from lightning_autotp.planning.overview import Overview, look_over
 from lightning_autotp.planning.recommend import Recommendation
 from lightning_autotp.planning.rehearsal import Rehearsal, RehearsalError, local_model, one_row, rehearse
@@ -39,8 +39,15 @@ REHEARSAL = Rehearsal(
     update=100,
     block=20,
     rest=10,
-    work=Work(Counter({(1e12, 1000): 3}), 0, int(3e9), 2, Counter({("all_reduce", int(3e8)): 2})),
-    update_work=Work(bytes=int(6e9)),
+    work=Work(
+        [
+            *[Ran("aten.mm", "layers.0", 1000, 1e12)] * 3,
+            *[Ran("aten.add", "", int(1.5e9))] * 2,
+            *[Ran("_c10d_functional.all_reduce", "layers.0", int(3e8), collective="all_reduce")] * 2,
+        ]
+    ),
+    forward=3,
+    update_work=Work([Ran("aten._foreach_add_", "", int(6e9))]),
 )
 
 
@@ -93,7 +100,7 @@ def test_time_is_counted_by_kind() -> None:
     assert time.update == pytest.approx(6e9 / 2.9e12)
     assert time.copies == 0
     assert time.largest == "products"
-    many = replace(REHEARSAL, work=Work(Counter({(1.0, 1): 100}), operators=1000))
+    many = replace(REHEARSAL, work=Work([Ran("aten.mm", "", 1, 1.0)] * 100 + [Ran("aten.add", "", 0)] * 1000))
     assert step_time(many, H100, 1).total == pytest.approx(1100 * LAUNCH + 6e9 / 2.9e12)
 
 
@@ -142,7 +149,9 @@ def overview(ranks: int, **changes: float) -> Overview:
     plan = Plan("Model", ranks, ())
     needed = replace(memory(REHEARSAL), **{name: share * 1e9 for name, share in changes.items()})
     time = step_time(REHEARSAL, H100, ranks)
-    return Overview(plan, replace(H100, memory=H100.reserved + 1e9), 1, 64, "bf16-mixed", "adamw", needed, time)
+    return Overview(
+        plan, replace(H100, memory=H100.reserved + 1e9), 1, 64, "bf16-mixed", "adamw", needed, time, REHEARSAL
+    )
 
 
 def test_an_overview_says_what_would_be_better() -> None:

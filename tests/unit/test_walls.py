@@ -18,6 +18,7 @@ PACKAGE = Path(__file__).parents[2] / "lightning_autotp"
 ORDER = [
     "private",
     "torch_functions",
+    "progress",
     "layouts",
     "ranks",
     "building",

@@ -1,0 +1,37 @@
+"""A bar is for people at a terminal: nothing of it is in a log, and nothing stays on the terminal."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+
+import pytest
+
+from lightning_autotp.progress import bar
+
+
+@pytest.mark.parametrize("size", [None, 2**31])
+def test_a_terminal_shows_what_goes_on(size: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = os.openpty()
+    monkeypatch.setenv("COLUMNS", "120")
+    with os.fdopen(ours, "rb", 0) as screen, os.fdopen(theirs, "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        with bar("reading weights", size) as told:
+            told(2**30)
+        with bar("another rank's", size, shown=False) as told:
+            told(2**30)
+        terminal.flush()
+        seen = screen.read(2**16).decode()
+    assert "reading weights" in seen
+    assert "another rank's" not in seen
+    assert ("1.0/2.0 GiB" in seen) == (size is not None)
+    assert "\x1b[2K" in seen.rpartition("reading weights")[2], "the line is erased"
+
+
+def test_a_log_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", log)
+    with bar("reading weights", 100) as told:
+        told(50)
+    assert not log.getvalue()
