@@ -217,15 +217,19 @@ def make_local(
     message: list[Any] = [None]
     with says_plan(model), relaxed_gc():
         with _raise_together(groups, "planning"):
-            # Every rank its own, at the same time: what a plan is proved against.
-            graph = trace(model, inputs, device=options.device)
+            # The first rank's, for all of them: what a plan is proved against is one computation.
+            traced = [trace(model, inputs, device=options.device) if group.rank == 0 else None]
             if all(dist.get_rank(axis) == 0 for axis in groups):
-                message = [_plan(model, graph, inputs, group.size, options).to_json()]
+                assert traced[0] is not None
+                message = [_plan(model, traced[0], inputs, group.size, options).to_json()]
+        dist.broadcast_object_list(traced, group_src=0, group=process_group)
         for axis in reversed(groups):  # to the first ranks of the copies, and from them to the others
             dist.broadcast_object_list(message, group_src=0, group=axis)
         with _raise_together(groups, "building the local model"):
-            # The solver runs again on every rank, held to the plan, on that rank's own graph: a plan is a claim,
-            # whoever made it, and it does not say how tensors lie that are no parameters.
+            # The solver runs again on every rank, held to the plan: a plan is a claim, whoever made it, and it does
+            # not say how tensors lie that are no parameters.
+            graph = traced[0]
+            assert graph is not None
             graph, plan, solution = _read(Plan.from_json(message[0]), model, graph, inputs)
             prove_experts(model, graph, plan)
             original = meta_copy(model)

@@ -47,7 +47,7 @@ class Ran(NamedTuple):
         name: such as ``aten.mm``.
         place: path of the repeated block that it is of, also in the backward pass; empty outside of them.
         bytes: that it read and wrote; of a collective, of the whole tensor.
-        flops: of a product; 0 for any other operator.
+        flops: of a product; ``None`` for any other operator.
         collective: which one it is; empty if it is none.
         is_fixed: whether it reads parameters alone, so that it takes the same for any batch.
     """
@@ -55,7 +55,7 @@ class Ran(NamedTuple):
     name: str
     place: str
     bytes: int
-    flops: float = 0.0
+    flops: float | None = None
     collective: Collective | Literal[""] = ""
     is_fixed: bool = False
 
@@ -73,12 +73,12 @@ class Work:
     @cached_property
     def products(self) -> Counter[tuple[float, int]]:
         """How often a product of so many floating-point operations ran that touched so many bytes."""
-        return Counter((one.flops, one.bytes) for one in self.ran if one.flops)
+        return Counter((one.flops, one.bytes) for one in self.ran if one.flops is not None)
 
     @cached_property
     def others(self) -> Others:
         """What ran besides products and collectives."""
-        others = [one for one in self.ran if not one.flops and not one.collective]
+        others = [one for one in self.ran if one.flops is None and not one.collective]
         fixed = sum(one.bytes for one in others if one.is_fixed)
         return Others(len(others), fixed, sum(one.bytes for one in others) - fixed)
 

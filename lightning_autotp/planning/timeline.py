@@ -58,7 +58,7 @@ def timeline(
     work, within = rehearsal.work, machine.between(ranks)
 
     def seconds(ran: Ran) -> float:
-        if ran.flops:
+        if ran.flops is not None:
             return product_time(machine, rows * ran.flops, ran.bytes, in_bf16)
         if ran.collective:
             return within.collective(ran.collective, rows * ran.bytes, ranks)
@@ -69,7 +69,7 @@ def timeline(
     now = 0.0
     for number, ran in enumerate(work.ran):
         phase: Phase = "forward" if number < rehearsal.forward else "backward"
-        kind: Kind = "products" if ran.flops else "tensor_parallel" if ran.collective else "others"
+        kind: Kind = "products" if ran.flops is not None else "tensor_parallel" if ran.collective else "others"
         spans.append(Span(ran.name, ran.place, phase, kind, now, seconds(ran)))
         now += spans[-1].seconds
     return (*spans, Span("optimizer step", "", "update", "update", now, total.update))

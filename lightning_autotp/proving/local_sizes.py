@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import combinations, product
 
 from torch import nn
@@ -25,9 +26,13 @@ from lightning_autotp.layouts.types import Shard, local_shape
 from lightning_autotp.operators import Shapes, record
 from lightning_autotp.operators.graph import Operator
 from lightning_autotp.proving.compare import Mismatch, compare
+from lightning_autotp.ranks.agreement import made_together
 from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.solving.plan_from_solution import runs_apart
 from lightning_autotp.solving.solution import Solution
+
+PROVING = "proving a new kind of call"
+"""What ranks do together then."""
 
 _PATIENCE = 64
 """Traces that come no further on their rank than one before, after which the search for sizes ends."""
@@ -65,22 +70,28 @@ def find_sizes(
         Unlocalizable: if no choice of sizes gives the right trace.
     """
 
-    def difference(solution: Solution, sizes: tuple[SizePlan, ...], rank: int) -> Mismatch | None:
+    def differences(solution: Solution, sizes: tuple[SizePlan, ...], rank: int) -> dict[int, Mismatch | None]:
         local = meta_copy(model)
         apply_plan(local, plan_with(solution, sizes), TPGroup("", rank, solution.ranks))
-        return compare(
-            capture_local(local, example_inputs, solution.graph.opaque, device=solution.graph.device), solution, rank
-        )
+        found = capture_local(local, example_inputs, solution.graph.opaque, device=solution.graph.device)
+        return {rank: compare(found, solution, rank)}
 
-    search = _Search(model, solution, difference, in_calls=True)
+    search = _Search(model, solution, differences, in_calls=True)
     sizes = search.find(known, _representatives(solution))
     return plan_with(search.solution, sizes), search.solution
 
 
 def find_sizes_of_call(
-    model: nn.Module, call: ExampleCall, plan: Plan, changes: Iterable[ConversionPlan], solution: Solution
+    model: nn.Module,
+    call: ExampleCall,
+    plan: Plan,
+    changes: Iterable[ConversionPlan],
+    solution: Solution,
+    group: TPGroup,
 ) -> tuple[tuple[SizePlan, ...], Solution]:
     """The attributes that must be local in another call than the one that a plan was made for, beside the plan's sizes.
+
+    Collective: each rank traces its own local model, and all follow what all have found.
 
     Args:
         model: the original model, in the call's modes.
@@ -88,28 +99,30 @@ def find_sizes_of_call(
         plan: the plan.
         changes: those of layout, at modules' boundaries, that the call needs beside the plan's.
         solution: the layouts in this call.
+        group: the ranks.
 
     Returns:
-        These sizes, and the solution that is carried out with them, proven on one rank of every kind.
+        These sizes, and the solution that is carried out with them, proved on every rank.
 
     Raises:
         Unlocalizable: if no choice of sizes gives the right trace.
     """
     runs = runs_apart(plan, solution.graph)
 
-    def difference(solution: Solution, sizes: tuple[SizePlan, ...], rank: int) -> Mismatch | None:
-        local, group = meta_copy(model), TPGroup("", rank, solution.ranks)
+    def difference(solution: Solution, sizes: tuple[SizePlan, ...]) -> Mismatch | None:
+        local = meta_copy(model)
         apply_plan(local, replace(plan, sizes=sizes, runs=(*plan.runs, *runs)), group)
         for change in reversed(tuple(changes)):
             # Before the hooks with which the model collects outputs, as in the traces; each before the one after it.
             hook_boundary(local, BoundaryConversion(change, group), prepend=True)
-        return compare(
-            capture_local(local, call, solution.graph.opaque, training=False, device=solution.graph.device),
-            solution,
-            rank,
-        )
+        found = capture_local(local, call, solution.graph.opaque, training=False, device=solution.graph.device)
+        return compare(found, solution, group.rank)
 
-    search = _Search(model, solution, difference, in_calls=False)
+    def differences(solution: Solution, sizes: tuple[SizePlan, ...], _: int) -> dict[int, Mismatch | None]:
+        found = made_together(group.process_group, PROVING, partial(difference, solution, sizes))
+        return dict(enumerate(found))
+
+    search = _Search(model, solution, differences, in_calls=False)
     sizes = search.find(plan.sizes, _representatives(solution))
     return sizes[len(plan.sizes) :], search.solution
 
@@ -172,7 +185,8 @@ class _Search:
     Args:
         model: the original model.
         solution: the layouts.
-        difference: where the local model of a rank, with these sizes, departs from a solution.
+        differences: where the local model of a rank, with these sizes, departs from a solution, and perhaps those of
+            others.
         in_calls: whether numbers in the arguments of calls may be made local, and not only attributes.
     """
 
@@ -180,11 +194,11 @@ class _Search:
         self,
         model: nn.Module,
         solution: Solution,
-        difference: Callable[[Solution, tuple[SizePlan, ...], int], Mismatch | None],
+        differences: Callable[[Solution, tuple[SizePlan, ...], int], dict[int, Mismatch | None]],
         *,
         in_calls: bool,
     ) -> None:
-        self.model, self.solution, self.difference, self.in_calls = model, solution, difference, in_calls
+        self.model, self.solution, self.differences, self.in_calls = model, solution, differences, in_calls
         self.traces: dict[tuple[tuple[SizePlan, ...], int], Mismatch | None] = {}
         self.deepest: dict[int, float] = {}
         self.idle = 0
@@ -231,8 +245,9 @@ class _Search:
 
     def _trace(self, sizes: tuple[SizePlan, ...], rank: int) -> Mismatch | None:
         if (sizes, rank) not in self.traces:
-            after = self.difference(self.solution, sizes, rank)
-            self.traces[sizes, rank] = after
+            found = self.differences(self.solution, sizes, rank)
+            self.traces.update({(sizes, other): difference for other, difference in found.items()})
+            after = found[rank]
             reached = math.inf if after is None else after.position
             self.idle += 1
             if reached > self.deepest.get(rank, -1):

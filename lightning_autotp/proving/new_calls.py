@@ -14,6 +14,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -48,11 +49,11 @@ from lightning_autotp.proving.call_kinds import (
     with_rows,
 )
 from lightning_autotp.proving.configs import ConfigWatch
-from lightning_autotp.proving.local_sizes import Unlocalizable, find_sizes_of_call
+from lightning_autotp.proving.local_sizes import PROVING, Unlocalizable, find_sizes_of_call
 from lightning_autotp.proving.read_plan import read_for_call
 from lightning_autotp.proving.verify import trace
 from lightning_autotp.proving.ways import same_way
-from lightning_autotp.ranks.agreement import raise_together
+from lightning_autotp.ranks.agreement import first_makes, raise_together
 from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.ranks.meeting import meet
 from lightning_autotp.solving.expert_modules import constrained_by
@@ -209,7 +210,7 @@ class CallProver:
             with (
                 without_modes(),
                 relaxed_gc(),
-                raise_together(self.group.process_group, "proving a new kind of call"),
+                raise_together(self.group.process_group, PROVING),
             ):
                 way = self._prove(with_rows(call))
             # Now it is known what its code asks for.
@@ -292,26 +293,18 @@ class CallProver:
     def _prove(self, call: ExampleCall) -> Way:
         """Trace the original model in a call, and the local one, too, if that goes a way that is not known; compare.
 
-        What every rank needs is worked out on each, so that all come to the same.
+        The first rank traces the original one for all. What else every rank needs is worked out on each, so that all
+        come to the same.
         """
         self.attributes.bring()
         for module, copied in zip(self.modules, self.original.modules(), strict=True):
             copied.training = module.training
             keep_values(copied, module)
-        try:
-            bare = {change.module for change in self.plan.conversions if change.call and change.side == "argument"}
-            graph = trace(
-                self.original,
-                call,
-                frozenset(self.plan.opaque),
-                training=False,
-                bare=bare,
-                device=device_of(self.model),
-            )
-        except CaptureError as error:
+        graph = first_makes(self.group.process_group, PROVING, partial(self._traced, call))
+        if isinstance(graph, CaptureError):
             warnings.warn(
                 f"a call of {self._who()} cannot be traced, so it is not proved that its parts compute what the"
-                f" model does in such a call: {described(call, self.modules[0].training)}. ({error})",
+                f" model does in such a call: {described(call, self.modules[0].training)}. ({graph})",
                 stacklevel=2,
             )
             return self._way(parallel_state(self.model).parts)
@@ -334,7 +327,7 @@ class CallProver:
             except PlanMismatch as error:
                 raise self._refusal(call, first or error) from error
             try:
-                sizes, solution = find_sizes_of_call(self.original, call, self.plan, changes, solution)
+                sizes, solution = find_sizes_of_call(self.original, call, self.plan, changes, solution, self.group)
                 contradiction = self.watch.join(seen_paths(solution, self.group.rank))
                 if contradiction:
                     raise self._refusal(call, PlanMismatch(contradiction))
@@ -358,6 +351,15 @@ class CallProver:
             self.hooks += _SizeOnWay(self.model, size, self, way).hook()
         allow_runs(self.model, runs_apart(self.plan, solution.graph))
         return way
+
+    def _traced(self, call: ExampleCall) -> Graph | CaptureError:
+        """The original model's graph in a call."""
+        opened = {change.module for change in self.plan.conversions if change.call and change.side == "argument"}
+        opaque, device = frozenset(self.plan.opaque), device_of(self.model)
+        try:
+            return trace(self.original, call, opaque, training=False, bare=opened, device=device)
+        except CaptureError as error:
+            return error
 
     def _refusal(self, call: ExampleCall, why: Exception) -> UnprovedCall:
         return UnprovedCall(

@@ -6,9 +6,9 @@ nonsense without any error. Both are found here at once, with a message that say
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,10 @@ SAMPLED_ELEMENTS = 4096
 
 
 _RAISED = "autotp_raised"
+_AGREED = "autotp_agreed"
+"""Of an error the groups all of whose ranks have one."""
+
+Made = TypeVar("Made")
 
 
 class PeerError(RuntimeError):
@@ -57,8 +61,8 @@ class Raised(NamedTuple):
 def raise_together(group: dist.ProcessGroup | None, phase: str) -> Iterator[None]:
     """Guard a phase: when it raises on any rank, it raises on every rank.
 
-    Collective over ``group``, at the end of the phase. The phase itself must hold no collective of this group: a rank
-    that fails before one would leave its peers inside it.
+    Collective over ``group``, at the end of the phase. The phase itself must hold no collective of this group but those
+    of :func:`made_together` and :func:`first_makes`: a rank that fails before another one would leave its peers in it.
 
     Args:
         group: the ranks that go through the phase; ``None`` is every process.
@@ -73,16 +77,54 @@ def raise_together(group: dist.ProcessGroup | None, phase: str) -> Iterator[None
         yield
     except Exception as caught:
         error = caught
+    _agree(error, None, group, phase)
+
+
+def made_together(group: dist.ProcessGroup | None, phase: str, make: Callable[[], Made]) -> list[Made]:
+    """What every rank makes, in order of rank; where one raises, all do. Collective, after ``make``, which holds none.
+
+    Raises:
+        Exception: as :func:`raise_together`.
+    """
+    error, made = None, None
+    try:
+        made = make()
+    except Exception as caught:
+        error = caught
+    return _agree(error, made, group, phase)
+
+
+def first_makes(group: dist.ProcessGroup | None, phase: str, make: Callable[[], Made]) -> Made:
+    """What the first rank of a group makes, on all of them; where it raises, all do. Collective.
+
+    Raises:
+        Exception: as :func:`raise_together`.
+    """
+    with raise_together(group, phase):
+        made = [make() if dist.get_rank(group) == 0 else None]
+    dist.broadcast_object_list(made, group_src=0, group=group)
+    (found,) = made
+    return found  # type: ignore[return-value]
+
+
+def _agree(error: Exception | None, made: Any, group: dist.ProcessGroup | None, phase: str) -> list[Any]:
+    """What every rank has made, where none has an error."""
+    if error is not None and group in vars(error).get(_AGREED, ()):
+        raise error  # inside of this phase: all ranks have one then
     own = in_words(error) if error is not None else None
-    failures = gather_objects(own, group) if dist.is_initialized() else [own]
+    answers = gather_objects((own, made), group) if dist.is_initialized() else [(own, made)]
+    failures = [failure for failure, _ in answers]
+    failed = {rank: failure for rank, failure in enumerate(failures) if failure is not None}
     if error is not None:
         if dist.is_initialized():
             first, is_everyone = failures.index(own), dist.get_world_size(group) == dist.get_world_size()
             vars(error)[_RAISED] = Raised(first, first == dist.get_rank(group), is_everyone)
+    elif failed:
+        error = peer_error(failed, len(failures), phase)
+    if error is not None:
+        vars(error)[_AGREED] = (*vars(error).get(_AGREED, ()), group)
         raise error
-    failed = {rank: failure for rank, failure in enumerate(failures) if failure is not None}
-    if failed:
-        raise peer_error(failed, len(failures), phase)
+    return [each for _, each in answers]
 
 
 def peer_error(failures: Mapping[int, str], ranks: int, phase: str) -> PeerError:
