@@ -11,7 +11,14 @@ from outcomes import outcome
 from torch import nn
 
 from lightning_autotp.optimizers.scaler import AgreedGradScaler
-from lightning_autotp.ranks.agreement import PeerError, Raised, check_same_weights, raise_together
+from lightning_autotp.ranks.agreement import (
+    PeerError,
+    Raised,
+    check_same_weights,
+    first_makes,
+    made_together,
+    raise_together,
+)
 
 
 def rewritten(error: Exception) -> Exception:
@@ -29,6 +36,25 @@ def guard(rank: int, failing: tuple[int, ...], error: type[Exception], text: str
     except (OSError, ValueError, PeerError) as caught:
         return Raised.how(rewritten(caught)) if text else (type(caught).__name__, str(caught))
     return None
+
+
+def exchange(rank: int, failing: str = "") -> Any:
+    """What the ranks make for each other inside of a phase, in which rank 1 fails somewhere, or the first rank does."""
+
+    def made(where: str, by: int = 1) -> int:
+        if failing == where and rank == by:
+            raise ValueError(f"{where} fails")
+        return 10 + rank
+
+    try:
+        with raise_together(None, "proving"):
+            made("before")
+            all_of_them = made_together(None, "looking", lambda: made("inside"))
+            first = first_makes(None, "tracing", lambda: made("first", by=0))
+            made("after")
+            return all_of_them, first
+    except (ValueError, PeerError) as caught:
+        return type(caught).__name__, str(caught)
 
 
 GRADIENTS: tuple[tuple[float | None, ...], ...] = (
@@ -66,6 +92,8 @@ def on_every_rank(rank: int, world_size: int) -> dict[str, Any]:
     seen["two fail"] = guard(rank, (0, 2), ValueError)
     seen["two fail alike"] = guard(rank, (1, 2), ValueError, "no such file")
     seen["none fails"] = guard(rank, (), ValueError)
+    for failing in ("before", "inside", "first", "after", ""):
+        seen[f"exchange {failing}"] = exchange(rank, failing)
 
     torch.manual_seed(0)
     model = nn.Linear(100, 100)
@@ -105,6 +133,22 @@ def test_every_failing_rank_is_named(ranks: list[dict[str, Any]]) -> None:
 
 def test_a_phase_that_succeeds_everywhere_is_quiet(ranks: list[dict[str, Any]]) -> None:
     assert [seen["none fails"] for seen in ranks] == [None] * 3
+
+
+def test_what_ranks_make_reaches_all_of_them(ranks: list[dict[str, Any]]) -> None:
+    assert [seen["exchange "] for seen in ranks] == [([10, 11, 12], 10)] * 3
+
+
+@pytest.mark.parametrize(
+    ("failing", "by", "phase"), [("before", 1, "looking"), ("inside", 1, "looking"), ("first", 0, "tracing"),
+                                 ("after", 1, "proving")],
+)  # fmt: skip
+def test_so_does_an_error_wherever_a_rank_has_it(
+    failing: str, by: int, phase: str, ranks: list[dict[str, Any]]
+) -> None:
+    peer = ("PeerError", f"rank {by} of 3 failed while {phase}: ValueError: {failing} fails")
+    expected = [("ValueError", f"{failing} fails") if rank == by else peer for rank in range(3)]
+    assert [seen[f"exchange {failing}"] for seen in ranks] == expected
 
 
 def test_a_guard_in_one_process_needs_no_process_group() -> None:
