@@ -68,16 +68,20 @@ def updates(
     step = plain_step(optimizer)
     for at_once in zip(*gradients, strict=True):
 
-        def closure(at_once: tuple[Tensor, ...] = at_once) -> Tensor:
-            pairs = list(zip(tensors, at_once, strict=True))
+        pairs = list(zip(tensors, at_once, strict=True))
+
+        def backward(pairs: list[tuple[Tensor, Tensor]] = pairs) -> None:
             for tensor, gradient in pairs:
                 tensor.grad = gradient.clone(memory_format=torch.contiguous_format)
+
+        def closure(pairs: list[tuple[Tensor, Tensor]] = pairs) -> Tensor:
+            backward(pairs)
             return torch.stack([(tensor.detach() * gradient).sum() for tensor, gradient in pairs]).sum()
 
         if with_closure:
             step(optimizer, closure)
         else:
-            closure()
+            backward()
             step(optimizer)
     return [tensor.detach() - start for tensor, start in zip(tensors, starts, strict=True)]
 

@@ -17,21 +17,27 @@ from lightning_autotp.layouts.types import Shard, local_shape
 from lightning_autotp.planning.machines import Machine
 from lightning_autotp.planning.overview import Overview, look_over
 from lightning_autotp.planning.page import Node, cards, page, tree
-from lightning_autotp.planning.recommend import recommend
+from lightning_autotp.planning.recommend import Recommendation, recommend
 from lightning_autotp.planning.rehearsal import one_row
 from lightning_autotp.planning.timeline import chrome_trace, merged
 
+MODEL = meta_model("llama", num_hidden_layers=3)
+ROW = one_row(MODEL, language_model_inputs(MODEL), 64)
 
-def overview(family: str, ranks: int, **options: Any) -> Overview:
-    model = meta_model(family, num_hidden_layers=3)
-    plan, _ = make_plan(model, ranks, **options)
-    row = one_row(model, language_model_inputs(model), 64)
-    return look_over(model, plan, row, Machine.of("H100"), tokens=256)
+
+def overview(ranks: int, **options: Any) -> Overview:
+    plan, _ = make_plan(MODEL, ranks, **options)
+    return look_over(MODEL, plan, ROW, Machine.of("H100"), tokens=256)
 
 
 @pytest.fixture(scope="module")
 def seen() -> Overview:
-    return overview("llama", 3)
+    return overview(3)
+
+
+@pytest.fixture(scope="module")
+def sizes() -> Recommendation:
+    return recommend(MODEL, ROW, "2xH100", tokens_per_step=256)
 
 
 def test_spans_take_what_the_step_takes(seen: Overview) -> None:
@@ -88,11 +94,9 @@ class Words(HTMLParser):
 
 
 @pytest.mark.parametrize("options", [{}, {"sequence_parallel": True}], ids=["whole tokens", "sequence parallel"])
-def test_the_page_shows_the_plan(options: dict[str, Any]) -> None:
-    seen = overview("llama", 2, **options)
-    model = meta_model("llama", num_hidden_layers=3)
-    row = one_row(model, language_model_inputs(model), 64)
-    text = page(seen, recommend(model, row, "2xH100", tokens_per_step=256))
+def test_the_page_shows_the_plan(options: dict[str, Any], sizes: Recommendation) -> None:
+    seen = overview(2, **options)
+    text = page(seen, sizes)
     words = " ".join(Words(text).text.split())
     assert "http" not in text.replace("http-equiv", ""), "nothing is loaded from elsewhere"
     for said in (*seen.lines(), *seen.plan.remarks(), seen.plan.summary):
