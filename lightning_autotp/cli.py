@@ -32,24 +32,29 @@ def plan(  # noqa: D417 (the other options are PlanOptions')
     gpu_memory: float | None = None,
     optimizer: Literal["adamw", "sgd", "sgd-momentum"] = "adamw",
     precision: Literal["32-true", "bf16-mixed", "bf16-true"] = "bf16-mixed",
+    auto_class: str | None = None,
+    example: Path | None = None,
     details: bool = False,
     json: Path | None = None,
     html: Path | None = None,
     trace: Path | None = None,
 ) -> None:
-    """Print how a causal language model would be split, and what that takes: no weights, no GPU and no process group.
+    """Print how a model would be split, and what that takes: no weights, no GPU and no process group.
 
     Lists and mappings are written as in YAML, such as '[lm_head, model.vision*]' and '{lm_head.weight: 0}'.
 
     Args:
-        model: a Hugging Face Hub id, or a directory with a ``config.json``.
+        model: a Hugging Face Hub id, a directory with a ``config.json``, or such a file.
         tp: number of tensor-parallel ranks.
         tokens: tokens of one forward and backward pass, which the plan is to be the cheapest for; 16,384 by default.
+            Of an example without sequences, its rows.
         why: name or pattern of parameters or modules of which to say, for each dim that is not cut, why not.
         gpus: which GPUs to estimate memory and time for, as of recommend; the plan does not depend on it.
         gpu_memory: bytes of a GPU to compare with, where they are not those of ``gpus``.
         optimizer: whose states are counted.
         precision: as the Trainer has it.
+        auto_class: class of transformers that builds the model; the one that its configuration names by default.
+        example: a batch as the training step passes it, as a .pt or .json file; made up for language models.
         details: also say what changes in calls, and why each tensor that stays whole does.
         json: file to write the plan to, for AutoTPStrategy(plan=...).
         html: file to write a page to: the model, a block, memory, a step in time, other sizes.
@@ -58,19 +63,17 @@ def plan(  # noqa: D417 (the other options are PlanOptions')
     import json as format_of
     from dataclasses import replace
 
-    import torch
     from rich.console import Console
-    from transformers import AutoConfig, AutoModelForCausalLM
 
-    from lightning_autotp.building.hub import refuse_missing
-    from lightning_autotp.capture.capture import CaptureError, language_model_inputs
+    from lightning_autotp.capture.capture import CaptureError
     from lightning_autotp.layouts.step_size import TokensPerStep
     from lightning_autotp.pipeline import make_plan
+    from lightning_autotp.planning.asked import batch_of, model_of
     from lightning_autotp.planning.machines import Machine
     from lightning_autotp.planning.overview import look_over
     from lightning_autotp.planning.page import page
     from lightning_autotp.planning.recommend import recommend
-    from lightning_autotp.planning.rehearsal import RehearsalError, one_row
+    from lightning_autotp.planning.rehearsal import RehearsalError
     from lightning_autotp.planning.timeline import chrome_trace
     from lightning_autotp.proving.compare import VerificationError
     from lightning_autotp.solving.pins import meant
@@ -83,14 +86,16 @@ def plan(  # noqa: D417 (the other options are PlanOptions')
         machine = Machine.of(gpus)
         if gpu_memory is not None:
             machine = replace(machine, memory=gpu_memory)
-        refuse_missing(model)
-        config = AutoConfig.from_pretrained(model)
-        with torch.device("meta"):
-            skeleton = AutoModelForCausalLM.from_config(config)
+        size = TokensPerStep.given(tokens).number
+        skeleton = model_of(model, auto_class)
+        batch = batch_of(example, skeleton, min(size, NOMINAL_LENGTH))
+        if tokens is None and not batch.has_sequences:
+            size = batch.rows
         with _says("tracing the model, choosing a plan and proving it"):
             result, _ = make_plan(
                 skeleton,
                 tp,
+                example_inputs=None if example is None else batch.inputs,
                 tokens_per_step=tokens,
                 keep_whole=keep_whole,
                 cut=cut,
@@ -102,10 +107,10 @@ def plan(  # noqa: D417 (the other options are PlanOptions')
         raise SystemExit(f"lightning-autotp plan: {error}") from error
     made = time.perf_counter()
     try:
-        size = TokensPerStep.given(tokens).number
-        row = one_row(skeleton, language_model_inputs(skeleton), min(size, NOMINAL_LENGTH))
         with _says("rehearsing a training step, without values"):
-            seen = look_over(skeleton, result, row, machine, tokens=size, precision=precision, optimizer=optimizer)
+            seen = look_over(
+                skeleton, result, batch.row, machine, tokens=size, precision=precision, optimizer=optimizer
+            )
     except RehearsalError as error:
         console.print(f"memory and time are not known: {error}", markup=False, highlight=False)
     else:
@@ -116,7 +121,9 @@ def plan(  # noqa: D417 (the other options are PlanOptions')
         if html is not None:
             around = replace(machine, gpus=max(tp, min(2 * tp, machine.gpus_per_node)))
             with _says("comparing other sizes"):
-                sizes = recommend(skeleton, row, around, tokens_per_step=size, optimizer=optimizer, precision=precision)
+                sizes = recommend(
+                    skeleton, batch.row, around, tokens_per_step=size, optimizer=optimizer, precision=precision
+                )
             html.write_text(page(seen, sizes), encoding="utf-8")
     console.print()
     console.print(result.summary, markup=False, highlight=False)
@@ -139,24 +146,27 @@ def recommended(
     optimizer: Literal["adamw", "sgd", "sgd-momentum"] = "adamw",
     precision: Literal["32-true", "bf16-mixed", "bf16-true"] = "bf16-mixed",
     lora: int = 0,
+    auto_class: str | None = None,
+    example: Path | None = None,
 ) -> None:
-    """Rank the ways to train a causal language model on GPUs: what fits, how fast; no weights and no GPU needed.
+    """Rank the ways to train a model on GPUs: what fits, how fast; no weights and no GPU needed.
 
     Args:
-        model: a Hugging Face Hub id, or a directory with a ``config.json``.
+        model: a Hugging Face Hub id, a directory with a ``config.json``, or such a file.
         gpus: how many of which, such as 16xH100; or 4xmy_machine.yaml.
-        tokens: of an optimizer step, of all copies and accumulated passes together.
-        sequence_length: tokens of a row.
+        tokens: of an optimizer step, of all copies and accumulated passes together; of an example without sequences the
+            rows.
+        sequence_length: tokens of a row, where it is no example's.
         optimizer: whose states are counted.
         precision: as the Trainer has it.
         lora: rank of adapters on all linear layers; 0 trains everything.
+        auto_class: class of transformers that builds the model; the one that its configuration names by default.
+        example: a batch as the training step passes it, as a .pt or .json file; made up for language models.
     """
-    import torch
     from rich.console import Console
-    from transformers import AutoConfig, AutoModelForCausalLM
 
-    from lightning_autotp.building.hub import refuse_missing
     from lightning_autotp.capture.capture import CaptureError
+    from lightning_autotp.planning.asked import batch_of, model_of
     from lightning_autotp.planning.recommend import recommend as find
     from lightning_autotp.planning.rehearsal import RehearsalError
     from lightning_autotp.planning.report import python_lines, reasons, table, yaml_lines
@@ -164,11 +174,10 @@ def recommended(
     console = Console()
     started = time.perf_counter()
     try:
-        refuse_missing(model)
-        with torch.device("meta"):
-            skeleton = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+        skeleton = model_of(model, auto_class)
         found = find(
             skeleton,
+            None if example is None else batch_of(example, skeleton, sequence_length).row,
             gpus=gpus,
             tokens_per_step=tokens,
             sequence_length=sequence_length,

@@ -26,7 +26,7 @@ from lightning_autotp.capture.call_sites import (
 )
 from lightning_autotp.layouts.places import EVERY, CallSite
 from lightning_autotp.parameters.forwards import forward_of, wrapped_in
-from lightning_autotp.private.torch_private import has_values
+from lightning_autotp.private.torch_private import FakeTensor, has_values
 from lightning_autotp.ranks.compiled_draws import draw_in_compiled_code
 from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.ranks.random_numbers import own_numbers
@@ -264,7 +264,9 @@ def _numbers(group: TPGroup | None, arguments: Any) -> Iterator[None]:
     if group is None or not tensors:
         yield
         return
-    with own_numbers(group, tensors[0].device if all(map(has_values, tensors)) else None):
+    # Nothing is drawn for fake tensors, also where they pass for tensors with values.
+    is_drawn = all(has_values(tensor) and not isinstance(tensor, FakeTensor) for tensor in tensors)
+    with own_numbers(group, tensors[0].device if is_drawn else None):
         yield
 
 

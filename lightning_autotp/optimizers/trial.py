@@ -67,7 +67,6 @@ def updates(
         train()
     step = plain_step(optimizer)
     for at_once in zip(*gradients, strict=True):
-
         pairs = list(zip(tensors, at_once, strict=True))
 
         def backward(pairs: list[tuple[Tensor, Tensor]] = pairs) -> None:

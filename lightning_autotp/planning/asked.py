@@ -1,0 +1,145 @@
+"""The model and the batch that a command is asked about.
+
+No code of a repository is run: a model must be one of transformers' own.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedModel
+
+from lightning_autotp.building.hub import refuse_missing
+from lightning_autotp.capture.capture import CaptureError, first_line, language_model_inputs
+from lightning_autotp.planning.rehearsal import one_row
+from lightning_autotp.private.torch_private import tree_map_only
+
+
+def model_of(name: str, auto_class: str | None = None) -> nn.Module:
+    """The model without weights.
+
+    Args:
+        name: a Hugging Face Hub id, a directory with a ``config.json``, or such a file.
+        auto_class: the class of transformers that builds it, such as ``AutoModelForSequenceClassification``; by default
+            the one that its configuration names, or else ``AutoModelForCausalLM``.
+
+    Raises:
+        OSError: if there is no such model.
+        ValueError: if it needs code of its repository, or the class is none of transformers or is of other models.
+    """
+    refuse_missing(name)
+    config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    named = [auto_class] if auto_class is not None else [*(config.architectures or ()), "AutoModelForCausalLM"]
+    kind = next((found for found in map(_builder, named) if found is not None), None)
+    if kind is None:
+        raise ValueError(
+            f"auto_class={auto_class!r}: transformers {transformers.__version__} has no model class of that name, such"
+            " as AutoModelForCausalLM, AutoModelForSequenceClassification or BertForMaskedLM"
+        )
+    with torch.device("meta"):
+        if isinstance(kind, type) and issubclass(kind, PreTrainedModel):
+            made: nn.Module = kind(config)
+            return made.to(dtype=getattr(config, "dtype", None) or torch.float32)
+        try:
+            built: nn.Module = kind.from_config(config, trust_remote_code=False)
+        except ValueError as error:  # lists all the configurations that it knows
+            if "Unrecognized configuration class" not in str(error):
+                raise
+            raise ValueError(
+                f"{kind.__name__} has no model for {name}, which is of the type {config.model_type}: name another"
+                " class with --auto-class"
+            ) from error
+    return built
+
+
+def _builder(name: str) -> Any:
+    """A class of transformers that makes models; ``None`` if it is none."""
+    kind = getattr(transformers, name, None)
+    is_model = isinstance(kind, type) and (issubclass(kind, PreTrainedModel) or hasattr(kind, "from_config"))
+    return kind if is_model and kind is not AutoConfig else None
+
+
+class Batch(NamedTuple):
+    """What a training step passes to the model, by the names of the arguments of its ``forward``.
+
+    Attributes:
+        inputs: all of it.
+        row: one row of it.
+        rows: how many it has.
+    """
+
+    inputs: dict[str, Any]
+    row: dict[str, Any]
+    rows: int
+
+    @property
+    def has_sequences(self) -> bool:
+        """Whether a row has tokens, or other positions."""
+        return any(isinstance(x, Tensor) and x.dim() == 2 for x in self.row.values())
+
+
+def batch_of(example: Path | None, model: nn.Module, length: int) -> Batch:
+    """The batch of a file, or a made-up one.
+
+    Args:
+        example: a file that ``torch.save`` has written (``.pt``), of tensors alone, or a JSON file, whose lists are
+            tensors; without one, a batch is made up.
+        model: the model.
+        length: tokens of a row that is made up.
+
+    Raises:
+        ValueError: if the file has no batch for this model.
+        CaptureError: if none can be made up.
+    """
+    if example is None:
+        try:
+            made = language_model_inputs(model)
+        except CaptureError as error:
+            raise CaptureError(f"{error} For a command write that batch to a file: --example batch.pt") from error
+        return Batch(made, one_row(model, made, length), len(made["input_ids"]))
+    batch = _named(_read(example), model, example)
+    rows = next((x.shape[0] for x in batch.values() if isinstance(x, Tensor) and x.dim()), None)
+    if rows is None:
+        raise ValueError(f"example={str(example)!r} has no tensor with rows")
+    row = tree_map_only(Tensor, lambda x: x[:1] if x.dim() and x.shape[0] == rows else x, batch)
+    return Batch(batch, row, rows)
+
+
+def _read(file: Path) -> Any:
+    try:
+        if file.suffix == ".json":
+            return {
+                name: torch.tensor(value) if isinstance(value, list) else value
+                for name, value in json.loads(file.read_text()).items()
+            }
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except (OSError, ValueError, TypeError, AttributeError, RuntimeError, EOFError, UnpicklingError) as error:
+        why = "it has more than tensors in it" if isinstance(error, UnpicklingError) else first_line(error)
+        raise ValueError(
+            f"example={str(file)!r} cannot be read ({why}): write the batch with"
+            " torch.save({'input_ids': ..., 'labels': ...}, 'batch.pt'), or as JSON"
+        ) from error
+
+
+def _named(batch: Any, model: nn.Module, file: Path) -> dict[str, Any]:
+    """The batch as keyword arguments."""
+    signature = inspect.signature(model.forward)
+    try:
+        if isinstance(batch, Mapping):
+            signature.bind_partial(**batch)
+            return dict(batch)
+        given = batch if isinstance(batch, tuple | list) else (batch,)
+        return dict(signature.bind_partial(*given).arguments)
+    except TypeError as error:
+        raise ValueError(
+            f"example={str(file)!r} is no batch for {type(model).__name__}.forward ({error}), which takes"
+            f" {', '.join(signature.parameters)}"
+        ) from error
