@@ -53,12 +53,19 @@ def main() -> None:
         command = str(Path(sys.executable).with_name("lightning-autotp"))
         environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
         environment.pop("PYTHONPATH", None)
-        for arguments in ([command, "--help"], [sys.executable, "train.py"]):
+        page = Path(folder) / "plan.html"
+        for arguments in (
+            [command, "--help"],
+            [command, "plan", str(model), "--html", str(page)],
+            [sys.executable, "train.py"],
+        ):
             done = subprocess.run(
                 arguments, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
             )
             if done.returncode or ("planned and proved" in done.stderr + done.stdout) != ("train.py" in arguments):
                 raise SystemExit(f"{arguments} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+        if not page.is_file():
+            raise SystemExit("lightning-autotp plan --html has written no page")
     print(f"{package.parent}: the command and the README's program on two processes, as they should be")
 
 

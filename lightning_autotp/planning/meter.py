@@ -184,6 +184,8 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator and count."""
         kwargs = kwargs or {}
+        if func.namespace == "prim":  # asks a fake tensor for its device: more often than anything else
+            return func(*args, **kwargs)
         if any(not issubclass(kind, Tensor) or kind not in (Tensor, nn.Parameter, FakeTensor) for kind in types):
             return NotImplemented  # a subclass takes it apart, and the parts come here
         name = str(func.overloadpacket)
@@ -193,8 +195,6 @@ class Meter(TorchDispatchMode):
             return args[0].new_empty((ceil(self._chosen * args[0].numel()), args[0].dim()), dtype=torch.long)
         operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         result = _grouped(*operands) if name == _GROUPED and isinstance(args[0], FakeTensor) else func(*args, **kwargs)
-        if func.namespace == "prim":
-            return result
         results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         known = {storage_key(leaf) for leaf in operands}
         labels = {self._alive[key][0] for key in known if key in self._alive}

@@ -32,7 +32,7 @@ from lightning_autotp.planning.rehearsal import (
     rehearse,
 )
 from lightning_autotp.proving.compare import VerificationError
-from lightning_autotp.proving.feasible import feasible_plan
+from lightning_autotp.proving.feasible import feasible_plans
 from lightning_autotp.proving.verify import trace
 from lightning_autotp.solving.options import PlanOptions
 from lightning_autotp.solving.solver import NothingToShard
@@ -182,18 +182,10 @@ def recommend(
             if size > 1:
                 graph = graph or trace(model, inputs)
                 try:
-                    plans = [
-                        feasible_plan(
-                            model,
-                            graph,
-                            inputs,
-                            size,
-                            PlanOptions(
-                                tokens_per_step=(1, length), profile=machine.between(size), sequence_parallel=sharded
-                            ),
-                        )[0]
-                        for sharded in (False, True)
-                    ]
+                    options = PlanOptions(
+                        tokens_per_step=(1, length), profile=machine.between(size), sequence_parallel=True
+                    )
+                    plans = [plan for plan, _ in feasible_plans(model, graph, inputs, size, options)]
                 except (NothingToShard, VerificationError, ValueError) as error:
                     left_out.append(f"tensor_parallel_size={size}: {error}")
                     continue

@@ -37,6 +37,18 @@ def feasible_plan(
 ) -> tuple[Plan, Solution]:
     """The cheapest plan that can be carried out, and the solver's solution behind it.
 
+    As the last one of :func:`feasible_plans`.
+    """
+    return _feasible(model, graph, inputs, ranks, options, are_all_wanted=False)[-1]
+
+
+def feasible_plans(
+    model: nn.Module, graph: Graph, inputs: Any, ranks: int, options: PlanOptions
+) -> list[tuple[Plan, Solution]]:
+    """The cheapest plan that can be carried out with whole tokens and, if the options ask for it, with sharded ones.
+
+    Each with the solver's solution behind it.
+
     Args:
         model: the model.
         graph: what it runs with ``inputs``, from :func:`~lightning_autotp.proving.verify.trace`.
@@ -49,10 +61,17 @@ def feasible_plan(
         ValueError: if parameters cannot be cut as the options say.
         VerificationError: if no plan can be carried out.
     """
+    return _feasible(model, graph, inputs, ranks, options, are_all_wanted=True)
+
+
+def _feasible(
+    model: nn.Module, graph: Graph, inputs: Any, ranks: int, options: PlanOptions, *, are_all_wanted: bool
+) -> list[tuple[Plan, Solution]]:
     while True:
-        plan, solution = _feasible(model, graph, inputs, ranks, options)
+        found = _carried_out(model, graph, inputs, ranks, options)
         try:
-            seen_paths(solution, 0)
+            for _, solution in found if are_all_wanted else found[-1:]:
+                seen_paths(solution, 0)
         except Ambiguous as error:
             if not error.module:
                 raise VerificationError(str(error)) from error
@@ -60,11 +79,13 @@ def feasible_plan(
             alike = {path for path, module in model.named_modules() if type(module) is kind}
             graph = trace(model, inputs, graph.opaque | alike, device=graph.device)
         else:
-            return plan, solution
+            return found
 
 
-def _feasible(model: nn.Module, graph: Graph, inputs: Any, ranks: int, options: PlanOptions) -> tuple[Plan, Solution]:
-    """As :func:`feasible_plan`; where values say which way code goes, its types may not follow from its lines."""
+def _carried_out(
+    model: nn.Module, graph: Graph, inputs: Any, ranks: int, options: PlanOptions
+) -> list[tuple[Plan, Solution]]:
+    """As :func:`feasible_plans`; where values say which way code goes, its types may not follow from its lines."""
     found = shardable_experts(model, graph, ranks)
     whole = with_whole_experts(graph, found.sizes) if found.sizes else graph
 
@@ -81,13 +102,18 @@ def _feasible(model: nn.Module, graph: Graph, inputs: Any, ranks: int, options: 
         fitting = next((search for search in searches if search.stored() <= limit), None)
         search = fitting or search_with(options.hardware)
     plan, solution = search.with_whole_tokens()
-    plan = _with_refused(plan, found)
+    plans = [(_with_refused(plan, found), solution)]
     if options.sequence_parallel:
-        plan, solution = search.with_dealt_tokens(plan, solution)
-    if options.memory is not None:
-        layouts = {parameter.names[0]: parameter.layout for parameter in plan.parameters}
-        plan = replace(plan, memory_limit=int(options.memory), memory_needed=search.stored(layouts))
-    return plan, solution
+        plans.append(search.with_sharded_tokens(*plans[0]))
+    return [(_with_limit(plan, search, options), solution) for plan, solution in plans]
+
+
+def _with_limit(plan: Plan, search: _Search, options: PlanOptions) -> Plan:
+    """The plan, which says of a limit of memory what it takes of it."""
+    if options.memory is None:
+        return plan
+    layouts = {parameter.names[0]: parameter.layout for parameter in plan.parameters}
+    return replace(plan, memory_limit=int(options.memory), memory_needed=search.stored(layouts))
 
 
 def _cheaper(divided: _Search, whole: _Search) -> _Search:
@@ -187,7 +213,7 @@ class _Search:
                 positions = found - self.blocked.keys()
                 self.blocked |= {at: _unlocalizable(self.graph.operators[at], mismatch) for at in positions}
 
-    def with_dealt_tokens(self, plan: Plan, solution: Solution) -> tuple[Plan, Solution]:
+    def with_sharded_tokens(self, plan: Plan, solution: Solution) -> tuple[Plan, Solution]:
         """The plan where each rank has a part of the tokens between sharded regions.
 
         Parameters stay cut as they are without: the memory of activations is not to be paid for with theirs. Where
