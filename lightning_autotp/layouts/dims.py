@@ -259,7 +259,7 @@ class Cut:
         rank = max(range(self.ranks), key=self._step)
         return _grown(self, self._solve(sizes[rank], lambda units: _grown(self, units).local_size(rank)))
 
-    def dealt_anew(self, units: Mapping[int, int]) -> Cut:
+    def sharded_anew(self, units: Mapping[int, int]) -> Cut:
         """The cut where the model has other numbers of units of some axes, which are sharded as in a new plan.
 
         Args:

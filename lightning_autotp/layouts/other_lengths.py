@@ -74,4 +74,4 @@ def _layout(layout: Layout, units: Mapping[int, int]) -> Layout:
     if not isinstance(layout, Shard) or not layout.cuts:
         return layout
     cuts = zip(layout.dims, layout.cuts, strict=True)
-    return Shard.of({dim: cut.dealt_anew(units) for (dim, _), cut in cuts})
+    return Shard.of({dim: cut.sharded_anew(units) for (dim, _), cut in cuts})

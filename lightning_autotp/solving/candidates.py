@@ -115,10 +115,10 @@ def candidates(
                     continue
                 for other in factors[:position] + factors[position + 1 :]:
                     if isinstance(other, Axis) and other.size >= -(-ranks // factor.size):
-                        found.setdefault((factor.id, other.id), _dealt_within(factor, other, ranks))
+                        found.setdefault((factor.id, other.id), _sharded_within(factor, other, ranks))
     for axes in _side_by_side(tensors):
         if len(beside := [found[axis,] for axis in axes if (axis,) in found]) > 1:
-            sharding = _dealt_beside(beside)
+            sharding = _sharded_beside(beside)
             found.setdefault(sharding.axes, sharding)
     return list(found.values())
 
@@ -174,7 +174,7 @@ def _sharding_of(axis: Axis, ranks: int, together: int) -> Sharding:
     return Sharding((axis.id,), tuple(((axis.id, runs),) for runs in held))
 
 
-def _dealt_within(outer: Axis, inner: Axis, ranks: int) -> Sharding:
+def _sharded_within(outer: Axis, inner: Axis, ranks: int) -> Sharding:
     """Ranks outnumber the outer units: each unit has several ranks, which divide the inner ones among them."""
     held = []
     teams = Ownership.even(ranks, outer.size)
@@ -185,7 +185,7 @@ def _dealt_within(outer: Axis, inner: Axis, ranks: int) -> Sharding:
     return Sharding((outer.id, inner.id), tuple(held))
 
 
-def _dealt_beside(each: Sequence[Sharding]) -> Sharding:
+def _sharded_beside(each: Sequence[Sharding]) -> Sharding:
     """Axes that are each cut over all ranks, in sections of one dim."""
     held = tuple(tuple(runs for one in rank for runs in one) for rank in zip(*(one.held for one in each), strict=True))
     return Sharding(tuple(axis for one in each for axis in one.axes), held, beside=True)

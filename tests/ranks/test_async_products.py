@@ -99,7 +99,7 @@ def test_without_shared_memory_it_is_an_error_on_every_rank() -> None:
         assert not changed
 
 
-def test_it_needs_dealt_tokens() -> None:
+def test_it_needs_sharded_tokens() -> None:
     with pytest.raises(ValueError, match="set sequence_parallel=True as well"):
         AutoTPStrategy(async_tensor_parallel=True)
 

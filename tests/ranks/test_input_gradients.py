@@ -67,7 +67,7 @@ def test_gradients_equal_one_process(example: str, sequence_parallel: bool) -> N
             torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_tokens_that_were_dealt_out_without_gradients_are_refused() -> None:
+def test_tokens_that_were_sharded_without_gradients_are_refused() -> None:
     with pytest.raises(RuntimeError, match="called in another way than it was traced"):
         run_ranks(parallel, 2, "needs none", True)
 

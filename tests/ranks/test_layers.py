@@ -192,7 +192,7 @@ def check_block(group: TPGroup) -> None:
     assert seen[0] == (2, 3, seven.local_size(group.rank))
 
 
-def check_dealt_tokens(group: TPGroup) -> None:
+def check_sharded_tokens(group: TPGroup) -> None:
     """column → row with only this rank's tokens around them, unevenly sharded; gathered inputs are not kept."""
     torch.manual_seed(0)
     up, down = nn.Linear(6, 7), nn.Linear(7, 6)
@@ -243,7 +243,7 @@ def every_layer(rank: int, ranks: int) -> int:
             check_row(group, name, ownership, nn.Linear(ownership.size, 5))
         check_embedding(group, name, ownership)
     check_block(group)
-    check_dealt_tokens(group)
+    check_sharded_tokens(group)
     check_initialization(group)
     return rank
 

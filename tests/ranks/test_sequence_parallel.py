@@ -125,7 +125,7 @@ def test_training_equals_one_process(family: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("length", [128, pytest.param(61, marks=pytest.mark.nightly)])
-def test_tokens_taken_in_blocks_are_dealt_out_at_any_length(length: int) -> None:
+def test_tokens_taken_in_blocks_are_sharded_at_any_length(length: int) -> None:
     """Planned where the tokens divide into blocks, and run where they do not; and the other way round."""
     check("qwen3_next", 2, length, BLOCKWISE)
 
@@ -219,7 +219,7 @@ def test_modules_called_by_themselves_take_and_give_all_tokens() -> None:
     run_ranks(alone, 2)
 
 
-def test_auto_deals_tokens_out_where_that_costs_no_time() -> None:
+def test_auto_shards_tokens_where_that_costs_no_time() -> None:
     """In a ring an all-reduce is a gather and a reduce-scatter, so norms cost less; a switch does it in one."""
     model = meta_model("llama", hidden_size=1024, intermediate_size=2816, num_attention_heads=16, head_dim=64)
     for profile, sharded in ((Profile(all_reduce_passes=2.0), True), (Profile(), False)):

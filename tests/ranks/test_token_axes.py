@@ -89,7 +89,7 @@ def changes(solution: Solution) -> list[str]:
     return ["".join(change.pair) for change in solution.conversions]
 
 
-def test_the_tokens_of_a_residual_stream_are_dealt_out() -> None:
+def test_the_tokens_of_a_residual_stream_are_sharded() -> None:
     model = Blocks()
     solution = solved(model, torch.zeros(7, 8), 2)
     pairs = changes(solution)
@@ -145,7 +145,7 @@ def check(kind: str, ranks: int, tokens: list[int]) -> None:
                 torch.testing.assert_close(gradient, theirs[name], rtol=1e-9, atol=1e-9)
 
 
-def test_dealt_tokens_train_like_one_process_at_any_length() -> None:
+def test_sharded_tokens_train_like_one_process_at_any_length() -> None:
     """Fewer and more tokens than planned for, none of them a multiple of the ranks."""
     check("blocks", 3, [7, 4, 11, 2])
 
@@ -154,7 +154,7 @@ def test_whole_experts_train_like_one_process() -> None:
     check("experts", 2, [7, 3])
 
 
-def test_whole_experts_are_dealt_out() -> None:
+def test_whole_experts_are_sharded() -> None:
     solution = solved(Experts(), torch.zeros(7, 6), 2)
     layouts = {name: solution.layouts[tensor] for tensor, name in solution.graph.parameters.items()}
     for name in ("up", "down"):

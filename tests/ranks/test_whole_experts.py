@@ -129,7 +129,7 @@ def on_meta(family: str, experts: str = "grouped_mm", **changes: Any) -> PreTrai
         return mixture(family, experts, **changes)
 
 
-def test_experts_that_do_not_divide_are_dealt_out_unevenly() -> None:
+def test_experts_that_do_not_divide_are_sharded_unevenly() -> None:
     plan, _ = make_plan(on_meta("qwen3_moe", num_experts=7), 3)
     assert deals(plan) == {"model.layers.0.mlp.experts", "model.layers.1.mlp.experts"}
     layouts = {parameter.names[0]: parameter.layout for parameter in plan.parameters}
@@ -265,7 +265,7 @@ def test_a_model_of_any_other_origin_is_treated_alike() -> None:
 
 
 @pytest.mark.parametrize("kind", [KnowsItsNumber, LooksAtAllTokens, Draws, AddsTheTokens])
-def test_experts_that_are_not_the_same_in_parts_are_not_dealt_out_and_the_plan_says_why(kind: type[nn.Module]) -> None:
+def test_experts_that_are_not_the_same_in_parts_are_not_sharded_and_the_plan_says_why(kind: type[nn.Module]) -> None:
     model = Model(kind)
     plan, _ = make_plan(model, 2, example_inputs=IDS)
     assert not deals(plan)

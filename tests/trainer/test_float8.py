@@ -225,9 +225,9 @@ CASES = {
 
 
 def train(case: str, devices: int, copies: int = 1) -> dict[str, Any]:
-    recipe, keep, deal = CASES[case]
+    recipe, keep, sharded = CASES[case]
     task = Task(recipe, keep)
-    parallel = AutoTPStrategy(data_parallel_size=copies, sequence_parallel=deal)
+    parallel = AutoTPStrategy(data_parallel_size=copies, sequence_parallel=sharded)
     strategy: Any = parallel if devices > 1 else "auto"
     trainer = L.Trainer(
         accelerator="cpu", devices=devices, strategy=strategy, max_epochs=1, logger=False, enable_checkpointing=False,
@@ -306,12 +306,12 @@ def test_copies_have_scales_of_their_own_rows() -> None:
 # --- what the solver may do with such layers, and what is refused ---
 
 
-@pytest.mark.parametrize("deal", [False, True])
+@pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_no_operand_nor_gradient_is_a_part_of_a_sum(ranks: int, deal: bool) -> None:
+def test_no_operand_nor_gradient_is_a_part_of_a_sum(ranks: int, sharded: bool) -> None:
     """With two key/value heads on four ranks, those that share one would have parts of its gradient."""
     model = in_float8(meta_model("llama", **SIZES), keep="lm_head")
-    plan, solution = make_plan(model, ranks, sequence_parallel=deal)
+    plan, solution = make_plan(model, ranks, sequence_parallel=sharded)
     assert plan.sharded_fraction > 0.9
     rounding = [operator for operator in solution.graph.operators if operator.rounding]
     assert len(rounding) == 14

@@ -26,7 +26,7 @@ def ownerships(draw: st.DrawFn, ranks: int | None = None) -> Ownership:
 
 
 @given(st.integers(0, 40), RANKS)
-def test_dealt_evenly_in_order(units: int, ranks: int) -> None:
+def test_shared_evenly_in_order(units: int, ranks: int) -> None:
     sharded = Ownership.even(units, ranks)
     sizes = [sharded.local_size(rank) for rank in range(ranks)]
     assert [index for rank in range(ranks) for index in sharded.indices(rank)] == list(range(units))
@@ -152,7 +152,7 @@ def test_a_cut_by_axis_tells_the_map_at_any_length(
 
 
 @given(st.integers(0, 40), st.integers(1, 4))
-def test_a_dealt_axis_of_tokens_is_dealt_evenly_at_any_length(now: int, ranks: int) -> None:
+def test_a_sharded_axis_of_tokens_is_even_at_any_length(now: int, ranks: int) -> None:
     cut = Cut(
         Product((Axis(0, 12), Axis(FIXED, 3))),
         tuple((runs,) for runs in Ownership.even(12, ranks).held),

@@ -150,7 +150,7 @@ def test_channels_of_convolutions(groups: int) -> None:
     assert learnt.is_free(channels)
 
 
-def test_whole_groups_of_a_normalisation_may_be_dealt_out() -> None:
+def test_whole_groups_of_a_normalisation_may_be_sharded() -> None:
     tape = Tape()
     x, weight = tape.parameter(2, 12, 5), tape.parameter(12)
     tape.call("aten.group_norm.default", x, 4, weight, tape.parameter(12))
