@@ -23,7 +23,7 @@ SAMPLED_ELEMENTS = 4096
 
 _RAISED = "autotp_raised"
 _AGREED = "autotp_agreed"
-"""Of an error the groups all of whose ranks have one."""
+"""Of an error the names of groups all of whose ranks have one."""
 
 Made = TypeVar("Made")
 
@@ -109,7 +109,8 @@ def first_makes(group: dist.ProcessGroup | None, phase: str, make: Callable[[], 
 
 def _agree(error: Exception | None, made: Any, group: dist.ProcessGroup | None, phase: str) -> list[Any]:
     """What every rank has made, where none has an error."""
-    if error is not None and group in vars(error).get(_AGREED, ()):
+    name = "" if group is None else group.group_name
+    if error is not None and name in vars(error).get(_AGREED, ()):
         raise error  # inside of this phase: all ranks have one then
     own = in_words(error) if error is not None else None
     answers = gather_objects((own, made), group) if dist.is_initialized() else [(own, made)]
@@ -122,7 +123,7 @@ def _agree(error: Exception | None, made: Any, group: dist.ProcessGroup | None, 
     elif failed:
         error = peer_error(failed, len(failures), phase)
     if error is not None:
-        vars(error)[_AGREED] = (*vars(error).get(_AGREED, ()), group)
+        vars(error)[_AGREED] = (*vars(error).get(_AGREED, ()), name)
         raise error
     return [each for _, each in answers]
 
