@@ -1,6 +1,6 @@
 # make train         fine-tune SmolLM2-135M-Instruct on two processes   (make train ARGS="--compare --max-steps 10")
 # make test          the test suite                                     (make test ARGS="-k llama")
-# make test-fast     the tests of one process and one parity, in about a minute
+# make test-fast     rules, solver, walls, canaries and one parity, in about a minute
 # make test-nightly  what CI has no time for: the same tests for more models and numbers of ranks
 # make test-lowest   its fast tests with the lowest versions that pyproject.toml allows
 # make zoo           every architecture of transformers against one process   (make zoo ARGS="--only llama gpt2 --tp 4")
