@@ -71,8 +71,6 @@ def plan(  # noqa: D417 (the other options are PlanOptions')
     from lightning_autotp.planning.asked import batch_of, model_of
     from lightning_autotp.planning.machines import Machine
     from lightning_autotp.planning.overview import look_over
-    from lightning_autotp.planning.page import page
-    from lightning_autotp.planning.recommend import recommend
     from lightning_autotp.planning.rehearsal import RehearsalError
     from lightning_autotp.planning.timeline import chrome_trace
     from lightning_autotp.proving.compare import VerificationError
@@ -119,6 +117,9 @@ def plan(  # noqa: D417 (the other options are PlanOptions')
         if trace is not None:
             trace.write_text(format_of.dumps(chrome_trace(seen.spans)))
         if html is not None:
+            from lightning_autotp.planning.page import page
+            from lightning_autotp.planning.recommend import recommend
+
             around = replace(machine, gpus=max(tp, min(2 * tp, machine.gpus_per_node)))
             with _says("comparing other sizes"):
                 sizes = recommend(

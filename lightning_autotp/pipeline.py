@@ -40,7 +40,7 @@ from lightning_autotp.proving.feasible import feasible_plan
 from lightning_autotp.proving.new_calls import CallProver
 from lightning_autotp.proving.read_plan import read_plan
 from lightning_autotp.proving.verify import trace, verify
-from lightning_autotp.ranks.agreement import raise_together
+from lightning_autotp.ranks.agreement import first_makes, raise_together
 from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.ranks.meeting import announce
 from lightning_autotp.solving.cost import Profile
@@ -218,18 +218,14 @@ def make_local(
     with says_plan(model), relaxed_gc():
         with _raise_together(groups, "planning"):
             # The first rank's, for all of them: what a plan is proved against is one computation.
-            traced = [trace(model, inputs, device=options.device) if group.rank == 0 else None]
+            graph = first_makes(process_group, "planning", lambda: trace(model, inputs, device=options.device))
             if all(dist.get_rank(axis) == 0 for axis in groups):
-                assert traced[0] is not None
-                message = [_plan(model, traced[0], inputs, group.size, options).to_json()]
-        dist.broadcast_object_list(traced, group_src=0, group=process_group)
+                message = [_plan(model, graph, inputs, group.size, options).to_json()]
         for axis in reversed(groups):  # to the first ranks of the copies, and from them to the others
             dist.broadcast_object_list(message, group_src=0, group=axis)
         with _raise_together(groups, "building the local model"):
             # The solver runs again on every rank, held to the plan: a plan is a claim, whoever made it, and it does
             # not say how tensors lie that are no parameters.
-            graph = traced[0]
-            assert graph is not None
             graph, plan, solution = _read(Plan.from_json(message[0]), model, graph, inputs)
             prove_experts(model, graph, plan)
             original = meta_copy(model)

@@ -432,7 +432,7 @@ class Plan:
         table.add_column("layer")
         table.add_column("local/whole")
         table.add_column("size", justify="right", no_wrap=True)
-        for row in rows_of(self._entries(rank)):
+        for row in rows_of(self.entries(rank)):
             table.add_row(DottedName(row.name), *(row.cells or ("", "")), row.size)
         lines = [*self._totals(), *self._tokens()]
         more = [*self.remarks()]
@@ -462,9 +462,14 @@ class Plan:
         yield from lines
         yield from (f"whole on every rank: {names}: {reason}" for names, reason in by_reason(whole))
 
-    def _entries(self, rank: int) -> Iterator[Entry]:
-        """What the table says of each parameter."""
-        layers = {use.module: use.name for use in self.implementations if use.call is None}
+    @property
+    def layers(self) -> dict[str, str]:
+        """By a module's path the parallel layer that it becomes, such as ``"column"``."""
+        return {use.module: use.name for use in self.implementations if use.call is None}
+
+    def entries(self, rank: int) -> Iterator[Entry]:
+        """What the table says of each parameter: its layer, and a rank's shape of it."""
+        layers = self.layers
         for parameter in self.parameters:
             layer = layers.get(parameter.names[0].rpartition(".")[0], "")
             like = parameter.shape, parameter.layout, layer

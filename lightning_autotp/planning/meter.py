@@ -151,8 +151,9 @@ class Meter(TorchDispatchMode):
 
     def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         self.place = ""
-        self._left = [weakref.ref(tensor) for tensor in _with_gradients(output)]
-        for tensor in _with_gradients(output):
+        tensors = _with_gradients(output)
+        self._left = [weakref.ref(tensor) for tensor in tensors]
+        for tensor in tensors:
             tensor.register_hook(partial(self._at, name))
 
     def _at(self, name: str, gradient: Tensor) -> None:

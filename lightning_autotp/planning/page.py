@@ -14,20 +14,19 @@ from typing import Any
 from jinja2 import Environment
 
 from lightning_autotp.layouts.plan import ConversionPlan, ParameterPlan, Plan
-from lightning_autotp.layouts.repeats import Entry, rows_of
+from lightning_autotp.layouts.repeats import rows_of
 from lightning_autotp.layouts.transitions import TRANSITIONS, Pair
 from lightning_autotp.layouts.types import Replicate, Shard
 from lightning_autotp.layouts.units import in_units
 from lightning_autotp.planning.overview import Overview, in_ms
 from lightning_autotp.planning.recommend import Choice, Recommendation
-from lightning_autotp.planning.report import KINDS, named
+from lightning_autotp.planning.report import KINDS, SHOWN, named
 from lightning_autotp.planning.timeline import merged
 
 TEMPLATE = Path(__file__).with_name("page.html.j2")
 _SIDE = 130
 """Pixels of the longest dim of a block's weights."""
 _LEAST = 10
-_SHOWN = 12
 
 
 @dataclass
@@ -120,7 +119,7 @@ def page(seen: Overview, sizes: Recommendation | None = None) -> str:
         "spans": [(span, 100 * span.start / end, 100 * span.seconds / end, in_ms(span.seconds)) for span in spans],
         "remarks": list(plan.remarks()),
         "sizes": sizes,
-        "choices": [_row(choice, plan) for choice in sizes.choices[:_SHOWN]] if sizes is not None else [],
+        "choices": [_row(choice, plan) for choice in sizes.choices[:SHOWN]] if sizes is not None else [],
         "in_units": in_units,
         "hue": lambda rank: round(360 * rank / plan.ranks + 210) % 360,
     }
@@ -130,25 +129,21 @@ def page(seen: Overview, sizes: Recommendation | None = None) -> str:
 
 def tree(plan: Plan, rank: int = 0) -> Node:
     """The model's modules and parameters; layers that are alike are one."""
-    layers = _layers(plan)
-    entries = []
-    for parameter in plan.parameters:
-        layer, layout = layers.get(parameter.names[0].rpartition(".")[0], ""), _layout(parameter)
-        like = parameter.shape, parameter.layout, layer
-        cells = parameter.local_of_whole(rank), layout, layer
-        entries.append(Entry(parameter.names, like, cells, parameter.bytes(rank)))
+    entries = (
+        entry._replace(cells=(*entry.cells, _layout(parameter)))
+        for entry, parameter in zip(plan.entries(rank), plan.parameters, strict=True)
+    )
     root = Node("")
     for row in rows_of(entries):
         if not row.cells:
             continue
         first, *tied = row.name.strip().split(" = ")
-        *before, last = row.layers.split(".") if row.layers else [""]
-        path = [*before, *([last] if last else []), *first.split(".")]
+        path = [*(row.layers.split(".") if row.layers else ()), *first.split(".")]
         node = root
         for part in path:
             node = node.inside.setdefault(part, Node(part))
         node.name = " = ".join((path[-1], *tied))
-        node.shape, node.layout, node.layer, node.bytes = (*row.cells, row.size)
+        node.layer, node.shape, node.layout, node.bytes = (*row.cells, row.size)
     return replace(root, name=plan.model, inside={name: _joined(node) for name, node in root.inside.items()})
 
 
@@ -178,7 +173,7 @@ def cards(plan: Plan, block: str) -> Iterator[Card]:
         if use.module in weights and use.call is None:
             before[use.module] += _by_itself(use.input, "input")
             after[use.module][:0] = _by_itself(use.output, "result")
-    layers = _layers(plan)
+    layers = plan.layers
     longest = max((size for several in weights.values() for one in several for size in one.shape), default=1)
     for module, several in weights.items():
         yield Card(
@@ -244,10 +239,6 @@ def _picture(parameter: ParameterPlan, longest: int) -> Picture:
     name = parameter.names[0].rpartition(".")[2]
     said = f"{name} [{', '.join(map(str, parameter.shape))}]"
     return Picture(name, said, width, height, tuple(stripes))
-
-
-def _layers(plan: Plan) -> dict[str, str]:
-    return {use.module: use.name for use in plan.implementations if use.call is None}
 
 
 def _layout(parameter: ParameterPlan) -> str:

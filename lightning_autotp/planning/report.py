@@ -10,7 +10,7 @@ from lightning_autotp.planning.recommend import Choice, Recommendation
 if TYPE_CHECKING:
     from rich.table import Table
 
-_SHOWN = 12
+SHOWN = 12
 _REMEDIES = {
     "parameters": "more GPUs (copies and tensor-parallel ranks both divide the parameters), or precision bf16-true",
     "gradients": "more GPUs, or LoRA",
@@ -41,7 +41,7 @@ def table(found: Recommendation) -> Table:
     for name in ("rows", "par", "grad", "opt", "act", "tmp", "GB", "prod", "oth", "comm", "tok/s", "MFU"):
         made.add_column(name, justify="right", no_wrap=True)
     made.add_column("limit", no_wrap=True)
-    for choice in found.choices[:_SHOWN]:
+    for choice in found.choices[:SHOWN]:
         kept, time = choice.memory, choice.time
         sizes = (kept.parameters, kept.gradients, kept.states, kept.activations, kept.temporary + kept.gathered)
         seconds = (time.products, time.others, time.tensor_parallel + time.copies)
