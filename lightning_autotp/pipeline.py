@@ -22,7 +22,7 @@ from lightning_autotp.capture.capture import as_calls, language_model_inputs, me
 from lightning_autotp.capture.fingerprint import fingerprint
 from lightning_autotp.capture.garbage import relaxed_gc
 from lightning_autotp.gradients.data_parallel import generate_together, hook_gathered, shard_over_data
-from lightning_autotp.gradients.sums import synchronize_gradients
+from lightning_autotp.gradients.sums import average_gradients, synchronize_gradients
 from lightning_autotp.guard.guard import Guard, guard_of
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.layouts.step_size import TokensPerStep
@@ -314,6 +314,8 @@ def materialize(
     quantize_scales(model)
     synchronize_gradients(model)
     if data_mesh is not None:
+        for axis in data_mesh.get_all_groups():  # of copies, and of replicas
+            average_gradients(model, axis)
         hook_gathered(model)
         generate_together(model)
     guard_of(model).attach()

@@ -8,6 +8,7 @@ on meta, so that no rank ever has its whole tensor-parallel part in memory.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from lightning_autotp.building.repeated_blocks import blocks_of_their_own
 from lightning_autotp.gradients.sums import hook_gradient
@@ -32,25 +33,65 @@ from lightning_autotp.private.transformers_private import set_waits_for_copies, 
 def shard_over_data(model: nn.Module, mesh: DeviceMesh) -> None:
     """Cut the parameters of a local model over the data axis, in place; those on meta stay there.
 
-    Scalars cannot be cut: they stay on every rank, and their gradients are not averaged here. Weights that are to be
-    quantized stay, too: they have no gradients.
+    What is gathered together has one dtype: parameters in another dtype than most of their block are gathered when the
+    module that they belong to is called. Gradients in 16 bits are averaged in float32.
+
+    Scalars cannot be cut, nor parameters in another dtype that no call of a module of their own would gather: they stay
+    on every rank, and :func:`~lightning_autotp.gradients.sums.average_gradients` averages their gradients. Weights that
+    are to be quantized stay, too: they have no gradients.
 
     Args:
         model: a model whose parameters are its tensor-parallel part.
         mesh: the data-parallel ranks, which hold the same tensor-parallel part; of two dims, the last one shards.
     """
-    blocks = list(blocks_of_their_own(model))
-    for module in (module for block in blocks for module in block.modules()):
-        if isinstance(module, VocabParallelHead):
-            module.compute_at_once()  # FSDP2 gathers its weight for the block's forward
     state = parallel_state(model)
     stays = {place.parameter for place in state.places(model) if place.meta.format is not None}
     stays |= {parameter for parameter in model.parameters() if parameter.dim() == 0}
     # Before FSDP2's own hook on what the model returns. The weights in no block are gathered from the model's forward
     # to the end of its backward pass.
     model.register_forward_hook(_compute_while_gathered, prepend=True)
-    for block in [*blocks, model]:
-        fully_shard(block, mesh=mesh, ignored_params=stays)
+    for block in [*blocks_of_their_own(model), model]:
+        for module, gathered in _gathered_together(block, stays):
+            for head in module.modules() if module is not model else ():
+                if isinstance(head, VocabParallelHead):
+                    head.compute_at_once()  # its weight is gathered for this module's forward
+            trained = {parameter.dtype for parameter in gathered if parameter.requires_grad}
+            sums = torch.float32 if any(dtype.itemsize == 2 for dtype in trained) else None
+            policy = MixedPrecisionPolicy(reduce_dtype=sums, cast_forward_inputs=False)
+            fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params={*module.parameters()} - gathered)
+
+
+def _gathered_together(block: nn.Module, stays: set[nn.Parameter]) -> list[tuple[nn.Module, set[nn.Parameter]]]:
+    """The parameters of a block that are not cut yet, by the module whose call gathers them; the block comes last.
+
+    Only those that are trained need one dtype, for their gradients are averaged together. What cannot be gathered so is
+    added to ``stays``.
+    """
+    homes: dict[nn.Parameter, list[nn.Module]] = {}
+    for module in block.modules():
+        for parameter in module.parameters(recurse=False):
+            if parameter not in stays and not is_cut(parameter):
+                homes.setdefault(parameter, []).append(module)
+    sizes: Counter[torch.dtype] = Counter()
+    for parameter in homes:
+        sizes[parameter.dtype] += parameter.numel() if parameter.requires_grad else 0
+    most = max(sizes, key=sizes.__getitem__, default=None)
+    together: set[nn.Parameter] = set()
+    apart: dict[nn.Module, set[nn.Parameter]] = {}
+    for parameter, (module, *others) in homes.items():
+        beside = apart.get(module, set())
+        if parameter.dtype == most or not parameter.requires_grad:
+            together.add(parameter)
+        elif others or module is block or not _is_called(module) or any(x.dtype != parameter.dtype for x in beside):
+            stays.add(parameter)
+        else:
+            apart[module] = beside | {parameter}
+    return [*apart.items(), (block, together)]
+
+
+def _is_called(module: nn.Module) -> bool:
+    """Whether a module has a forward of its own: one that only holds parameters is never called."""
+    return type(module).forward is not nn.Module.forward
 
 
 def _compute_while_gathered(model: nn.Module, args: Any, output: Any) -> None:
@@ -74,20 +115,16 @@ def hook_gathered(model: nn.Module) -> None:
     Collective over the data axis: every group of parameters with such sums is gathered once, one after the other. The
     gathered parameters are the same objects from then on.
     """
-    managers = {path: module for path, module in model.named_modules() if isinstance(module, FSDPModule)}
     state = parallel_state(model)
-    summed: dict[str, list[str]] = {}
-    for name in state.gradient_sums:
-        if is_cut(model.get_parameter(name)):
-            path = name.rpartition(".")[0]
-            while path not in managers:  # the model itself, whose path is empty, is one
-                path = path.rpartition(".")[0]
-            summed.setdefault(path, []).append(name)
-    for path, names in summed.items():
-        managers[path].unshard()
-        for name in names:
-            hook_gradient(model.get_parameter(name), state.gradient_sums[name])
-        managers[path].reshard()
+    summed = [name for name in state.gradient_sums if is_cut(model.get_parameter(name))]
+    for path, module in list(model.named_modules()):
+        inside = [name for name in summed if name.startswith(f"{path}." if path else "")]
+        if inside and isinstance(module, FSDPModule):
+            module.unshard()  # its own: those of modules in it that are gathered when they are called stay cut
+            for name in inside:
+                if not is_cut(model.get_parameter(name)):
+                    hook_gradient(model.get_parameter(name), state.gradient_sums[name])
+            module.reshard()
 
 
 def generate_together(model: nn.Module) -> None:

@@ -170,15 +170,18 @@ def _buckets(state: ParallelState) -> set[GradientBuckets]:
     return {found.buckets for found in state.gradient_sums.values() if isinstance(found, GradientSum)}
 
 
-def average_gradients(model: nn.Module, group: dist.ProcessGroup) -> list[RemovableHandle]:
+def average_gradients(
+    model: nn.Module, group: dist.ProcessGroup, besides: Collection[Tensor] = ()
+) -> list[RemovableHandle]:
     """Average, in every backward pass, the gradients over the ranks that train on different data.
 
     Every backward pass is collective over ``group`` afterwards. What accumulates is the average of each pass.
     Parameters that FSDP2 has cut are left out: it averages them itself.
 
     Args:
-        model: the model; the ranks of ``group`` hold the same part of it.
+        model: what has the parameters; the ranks of ``group`` hold the same part of it.
         group: the data-parallel group.
+        besides: parameters whose gradients are averaged already.
 
     Returns:
         The hooks' handles.
@@ -188,7 +191,8 @@ def average_gradients(model: nn.Module, group: dist.ProcessGroup) -> list[Remova
         return []
 
     average = _Average(group, size)
-    return [hook_gradient(parameter, average) for parameter in model.parameters() if not is_cut(parameter)]
+    parameters = [parameter for parameter in model.parameters() if not is_cut(parameter)]
+    return [hook_gradient(parameter, average) for parameter in parameters if parameter not in besides]
 
 
 class _Average:

@@ -31,6 +31,7 @@ from lightning_autotp.lightning.saving import CheckpointWriter
 from lightning_autotp.lightning.starting import check_start
 from lightning_autotp.lightning.tracebacks import print_errors_briefly
 from lightning_autotp.parallel.collectives import all_gather_replicate
+from lightning_autotp.parameters.state import parallel_models
 from lightning_autotp.pipeline import materialize, refuse_unfit
 from lightning_autotp.private.distributed_private import default_store
 from lightning_autotp.private.lightning_private import (
@@ -287,7 +288,8 @@ class AutoTPBase(StrategyInternals):
         self.share_random_state()
         module.to(self.root_device)
         count_copies_once(module, self.data_parallel_group)
-        return average_gradients(module, self.data_parallel_group)
+        averaged = {parameter for model, _ in parallel_models(module) for parameter in model.parameters()}
+        return average_gradients(module, self.data_parallel_group, averaged)
 
     def read_alike(self, dataloader: Any, sampler: str) -> Any:
         """A loader that all ranks of a copy read alike, or the first one for all of them, where that is asked for.

@@ -2,7 +2,7 @@
 
 Parameters, gradients and states are divided by the copies (FSDP2 cuts them), or by those of a replica. What the forward
 pass keeps, and what is there for a moment, grows with the rows. FSDP2 has two blocks and what is in no block gathered
-at once, and the gradients of one block.
+at once, the gradients of one block, and those of the one before on their way to the other copies.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def memory(rehearsal: Rehearsal, rows: int = 1, copies: int = 1, accumulates: bo
     if copies > 1:
         # Autocast holds on to what it casts while the parameter is there; one that FSDP2 gathered goes after its block.
         in_other_dtype = min(in_other_dtype, rehearsal.copies + rehearsal.block / 2)
-        trained = rehearsal.gradients / max(rehearsal.parameters, 1)
+        trained = (rehearsal.gradients + rehearsal.averaged) / max(rehearsal.parameters, 1)
         gathered = (2 + trained) * rehearsal.block + rehearsal.rest
     passing = Memory(
         of_parameters,
@@ -156,8 +156,8 @@ def step_time(
         among, over = machine.between(ranks * shards), machine.between(ranks * copies)
         # Parameters are gathered twice, gradients reduced once; the sums of a replica's shards go to the others.
         whole = 2 * among.collective("all_gather", rehearsal.parameters, shards)
-        whole += among.collective("reduce_scatter", rehearsal.gradients, shards)
-        whole += over.collective("all_reduce", rehearsal.gradients / shards, replicas)
+        whole += among.collective("reduce_scatter", rehearsal.averaged, shards)
+        whole += over.collective("all_reduce", rehearsal.averaged / shards, replicas)
         exposed = passes * max(0.0, whole - per_pass)
         # Behind the first gather and the last reduction there is nothing.
         exposed += among.collective("all_gather", rehearsal.rest + rehearsal.block, shards)

@@ -49,6 +49,7 @@ class Rehearsal:
     Attributes:
         parameters: of this rank.
         gradients: once all are there.
+        averaged: of the gradients in the dtype in which copies of the model average them: float32 for those in 16 bits.
         states: the optimizer's.
         activations: what the forward pass keeps for the backward pass.
         copies: parameters in another dtype that it keeps (autocast's).
@@ -64,6 +65,7 @@ class Rehearsal:
 
     parameters: int
     gradients: int
+    averaged: int
     states: int
     activations: int
     copies: int
@@ -178,6 +180,7 @@ def rehearse(
     return Rehearsal(
         parameters=meter.live["parameters"],
         gradients=meter.live["gradients"],
+        averaged=sum(parameter.numel() * max(parameter.itemsize, 4) for parameter in trained),
         states=meter.live["states"],
         activations=activations,
         copies=copies,

@@ -10,6 +10,7 @@ import torch
 from distributed import run_ranks
 from edited_plans import without_an_mlp
 from loading import peak_of
+from mixed_dtypes import Half, Mixed, half_gradients, made, mixed_gradients, rows
 from rows_of_copies import data
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -36,6 +37,8 @@ class Found(NamedTuple):
     plan: Plan
     peak: int
     refused: list[str]
+    mixed: dict[str, torch.Tensor]
+    half: dict[str, torch.Tensor]
 
 
 def tiny() -> LlamaForCausalLM:
@@ -86,7 +89,8 @@ def two_by_two(rank: int, world_size: int, folder: Path) -> Found:
     tied = model.lm_head.weight is model.model.embed_tokens.weight
     managed = sum(isinstance(module, FSDPModule) for module in model.modules())
     plan = model.autotp.plan  # type: ignore[union-attr]
-    return Found(losses, gradients, full_state_dict(model), tied, managed, plan, peak(mesh), refused(mesh, folder))
+    others = refused(mesh, folder), mixed_gradients(mesh), half_gradients()
+    return Found(losses, gradients, full_state_dict(model), tied, managed, plan, peak(mesh), *others)
 
 
 def refused(mesh: DeviceMesh, folder: Path) -> list[str]:
@@ -188,3 +192,30 @@ def test_what_one_rank_cannot_plan_or_build_is_an_error_on_every_rank_of_all_cop
         assert "missing.json' cannot be read: No such file or directory" in missing
         assert unlike
         assert unlike.startswith("PeerError") == (rank != 3)
+
+
+def test_parameters_in_several_dtypes_are_averaged(found: list[Found]) -> None:
+    """Also those that FSDP2 cannot gather beside others, and scalars, which it cannot cut."""
+    model = made(Mixed)
+    for _ in range(2):
+        model(rows(torch.float32)).backward()
+    for one in found:
+        for name, parameter in model.named_parameters():
+            assert one.mixed[name].dtype == parameter.dtype
+            torch.testing.assert_close(one.mixed[name], parameter.grad, rtol=1e-5, atol=1e-7)
+
+
+def test_gradients_in_16_bits_are_averaged_in_float32(found: list[Found]) -> None:
+    """The average is rounded once, not each sum of two."""
+    model, gradients = made(Half), []
+    for row in rows(torch.bfloat16):
+        model(row[None]).backward()
+        gradients.append({name: parameter.grad.float() for name, parameter in model.named_parameters()})
+        model.zero_grad()
+    for name in gradients[0]:
+        each = [of_row[name] for of_row in gradients]
+        average = torch.stack(each).mean(0).bfloat16()
+        pairwise = torch.stack([one / 4 for one in each]).bfloat16()
+        assert not torch.equal(average, (pairwise[0] + pairwise[1]) + (pairwise[2] + pairwise[3])), "else no difference"
+        for one in found:
+            assert torch.equal(one.half[name], average)
