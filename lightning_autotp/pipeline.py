@@ -33,6 +33,7 @@ from lightning_autotp.operators.graph import Graph
 from lightning_autotp.parallel.async_products import ProductReport, overlap_products
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
 from lightning_autotp.parameters.local_blocks import refuse_cut
+from lightning_autotp.parameters.lowered_gathers import LoweredGathers
 from lightning_autotp.parameters.state import parallel_models, parallel_state
 from lightning_autotp.private.distributed_private import device_of_objects
 from lightning_autotp.proving.experts import prove_experts
@@ -137,6 +138,7 @@ def parallelize(  # noqa: D417 (the options are PlanOptions', and example_inputs
     async_tensor_parallel: bool = False,
     device: torch.device | str | None = None,
     data_mesh: DeviceMesh | None = None,
+    autocast: torch.dtype | None = None,
 ) -> nn.Module:
     """Turn ``model`` into this rank's local model, in place. Collective over ``process_group``.
 
@@ -154,6 +156,9 @@ def parallelize(  # noqa: D417 (the options are PlanOptions', and example_inputs
             the gradients over them. With two dims, the part is sharded over the last one alone, and the replicas along
             the first one have the same (hybrid sharding). Collective over it, too: all copies follow the first one's
             plan.
+        autocast: what ``torch.autocast`` computes in around the model's calls, ``torch.bfloat16`` say. With
+            ``data_mesh``, FSDP2 gathers in it the parameters of which nothing else is used. Calls outside of autocast
+            are right nevertheless.
 
     Returns:
         The same module. ``model.autotp`` is its :class:`~lightning_autotp.parameters.state.ParallelState`: plan, metas.
@@ -186,7 +191,7 @@ def parallelize(  # noqa: D417 (the options are PlanOptions', and example_inputs
         device=str(device or (data_mesh.device_type if data_mesh is not None else "")),
     )
     make_local(model, process_group, example_inputs, options, data_mesh)
-    materialize(model, device, data_mesh)
+    materialize(model, device, data_mesh, autocast)
     return model
 
 
@@ -296,16 +301,22 @@ def _read(plan: Plan, model: nn.Module, graph: Graph, inputs: Any) -> tuple[Grap
 
 
 def materialize(
-    model: nn.Module, device: torch.device | str | None = None, data_mesh: DeviceMesh | None = None
+    model: nn.Module,
+    device: torch.device | str | None = None,
+    data_mesh: DeviceMesh | None = None,
+    autocast: torch.dtype | None = None,
 ) -> None:
     """The second half: apply FSDP2, load this rank's blocks of the weights, install gradient sums and the guard.
 
     Collective over both axes. Between the halves the parameters may be brought to another dtype.
     """
     process_group = parallel_state(model).group.process_group
+    names = frozenset[str]()
     if data_mesh is not None:
-        shard_over_data(model, data_mesh)
         device = device or data_mesh.device_type
+        if autocast is not None:
+            names = guard_of(model).calls.used_in(autocast, torch.device(device))
+        names = shard_over_data(model, data_mesh, names, autocast)
     with raise_together(process_group, "looking for the extremes of quantized weights"):
         extremes = row_extremes(model, device)
     share_extremes(extremes, parallel_state(model).group)
@@ -318,4 +329,6 @@ def materialize(
             average_gradients(model, axis)
         hook_gathered(model)
         generate_together(model)
+        if names and autocast is not None:
+            parallel_state(model).gathers = LoweredGathers(model, names, autocast)
     guard_of(model).attach()

@@ -9,8 +9,9 @@ on meta, so that no rank ever has its whole tensor-parallel part in memory.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Sequence
+from operator import attrgetter
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -30,11 +31,13 @@ from lightning_autotp.private.torch_private import after_backward, tree_leaves
 from lightning_autotp.private.transformers_private import set_waits_for_copies, waits_for_copies
 
 
-def shard_over_data(model: nn.Module, mesh: DeviceMesh) -> None:
+def shard_over_data(
+    model: nn.Module, mesh: DeviceMesh, lowered: Collection[str] = (), dtype: torch.dtype | None = None
+) -> frozenset[str]:
     """Cut the parameters of a local model over the data axis, in place; those on meta stay there.
 
-    What is gathered together has one dtype: parameters in another dtype than most of their block are gathered when the
-    module that they belong to is called. Gradients in 16 bits are averaged in float32.
+    What is gathered together has one dtype, and is gathered in one: parameters that have another than most of their
+    block are gathered when the module that they belong to is called. Gradients in 16 bits are averaged in float32.
 
     Scalars cannot be cut, nor parameters in another dtype that no call of a module of their own would gather: they stay
     on every rank, and :func:`~lightning_autotp.gradients.sums.average_gradients` averages their gradients. Weights that
@@ -43,50 +46,71 @@ def shard_over_data(model: nn.Module, mesh: DeviceMesh) -> None:
     Args:
         model: a model whose parameters are its tensor-parallel part.
         mesh: the data-parallel ranks, which hold the same tensor-parallel part; of two dims, the last one shards.
+        lowered: names of parameters that may be gathered in 16 bits. Those in no block are gathered as they are stored,
+            and so are those whose gradients the tensor-parallel ranks sum.
+        dtype: these 16 bits.
+
+    Returns:
+        The names of those that are gathered in 16 bits.
     """
     state = parallel_state(model)
+    summed = {place.parameter for place in state.places(model) if place.meta.grad_sync}
+    names = {parameter: name for name, parameter in model.named_parameters() if name in lowered}
+    low, done = names.keys() - summed, frozenset[str]()
     stays = {place.parameter for place in state.places(model) if place.meta.format is not None}
     stays |= {parameter for parameter in model.parameters() if parameter.dim() == 0}
     # Before FSDP2's own hook on what the model returns. The weights in no block are gathered from the model's forward
     # to the end of its backward pass.
     model.register_forward_hook(_compute_while_gathered, prepend=True)
     for block in [*blocks_of_their_own(model), model]:
-        for module, gathered in _gathered_together(block, stays):
+        for module, gathered in _gathered_together(block, stays, low if block is not model else set()):
             for head in module.modules() if module is not model else ():
                 if isinstance(head, VocabParallelHead):
                     head.compute_at_once()  # its weight is gathered for this module's forward
             trained = {parameter.dtype for parameter in gathered if parameter.requires_grad}
-            sums = torch.float32 if any(dtype.itemsize == 2 for dtype in trained) else None
-            policy = MixedPrecisionPolicy(reduce_dtype=sums, cast_forward_inputs=False)
+            is_low = block is not model and not gathered.isdisjoint(low)
+            sums = torch.float32 if is_low or any(each.itemsize == 2 for each in trained) else None
+            policy = MixedPrecisionPolicy(dtype if is_low else None, sums, cast_forward_inputs=False)
+            if is_low:
+                done |= {names[parameter] for parameter in gathered}
             fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params={*module.parameters()} - gathered)
+    return done
 
 
-def _gathered_together(block: nn.Module, stays: set[nn.Parameter]) -> list[tuple[nn.Module, set[nn.Parameter]]]:
+def _gathered_together(
+    block: nn.Module, stays: set[nn.Parameter], low: set[nn.Parameter]
+) -> list[tuple[nn.Module, set[nn.Parameter]]]:
     """The parameters of a block that are not cut yet, by the module whose call gathers them; the block comes last.
 
-    Only those that are trained need one dtype, for their gradients are averaged together. What cannot be gathered so is
-    added to ``stays``.
+    Those that are trained have one dtype, for their gradients are averaged together; either all or none are in ``low``.
+    What cannot be gathered so is added to ``stays``.
     """
     homes: dict[nn.Parameter, list[nn.Module]] = {}
     for module in block.modules():
         for parameter in module.parameters(recurse=False):
             if parameter not in stays and not is_cut(parameter):
                 homes.setdefault(parameter, []).append(module)
-    sizes: Counter[torch.dtype] = Counter()
-    for parameter in homes:
-        sizes[parameter.dtype] += parameter.numel() if parameter.requires_grad else 0
-    most = max(sizes, key=sizes.__getitem__, default=None)
-    together: set[nn.Parameter] = set()
+
+    def most(parameters: Iterable[nn.Parameter], kind: Callable[[nn.Parameter], Any]) -> Any:
+        sizes: Counter[Any] = Counter()
+        for parameter in parameters:
+            sizes[kind(parameter)] += parameter.numel()
+        return max(sizes, key=sizes.__getitem__, default=None)
+
+    is_low = most(homes, low.__contains__)
+    alike = [parameter for parameter in homes if (parameter in low) == is_low]
+    dtype = most((parameter for parameter in alike if parameter.requires_grad), attrgetter("dtype"))
+    here = {parameter for parameter in alike if parameter.dtype == dtype or not parameter.requires_grad}
     apart: dict[nn.Module, set[nn.Parameter]] = {}
-    for parameter, (module, *others) in homes.items():
+    for parameter in (parameter for parameter in homes if parameter not in here):
+        module, *others = homes[parameter]
         beside = apart.get(module, set())
-        if parameter.dtype == most or not parameter.requires_grad:
-            together.add(parameter)
-        elif others or module is block or not _is_called(module) or any(x.dtype != parameter.dtype for x in beside):
-            stays.add(parameter)
-        else:
+        is_alike = all(x.dtype == parameter.dtype and (x in low) == (parameter in low) for x in beside)
+        if is_alike and not others and module is not block and _is_called(module):
             apart[module] = beside | {parameter}
-    return [*apart.items(), (block, together)]
+        else:
+            stays.add(parameter)
+    return [*apart.items(), (block, here)]
 
 
 def _is_called(module: nn.Module) -> bool:
@@ -97,8 +121,13 @@ def _is_called(module: nn.Module) -> bool:
 def _compute_while_gathered(model: nn.Module, args: Any, output: Any) -> None:
     """Let the logits that somebody has yet when the backward pass ends be computed there."""
 
+    def end() -> None:
+        compute_undone(model.parameters())
+        if (gathers := parallel_state(model).gathers) is not None:
+            gathers.was_backward()
+
     def in_the_end(grad: Tensor) -> None:
-        after_backward(lambda: compute_undone(model.parameters()))
+        after_backward(end)
 
     for result in tree_leaves(output) if torch.is_grad_enabled() else []:
         if not isinstance(result, Tensor) or not result.requires_grad:
@@ -180,9 +209,9 @@ def gather_if_uneven(module: nn.Module, batches: Sequence[float], group: dist.Pr
     counts: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(counts, list(batches), group=group)
     if any(count != counts[0] for count in counts) or float("inf") in counts[0]:
+        _hold(module, True)
         for part in fsdp_modules(module):
             part.unshard()
-        _hold(module, True)
 
 
 def in_parts_again(module: nn.Module) -> None:
@@ -195,5 +224,7 @@ def _hold(module: nn.Module, gathered: bool) -> None:
     for part in fsdp_modules(module):
         if is_parallel(part):  # a model, whose own parameters stay gathered until its backward pass
             set_waits_for_copies(part, not gathered)
+            if (gathers := parallel_state(cast(nn.Module, part)).gathers) is not None:
+                gathers.hold(gathered)
         else:
             part.set_reshard_after_forward(not gathered, recurse=False)

@@ -163,6 +163,8 @@ class Guard:
         if self.running.own:
             return
         self.followed.end()
+        if (gathers := parallel_state(model).gathers) is not None:
+            gathers.returned()
         if self._has_returned:
             self._has_returned = False
             self.compared.settle(output)

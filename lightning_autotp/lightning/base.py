@@ -46,6 +46,9 @@ from lightning_autotp.ranks.peers import Peer, PeerWatch
 from lightning_autotp.ranks.started import let_threads_finish_at_end, wait_at_end
 from lightning_autotp.solving.options import PlanOptions, documented_by
 
+_AUTOCAST: dict[Any, torch.dtype] = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+"""What Lightning's precisions let autocast compute in."""
+
 
 @documented_by(PlanOptions)
 class AutoTPBase(StrategyInternals):
@@ -269,7 +272,7 @@ class AutoTPBase(StrategyInternals):
             elif self.activation_checkpointing == "offload":
                 offload_blocks(model)
 
-    def fill(self, module: nn.Module, models: Iterable[nn.Module]) -> list[RemovableHandle]:
+    def fill(self, module: nn.Module, models: Iterable[nn.Module], precision: str) -> list[RemovableHandle]:
         """Give local models this rank's part of their values, on its device; then average gradients over the copies.
 
         Metrics in the module count each copy once. Collective over all processes; every backward pass is afterwards.
@@ -277,12 +280,13 @@ class AutoTPBase(StrategyInternals):
         Args:
             module: is one of the models, or holds them.
             models: the models that were made local.
+            precision: the precision of their calls, as Lightning has it.
 
         Returns:
             The handles of the gradients' hooks.
         """
         for model in models:
-            materialize(model, self.root_device, self.copies)
+            materialize(model, self.root_device, self.copies, _AUTOCAST.get(precision))
         with raise_together(None, f"initializing the {type(module).__name__}'s own parameters"):
             fill_remaining(module)
         self.share_random_state()

@@ -177,7 +177,7 @@ class AutoTPFabricStrategy(AutoTPBase, _ModelParallelStrategy):
         for model, inputs in models:
             check_same_weights(model, None)
             self._make_local(model, inputs)
-        self.fill(module, [model for model, _ in models])
+        self.fill(module, [model for model, _ in models], self.precision.precision)
         for model, _ in models:
             if self._notes is not None:
                 model.register_forward_pre_hook(ComparedFirst(self._notes))

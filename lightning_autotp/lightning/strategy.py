@@ -209,7 +209,7 @@ class AutoTPStrategy(AutoTPBase, ModelParallelStrategy):
         self.model = self.precision_plugin.convert_module(module)
         for handle in self._averaging:
             handle.remove()
-        self._averaging = self.fill(module, [model for model, _ in models])
+        self._averaging = self.fill(module, [model for model, _ in models], self.precision_plugin.precision)
         self._callbacks = trainer.callbacks  # type: ignore[attr-defined]
         for held in (value for callback in self._callbacks for value in vars(callback).values()):
             if isinstance(held, nn.Module):

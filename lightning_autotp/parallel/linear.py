@@ -312,7 +312,7 @@ class RowParallelLinear(nn.Linear, NotesRuns):
             output = all_reduce(output, self.group)
         elif bias is not None:
             bias = keep_once(bias, self.group)
-        return output if bias is None else output + bias
+        return output if bias is None else output + bias.to(output.dtype)  # autocast's
 
     def extra_repr(self) -> str:
         """What ``repr`` shows: whole and local sizes, and the flags."""

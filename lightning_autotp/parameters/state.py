@@ -21,6 +21,7 @@ from lightning_autotp.building.recipe import take_recipe
 from lightning_autotp.layouts.names import join_names
 from lightning_autotp.layouts.plan import ConversionPlan, Plan
 from lightning_autotp.parameters.local_blocks import reshard
+from lightning_autotp.parameters.lowered_gathers import LoweredGathers
 from lightning_autotp.parameters.meta import ParameterMeta
 from lightning_autotp.parameters.writes import Writes
 from lightning_autotp.private.torch_private import WeakIdKeyDictionary, children_of, parameters_of
@@ -73,6 +74,7 @@ class ParallelState:
         modules: the paths of its modules when it was divided, each module's first one.
         forwards: what ran each of its modules when it was divided: a function of its class, or what was on the object.
         writes: which of its parts were written by code that is not known to be right; none of a copy's.
+        gathers: which of its parameters FSDP2 gathers in 16 bits, if any.
         guard: what checks around every use that it still is what was proved
             (:class:`~lightning_autotp.guard.guard.Guard`).
     """
@@ -89,6 +91,7 @@ class ParallelState:
     modules: tuple[str, ...] = ()
     forwards: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
     writes: Writes = field(default_factory=Writes)
+    gathers: LoweredGathers | None = None
     guard: object = None
     # Weak: a part of the model that is thrown away is gone.
     # By id: the hash of a torchmetrics.Metric is another one after each update.
@@ -188,7 +191,13 @@ class ParallelState:
         return made
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_paths": list(self._paths.items()), "writes": Writes(), "forwards": None}
+        return {
+            **vars(self),
+            "_paths": list(self._paths.items()),
+            "writes": Writes(),
+            "gathers": None,
+            "forwards": None,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _paths=WeakIdKeyDictionary(), forwards=WeakIdKeyDictionary())

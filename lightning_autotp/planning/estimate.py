@@ -94,10 +94,12 @@ def memory(rehearsal: Rehearsal, rows: int = 1, copies: int = 1, accumulates: bo
     peak = rehearsal.peak_without_gradients if at_once else rehearsal.peak
     gathered, in_other_dtype = 0.0, float(peak["copies"])
     if copies > 1:
-        # Autocast holds on to what it casts while the parameter is there; one that FSDP2 gathered goes after its block.
-        in_other_dtype = min(in_other_dtype, rehearsal.copies + rehearsal.block / 2)
-        trained = (rehearsal.gradients + rehearsal.averaged) / max(rehearsal.parameters, 1)
-        gathered = (2 + trained) * rehearsal.block + rehearsal.rest
+        # FSDP2 gathers in 16 bits what autocast would cast, and has its gradients in them until they are averaged.
+        in_other_dtype = max(0.0, in_other_dtype - rehearsal.casts)
+        block, parameters = rehearsal.block - rehearsal.block_casts, max(rehearsal.parameters, 1)
+        computed = rehearsal.gradients / parameters * block
+        sent = rehearsal.averaged / parameters * rehearsal.block
+        gathered = 2 * block + computed + sent + rehearsal.rest
     passing = Memory(
         of_parameters,
         gradients if at_once else peak["gradients"],
@@ -155,10 +157,10 @@ def step_time(
     if copies > 1:
         among, over = machine.between(ranks * shards), machine.between(ranks * copies)
         # Parameters are gathered twice, gradients reduced once; the sums of a replica's shards go to the others.
-        whole = 2 * among.collective("all_gather", rehearsal.parameters, shards)
+        whole = 2 * among.collective("all_gather", rehearsal.parameters - rehearsal.casts, shards)
         whole += among.collective("reduce_scatter", rehearsal.averaged, shards)
         whole += over.collective("all_reduce", rehearsal.averaged / shards, replicas)
         exposed = passes * max(0.0, whole - per_pass)
         # Behind the first gather and the last reduction there is nothing.
-        exposed += among.collective("all_gather", rehearsal.rest + rehearsal.block, shards)
+        exposed += among.collective("all_gather", rehearsal.rest + rehearsal.block - rehearsal.block_casts, shards)
     return StepTime(passes * products, passes * others, passes * tensor_parallel, exposed, update)

@@ -34,6 +34,7 @@ _COLLECTIVES: dict[str, Collective] = {
     "_c10d_functional.all_gather_into_tensor": "all_gather",
     "_c10d_functional.reduce_scatter_tensor": "reduce_scatter",
 }
+_CAST = "aten._to_copy"
 _VALUE = "aten._local_scalar_dense"
 _WHERE = "aten.nonzero"
 _GROUPED = "aten._grouped_mm"
@@ -120,6 +121,7 @@ class Meter(TorchDispatchMode):
         peak: of the moment at which the most was alive besides parameters and optimizer states: what it was.
         peak_without_gradients: of the moment at which the most was alive besides these and gradients.
         work: what was done.
+        casts: bytes of the whole parameters that autocast has cast, by the repeated block that they were cast in.
         place: the repeated block whose operators run now.
     """
 
@@ -127,6 +129,7 @@ class Meter(TorchDispatchMode):
         super().__init__()
         self._chosen = chosen
         self.work = Work()
+        self.casts: dict[str, dict[int, int]] = {}
         self.place = ""
         self._left: list[weakref.ref[Tensor]] = []  # what the last block returned
         self.live: Counter[Label] = Counter()
@@ -202,6 +205,8 @@ class Meter(TorchDispatchMode):
         of_parameters = bool(known) and labels <= {"parameters", "copies"} and known <= self._alive.keys()
         new = [leaf for leaf in results if storage_key(leaf) not in known and storage_key(leaf) not in self._alive]
         self._add(new, "copies" if of_parameters else "other")
+        if name == _CAST and isinstance(args[0], nn.Parameter):
+            self.casts.setdefault(self.place, {})[id(args[0])] = result.numel() * result.itemsize
         self._count(func, args, kwargs, result, operands, bool(new), of_parameters)
         return result
 

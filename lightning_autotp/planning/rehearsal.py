@@ -57,6 +57,8 @@ class Rehearsal:
         peak_without_gradients: likewise, gradients aside as well.
         update: what the optimizer's step needs for a moment, beside parameters, gradients and states.
         block: of the largest repeated block's parameters.
+        block_casts: of those of its parameters that autocast casts, cast.
+        casts: of all blocks' such parameters.
         rest: of the parameters in no repeated block.
         work: of forward and backward pass.
         forward: how many of its operators are the forward pass's: the first ones.
@@ -73,6 +75,8 @@ class Rehearsal:
     peak_without_gradients: Counter[Label]
     update: int
     block: int
+    block_casts: int
+    casts: int
     rest: int
     work: Work
     forward: int
@@ -165,6 +169,7 @@ def rehearse(
             ) from error
         peak, without = (_told_apart(found, activations) for found in (meter.peak, meter.peak_without_gradients))
         work, meter.work, meter.place = meter.work, Work(), ""
+        casts = [sum(sizes.values()) for place, sizes in meter.casts.items() if place]
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         update = 0
         if optimizer != "none":
@@ -188,6 +193,8 @@ def rehearse(
         peak_without_gradients=without,
         update=update,
         block=max(blocks, default=0),
+        block_casts=max(casts, default=0),
+        casts=sum(casts),
         rest=meter.live["parameters"] - sum(blocks),
         work=work,
         forward=forward,

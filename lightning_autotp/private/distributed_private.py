@@ -12,6 +12,7 @@ import re
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_autotp.private.torch_private import writing
 
 __all__ = [
     "FileSystemWriter",
     "FusedProducts",
+    "GatherDtype",
     "collectives",
     "default_store",
     "device_of_objects",
@@ -164,6 +166,50 @@ def is_lost_connection(error: BaseException) -> bool:
 def is_outermost(module: nn.Module) -> None:
     """Let FSDP2 take this module for the outermost one, whichever of its parts is called first. Nothing public."""
     fully_shard.state(module)._lazy_init()  # type: ignore[attr-defined]
+
+
+_GATHERED = "all_gather_outputs", "_unsharded_param"
+"""What FSDP2 knows a parameter by that it has gathered once."""
+
+
+class GatherDtype:
+    """In which dtype FSDP2 gathers the parameters of which a policy says one: in that, or as they are stored.
+
+    FSDP2 makes the gathered parameters once, in one dtype. Both sorts are kept, without memory, and one is put where
+    FSDP2 finds it. Nothing public.
+
+    Args:
+        model: what FSDP2 has cut, and takes for the outermost module.
+
+    Attributes:
+        is_lowered: whether it is as the policies say.
+        policies: by what is gathered together.
+        parameters: FSDP2's of these.
+        others: for each, the gathered parameter of the dtype that is not used now.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        states = [fully_shard.state(each) for each in model.modules() if isinstance(each, FSDPModule)]  # type: ignore[attr-defined]
+        groups = [group for state in states for group in state._fsdp_param_groups]
+        self.is_lowered = True
+        self.policies = {group: group.mp_policy for group in groups if group.mp_policy.param_dtype is not None}
+        self.parameters = [parameter for group in self.policies for parameter in group.fsdp_params]
+        self.others: list[dict[str, Any]] = [{"all_gather_outputs": []} for _ in self.parameters]
+
+    def use(self, is_lowered: bool) -> None:
+        """Gather so from now on. Not collective: nothing is gathered meanwhile."""
+        if is_lowered == self.is_lowered:
+            return
+        self.is_lowered = is_lowered
+        for group, policy in self.policies.items():
+            group.reshard()
+            group.mp_policy = policy if is_lowered else replace(policy, param_dtype=None)
+            group._init_mp_dtypes()
+        for number, parameter in enumerate(self.parameters):
+            here = vars(parameter)
+            other = self.others[number]
+            self.others[number] = {name: here.pop(name) for name in _GATHERED if name in here}
+            here.update(other)
 
 
 _PREPARES = "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._pre_backward"

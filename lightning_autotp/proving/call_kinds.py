@@ -54,7 +54,7 @@ def kind_of(value: Any, unknown: list[str] | None = None) -> Hashable:
     return kind.__name__
 
 
-def surroundings(device: str) -> Hashable:
+def surroundings(device: str) -> tuple[bool, torch.dtype | None]:
     """Whether gradients are recorded, and in which precision autocast computes on a device; ``None`` if it is off."""
     kind = device.partition(":")[0]
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None

@@ -12,7 +12,7 @@ this way only.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_autotp.applying.lengths import Lengths
-from lightning_autotp.applying.replace import BoundaryConversion, allow_runs, hook_boundary, set_size
+from lightning_autotp.applying.replace import BoundaryConversion, allow_runs, apply_plan, hook_boundary, set_size
 from lightning_autotp.applying.seen_paths import PathWatch
-from lightning_autotp.capture.capture import CaptureError, ExampleCall, device_of, keep_values
+from lightning_autotp.capture.capture import CaptureError, ExampleCall, device_of, keep_values, meta_copy
 from lightning_autotp.capture.garbage import relaxed_gc
 from lightning_autotp.capture.nested import tensors_in
 from lightning_autotp.layouts.places import Boundary
@@ -36,6 +36,7 @@ from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
 from lightning_autotp.parameters.state import parallel_state
 from lightning_autotp.private.torch_private import has_values, is_in_backward, tree_map_only, without_modes
 from lightning_autotp.proving.attributes import AttributeWatch
+from lightning_autotp.proving.autocast import used_in
 from lightning_autotp.proving.call_kinds import (
     FewValues,
     Sizes,
@@ -53,7 +54,7 @@ from lightning_autotp.proving.local_sizes import PROVING, Unlocalizable, find_si
 from lightning_autotp.proving.read_plan import read_for_call
 from lightning_autotp.proving.verify import trace
 from lightning_autotp.proving.ways import same_way
-from lightning_autotp.ranks.agreement import first_makes, raise_together
+from lightning_autotp.ranks.agreement import first_makes, made_together, raise_together
 from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.ranks.meeting import meet
 from lightning_autotp.solving.expert_modules import constrained_by
@@ -87,6 +88,7 @@ class Way:
         layouts: of the trace's tensors.
         paths: what was seen of the modules' code in the traces that go this way.
         inputs: changes of the layouts of the model's own arguments.
+        is_as_planned: whether nothing else is changed on this way than the plan says.
     """
 
     parts: tuple[ConversionPlan, ...]
@@ -95,6 +97,7 @@ class Way:
     layouts: Mapping[int, Layout] = field(default_factory=dict)
     paths: dict[str, SeenPath] = field(default_factory=dict)
     inputs: list[BoundaryConversion] = field(default_factory=list)
+    is_as_planned: bool = False
 
 
 class _Kind:
@@ -102,10 +105,12 @@ class _Kind:
 
     Attributes:
         calls: how many there were.
+        is_lowered: whether what FSDP2 may gather in 16 bits gives the same numbers so.
     """
 
     def __init__(self) -> None:
         self.calls = 0
+        self.is_lowered = True
         self._sizes = Sizes()
         self._by_sizes: dict[tuple[int, ...] | None, Way] = {}
         self._ways: set[Way] = set()
@@ -179,7 +184,7 @@ class CallProver:
         if len(self.examples) == 1:
             (call,) = self.examples
             kind = self._kind(call, kind_of(call), bytes([True] * len(self.modules)))
-            way = self._way(state.parts, solution)
+            way = self._way(state.parts, solution, is_as_planned=True)
             self.known.setdefault(kind, _Kind()).add(self._sizes(call), way)
 
     def prove(self, args: Any, kwargs: Any) -> Any:
@@ -193,13 +198,15 @@ class CallProver:
             PeerError: on ranks where they do, if they do not on another one.
         """
         self.to_compare = None
-        call = ExampleCall(args, kwargs)
+        call, state = ExampleCall(args, kwargs), parallel_state(self.model)
         unknown: list[str] = []
         arguments, is_traced = kind_of(call, unknown), _is_traced(call)
         if unknown:
             if arguments not in self.met and not is_traced:
                 self._meet(arguments)
             self._say_unknown(unknown[0])
+            if state.gathers is not None and not is_traced:
+                state.gathers.use(False)
             return None
         modes, sizes = bytes(map(_TRAINING, self.modules)), self._sizes(call)
         known = self.known.get(self._kind(call, arguments, modes))
@@ -213,13 +220,17 @@ class CallProver:
                 raise_together(self.group.process_group, PROVING),
             ):
                 way = self._prove(with_rows(call))
+                is_lowered = self._is_lowered(with_rows(call), way)
             # Now it is known what its code asks for.
             known = self.known.setdefault(self._kind(call, arguments, modes), _Kind())
             known.add(sizes, way)
+            known.is_lowered &= is_lowered
+        if state.gathers is not None and known is not None:
+            state.gathers.use(known.is_lowered)
         self._runs(way)
         if way is None:
             return None
-        parallel_state(self.model).parts = way.parts
+        state.parts = way.parts
         if known is not None:
             known.calls += 1
             if known.calls in _COMPARED or known.calls % _COMPARED[-1] == 0:
@@ -255,15 +266,47 @@ class CallProver:
         self.numbers |= graph.numbers
         self.asked |= graph.asked
 
-    def _way(self, parts: tuple[ConversionPlan, ...], solution: Solution | None = None) -> Way:
+    def _way(
+        self, parts: tuple[ConversionPlan, ...], solution: Solution | None = None, is_as_planned: bool = False
+    ) -> Way:
         """A way that is proved from now on; without a solution, one that could not be traced."""
         way = Way(parts)
         if solution is not None:
             kept = replace(solution.graph, calls=[], inspections=[], runs=[], entered=[""])
             way = Way(parts, alike_at_modules(solution), kept, solution.layouts)
             add_paths(way.paths, solution.graph, solution.layouts, self.group.rank)
+        way.is_as_planned = is_as_planned
         self.ways.append(way)
         return way
+
+    def used_in(self, dtype: torch.dtype, device: torch.device) -> frozenset[str]:
+        """The parameters that autocast casts to ``dtype`` wherever the model uses them in the examples' calls.
+
+        Collective over the tensor-parallel group.
+        """
+        return frozenset.intersection(*(self._used_in(dtype, device, call) for call in self.examples))
+
+    def _used_in(
+        self, dtype: torch.dtype, device: torch.device, call: ExampleCall, only: Collection[str] | None = None
+    ) -> frozenset[str]:
+        def local() -> nn.Module:
+            model = meta_copy(self.original)
+            apply_plan(model, self.plan, self.group)
+            return model
+
+        def names() -> frozenset[str]:
+            with without_modes(), relaxed_gc():
+                return used_in(dtype, local, call, device=device, opaque=frozenset(self.plan.opaque), only=only)
+
+        return frozenset.intersection(*made_together(self.group.process_group, PROVING, names))
+
+    def _is_lowered(self, call: ExampleCall, way: Way) -> bool:
+        """Whether what FSDP2 may gather in 16 bits is used in these alone in a call that goes a way. Collective."""
+        gathers = parallel_state(self.model).gathers
+        device = device_of(self.model)
+        if gathers is None or not way.is_as_planned or surroundings(device)[1] != gathers.dtype:
+            return False
+        return self._used_in(gathers.dtype, torch.device(device), call, gathers.names) == gathers.names
 
     def is_running(self, way: Way) -> bool:
         """Whether a module runs in a call that goes this way, be it again in a backward pass (checkpointing).
@@ -341,7 +384,7 @@ class CallProver:
         # Before the hooks with which the model collects outputs, as in the traces; each before the one after it.
         lengths = Lengths()  # of axes of this call's graph
         inputs = [change for change in changes if not change.module and change.side == "in"]
-        way = self._way(parts_at_modules(solution), solution)
+        way = self._way(parts_at_modules(solution), solution, is_as_planned=not changes and not sizes)
         way.inputs = [BoundaryConversion(change, self.group, lengths) for change in inputs]
         for change in reversed(changes):
             if change not in inputs:

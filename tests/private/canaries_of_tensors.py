@@ -686,6 +686,39 @@ def _(_: Any) -> None:
         assert (fully_shard.state(model)._is_root, fully_shard.state(model[0])._is_root) == (True, False)
 
 
+@canary(
+    "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._fsdp_param_groups",
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup._init_mp_dtypes",
+    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._unsharded_param",
+)
+def _(_: Any) -> None:
+    """The gathered parameter is made once, in a dtype that a policy says; another one may take its place."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    from lightning_autotp.private.distributed_private import GatherDtype
+
+    with alone():
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+        layer: Any = fully_shard(nn.Linear(2, 2, bias=False), mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
+        layer.set_reshard_after_forward(True)
+        seen: list[Tensor] = []
+        hook = layer.register_forward_pre_hook(lambda module, args: seen.append(module.weight))
+        with torch.autocast("cpu", torch.bfloat16):
+            pending = layer(torch.ones(1, 2))
+        dtype = GatherDtype(layer)
+        dtype.use(False)
+        layer(torch.ones(1, 2))
+        dtype.use(True)
+        with torch.autocast("cpu", torch.bfloat16):
+            layer(torch.ones(1, 2))
+        hook.remove()
+        assert [weight.dtype for weight in seen] == [torch.bfloat16, torch.float32, torch.bfloat16]
+        assert seen[0] is seen[2]
+        pending.sum().backward()
+        assert layer.weight.grad.dtype == torch.float32
+
+
 @canary("torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._pre_backward")
 def _(_: Any) -> None:
     """FSDP2 puts it on what a module returns; it gives the gradient back as it is."""

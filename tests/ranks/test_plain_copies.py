@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from lightning_autotp import full_gradients, full_state_dict, parallelize, pipel
 from lightning_autotp.building.deferred import deferred_init
 from lightning_autotp.building.pretrained import meta_model
 from lightning_autotp.capture.capture import language_model_inputs
+from lightning_autotp.gradients.data_parallel import gather_if_uneven, in_parts_again
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.proving.verify import trace
 from lightning_autotp.solving.options import PlanOptions
@@ -39,6 +41,7 @@ class Found(NamedTuple):
     refused: list[str]
     mixed: dict[str, torch.Tensor]
     half: dict[str, torch.Tensor]
+    lowered: dict[str, Any]
 
 
 def tiny() -> LlamaForCausalLM:
@@ -89,7 +92,7 @@ def two_by_two(rank: int, world_size: int, folder: Path) -> Found:
     tied = model.lm_head.weight is model.model.embed_tokens.weight
     managed = sum(isinstance(module, FSDPModule) for module in model.modules())
     plan = model.autotp.plan  # type: ignore[union-attr]
-    others = refused(mesh, folder), mixed_gradients(mesh), half_gradients()
+    others = refused(mesh, folder), mixed_gradients(mesh), half_gradients(), lowered(mesh)
     return Found(losses, gradients, full_state_dict(model), tied, managed, plan, peak(mesh), *others)
 
 
@@ -107,6 +110,52 @@ def refused(mesh: DeviceMesh, folder: Path) -> list[str]:
         except Exception as error:
             said.append(f"{type(error).__name__}: {error}")
     return said
+
+
+def lowered(mesh: DeviceMesh) -> dict[str, Any]:
+    """Under autocast and without it, with parameters that are gathered in float32, and in what autocast computes in."""
+    copy, found = mesh["data"].get_local_rank(), {}
+    for name, autocast in (("as stored", None), ("in 16 bits", torch.bfloat16)):
+        model: Any = parallelize(
+            tiny(), mesh["tensor"].get_group(), data_mesh=mesh["data"], autocast=autocast, plan_cache=False,
+            keep_whole=["model.layers.0.self_attn.k_proj"],
+        )  # fmt: skip
+        seen: dict[str, Any] = {"losses": [], "is_both": False}
+        seen["dtypes"] = dtypes = {name: [] for name in ("self_attn.q_proj", "input_layernorm")}
+        for path, to in dtypes.items():
+            layer = model.model.layers[1].get_submodule(path)
+            layer.register_forward_pre_hook(lambda module, args, to=to: to.append(module.weight.dtype))
+
+        def loss(is_autocast: bool, model: Any = model, seen: Any = seen) -> torch.Tensor:
+            batch = data()[0, 2 * copy : 2 * copy + 2]
+            with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
+                result: torch.Tensor = model(input_ids=batch, labels=batch).loss
+            seen["losses"].append(result.item())
+            return result
+
+        loss(True).backward()
+        pending = loss(True)
+        with torch.no_grad():
+            loss(False)
+            gather_if_uneven(model, [copy], mesh["data"].get_group())
+            for _ in range(1 + copy):
+                loss(True)
+            in_parts_again(model)
+        pending.backward()
+        loss(False).backward()
+        pending = loss(False)
+        with contextlib.suppress(RuntimeError):
+            loss(True)
+            seen["is_both"] = True
+        pending.backward()
+        names = model.autotp.gathers.names if autocast is not None else frozenset()
+        found[name] = {
+            **seen,
+            "gradients": full_gradients(model),
+            "names": names,
+            "sums": set(model.autotp.gradient_sums),
+        }
+    return found
 
 
 def peak(mesh: DeviceMesh) -> int:
@@ -219,3 +268,28 @@ def test_gradients_in_16_bits_are_averaged_in_float32(found: list[Found]) -> Non
         assert not torch.equal(average, (pairwise[0] + pairwise[1]) + (pairwise[2] + pairwise[3])), "else no difference"
         for one in found:
             assert torch.equal(one.half[name], average)
+
+
+def test_what_autocast_casts_is_gathered_in_16_bits(found: list[Found]) -> None:
+    """Where it is nothing but an operand of products; with the numbers that it would give in float32."""
+    for one in found:
+        stored, lowered = one.lowered["as stored"], one.lowered["in 16 bits"]
+        in_blocks = {name for name in stored["gradients"] if "_proj." in name}
+        assert len(in_blocks) == 7 * 3
+        assert lowered["names"] == in_blocks - {"model.layers.0.self_attn.k_proj.weight"}
+        assert "model.layers.0.self_attn.k_proj.weight" in lowered["sums"]
+        assert {dtype for dtypes in stored["dtypes"].values() for dtype in dtypes} == {torch.float32}
+        assert lowered["losses"][: len(stored["losses"]) - 1] == stored["losses"][:-1]
+        for name, gradient in stored["gradients"].items():
+            torch.testing.assert_close(lowered["gradients"][name], gradient, rtol=1e-5, atol=1e-7)
+
+
+def test_calls_without_autocast_are_gathered_in_float32(found: list[Found]) -> None:
+    """Also while everything stays gathered; without a backward pass between, gradients are of one dtype."""
+    for rank, one in enumerate(found):
+        calls = [True, True, False, *[False] * (1 + rank // 2), False, False]
+        dtypes = [torch.bfloat16 if is_lowered else torch.float32 for is_lowered in calls]
+        seen = one.lowered["in 16 bits"]["dtypes"]
+        assert seen["self_attn.q_proj"] == dtypes
+        assert seen["input_layernorm"] == [torch.float32] * len(dtypes)
+        assert (one.lowered["as stored"]["is_both"], one.lowered["in 16 bits"]["is_both"]) == (True, False)

@@ -99,6 +99,8 @@ class Overflow(OneKeyHead):
         if self.trainer.global_step == 2 and not self.seen.get("planted") and rank[0] == rank[1] - 1:
             (gradient.to_local() if isinstance(gradient, DTensor) else gradient)[0, 0] = torch.inf
         self.seen["planted"] = self.trainer.global_step >= 2
+        if rank[1] > 1:
+            self.seen["gathers"] = self.model.autotp.gathers.dtype, self.model.autotp.gathers.names
 
     def on_train_batch_end(self, *_: Any) -> None:
         scale = self.trainer.precision_plugin.scaler.get_scale()

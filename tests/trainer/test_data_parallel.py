@@ -145,7 +145,10 @@ def test_all_ranks_skip_the_step_in_which_one_overflows(four: list[dict[str, Any
         assert seen["scaler afterwards"] == (torch.amp.GradScaler, scales[-1][0])  # the plugin's own, as if it had been
     wanted = alone(four, "scaled", kind=Overflow, plugins=[scaling()])
     assert wanted["scales"] == scales
-    # In half precision.
+    # In half precision, in which FSDP2 gathers the blocks' matrices.
+    dtype, names = four[0]["scaled"]["gathers"]
+    assert dtype == torch.float16
+    assert len(names) == 2 * 7
     torch.testing.assert_close(
         torch.tensor([four[0]["scaled"]["losses"], four[2]["scaled"]["losses"]]).mean(0),
         torch.tensor(wanted["losses"]), rtol=2e-3, atol=0,
