@@ -225,7 +225,7 @@ def make_local(
             # The first rank's, for all of them: what a plan is proved against is one computation.
             graph = first_makes(process_group, "planning", lambda: trace(model, inputs, device=options.device))
             if all(dist.get_rank(axis) == 0 for axis in groups):
-                message = [_plan(model, graph, inputs, group.size, options).to_json()]
+                message = [find_plan(model, graph, inputs, group.size, options).to_json()]
         for axis in reversed(groups):  # to the first ranks of the copies, and from them to the others
             dist.broadcast_object_list(message, group_src=0, group=axis)
         with _raise_together(groups, "building the local model"):
@@ -252,7 +252,7 @@ def _raise_together(groups: Iterable[dist.ProcessGroup], phase: str) -> Iterator
         yield
 
 
-def _plan(model: nn.Module, graph: Graph, inputs: Any, ranks: int, options: PlanOptions) -> Plan:
+def find_plan(model: nn.Module, graph: Graph, inputs: Any, ranks: int, options: PlanOptions) -> Plan:
     """The plan that is given, or was kept, or is made now."""
     if options.plan is not None:
         return options.plan if isinstance(options.plan, Plan) else read(options.plan)

@@ -44,6 +44,13 @@ def says_weights(model: nn.Module) -> Iterator[Callable[[int], None]]:
     _say(f"each rank's part of {name}'s weights was {how} in {perf_counter() - began:.1f} s")
 
 
+def say_kept(model: str, kept: str, warnings: Iterable[str]) -> None:
+    """Before planning: what a model's blocks keep for the backward pass, where that was chosen."""
+    _say(f"{model}'s {kept} (predicted, with AdamW)")
+    for warning in warnings:
+        _say(f"warning: {warning}")
+
+
 def say_step(report: object, warnings: Iterable[str]) -> None:
     """After the first steps: what one takes."""
     _say(str(report))

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from subprocess import Popen
-from typing import Any, Literal
+from typing import Any, Literal, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.hooks import RemovableHandle
 
 from lightning_autotp.building.repeated_blocks import checkpoint_blocks, offload_blocks
+from lightning_autotp.capture.capture import as_call, in_small
 from lightning_autotp.data.batches import broadcast_loader, check_sampler
 from lightning_autotp.gradients.sums import average_gradients
 from lightning_autotp.layouts.ownership import Ownership
@@ -32,7 +33,9 @@ from lightning_autotp.lightning.starting import check_start
 from lightning_autotp.lightning.tracebacks import print_errors_briefly
 from lightning_autotp.parallel.collectives import all_gather_replicate
 from lightning_autotp.parameters.state import parallel_models
-from lightning_autotp.pipeline import materialize, refuse_unfit
+from lightning_autotp.pipeline import find_plan, materialize, refuse_unfit
+from lightning_autotp.planning.checkpointing import KeptActivations, choose, memory_of
+from lightning_autotp.planning.rehearsal import Precision
 from lightning_autotp.private.distributed_private import default_store
 from lightning_autotp.private.lightning_private import (
     StrategyInternals,
@@ -40,11 +43,13 @@ from lightning_autotp.private.lightning_private import (
     default_pg_timeout,
     set_rng_states,
 )
-from lightning_autotp.ranks.agreement import largest_of_all, raise_together
+from lightning_autotp.proving.verify import trace
+from lightning_autotp.ranks.agreement import first_makes, largest_of_all, raise_together
 from lightning_autotp.ranks.group import TPGroup, end_processes, timeout_of_all
 from lightning_autotp.ranks.peers import Peer, PeerWatch
 from lightning_autotp.ranks.started import let_threads_finish_at_end, wait_at_end
 from lightning_autotp.solving.options import PlanOptions, documented_by
+from lightning_autotp.start_report import say_kept
 
 _AUTOCAST: dict[Any, torch.dtype] = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 """What Lightning's precisions let autocast compute in."""
@@ -78,7 +83,8 @@ class AutoTPBase(StrategyInternals):
             any sizes.
         activation_checkpointing: ``"blocks"`` lets the model's repeated blocks (a decoder's layers) keep only their
             inputs for the backward pass, which computes them again. ``"offload"`` lets them keep all that they compute
-            in host memory instead.
+            in host memory instead. ``"auto"`` is ``"blocks"`` if the first training step would not fit into a GPU, or
+            into ``memory``, otherwise: it is rehearsed without values, with AdamW.
         save_async: write checkpoints in the background, from a copy in host memory, while training goes on.
         process_group_backend: by default gloo on CPUs, and on other devices both theirs and gloo
             (``"cpu:gloo,cuda:nccl"``): what ranks agree on between steps is on the host, and goes over gloo without
@@ -104,7 +110,7 @@ class AutoTPBase(StrategyInternals):
         plan_cache: bool | str | os.PathLike[str] = True,
         sequence_parallel: bool | Literal["auto"] = False,
         async_tensor_parallel: bool = False,
-        activation_checkpointing: Literal["blocks", "offload"] | None = None,
+        activation_checkpointing: Literal["blocks", "offload", "auto"] | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
@@ -128,9 +134,9 @@ class AutoTPBase(StrategyInternals):
         )
         self.example_inputs = example_inputs
         self.checked_batches, self.checked_steps = checked_batches, checked_steps
-        if activation_checkpointing not in (None, "blocks", "offload"):
+        if activation_checkpointing not in (None, "blocks", "offload", "auto"):
             raise ValueError(
-                f'activation_checkpointing={activation_checkpointing!r}: it must be "blocks", "offload" or None'
+                f'activation_checkpointing={activation_checkpointing!r}: it must be "blocks", "offload", "auto" or None'
             )
         self.activation_checkpointing = activation_checkpointing
         self._broadcast_batches = broadcast_batches
@@ -271,6 +277,53 @@ class AutoTPBase(StrategyInternals):
                 checkpoint_blocks(model)
             elif self.activation_checkpointing == "offload":
                 offload_blocks(model)
+
+    def fit_into_memory(self, model: nn.Module, example: Any, precision: str, accumulates: bool = False) -> None:
+        """With ``activation_checkpointing="auto"``, checkpoint a model's blocks if a step does not fit otherwise.
+
+        Collective over all processes.
+
+        Args:
+            model: that is whole yet.
+            example: its arguments in a training step, of the step's own size.
+            precision: of the step, as Lightning has it.
+            accumulates: whether it adds to gradients.
+
+        Raises:
+            ValueError: if it is not known how much memory there is.
+            RehearsalError: if the step cannot be rehearsed.
+        """
+        if self.activation_checkpointing != "auto":
+            return
+        options, ranks = self.options_here, self.tensor_parallel_group.size()
+        shards = self.copies.shape[-1] if self.copies is not None else 1
+
+        def chosen() -> KeptActivations:
+            limit = options.memory or memory_of(self.root_device)
+            unknown = {
+                "how much memory a training step may take (give memory=, the bytes of a GPU)": limit is None,
+                "what a training step is given (give example_inputs= of its size)": example is None,
+                f"what a step takes in precision {precision}": precision not in get_args(Precision),
+            }
+            for what, is_so in unknown.items():
+                if is_so:
+                    raise ValueError(
+                        f'activation_checkpointing="auto": it is not known {what}, so say "blocks" or None instead'
+                    )
+            assert limit is not None
+            plan = None
+            if ranks > 1:
+                small = in_small(model, as_call(example))
+                graph = trace(model, small, device=options.device)
+                of_copy = None if options.memory is None else shards * options.memory
+                plan = find_plan(model, graph, small, ranks, replace(options, memory=of_copy))
+            known = cast(Precision, precision)
+            return choose(model, plan, example, limit, precision=known, copies=shards, accumulates=accumulates)
+
+        found = first_makes(None, "rehearsing a training step", chosen)
+        if found.are_recomputed:
+            checkpoint_blocks(model)
+        say_kept(type(model).__name__, str(found), found.warnings)
 
     def fill(self, module: nn.Module, models: Iterable[nn.Module], precision: str) -> list[RemovableHandle]:
         """Give local models this rank's part of their values, on its device; then average gradients over the copies.

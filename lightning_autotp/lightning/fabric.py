@@ -176,6 +176,7 @@ class AutoTPFabricStrategy(AutoTPBase, _ModelParallelStrategy):
             self.prepare(model for model, _ in models)
         for model, inputs in models:
             check_same_weights(model, None)
+            self.fit_into_memory(model, inputs, self.precision.precision)
             self._make_local(model, inputs)
         self.fill(module, [model for model, _ in models], self.precision.precision)
         for model, _ in models:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +28,7 @@ def make_models_local(
     group: dist.ProcessGroup,
     copies: DeviceMesh | None,
     options: PlanOptions,
+    before: Callable[[nn.Module, Any], object],
 ) -> None:
     """Plan for, cut and prove these models. Collective over all processes.
 
@@ -40,6 +41,7 @@ def make_models_local(
         group: the tensor-parallel group.
         copies: the ranks that have the same part of the other copies of the models, if there are several copies.
         options: for the plans. Without a number of tokens, they are priced for the first batch.
+        before: what is done with each model and its example before it is planned for. Collective.
 
     Raises:
         PeerError: on every rank, if any rank fails.
@@ -57,6 +59,7 @@ def make_models_local(
     calls = dict(zip(asked, step.calls, strict=True))
     for model, inputs in models:
         check_same_weights(model, None)
+        before(model, calls.get(model, inputs))
         if model in calls:
             _make_local_for_call(model, calls[model], step.why, group, copies, options)
         else:

@@ -16,7 +16,7 @@ from lightning_autotp.layouts.units import in_units
 from lightning_autotp.parameters.state import parallel_state
 from lightning_autotp.planning import rehearsal as rehearsals
 from lightning_autotp.planning.estimate import memory, step_time
-from lightning_autotp.planning.machines import Machine, known_machines
+from lightning_autotp.planning.machines import Machine, machine_called
 from lightning_autotp.planning.rehearsal import Precision, Rehearsal, RehearsalError, local_model, rehearse
 from lightning_autotp.private.torch_private import without_modes
 
@@ -177,9 +177,7 @@ class StepMeasure:
         return self._rehearsal
 
     def _machine(self) -> Machine | None:
-        name = torch.cuda.get_device_name(self.device).upper() if self.device.type == "cuda" else ""
-        known = next((known for known in known_machines() if known in name), None)
-        return None if known is None else Machine.of(known)
+        return machine_called(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
 
     def _allocated(self) -> float | None:
         of_device = getattr(getattr(torch, self.device.type, None), "max_memory_allocated", None)

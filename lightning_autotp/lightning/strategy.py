@@ -107,7 +107,7 @@ class AutoTPStrategy(AutoTPBase, ModelParallelStrategy):
         plan_cache: bool | str | os.PathLike[str] = True,
         sequence_parallel: bool | Literal["auto"] = False,
         async_tensor_parallel: bool = False,
-        activation_checkpointing: Literal["blocks", "offload"] | None = None,
+        activation_checkpointing: Literal["blocks", "offload", "auto"] | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         models: Sequence[str] = (),
@@ -195,6 +195,11 @@ class AutoTPStrategy(AutoTPBase, ModelParallelStrategy):
         with raise_together(None, "looking for the model to parallelize"):
             models = find_models(module, self.example_inputs, self._models)
             self.prepare(model for model, _ in models)
+        if self.activation_checkpointing == "auto" and len(models) > 1:
+            raise ValueError(
+                f'activation_checkpointing="auto" is for one model, but {type(module).__name__} has {len(models)}: say'
+                ' "blocks" or None'
+            )
         if self.plan_options.plan is not None and len(models) > 1:
             raise ValueError(
                 f"plan= is of one model, but {type(module).__name__} has {len(models)}: leave it out, and pin with"
@@ -204,12 +209,20 @@ class AutoTPStrategy(AutoTPBase, ModelParallelStrategy):
             groups = self.tensor_parallel_group, self.data_parallel_group
             self._exchange = BatchBoundarySync(trainer, *groups, self.root_device, self.checked_batches)
             self._signals = DeferredSignals(trainer, self._exchange)
-        make_models_local(trainer, models, self.tensor_parallel_group, self.copies, self.options_here)
+        precision, is_fitting = str(self.precision_plugin.precision), trainer.state.fn == TrainerFn.FITTING
+        passes = trainer.accumulate_grad_batches
+
+        def fit_into_memory(model: nn.Module, example: Any) -> None:
+            if is_fitting:
+                self.fit_into_memory(model, example, precision, passes > 1)
+
+        group, options = self.tensor_parallel_group, self.options_here
+        make_models_local(trainer, models, group, self.copies, options, fit_into_memory)
         # Before the parameters take memory: what is on meta becomes of the precision's dtype, and then real.
         self.model = self.precision_plugin.convert_module(module)
         for handle in self._averaging:
             handle.remove()
-        self._averaging = self.fill(module, [model for model, _ in models], self.precision_plugin.precision)
+        self._averaging = self.fill(module, [model for model, _ in models], precision)
         self._callbacks = trainer.callbacks  # type: ignore[attr-defined]
         for held in (value for callback in self._callbacks for value in vars(callback).values()):
             if isinstance(held, nn.Module):
@@ -223,15 +236,13 @@ class AutoTPStrategy(AutoTPBase, ModelParallelStrategy):
         self._as_before.callback(summarize_as_before, self._callbacks)
         share_batches(self._callbacks, self.tensor_parallel_group.size())
         self.barrier()
-        if trainer.state.fn == TrainerFn.FITTING:
+        if is_fitting:
             self.setup_optimizers(trainer)
             if len(models) == 1 and self.world_size > 1:
                 shards = self.copies.shape[-1] if self.copies is not None else 1
-                precision = str(self.precision_plugin.precision)
-                passes = trainer.accumulate_grad_batches
                 self._measure = StepMeasure(models[0][0], self.root_device, shards, passes, precision)
         self.setup_precision_plugin()
-        if trainer.state.fn == TrainerFn.FITTING:
+        if is_fitting:
             optimizers_to_device(self.optimizers, self.root_device)
 
     def setup_optimizers(self, trainer: Trainer) -> None:

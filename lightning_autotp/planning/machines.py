@@ -121,6 +121,12 @@ class Machine:
         return self.peak_bf16 if in_bf16 else self.peak_fp32
 
 
+def machine_called(name: str) -> Machine | None:
+    """One node of the GPUs that a device is called by (``"NVIDIA H100 80GB HBM3"``), if they are known."""
+    known = next((machine for machine in known_machines() if machine in name.upper()), None)
+    return None if known is None else Machine.of(known)
+
+
 def known_machines() -> dict[str, Path]:
     """The files of the machines that come with the package, by the name of their GPUs."""
     return {file.stem.upper(): file for file in sorted(DIRECTORY.glob("*.yaml"))}

@@ -74,7 +74,7 @@ def keep_plans(folder: Path) -> tuple[Plan, Plan]:
         model = tiny()
     options = PlanOptions(plan_cache=folder / "0")
     inputs, options = pipeline._example(model, None, options)
-    plan = pipeline._plan(model, trace(model, language_model_inputs(model)), inputs, 2, options)
+    plan = pipeline.find_plan(model, trace(model, language_model_inputs(model)), inputs, 2, options)
     (file,) = (folder / "0").iterdir()
     other = without_an_mlp(plan)
     (folder / "1").mkdir()

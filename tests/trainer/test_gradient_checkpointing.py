@@ -27,14 +27,22 @@ KINDS: dict[str, dict[str, Any] | None] = {
     "not reentrant": {"use_reentrant": False},
     "by the strategy": None,
     "offloaded": None,
+    "auto, with room": None,
+    "auto, without": None,
 }
-OPTIONS: dict[str, Any] = {"by the strategy": "blocks", "offloaded": "offload"}
+OPTIONS: dict[str, Any] = {
+    "by the strategy": {"activation_checkpointing": "blocks"},
+    "offloaded": {"activation_checkpointing": "offload"},
+    "auto, with room": {"activation_checkpointing": "auto", "memory": 1e12},
+    "auto, without": {"activation_checkpointing": "auto", "memory": 1.0},
+}
+RUN_ONCE = "none", "offloaded", "auto, with room"
 
 
 FAMILIES: dict[str, tuple[str, list[str]]] = {
     "llama": ("model.layers.0.mlp", list(KINDS)),
-    "gpt2": ("transformer.h.0.mlp", list(KINDS)),
-    "written by hand": ("layers.0.up", ["none", *OPTIONS]),
+    "gpt2": ("transformer.h.0.mlp", list(KINDS)[:5]),
+    "written by hand": ("layers.0.up", ["none", *list(OPTIONS)[:2]]),
 }
 """A module that runs once in a block, and the ways to checkpoint the model."""
 
@@ -121,7 +129,7 @@ class Checkpointed(Task):
 def train(family: str, kind: str, devices: int) -> dict[str, Any]:
     L.seed_everything(3, verbose=False)
     task = Checkpointed(family, kind)
-    strategy: Any = AutoTPStrategy(activation_checkpointing=OPTIONS[kind]) if kind in OPTIONS else "autotp"
+    strategy: Any = AutoTPStrategy(**OPTIONS[kind]) if kind in OPTIONS else "autotp"
     trainer(strategy if devices > 1 else "auto", devices, max_steps=STEPS).fit(task, loader())
     task.seen["weights"] = full_state_dict(task) if devices > 1 else task.state_dict()
     return task.seen
@@ -134,6 +142,8 @@ def ranks() -> dict[tuple[str, str], Any]:
     flat = Regression()
     strategy = AutoTPStrategy(activation_checkpointing="blocks", example_inputs=(torch.zeros(2, 6),))
     seen["flat", "by the strategy"] = error_of(trainer(strategy, 2).fit, flat, DataLoader(ROWS, batch_size=4))
+    strategy = AutoTPStrategy(activation_checkpointing="auto")
+    seen["llama", "no limit"] = error_of(trainer(strategy, 2).fit, Checkpointed("llama", "none"), loader())
     return seen
 
 
@@ -157,8 +167,11 @@ def test_blocks_run_again_and_save_less(family: str, kind: str, two: list[dict[t
     for seen in two:
         plain, checkpointed = seen[family, "none"], seen[family, kind]
         assert plain["runs"] == STEPS
-        assert checkpointed["runs"] == (1 if kind == "offloaded" else 2) * STEPS
-        assert 0 < checkpointed["saved"] < plain["saved"] / 2
+        assert checkpointed["runs"] == (1 if kind in RUN_ONCE else 2) * STEPS
+        if kind == "auto, with room":
+            assert checkpointed["saved"] >= plain["saved"]  # with memory to spare, more is whole
+        else:
+            assert 0 < checkpointed["saved"] < plain["saved"] / 2
 
 
 def test_a_model_without_blocks_is_refused(two: list[dict[tuple[str, str], Any]]) -> None:
@@ -166,8 +179,13 @@ def test_a_model_without_blocks_is_refused(two: list[dict[tuple[str, str], Any]]
         said = seen["flat", "by the strategy"]
         assert 'activation_checkpointing="blocks"' in said
         assert "has no list of modules" in said
-    with pytest.raises(ValueError, match='must be "blocks", "offload" or None'):
+    with pytest.raises(ValueError, match='must be "blocks", "offload", "auto" or None'):
         AutoTPStrategy(activation_checkpointing="everything")  # type: ignore[arg-type]
+
+
+def test_a_limit_of_memory_must_be_known(two: list[dict[tuple[str, str], Any]]) -> None:
+    for seen in two:
+        assert "it is not known how much memory a training step may take (give memory=" in seen["llama", "no limit"]
 
 
 def test_what_is_offloaded_are_no_parameters() -> None:

@@ -1,0 +1,105 @@
+"""Whether a training step fits into a GPU as it is, or the repeated blocks have to be computed again."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_autotp.building.repeated_blocks import checkpoint_blocks
+from lightning_autotp.capture.capture import as_call
+from lightning_autotp.layouts.plan import Plan
+from lightning_autotp.layouts.units import in_units
+from lightning_autotp.planning.estimate import memory
+from lightning_autotp.planning.machines import machine_called
+from lightning_autotp.planning.rehearsal import Precision, fullest_rank, local_model, rehearse
+
+_SHARE = 0.92
+"""Of the memory of a GPU of which nothing is known: the rest is no tensor's."""
+
+
+@dataclass(frozen=True)
+class KeptActivations:
+    """What blocks keep for the backward pass.
+
+    Attributes:
+        are_recomputed: whether they keep their inputs alone.
+        limit: bytes of a GPU that tensors may take.
+        needed: bytes that a training step takes.
+        otherwise: bytes that it would take if the blocks kept all.
+    """
+
+    are_recomputed: bool
+    limit: float
+    needed: float
+    otherwise: float
+
+    def __str__(self) -> str:
+        needed, limit, otherwise = (in_units(int(size)) for size in (self.needed, self.limit, self.otherwise))
+        if not self.are_recomputed:
+            return f"blocks keep what they compute: a step takes about {needed} of {limit}"
+        return f"blocks are computed again: a step takes about {needed} of {limit}, and {otherwise} if they kept all"
+
+    @property
+    def warnings(self) -> list[str]:
+        """What to say where a step does not fit at all."""
+        if self.needed <= self.limit:
+            return []
+        return [
+            f"a training step is predicted to take {in_units(int(self.needed))} of {in_units(int(self.limit))} even if"
+            " blocks are computed again: use smaller batches, more ranks or copies, or"
+            ' activation_checkpointing="offload"'
+        ]
+
+
+def memory_of(device: torch.device) -> float | None:
+    """Bytes of a device that tensors may take; ``None`` where that is not known."""
+    if device.type != "cuda":
+        return None
+    known = machine_called(torch.cuda.get_device_name(device))
+    total = float(torch.cuda.get_device_properties(device).total_memory)
+    return total - known.reserved if known is not None else _SHARE * total
+
+
+def choose(
+    model: nn.Module,
+    plan: Plan | None,
+    example: Any,
+    limit: float,
+    *,
+    precision: Precision,
+    copies: int = 1,
+    accumulates: bool = False,
+) -> KeptActivations:
+    """Rehearse a training step with AdamW, with blocks that keep all they compute and with such that do not.
+
+    Args:
+        model: the model; it is only looked at.
+        plan: how it is divided.
+        example: its arguments in a training step, of the step's own size.
+        limit: bytes that a step may take.
+        precision: as the Trainer has it.
+        copies: over which FSDP2 shards it.
+        accumulates: whether gradients of earlier forward passes are there.
+
+    Raises:
+        RehearsalError: if its code asks for values, or what it returns has no loss.
+        ValueError: if it has no repeated blocks, and does not fit.
+    """
+    call = as_call(example)
+    given = {**dict(zip(inspect.signature(model.forward).parameters, call.args, strict=False)), **call.kwargs}
+    local = local_model(model, plan, 0 if plan is None else fullest_rank(plan))
+    if precision == "bf16-true":
+        local = local.to(torch.bfloat16)
+
+    def needed() -> float:
+        return memory(rehearse(local, given, precision=precision), 1, copies, accumulates).total
+
+    otherwise = needed()
+    if otherwise <= limit:
+        return KeptActivations(False, limit, otherwise, otherwise)
+    checkpoint_blocks(local)
+    return KeptActivations(True, limit, needed(), otherwise)
