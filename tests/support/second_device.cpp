@@ -56,6 +56,13 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
   c10::Allocator* getPinnedMemoryAllocator() const override { return c10::GetCPUAllocator(); }
   const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override { return at::detail::getDefaultCPUGenerator(); }
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
+    auto data = memory.allocate(bytes);
+    const auto kept = std::min(bytes, storage.nbytes());
+    if (kept > 0) memory.copy_data(data.get(), storage.data(), kept);
+    storage.unsafeGetStorageImpl()->set_data_ptr(std::move(data));
+    storage.set_nbytes(bytes);
+  }
 };
 
 constexpr c10::DispatchKeySet kKeys(c10::DispatchKey::PrivateUse1);

@@ -15,6 +15,7 @@ import sys
 import sysconfig
 import tempfile
 from collections import Counter
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,6 +24,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.accelerators import CPUAccelerator
 from torch import Tensor
+from torch.distributed.fsdp._fully_shard import _fsdp_init as fully_sharded
 from torch.utils import cpp_extension
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -34,10 +36,49 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 PACKAGE = Path(lightning_autotp.__file__).parent
 
 
+class _Event:
+    """What has happened: the device computes at once."""
+
+    def record(self, stream: Any = None) -> None:
+        pass
+
+    def wait(self, stream: Any = None) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+class _Stream:
+    """The only one there is."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.device = torch.device(NAME, 0)
+
+    def wait_stream(self, stream: Any) -> None:
+        pass
+
+    def wait_event(self, event: Any) -> None:
+        pass
+
+    def record_event(self, event: Any = None) -> _Event:
+        return _Event()
+
+    def synchronize(self) -> None:
+        pass
+
+
 class _Module(ModuleType):
     """What ``torch.cuda`` is for CUDA."""
 
     default_generators = (torch.default_generator,)
+    Stream, Event = _Stream, _Event
+
+    def current_stream(self, device: Any = None) -> _Stream:
+        return _Stream()
+
+    def stream(self, stream: Any) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def is_available(self) -> bool:
         return True
@@ -94,8 +135,15 @@ def begin() -> None:
     def make(store: Any, rank: int, size: int, timeout: Any) -> Any:
         return library.only_from_device(dist.ProcessGroupGloo(store, rank, size, timeout), make)
 
+    fully_sharded._move_states_to_device = _move  # as torch cannot set the data of one device to that of this one
     torch._C._distributed_c10d.Backend.options = property(library.options_of)  # as those that can be split have
     dist.Backend.register_backend(BACKEND, make, devices=[NAME])
+
+
+def _move(parameters: list[Tensor], buffers: list[Tensor], device: torch.device) -> None:
+    for tensor in (*parameters, *buffers):
+        if tensor.device != device and not tensor.is_meta:
+            torch.utils.swap_tensors(tensor, tensor.to(device))
 
 
 class Waits(TorchDispatchMode):

@@ -39,6 +39,7 @@ pytestmark = [
     pytest.mark.skipif(not second_device.HAS_COMPILER, reason="g++ compiles the device that stands in for a GPU"),
 ]
 MIXTURE = {"family": "qwen3_moe", **MIXTURES["qwen3_moe"], "experts_implementation": "batched_mm"}
+COPIES = {"tensor_parallel_size": 1, "data_parallel_size": 2}
 WAITS = {"mixture": {"nonzero in parallel/experts.py: WholeExperts.__call__": 2}}
 """What is waited for all the same: how many tokens chose experts of this rank, in each of the layers."""
 
@@ -171,6 +172,10 @@ RUNS: dict[str, Callable[[], Waits]] = {
     "16-mixed": lambda: in_the_trainer(plugins=[scaled()]),
     "bf16-mixed": lambda: in_the_trainer(plugins=[MixedPrecision("bf16-mixed", NAME)]),
     "broadcast": partial(in_the_trainer, options={"broadcast_batches": True}),
+    "copies": partial(in_the_trainer, options=COPIES),
+    "copies, bf16-mixed": lambda: in_the_trainer(
+        options=COPIES, plugins=[MixedPrecision("bf16-mixed", NAME)], gradient_clip_val=1.0
+    ),
     "Fabric": in_fabric,
     "loop": lambda: in_a_loop(dist.group.WORLD),
 }
