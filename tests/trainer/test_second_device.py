@@ -76,8 +76,9 @@ class FromBatchToBatch(L.Callback):
             self.waits.__exit__(None, None, None)
 
 
-def rows() -> DataLoader[Any]:
-    return DataLoader([{key: value[0] for key, value in token_batch(seed).items()} for seed in range(16)], batch_size=2)
+def rows(count: int = 16) -> DataLoader[Any]:
+    data = [{key: value[0] for key, value in token_batch(seed).items()} for seed in range(count)]
+    return DataLoader(data, batch_size=2)  # type: ignore[arg-type]
 
 
 def in_the_trainer(model: Any = None, accumulated: int = 1, options: Any = None, **given: Any) -> Waits:
@@ -87,7 +88,8 @@ def in_the_trainer(model: Any = None, accumulated: int = 1, options: Any = None,
         max_epochs=1, callbacks=[look], logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, accumulate_grad_batches=accumulated, **given,
     )  # fmt: skip
-    trainer.fit(Task(model or {}), rows())
+    trainer.fit(Task(model or {}), rows(16 * trainer.strategy.data_ranks))
+    assert trainer.global_step * accumulated > look.last, "else nothing was looked at"
     return look.waits
 
 
