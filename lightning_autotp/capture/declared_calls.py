@@ -49,6 +49,26 @@ def codes_of_declared() -> frozenset[CodeType]:
     return frozenset(each.__code__ for each in functions if isinstance(each, FunctionType))
 
 
+def autograd_function_in(error: BaseException | None) -> type[Function] | None:
+    """The subclass of ``torch.autograd.Function`` in whose forward an error was raised: the innermost; not torch's own."""
+    forwards = {
+        getattr(inspect.unwrap(kind.forward), "__code__", None): kind
+        for kind in _subclasses(Function)
+        if not kind.__module__.startswith(("torch.", "lightning_autotp."))
+    }
+    found, traceback = None, error.__traceback__ if error is not None else None
+    while traceback is not None:
+        found = forwards.get(traceback.tb_frame.f_code, found)
+        traceback = traceback.tb_next
+    return found
+
+
+def _subclasses(kind: type[Function]) -> Iterator[type[Function]]:
+    for each in kind.__subclasses__():
+        yield each
+        yield from _subclasses(each)
+
+
 @contextmanager
 def _replaced(target: Any, declaration: Declaration, tracer: Tracer) -> Iterator[None]:
     """Let calls of a function be noted."""

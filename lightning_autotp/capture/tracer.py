@@ -59,6 +59,9 @@ _MEASURING = frozenset([Tensor.shape.__get__, Tensor.size, Tensor.__len__, Tenso
 """Functions that tell a tensor's shape, or something of it."""
 
 _INDEXING = frozenset([Tensor.__getitem__, Tensor.__setitem__])
+_COMMUNICATING = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+"""Libraries of operators that wait for other processes."""
+
 _BUILT_IN = ("aten", "prims", "prim", "lightning_autotp")
 _SAME = "aten.alias.default"
 _INDEX = "aten.index.Tensor"
@@ -126,6 +129,11 @@ class Tracer(PreDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator and note it."""
         kwargs = kwargs or {}
+        if getattr(func, "namespace", "") in _COMMUNICATING:  # also where a module that is not traced is run
+            raise RuntimeError(
+                f"the model's own code communicates with other processes ({func}), but one process alone traces it: give"
+                " that code what it asks the others for, or leave it out"
+            )
         if self.paused:
             return func(*args, **kwargs)
         if transforms.are_active():
