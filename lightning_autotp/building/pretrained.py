@@ -114,21 +114,21 @@ def _recording(recorder: Recorder, load: Callable[..., tuple[Any, Any]]) -> Call
 
 @contextmanager
 def _refusing_kernels() -> Iterator[None]:
-    """``use_kernels=True`` takes the kernels for the device of a model, which has none yet."""
+    """``use_kernels=True`` takes the kernels for the device of a model, which seems to be the CPU here."""
     set_use_kernels = PreTrainedModel.set_use_kernels
 
-    def set_or_refuse(model: PreTrainedModel, use_kernels: bool, *args: Any, **kwargs: Any) -> None:
-        if use_kernels and model.device.type == "meta":
+    def refuse(model: PreTrainedModel, use_kernels: bool, *args: Any, **kwargs: Any) -> None:
+        if use_kernels:
             raise ValueError(
-                f"use_kernels=True takes kernels for the device that the {type(model).__name__} is on, and it is on none"
-                " yet: leave it out, and say the device when the model is built (it may still be without weights):\n"
+                f"use_kernels=True takes kernels for the device that the {type(model).__name__} is on, and it has none"
+                " yet: leave it out, and name the device in the next lines:\n"
                 "  from kernels import Mode, kernelize\n"
                 "  transformers.integrations.hub_kernels.register_kernel_mapping_transformers()\n"
                 '  kernelize(model, mode=Mode.TRAINING, device="cuda")'
             )
         set_use_kernels(model, use_kernels, *args, **kwargs)
 
-    PreTrainedModel.set_use_kernels = set_or_refuse  # type: ignore[method-assign]
+    PreTrainedModel.set_use_kernels = refuse  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

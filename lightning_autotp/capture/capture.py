@@ -377,7 +377,7 @@ def _run(
 
 
 def _kernel_behind(error: Exception, module: nn.Module) -> str:
-    """The name of the kernel that raised, or of the layer in whose own code it was, if there is advice on such layers."""
+    """The name of the kernel that raised, or of the layer in whose code it was, if there is advice on such layers."""
     kernel = autograd_function_in(error)
     if kernel is not None:
         return declarable_name(kernel)

@@ -131,8 +131,8 @@ class Tracer(PreDispatchMode):
         kwargs = kwargs or {}
         if getattr(func, "namespace", "") in _COMMUNICATING:  # also where a module that is not traced is run
             raise RuntimeError(
-                f"the model's own code communicates with other processes ({func}), but one process alone traces it: give"
-                " that code what it asks the others for, or leave it out"
+                f"the model's own code communicates with other processes ({func}), but one process alone traces it:"
+                " give that code what it asks the others for, or leave it out"
             )
         if self.paused:
             return func(*args, **kwargs)

@@ -269,22 +269,30 @@ def declaration_of(name: str) -> Declaration | None:
     return _DECLARED.get(name)
 
 
-def target_of(made: Declaration) -> Any:
-    """The function or class that is declared; ``None`` where its module is not imported."""
+def targets() -> Iterator[tuple[Declaration, Any]]:
+    """The functions and classes that are declared and whose modules are imported, each with its declaration."""
+    hub = _hub_modules()
+    for made in _DECLARED.values():
+        target = None if made.is_operator else _target_of(made, hub)
+        if target is not None:
+            yield made, target
+
+
+def _target_of(made: Declaration, hub: Mapping[str, Sequence[ModuleType]]) -> Any:
     if made.name in _TARGETS:
         return _TARGETS[made.name]
     repository, _, function = made.target.partition(":")
     if function:
-        found = (vars(module).get(function) for module in _modules_of(repository))
+        found = (vars(module).get(function) for module in hub.get(repository, ()))
         return next((one for one in found if one is not None and not _is_layer(one)), None)
     names = made.target.split(".")
     for cut in range(len(names) - 1, 0, -1):
         module = sys.modules.get(".".join(names[:cut]))
         if module is not None:
-            found: Any = module
+            at: Any = module
             for name in names[cut:]:
-                found = vars(found).get(name) if isclass(found) else getattr(found, name, None)
-            return getattr(found, "__func__", found)
+                at = vars(at).get(name) if isclass(at) else getattr(at, name, None)
+            return getattr(at, "__func__", at)
     return None
 
 
@@ -310,28 +318,29 @@ def advice_on(name: str) -> str:
 
 
 def declarable_name(function: Any) -> str:
-    """The name by which a function or class can be declared: of a kernel from the Hub, with its repository."""
-    file = (getattr(sys.modules.get(function.__module__), "__file__", None) or "").replace(os.sep, "/")
-    found = re.search(r"/(?:kernels|models)--(\w[\w.-]*?)--(\w[\w.-]*)/snapshots/", file)
-    return f"{found[1]}/{found[2]}:{function.__qualname__}" if found else _name(function)
+    """The name by which a function or class can be declared."""
+    repository = _repository_of(sys.modules.get(function.__module__))
+    return f"{repository}:{function.__qualname__}" if repository else _name(function)
 
 
 RETURNED = "->"
 """Name of the argument, in a graph, that tells which of its declared results a function returned."""
 
 
-def _modules_of(repository: str) -> list[ModuleType]:
-    """The modules that the ``kernels`` package has loaded from a repository of the Hub: they have names of its own.
+def _hub_modules() -> Mapping[str, Sequence[ModuleType]]:
+    """The modules that the ``kernels`` package has loaded, by repository of the Hub: they have names of its own."""
+    found = defaultdict[str, list[ModuleType]](list)
+    if "kernels" in sys.modules:
+        for module in list(sys.modules.values()):
+            found[_repository_of(module)].append(module)
+    return found
 
-    They are told by the directory of the Hub's cache, in which a repository is a kernel's, or a model's as older versions
-    have it.
-    """
-    if "kernels" not in sys.modules:
-        return []
-    name = repository.replace("/", "--")
-    directories = [f"{kind}--{name}{os.sep}" for kind in ("kernels", "models")]
-    files = ((module, getattr(module, "__file__", None) or "") for module in list(sys.modules.values()))
-    return [module for module, file in files if any(directory in file for directory in directories)]
+
+def _repository_of(module: ModuleType | None) -> str:
+    """The repository of the Hub that a module comes from: a kernel's, or in older caches a model's. Else empty."""
+    file = (getattr(module, "__file__", None) or "").replace(os.sep, "/")
+    found = _IN_CACHE.search(file) if "--" in file else None
+    return f"{found[1]}/{found[2]}" if found else ""
 
 
 def _is_layer(one: Any) -> bool:
@@ -339,6 +348,7 @@ def _is_layer(one: Any) -> bool:
     return isclass(one) and hasattr(one, "register_module")
 
 
+_IN_CACHE = re.compile(r"/(?:kernels|models)--([^/]+?)--([^/]+)/")
 _ADVICE: dict[str, str] = {}
 _FOUND = "found"
 _TO_FIND: set[str] = set()

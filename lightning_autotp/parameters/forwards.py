@@ -41,5 +41,5 @@ def other_forwards(model: nn.Module, state: ParallelState) -> Iterator[str]:
     if is_replaced and any(getattr(module, "use_kernels", False) for module in model.modules()):
         yield (
             "use_kernels=True: transformers puts other kernels on the model in every train() and eval(); write"
-            " model.train() and then model.use_kernels = False before it is divided, so that it keeps those for training"
+            " model.train() and then model.use_kernels = False before it is divided: it keeps those for training"
         )

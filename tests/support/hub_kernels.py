@@ -8,8 +8,7 @@ functions that do not run without values.
 from __future__ import annotations
 
 import inspect
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -34,7 +33,9 @@ def autograd_function(name: str, function: Callable[..., Any]) -> type[torch.aut
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         with torch.enable_grad():
             args = [value.detach() if isinstance(value, Tensor) else value for value in ctx.args]
-            asked = [value.requires_grad_() for value, is_asked in zip(args, ctx.needs_input_grad, strict=True) if is_asked]
+            asked = [
+                value.requires_grad_() for value, is_asked in zip(args, ctx.needs_input_grad, strict=True) if is_asked
+            ]
             made = function(*args)
             results = [result for result in (made if isinstance(made, tuple) else (made,)) if result is not None]
             given = [gradient for gradient in gradients if gradient is not None][: len(results)]
@@ -44,7 +45,9 @@ def autograd_function(name: str, function: Callable[..., Any]) -> type[torch.aut
     context = inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     signature = inspect.signature(function)
     forward.__signature__ = signature.replace(parameters=[context, *signature.parameters.values()])  # type: ignore[attr-defined]
-    return type(name, (torch.autograd.Function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)})
+    return type(
+        name, (torch.autograd.Function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    )
 
 
 def hub_module(repository: str, **functions: Any) -> ModuleType:
@@ -61,6 +64,10 @@ def hub_module(repository: str, **functions: Any) -> ModuleType:
 LigerRMSNormFunction = autograd_function("LigerRMSNormFunction", layers.rms_norm)
 LigerRopeFunction = autograd_function("LigerRopeFunction", layers.rope)
 LigerSiLUMulFunction = autograd_function("LigerSiLUMulFunction", layers.silu_mul)
+LigerCrossEntropyFunction = autograd_function("LigerCrossEntropyFunction", layers.cross_entropy)
+LigerFusedLinearCrossEntropyFunction = autograd_function(
+    "LigerFusedLinearCrossEntropyFunction", layers.fused_linear_cross_entropy
+)
 
 
 class LigerRMSNorm(nn.Module):
@@ -104,6 +111,15 @@ def as_module(function: Callable[..., Any], name: str) -> nn.Module:
             return function(*args, **kwargs)
 
     return Func()
+
+
+def install_liger() -> None:
+    """Let there be Liger's package with its losses."""
+    for file, function in {
+        "cross_entropy": LigerCrossEntropyFunction,
+        "fused_linear_cross_entropy": LigerFusedLinearCrossEntropyFunction,
+    }.items():
+        kernel_stand_ins.module(f"liger_kernel.ops.{file}", **{function.__name__: function})
 
 
 def install() -> None:

@@ -82,7 +82,7 @@ def rope(
 
 
 def mrope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, mrope_section: Any, unsqueeze_dim: int = 1) -> Any:
-    """``q [b, h, s, d]``, ``k [b, m, s, d]``, ``cos, sin [3, b, s, d]``: features in turn take time, height and width."""
+    """``q [b, h, s, d]``, ``k [b, m, s, d]``, ``cos, sin [3, b, s, d]``: features in turn take one of the three."""
     cos, sin = (
         torch.cat([part[at % 3] for at, part in enumerate(table.split(mrope_section * 2, -1))], -1)
         for table in (cos, sin)
