@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from types import MethodType, ModuleType, SimpleNamespace
+from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import kernel_stand_ins
@@ -120,6 +120,17 @@ def install_liger() -> None:
         "fused_linear_cross_entropy": LigerFusedLinearCrossEntropyFunction,
     }.items():
         kernel_stand_ins.module(f"liger_kernel.ops.{file}", **{function.__name__: function})
+
+
+def install_flash_attention_of_the_hub() -> None:
+    """Let transformers load ``kernels-community/flash-attn2``, in this process."""
+    from transformers.integrations import hub_kernels
+
+    functions = (kernel_stand_ins.flash_attn_func, kernel_stand_ins.flash_attn_varlen_func)
+    copies = {one.__name__: FunctionType(one.__code__, one.__globals__, argdefs=one.__defaults__) for one in functions}
+    made = hub_module("kernels-community/flash-attn2", **copies)
+    kernel_stand_ins.module("kernels")
+    vars(hub_kernels).update(is_kernels_available=lambda: True, get_kernel=lambda name, **_: made)
 
 
 def install() -> None:

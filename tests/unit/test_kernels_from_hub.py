@@ -137,6 +137,13 @@ def test_layers_of_transformer_engine_are_named_with_what_to_write(in_kernel: bo
     assert ".item()" not in said
 
 
+def test_attention_for_a_cache_of_pages_says_what_to_use() -> None:
+    model = meta_model("llama")
+    model.set_attn_implementation("paged|eager")
+    with pytest.raises(CaptureError, match=r"(?s)Use `eager` for a standard forward.*in module .*layers.0.self_attn"):
+        make_plan(model, 2, example_inputs=token_batch(0))
+
+
 # -- losses of Liger ---------------------------------------------------------------------------------------------------
 
 
