@@ -78,7 +78,8 @@ def trained(family: str, attention: str, batch: dict[str, Tensor]) -> tuple[Any,
     """What is communicated in a step, and how far its gradients are from one process's."""
     model = tiny_model(family)
     if attention == HUB_FLASH:
-        model.set_attn_implementation(attention)
+        model.set_attn_implementation(f"paged|{attention}")
+        assert model.config._attn_implementation == attention
     else:
         model.config._attn_implementation = attention
     whole = copy.deepcopy(model)

@@ -225,7 +225,7 @@ def test_a_kept_plan_is_one_for_the_code_that_runs() -> None:
 
 
 def test_code_that_communicates_is_named() -> None:
-    """As Liger's tiled MLP does, to run as many tiles as others: one process alone would wait for them."""
+    """As tiled MLPs from the Hub do, to run as many tiles as others: one process alone would wait for them."""
 
     class Tiled(nn.Module):
         def __init__(self) -> None:
