@@ -259,11 +259,6 @@ def declared_by_user() -> list[str]:
     return sorted(made.code for made in _DECLARED.values() if not made.is_shipped) + sorted(_TO_FIND)
 
 
-def declarations() -> Iterator[Declaration]:
-    """Every declaration."""
-    return iter(_DECLARED.values())
-
-
 def declaration_of(name: str) -> Declaration | None:
     """The declaration of an operator in a graph, if it has one."""
     return _DECLARED.get(name)
@@ -338,7 +333,7 @@ def _hub_modules() -> Mapping[str, Sequence[ModuleType]]:
 
 def _repository_of(module: ModuleType | None) -> str:
     """The repository of the Hub that a module comes from: a kernel's, or in older caches a model's. Else empty."""
-    file = (getattr(module, "__file__", None) or "").replace(os.sep, "/")
+    file = str(getattr(module, "__file__", "")).replace(os.sep, "/")
     found = _IN_CACHE.search(file) if "--" in file else None
     return f"{found[1]}/{found[2]}" if found else ""
 

@@ -21,7 +21,7 @@ from torch.nn.attention import flex_attention as flex
 
 from lightning_autotp import make_plan
 from lightning_autotp.capture.trials import _Trial
-from lightning_autotp.operators.declared import Declaration, declarations
+from lightning_autotp.operators.declared import _DECLARED, Declaration
 
 B, S, T, H, G, D, E = 2, 6, 7, 4, 2, 8, 3
 """Rows, queries, keys, heads, heads of a group, features of keys and of values."""
@@ -341,7 +341,7 @@ ALSO_AT = {
     for repository in repositories.split()
 }
 
-SHIPPED = {made.target: made for made in declarations() if made.is_shipped}
+SHIPPED = {made.target: made for made in _DECLARED.values() if made.is_shipped}
 NOTHING_IS_DIVIDED = {target for target in CASES if "CrossEntropy" in target}
 
 
