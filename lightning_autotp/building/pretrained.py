@@ -73,11 +73,13 @@ def meta_model() -> Iterator[None]:
         CheckpointError: from ``from_pretrained``, if a file is missing or damaged or does not fit the configuration, or
             if the weights would stay quantized; a :class:`~lightning_autotp.building.quantization.QuantizationError` if
             they cannot be quantized part by part.
+        ValueError: from ``from_pretrained(use_kernels=True)``, with what to write instead.
     """
     with (
         translated_errors(),
         deferred_init() as recorder,
         with_loading_step(partial(_recording, recorder)),
+        _refusing_kernels(),
         cached_files_once(),
     ):
         yield
@@ -108,6 +110,29 @@ def _recording(recorder: Recorder, load: Callable[..., tuple[Any, Any]]) -> Call
         return info, None
 
     return record
+
+
+@contextmanager
+def _refusing_kernels() -> Iterator[None]:
+    """``use_kernels=True`` takes the kernels for the device of a model, which seems to be the CPU here."""
+    set_use_kernels = PreTrainedModel.set_use_kernels
+
+    def refuse(model: PreTrainedModel, use_kernels: bool, *args: Any, **kwargs: Any) -> None:
+        if use_kernels:
+            raise ValueError(
+                f"use_kernels=True takes kernels for the device that the {type(model).__name__} is on, and it has none"
+                " yet: leave it out, and name the device in the next lines:\n"
+                "  from kernels import Mode, kernelize\n"
+                "  transformers.integrations.hub_kernels.register_kernel_mapping_transformers()\n"
+                '  kernelize(model, mode=Mode.TRAINING, device="cuda")'
+            )
+        set_use_kernels(model, use_kernels, *args, **kwargs)
+
+    PreTrainedModel.set_use_kernels = refuse  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        PreTrainedModel.set_use_kernels = set_use_kernels  # type: ignore[method-assign]
 
 
 @dataclasses.dataclass(frozen=True)

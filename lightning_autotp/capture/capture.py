@@ -26,7 +26,7 @@ from lightning_autotp.building.quantization import format_of
 from lightning_autotp.capture import vmap as transforms
 from lightning_autotp.capture.attribute_reads import note_attributes
 from lightning_autotp.capture.call_sites import is_user_code
-from lightning_autotp.capture.declared_calls import noting_declared
+from lightning_autotp.capture.declared_calls import autograd_function_in, noting_declared
 from lightning_autotp.capture.experts import noting_experts
 from lightning_autotp.capture.nested import Copied, constants_in, copied, leaves_of, map_leaves, map_tensors, tensors_in
 from lightning_autotp.capture.noted_numbers import NotedFloat
@@ -35,6 +35,7 @@ from lightning_autotp.capture.static_values import NoValue
 from lightning_autotp.capture.tracer import Tracer, inside_of
 from lightning_autotp.layouts.places import EVERY, Boundary
 from lightning_autotp.layouts.step_size import StepSize
+from lightning_autotp.operators.declared import advice_on, declarable_name, has_advice
 from lightning_autotp.operators.graph import Constant, Graph, ModuleRun
 from lightning_autotp.operators.notation import DeclarationError
 from lightning_autotp.private.torch_private import (
@@ -179,11 +180,12 @@ class _Untraceable(Exception):
         module: where.
         error: for the user.
         needs_value: whether it asked for a value.
+        kernel: the kernel that raised, or the layer that is known to run none that can be traced.
     """
 
-    def __init__(self, module: str, error: CaptureError, needs_value: bool) -> None:
+    def __init__(self, module: str, error: CaptureError, needs_value: bool, kernel: str = "") -> None:
         super().__init__(module)
-        self.module, self.error, self.needs_value = module, error, needs_value
+        self.module, self.error, self.needs_value, self.kernel = module, error, needs_value, kernel
 
     @property
     def why(self) -> str:
@@ -191,7 +193,8 @@ class _Untraceable(Exception):
         cause = self.error.__cause__
         if self.needs_value:
             return str(cause) if type(cause) is NoValue else ""
-        return f"its code cannot be traced ({type(cause).__name__}: {first_line(cause)})"
+        raised = f"its code cannot be traced ({type(cause).__name__}: {first_line(cause)})"
+        return f"{raised} in {self.kernel}: {advice_on(self.kernel)}" if self.kernel else raised
 
     def look_back(self, failures: Mapping[str, _Untraceable]) -> None:
         """Where an opaque module could not be run for its shapes, what counts is why it became opaque."""
@@ -353,19 +356,33 @@ def _run(
                 raise DeclarationError(f"{error}\n  at {_user_line(error)}") from error
             where = " -> ".join(tracer.modules[1:]) or "(root)"
             which = f" with number {len(result) + 1} of example_inputs" if len(calls) > 1 else ""
+            kernel = _kernel_behind(error, traced.get_submodule(tracer.modules[-1]))
             failure = CaptureError(
                 f"{type(traced).__name__} cannot be captured{which}: {type(error).__name__}: {first_line(error)}\n"
                 f"  in module {where}\n  at {_user_line(error)}\n"
-                "The model is traced once, without values: remove what needs a tensor's value (`.item()`, "
-                "`if tensor:`) from this line, or give example_inputs that the model accepts."
+                + (
+                    f"{kernel}: {advice_on(kernel)}"
+                    if kernel
+                    else "The model is traced once, without values: remove what needs a tensor's value (`.item()`, "
+                    "`if tensor:`) from this line, or give example_inputs that the model accepts."
+                )
             )
             failure.__cause__ = error
             needs_value = isinstance(error, DataDependentOutputException | DynamicOutputShapeException | NoValue)
-            raise _Untraceable(tracer.modules[-1], failure, needs_value) from error
+            raise _Untraceable(tracer.modules[-1], failure, needs_value, kernel) from error
         _note_kept(traced, before, tracer)
         with tracer.pause():
             returned = [leaf for leaf in tensors_in(result) if leaf.is_floating_point()]
         tracer.outputs(returned)
+
+
+def _kernel_behind(error: Exception, module: nn.Module) -> str:
+    """The name of the kernel that raised, or of the layer in whose code it was, if there is advice on such layers."""
+    kernel = autograd_function_in(error)
+    if kernel is not None:
+        return declarable_name(kernel)
+    layer = declarable_name(type(module))
+    return layer if has_advice(layer) else ""
 
 
 def _tensors_of_modules(model: nn.Module) -> Iterator[tuple[str, str, bool, Tensor]]:

@@ -23,7 +23,7 @@ from lightning_autotp.capture import vmap as transforms
 from lightning_autotp.capture.call_sites import call_leaves
 from lightning_autotp.capture.tracer import Tracer
 from lightning_autotp.capture.trials import try_declaration
-from lightning_autotp.operators.declared import RETURNED, Declaration, declarations, target_of
+from lightning_autotp.operators.declared import RETURNED, Declaration, targets
 
 Function = torch.autograd.Function
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -34,9 +34,8 @@ def noting_declared(tracer: Tracer) -> Iterator[None]:
     """Note calls of declared functions in the graph that is traced, in place of what they run."""
     taken: set[int] = set()
     with ExitStack() as stack:
-        for declaration in declarations():
-            target = None if declaration.is_operator else target_of(declaration)
-            if target is not None and id(target) not in taken:
+        for declaration, target in targets():
+            if id(target) not in taken:
                 taken.add(id(target))
                 stack.enter_context(_replaced(target, declaration, tracer))
         yield
@@ -44,9 +43,29 @@ def noting_declared(tracer: Tracer) -> Iterator[None]:
 
 def codes_of_declared() -> frozenset[CodeType]:
     """The code of the declared functions that are written in Python."""
-    found = (None if declaration.is_operator else target_of(declaration) for declaration in declarations())
+    found = (target for _, target in targets())
     functions = (each.forward if inspect.isclass(each) and issubclass(each, Function) else each for each in found)
     return frozenset(each.__code__ for each in functions if isinstance(each, FunctionType))
+
+
+def autograd_function_in(error: BaseException | None) -> type[Function] | None:
+    """The class of ``torch.autograd.Function``, other than torch's own, in whose forward an error was raised."""
+    forwards = {
+        getattr(inspect.unwrap(kind.forward), "__code__", None): kind
+        for kind in _subclasses(Function)
+        if not kind.__module__.startswith(("torch.", "lightning_autotp."))
+    }
+    found, traceback = None, error.__traceback__ if error is not None else None
+    while traceback is not None:
+        found = forwards.get(traceback.tb_frame.f_code, found)
+        traceback = traceback.tb_next
+    return found
+
+
+def _subclasses(kind: type[Function]) -> Iterator[type[Function]]:
+    for each in kind.__subclasses__():
+        yield each
+        yield from _subclasses(each)
 
 
 @contextmanager

@@ -38,6 +38,7 @@ from lightning_autotp.layouts.places import Boundary, CallSite
 from lightning_autotp.operators import Shapes, functional, record
 from lightning_autotp.operators.declared import add, declaration_of, is_to_be_found
 from lightning_autotp.operators.graph import ASKED, KEPT, MAPPED, Graph, Operator, Ref, TensorInfo, TorchCall, refs
+from lightning_autotp.private.distributed_private import communicates
 from lightning_autotp.private.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -126,6 +127,11 @@ class Tracer(PreDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator and note it."""
         kwargs = kwargs or {}
+        if communicates(func):  # also where a module that is not traced is run
+            raise RuntimeError(
+                f"the model's own code communicates with other processes ({func}), but one process alone traces it:"
+                " give that code what it asks the others for, or leave it out"
+            )
         if self.paused:
             return func(*args, **kwargs)
         if transforms.are_active():

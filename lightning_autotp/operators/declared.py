@@ -8,6 +8,7 @@ A declared function is one operator in the trace.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -56,6 +57,7 @@ class Declaration:
         flops: the floating-point operations of its forward, as a formula of the dims.
         without: arguments that may not be given: with them it is another function.
         free: arguments that change nothing where no dim is grouped (``enable_gqa``).
+        instead: what to write in its place, where that would be divided: said where it keeps something whole.
         pack: what it returns.
         place: file and line of the declaration.
         is_shipped: whether it is one of this package's.
@@ -70,6 +72,7 @@ class Declaration:
     flops: str = ""
     without: tuple[str, ...] = ()
     free: tuple[str, ...] = ()
+    instead: str = ""
     pack: Pack = tensor_or_tuple
     place: str = ""
     is_shipped: bool = False
@@ -256,46 +259,92 @@ def declared_by_user() -> list[str]:
     return sorted(made.code for made in _DECLARED.values() if not made.is_shipped) + sorted(_TO_FIND)
 
 
-def declarations() -> Iterator[Declaration]:
-    """Every declaration."""
-    return iter(_DECLARED.values())
-
-
 def declaration_of(name: str) -> Declaration | None:
     """The declaration of an operator in a graph, if it has one."""
     return _DECLARED.get(name)
 
 
-def target_of(made: Declaration) -> Any:
-    """The function or class that is declared; ``None`` where its module is not imported."""
+def targets() -> Iterator[tuple[Declaration, Any]]:
+    """The functions and classes that are declared and whose modules are imported, each with its declaration."""
+    hub = _hub_modules()
+    for made in _DECLARED.values():
+        target = None if made.is_operator else _target_of(made, hub)
+        if target is not None:
+            yield made, target
+
+
+def _target_of(made: Declaration, hub: Mapping[str, Sequence[ModuleType]]) -> Any:
     if made.name in _TARGETS:
         return _TARGETS[made.name]
     repository, _, function = made.target.partition(":")
     if function:
-        return next((vars(module)[function] for module in _modules_of(repository) if function in vars(module)), None)
+        found = (vars(module).get(function) for module in hub.get(repository, ()))
+        return next((one for one in found if one is not None and not _is_layer(one)), None)
     names = made.target.split(".")
     for cut in range(len(names) - 1, 0, -1):
         module = sys.modules.get(".".join(names[:cut]))
         if module is not None:
-            found: Any = module
+            at: Any = module
             for name in names[cut:]:
-                found = vars(found).get(name) if isclass(found) else getattr(found, name, None)
-            return getattr(found, "__func__", found)
+                at = vars(at).get(name) if isclass(at) else getattr(at, name, None)
+            return getattr(at, "__func__", at)
     return None
+
+
+def advise(package: str, what: str) -> None:
+    """Say what to do where a package's kernels or layers cannot be traced and are not to be declared.
+
+    Args:
+        package: its name.
+        what: what to write instead.
+    """
+    _ADVICE[f"{package}."] = what
+
+
+def has_advice(name: str) -> bool:
+    """Whether a function or class is of a package on which there is advice."""
+    return name.startswith(tuple(_ADVICE))
+
+
+def advice_on(name: str) -> str:
+    """What to do about a kernel that cannot be traced."""
+    known = next((what for package, what in _ADVICE.items() if name.startswith(package)), "")
+    return known or f'lightning_autotp.declare("{name}", ...) says how it may be divided'
+
+
+def declarable_name(function: Any) -> str:
+    """The name by which a function or class can be declared."""
+    repository = _repository_of(sys.modules.get(function.__module__))
+    return f"{repository}:{function.__qualname__}" if repository else _name(function)
 
 
 RETURNED = "->"
 """Name of the argument, in a graph, that tells which of its declared results a function returned."""
 
 
-def _modules_of(repository: str) -> list[ModuleType]:
-    """The modules that the ``kernels`` package has loaded from a repository of the Hub: they have names of its own."""
-    if "kernels" not in sys.modules:
-        return []
-    directory = f"models--{repository.replace('/', '--')}{os.sep}"
-    return [module for module in list(sys.modules.values()) if directory in (getattr(module, "__file__", "") or "")]
+def _hub_modules() -> Mapping[str, Sequence[ModuleType]]:
+    """The modules that the ``kernels`` package has loaded, by repository of the Hub: they have names of its own."""
+    found = defaultdict[str, list[ModuleType]](list)
+    if "kernels" in sys.modules:
+        for module in list(sys.modules.values()):
+            found[_repository_of(module)].append(module)
+    return found
 
 
+def _repository_of(module: ModuleType | None) -> str:
+    """The repository of the Hub that a module comes from: a kernel's, or in older caches a model's. Else empty."""
+    file = str(getattr(module, "__file__", "")).replace(os.sep, "/")
+    found = _IN_CACHE.search(file) if "--" in file else None
+    return f"{found[1]}/{found[2]}" if found else ""
+
+
+def _is_layer(one: Any) -> bool:
+    """Whether it is a module's class: a kernel's layers may have the names of the functions that they call."""
+    return isclass(one) and hasattr(one, "register_module")
+
+
+_IN_CACHE = re.compile(r"/(?:kernels|models)--([^/]+?)--([^/]+)/")
+_ADVICE: dict[str, str] = {}
 _FOUND = "found"
 _TO_FIND: set[str] = set()
 _DECLARED: dict[str, Declaration] = {}
@@ -349,7 +398,7 @@ def _rule(made: Declaration, site: Site) -> list[Dims]:
         if not dims.read(tensors, given[tensors.name]):
             return site.give_up(f"{tensors} of {made.target} is cut across the parts of its dims")
     dims.tie_groups(made.notation.groups)
-    dims.keep_whole(made.whole, f"{made.target} needs it whole")
+    dims.keep_whole(made.whole, f"{made.target} needs it whole" + (f" ({made.instead})" if made.instead else ""))
     for name, indices in made.notation.functions:
         reads = arguments[name][1] if isinstance(arguments.get(name), tuple) else ()
         dims.keep_whole([indices[at] for at in reads], f"{name} reads its index")

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lightning_autotp.operators.declared import Declaration, Pack, add, tensor_or_tuple
+from lightning_autotp.operators.declared import Declaration, Pack, add, advise, tensor_or_tuple
 
 _SCORES = "2 b h s t (d + e)"
 """FLOPs of attention: the scores, then their product with the values."""
@@ -22,10 +22,12 @@ def _shipped(
     whole: str,
     flops: str = "",
     *,
+    summed: str = "",
     linear: str = "",
     draws: str = "",
     without: str = "",
     free: str = "",
+    instead: str = "",
     pack: Pack = tensor_or_tuple,
 ) -> None:
     caller = sys._getframe(1)
@@ -33,11 +35,13 @@ def _shipped(
         target,
         text,
         frozenset(whole.split()),
+        frozenset(summed.split()),
         linear=tuple(linear.split()),
         draws=draws,
         flops=flops,
         without=tuple(without.split()),
         free=tuple(free.split()),
+        instead=instead,
         pack=pack,
         place=f"{caller.f_code.co_filename}:{caller.f_lineno}",
         is_shipped=True,
@@ -166,88 +170,116 @@ _shipped(
 # -- Liger -----------------------------------------------------------------------------------------------------------
 # Its losses need the whole vocabulary. The head before them may stay divided if the model computes the loss itself.
 
-_LIGER = "liger_kernel.ops"
 _LOSSES = (
     "loss[n] if reduction=none, loss[] if not reduction=none, z_loss[] if return_z_loss else None,"
     " token_accuracy[]:float32 if return_token_accuracy else None,"
     " predicted_tokens[n]:int64 if return_predicted_tokens else None"
 )
-_shipped(f"{_LIGER}.rms_norm.LigerRMSNormFunction", "X[... d], W[d] -> Y[... d]", "d")
-_shipped(
-    f"{_LIGER}.fused_add_rms_norm.LigerFusedAddRMSNormFunction",
-    "X[... d], R[... d], W[d] -> Y[... d], S[... d]",
-    "d",
+_OWN_LOSS = (
+    "leave Liger's loss out, cross_entropy=False and fused_linear_cross_entropy=False: the model's own is divided over"
+    " the vocabulary, and computed a few tokens at a time, too"
 )
-_shipped(f"{_LIGER}.layer_norm.LigerLayerNormFunction", "X[... d], W[d], B[d] -> Y[... d]", "d")
-_shipped(f"{_LIGER}.swiglu.LigerSiLUMulFunction", "a[... f], b[... f] -> c[... f]", "")
-_shipped(f"{_LIGER}.geglu.LigerGELUMulFunction", "a[... f], b[... f] -> c[... f]", "")
-_shipped(f"{_LIGER}.softmax.LigerSoftmaxFunction", "input_[... d] -> y[... d]", "d")
-_shipped(
-    f"{_LIGER}.rope.LigerRopeFunction",
+
+
+def _liger(name: str, text: str, whole: str, flops: str = "", summed: str = "", instead: str = "") -> None:
+    """A function of Liger, and the same one in ``kernels-community/liger-kernels``."""
+    for target in (f"liger_kernel.ops.{name}", f"kernels-community/liger-kernels:{name.partition('.')[2]}"):
+        _shipped(target, text, whole, flops, summed=summed, instead=instead)
+
+
+_liger("rms_norm.LigerRMSNormFunction", "X[... d], W[d] -> Y[... d]", "d")
+_liger("fused_add_rms_norm.LigerFusedAddRMSNormFunction", "X[... d], R[... d], W[d] -> Y[... d], S[... d]", "d")
+_liger("layer_norm.LigerLayerNormFunction", "X[... d], W[d], B[d] -> Y[... d]", "d")
+_liger("swiglu.LigerSiLUMulFunction", "a[... f], b[... f] -> c[... f]", "")
+_liger("geglu.LigerGELUMulFunction", "a[... f], b[... f] -> c[... f]", "")
+_liger("relu_squared.LigerReLUSquaredFunction", "X[... f] -> Y[... f]", "")
+_liger("softmax.LigerSoftmaxFunction", "input_[... d] -> y[... d]", "d")
+_liger(
+    "rope.LigerRopeFunction",
     "q[b h s d], k[b m s d], cos[b s d], sin[b s d] -> qr[b h s d], kr[b m s d]",
     "s d",
 )
-_shipped(
-    f"{_LIGER}.cross_entropy.LigerCrossEntropyFunction",
+_liger(
+    "qwen2vl_mrope.LigerQwen2VLMRopeFunction",
+    "q[b h s d], k[b m s d], cos[3 b s d], sin[3 b s d] -> qr[b h s d], kr[b m s d]",
+    "s d",
+)
+_liger(
+    "fused_moe.LigerFusedMoEFunction",
+    "x[n h], gate_up_proj[e (2 i) h], down_proj[e o i], top_k_index[n k], top_k_weights[n k] -> out[n o]",
+    "h e k",
+    "2 n k i (2 h + o)",
+    summed="i",
+)
+_liger(
+    "cross_entropy.LigerCrossEntropyFunction",
     f"_input[n v], target[n], weight[v] -> {_LOSSES}",
     "n v",
+    "5 n v",
+    instead=_OWN_LOSS,
 )
-_shipped(
-    f"{_LIGER}.fused_linear_cross_entropy.LigerFusedLinearCrossEntropyFunction",
+_liger(
+    "fused_linear_cross_entropy.LigerFusedLinearCrossEntropyFunction",
     f"_input[n h], weight[v h], target[n], bias[v], ce_weight[v] -> {_LOSSES}",
     "n h v",
     "2 n h v",
+    instead=_OWN_LOSS,
 )
 
 # -- State-space models: causal-conv1d and mamba-ssm ------------------------------------------------------------------
-# The last two compute a whole layer, output projection included: nothing in them is divided.
+# Two compute a whole layer, output projection included: nothing in them is divided.
 
-for _package in ("causal_conv1d", "causal_conv1d.causal_conv1d_interface"):
+_HUB_MAMBA = ("kernels-community/mamba-ssm:", "kernels-community/causal-conv1d:")
+
+for _package in ("causal_conv1d.", "causal_conv1d.causal_conv1d_interface.", *_HUB_MAMBA):
     _shipped(
-        f"{_package}.causal_conv1d_fn",
+        f"{_package}causal_conv1d_fn",
         "x[b c l], weight[c w], bias[c], initial_states[b c j] -> out[b c l]",
         "l w j",
         without="return_final_states",
     )
-_SELECTIVE = "mamba_ssm.ops.selective_scan_interface"
-_shipped(
-    f"{_SELECTIVE}.selective_scan_fn",
-    "u[b d l], delta[b d l], A[d n], B[d n], B[b n l], B[b d/g n l], C[d n], C[b n l], C[b d/g n l],"
-    " D[d], z[b d l], delta_bias[d] -> out[b d l], last_state[b d n]:float32 if return_last_state",
-    "l n",
-)
-_shipped(
-    f"{_SELECTIVE}.mamba_inner_fn",
-    "xz[b w l], conv1d_weight[i 1 k], x_proj_weight[m i], delta_proj_weight[i r], out_proj_weight[o i], A[i n]"
-    " -> out[b l o]",
-    "w l i k m r o n",
-)
-_COMBINED = "mamba_ssm.ops.triton.ssd_combined"
-_shipped(
-    f"{_COMBINED}.mamba_chunk_scan_combined",
-    "x[b l h p], dt[b l h], A[h], B[b l h/g n], C[b l h/g n], D[h p], D[h], z[b l h p], dt_bias[h],"
-    " initial_states[b h p n] -> out[b l h p], states[b h p n] if return_final_states",
-    "l n p",
-    "4 b l h p n",
-    without="return_varlen_states",
-)
-_shipped(
-    f"{_COMBINED}.mamba_split_conv1d_scan_combined",
-    "zxbcdt[b l w], conv1d_weight[c k], A[h], headdim=p, D[h p], D[h], rmsnorm_weight[(h p)], outproj_weight[o (h p)]"
-    " -> out[b l o] if outproj_weight, out[b l (h p)] if not outproj_weight",
-    "w l c k h p o",
-    without="return_final_states",
-)
+for _package in ("mamba_ssm.ops.selective_scan_interface.", _HUB_MAMBA[0]):
+    _shipped(
+        f"{_package}selective_scan_fn",
+        "u[b d l], delta[b d l], A[d n], B[d n], B[b n l], B[b d/g n l], C[d n], C[b n l], C[b d/g n l],"
+        " D[d], z[b d l], delta_bias[d] -> out[b d l], last_state[b d n]:float32 if return_last_state",
+        "l n",
+    )
+    _shipped(
+        f"{_package}mamba_inner_fn",
+        "xz[b w l], conv1d_weight[i 1 k], x_proj_weight[m i], delta_proj_weight[i r], out_proj_weight[o i], A[i n]"
+        " -> out[b l o]",
+        "w l i k m r o n",
+    )
+for _package in ("mamba_ssm.ops.triton.ssd_combined.", _HUB_MAMBA[0]):
+    _shipped(
+        f"{_package}mamba_chunk_scan_combined",
+        "x[b l h p], dt[b l h], A[h], B[b l h/g n], C[b l h/g n], D[h p], D[h], z[b l h p], dt_bias[h],"
+        " initial_states[b h p n] -> out[b l h p], states[b h p n] if return_final_states",
+        "l n p",
+        "4 b l h p n",
+        without="return_varlen_states",
+    )
+    _shipped(
+        f"{_package}mamba_split_conv1d_scan_combined",
+        "zxbcdt[b l w], conv1d_weight[c k], A[h], headdim=p, D[h p], D[h], rmsnorm_weight[(h p)],"
+        " outproj_weight[o (h p)]"
+        " -> out[b l o] if outproj_weight, out[b l (h p)] if not outproj_weight",
+        "w l c k h p o",
+        without="return_final_states",
+    )
 
 # -- flash-linear-attention ------------------------------------------------------------------------------------------
 # Retention and lightning attention compute a head's decay from its number, so heads stay whole there.
 
+_HUB_FLA = "kernels-community/fla:"
 _STATE = "final_state[b h k e]:float32 if output_final_state else None"
 
 
 def _linear_attention(names: str, text: str, whole: str = "t k e") -> None:
     for name in names.split():
-        _shipped(f"fla.ops.{name}", f"{text} -> o[b t h e], {_STATE}", whole, "4 b t h k e", without="state_v_first")
+        for target in (f"fla.ops.{name}", f"{_HUB_FLA}{name.partition('.')[2]}"):
+            _shipped(target, f"{text} -> o[b t h e], {_STATE}", whole, "4 b t h k e", without="state_v_first")
 
 
 _QKV = "q[b t h k], k[b t h k], v[b t h e], initial_state[b h k e]"
@@ -279,10 +311,19 @@ _linear_attention(
     "r[b t h k], w[b t h k], k[b t h k], v[b t h e], a[b t h k], b[b t h k], initial_state[b h k e]",
 )
 for _name in ("chunk_hgrn", "fused_recurrent_hgrn"):
+    for _package in ("fla.ops.hgrn.", _HUB_FLA):
+        _shipped(
+            f"{_package}{_name}",
+            "x[b t d], g[b t d], initial_state[b d]"
+            " -> o[b t d], final_state[b d]:float32 if output_final_state else None",
+            "t",
+        )
+for _package in ("fla.modules.fused_norm_gate.", _HUB_FLA):
     _shipped(
-        f"fla.ops.hgrn.{_name}",
-        "x[b t d], g[b t d], initial_state[b d] -> o[b t d], final_state[b d]:float32 if output_final_state else None",
-        "t",
+        f"{_package}LayerNormGatedFunction",
+        "x[... d], g[... d], weight[d], bias[d], residual[... d] -> y[... d], total[... d] if prenorm",
+        "d",
+        without="residual_in_fp32",
     )
 
 # -- Apex ------------------------------------------------------------------------------------------------------------
@@ -290,3 +331,23 @@ for _name in ("chunk_hgrn", "fused_recurrent_hgrn"):
 _APEX = "apex.normalization.fused_layer_norm"
 _shipped(f"{_APEX}.FusedRMSNormAffineFunction", "input[... d], weight[d] -> out[... d]", "d")
 _shipped(f"{_APEX}.FusedLayerNormAffineFunction", "input[... d], weight[d], bias[d] -> out[... d]", "d")
+
+# -- Other kernels from the Hub that transformers switches on --------------------------------------------------------
+
+_shipped("kernels-community/rmsnorm:RMSNormFunction", "hidden_states[... d], weight[d] -> out[... d]", "d")
+_shipped(
+    "kernels-community/deformable-detr:MultiScaleDeformableAttentionFunction",
+    "value[b s h d], value_spatial_shapes[l 2], value_level_start_index[l], sampling_locations[b q h l p 2],"
+    " attention_weights[b q h l p] -> out[b q (h d)]",
+    "s d l p",
+    "8 b q h l p d",
+)
+
+# -- Transformer Engine ----------------------------------------------------------------------------------------------
+# What its functions are called with changes from version to version, and its float8 scales by what a rank has.
+
+advise(
+    "transformer_engine",
+    "use torch.nn's layers (Linear, RMSNorm, LayerNorm), which are divided, and for float8 torchao's"
+    " convert_to_float8_training",
+)

@@ -29,10 +29,17 @@ def wrapped_in(function: Any) -> Iterator[Any]:
 
 def other_forwards(model: nn.Module, state: ParallelState) -> Iterator[str]:
     """Modules of a parallel model that run by something else than when it was divided, and not by a wrapper of that."""
+    is_replaced = False
     for path, module in own_modules(model):
         was, now = state.forwards.get(module), forward_of(module)
         # Lightning's own redirects a single call to another method of the model, and is gone before that runs.
         if was is None or was in wrapped_in(now) or str(getattr(now, "__module__", "")).startswith("lightning."):
             continue
         name = getattr(now, "__qualname__", type(now).__name__)
+        is_replaced = True
         yield f"the forward of {path or type(model).__name__} was replaced by {name}"
+    if is_replaced and any(getattr(module, "use_kernels", False) for module in model.modules()):
+        yield (
+            "use_kernels=True: transformers puts other kernels on the model in every train() and eval(); write"
+            " model.train() and then model.use_kernels = False before it is divided: it keeps those for training"
+        )

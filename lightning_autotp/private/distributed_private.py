@@ -30,6 +30,7 @@ __all__ = [
     "FusedProducts",
     "GatherDtype",
     "collectives",
+    "communicates",
     "default_store",
     "device_of_objects",
     "device_to_send",
@@ -42,6 +43,11 @@ __all__ = [
 
 collectives = torch.ops._c10d_functional
 """Collectives as operators on a group's name, which torch.compile knows; ``torch.distributed``'s own write in place."""
+
+
+def communicates(operator: Any) -> bool:
+    """Whether an operator that is dispatched waits for other processes, as those of ``torch.distributed`` do."""
+    return getattr(operator, "namespace", "") in ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
 
 def process_group(name: str) -> dist.ProcessGroup:

@@ -668,6 +668,33 @@ def _(collectives: Any) -> None:
             assert result.data_ptr() != x.data_ptr()
 
 
+@canary("torch.ops._c10d_functional_autograd")
+def _(_: Any) -> None:
+    """What torch.distributed's functions are to a dispatch mode, on tensors with values and without."""
+    from torch.distributed._functional_collectives import all_gather_tensor_autograd
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from lightning_autotp.private.distributed_private import communicates
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found.append(communicates(func))
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(2, requires_grad=True)
+    with alone() as group:
+        for call in (
+            lambda: dist.all_reduce(torch.ones(2)),
+            lambda: dist.barrier(),
+            lambda: dist.all_gather_object([None], 3),
+            lambda: all_gather_tensor_autograd(x, 0, group),
+        ):
+            found: list[bool] = []
+            with Seen():
+                call()
+            assert any(found)
+
+
 @canary(
     "torch.distributed.fsdp.fully_shard.state", "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._lazy_init"
 )

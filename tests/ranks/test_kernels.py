@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_ranks
+from hub_kernels import install_flash_attention_of_the_hub
 from kernel_stand_ins import FLASH_2, install_flash_attention, varlen_attn
 from tiny import tiny_model, token_batch
 from torch import Tensor
@@ -23,6 +24,9 @@ FAMILIES = (
     "stablelm",
 )  # fmt: skip
 KERNELS = ("eager", FLASH_2, "flex_attention", "varlen")
+HUB_FLASH = "kernels-community/flash-attn2"
+OTHER_NAMES = ("paged|sdpa", HUB_FLASH)
+"""For caches of pages, which there are none of in training; and as transformers loads it from the Hub."""
 VARLEN = "torch.nn.attention.varlen.varlen_attn"
 
 
@@ -46,6 +50,7 @@ def with_kernels() -> None:
 
     torch.compiler.set_stance("force_eager")
     install_flash_attention()
+    install_flash_attention_of_the_hub()
     flex_attention._validate_device = lambda *_: None  # type: ignore[attr-defined]
     varlen.varlen_attn.__code__ = varlen_attn.__code__
     vars(varlen)["flash_attn_varlen_func"] = varlen_attn.__globals__["flash_attn_varlen_func"]
@@ -72,7 +77,11 @@ def batches() -> dict[str, dict[str, Tensor]]:
 def trained(family: str, attention: str, batch: dict[str, Tensor]) -> tuple[Any, float]:
     """What is communicated in a step, and how far its gradients are from one process's."""
     model = tiny_model(family)
-    model.config._attn_implementation = attention
+    if attention == HUB_FLASH:
+        model.set_attn_implementation(f"paged|{attention}")
+        assert model.config._attn_implementation == attention
+    else:
+        model.config._attn_implementation = attention
     whole = copy.deepcopy(model)
     parallelize(model, dist.group.WORLD, example_inputs=batch)  # type: ignore[arg-type]
     for one in (whole, model):
@@ -88,7 +97,7 @@ def train_families(rank: int, size: int, families: tuple[str, ...]) -> dict[tupl
     with_kernels()
     found = {}
     for family in families:
-        for attention in ("sdpa", *KERNELS):
+        for attention in ("sdpa", *KERNELS, *(OTHER_NAMES if family == "llama" else ())):
             found[family, attention, "plain"] = trained(family, attention, batches()["plain"])
     for kind in ("packed", "padded"):
         for attention in ("sdpa", *KERNELS[:-1]):

@@ -12,14 +12,14 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 FLASH_2 = "flash_attention_2"
 
 
 def _needs_values(*tensors: Tensor) -> None:
-    if any(tensor.is_meta or type(tensor) is not Tensor for tensor in tensors):
+    if any(tensor.is_meta or type(tensor) not in (Tensor, nn.Parameter) for tensor in tensors):
         raise RuntimeError("the kernel ran without values")
 
 

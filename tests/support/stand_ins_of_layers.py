@@ -51,6 +51,18 @@ def gelu_mul(a: Tensor, b: Tensor) -> Tensor:
     return F.gelu(a, approximate="tanh") * b
 
 
+def relu_squared(X: Tensor) -> Tensor:
+    """As Nemotron's."""
+    return F.relu(X).square()
+
+
+def fused_moe(x: Tensor, gate_up_proj: Tensor, down_proj: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """``x [n, h]``, ``gate_up_proj [e, 2 i, h]``, ``down_proj [e, h, i]``, ``top_k_index, top_k_weights [n, k]``."""
+    gate, up = torch.einsum("nh,nkih->nki", x, gate_up_proj[top_k_index]).chunk(2, -1)
+    each = torch.einsum("nki,nkhi->nkh", F.silu(gate) * up, down_proj[top_k_index])
+    return (each * top_k_weights[..., None]).sum(1)
+
+
 def softmax(input_: Tensor) -> Tensor:
     """Over the last dim."""
     return input_.softmax(-1)
@@ -67,6 +79,59 @@ def rope(
     """``q [b, h, s, d]``, ``k [b, m, s, d]``, ``cos, sin [1 or b, s, d]``."""
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     return _turned(q, cos, sin), _turned(k, cos, sin)
+
+
+def mrope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, mrope_section: Any, unsqueeze_dim: int = 1) -> Any:
+    """``q [b, h, s, d]``, ``k [b, m, s, d]``, ``cos, sin [3, b, s, d]``: features in turn take one of the three."""
+    cos, sin = (
+        torch.cat([part[at % 3] for at, part in enumerate(table.split(mrope_section * 2, -1))], -1)
+        for table in (cos, sin)
+    )
+    return rope(q, k, cos, sin, None, unsqueeze_dim)
+
+
+def gated_norm(
+    x: Tensor,
+    g: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    residual: Tensor | None = None,
+    eps: float = 1e-6,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    is_rms_norm: bool = False,
+) -> Any:
+    """flash-linear-attention's: ``x, g [..., d]``, ``weight [d]``."""
+    total = x if residual is None else x + residual
+    normed = F.rms_norm(total, weight.shape, weight, eps) if is_rms_norm else F.layer_norm(total, weight.shape, weight)
+    out = (normed if bias is None else normed + bias) * F.silu(g)
+    return (out, total) if prenorm else out
+
+
+def hub_rms_norm(hidden_states: Tensor, weight: Tensor, variance_epsilon: float) -> Tensor:
+    """``hidden_states [..., d]``."""
+    return F.rms_norm(hidden_states, weight.shape, weight, variance_epsilon)
+
+
+def deformable_attention(
+    value: Tensor,
+    value_spatial_shapes: Tensor,
+    value_level_start_index: Tensor,
+    sampling_locations: Tensor,
+    attention_weights: Tensor,
+    im2col_step: int,
+) -> Tensor:
+    """``value [b, s, h, d]``, ``sampling_locations [b, q, h, l, p, 2]``, ``attention_weights [b, q, h, l, p]``."""
+    rows, _, heads, width = value.shape
+    queries, found = sampling_locations.shape[1], []
+    for level, (height, breadth) in enumerate(value_spatial_shapes.tolist()):
+        begin = int(value_level_start_index[level])
+        picture = value[:, begin : begin + height * breadth].permute(0, 2, 3, 1).reshape(-1, width, height, breadth)
+        grid = 2 * sampling_locations[:, :, :, level].transpose(1, 2).flatten(0, 1) - 1
+        found.append(F.grid_sample(picture, grid, align_corners=False).unflatten(0, (rows, heads)))
+    each = torch.stack(found, -2)  # [b, h, d, q, l, p]
+    return torch.einsum("bhdqlp,bqhlp->bqhd", each, attention_weights).reshape(rows, queries, -1)
 
 
 def rotary(

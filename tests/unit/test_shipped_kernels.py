@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import re
@@ -20,7 +21,7 @@ from torch.nn.attention import flex_attention as flex
 
 from lightning_autotp import make_plan
 from lightning_autotp.capture.trials import _Trial
-from lightning_autotp.operators.declared import Declaration, declarations
+from lightning_autotp.operators.declared import _DECLARED, Declaration
 
 B, S, T, H, G, D, E = 2, 6, 7, 4, 2, 8, 3
 """Rows, queries, keys, heads, heads of a group, features of keys and of values."""
@@ -130,6 +131,33 @@ def turned() -> Calls:
         yield {"q": random(B, H, S, D), "k": random(B, H // G, S, D), **table}
 
 
+def turned_in_three() -> Calls:
+    table = {"cos": random(3, B, S, D), "sin": random(3, B, S, D)}
+    yield {"q": random(B, H, S, D), "k": random(B, H // G, S, D), "mrope_section": [1, 1, 2], **table}
+
+
+def experts() -> Calls:
+    """5 tokens, each with 2 of 3 experts."""
+    chosen = torch.tensor([[0, 1], [1, 2], [2, 0], [0, 2], [1, 0]])
+    weights = {"gate_up_proj": random(3, 2 * H, D), "down_proj": random(3, D, H)}
+    yield {"x": random(5, D), **weights, "top_k_index": chosen, "top_k_weights": random(5, 2)}
+
+
+def gated_norms() -> Calls:
+    given = {"g": random(B, S, H, D), "weight": random(D), "bias": None, "activation": "swish", "is_rms_norm": True}
+    yield given | {"x": random(B, S, H, D)}
+    yield given | {"x": random(B, S, H, D), "bias": random(D), "residual": random(B, S, H, D), "prenorm": True}
+
+
+def levels() -> Calls:
+    """Pictures of two sizes, one after the other; 3 points of each."""
+    yield {
+        "value": random(B, 4 * 3 + 2 * 2, H, D), "value_spatial_shapes": torch.tensor([[4, 3], [2, 2]]),
+        "value_level_start_index": torch.tensor([0, 12]), "sampling_locations": random(B, S, H, 2, 3, 2),
+        "attention_weights": random(B, S, H, 2, 3), "im2col_step": 64,
+    }  # fmt: skip
+
+
 def losses(**more: Any) -> Callable[[], Calls]:
     def calls() -> Calls:
         target = torch.arange(S) % E
@@ -217,6 +245,7 @@ def features() -> Calls:
 EACH, ALL = (B, S, H), (B, S, H, D)
 DELTA = gated(recurrent({"beta": EACH}, keys=H // G, g=EACH, beta=EACH), H)
 LIGER, FLA, MAMBA = "liger_kernel.ops", "fla.ops", "mamba_ssm.ops"
+HUB = "kernels-community"
 FLASH = ("flash_attn.", "flash_attn.flash_attn_interface.", "kernels-community/flash-attn2:")
 FLASH_3 = ("flash_attn_interface.", "kernels-community/flash-attn3:", "kernels-community/vllm-flash-attn3:")
 CASES: dict[str, Case] = {
@@ -233,6 +262,9 @@ CASES: dict[str, Case] = {
     ),
     f"{LIGER}.swiglu.LigerSiLUMulFunction": (layers.silu_mul, norm(a=None, b=None)),
     f"{LIGER}.geglu.LigerGELUMulFunction": (layers.gelu_mul, norm(a=None, b=None)),
+    f"{LIGER}.relu_squared.LigerReLUSquaredFunction": (layers.relu_squared, norm(X=None)),
+    f"{LIGER}.qwen2vl_mrope.LigerQwen2VLMRopeFunction": (layers.mrope, turned_in_three),
+    f"{LIGER}.fused_moe.LigerFusedMoEFunction": (layers.fused_moe, experts),
     f"{LIGER}.softmax.LigerSoftmaxFunction": (layers.softmax, norm(input_=None)),
     f"{LIGER}.rope.LigerRopeFunction": (layers.rope, turned),
     f"{LIGER}.cross_entropy.LigerCrossEntropyFunction": (layers.cross_entropy, losses(_input=random(S, E))),
@@ -250,6 +282,11 @@ CASES: dict[str, Case] = {
     f"{FLA}.gated_delta_rule.fused_recurrent_gated_delta_rule": (
         sequences.gated_delta_rule, recurrent({"gk": ALL}, keys=H // G, g=EACH, beta=EACH)
     ),
+    "fla.modules.fused_norm_gate.LayerNormGatedFunction": (layers.gated_norm, gated_norms),
+    f"{HUB}/rmsnorm:RMSNormFunction": (
+        layers.hub_rms_norm, norm(hidden_states=None, weight=random(D), variance_epsilon=1e-5)
+    ),
+    f"{HUB}/deformable-detr:MultiScaleDeformableAttentionFunction": (layers.deformable_attention, levels),
     "apex.normalization.fused_layer_norm.FusedRMSNormAffineFunction": (
         layers.apex_rms_norm, norm(input=None, weight=random(D), normalized_shape=(D,), eps=1e-5)
     ),
@@ -294,8 +331,17 @@ for names, case in {
     "hgrn.chunk_hgrn hgrn.fused_recurrent_hgrn": (sequences.hgrn, features),
 }.items():  # fmt: skip
     CASES |= {f"{FLA}.{name}": case for name in names.split()}
+HOMES = {LIGER: "liger-kernels", "fla": "fla", "mamba_ssm": "mamba-ssm", "causal_conv1d": "mamba-ssm causal-conv1d"}
+"""Repositories of the Hub that have a package's functions."""
+ALSO_AT = {
+    f"{HUB}/{repository}:{target.rpartition('.')[2]}": target
+    for package, repositories in HOMES.items()
+    for target in CASES
+    if target.startswith(f"{package}.")
+    for repository in repositories.split()
+}
 
-SHIPPED = {made.target: made for made in declarations() if made.is_shipped}
+SHIPPED = {made.target: made for made in _DECLARED.values() if made.is_shipped}
 NOTHING_IS_DIVIDED = {target for target in CASES if "CrossEntropy" in target}
 
 
@@ -315,7 +361,13 @@ def trial(declaration: Declaration, function: Callable[..., Any], call: dict[str
 
 
 def test_every_declaration_has_a_stand_in() -> None:
-    assert CASES.keys() == SHIPPED.keys()
+    assert CASES.keys() | ALSO_AT.keys() == SHIPPED.keys()
+
+
+@pytest.mark.parametrize("target", ALSO_AT)
+def test_functions_from_the_hub_are_declared_as_in_their_packages(target: str) -> None:
+    same = {"target": target, "place": SHIPPED[target].place}
+    assert SHIPPED[target] == dataclasses.replace(SHIPPED[ALSO_AT[target]], **same)
 
 
 @pytest.mark.parametrize("target", CASES)

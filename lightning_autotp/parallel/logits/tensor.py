@@ -446,6 +446,16 @@ def _is_contiguous(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[s
     return func(logits.local if logits.product is None else logits.product.like, *args[1:], **kwargs)
 
 
+@runs(Tensor.data_ptr)
+def _data_ptr(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> int:
+    """Refused: a kernel asks for an address, and what were gathered for it would be gone before it reads there."""
+    raise RuntimeError(
+        f"a kernel asks where the whole of vocabulary-sharded logits lies in memory ({args[0]!r}): give it the gathered"
+        " tensor, logits.full(). A loss of logits that is not a kernel's (torch.nn.functional.cross_entropy,"
+        " lightning_autotp.losses.token_log_probs) gathers nothing"
+    )
+
+
 def _record(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """A note in a trace (see :mod:`~lightning_autotp.capture.recording`) is about the local tensor."""
     name, inputs, shape, *detail = args
