@@ -68,7 +68,7 @@ def shard_over_data(
                 if isinstance(head, VocabParallelHead):
                     head.compute_at_once()  # its weight is gathered for this module's forward
             trained = {parameter.dtype for parameter in gathered if parameter.requires_grad}
-            is_low = block is not model and not gathered.isdisjoint(low)
+            is_low = block is not model and bool(gathered) and gathered <= low
             sums = torch.float32 if is_low or any(each.itemsize == 2 for each in trained) else None
             policy = MixedPrecisionPolicy(dtype if is_low else None, sums, cast_forward_inputs=False)
             if is_low:
@@ -82,8 +82,8 @@ def _gathered_together(
 ) -> list[tuple[nn.Module, set[nn.Parameter]]]:
     """The parameters of a block that are not cut yet, by the module whose call gathers them; the block comes last.
 
-    Those that are trained have one dtype, for their gradients are averaged together; either all or none are in ``low``.
-    What cannot be gathered so is added to ``stays``.
+    Those that are trained have one dtype, for their gradients are averaged together. Where most of the block is in
+    ``low``, all that its call gathers is. What cannot be gathered so is added to ``stays``.
     """
     homes: dict[nn.Parameter, list[nn.Module]] = {}
     for module in block.modules():
@@ -98,7 +98,7 @@ def _gathered_together(
         return max(sizes, key=sizes.__getitem__, default=None)
 
     is_low = most(homes, low.__contains__)
-    alike = [parameter for parameter in homes if (parameter in low) == is_low]
+    alike = [parameter for parameter in homes if parameter in low or not is_low]
     dtype = most((parameter for parameter in alike if parameter.requires_grad), attrgetter("dtype"))
     here = {parameter for parameter in alike if parameter.dtype == dtype or not parameter.requires_grad}
     apart: dict[nn.Module, set[nn.Parameter]] = {}

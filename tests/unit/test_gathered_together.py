@@ -1,0 +1,65 @@
+"""Which parameters of a block FSDP2 gathers together: trained ones of one dtype, all in 16 bits or none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_autotp.gradients.data_parallel import _gathered_together
+
+WIDTH = 8
+
+
+class Block(nn.Module):
+    """A base in some dtype, an adapter and a norm in float32, and parameters without a call of their own."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.base, self.adapter = nn.Linear(WIDTH, WIDTH, bias=False, dtype=dtype), nn.Linear(WIDTH, 1, bias=False)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.scales = nn.ParameterList([torch.zeros(WIDTH)])
+        self.shift = nn.Parameter(torch.zeros(WIDTH))
+
+
+def frozen() -> Block:
+    block = Block(torch.bfloat16)
+    block.base.requires_grad_(False)
+    return block
+
+
+MATRICES = {"base.weight", "adapter.weight"}
+REST = {"norm.weight", "norm.bias", "scales.0", "shift"}
+CASES: dict[str, tuple[Callable[[], Block], set[str], dict[str, set[str]], set[str]]] = {
+    "one dtype": (Block, set(), {"": MATRICES | REST}, set()),
+    "matrices in 16 bits": (
+        Block,
+        MATRICES,
+        {"norm": {"norm.weight", "norm.bias"}, "": MATRICES},
+        {"scales.0", "shift"},
+    ),
+    "a base in bfloat16": (
+        lambda: Block(torch.bfloat16),
+        set(),
+        {"adapter": {"adapter.weight"}, "norm": {"norm.weight", "norm.bias"}, "": {"base.weight"}},
+        {"scales.0", "shift"},
+    ),
+    "a frozen base in bfloat16": (frozen, set(), {"": MATRICES | REST}, set()),
+    "adapters that may be in 16 bits": (frozen, {"adapter.weight"}, {"": MATRICES | REST}, set()),
+}
+"""A block, what may be gathered in 16 bits, what which module's call gathers, and what stays whole."""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_gathered_together(case: str) -> None:
+    make, low, wanted, whole = CASES[case]
+    block = make()
+    names = {parameter: name for name, parameter in block.named_parameters()}
+    paths = {module: path for path, module in block.named_modules()}
+    stays: set[nn.Parameter] = set()
+    found = _gathered_together(block, stays, {parameter for parameter, name in names.items() if name in low})
+    assert {paths[module]: {names[parameter] for parameter in gathered} for module, gathered in found} == wanted
+    assert found[-1][0] is block
+    assert {names[parameter] for parameter in stays} == whole
