@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from subprocess import Popen
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_autotp.building.repeated_blocks import checkpoint_blocks, offload_blocks
@@ -30,6 +31,7 @@ from lightning_autotp.lightning.models_local import count_copies_once
 from lightning_autotp.lightning.optimizers import CheckedOptimizers
 from lightning_autotp.lightning.saving import CheckpointWriter
 from lightning_autotp.lightning.starting import check_start
+from lightning_autotp.lightning.step_report import StepMeasure, StepReport
 from lightning_autotp.lightning.tracebacks import print_errors_briefly
 from lightning_autotp.parallel.collectives import all_gather_replicate
 from lightning_autotp.parameters.state import parallel_models
@@ -49,7 +51,7 @@ from lightning_autotp.ranks.group import TPGroup, end_processes, timeout_of_all
 from lightning_autotp.ranks.peers import Peer, PeerWatch
 from lightning_autotp.ranks.started import let_threads_finish_at_end, wait_at_end
 from lightning_autotp.solving.options import PlanOptions, documented_by
-from lightning_autotp.start_report import say_kept
+from lightning_autotp.start_report import say_kept, say_step
 
 _AUTOCAST: dict[Any, torch.dtype] = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 """What Lightning's precisions let autocast compute in."""
@@ -143,6 +145,7 @@ class AutoTPBase(StrategyInternals):
         self.checked_optimizers = CheckedOptimizers()
         self.saving = CheckpointWriter(save_distributed_checkpoint, save_async)
         self.peers: PeerWatch | None = None
+        self._measure: StepMeasure | None = None  # in a run that trains one model
 
     # --- processes ---
 
@@ -324,6 +327,51 @@ class AutoTPBase(StrategyInternals):
         if found.are_recomputed:
             checkpoint_blocks(model)
         say_kept(type(model).__name__, str(found), found.warnings)
+
+    # --- steps ---
+
+    def measure_steps(self, models: Sequence[nn.Module], precision: str) -> None:
+        """Note what a step takes from now on, if there is one model, on several devices.
+
+        Args:
+            models: those that are trained.
+            precision: of their calls, as Lightning has it.
+        """
+        self._measure = None
+        if len(models) == 1 and self.world_size > 1:
+            shards = self.copies.shape[-1] if self.copies is not None else 1
+            self._measure = StepMeasure(models[0], self.root_device, shards, precision)
+
+    def passed(self) -> None:
+        """When a backward pass begins."""
+        if self._measure is not None:
+            self._measure.passed()
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """After a step of an optimizer; on a GPU one of the first ones says what a step takes."""
+        is_time = self._measure is not None and self._measure.stepped(optimizer)
+        if is_time and self.global_rank == 0 and self.root_device.type != "cpu":
+            report = self.report()
+            say_step(report, report.warnings)
+
+    def report(self, machine: str | None = None) -> StepReport:
+        """What a training step takes on this rank, predicted and measured. Not collective.
+
+        The prediction is made in the first call, which takes about as long as a trace. On a GPU the strategy prints it
+        after the fifth step, with a warning where it is off by more than a fifth.
+
+        Args:
+            machine: what the time is predicted for, as ``8xH100`` or a machine's file; by default what the GPUs are.
+
+        Raises:
+            RuntimeError: if nothing is trained, or several models are.
+            ValueError: for a machine that is not known.
+        """
+        if self._measure is None:
+            raise RuntimeError("strategy.report() is of a run that trains one model, on several devices")
+        return self._measure.report(machine)
+
+    # --- models' values ---
 
     def fill(self, module: nn.Module, models: Iterable[nn.Module], precision: str) -> list[RemovableHandle]:
         """Give local models this rank's part of their values, on its device; then average gradients over the copies.

@@ -172,18 +172,19 @@ class AutoTPFabricStrategy(AutoTPBase, _ModelParallelStrategy):
                     " fabric.setup_module once, and use what it returns"
                 )
             self._refuse_optimizers_of(module)
-            models = self._models_of(module)
+            models, precision = self._models_of(module), str(self.precision.precision)
             self.prepare(model for model, _ in models)
         for model, inputs in models:
             check_same_weights(model, None)
-            self.fit_into_memory(model, inputs, self.precision.precision)
+            self.fit_into_memory(model, inputs, precision)
             self._make_local(model, inputs)
-        self.fill(module, [model for model, _ in models], self.precision.precision)
+        self.fill(module, [model for model, _ in models], precision)
         for model, _ in models:
             if self._notes is not None:
                 model.register_forward_pre_hook(ComparedFirst(self._notes))
             model.register_forward_pre_hook(self._checked_calls, with_kwargs=True)
         self._modules[module] = None
+        self.measure_steps([model for part in self._modules for model, _ in parallel_models(part)], precision)
         return given
 
     def _models_of(self, module: nn.Module) -> list[tuple[nn.Module, Any]]:
@@ -236,6 +237,11 @@ class AutoTPFabricStrategy(AutoTPBase, _ModelParallelStrategy):
             [(optimizer, owner) for optimizer, owner in self._optimizers.items() if owner is not None]
         )
 
+    def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        """Compute gradients."""
+        self.passed()
+        super().backward(tensor, module, *args, **kwargs)
+
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Make a step; parameter groups added since the last one, such as thawed layers, are checked first."""
         self._check_optimizers()
@@ -245,7 +251,9 @@ class AutoTPFabricStrategy(AutoTPBase, _ModelParallelStrategy):
             compute_undone()  # logits that the loop still has
         else:
             kwargs["closure"] = then_compute(optimizer, closure)
-        return super().optimizer_step(optimizer, **kwargs)
+        result = super().optimizer_step(optimizer, **kwargs)
+        self.stepped(optimizer)
+        return result
 
     def clip_gradients_norm(
         self,

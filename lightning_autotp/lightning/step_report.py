@@ -17,7 +17,14 @@ from lightning_autotp.parameters.state import parallel_state
 from lightning_autotp.planning import rehearsal as rehearsals
 from lightning_autotp.planning.estimate import memory, step_time
 from lightning_autotp.planning.machines import Machine, machine_called
-from lightning_autotp.planning.rehearsal import Precision, Rehearsal, RehearsalError, local_model, rehearse
+from lightning_autotp.planning.rehearsal import (
+    Precision,
+    Rehearsal,
+    RehearsalError,
+    local_model,
+    named_arguments,
+    rehearse,
+)
 from lightning_autotp.private.torch_private import without_modes
 
 _FIRST = 2
@@ -95,18 +102,24 @@ class StepMeasure:
         model: a parallel model.
         device: what it is on.
         copies: of the model that share its shards.
-        passes: forward and backward passes of a step.
         precision: as Lightning has it.
+
+    Attributes:
+        passes: backward passes of the last step.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, copies: int, passes: int, precision: str) -> None:
-        self.model, self.device, self.copies = model, device, copies
-        self.passes, self.precision = passes, precision
+    def __init__(self, model: nn.Module, device: torch.device, copies: int, precision: str) -> None:
+        self.model, self.device, self.copies, self.precision = model, device, copies, precision
+        self.passes, self._passed = 1, 0
         self._optimizer: Optimizer | None = None
         self._ends: list[float] = []
         self._steps = 0
         self._rehearsal: Rehearsal | None = None
         self._unknown = ""
+
+    def passed(self) -> None:
+        """When a backward pass begins."""
+        self._passed += 1
 
     def stepped(self, optimizer: Optimizer) -> bool:
         """After a step of an optimizer; whether it is time to say what its steps take. Of several, the first counts."""
@@ -114,6 +127,7 @@ class StepMeasure:
         if optimizer is not self._optimizer:
             return False
         self._steps += 1
+        self.passes, self._passed = max(self._passed, 1), 0
         if self._steps > _FIRST:
             self._ends = [*self._ends[-_MOST:], perf_counter()]
         return self._steps == _SAID_AFTER
@@ -159,8 +173,6 @@ class StepMeasure:
             return self._rehearsal
         if call is None or self._optimizer is None:
             self._unknown = "the model has not been trained yet"
-        elif call.args:
-            self._unknown = "the model is called with arguments without names"
         elif precision not in get_args(Precision):
             self._unknown = f"precision {precision} is not predicted"
         elif optimizer is None:
@@ -170,7 +182,8 @@ class StepMeasure:
             try:
                 with without_modes():
                     known = cast(Precision, precision)
-                    self._rehearsal = rehearse(local, call.kwargs, precision=known, optimizer=optimizer)
+                    given = named_arguments(prover.original, call)
+                    self._rehearsal = rehearse(local, given, precision=known, optimizer=optimizer)
                 self._unknown = ""
             except RehearsalError as error:
                 self._unknown = str(error)

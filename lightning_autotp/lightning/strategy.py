@@ -43,7 +43,6 @@ from lightning_autotp.lightning.batch_boundary import BatchBoundarySync
 from lightning_autotp.lightning.discovery import find_models, outermost
 from lightning_autotp.lightning.models_local import count_copies_once, make_models_local
 from lightning_autotp.lightning.optimizers import then_compute
-from lightning_autotp.lightning.step_report import StepMeasure, StepReport
 from lightning_autotp.lightning.summary import ParallelSummary
 from lightning_autotp.lightning.throughput import share_batches
 from lightning_autotp.optimizers.scaler import AgreedGradScaler
@@ -62,7 +61,6 @@ from lightning_autotp.private.transformers_private import PreTrainedModel
 from lightning_autotp.proving.new_calls import kind_of
 from lightning_autotp.ranks.agreement import raise_together
 from lightning_autotp.solving.options import documented_by
-from lightning_autotp.start_report import say_step
 
 
 @documented_by(AutoTPBase)
@@ -141,7 +139,6 @@ class AutoTPStrategy(AutoTPBase, ModelParallelStrategy):
         self._watch: checked | None = None  # from a training step to the next one
         self._interrupted_by: BaseException | None = None
         self._callbacks: list[Callback] = []
-        self._measure: StepMeasure | None = None  # in a run that trains one model
         self._as_before = ExitStack()  # puts back what a run has changed of the user's
 
     @property
@@ -178,6 +175,7 @@ class AutoTPStrategy(AutoTPBase, ModelParallelStrategy):
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Before the gradients of a loss: the ranks compare it between later batches."""
         super().pre_backward(closure_loss)
+        self.passed()
         if self._exchange is not None:
             self._exchange.note_loss(closure_loss)
 
@@ -210,11 +208,11 @@ class AutoTPStrategy(AutoTPBase, ModelParallelStrategy):
             self._exchange = BatchBoundarySync(trainer, *groups, self.root_device, self.checked_batches)
             self._signals = DeferredSignals(trainer, self._exchange)
         precision, is_fitting = str(self.precision_plugin.precision), trainer.state.fn == TrainerFn.FITTING
-        passes = trainer.accumulate_grad_batches
+        accumulates = trainer.accumulate_grad_batches > 1
 
         def fit_into_memory(model: nn.Module, example: Any) -> None:
             if is_fitting:
-                self.fit_into_memory(model, example, precision, passes > 1)
+                self.fit_into_memory(model, example, precision, accumulates)
 
         group, options = self.tensor_parallel_group, self.options_here
         make_models_local(trainer, models, group, self.copies, options, fit_into_memory)
@@ -238,9 +236,7 @@ class AutoTPStrategy(AutoTPBase, ModelParallelStrategy):
         self.barrier()
         if is_fitting:
             self.setup_optimizers(trainer)
-            if len(models) == 1 and self.world_size > 1:
-                shards = self.copies.shape[-1] if self.copies is not None else 1
-                self._measure = StepMeasure(models[0][0], self.root_device, shards, passes, precision)
+            self.measure_steps([model for model, _ in models], precision)
         self.setup_precision_plugin()
         if is_fitting:
             optimizers_to_device(self.optimizers, self.root_device)
@@ -255,28 +251,8 @@ class AutoTPStrategy(AutoTPBase, ModelParallelStrategy):
         """Make a step; parameter groups added since the last one, such as thawed layers, are checked first."""
         self._check_optimizers()
         result = super().optimizer_step(optimizer, then_compute(optimizer, closure), model, **kwargs)
-        is_time = self._measure is not None and self._measure.stepped(optimizer)
-        if is_time and self.is_global_zero and self.root_device.type != "cpu":
-            report = self.report()
-            say_step(report, report.warnings)
+        self.stepped(optimizer)
         return result
-
-    def report(self, machine: str | None = None) -> StepReport:
-        """What a training step takes on this rank, predicted and measured. Not collective.
-
-        The prediction is made in the first call, which takes about as long as a trace. On a GPU the strategy prints it
-        after the fifth step, with a warning where it is off by more than a fifth.
-
-        Args:
-            machine: what the time is predicted for, as ``8xH100`` or a machine's file; by default what the GPUs are.
-
-        Raises:
-            RuntimeError: if nothing is trained, or several models are.
-            ValueError: for a machine that is not known.
-        """
-        if self._measure is None:
-            raise RuntimeError("strategy.report() is of a run that trains one model that is divided")
-        return self._measure.report(machine)
 
     def _check_optimizers(self) -> None:
         self.checked_optimizers.check([(optimizer, self._module) for optimizer in self.optimizers])

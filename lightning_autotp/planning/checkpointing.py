@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,7 @@ from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.layouts.units import in_units
 from lightning_autotp.planning.estimate import memory
 from lightning_autotp.planning.machines import machine_called
-from lightning_autotp.planning.rehearsal import Precision, fullest_rank, local_model, rehearse
+from lightning_autotp.planning.rehearsal import Precision, fullest_rank, local_model, named_arguments, rehearse
 
 _SHARE = 0.92
 """Of the memory of a GPU of which nothing is known: the rest is no tensor's."""
@@ -89,8 +88,7 @@ def choose(
         RehearsalError: if its code asks for values, or what it returns has no loss.
         ValueError: if it has no repeated blocks, and does not fit.
     """
-    call = as_call(example)
-    given = {**dict(zip(inspect.signature(model.forward).parameters, call.args, strict=False)), **call.kwargs}
+    given = named_arguments(model, as_call(example))
     local = local_model(model, plan, 0 if plan is None else fullest_rank(plan))
     if precision == "bf16-true":
         local = local.to(torch.bfloat16)

@@ -6,6 +6,7 @@ the largest models, and needs neither a GPU nor a process group.
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from lightning_autotp.applying.replace import apply_plan
 from lightning_autotp.building.repeated_blocks import blocks_of_their_own, repeated_blocks
-from lightning_autotp.capture.capture import meta_copy
+from lightning_autotp.capture.capture import ExampleCall, meta_copy
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.parameters.state import is_parallel, parallel_state
 from lightning_autotp.planning.meter import Label, Meter, Work
@@ -114,6 +115,11 @@ def one_row(model: nn.Module, made: dict[str, Any], length: int) -> dict[str, An
     """One row of a language model's batch."""
     longest = getattr(getattr(model, "config", None), "max_position_embeddings", None) or length
     return tree_map_only(Tensor, lambda x: x.new_zeros((1, min(length, longest), *x.shape[2:])), made)
+
+
+def named_arguments(model: nn.Module, call: ExampleCall) -> dict[str, Any]:
+    """The arguments of a call by their names."""
+    return {**dict(zip(inspect.signature(model.forward).parameters, call.args, strict=False)), **call.kwargs}
 
 
 def rehearse(

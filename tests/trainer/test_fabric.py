@@ -229,6 +229,16 @@ def test_data_are_read_alike(alone: dict[str, Any], found: list[dict[str, Any]])
     assert not torch.equal(first["workers"][0], IDS[:10])
 
 
+def test_a_report_has_what_a_step_takes(found: list[dict[str, Any]]) -> None:
+    for seen in found:
+        report = seen["report"]
+        assert report.memory_predicted > 0
+        assert report.seconds_measured is None  # the first steps are not counted, and there were few
+        assert 0 < report.seconds_predicted < 0.1
+        assert (report.machine, report.unknown) == ("H100", "")
+        assert seen["passes"] == 2
+
+
 def test_other_precisions(alone: dict[str, Any], found: list[dict[str, Any]]) -> None:
     for precision in ("bf16-mixed", "bf16-true", "16-mixed"):
         assert found[0][precision] == found[1][precision] == pytest.approx(alone["own"]["losses"], rel=1e-2)
