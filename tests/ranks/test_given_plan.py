@@ -279,7 +279,7 @@ def test_an_impossible_cut_is_an_error_that_says_why() -> None:
 def planned(model: nn.Module, directory: Path, ranks: int = 2, **options: Any) -> Plan:
     batch = {**ids(5, 61), "use_cache": False}
     given = PlanOptions(plan_cache=directory, **options)
-    return pipeline._plan(model, trace(model, batch), batch, ranks, given)
+    return pipeline.find_plan(model, trace(model, batch), batch, ranks, given)
 
 
 def test_the_second_start_finds_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+from typing import Any
 
 import pytest
 
@@ -15,18 +16,28 @@ from lightning_autotp.progress import bar
 def test_a_terminal_shows_what_goes_on(size: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = os.openpty()
     monkeypatch.setenv("COLUMNS", "120")
-    with os.fdopen(ours, "rb", 0) as screen, os.fdopen(theirs, "w") as terminal:
-        monkeypatch.setattr(sys, "stderr", terminal)
-        with bar("reading weights", size) as told:
-            told(2**30)
-        with bar("another rank's", size, shown=False) as told:
-            told(2**30)
-        terminal.flush()
-        seen = screen.read(2**16).decode()
+    with os.fdopen(ours, "rb", 0) as screen:
+        with os.fdopen(theirs, "w") as terminal, monkeypatch.context() as patched:
+            patched.setattr(sys, "stderr", terminal)
+            with bar("reading weights", size) as told:
+                told(2**30)
+            with bar("another rank's", size, shown=False) as told:
+                told(2**30)
+            os.set_blocking(ours, False)
+            terminal.flush()
+            seen = everything(screen).decode()
     assert "reading weights" in seen
     assert "another rank's" not in seen
     assert ("1.0/2.0 GiB" in seen) == (size is not None)
     assert "\x1b[2K" in seen.rpartition("reading weights")[2], "the line is erased"
+
+
+def everything(screen: Any) -> bytes:
+    """A terminal gives what was written in several pieces."""
+    found = b""
+    while piece := screen.read(2**16):
+        found += piece
+    return found
 
 
 def test_a_log_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
