@@ -17,7 +17,7 @@ from torch import nn
 from lightning_autotp.applying.replace import BoundaryConversion
 from lightning_autotp.guard.whole_tensors import parts_at, to_parts, to_whole
 from lightning_autotp.parameters.state import parallel_state
-from lightning_autotp.private.torch_private import ModuleHooks, hooks_given
+from lightning_autotp.private.torch_private import ModuleHooks, hooks_given, hooks_of_all_modules
 
 _LIBRARIES = frozenset({"torch", "transformers", "peft", "lightning_autotp"})
 """Their hooks belong to the model's own code, or know of parts."""
@@ -31,6 +31,7 @@ class UserHooks:
         self.places = [(path, module, ModuleHooks(module)) for path, module in model.named_modules() if path]
         self.known = [hooks.numbers() for _, _, hooks in self.places]
         self.tables = [table for _, _, hooks in self.places for table in hooks.tables()]
+        self.of_all_modules = set(hooks_of_all_modules())
         self.given, self.count = -1, 0
 
     def wrap(self) -> None:
@@ -43,6 +44,13 @@ class UserHooks:
         given, count = hooks_given(), sum(map(len, self.tables))
         if (given, count) == (self.given, self.count):
             return
+        for number, hook in hooks_of_all_modules().items():
+            if number not in self.of_all_modules and _package(hook) not in _LIBRARIES:
+                raise RuntimeError(
+                    f"a hook on all modules of the process ({_named(hook)}) would see this rank's parts of what modules"
+                    " take and give: register it on the modules of the model, where it sees whole tensors (for module"
+                    " in model.modules(): module.register_forward_hook(...)), and remove this one"
+                )
         for index, (path, _, hooks) in enumerate(self.places):
             if hooks.numbers() != self.known[index]:
                 self._wrap(path, hooks)
@@ -112,7 +120,12 @@ def _converts(hook: Any) -> bool:
 
 def _package(hook: Any) -> str:
     """The package that a hook's code is in."""
+    return _named(hook).partition(".")[0]
+
+
+def _named(hook: Any) -> str:
+    """What a hook's function or class is called."""
     while isinstance(hook, partial):
         hook = hook.func
     named = hook if hasattr(hook, "__qualname__") else type(hook)
-    return str(named.__module__).partition(".")[0]
+    return f"{named.__module__}.{named.__qualname__}"

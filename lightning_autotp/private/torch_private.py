@@ -47,6 +47,7 @@ from torch._subclasses.schema_check_mode import SchemaCheckMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
 # Modes that see functions, taken off and put back.
+from torch.nn.modules import module as every
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import (
     TorchFunctionMode,
@@ -122,6 +123,7 @@ __all__ = [
     "has_values",
     "hook_tables",
     "hooks_given",
+    "hooks_of_all_modules",
     "is_functorch_wrapped_tensor",
     "is_meta",
     "module_like",
@@ -530,6 +532,17 @@ class ModuleHooks:
     def numbers(self) -> tuple[int, ...]:
         """The numbers of all hooks; another hook has another number."""
         return (*self.before, *self.after, *self.backward)
+
+
+def hooks_of_all_modules() -> dict[int, Callable[..., Any]]:
+    """The hooks that every module of this process runs, by number. Only adding one is public."""
+    tables = (
+        every._global_forward_pre_hooks,
+        every._global_forward_hooks,
+        every._global_backward_pre_hooks,
+        every._global_backward_hooks,
+    )
+    return {number: hook for table in tables for number, hook in table.items()}
 
 
 def uncompiled(module: nn.Module) -> nn.Module:

@@ -310,6 +310,35 @@ def _(_: Any) -> None:
     assert list(module.state_dict()) == ["left"]
 
 
+@canary(
+    "torch.nn.modules.module._global_forward_pre_hooks",
+    "torch.nn.modules.module._global_forward_hooks",
+    "torch.nn.modules.module._global_backward_pre_hooks",
+    "torch.nn.modules.module._global_backward_hooks",
+)
+def _(_: Any) -> None:
+    """They have the hooks of all modules, by number."""
+    from torch.nn.modules import module as every
+
+    from lightning_autotp.private.torch_private import hooks_of_all_modules
+
+    before = hooks_of_all_modules()
+    adding = (
+        every.register_module_forward_pre_hook,
+        every.register_module_forward_hook,
+        every.register_module_full_backward_pre_hook,
+        every.register_module_full_backward_hook,
+    )
+    hooks = [lambda *_, number=number: None for number in range(len(adding))]
+    handles = [add(hook) for add, hook in zip(adding, hooks, strict=True)]
+    assert {
+        handle.id: hook for handle, hook in zip(handles, hooks, strict=True)
+    }.items() <= hooks_of_all_modules().items()
+    for handle in handles:
+        handle.remove()
+    assert hooks_of_all_modules() == before
+
+
 @canary("torch.nn.Module._forward_hooks", "torch.nn.Module._forward_pre_hooks")
 def _(_: Any) -> None:
     module, called = nn.Identity(), []

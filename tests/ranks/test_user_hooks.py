@@ -10,6 +10,8 @@ import torch.distributed as dist
 from called import IDS, made, worst
 from distributed import run_ranks
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_full_backward_hook
+from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_autotp import parallelize
 
@@ -130,6 +132,15 @@ def refused(rank: int, size: int) -> None:
         model(input_ids=IDS)
     handle.remove()
     model(input_ids=IDS)
+    for of_all_modules in (register_module_forward_hook, register_module_full_backward_hook):
+        handle = of_all_modules(lambda *_: None)
+        with pytest.raises(RuntimeError, match=r"a hook on all modules of the process \(test_user_hooks\..*lambda>\)"):
+            model(input_ids=IDS)
+        handle.remove()
+        model(input_ids=IDS)
+    with FlopCounterMode(display=False) as counter:  # has such hooks of torch's own, which tell modules apart
+        model(input_ids=IDS)
+    assert counter.get_total_flops() > 0
 
 
 def test_hooks_that_cannot_see_whole_tensors_are_errors() -> None:

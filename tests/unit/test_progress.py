@@ -16,16 +16,15 @@ from lightning_autotp.progress import bar
 def test_a_terminal_shows_what_goes_on(size: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = os.openpty()
     monkeypatch.setenv("COLUMNS", "120")
-    with os.fdopen(ours, "rb", 0) as screen:
-        with os.fdopen(theirs, "w") as terminal, monkeypatch.context() as patched:
-            patched.setattr(sys, "stderr", terminal)
-            with bar("reading weights", size) as told:
-                told(2**30)
-            with bar("another rank's", size, shown=False) as told:
-                told(2**30)
-            os.set_blocking(ours, False)
-            terminal.flush()
-            seen = everything(screen).decode()
+    with os.fdopen(ours, "rb", 0) as screen, os.fdopen(theirs, "w") as terminal, monkeypatch.context() as patched:
+        patched.setattr(sys, "stderr", terminal)
+        with bar("reading weights", size) as told:
+            told(2**30)
+        with bar("another rank's", size, shown=False) as told:
+            told(2**30)
+        os.set_blocking(ours, False)
+        terminal.flush()
+        seen = everything(screen).decode()
     assert "reading weights" in seen
     assert "another rank's" not in seen
     assert ("1.0/2.0 GiB" in seen) == (size is not None)
