@@ -173,6 +173,7 @@ class CallProver:
         self.known: dict[Hashable, _Kind] = {}
         self.ways: list[Way] = []
         self.met: set[Hashable] = set()
+        self.looked_at: set[Hashable] = set()  # which kinds use parameters in autocast's dtype alone, but for autocast
         self.running: Way | None = None
         self.to_compare: Way | None = None  # if the call that is under way is compared with what was proved
         self.trained_with: ExampleCall | None = None  # the last of these calls in training, without values
@@ -220,9 +221,10 @@ class CallProver:
                 raise_together(self.group.process_group, PROVING),
             ):
                 way = self._prove(with_rows(call))
-                is_lowered = self._is_lowered(with_rows(call), way)
-            # Now it is known what its code asks for.
-            known = self.known.setdefault(self._kind(call, arguments, modes), _Kind())
+                # Now it is known what its code asks for.
+                kind = self._kind(call, arguments, modes)
+                is_lowered = self._is_lowered(with_rows(call), kind, way)
+            known = self.known.setdefault(kind, _Kind())
             known.add(sizes, way)
             known.is_lowered &= is_lowered
         if state.gathers is not None and known is not None:
@@ -241,8 +243,8 @@ class CallProver:
             args, kwargs = change.before(self.model, args, kwargs)
         return (args, kwargs) if way.inputs else None
 
-    def _kind(self, call: ExampleCall, arguments: Hashable, modes: bytes) -> Hashable:
-        """What a call is known by, but for its sizes."""
+    def _kind(self, call: ExampleCall, arguments: Hashable, modes: bytes) -> tuple[Hashable, ...]:
+        """What a call is known by, but for its sizes; gradients and autocast come last."""
         numbers = [*integers_of(call), *floats_of(call, self.numbers)]
         told = tuple([(place, self.few.told(place, value)) for place, value in numbers])
         return (
@@ -284,6 +286,9 @@ class CallProver:
 
         Collective over the tensor-parallel group.
         """
+        self.original.train()
+        modes = bytes([True] * len(self.modules))
+        self.looked_at = {self._kind(call, kind_of(call), modes)[:-1] for call in self.examples}
         return frozenset.intersection(*(self._used_in(dtype, device, call) for call in self.examples))
 
     def _used_in(
@@ -300,12 +305,14 @@ class CallProver:
 
         return frozenset.intersection(*made_together(self.group.process_group, PROVING, names))
 
-    def _is_lowered(self, call: ExampleCall, way: Way) -> bool:
+    def _is_lowered(self, call: ExampleCall, kind: tuple[Hashable, ...], way: Way) -> bool:
         """Whether what FSDP2 may gather in 16 bits is used in these alone in a call that goes a way. Collective."""
         gathers = parallel_state(self.model).gathers
         device = device_of(self.model)
         if gathers is None or not way.is_as_planned or surroundings(device)[1] != gathers.dtype:
             return False
+        if kind[:-1] in self.looked_at:  # under the same autocast
+            return True
         return self._used_in(gathers.dtype, torch.device(device), call, gathers.names) == gathers.names
 
     def is_running(self, way: Way) -> bool:
