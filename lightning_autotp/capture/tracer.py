@@ -589,8 +589,8 @@ class Calls(TorchFunctionMode):
         groups, given = grouped_leaves(args, kwargs)
         leaves = [self._leaf(leaf) for leaf in given]
         module, run = self.tracer.modules[-1], self.runs[-1]
-        made_here = partial(TorchCall, module, site, groups=groups, instruction=caller.f_lasti, run=run)
-        calls.append(made_here(tuple(leaves), ()))
+        this_call = partial(TorchCall, module, site, groups=groups, instruction=caller.f_lasti, run=run)
+        calls.append(this_call(tuple(leaves), ()))
         outer, self.current = (self.current, self.numbers), (number, source_line(caller))
         self.numbers = _numbers(args[1]) if func is Tensor.__getitem__ else ()
         recorded = len(self.tracer.graph.operators)
@@ -621,7 +621,7 @@ class Calls(TorchFunctionMode):
             for at, (now, ref) in enumerate(zip(after, leaves, strict=True))
         )
         results = tuple(self._leaf(leaf) for leaf in call_leaves(result))
-        calls[number] = made_here(arguments, results, made=self._made(result), written=written)
+        calls[number] = this_call(arguments, results, made=self._made(result), written=written)
         return result
 
     def _constant(self, func: Any, args: Any, kwargs: Any) -> Tensor:

@@ -161,6 +161,7 @@ class Ownership:
 
 @lru_cache(maxsize=1024)
 def _even(units: int, ranks: int, together: int) -> Ownership:
+    """:meth:`Ownership.even`, once for all layers."""
     groups = -(-units // together)
     if groups < ranks:
         groups, together = units, 1
