@@ -31,6 +31,7 @@ from lightning_autotp.capture.experts import noting_experts
 from lightning_autotp.capture.nested import Copied, constants_in, copied, leaves_of, map_leaves, map_tensors, tensors_in
 from lightning_autotp.capture.noted_numbers import NotedFloat
 from lightning_autotp.capture.opaque import LARGEST, NotRun, OpaqueForward
+from lightning_autotp.capture.recording import RECORD
 from lightning_autotp.capture.static_values import NoValue
 from lightning_autotp.capture.tracer import Tracer, inside_of
 from lightning_autotp.layouts.places import EVERY, Boundary
@@ -38,6 +39,7 @@ from lightning_autotp.layouts.step_size import StepSize
 from lightning_autotp.operators.declared import advice_on, declarable_name, has_advice
 from lightning_autotp.operators.graph import Constant, Graph, ModuleRun
 from lightning_autotp.operators.notation import DeclarationError
+from lightning_autotp.private.fake_tensors_private import RememberingFakeTensorMode
 from lightning_autotp.private.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -250,7 +252,7 @@ def _capture(
     *,
     until_failure: bool = False,
 ) -> Graph:
-    fake, seeming = FakeTensorMode(allow_non_fake_inputs=True), torch.device(device or device_of(model))
+    fake, seeming = RememberingFakeTensorMode(functional=(RECORD,)), torch.device(device or device_of(model))
     real: dict[int, Tensor] = {}
 
     def stand_in(value: Tensor) -> Tensor:

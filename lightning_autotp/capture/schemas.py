@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 from torch import Generator, Tensor
@@ -21,13 +22,25 @@ def written_through(view: Operator) -> tuple[str, tuple[tuple[str, Any], ...]]:
 def named_arguments(func: Any, args: Any, kwargs: Any) -> tuple[tuple[str, Any], ...]:
     """Arguments by the schema's names with its defaults; lists become tuples, dtypes and devices become text."""
     named = []
-    for position, argument in enumerate(schema_of(func).arguments):
-        if position < len(args) and not argument.kwarg_only:
-            value = args[position]
+    for position, (name, is_keyword, default) in enumerate(_declared(func)):
+        if position < len(args) and not is_keyword:
+            named.append((name, _plain(args[position])))
         else:
-            value = kwargs.get(argument.name, argument.default_value)
-        named.append((argument.name, _plain(value)))
+            named.append((name, _plain(kwargs[name]) if name in kwargs else default))
     return tuple(named)
+
+
+@lru_cache(maxsize=1024)
+def _declared(func: Any) -> tuple[tuple[str, bool, Any], ...]:
+    """Of each argument of an operator its name, whether it is given by it only, and its default as a graph has it."""
+    arguments = schema_of(func).arguments
+    return tuple((argument.name, argument.kwarg_only, _plain(argument.default_value)) for argument in arguments)
+
+
+@lru_cache(maxsize=1024)
+def written_arguments(func: Any) -> tuple[int, ...]:
+    """The numbers of the arguments that an operator writes in place."""
+    return tuple(number for number, argument in enumerate(schema_of(func).arguments) if argument.is_write)
 
 
 def _plain(value: Any) -> Any:

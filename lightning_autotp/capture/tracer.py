@@ -12,6 +12,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from lightning_autotp.capture.call_sites import (
 )
 from lightning_autotp.capture.kept_outside import KeptOutside
 from lightning_autotp.capture.recording import RECORD
-from lightning_autotp.capture.schemas import named_arguments, written_through
+from lightning_autotp.capture.schemas import named_arguments, written_arguments, written_through
 from lightning_autotp.capture.static_values import NoValue, StaticEvaluator
 from lightning_autotp.capture.trials import found_declaration, try_declaration
 from lightning_autotp.layouts.places import Boundary, CallSite
@@ -163,7 +164,7 @@ class Tracer(PreDispatchMode):
         if written:
             self._write(functional(name), reads, written, result)
             return result
-        if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):  # a check, or a size
+        if not _results_of(result):  # a check, or a size
             return result
         inputs = [leaf for _, value in arguments for leaf in _tensors(value)]
         if known and (known.identity == "always" or (known.identity and inputs[0].dtype == result.dtype)):
@@ -308,7 +309,7 @@ class Tracer(PreDispatchMode):
         result = func(*args, **kwargs)
         if written:
             self._write(f"{MAPPED}{func}", reads, written, transforms.unwrapped(result))
-        elif any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):
+        elif _results_of(result):
             inputs = [leaf for _, value in arguments for leaf in _tensors(value)]
             self._note(f"{MAPPED}{func}", reads, transforms.unwrapped(result), inputs)
         return result
@@ -390,7 +391,7 @@ class Tracer(PreDispatchMode):
         return None if found is None else self._present(found)
 
     def _note(self, name: str, reads: Any, result: Any, inputs: list[Tensor]) -> Operator:
-        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        outputs = _results_of(result)
         operator = self._append(name, reads, outputs)
         for number, (output, tensor) in enumerate(zip(outputs, operator.outputs, strict=True)):
             tracked = _Tracked(Ref(tensor))
@@ -411,12 +412,11 @@ class Tracer(PreDispatchMode):
         if transforms.are_active():
             call = -1  # what is wrapped cannot be converted
         layer = self._layers.get(module, "")
-        draft = Operator(name, reads, (), module, source, layer, call=call, own_numbers=are_own_numbers_noted())
-        if name == _LINEAR:
-            draft = replace(draft, rounding=self._rounding.get(module, ""))
-        static = all(self.graph.tensors[tensor].is_static for tensor in draft.inputs)
-        values = tuple(self._new(output, static).tensor for output in outputs)
-        operator = replace(draft, outputs=values)
+        rounding = self._rounding.get(module, "") if name == _LINEAR else ""
+        static = all(self.graph.tensors[ref.tensor].is_static for _, value in reads for ref in refs(value))
+        values = tuple([self._new(output, static).tensor for output in outputs])
+        own = are_own_numbers_noted()
+        operator = Operator(name, reads, values, module, source, layer, call=call, own_numbers=own, rounding=rounding)
         self.graph.operators.append(operator)
         return operator
 
@@ -529,8 +529,8 @@ class Tracer(PreDispatchMode):
             tracked = self._tracked(tensor)
             tracked.value, tracked.version = Ref(value), storage.version
             self.graph.overwritten |= set(tracked.crossed)
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and id(leaf) not in self._tensors:
+        for leaf in _results_of(result):
+            if id(leaf) not in self._tensors:
                 self._alias(leaf, written[0])
 
     def _scatter(self, root: Ref, path: tuple[Operator, ...], value: Ref) -> Ref:
@@ -595,7 +595,8 @@ class Calls(TorchFunctionMode):
         groups, given = grouped_leaves(args, kwargs)
         leaves = [self._leaf(leaf) for leaf in given]
         module, run = self.tracer.modules[-1], self.runs[-1]
-        calls.append(TorchCall(module, site, tuple(leaves), (), groups, instruction=caller.f_lasti, run=run))
+        this_call = partial(TorchCall, module, site, groups=groups, instruction=caller.f_lasti, run=run)
+        calls.append(this_call(tuple(leaves), ()))
         outer, self.current = (self.current, self.numbers), (number, source_line(caller))
         self.numbers = _numbers(args[1]) if func is Tensor.__getitem__ else ()
         recorded = len(self.tracer.graph.operators)
@@ -626,9 +627,7 @@ class Calls(TorchFunctionMode):
             for at, (now, ref) in enumerate(zip(after, leaves, strict=True))
         )
         results = tuple(self._leaf(leaf) for leaf in call_leaves(result))
-        calls[number] = replace(
-            calls[number], arguments=arguments, results=results, made=self._made(result), written=written
-        )
+        calls[number] = this_call(arguments, results, made=self._made(result), written=written)
         return result
 
     def _constant(self, func: Any, args: Any, kwargs: Any) -> Tensor:
@@ -719,8 +718,14 @@ def _numbers(index: Any) -> list[int]:
 
 def _written(func: Any, arguments: Sequence[tuple[str, Any]]) -> list[Tensor]:
     """The tensors that an operator writes in place."""
-    declared = zip(schema_of(func).arguments, arguments, strict=True)
-    return [leaf for argument, (_, value) in declared if argument.is_write for leaf in _tensors(value)]
+    return [leaf for number in written_arguments(func) for leaf in _tensors(arguments[number][1])]
+
+
+def _results_of(result: Any) -> list[Tensor]:
+    """The tensors that an operator gives."""
+    if isinstance(result, Tensor):
+        return [result]
+    return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
 
 
 def _tensors(value: Any) -> list[Tensor]:

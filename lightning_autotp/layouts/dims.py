@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -78,18 +78,22 @@ def concat(sections: Sequence[Dim]) -> Dim:
     return flat[0] if len(flat) == 1 else Concat(tuple(flat))
 
 
-def leaves(dim: Dim) -> Iterator[Axis]:
+def leaves(dim: Dim) -> list[Axis]:
     """The axes a (resolved) dim is made of, repetitions included."""
     if isinstance(dim, Axis):
-        yield dim
-    else:
-        for part in dim.factors if isinstance(dim, Product) else dim.sections:
-            yield from leaves(part)
+        return [dim]
+    return [axis for part in (dim.factors if isinstance(dim, Product) else dim.sections) for axis in leaves(part)]
 
 
 def touches(dims: Iterable[Dim], axes: Collection[int]) -> bool:
     """Whether one of some (resolved) dims has one of these axes."""
-    return any(axis.id in axes for dim in dims for axis in leaves(dim))
+    for dim in dims:
+        if isinstance(dim, Axis):
+            if dim.id in axes:
+                return True
+        elif touches(dim.factors if isinstance(dim, Product) else dim.sections, axes):
+            return True
+    return False
 
 
 def spelled(dim: Dim) -> str:

@@ -77,12 +77,7 @@ class Ownership:
             ranks: among so many.
             together: how many stay together, where there are enough of such groups.
         """
-        groups = -(-units // together)
-        if groups < ranks:
-            groups, together = units, 1
-        bounds = [rank * (groups // ranks) + min(rank, groups % ranks) for rank in range(ranks + 1)]
-        ends = [min(bound * together, units) for bound in bounds]
-        return cls(units, tuple(merge_runs([run]) for run in pairwise(ends)))
+        return _even(units, ranks, together)
 
     @property
     def ranks(self) -> int:
@@ -162,6 +157,17 @@ class Ownership:
     def __str__(self) -> str:
         sizes = list(self.local_sizes)
         return f"{self.size} -> {sizes[0] if len(set(sizes)) == 1 else sizes}"
+
+
+@lru_cache(maxsize=1024)
+def _even(units: int, ranks: int, together: int) -> Ownership:
+    """:meth:`Ownership.even`, once for all layers."""
+    groups = -(-units // together)
+    if groups < ranks:
+        groups, together = units, 1
+    bounds = [rank * (groups // ranks) + min(rank, groups % ranks) for rank in range(ranks + 1)]
+    ends = [min(bound * together, units) for bound in bounds]
+    return Ownership(units, tuple(merge_runs([run]) for run in pairwise(ends)))
 
 
 @lru_cache(maxsize=1024)

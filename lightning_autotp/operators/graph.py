@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from lightning_autotp.layouts.places import Boundary, CallPoint, CallSite, said_of
@@ -173,7 +174,7 @@ class Operator:
     def __str__(self) -> str:
         return said_of(self.name, self.module, self.source)
 
-    @property
+    @cached_property
     def inputs(self) -> tuple[int, ...]:
         """Every tensor it reads, in the order of its arguments."""
         return tuple(ref.tensor for _, value in self.arguments for ref in refs(value))

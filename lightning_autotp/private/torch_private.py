@@ -184,7 +184,7 @@ def registered_children(value: Any) -> tuple[list[str] | None, list[Any], Callab
 # A tensor's attributes themselves, also while ``torch.Tensor`` has others of these names (:func:`with_tensors`).
 def has_values(tensor: Tensor) -> bool:
     """Whether a tensor has values: it is neither on the meta device nor one of a trace."""
-    return not (tensor.is_meta or (isinstance(tensor, FakeTensor) and not _fakes_have_values))
+    return not ((isinstance(tensor, FakeTensor) and not _fakes_have_values) or tensor.is_meta)
 
 
 _fakes_have_values = False

@@ -92,9 +92,8 @@ class _Rows:
     costs: NDArray[np.float64]
 
     @classmethod
-    def of(cls, rows: Mapping[Row, float], width: int) -> _Rows:
-        """Those of a mapping from rows of so many values to costs."""
-        ordered = sorted(rows.items())
+    def of(cls, ordered: Sequence[tuple[Row, float]], width: int) -> _Rows:
+        """Rows of so many values in ascending order, each with its cost."""
         values = np.array([row for row, _ in ordered], np.int32).reshape(len(ordered), width)
         return cls(values, np.array([cost for _, cost in ordered], np.float64))
 
@@ -140,12 +139,17 @@ class Elimination:
         self._most_rows = most_rows
         self._rows: list[_Rows] = []
         self._numbers: dict[tuple[int, bytes, bytes], int] = {}
+        self._added: dict[tuple[int, tuple[tuple[Row, float], ...]], int] = {}
         self._steps: dict[object, _Elimination] = {}
         self.tables: list[Table] = []
 
     def add(self, scope: Sequence[int], rows: dict[Row, float]) -> None:
         """Add a table: a cost for every allowed row of values of the scope's variables."""
-        self.tables.append(Table(tuple(scope), self._intern(_Rows.of(rows, len(scope)))))
+        key = len(scope), tuple(sorted(rows.items()))
+        number = self._added.get(key)
+        if number is None:
+            number = self._added[key] = self._intern(_Rows.of(key[1], len(scope)))
+        self.tables.append(Table(tuple(scope), number))
 
     def _intern(self, rows: _Rows) -> int:
         key = (rows.values.shape[1], rows.values.tobytes(), rows.costs.tobytes())
@@ -219,9 +223,12 @@ class Elimination:
             except Contradiction as error:
                 raise NoAssignment(min(holders)) from error
             bound += least
+        best: dict[tuple[int, Row], int] = {}  # of alike layers it is looked up once
         for variable, scope, step in reversed(choices):
-            row = self._rows[step.rows].place(tuple(values[other] for other in scope))
-            values[variable] = int(step.best[row])
+            row = tuple([values[other] for other in scope])
+            if (id(step), row) not in best:
+                best[id(step), row] = int(step.best[self._rows[step.rows].place(row)])
+            values[variable] = best[id(step), row]
         if not holders:
             return Assignment(values, total, total)
         cost = self.cost(values)

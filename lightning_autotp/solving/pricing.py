@@ -74,11 +74,13 @@ class ScaledSizes:
                 if info.is_static and info.dtype.startswith(("int", "uint")):
                     for dim in dims:
                         self._recognise(dim, everywhere=True)
+        found: dict[Dim, None] = {}
         for relation in relations:
             for tensor, dims in (*relation.inputs.items(), *relation.outputs.items()):
                 if tensor not in graph.parameters:
-                    for dim in dims:
-                        self._recognise(dim)
+                    found |= dict.fromkeys(dims)
+        for dim in found:
+            self._recognise(dim)
         known = self._kinds.keys() | self._in_parameters
         self._kinds |= {axis: _TOKENS for axis in positions if axis not in known}
         for relation in relations:

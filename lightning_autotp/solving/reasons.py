@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
@@ -73,7 +73,7 @@ class Reasons:
         least: float = math.inf,
     ) -> None:
         self._tables, self._problem, self._domains, self._pinned, self._least = tables, problem, domains, pinned, least
-        self._found: dict[tuple[int, int | None, tuple[frozenset[int], ...]], tuple[frozenset[int], ...]] = {}
+        self._found: dict[tuple[int, int | None, tuple[int, ...]], tuple[int, ...]] = {}
 
     def of_whole(self, layouts: Mapping[int, Layout]) -> dict[str, tuple[Reason, ...]]:
         """Why each parameter is whole: by its name a reason for every dim, the most telling first.
@@ -217,21 +217,24 @@ class Reasons:
             converting: whether shards may be made of other types, and others of shards, where a layout may change.
         """
         narrowed: dict[int, int] = {}
-        left = {tensor: frozenset((self._domains[tensor].index(number),))}
-        queue = deque(self._readers[tensor])
+        left = {tensor: 1 << self._domains[tensor].index(number)}
+        tables, readers, alone = self._tables.tables, self._readers, self._alone
+        queue = deque(readers[tensor])
         waiting = {*queue}
         while queue:
             at = queue.popleft()
             waiting.remove(at)
-            scope = self._tables.tables[at].scope
-            codes = tuple([left.get(variable) or self._alone(variable) for variable in scope])
-            kept = self._kept(at, converting, codes)
+            scope = tables[at].scope
+            types = tuple([left.get(variable) or alone[variable] for variable in scope])
+            kept = self._kept(at, converting, types)
+            if kept == types:
+                continue
             if not kept:
-                return self._conflict(at, tensor, number, codes, converting, narrowed)
-            for variable, before, after in zip(scope, codes, kept, strict=True):
-                if after < before:
+                return self._conflict(at, tensor, number, tuple(map(_codes, types)), converting, narrowed)
+            for variable, before, after in zip(scope, types, kept, strict=True):
+                if after != before:
                     left[variable], narrowed[variable] = after, at
-                    for reader in self._readers[variable]:
+                    for reader in readers[variable]:
                         if reader not in waiting and reader != at:
                             waiting.add(reader)
                             queue.append(reader)
@@ -293,17 +296,19 @@ class Reasons:
                 found.setdefault(variable, []).append(at)
         return found
 
-    def _kept(self, at: int, converting: bool, codes: tuple[frozenset[int], ...]) -> tuple[frozenset[int], ...]:
+    def _kept(self, at: int, converting: bool, types: tuple[int, ...]) -> tuple[int, ...]:
         """Of these types of its variables, those at which an operator may run: of each variable; empty if none are.
 
-        Operators of alike layers have the same table.
+        Types are bits: following an axis through a deep model asks this for every operator. Operators of alike layers
+        have the same table.
         """
-        table, is_boundary = self._tables.tables[at], self._tables.relations[at].operator.boundary is not None
-        key = (table.rows, None if converting or not is_boundary else at, codes)
-        if key not in self._found:
-            rows = _within(self._rows(at, converting), codes)
-            self._found[key] = tuple(map(frozenset, zip(*rows, strict=True)))
-        return self._found[key]
+        is_alike = converting or self._tables.relations[at].operator.boundary is None
+        key = self._tables.tables[at].rows, None if is_alike else at, types
+        found = self._found.get(key)
+        if found is None:
+            rows = _within(self._rows(at, converting), tuple(map(_codes, types)))
+            found = self._found[key] = tuple(map(_types, zip(*rows, strict=True)))
+        return found
 
     def _rows(self, at: int, converting: bool) -> Collection[Row]:
         """The combinations of types at which an operator may run."""
@@ -318,9 +323,10 @@ class Reasons:
     def _any(self, variable: int) -> frozenset[int]:
         return frozenset(range(len(self._domains[variable])))
 
-    def _alone(self, variable: int) -> frozenset[int]:
-        """The types that a variable may have by itself."""
-        return self._restricted.get(variable) or self._any(variable)
+    @cached_property
+    def _alone(self) -> dict[int, int]:
+        """The types that each variable may have by itself, as bits."""
+        return {variable: _types(self._restricted.get(variable) or self._any(variable)) for variable in self._domains}
 
     @cached_property
     def _restricted(self) -> dict[int, frozenset[int]]:
@@ -347,6 +353,16 @@ class Reasons:
 
 
 _UNUSED = "not used in the traced forward"
+
+
+def _types(codes: Iterable[int]) -> int:
+    """Types as bits."""
+    return sum(1 << code for code in set(codes))
+
+
+def _codes(types: int) -> frozenset[int]:
+    """The types that are set."""
+    return frozenset(code for code in range(types.bit_length()) if types >> code & 1)
 
 
 def _within(rows: Collection[Row], codes: Sequence[frozenset[int]]) -> list[Row]:

@@ -102,7 +102,8 @@ class Tables:
             if because is not None:
                 everything = [*relation.inputs.values(), *relation.outputs.values()]
                 relation.whole |= {dim: because for dims in everything for dim in dims if dim not in relation.whole}
-        self.relations = [_resolved(relation, self.axes) for relation in relations]
+        resolved: dict[int, Dims] = {}
+        self.relations = [_resolved(relation, self.axes, resolved) for relation in relations]
         self.dims: dict[int, Dims] = {}
         for relation in self.relations:
             for tensor, dims in (*relation.inputs.items(), *relation.outputs.items()):
@@ -115,8 +116,11 @@ class Tables:
                 self.calls[operator.boundary] = self.calls.get(operator.boundary, 0) + 1
         self.leaves = static_operands(graph, implementations)
         self.layers = {operator.module for operator in graph.operators if implementations.is_layer(operator)}
-        self._layouts: dict[tuple[Dims, int], Layout] = {}
-        self._fullest: dict[tuple[Dims, int], float] = {}
+        alike: dict[Dims, int] = {}
+        self._alike = {tensor: alike.setdefault(dims, len(alike)) for tensor, dims in self.dims.items()}
+        self._layouts: dict[tuple[int, int], Layout] = {}
+        self._fullest: dict[tuple[int, int], float] = {}
+        self._told: dict[tuple[int, int], bool] = {}
         self.planned: PlanConstraints | None = None
         self.tables: list[Table] = []
         self._works: dict[int, tuple[float, float]] = {}
@@ -155,7 +159,8 @@ class Tables:
         for number, sharding in enumerate(self.shardings):
             for axis in sharding.axes:
                 self.cutting.setdefault(axis, []).append(number)
-        self.touching = {tensor: self._touching(dims) for tensor, dims in self.dims.items()}
+        cutting = {number: self._touching(dims) for dims, number in alike.items()}
+        self.touching = {tensor: cutting[number] for tensor, number in self._alike.items()}
         for tensor in blocks:
             self.touching[tensor] = tuple(n for n in self.touching[tensor] if self._is_cut_between(tensor, n))
         for tensor in self._with_all_tokens() & self.touching.keys():
@@ -261,14 +266,14 @@ class Tables:
                 problem.add((tensor,), {(codes[tensor][kind],): cost for kind, cost in held.items()})
         self.tables = []
         for relation in self.relations:
-            tensors = [t for t in (*relation.inputs, *relation.outputs) if t in self.dims]
-            scope = tuple(dict.fromkeys(self.first.get(t, t) for t in tensors))
+            first = {t: self.first.get(t, t) for t in (*relation.inputs, *relation.outputs) if t in self.dims}
+            scope = tuple(dict.fromkeys(first.values()))
+            repeated = [(t, one) for t, one in first.items() if t != one]
             rows: dict[tuple[int, ...], float] = {}
             for kinds, cost in self.combinations(relation):
-                named = {self.first.get(tensor, tensor): kinds[tensor] for tensor in tensors}
-                alike = all(named[self.first.get(tensor, tensor)] == kinds[tensor] for tensor in tensors)
-                if alike and all(named[tensor] in codes[tensor] for tensor in scope):
-                    row = tuple(codes[tensor][named[tensor]] for tensor in scope)
+                named = {one: kinds[t] for t, one in first.items()} if repeated else kinds
+                row = tuple([codes[one].get(named[one], -1) for one in scope])
+                if -1 not in row and (not repeated or all(named[one] == kinds[t] for t, one in repeated)):
                     rows[row] = min(cost, rows.get(row, math.inf))
             problem.add(scope, rows)
             self.tables.append(problem.tables[-1])
@@ -326,11 +331,12 @@ class Tables:
 
     def _largest_share(self, tensor: int, number: int) -> float:
         """The fullest rank's share of a tensor."""
-        key = self.dims[tensor], number
-        if key not in self._fullest:
+        key = self._alike[tensor], number
+        found = self._fullest.get(key)
+        if found is None:
             layout = self.layout(tensor, number)
-            self._fullest[key] = max(self._shares(layout)) if isinstance(layout, Shard) else 1.0
-        return self._fullest[key]
+            found = self._fullest[key] = max(self._shares(layout)) if isinstance(layout, Shard) else 1.0
+        return found
 
     def _is_shared(self, tensor: int, number: int) -> bool:
         """Whether several ranks hold an element that not all of them hold."""
@@ -594,29 +600,32 @@ class Tables:
 
         Not a part of the tokens where rows and tokens are one dim: its length does not tell how many there are of each.
         """
-        layouts = ((number, self.layout(tensor, number)) for number in self.touching[tensor])
-        return tuple(
-            number
-            for number, layout in layouts
-            if not (isinstance(layout, Shard) and layout.grows) or all(cut.is_told_by_all for cut in layout.cuts)
-        )
+        return tuple([number for number in self.touching[tensor] if self._is_told(tensor, number)])
+
+    def _is_told(self, tensor: int, number: int) -> bool:
+        """Whether the lengths of a tensor's parts tell how a batch of another size is cut."""
+        key = self._alike[tensor], number
+        found = self._told.get(key)
+        if found is None:
+            layout = self.layout(tensor, number)
+            cuts = layout.cuts if isinstance(layout, Shard) and layout.grows else ()
+            found = self._told[key] = all(cut.is_told_by_all for cut in cuts)
+        return found
 
     def layout(self, tensor: int, kind: Kind) -> Layout:
         """The layout of a tensor of this kind."""
         if isinstance(kind, str):
             return _TYPES[kind]
-        dims = self.dims[tensor]
-        if (dims, kind) not in self._layouts:
-            self._layouts[dims, kind] = self._shard(dims, kind)
-        return self._layouts[dims, kind]
+        key = self._alike[tensor], kind
+        found = self._layouts.get(key)
+        if found is None:
+            found = self._layouts[key] = self._shard(self.dims[tensor], kind)
+        return found
 
     def _shard(self, dims: Dims, number: int) -> Layout:
         sharding = self.shardings[number]
-        cuts = {
-            index: sharding.cut(dim, self.growing)
-            for index, dim in enumerate(dims)
-            if not sharding.ownership(dim).is_whole
-        }
+        cut = {at: sharding.cut(dim, self.growing) for at, dim in enumerate(dims) if touches([dim], sharding.axes)}
+        cuts = {at: found for at, found in cut.items() if not found.ownership().is_whole}
         return Shard.of(cuts) if cuts else Replicate()
 
     def view_boundaries(self, tensor: int) -> tuple[Operator, ...]:
@@ -676,15 +685,29 @@ def _shape(dims: Dims) -> str:
     return f"of shape {[dim.size for dim in dims]}"
 
 
-def _resolved(relation: Relation, axes: Axes) -> Relation:
-    """The relation with every dim in terms of its final axes."""
+def _resolved(relation: Relation, axes: Axes, known: dict[int, Dims]) -> Relation:
+    """The relation with every dim in terms of its final axes.
+
+    Args:
+        relation: as its rule left it.
+        axes: the axes.
+        known: the dims of tensors that are resolved already, by the ``id`` of what they were before: what several
+            relations share is resolved once, and is the same object in all of them.
+    """
+
+    def resolved(dims: Dims) -> Dims:
+        found = known.get(id(dims))
+        if found is None:
+            found = known[id(dims)] = tuple(map(axes.resolve, dims))
+        return found
+
     whole: dict[Dim, str] = {}
     for dim, because in relation.whole.items():
         whole.setdefault(axes.resolve(dim), because)
     return Relation(
         operator=relation.operator,
-        inputs={tensor: tuple(map(axes.resolve, dims)) for tensor, dims in relation.inputs.items()},
-        outputs={tensor: tuple(map(axes.resolve, dims)) for tensor, dims in relation.outputs.items()},
+        inputs={tensor: resolved(dims) for tensor, dims in relation.inputs.items()},
+        outputs={tensor: resolved(dims) for tensor, dims in relation.outputs.items()},
         whole=whole,
         contracted=[axes.resolve(dim) for dim in relation.contracted],
         linear=relation.linear,

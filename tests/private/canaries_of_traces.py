@@ -52,6 +52,75 @@ def _(_: Any) -> None:
         assert mine.requires_grad == value.requires_grad
 
 
+@canary(
+    "torch._subclasses.fake_tensor._DispatchCacheValidEntry",
+    "torch._subclasses.fake_tensor._BypassDispatchCache",
+    "torch._subclasses.fake_tensor.FakeTensorMode._cache_key",
+    "torch._subclasses._fake_tensor_utils._CacheKeyState",
+)
+def _(_: Any) -> None:
+    """torch's cache of fake tensors tells of an operator that ran where the memory of its results is from."""
+    from torch._subclasses._fake_tensor_utils import _CacheKeyState
+    from torch._subclasses.fake_tensor import FakeTensorMode, _BypassDispatchCache, _DispatchCacheValidEntry
+
+    aten = torch.ops.aten
+    with FakeTensorMode() as fake:
+        x, constant = torch.empty(2, 3), torch.tensor(3)
+        cases: list[tuple[Any, tuple[Any, ...], list[tuple[int | None, int | None]]]] = [
+            (aten.add.Tensor, (x, x), [(None, None)]),
+            (aten.view.default, (x, [6]), [(None, 0)]),
+            (aten.add_.Tensor, (x, x), [(0, None)]),
+            (aten.aminmax.default, (x,), [(None, None), (None, None)]),
+            (aten._unsafe_view.default, (x, [3, 2]), []),
+        ]
+        for func, args, places in cases:
+            func(*args)
+            entry: Any = fake.cache.get(fake._cache_key(_CacheKeyState(), func, args, {}))
+            infos = entry.output_infos if isinstance(entry, _DispatchCacheValidEntry) else ()
+            assert [(info.inplace_idx, info.view_idx) for info in infos] == places
+        with pytest.raises(_BypassDispatchCache):
+            fake._cache_key(_CacheKeyState(), aten.neg.default, (constant,), {})
+
+
+@canary(
+    "torch._subclasses.fake_tensor.in_kernel_invocation_manager",
+    "torch._subclasses.fake_tensor.extract_tensor_metadata",
+    "torch.Tensor._make_subclass",
+    "torch._C._set_throw_on_mutable_data_ptr",
+    "torch._C._get_default_device",
+    "torch._C._dispatch_key_set",
+)
+def _(_: Any) -> None:
+    """What a mode that remembers gives the second time is what it gave the first time, and what torch's own gives."""
+    from torch._subclasses.fake_tensor import FakeTensorMode, extract_tensor_metadata
+
+    from lightning_autotp.private.fake_tensors_private import RememberingFakeTensorMode
+
+    def run(x: Tensor, weight: Tensor) -> list[Tensor]:
+        y = nn.functional.linear(x, weight)
+        z = y.transpose(0, 1).contiguous()
+        made = [x, weight, y, z, *z.view(5, 4).chunk(2, -1), weight[0], torch.view_as_complex(x), torch.empty_like(z.T)]
+        new = [torch.zeros(2, dtype=torch.half), torch.arange(3), x.to(torch.bfloat16), *y.topk(1), *torch.aminmax(x)]
+        return [*made, *new, x.add_(1)]
+
+    def about(tensors: list[Tensor]) -> list[Any]:
+        memory = [tensor.untyped_storage()._cdata for tensor in tensors]
+        return [
+            (extract_tensor_metadata(tensor), tensor.is_leaf, tensor._is_view(), memory.index(place))
+            for tensor, place in zip(tensors, memory, strict=True)
+        ]
+
+    found = []
+    for fake in (FakeTensorMode(allow_non_fake_inputs=True), RememberingFakeTensorMode()):
+        with fake:
+            x, weight = torch.empty(2, 5, 2), torch.empty(2, 2, requires_grad=True)
+            first, second = run(x, weight), run(x, weight)
+            found += [about(first), about(second)]
+            assert first[2].untyped_storage()._cdata != second[2].untyped_storage()._cdata
+    assert found[0] == found[1] == found[2] == found[3]
+    assert {torch.ops.aten.mm.default, torch.ops.aten._unsafe_view.default} <= {func for func, *_ in fake.remembered}
+
+
 @canary("torch._C._DisablePythonDispatcher", "torch._C._ExcludeDispatchKeyGuard", "torch._C.DispatchKeySet")
 def _(_: Any) -> None:
     """Beneath the modes none of them sees an operator, and what it makes has a gradient all the same."""
