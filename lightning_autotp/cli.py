@@ -147,6 +147,7 @@ def recommended(
     optimizer: Literal["adamw", "sgd", "sgd-momentum"] = "adamw",
     precision: Literal["32-true", "bf16-mixed", "bf16-true"] = "bf16-mixed",
     lora: int = 0,
+    quantize: Literal["nf4", "fp4", "int8"] | None = None,
     auto_class: str | None = None,
     example: Path | None = None,
 ) -> None:
@@ -161,16 +162,18 @@ def recommended(
         optimizer: whose states are counted.
         precision: as the Trainer has it.
         lora: rank of adapters on all linear layers; 0 trains everything.
+        quantize: how bitsandbytes quantizes the linear layers that the adapters are on (QLoRA).
         auto_class: class of transformers that builds the model; the one that its configuration names by default.
         example: a batch as the training step passes it, as a .pt or .json file; made up for language models.
     """
     from rich.console import Console
 
+    from lightning_autotp.building.checkpoint_reading import CheckpointError
     from lightning_autotp.capture.capture import CaptureError
     from lightning_autotp.planning.asked import batch_of, model_of
     from lightning_autotp.planning.recommend import recommend as find
     from lightning_autotp.planning.rehearsal import RehearsalError
-    from lightning_autotp.planning.report import python_lines, reasons, table, yaml_lines
+    from lightning_autotp.planning.report import model_lines, python_lines, reasons, table, yaml_lines
 
     console = Console()
     started = time.perf_counter()
@@ -185,15 +188,17 @@ def recommended(
             optimizer=optimizer,
             precision=precision,
             lora=lora,
+            quantize=quantize,
         )
-    except (CaptureError, RehearsalError, ImportError, OSError, ValueError) as error:
+    except (CaptureError, CheckpointError, RehearsalError, ImportError, OSError, ValueError) as error:
         raise SystemExit(f"lightning-autotp recommend: {error}") from error
     console.print(table(found))
     console.print("GB of a GPU and ms of an optimizer step by kind; rows: of a pass, times passes", highlight=False)
     for line in reasons(found):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     if found.best is not None:
-        for lines in (python_lines(found, found.best), yaml_lines(found, found.best)):
+        of_model = [model_lines(found)] if found.lora else []
+        for lines in (*of_model, python_lines(found, found.best), yaml_lines(found, found.best)):
             console.print(f"\n{lines}", markup=False, highlight=False, soft_wrap=True)
     console.print(f"estimated in {time.perf_counter() - started:.1f} s", highlight=False)
 

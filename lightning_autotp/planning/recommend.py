@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from torch import Tensor, nn
 
@@ -24,6 +24,7 @@ from lightning_autotp.planning.rehearsal import (
     OPTIMIZERS,
     Optimizer,
     Precision,
+    Quantization,
     Rehearsal,
     as_trained,
     fullest_rank,
@@ -104,6 +105,9 @@ class Recommendation:
         precision: as the Trainer has it.
         choices: every way, those that fit first, the fastest first; then those that need the least memory.
         left_out: sizes of which nothing can be said, and why.
+        lora: rank of adapters on all linear layers; 0 trains everything.
+        quantize: how the adapters' base is quantized.
+        source: Hub id or directory of the model; empty if it is not known.
     """
 
     model: str
@@ -112,6 +116,9 @@ class Recommendation:
     precision: Precision
     choices: tuple[Choice, ...]
     left_out: tuple[str, ...] = ()
+    lora: int = 0
+    quantize: Quantization | None = None
+    source: str = ""
 
     @property
     def best(self) -> Choice | None:
@@ -141,11 +148,13 @@ def recommend(
     optimizer: Optimizer = "adamw",
     precision: Precision = "bf16-mixed",
     lora: int = 0,
+    quantize: Quantization | None = None,
 ) -> Recommendation:
     """Find what fits on these GPUs, and what is fast: no weights, no GPU and no process group needed.
 
     Args:
-        model: any model whose output has a ``loss``, best on meta; it is only looked at.
+        model: any model whose output has a ``loss``, best on meta; it is only looked at. It may be one that
+            ``from_pretrained(..., quantization_config=...)`` has built inside ``meta_model()``.
         example_inputs: one row as the training step passes it, by the names of the arguments; made up for a language
             model.
         gpus: how many of which: ``"16xH100"``, or ``"4xmy_machine.yaml"``, or what was read of such a file.
@@ -154,9 +163,11 @@ def recommend(
         optimizer: ``"adamw"``, ``"sgd"`` or ``"sgd-momentum"``, whose states are counted.
         precision: ``"32-true"``, ``"bf16-mixed"`` or ``"bf16-true"``.
         lora: rank of adapters on all linear layers; 0 trains everything.
+        quantize: how bitsandbytes quantizes the linear layers that they are on: ``"nf4"``, ``"fp4"`` or ``"int8"``.
 
     Raises:
-        ValueError: for a machine, optimizer, precision or number that is none.
+        ValueError: for a machine, optimizer, precision, format or number that is none.
+        QuantizationError: if the model's weights cannot be quantized part by part, or bitsandbytes is missing.
         CaptureError: if the model cannot be traced.
         RehearsalError: if its code asks for values that only a real step has.
     """
@@ -167,10 +178,15 @@ def recommend(
         raise ValueError(f"precision={precision!r}: it must be 32-true, bf16-mixed or bf16-true")
     if tokens_per_step < 1 or sequence_length < 1 or lora < 0:
         raise ValueError("tokens_per_step and sequence_length must be positive, and lora not negative")
+    if quantize is not None and (quantize not in get_args(Quantization) or not lora):
+        raise ValueError(
+            f"quantize={quantize!r}: known are {', '.join(get_args(Quantization))}, of the frozen base of adapters (lora=16)"
+        )
     refuse_unfit(model)
     inputs = language_model_inputs(model) if example_inputs is None else example_inputs
     row = one_row(model, inputs, sequence_length) if example_inputs is None else example_inputs
-    model = as_trained(model, precision, lora)
+    name, source = type(model).__name__, str(getattr(model, "name_or_path", ""))
+    model = as_trained(model, precision, lora, quantize)
     length = next((x.shape[1] for x in row.values() if isinstance(x, Tensor) and x.dim() == 2), 1)
     rows = max(1, round(tokens_per_step / length))
     choices: list[Choice] = []
@@ -195,7 +211,9 @@ def recommend(
                 for found in _rehearsals(model, plan, row, precision, optimizer):
                     choices += _choices(*found, machine, size, bool(number), rows, length, precision)
     choices.sort(key=lambda choice: (not choice.fits, choice.time.total if choice.fits else choice.memory.total))
-    return Recommendation(type(model).__name__, machine, length, precision, tuple(choices), tuple(left_out))
+    return Recommendation(
+        name, machine, length, precision, tuple(choices), tuple(left_out), lora, quantize, source
+    )
 
 
 def _sizes(machine: Machine) -> Iterator[int]:
