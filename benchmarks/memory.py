@@ -148,8 +148,13 @@ CASES = {
     "Llama, LoRA": Case("llama", sizes=DENSE, lora=8),
     "Llama, LoRA, bf16-true": Case("llama", sizes=DENSE, lora=8, precision="bf16-true"),
     "Llama, LoRA on nf4, bf16-true": Case("llama", sizes=DENSE, lora=8, quantize="nf4", precision="bf16-true"),
-    "Llama, LoRA on nf4, bf16-true, checkpointing": Case(
-        "llama", sizes=DENSE, lora=8, quantize="nf4", precision="bf16-true", checkpointing=True
+    "Llama, LoRA on nf4, bf16-true, checkpointing, few words": Case(
+        "llama",
+        sizes=DENSE | {"vocab_size": 64, "intermediate_size": 4096},
+        lora=8,
+        quantize="nf4",
+        precision="bf16-true",
+        checkpointing=True,
     ),
     "Llama, LoRA on nf4": Case("llama", sizes=DENSE, lora=8, quantize="nf4"),
     "Llama, LoRA on int8, bf16-true": Case("llama", sizes=DENSE, lora=8, quantize="int8", precision="bf16-true"),
@@ -262,7 +267,9 @@ def _stored(parameter: nn.Parameter) -> int:
 
 def _parts(tensor: Any) -> list[Tensor]:
     """The tensors that one of torchao's consists of."""
-    return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]] if type(tensor) is not Tensor else [tensor]
+    return (
+        [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]] if type(tensor) is not Tensor else [tensor]
+    )
 
 
 def _local(tensor: Any) -> Tensor:

@@ -402,8 +402,10 @@ def note_quantization(model: PreTrainedModel, config: Any) -> None:
     layers = dict(model.named_modules())
     quantizer.preprocess_model(model, device_map=None)
     formats = formats_asked_for(model, quantizer, type(model).__name__, None)
-    for path in {name.rpartition(".")[0] for name in formats}:
-        model.set_submodule(path, layers[path])
+    for name, found in formats.items():
+        path = name.rpartition(".")[0]
+        model.set_submodule(path, layers[path])  # the library's layers were of torch's default dtype
+        formats[name] = replace(found, dtype=model.get_parameter(name).dtype)
     note_formats(model, formats)
 
 

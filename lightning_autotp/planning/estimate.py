@@ -1,9 +1,9 @@
 """Memory and time of a step on a machine, by kind: from one rehearsal, for any number of rows and copies.
 
 Parameters, gradients and states are divided by the copies (FSDP2 cuts them), or by those of a replica; quantized
-parameters are not. What the forward pass keeps, and what is there for a moment, grows with the rows, but for the numbers
-that quantized parameters stand for. FSDP2 has two blocks and what is in no block gathered at once, and the gradients of
-one block.
+parameters are not. What the forward pass keeps, and what is there for a moment, grows with the rows; the numbers that
+quantized parameters stand for do not. FSDP2 has two blocks and what is in no block gathered at once, and the gradients
+of one block.
 """
 
 from __future__ import annotations
@@ -89,9 +89,7 @@ def memory(rehearsal: Rehearsal, rows: int = 1, copies: int = 1, accumulates: bo
         copies: of the model that it is sharded over.
         accumulates: whether gradients of earlier forward passes are there.
     """
-    divided, gradients, states = (
-        size / copies for size in (rehearsal.divided, rehearsal.gradients, rehearsal.states)
-    )
+    divided, gradients, states = (size / copies for size in (rehearsal.divided, rehearsal.gradients, rehearsal.states))
     of_parameters = rehearsal.quantized + divided
     at_once = copies > 1 or accumulates  # gradients count in full: parts of them, or those of passes before
     peak = rehearsal.peak_without_gradients if at_once else rehearsal.peak

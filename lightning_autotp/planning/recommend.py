@@ -179,9 +179,8 @@ def recommend(
     if tokens_per_step < 1 or sequence_length < 1 or lora < 0:
         raise ValueError("tokens_per_step and sequence_length must be positive, and lora not negative")
     if quantize is not None and (quantize not in get_args(Quantization) or not lora):
-        raise ValueError(
-            f"quantize={quantize!r}: known are {', '.join(get_args(Quantization))}, of the frozen base of adapters (lora=16)"
-        )
+        known = ", ".join(get_args(Quantization))
+        raise ValueError(f"quantize={quantize!r}: known are {known}, of the frozen base of adapters (lora=16)")
     refuse_unfit(model)
     inputs = language_model_inputs(model) if example_inputs is None else example_inputs
     row = one_row(model, inputs, sequence_length) if example_inputs is None else example_inputs
@@ -211,9 +210,7 @@ def recommend(
                 for found in _rehearsals(model, plan, row, precision, optimizer):
                     choices += _choices(*found, machine, size, bool(number), rows, length, precision)
     choices.sort(key=lambda choice: (not choice.fits, choice.time.total if choice.fits else choice.memory.total))
-    return Recommendation(
-        name, machine, length, precision, tuple(choices), tuple(left_out), lora, quantize, source
-    )
+    return Recommendation(name, machine, length, precision, tuple(choices), tuple(left_out), lora, quantize, source)
 
 
 def _sizes(machine: Machine) -> Iterator[int]:

@@ -115,7 +115,7 @@ def as_trained(
     """
     dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
     if lora or any(parameter.dtype != dtype for parameter in model.parameters()):
-        model = local_model(model, None).to(dtype)
+        model = nn.Module.to(local_model(model, None), dtype)  # transformers' own refuses what is quantized
     if quantize is not None:
         if not isinstance(model, PreTrainedModel):
             raise ValueError(f"quantize={quantize!r}: {type(model).__name__} is no model of transformers")
@@ -191,9 +191,7 @@ def rehearse(
             with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
                 loss = model(**given).loss
             meter.relabel("other", "activations")
-            activations, copies, dequantized = (
-                meter.live[label] for label in ("activations", "copies", "dequantized")
-            )
+            activations, copies, dequantized = (meter.live[label] for label in ("activations", "copies", "dequantized"))
             forward = len(meter.work.ran)
             loss.backward()
             del loss

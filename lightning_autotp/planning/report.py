@@ -126,7 +126,7 @@ def model_lines(found: Recommendation) -> str:
     elif found.quantize is not None:
         computed = "torch.float32" if found.precision == "32-true" else "torch.bfloat16"
         given.append(
-            f'quantization_config=BitsAndBytesConfig(\n{20 * " "}load_in_4bit=True,'
+            f"quantization_config=BitsAndBytesConfig(\n{20 * ' '}load_in_4bit=True,"
             f' bnb_4bit_quant_type="{found.quantize}", bnb_4bit_compute_dtype={computed}\n{16 * " "})'
         )
     return "\n".join(
