@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -27,10 +27,12 @@ from lightning_autotp.planning.rehearsal import (
     Quantization,
     Rehearsal,
     as_trained,
+    check_adapters,
     fullest_rank,
     local_model,
     one_row,
     rehearse,
+    with_adapters,
 )
 from lightning_autotp.proving.compare import VerificationError
 from lightning_autotp.proving.feasible import feasible_plans
@@ -176,16 +178,14 @@ def recommend(
         raise ValueError(f"optimizer={optimizer!r}: known are {', '.join(OPTIMIZERS)}")
     if precision not in ("32-true", "bf16-mixed", "bf16-true"):
         raise ValueError(f"precision={precision!r}: it must be 32-true, bf16-mixed or bf16-true")
-    if tokens_per_step < 1 or sequence_length < 1 or lora < 0:
-        raise ValueError("tokens_per_step and sequence_length must be positive, and lora not negative")
-    if quantize is not None and (quantize not in get_args(Quantization) or not lora):
-        known = ", ".join(get_args(Quantization))
-        raise ValueError(f"quantize={quantize!r}: known are {known}, of the frozen base of adapters (lora=16)")
+    if tokens_per_step < 1 or sequence_length < 1:
+        raise ValueError("tokens_per_step and sequence_length must be positive")
+    check_adapters(lora, quantize)
     refuse_unfit(model)
     inputs = language_model_inputs(model) if example_inputs is None else example_inputs
     row = one_row(model, inputs, sequence_length) if example_inputs is None else example_inputs
     name, source = type(model).__name__, str(getattr(model, "name_or_path", ""))
-    model = as_trained(model, precision, lora, quantize)
+    model = with_adapters(model, precision, lora, quantize) if lora else as_trained(model, precision)
     length = next((x.shape[1] for x in row.values() if isinstance(x, Tensor) and x.dim() == 2), 1)
     rows = max(1, round(tokens_per_step / length))
     choices: list[Choice] = []

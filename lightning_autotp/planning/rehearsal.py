@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -104,29 +104,60 @@ def local_model(model: nn.Module, plan: Plan | None, rank: int = 0) -> nn.Module
     return local.train()
 
 
-def as_trained(
-    model: nn.Module, precision: Precision, lora: int = 0, quantize: Quantization | None = None
-) -> nn.Module:
-    """The model with parameters as they are trained.
+def check_adapters(lora: int, quantize: Quantization | None) -> None:
+    """Whether these are a rank of adapters, and a format of the base that they are on.
 
     Raises:
-        ValueError: if it is to be quantized and is not transformers'.
+        ValueError: if not.
+    """
+    if lora < 0:
+        raise ValueError(f"lora={lora}: a rank must not be negative")
+    if quantize is not None and (quantize not in get_args(Quantization) or not lora):
+        known = ", ".join(get_args(Quantization))
+        raise ValueError(f"quantize={quantize!r}: known are {known}, of the frozen base of adapters (lora=16)")
+
+
+def as_trained(model: nn.Module, precision: Precision) -> nn.Module:
+    """The model with parameters as they are trained."""
+    dtype = _dtype(precision)
+    if all(parameter.dtype == dtype for parameter in model.parameters()):
+        return model
+    return nn.Module.to(local_model(model, None), dtype)  # transformers' own refuses what is quantized
+
+
+def with_adapters(model: nn.Module, precision: Precision, lora: int, quantize: Quantization | None = None) -> Any:
+    """A copy of the model with adapters on all its linear layers, as it is trained.
+
+    Args:
+        model: transformers'.
+        precision: as the Trainer has it.
+        lora: rank of the adapters.
+        quantize: how bitsandbytes quantizes what they are on.
+
+    Returns:
+        PEFT's model.
+
+    Raises:
+        ValueError: if the model is not transformers'.
         QuantizationError: if its weights cannot be quantized part by part, or the library is missing.
     """
-    dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
-    if lora or any(parameter.dtype != dtype for parameter in model.parameters()):
-        model = nn.Module.to(local_model(model, None), dtype)  # transformers' own refuses what is quantized
-    if quantize is not None:
-        if not isinstance(model, PreTrainedModel):
-            raise ValueError(f"quantize={quantize!r}: {type(model).__name__} is no model of transformers")
-        note_quantization(model, bitsandbytes_config(quantize, precision))
-    if lora:
-        from peft import LoraConfig, get_peft_model
+    from peft import LoraConfig, get_peft_model
 
-        with torch.device("meta"):
-            adapted: nn.Module = get_peft_model(model, LoraConfig(r=lora, target_modules="all-linear"))
-        return adapted.to(dtype)  # PEFT makes them in float32, and the Trainer's precision casts them
-    return model
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(
+            f"lora={lora}: {type(model).__name__} is no model of transformers: put the adapters in yourself"
+        )
+    dtype = _dtype(precision)
+    base: Any = nn.Module.to(local_model(model, None), dtype)
+    if quantize is not None:
+        note_quantization(base, bitsandbytes_config(quantize, precision))
+    with torch.device("meta"):
+        adapted = get_peft_model(base, LoraConfig(r=lora, target_modules="all-linear"))
+    return nn.Module.to(adapted, dtype)  # PEFT makes them in float32, and the Trainer's precision casts them
+
+
+def _dtype(precision: Precision) -> torch.dtype:
+    return torch.bfloat16 if precision == "bf16-true" else torch.float32
 
 
 def bitsandbytes_config(quantize: Quantization, precision: Precision) -> BitsAndBytesConfig:

@@ -30,10 +30,12 @@ from lightning_autotp.planning.report import python_lines, reasons, table, yaml_
 H100 = Machine.of("16xh100")
 REHEARSAL = Rehearsal(
     parameters=100,
+    quantized=0,
     gradients=100,
     states=200,
     activations=40,
     copies=50,
+    dequantized=0,
     peak=Counter({"activations": 30, "copies": 50, "gradients": 60, "other": 7}),
     peak_without_gradients=Counter({"activations": 40, "copies": 50, "other": 9}),
     update=100,
@@ -87,6 +89,9 @@ def test_memory_is_that_of_the_worst_moment() -> None:
     several = memory(REHEARSAL, rows=10, copies=2)
     assert several.total == 50 + 50 + 100 + (400 + 50) + 90 + (3 * 20 + 10)
     assert several.largest == "activations"
+    quantized = replace(REHEARSAL, quantized=60, peak_without_gradients=Counter({"dequantized": 300, "other": 9}))
+    several = memory(quantized, rows=10, copies=2)  # neither is divided, or grows
+    assert (several.parameters, several.temporary) == (60 + 40 / 2, 300 + 90)
     checkpointed = replace(REHEARSAL, copies=5)
     assert memory(checkpointed, rows=10).activations == 300 + 50
     assert memory(checkpointed, rows=10, copies=2).activations == 400 + 5 + 20 / 2

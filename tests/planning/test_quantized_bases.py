@@ -12,14 +12,15 @@ from rich.console import Console
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, TorchAoConfig
 
-from lightning_autotp import meta_model, recommend
+from lightning_autotp import cli, meta_model, recommend
 from lightning_autotp.building.quantization import QuantizationError, format_of
 from lightning_autotp.capture.capture import language_model_inputs
+from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.planning.estimate import memory, step_time
 from lightning_autotp.planning.machines import Machine
 from lightning_autotp.planning.meter import Work
 from lightning_autotp.planning.recommend import Recommendation
-from lightning_autotp.planning.rehearsal import Precision, Rehearsal, as_trained, local_model, one_row, rehearse
+from lightning_autotp.planning.rehearsal import Precision, Rehearsal, local_model, one_row, rehearse, with_adapters
 from lightning_autotp.planning.report import model_lines, table
 
 pytest.importorskip("bitsandbytes")
@@ -45,7 +46,7 @@ def llama(**changes: Any) -> Any:
 def rehearsed(quantize: Any = None, precision: Precision = "bf16-true", length: int = 64, **changes: Any) -> Rehearsal:
     model = llama(**changes)
     row = one_row(model, language_model_inputs(model), length)
-    return rehearse(local_model(as_trained(model, precision, 4, quantize), None), row, precision=precision)
+    return rehearse(local_model(with_adapters(model, precision, 4, quantize), None), row, precision=precision)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +92,7 @@ def test_a_dequantized_matrix_does_not_grow_with_the_rows() -> None:
 
 def rehearsed_as_built(model: nn.Module) -> Rehearsal:
     row = one_row(model, language_model_inputs(model), 64)
-    return rehearse(local_model(as_trained(model, "bf16-true", 4), None), row, precision="bf16-true")
+    return rehearse(local_model(with_adapters(model, "bf16-true", 4), None), row, precision="bf16-true")
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +111,7 @@ def test_the_lines_make_the_model_that_was_rehearsed(saved: Path, quantize: Any,
     tuning = made["Tuning"]()
     with meta_model():
         tuning.configure_model()
-    wanted = as_trained(llama(), precision, 4, quantize)
+    wanted = with_adapters(llama(), precision, 4, quantize)
     parameters = dict(tuning.model.named_parameters())
     formats = {name: format_of(parameter) for name, parameter in parameters.items()}
     assert formats == {name: format_of(parameter) for name, parameter in wanted.named_parameters()}
@@ -136,15 +137,28 @@ def test_a_model_that_was_built_quantized_is_rehearsed_so(saved: Path) -> None:
 
 
 def test_parts_of_a_quantized_base_are_recommended() -> None:
-    found = recommend(llama(), None, "2xH100", 64, 64, precision="bf16-true", lora=4, quantize="nf4")
+    model = llama(num_hidden_layers=1)
+    found = recommend(model, None, "2xH100", 64, 64, precision="bf16-true", lora=4, quantize="nf4")
     said = Console(width=200, record=True)
     said.print(table(found))
     assert "LlamaForCausalLM, LoRA 4 on nf4 on 2 x H100" in said.export_text()
     alone_and_two = [each for each in found.choices if each.data_parallel_size == 1]
     stored = {each.tensor_parallel_size: each.memory.parameters for each in alone_and_two}
-    alone = rehearsed("nf4")
+    alone = rehearsed("nf4", num_hidden_layers=1)
     assert stored[1] == alone.parameters
     assert alone.parameters / 2 < stored[2] < 0.6 * alone.parameters  # five blocks of 64 are three and two
+
+
+def test_the_command_plans_what_the_run_trains(saved: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    cli.plan(str(saved), lora=4, quantize="nf4", precision="bf16-true", tokens=64, json=tmp_path / "plan.json")
+    assert "fits: " in capsys.readouterr().out
+    given = Plan.from_json((tmp_path / "plan.json").read_text())
+    owned = {name: parameter.layout for parameter in given.parameters for name in parameter.names}
+    ((dim, ownership),) = owned["model.layers.0.mlp.down_proj.base_layer.weight"].dims
+    assert (dim, ownership.local_sizes) == (1, (192, 128))
+    assert "model.layers.0.mlp.down_proj.lora_A.default.weight" in owned
+    with pytest.raises(SystemExit, match="plan: quantize='nf4': known are"):
+        cli.plan(str(saved), quantize="nf4")
 
 
 @pytest.mark.parametrize(
@@ -160,7 +174,7 @@ def test_what_is_no_quantized_base_is_said(options: dict[str, Any], message: str
 
 
 def test_what_cannot_be_quantized_is_said() -> None:
-    with pytest.raises(ValueError, match="quantize='nf4': Linear is no model of transformers"):
-        as_trained(nn.Linear(64, 64), "32-true", 4, "nf4")
+    with pytest.raises(ValueError, match="lora=4: Linear is no model of transformers"):
+        with_adapters(nn.Linear(64, 64), "32-true", 4, "nf4")
     with pytest.raises(QuantizationError, match=r"down_proj.weight .*: its rows of 160 are not a multiple of 64"):
         recommend(llama(intermediate_size=160), lora=4, quantize="nf4")
