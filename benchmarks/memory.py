@@ -326,8 +326,8 @@ rehearsal of [`lightning-autotp recommend`](recommend.md) is off. Written by `py
 * *peak*: the most that is there at once besides parameters and optimizer states: kept, gradients, what an operator, the
   loss or a collective needs for a moment.
 * *update*: what the optimizer's step needs for a moment (it takes all parameters at once, as on a GPU).
-* *LoRA on nf4*, *int8*: adapters on a base that bitsandbytes has quantized; *few words*: 64, and layers of width 4096, so
-  that the most is there where a layer is multiplied.
+* *LoRA on nf4*, *int8*: adapters on a base that bitsandbytes has quantized; *few words*: 64, and layers of width 4096,
+  so that the most is there where a layer is multiplied.
 
 With copies, FSDP2 gathers into memory that it keeps and resizes, which the meter does not follow: only what is stored
 is compared."""

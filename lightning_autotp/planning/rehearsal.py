@@ -138,7 +138,7 @@ def with_adapters(model: nn.Module, precision: Precision, lora: int, quantize: Q
         PEFT's model.
 
     Raises:
-        ValueError: if the model is not transformers'.
+        ValueError: if the model is not transformers', or is quantized already and is to be.
         QuantizationError: if its weights cannot be quantized part by part, or the library is missing.
     """
     from peft import LoraConfig, get_peft_model
@@ -150,6 +150,8 @@ def with_adapters(model: nn.Module, precision: Precision, lora: int, quantize: Q
     dtype = _dtype(precision)
     base: Any = nn.Module.to(local_model(model, None), dtype)
     if quantize is not None:
+        if any(format_of(parameter) for parameter in base.parameters()):
+            raise ValueError(f"quantize={quantize!r}: {type(model).__name__} is quantized already: leave it out")
         note_quantization(base, bitsandbytes_config(quantize, precision))
     with torch.device("meta"):
         adapted = get_peft_model(base, LoraConfig(r=lora, target_modules="all-linear"))

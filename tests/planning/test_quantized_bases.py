@@ -16,6 +16,7 @@ from lightning_autotp import cli, meta_model, recommend
 from lightning_autotp.building.quantization import QuantizationError, format_of
 from lightning_autotp.capture.capture import language_model_inputs
 from lightning_autotp.layouts.plan import Plan
+from lightning_autotp.planning.asked import model_of
 from lightning_autotp.planning.estimate import memory, step_time
 from lightning_autotp.planning.machines import Machine
 from lightning_autotp.planning.meter import Work
@@ -134,6 +135,18 @@ def test_a_model_that_was_built_quantized_is_rehearsed_so(saved: Path) -> None:
     assert of_rows.quantized == ELEMENTS + OUTPUTS * (4 + 1)  # scales and zero points
     assert of_rows.dequantized > 0  # its products keep the numbers, for the backward pass
     assert of_four_bits == rehearsed("nf4")
+
+
+def test_a_quantized_checkpoint_s_configuration_is_enough(tmp_path: Path) -> None:
+    config = LlamaConfig(**SIZES, architectures=["LlamaForCausalLM"])
+    config.quantization_config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    config.save_pretrained(tmp_path)
+    for auto_class in (None, "AutoModelForCausalLM"):
+        model = model_of(str(tmp_path), auto_class)
+        assert sum(format_of(parameter) is not None for parameter in model.parameters()) == MATRICES
+        assert rehearsed_as_built(model).quantized == rehearsed("nf4").quantized
+    with pytest.raises(ValueError, match="quantize='nf4': LlamaForCausalLM is quantized already: leave it out"):
+        with_adapters(model, "bf16-true", 4, "nf4")
 
 
 def test_parts_of_a_quantized_base_are_recommended() -> None:
