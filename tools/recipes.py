@@ -102,7 +102,7 @@ RECIPES = (
     Recipe("Qwen3-30B-A3B", "qwen3_moe", QWEN3_30B, "16xH100"),
     Recipe("Llama-3.3-70B", "llama", LLAMA_70B, "32xH100"),
     Recipe("Llama-3.3-70B", "llama", LLAMA_70B, "8xH100", lora=16),
-    Recipe("Llama-3.3-70B", "llama", LLAMA_70B, "4xRTX4090", lora=16, quantize="nf4", **SMALL),
+    Recipe("Llama-3.3-70B", "llama", LLAMA_70B, "2xA100-40", lora=16, quantize="nf4", **SMALL),
 )
 
 ADAPTED = Recommendation(

@@ -19,6 +19,7 @@ _REMEDIES = {
     "temporary": "a larger tensor-parallel size, which divides the logits and the optimizer's step",
     "gathered": "a larger tensor-parallel size, which divides what FSDP2 gathers",
 }
+_OF_QUANTIZED = "more GPUs of a machine: tensor-parallel ranks divide a quantized base, and copies do not"
 KINDS = {
     "products": "matrix products",
     "others": "operators that move memory",
@@ -69,10 +70,11 @@ def reasons(found: Recommendation) -> Iterator[str]:
         if least is None:
             yield "nothing can be said of any size"
         else:
+            most = least.memory.largest
+            remedy = _OF_QUANTIZED if found.quantize and most == "parameters" else _REMEDIES[most]
             yield (
                 f"nothing fits: {named(least)} needs the least, {_gb(least.memory.total)} of"
-                f" {_gb(machine.memory - machine.reserved)} of a GPU, most of it {least.memory.largest}:"
-                f" {_REMEDIES[least.memory.largest]}"
+                f" {_gb(machine.memory - machine.reserved)} of a GPU, most of it {most}: {remedy}"
             )
     else:
         yield (

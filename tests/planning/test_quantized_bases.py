@@ -22,7 +22,7 @@ from lightning_autotp.planning.machines import Machine
 from lightning_autotp.planning.meter import Work
 from lightning_autotp.planning.recommend import Recommendation
 from lightning_autotp.planning.rehearsal import Precision, Rehearsal, local_model, one_row, rehearse, with_adapters
-from lightning_autotp.planning.report import model_lines, table
+from lightning_autotp.planning.report import model_lines, reasons, table
 
 pytest.importorskip("bitsandbytes")
 torchao = pytest.importorskip("torchao.quantization")
@@ -160,6 +160,9 @@ def test_parts_of_a_quantized_base_are_recommended() -> None:
     alone = rehearsed("nf4", num_hidden_layers=1)
     assert stored[1] == alone.parameters
     assert alone.parameters / 2 < stored[2] < 0.6 * alone.parameters  # five blocks of 64 are three and two
+    heavy = replace(found.choices[0].memory, parameters=1e15)
+    none = replace(found, choices=(replace(found.choices[0], fits=False, memory=heavy),))
+    assert "tensor-parallel ranks divide a quantized base, and copies do not" in next(reasons(none))
 
 
 def test_the_command_plans_what_the_run_trains(saved: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
