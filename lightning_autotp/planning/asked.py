@@ -48,8 +48,8 @@ def model_of(name: str, auto_class: str | None = None) -> nn.Module:
         )
     with torch.device("meta"):
         if isinstance(kind, type) and issubclass(kind, PreTrainedModel):
-            made: Any = kind(config).to(dtype=getattr(config, "dtype", None) or torch.float32)
-            return _as_stored(made)
+            made: Any = kind(config)
+            return _as_stored(made.to(dtype=getattr(config, "dtype", None) or torch.float32))
         try:
             built: Any = kind.from_config(config, trust_remote_code=False)
         except ValueError as error:  # lists all the configurations that it knows
