@@ -1,6 +1,6 @@
 """Writes docs/recipes.md: for known models and GPUs, the sizes that `recommend` finds, their memory and their YAML.
 
-    python tools/recipes.py                                 # the page; about twenty minutes, on as many cores as --jobs
+    python tools/recipes.py                                 # the page; half an hour on two cores, as many as --jobs
     python tools/recipes.py --only Llama-3.1-8B --page null # one model, printed
 
 Models are built from their sizes, without weights; no GPU is needed, and none is measured.
