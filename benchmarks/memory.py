@@ -18,7 +18,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -29,12 +29,23 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig
 
-from lightning_autotp import parallelize
+from lightning_autotp import meta_model, parallelize
+from lightning_autotp.building.quantization import note_quantization
+from lightning_autotp.parameters.quantized_weight import QuantizedWeight
 from lightning_autotp.parameters.state import parallel_state
-from lightning_autotp.planning.meter import Meter
-from lightning_autotp.planning.rehearsal import OPTIMIZERS, local_model, rehearse
+from lightning_autotp.planning.meter import MOVING, Meter
+from lightning_autotp.planning.rehearsal import (
+    OPTIMIZERS,
+    Quantization,
+    bitsandbytes_config,
+    local_model,
+    rehearse,
+)
 
 PAGE = Path(__file__).parent.parent / "docs" / "memory-measured.md"
+DESCRIBED = {"weight.quant_state.bitsandbytes__nf4", "weight_format"}
+"""What bitsandbytes writes into a checkpoint of a weight that is no tensor in memory."""
+
 KINDS = ("parameters", "gradients", "states", "kept", "peak", "update")
 
 
@@ -51,6 +62,7 @@ class Case:
         sequence_parallel: whether tokens are sharded between regions.
         checkpointing: whether blocks are computed again in the backward pass.
         lora: rank of an adapter; 0 for none.
+        quantize: how the adapter's base is quantized; empty if it is not.
         precision: as the Trainer has it.
     """
 
@@ -62,22 +74,24 @@ class Case:
     sequence_parallel: bool = False
     checkpointing: bool = False
     lora: int = 0
+    quantize: str = ""
     precision: Any = "32-true"
 
     def model(self, device: str = "meta") -> nn.Module:
-        """The model; without weights on meta."""
+        """The model; without weights on meta, and where each rank is to quantize its part."""
         torch.manual_seed(0)
         config = AutoConfig.for_model(self.family, **self.sizes)
-        with torch.device(device):
-            model: nn.Module = getattr(transformers, self.build).from_config(config)
-        if self.precision == "bf16-true":
-            model = model.to(torch.bfloat16)
-        if self.lora:
-            from peft import LoraConfig, get_peft_model
+        dtype = torch.bfloat16 if self.precision == "bf16-true" else torch.float32
+        with meta_model() if self.quantize and device != "meta" else torch.device(device):
+            model: Any = getattr(transformers, self.build).from_config(config, dtype=dtype)
+            if self.quantize:
+                note_quantization(model, quantization(self.quantize, self.precision))
+            if self.lora:
+                from peft import LoraConfig, get_peft_model
 
-            with torch.device(device):
                 model = get_peft_model(model, LoraConfig(r=self.lora, target_modules="all-linear"))
-        return model
+        found: nn.Module = model.to(dtype)  # the adapters, as the Trainer's precision casts them
+        return found
 
     def batch(self) -> dict[str, Any]:
         """Rows as a training step gets them."""
@@ -87,6 +101,16 @@ class Case:
         tokens = torch.randint(3, self.sizes["vocab_size"], (2, 192))
         batch: dict[str, Any] = {"input_ids": tokens, "labels": tokens}
         return batch | ({"use_cache": False} if "CausalLM" in self.build or "Seq2Seq" in self.build else {})
+
+
+def quantization(name: str, precision: Any) -> Any:
+    """A ``quantization_config``."""
+    if name in get_args(Quantization):
+        return bitsandbytes_config(cast(Quantization, name), precision)
+    from torchao.quantization import Int8WeightOnlyConfig
+    from transformers import TorchAoConfig
+
+    return TorchAoConfig(Int8WeightOnlyConfig())
 
 
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
@@ -122,6 +146,22 @@ CASES = {
         "llama", sizes=DENSE, checkpointing=True, sequence_parallel=True
     ),
     "Llama, LoRA": Case("llama", sizes=DENSE, lora=8),
+    "Llama, LoRA, bf16-true": Case("llama", sizes=DENSE, lora=8, precision="bf16-true"),
+    "Llama, LoRA on nf4, bf16-true": Case("llama", sizes=DENSE, lora=8, quantize="nf4", precision="bf16-true"),
+    "Llama, LoRA on nf4, bf16-true, checkpointing, few words": Case(
+        "llama",
+        sizes=DENSE | {"vocab_size": 64, "intermediate_size": 4096},
+        lora=8,
+        quantize="nf4",
+        precision="bf16-true",
+        checkpointing=True,
+    ),
+    "Llama, LoRA on nf4": Case("llama", sizes=DENSE, lora=8, quantize="nf4"),
+    "Llama, LoRA on int8, bf16-true": Case("llama", sizes=DENSE, lora=8, quantize="int8", precision="bf16-true"),
+    "Llama, LoRA on torchao's int8, bf16-true": Case(
+        "llama", sizes=DENSE, lora=8, quantize="torchao int8", precision="bf16-true"
+    ),
+    "Llama, LoRA on nf4, TP=2 x 2 copies": Case("llama", sizes=DENSE, lora=8, quantize="nf4", copies=2),
     "Llama, bf16-true": Case("llama", sizes=DENSE, precision="bf16-true"),
     "Llama, bf16-mixed": Case("llama", sizes=DENSE, precision="bf16-mixed"),
     "Llama, long vocabulary (loss in parts)": Case("llama", sizes=DENSE | {"vocab_size": 100_000}),
@@ -164,7 +204,7 @@ def measure(case: Case) -> tuple[Found, Found]:
         optimizer.step()
         optimizer.zero_grad()
     held = [leaf for state in optimizer.state.values() for leaf in state.values() if isinstance(leaf, Tensor)]
-    parameters = sum(_local(parameter).nbytes for parameter in model.parameters())
+    parameters = sum(_stored(parameter) for parameter in model.parameters())
     states = sum(_local(state).nbytes for state in held)
     with Meter(model) if case.copies == 1 else nullcontext() as meter:
         if meter is not None:
@@ -174,13 +214,13 @@ def measure(case: Case) -> tuple[Found, Found]:
         kept = 0
         if meter is not None:
             meter.relabel("other", "activations")
-            kept = meter.live["activations"] + meter.live["copies"]
+            kept = meter.live["activations"] + meter.live["copies"] + meter.live["dequantized"]
         loss.backward()
         del loss
         gradients = sum(_local(each.grad).nbytes for each in trained if each.grad is not None)
         peak = update = 0
         if meter is not None:
-            peak = sum(meter.peak[label] for label in ("copies", "gradients", "activations", "other"))
+            peak = sum(meter.peak[label] for label in MOVING)
             _settle(case)  # and what is not part of what the optimizer begins with, to be freed while it steps
             before = meter.live["other"] + meter.live["copies"] + meter.live["activations"]
             meter.restart_peaks()
@@ -193,13 +233,11 @@ def measure(case: Case) -> tuple[Found, Found]:
         local.gradient_checkpointing_enable()  # type: ignore[operator]
     said = rehearse(local, batch, precision=case.precision, imbalance=1.0)
     expected = {
-        "parameters": said.parameters // case.copies,
+        "parameters": said.quantized + said.divided // case.copies,
         "gradients": said.gradients // case.copies,
         "states": said.states // case.copies,
-        "kept": said.activations + said.copies if case.copies == 1 else 0,
-        "peak": sum(said.peak[label] for label in ("copies", "gradients", "activations", "other"))
-        if case.copies == 1
-        else 0,
+        "kept": said.activations + said.copies + said.dequantized if case.copies == 1 else 0,
+        "peak": sum(said.peak[label] for label in MOVING) if case.copies == 1 else 0,
         "update": said.update if case.copies == 1 else 0,
     }
     return real, expected
@@ -217,6 +255,21 @@ def _loss(model: nn.Module, batch: dict[str, Any], case: Case) -> Tensor:
     with torch.autocast("cpu", torch.bfloat16, enabled=case.precision == "bf16-mixed"):
         loss: Tensor = model(**batch).loss
     return loss
+
+
+def _stored(parameter: nn.Parameter) -> int:
+    """Bytes of a parameter; of one that is quantized those of the library's layer."""
+    if isinstance(parameter, QuantizedWeight):
+        kept = [tensor for name, tensor in parameter.layer.state_dict().items() if name not in DESCRIBED]
+        return sum(part.nbytes for tensor in kept for part in _parts(tensor))
+    return _local(parameter).nbytes
+
+
+def _parts(tensor: Any) -> list[Tensor]:
+    """The tensors that one of torchao's consists of."""
+    return (
+        [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]] if type(tensor) is not Tensor else [tensor]
+    )
 
 
 def _local(tensor: Any) -> Tensor:
@@ -273,6 +326,8 @@ rehearsal of [`lightning-autotp recommend`](recommend.md) is off. Written by `py
 * *peak*: the most that is there at once besides parameters and optimizer states: kept, gradients, what an operator, the
   loss or a collective needs for a moment.
 * *update*: what the optimizer's step needs for a moment (it takes all parameters at once, as on a GPU).
+* *LoRA on nf4*, *int8*: adapters on a base that bitsandbytes has quantized; *few words*: 64, and layers of width 4096,
+  so that the most is there where a layer is multiplied.
 
 With copies, FSDP2 gathers into memory that it keeps and resizes, which the meter does not follow: only what is stored
 is compared."""

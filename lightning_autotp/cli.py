@@ -32,6 +32,8 @@ def plan(  # noqa: D417 (the other options are PlanOptions')
     gpu_memory: float | None = None,
     optimizer: Literal["adamw", "sgd", "sgd-momentum"] = "adamw",
     precision: Literal["32-true", "bf16-mixed", "bf16-true"] = "bf16-mixed",
+    lora: int = 0,
+    quantize: Literal["nf4", "fp4", "int8"] | None = None,
     auto_class: str | None = None,
     example: Path | None = None,
     details: bool = False,
@@ -53,6 +55,8 @@ def plan(  # noqa: D417 (the other options are PlanOptions')
         gpu_memory: bytes of a GPU to compare with, where they are not those of ``gpus``.
         optimizer: whose states are counted.
         precision: as the Trainer has it.
+        lora: rank of adapters on all linear layers; 0 trains everything.
+        quantize: how bitsandbytes quantizes the linear layers that the adapters are on (QLoRA).
         auto_class: class of transformers that builds the model; the one that its configuration names by default.
         example: a batch as the training step passes it, as a .pt or .json file; made up for language models.
         details: also say what changes in calls, and why each tensor that stays whole does.
@@ -65,13 +69,14 @@ def plan(  # noqa: D417 (the other options are PlanOptions')
 
     from rich.console import Console
 
+    from lightning_autotp.building.checkpoint_reading import CheckpointError
     from lightning_autotp.capture.capture import CaptureError
     from lightning_autotp.layouts.step_size import TokensPerStep
     from lightning_autotp.pipeline import make_plan
     from lightning_autotp.planning.asked import batch_of, model_of
     from lightning_autotp.planning.machines import Machine
     from lightning_autotp.planning.overview import look_over
-    from lightning_autotp.planning.rehearsal import RehearsalError
+    from lightning_autotp.planning.rehearsal import RehearsalError, check_adapters, with_adapters
     from lightning_autotp.planning.timeline import chrome_trace
     from lightning_autotp.proving.compare import VerificationError
     from lightning_autotp.solving.pins import meant
@@ -81,6 +86,7 @@ def plan(  # noqa: D417 (the other options are PlanOptions')
     console = Console()
     started = time.perf_counter()
     try:
+        check_adapters(lora, quantize)
         machine = Machine.of(gpus)
         if gpu_memory is not None:
             machine = replace(machine, memory=gpu_memory)
@@ -89,6 +95,8 @@ def plan(  # noqa: D417 (the other options are PlanOptions')
         batch = batch_of(example, skeleton, min(size, NOMINAL_LENGTH))
         if tokens is None and not batch.has_sequences:
             size = batch.rows
+        if lora:
+            skeleton = with_adapters(skeleton, precision, lora, quantize).get_base_model()
         with _says("tracing the model, choosing a plan and proving it"):
             result, _ = make_plan(
                 skeleton,
@@ -101,7 +109,15 @@ def plan(  # noqa: D417 (the other options are PlanOptions')
                 sequence_parallel=sequence_parallel,
             )
         asked = meant(why, [parameter.names for parameter in result.parameters], "why") if why is not None else ()
-    except (CaptureError, NothingToShard, VerificationError, OSError, ValueError) as error:
+    except (
+        CaptureError,
+        CheckpointError,
+        NothingToShard,
+        VerificationError,
+        ImportError,
+        OSError,
+        ValueError,
+    ) as error:
         raise SystemExit(f"lightning-autotp plan: {error}") from error
     made = time.perf_counter()
     try:
@@ -147,6 +163,7 @@ def recommended(
     optimizer: Literal["adamw", "sgd", "sgd-momentum"] = "adamw",
     precision: Literal["32-true", "bf16-mixed", "bf16-true"] = "bf16-mixed",
     lora: int = 0,
+    quantize: Literal["nf4", "fp4", "int8"] | None = None,
     auto_class: str | None = None,
     example: Path | None = None,
 ) -> None:
@@ -161,16 +178,18 @@ def recommended(
         optimizer: whose states are counted.
         precision: as the Trainer has it.
         lora: rank of adapters on all linear layers; 0 trains everything.
+        quantize: how bitsandbytes quantizes the linear layers that the adapters are on (QLoRA).
         auto_class: class of transformers that builds the model; the one that its configuration names by default.
         example: a batch as the training step passes it, as a .pt or .json file; made up for language models.
     """
     from rich.console import Console
 
+    from lightning_autotp.building.checkpoint_reading import CheckpointError
     from lightning_autotp.capture.capture import CaptureError
     from lightning_autotp.planning.asked import batch_of, model_of
     from lightning_autotp.planning.recommend import recommend as find
     from lightning_autotp.planning.rehearsal import RehearsalError
-    from lightning_autotp.planning.report import python_lines, reasons, table, yaml_lines
+    from lightning_autotp.planning.report import model_lines, python_lines, reasons, table, yaml_lines
 
     console = Console()
     started = time.perf_counter()
@@ -185,15 +204,17 @@ def recommended(
             optimizer=optimizer,
             precision=precision,
             lora=lora,
+            quantize=quantize,
         )
-    except (CaptureError, RehearsalError, ImportError, OSError, ValueError) as error:
+    except (CaptureError, CheckpointError, RehearsalError, ImportError, OSError, ValueError) as error:
         raise SystemExit(f"lightning-autotp recommend: {error}") from error
     console.print(table(found))
     console.print("GB of a GPU and ms of an optimizer step by kind; rows: of a pass, times passes", highlight=False)
     for line in reasons(found):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     if found.best is not None:
-        for lines in (python_lines(found, found.best), yaml_lines(found, found.best)):
+        of_model = [model_lines(found)] if found.lora else []
+        for lines in (*of_model, python_lines(found, found.best), yaml_lines(found, found.best)):
             console.print(f"\n{lines}", markup=False, highlight=False, soft_wrap=True)
     console.print(f"estimated in {time.perf_counter() - started:.1f} s", highlight=False)
 

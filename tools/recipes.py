@@ -1,6 +1,6 @@
 """Writes docs/recipes.md: for known models and GPUs, the sizes that `recommend` finds, their memory and their YAML.
 
-    python tools/recipes.py                                 # the page; about twenty minutes, on as many cores as --jobs
+    python tools/recipes.py                                 # the page; half an hour on two cores, as many as --jobs
     python tools/recipes.py --only Llama-3.1-8B --page null # one model, printed
 
 Models are built from their sizes, without weights; no GPU is needed, and none is measured.
@@ -21,8 +21,10 @@ from jsonargparse import auto_cli
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_autotp import recommend
+from lightning_autotp.planning.machines import Machine
 from lightning_autotp.planning.recommend import Recommendation
-from lightning_autotp.planning.report import reasons, yaml_lines
+from lightning_autotp.planning.rehearsal import Quantization
+from lightning_autotp.planning.report import model_lines, reasons, yaml_lines
 
 PAGE = Path(__file__).parent.parent / "docs" / "recipes.md"
 
@@ -37,6 +39,7 @@ class Recipe:
         sizes: its config.
         gpus: as ``recommend`` takes them.
         lora: rank of adapters on all linear layers; 0 trains everything.
+        quantize: how their base is quantized.
         tokens: of an optimizer step.
         length: tokens of a row.
     """
@@ -46,13 +49,15 @@ class Recipe:
     sizes: Mapping[str, Any]
     gpus: str
     lora: int = 0
+    quantize: Quantization | None = None
     tokens: int = 131_072
     length: int = 4096
 
     @property
     def title(self) -> str:
         """What is trained on what."""
-        return f"{self.name}, {f'LoRA {self.lora}' if self.lora else 'all parameters'}, {self.gpus}"
+        trained = f"{'QLoRA' if self.quantize else 'LoRA'} {self.lora}" if self.lora else "all parameters"
+        return f"{self.name}, {trained}, {self.gpus}"
 
     def found(self) -> Recommendation:
         """What is recommended for it."""
@@ -65,6 +70,7 @@ class Recipe:
             sequence_length=self.length,
             precision="bf16-true" if self.lora else "bf16-mixed",
             lora=self.lora,
+            quantize=self.quantize,
         )
 
 
@@ -84,16 +90,32 @@ QWEN3_30B = {
     **QWEN, "hidden_size": 2048, "moe_intermediate_size": 768, "num_hidden_layers": 48, "num_attention_heads": 32,
     "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "experts_implementation": "grouped_mm",
 }  # fmt: skip
+SMALL: Mapping[str, Any] = {"tokens": 16_384, "length": 2048}
 RECIPES = (
     Recipe("Llama-3.1-8B", "llama", LLAMA_8B, "8xH100"),
     Recipe("Llama-3.1-8B", "llama", LLAMA_8B, "8xA100-40"),
-    Recipe("Llama-3.1-8B", "llama", LLAMA_8B, "2xRTX4090", lora=16, tokens=16_384, length=2048),
+    Recipe("Llama-3.1-8B", "llama", LLAMA_8B, "2xRTX4090", lora=16, **SMALL),
+    Recipe("Llama-3.1-8B", "llama", LLAMA_8B, "2xRTX4090", lora=16, quantize="nf4", **SMALL),
     Recipe("Qwen3-32B", "qwen3", QWEN3_32B, "16xH100"),
     Recipe("Qwen3-32B", "qwen3", QWEN3_32B, "4xH100", lora=16),
+    Recipe("Qwen3-32B", "qwen3", QWEN3_32B, "4xRTX4090", lora=16, quantize="nf4", **SMALL),
     Recipe("Qwen3-30B-A3B", "qwen3_moe", QWEN3_30B, "16xH100"),
     Recipe("Llama-3.3-70B", "llama", LLAMA_70B, "32xH100"),
     Recipe("Llama-3.3-70B", "llama", LLAMA_70B, "8xH100", lora=16),
+    Recipe("Llama-3.3-70B", "llama", LLAMA_70B, "2xA100-40", lora=16, quantize="nf4", **SMALL),
 )
+
+ADAPTED = Recommendation(
+    "LlamaForCausalLM",
+    Machine.of("2xRTX4090"),
+    2048,
+    "bf16-true",
+    (),
+    lora=16,
+    quantize="nf4",
+    source="meta-llama/Llama-3.1-8B",
+)
+"""Whose model is shown."""
 
 INTRODUCTION = """# Recipes
 
@@ -104,7 +126,12 @@ number of tokens, ask the command."""
 
 EXPLAINED = """The memory is that of parameters, gradients, optimizer states, activations and the rest, beside what a
 GPU has. `sp` is sequence parallelism, `ck` activation checkpointing. Three numbers are TP, replicas and the copies of
-each ([hybrid sharding](scaling-out.md#tensor-parallelism-times-fsdp2))."""
+each ([hybrid sharding](scaling-out.md#tensor-parallelism-times-fsdp2)).
+
+Where adapters are trained, the model is the one below; LoRA without `quantization_config`, QLoRA with it. Copies divide
+a model's parameters, but not those that are [quantized](lora.md#quantized-bases): these are divided by tensor
+parallelism alone. Of Qwen3-30B-A3B nearly all parameters are experts, which are no linear layers: neither adapters
+nor bitsandbytes reach them."""
 
 HEAD = """| | TP x copies | rows x passes | GB of a GPU | of | tokens/s |
 | --- | --- | --- | --- | ---: | ---: |"""
@@ -139,7 +166,8 @@ def section(recipe: Recipe) -> tuple[str, str]:
 def to_markdown(sections: Sequence[tuple[str, str]]) -> str:
     """The page."""
     rows, texts = zip(*sections, strict=True)
-    return "\n\n".join((INTRODUCTION, "\n".join((HEAD, *rows)), EXPLAINED, *texts)) + "\n"
+    adapted = f"```python\n{model_lines(ADAPTED)}\n```"
+    return "\n\n".join((INTRODUCTION, "\n".join((HEAD, *rows)), EXPLAINED, adapted, *texts)) + "\n"
 
 
 def main(only: list[str] | None = None, page: Path | None = PAGE, jobs: int = 2) -> None:

@@ -25,6 +25,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.quantizers import AutoHfQuantizer
 
 from lightning_autotp.building.checkpoint_reading import CheckpointError
 from lightning_autotp.building.recipe import Recipe
@@ -90,12 +92,20 @@ class Format(ABC):
         """
 
     @abstractmethod
+    def layer_without_values(self, values: Tensor) -> nn.Module:
+        """Like :meth:`layer` for a fake tensor, of which the library's classes of parameters cannot be made."""
+
+    @abstractmethod
     def dequantized(self, layer: nn.Module) -> Tensor:
         """The weight of :meth:`layer` as the numbers that it stands for, of the shape of ``values``."""
 
     @abstractmethod
     def tensors(self, layer: nn.Module) -> dict[str, Tensor]:
         """What a layer's weight consists of, in its memory: tensors ``[out/tp, n]`` by the names in :attr:`stored`."""
+
+    def in_memory(self, layer: nn.Module) -> list[Tensor]:
+        """All that a layer's weight takes memory for."""
+        return list(self.tensors(layer).values())
 
     @abstractmethod
     def as_stored(self, parts: Mapping[str, Tensor], shape: tuple[int, ...], described: Mapping[str, Any]) -> Stored:
@@ -140,12 +150,32 @@ class FourBit(Format):
 
     def layer(self, values: Tensor, extremes: Tensor | None = None) -> nn.Module:
         """A ``Linear4bit``, its scales not quantized."""
-        library = library_of("bitsandbytes").nn
-        rows, columns = values.shape
-        kwargs = {"compress_statistics": False, "quant_type": self.kind, "quant_storage": self.storage}
-        made: nn.Module = library.Linear4bit(columns, rows, False, self.compute_dtype, device="meta", **kwargs)
-        weight = library.Params4bit(values, requires_grad=False, blocksize=self.block, module=made, **kwargs)
+        made = self._empty(values)
+        weight = library_of("bitsandbytes").nn.Params4bit(
+            values, requires_grad=False, blocksize=self.block, module=made, **self._options
+        )
         made.weight = weight.to(values.device)
+        return made
+
+    def layer_without_values(self, values: Tensor) -> nn.Module:
+        """A ``Linear4bit`` with an ordinary parameter."""
+        made = self._empty(values)
+        numbers, state = library_of("bitsandbytes").functional.quantize_4bit(
+            values, blocksize=self.block, **self._options
+        )
+        weight: Any = nn.Parameter(numbers, requires_grad=False)
+        weight.quant_state = state
+        made.weight = weight
+        return made
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {"compress_statistics": False, "quant_type": self.kind, "quant_storage": self.storage}
+
+    def _empty(self, values: Tensor) -> nn.Module:
+        rows, columns = values.shape
+        library: Any = library_of("bitsandbytes").nn
+        made: nn.Module = library.Linear4bit(columns, rows, False, self.compute_dtype, device="meta", **self._options)
         return made
 
     def dequantized(self, layer: nn.Module) -> Tensor:
@@ -159,6 +189,11 @@ class FourBit(Format):
         weight: Any = layer.weight
         rows = weight.quant_state.shape[0]
         return {"numbers": weight.data.view(rows, -1), "scales": weight.quant_state.absmax.view(rows, -1)}
+
+    def in_memory(self, layer: nn.Module) -> list[Tensor]:
+        """And the 16 numbers that the packed ones stand for."""
+        weight: Any = layer.weight
+        return [*super().in_memory(layer), weight.quant_state.code]
 
     def as_stored(self, parts: Mapping[str, Tensor], shape: tuple[int, ...], described: Mapping[str, Any]) -> Stored:
         """Scales that are quantized again are not any more: bitsandbytes makes them of all of a matrix."""
@@ -201,15 +236,31 @@ class EightBit(Format):
 
     def layer(self, values: Tensor, extremes: Tensor | None = None) -> nn.Module:
         """A ``Linear8bitLt``."""
-        library = library_of("bitsandbytes").nn
+        made = self._empty(values)
+        # Quantized on the way from the CPU, as transformers has it.
+        made.weight = (
+            library_of("bitsandbytes")
+            .nn.Int8Params(values.cpu(), requires_grad=False, has_fp16_weights=False)
+            .to(values.device)
+        )
+        made.init_8bit_state()
+        return made
+
+    def layer_without_values(self, values: Tensor) -> nn.Module:
+        """A ``Linear8bitLt`` with an ordinary parameter."""
+        made = self._empty(values)
+        numbers, scales, _ = library_of("bitsandbytes").functional.int8_vectorwise_quant(values.half())
+        weight: Any = nn.Parameter(numbers, requires_grad=False)
+        weight.CB, weight.SCB = numbers, scales
+        made.weight = weight
+        made.init_8bit_state()
+        return made
+
+    def _empty(self, values: Tensor) -> Any:
         rows, columns = values.shape
-        made: nn.Module = library.Linear8bitLt(
+        return library_of("bitsandbytes").nn.Linear8bitLt(
             columns, rows, False, has_fp16_weights=False, threshold=self.threshold, device="meta"
         )
-        # Quantized on the way from the CPU, as transformers has it.
-        made.weight = library.Int8Params(values.cpu(), requires_grad=False, has_fp16_weights=False).to(values.device)
-        made.init_8bit_state()  # type: ignore[operator]
-        return made
 
     def dequantized(self, layer: nn.Module) -> Tensor:
         """By bitsandbytes."""
@@ -267,6 +318,10 @@ class WeightOnly(Format):
             made.weight = nn.Parameter(made.weight.detach()[:, :columns], requires_grad=False)
         return made
 
+    def layer_without_values(self, values: Tensor) -> nn.Module:
+        """As with values."""
+        return self.layer(values)
+
     def dequantized(self, layer: nn.Module) -> Tensor:
         """By torchao."""
         weight: Any = layer.weight
@@ -275,8 +330,9 @@ class WeightOnly(Format):
 
     def tensors(self, layer: nn.Module) -> dict[str, Tensor]:
         """Those that torchao's tensor consists of, by its own names."""
-        assert self.stored is not None
-        return {name: getattr(layer.weight, name) for name in self.stored}
+        weight: Any = layer.weight
+        names, _ = weight.__tensor_flatten__()
+        return {name: getattr(weight, name) for name in names}
 
     def as_stored(self, parts: Mapping[str, Tensor], shape: tuple[int, ...], described: Mapping[str, Any]) -> Stored:
         """As they are."""
@@ -330,6 +386,27 @@ def formats_asked_for(model: nn.Module, quantizer: Any, origin: str, dtype: torc
             plain = _linear(layer.in_features, layer.out_features, weight, layer.bias)
             model.set_submodule(path, plain)
     return formats
+
+
+def note_quantization(model: PreTrainedModel, config: Any) -> None:
+    """Note what ``from_pretrained(..., quantization_config=config)`` would quantize of a model without weights.
+
+    Args:
+        model: whose layers stay; the weights are frozen.
+        config: transformers', of bitsandbytes or torchao.
+
+    Raises:
+        QuantizationError: if these weights cannot be cut into parts.
+    """
+    quantizer = AutoHfQuantizer.from_config(config, pre_quantized=False)
+    layers = dict(model.named_modules())
+    quantizer.preprocess_model(model, device_map=None)
+    formats = formats_asked_for(model, quantizer, type(model).__name__, None)
+    for name, found in formats.items():
+        path = name.rpartition(".")[0]
+        model.set_submodule(path, layers[path])  # the library's layers were of torch's default dtype
+        formats[name] = replace(found, dtype=model.get_parameter(name).dtype)
+    note_formats(model, formats)
 
 
 def refuse_quantized(model: nn.Module) -> None:

@@ -52,6 +52,17 @@ class QuantizedWeight(Tensor):
         like = torch.empty((), dtype=dtype, device=values.device).expand(values.shape)
         return cls(format.layer(values, extremes), format, like)
 
+    @classmethod
+    def without_values(cls, values: Tensor, format: Format, dtype: torch.dtype) -> QuantizedWeight:
+        """Like :meth:`of`, of a fake tensor. No mode of fake tensors may be on."""
+        like = torch.empty((), dtype=dtype, device=values.device).expand(values.shape)
+        return cls(format.layer_without_values(values), format, like)
+
+    @property
+    def in_memory(self) -> list[Tensor]:
+        """The tensors that it takes memory for."""
+        return self.format.in_memory(self.layer)
+
     def values(self) -> Tensor:
         """The numbers that the quantized ones stand for, as an ordinary tensor of its own memory."""
         return self.format.dequantized(self.layer).to(self.dtype).reshape(self.shape)

@@ -18,13 +18,14 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
 from lightning_autotp.building.hub import refuse_missing
+from lightning_autotp.building.quantization import LIBRARIES, note_quantization
 from lightning_autotp.capture.capture import CaptureError, first_line, language_model_inputs
 from lightning_autotp.planning.rehearsal import one_row
 from lightning_autotp.private.torch_private import tree_map_only
 
 
 def model_of(name: str, auto_class: str | None = None) -> nn.Module:
-    """The model without weights.
+    """The model without weights; where its checkpoint is quantized by bitsandbytes or torchao, as one that is.
 
     Args:
         name: a Hugging Face Hub id, a directory with a ``config.json``, or such a file.
@@ -34,6 +35,7 @@ def model_of(name: str, auto_class: str | None = None) -> nn.Module:
     Raises:
         OSError: if there is no such model.
         ValueError: if it needs code of its repository, or the class is none of transformers or is of other models.
+        QuantizationError: if its weights are quantized in a way in which they cannot be cut into parts.
     """
     refuse_missing(name)
     config = AutoConfig.from_pretrained(name, trust_remote_code=False)
@@ -46,10 +48,10 @@ def model_of(name: str, auto_class: str | None = None) -> nn.Module:
         )
     with torch.device("meta"):
         if isinstance(kind, type) and issubclass(kind, PreTrainedModel):
-            made: nn.Module = kind(config)
-            return made.to(dtype=getattr(config, "dtype", None) or torch.float32)
+            made: Any = kind(config)
+            return _as_stored(made.to(dtype=getattr(config, "dtype", None) or torch.float32))
         try:
-            built: nn.Module = kind.from_config(config, trust_remote_code=False)
+            built: Any = kind.from_config(config, trust_remote_code=False)
         except ValueError as error:  # lists all the configurations that it knows
             if "Unrecognized configuration class" not in str(error):
                 raise
@@ -57,7 +59,14 @@ def model_of(name: str, auto_class: str | None = None) -> nn.Module:
                 f"{kind.__name__} has no model for {name}, which is of the type {config.model_type}: name another"
                 " class with --auto-class"
             ) from error
-    return built
+    return _as_stored(built)
+
+
+def _as_stored(model: PreTrainedModel) -> nn.Module:
+    described: Any = getattr(model.config, "quantization_config", None)
+    if described is not None and described.get("quant_method") in LIBRARIES:
+        note_quantization(model, described)
+    return model
 
 
 def _builder(name: str) -> Any:

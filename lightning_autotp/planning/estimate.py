@@ -1,8 +1,9 @@
 """Memory and time of a step on a machine, by kind: from one rehearsal, for any number of rows and copies.
 
-Parameters, gradients and states are divided by the copies (FSDP2 cuts them), or by those of a replica. What the forward
-pass keeps, and what is there for a moment, grows with the rows. FSDP2 has two blocks and what is in no block gathered
-at once, the gradients of one block, and those of the one before on their way to the other copies.
+Parameters, gradients and states are divided by the copies (FSDP2 cuts them), or by those of a replica; quantized
+parameters are not. What the forward pass keeps, and what is there for a moment, grows with the rows; the numbers that
+quantized parameters stand for do not. FSDP2 has two blocks and what is in no block gathered at once, the gradients of
+one block, and those of the one before on their way to the other copies.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class Memory:
         gradients: likewise.
         states: the optimizer's.
         activations: kept for the backward pass, parameters in another dtype (autocast's) included.
-        temporary: what the loss, an operator, a collective or the optimizer's step needs for a moment.
+        temporary: what the loss, an operator, a collective or the optimizer's step needs for a moment; the numbers that
+            quantized parameters stand for.
         gathered: by FSDP2.
         moment: when that is.
     """
@@ -87,25 +89,24 @@ def memory(rehearsal: Rehearsal, rows: int = 1, copies: int = 1, accumulates: bo
         copies: of the model that it is sharded over.
         accumulates: whether gradients of earlier forward passes are there.
     """
-    of_parameters, gradients, states = (
-        size / copies for size in (rehearsal.parameters, rehearsal.gradients, rehearsal.states)
-    )
+    divided, gradients, states = (size / copies for size in (rehearsal.divided, rehearsal.gradients, rehearsal.states))
+    of_parameters = rehearsal.quantized + divided
     at_once = copies > 1 or accumulates  # gradients count in full: parts of them, or those of passes before
     peak = rehearsal.peak_without_gradients if at_once else rehearsal.peak
     gathered, in_other_dtype = 0.0, float(peak["copies"])
     if copies > 1:
         # FSDP2 gathers in 16 bits what autocast would cast, and has its gradients in them until they are averaged.
         in_other_dtype = max(0.0, in_other_dtype - rehearsal.casts)
-        block, parameters = rehearsal.block - rehearsal.block_casts, max(rehearsal.parameters, 1)
-        computed = rehearsal.gradients / parameters * block
-        sent = rehearsal.averaged / parameters * rehearsal.block
+        block, divided = rehearsal.block - rehearsal.block_casts, max(rehearsal.divided, 1)
+        computed = rehearsal.gradients / divided * block
+        sent = rehearsal.averaged / divided * rehearsal.block
         gathered = 2 * block + computed + sent + rehearsal.rest
     passing = Memory(
         of_parameters,
         gradients if at_once else peak["gradients"],
         states,
         rows * peak["activations"] + in_other_dtype,
-        rows * peak["other"],
+        rows * peak["other"] + peak["dequantized"],
         gathered,
         "loss and backward pass",
     )
@@ -157,7 +158,7 @@ def step_time(
     if copies > 1:
         among, over = machine.between(ranks * shards), machine.between(ranks * copies)
         # Parameters are gathered twice, gradients reduced once; the sums of a replica's shards go to the others.
-        whole = 2 * among.collective("all_gather", rehearsal.parameters - rehearsal.casts, shards)
+        whole = 2 * among.collective("all_gather", rehearsal.divided - rehearsal.casts, shards)
         whole += among.collective("reduce_scatter", rehearsal.averaged, shards)
         whole += over.collective("all_reduce", rehearsal.averaged / shards, replicas)
         exposed = passes * max(0.0, whole - per_pass)

@@ -21,11 +21,18 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_autotp.operators import Shapes, record
 from lightning_autotp.operators.graph import Ref
+from lightning_autotp.parameters.quantized_weight import QuantizedWeight
 from lightning_autotp.private.torch_private import FakeTensor, TorchDispatchMode, schema_of, storage_key, tree_leaves
 
-Label = Literal["parameters", "copies", "gradients", "states", "activations", "other"]
-"""What a storage is: a parameter; a parameter in another dtype; a gradient; an optimizer's state; what the forward pass
-keeps for the backward pass; anything else that is there for a while."""
+Label = Literal["parameters", "quantized", "copies", "dequantized", "gradients", "states", "activations", "other"]
+"""What a storage is: a parameter; what is stored of a quantized one; a parameter in another dtype; the numbers that a
+quantized one stands for; a gradient; an optimizer's state; what the forward pass keeps for the backward pass; anything
+else that is there for a while."""
+
+MOVING: tuple[Label, ...] = ("copies", "dequantized", "gradients", "activations", "other")
+"""What comes and goes in a step."""
+
+_OF_PARAMETERS: set[Label] = {"parameters", "quantized", "copies", "dequantized"}
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter"]
 
@@ -38,6 +45,7 @@ _CAST = "aten._to_copy"
 _VALUE = "aten._local_scalar_dense"
 _WHERE = "aten.nonzero"
 _GROUPED = "aten._grouped_mm"
+_QUANTIZED_PRODUCT = "bitsandbytes.gemm_4bit"
 _FLOPS = {str(operator): count for operator, count in flop_registry.items()}
 
 
@@ -113,7 +121,7 @@ class Meter(TorchDispatchMode):
     """A mode that counts; enter it after the mode of fake tensors.
 
     Args:
-        model: whose parameters are known as such.
+        model: whose parameters are known as such; quantized ones by what is stored of them.
         chosen: of tokens' choices of experts, the share that is of this rank's, where tensors are fake.
 
     Attributes:
@@ -135,7 +143,11 @@ class Meter(TorchDispatchMode):
         self.live: Counter[Label] = Counter()
         self._alive: dict[int, tuple[Label, int, Any]] = {}
         self.restart_peaks()
-        self._add(model.parameters(), "parameters")
+        for parameter in model.parameters():
+            if isinstance(parameter, QuantizedWeight):
+                self._add(parameter.in_memory, "quantized")
+            else:
+                self._add([parameter], "parameters")
         for parameter in model.parameters():
             if parameter.requires_grad and parameter.is_leaf:
                 parameter.register_post_accumulate_grad_hook(self._note_gradient)
@@ -197,14 +209,18 @@ class Meter(TorchDispatchMode):
             return True  # checks of the batch: whether all of it is valid
         if name == _WHERE and isinstance(args[0], FakeTensor) and args[0].dtype == torch.bool:
             return args[0].new_empty((ceil(self._chosen * args[0].numel()), args[0].dim()), dtype=torch.long)
+        if name == _QUANTIZED_PRODUCT and isinstance(args[0], FakeTensor):
+            with self:
+                return _product_of_dequantized(*args, **kwargs)
         operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         result = _grouped(*operands) if name == _GROUPED and isinstance(args[0], FakeTensor) else func(*args, **kwargs)
         results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         known = {storage_key(leaf) for leaf in operands}
         labels = {self._alive[key][0] for key in known if key in self._alive}
-        of_parameters = bool(known) and labels <= {"parameters", "copies"} and known <= self._alive.keys()
+        of_parameters = bool(known) and labels <= _OF_PARAMETERS and known <= self._alive.keys()
+        of_quantized = of_parameters and not labels.isdisjoint({"quantized", "dequantized"})
         new = [leaf for leaf in results if storage_key(leaf) not in known and storage_key(leaf) not in self._alive]
-        self._add(new, "copies" if of_parameters else "other")
+        self._add(new, "dequantized" if of_quantized else "copies" if of_parameters else "other")
         if name == _CAST and isinstance(args[0], nn.Parameter):
             self.casts.setdefault(self.place, {})[id(args[0])] = result.numel() * result.itemsize
         self._count(func, args, kwargs, result, operands, bool(new), of_parameters)
@@ -277,6 +293,20 @@ def _grouped(*operands: Tensor) -> Tensor:
     return operands[0].new_empty([int(size) for size in shape])
 
 
+def _product_of_dequantized(
+    input: Tensor,
+    numbers: Tensor,
+    shape: list[int],
+    scales: Tensor,
+    block: int,
+    kind: str,
+    **_: None,
+) -> Tensor:
+    """What bitsandbytes does on a GPU for more than a few tokens: the matrix is dequantized, then multiplied."""
+    weight = torch.ops.bitsandbytes.dequantize_4bit(numbers, scales, block, kind, shape, input.dtype)
+    return input.reshape(-1, shape[1]).mm(weight.t()).view(*input.shape[:-1], shape[0])
+
+
 def _moving(live: Counter[Label]) -> int:
     """Bytes that come and go in a step."""
-    return live["copies"] + live["gradients"] + live["activations"] + live["other"]
+    return sum(live[label] for label in MOVING)

@@ -24,12 +24,15 @@ from lightning_autotp.planning.rehearsal import (
     OPTIMIZERS,
     Optimizer,
     Precision,
+    Quantization,
     Rehearsal,
     as_trained,
+    check_adapters,
     fullest_rank,
     local_model,
     one_row,
     rehearse,
+    with_adapters,
 )
 from lightning_autotp.proving.compare import VerificationError
 from lightning_autotp.proving.feasible import feasible_plans
@@ -104,6 +107,9 @@ class Recommendation:
         precision: as the Trainer has it.
         choices: every way, those that fit first, the fastest first; then those that need the least memory.
         left_out: sizes of which nothing can be said, and why.
+        lora: rank of adapters on all linear layers; 0 trains everything.
+        quantize: how the adapters' base is quantized.
+        source: Hub id or directory of the model; empty if it is not known.
     """
 
     model: str
@@ -112,6 +118,9 @@ class Recommendation:
     precision: Precision
     choices: tuple[Choice, ...]
     left_out: tuple[str, ...] = ()
+    lora: int = 0
+    quantize: Quantization | None = None
+    source: str = ""
 
     @property
     def best(self) -> Choice | None:
@@ -141,11 +150,13 @@ def recommend(
     optimizer: Optimizer = "adamw",
     precision: Precision = "bf16-mixed",
     lora: int = 0,
+    quantize: Quantization | None = None,
 ) -> Recommendation:
     """Find what fits on these GPUs, and what is fast: no weights, no GPU and no process group needed.
 
     Args:
-        model: any model whose output has a ``loss``, best on meta; it is only looked at.
+        model: any model whose output has a ``loss``, best on meta; it is only looked at. It may be one that
+            ``from_pretrained(..., quantization_config=...)`` has built inside ``meta_model()``.
         example_inputs: one row as the training step passes it, by the names of the arguments; made up for a language
             model.
         gpus: how many of which: ``"16xH100"``, or ``"4xmy_machine.yaml"``, or what was read of such a file.
@@ -154,9 +165,11 @@ def recommend(
         optimizer: ``"adamw"``, ``"sgd"`` or ``"sgd-momentum"``, whose states are counted.
         precision: ``"32-true"``, ``"bf16-mixed"`` or ``"bf16-true"``.
         lora: rank of adapters on all linear layers; 0 trains everything.
+        quantize: how bitsandbytes quantizes the linear layers that they are on: ``"nf4"``, ``"fp4"`` or ``"int8"``.
 
     Raises:
-        ValueError: for a machine, optimizer, precision or number that is none.
+        ValueError: for a machine, optimizer, precision, format or number that is none.
+        QuantizationError: if the model's weights cannot be quantized part by part, or bitsandbytes is missing.
         CaptureError: if the model cannot be traced.
         RehearsalError: if its code asks for values that only a real step has.
     """
@@ -165,12 +178,14 @@ def recommend(
         raise ValueError(f"optimizer={optimizer!r}: known are {', '.join(OPTIMIZERS)}")
     if precision not in ("32-true", "bf16-mixed", "bf16-true"):
         raise ValueError(f"precision={precision!r}: it must be 32-true, bf16-mixed or bf16-true")
-    if tokens_per_step < 1 or sequence_length < 1 or lora < 0:
-        raise ValueError("tokens_per_step and sequence_length must be positive, and lora not negative")
+    if tokens_per_step < 1 or sequence_length < 1:
+        raise ValueError("tokens_per_step and sequence_length must be positive")
+    check_adapters(lora, quantize)
     refuse_unfit(model)
     inputs = language_model_inputs(model) if example_inputs is None else example_inputs
     row = one_row(model, inputs, sequence_length) if example_inputs is None else example_inputs
-    model = as_trained(model, precision, lora)
+    name, source = type(model).__name__, str(getattr(model, "name_or_path", ""))
+    model = with_adapters(model, precision, lora, quantize) if lora else as_trained(model, precision)
     length = next((x.shape[1] for x in row.values() if isinstance(x, Tensor) and x.dim() == 2), 1)
     rows = max(1, round(tokens_per_step / length))
     choices: list[Choice] = []
@@ -195,7 +210,7 @@ def recommend(
                 for found in _rehearsals(model, plan, row, precision, optimizer):
                     choices += _choices(*found, machine, size, bool(number), rows, length, precision)
     choices.sort(key=lambda choice: (not choice.fits, choice.time.total if choice.fits else choice.memory.total))
-    return Recommendation(type(model).__name__, machine, length, precision, tuple(choices), tuple(left_out))
+    return Recommendation(name, machine, length, precision, tuple(choices), tuple(left_out), lora, quantize, source)
 
 
 def _sizes(machine: Machine) -> Iterator[int]:

@@ -12,15 +12,18 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from lightning_autotp.applying.replace import apply_plan
+from lightning_autotp.building.quantization import format_of, library_of, note_quantization
 from lightning_autotp.building.repeated_blocks import blocks_of_their_own, repeated_blocks
 from lightning_autotp.capture.capture import ExampleCall, meta_copy
 from lightning_autotp.layouts.plan import Plan
+from lightning_autotp.parameters.quantized_weight import QuantizedWeight
 from lightning_autotp.parameters.state import is_parallel, parallel_state
 from lightning_autotp.planning.meter import Label, Meter, Work
 from lightning_autotp.private.torch_private import FakeTensorMode, tree_map_only, values_in_fake_tensors
@@ -30,6 +33,8 @@ from lightning_autotp.solving.cost import Profile
 
 Precision = Literal["32-true", "bf16-mixed", "bf16-true"]
 Optimizer = Literal["adamw", "sgd", "sgd-momentum", "none"]
+Quantization = Literal["nf4", "fp4", "int8"]
+"""Formats of bitsandbytes: ``load_in_4bit`` with this ``bnb_4bit_quant_type``, or ``load_in_8bit``."""
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-4, foreach=True),
@@ -49,29 +54,33 @@ class Rehearsal:
 
     Attributes:
         parameters: of this rank.
+        quantized: how much of it is what is stored of quantized ones, which copies of the model do not divide.
         gradients: once all are there.
         averaged: of the gradients in the dtype in which copies of the model average them: float32 for those in 16 bits.
         states: the optimizer's.
         activations: what the forward pass keeps for the backward pass.
         copies: parameters in another dtype that it keeps (autocast's).
+        dequantized: the numbers that quantized parameters stand for, where it keeps them (torchao's products do).
         peak: by label, at the moment at which parameters and states aside the most is there.
         peak_without_gradients: likewise, gradients aside as well.
         update: what the optimizer's step needs for a moment, beside parameters, gradients and states.
-        block: of the largest repeated block's parameters.
+        block: of the largest repeated block's parameters, quantized ones aside.
         block_casts: of those of its parameters that autocast casts, cast.
         casts: of all blocks' such parameters.
-        rest: of the parameters in no repeated block.
+        rest: of the parameters in no repeated block, quantized ones aside.
         work: of forward and backward pass.
         forward: how many of its operators are the forward pass's: the first ones.
         update_work: of the optimizer's step.
     """
 
     parameters: int
+    quantized: int
     gradients: int
     averaged: int
     states: int
     activations: int
     copies: int
+    dequantized: int
     peak: Counter[Label]
     peak_without_gradients: Counter[Label]
     update: int
@@ -82,6 +91,11 @@ class Rehearsal:
     work: Work
     forward: int
     update_work: Work
+
+    @property
+    def divided(self) -> int:
+        """Of the parameters, what copies of the model divide."""
+        return self.parameters - self.quantized
 
 
 def fullest_rank(plan: Plan) -> int:
@@ -97,18 +111,71 @@ def local_model(model: nn.Module, plan: Plan | None, rank: int = 0) -> nn.Module
     return local.train()
 
 
-def as_trained(model: nn.Module, precision: Precision, lora: int = 0) -> nn.Module:
-    """The model with parameters as they are trained."""
-    dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
-    if lora or any(parameter.dtype != dtype for parameter in model.parameters()):
-        model = local_model(model, None).to(dtype)
-    if lora:
-        from peft import LoraConfig, get_peft_model
+def check_adapters(lora: int, quantize: Quantization | None) -> None:
+    """Whether these are a rank of adapters, and a format of the base that they are on.
 
-        with torch.device("meta"):
-            adapted: nn.Module = get_peft_model(model, LoraConfig(r=lora, target_modules="all-linear"))
-        return adapted
-    return model
+    Raises:
+        ValueError: if not.
+    """
+    if lora < 0:
+        raise ValueError(f"lora={lora}: a rank must not be negative")
+    if quantize is not None and (quantize not in get_args(Quantization) or not lora):
+        known = ", ".join(get_args(Quantization))
+        raise ValueError(f"quantize={quantize!r}: known are {known}, of the frozen base of adapters (lora=16)")
+
+
+def as_trained(model: nn.Module, precision: Precision) -> nn.Module:
+    """The model with parameters as they are trained."""
+    dtype = _dtype(precision)
+    if all(parameter.dtype == dtype for parameter in model.parameters()):
+        return model
+    return nn.Module.to(local_model(model, None), dtype)  # transformers' own refuses what is quantized
+
+
+def with_adapters(model: nn.Module, precision: Precision, lora: int, quantize: Quantization | None = None) -> Any:
+    """A copy of the model with adapters on all its linear layers, as it is trained.
+
+    Args:
+        model: transformers'.
+        precision: as the Trainer has it.
+        lora: rank of the adapters.
+        quantize: how bitsandbytes quantizes what they are on.
+
+    Returns:
+        PEFT's model.
+
+    Raises:
+        ValueError: if the model is not transformers', or is quantized already and is to be.
+        QuantizationError: if its weights cannot be quantized part by part, or the library is missing.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(
+            f"lora={lora}: {type(model).__name__} is no model of transformers: put the adapters in yourself"
+        )
+    dtype = _dtype(precision)
+    base: Any = nn.Module.to(local_model(model, None), dtype)
+    if quantize is not None:
+        if any(format_of(parameter) for parameter in base.parameters()):
+            raise ValueError(f"quantize={quantize!r}: {type(model).__name__} is quantized already: leave it out")
+        note_quantization(base, bitsandbytes_config(quantize, precision))
+    with torch.device("meta"):
+        adapted = get_peft_model(base, LoraConfig(r=lora, target_modules="all-linear"))
+    return nn.Module.to(adapted, dtype)  # PEFT makes them in float32, and the Trainer's precision casts them
+
+
+def _dtype(precision: Precision) -> torch.dtype:
+    return torch.bfloat16 if precision == "bf16-true" else torch.float32
+
+
+def bitsandbytes_config(quantize: Quantization, precision: Precision) -> BitsAndBytesConfig:
+    """A ``quantization_config``, whose products are computed in the precision of the others."""
+    library_of("bitsandbytes")
+    if quantize == "int8":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    dtype = torch.float32 if precision == "32-true" else torch.bfloat16
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=quantize, bnb_4bit_compute_dtype=dtype)
 
 
 def one_row(model: nn.Module, made: dict[str, Any], length: int) -> dict[str, Any]:
@@ -145,8 +212,12 @@ def rehearse(
     fake = FakeTensorMode(allow_non_fake_inputs=True)
 
     def stand_in(value: Tensor) -> Tensor:
+        format = format_of(value)
         with fake:
-            made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
+            dtype = value.dtype if format is None else format.dtype
+            made = torch.empty_strided(value.shape, value.stride(), dtype=dtype, device="cpu")
+        if format is not None:
+            made = QuantizedWeight.without_values(made, format, value.dtype)
         return nn.Parameter(made, requires_grad=value.requires_grad) if isinstance(value, nn.Parameter) else made
 
     model = meta_copy(local, stand_in)
@@ -165,7 +236,7 @@ def rehearse(
             with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
                 loss = model(**given).loss
             meter.relabel("other", "activations")
-            activations, copies = meter.live["activations"], meter.live["copies"]
+            activations, copies, dequantized = (meter.live[label] for label in ("activations", "copies", "dequantized"))
             forward = len(meter.work.ran)
             loss.backward()
             del loss
@@ -188,20 +259,23 @@ def rehearse(
             most = meter.peak_without_gradients
             update = max(0, most["other"] + most["copies"] + most["activations"] - before - held)
             meter.label(states, "states")
+    stored = meter.live["parameters"]
     return Rehearsal(
-        parameters=meter.live["parameters"],
+        parameters=stored + meter.live["quantized"],
+        quantized=meter.live["quantized"],
         gradients=meter.live["gradients"],
         averaged=sum(parameter.numel() * max(parameter.itemsize, 4) for parameter in trained),
         states=meter.live["states"],
         activations=activations,
         copies=copies,
+        dequantized=dequantized,
         peak=peak,
         peak_without_gradients=without,
         update=update,
         block=max(blocks, default=0),
         block_casts=max(casts, default=0),
         casts=sum(casts),
-        rest=meter.live["parameters"] - sum(blocks),
+        rest=stored - sum(blocks),
         work=work,
         forward=forward,
         update_work=meter.work,
@@ -218,4 +292,6 @@ def _told_apart(found: Counter[Label], activations: int) -> Counter[Label]:
 
 
 def _bytes(module: nn.Module) -> int:
-    return sum(parameter.numel() * parameter.itemsize for parameter in module.parameters())
+    """Of the parameters that FSDP2 would cut."""
+    cut = (parameter for parameter in module.parameters() if not isinstance(parameter, QuantizedWeight))
+    return sum(parameter.numel() * parameter.itemsize for parameter in cut)

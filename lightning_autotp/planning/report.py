@@ -19,6 +19,7 @@ _REMEDIES = {
     "temporary": "a larger tensor-parallel size, which divides the logits and the optimizer's step",
     "gathered": "a larger tensor-parallel size, which divides what FSDP2 gathers",
 }
+_OF_QUANTIZED = "more GPUs of a machine: tensor-parallel ranks divide a quantized base, and copies do not"
 KINDS = {
     "products": "matrix products",
     "others": "operators that move memory",
@@ -33,7 +34,7 @@ def table(found: Recommendation) -> Table:
     from rich.table import Table
 
     title = (
-        f"{found.model} on {found.machine.gpus} x {found.machine.name},"
+        f"{found.model}{trained(found.lora, found.quantize)} on {found.machine.gpus} x {found.machine.name},"
         f" rows of {found.length} tokens, {found.precision}"
     )
     made = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
@@ -69,10 +70,11 @@ def reasons(found: Recommendation) -> Iterator[str]:
         if least is None:
             yield "nothing can be said of any size"
         else:
+            most = least.memory.largest
+            remedy = _OF_QUANTIZED if found.quantize and most == "parameters" else _REMEDIES[most]
             yield (
                 f"nothing fits: {named(least)} needs the least, {_gb(least.memory.total)} of"
-                f" {_gb(machine.memory - machine.reserved)} of a GPU, most of it {least.memory.largest}:"
-                f" {_REMEDIES[least.memory.largest]}"
+                f" {_gb(machine.memory - machine.reserved)} of a GPU, most of it {most}: {remedy}"
             )
     else:
         yield (
@@ -109,6 +111,44 @@ def _compared(found: Recommendation, best: Choice) -> Iterator[str]:
                 f"without tensor parallelism it does not fit: {named(least)} needs {_gb(least.memory.total)}"
                 f" of {_gb(machine.memory - machine.reserved)}"
             )
+
+
+def trained(lora: int, quantize: str | None) -> str:
+    """What is trained, after the model's name; nothing for all of it."""
+    return (f", LoRA {lora}" if lora else "") + (f" on {quantize}" if quantize else "")
+
+
+def model_lines(found: Recommendation) -> str:
+    """The model with its adapters, as it was rehearsed."""
+    auto = "AutoModelForCausalLM" if found.model.endswith("ForCausalLM") else found.model
+    dtype = {"bf16-true": "torch.bfloat16"}.get(found.precision, "torch.float32")
+    given = [f'"{found.source or "MODEL"}"', f"dtype={dtype}"]
+    if found.quantize == "int8":
+        given.append("quantization_config=BitsAndBytesConfig(load_in_8bit=True)")
+    elif found.quantize is not None:
+        computed = "torch.float32" if found.precision == "32-true" else "torch.bfloat16"
+        given.append(
+            f"quantization_config=BitsAndBytesConfig(\n{20 * ' '}load_in_4bit=True,"
+            f' bnb_4bit_quant_type="{found.quantize}", bnb_4bit_compute_dtype={computed}\n{16 * " "})'
+        )
+    return "\n".join(
+        [
+            "import lightning as L",
+            "import torch",
+            "from peft import LoraConfig, get_peft_model",
+            f"from transformers import {', '.join([auto, *(['BitsAndBytesConfig'] if found.quantize else [])])}",
+            "",
+            "",
+            "class Tuning(L.LightningModule):",
+            "    def configure_model(self):",
+            '        if not hasattr(self, "model"):',
+            f"            base = {auto}.from_pretrained(",
+            *(f"                {each}," for each in given),
+            "            )",
+            f'            lora = LoraConfig(r={found.lora}, target_modules="all-linear")',
+            "            self.model = get_peft_model(base.train(), lora)",
+        ]
+    )
 
 
 def python_lines(found: Recommendation, best: Choice) -> str:

@@ -20,6 +20,7 @@ import math
 import pkgutil
 import re
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -242,7 +243,9 @@ def test_the_picture_of_a_block_is_of_its_plan(tmp_path: Path) -> None:
 def test_recipes_are_configurations() -> None:
     """If not: ``python tools/recipes.py`` writes the page again."""
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    tiny = recipes.Recipe("Tiny", "llama", {**sizes, "vocab_size": 1000}, "2xH100", lora=2, tokens=4096, length=256)
+    sizes |= {"vocab_size": 1000}
+    base = "nf4" if find_spec("bitsandbytes") else None
+    tiny = recipes.Recipe("Tiny", "llama", sizes, "2xH100", lora=2, quantize=base, tokens=4096, length=256)
     page = (ROOT / "docs" / "recipes.md").read_text()
     assert re.findall(r"^## (.+)", page, re.MULTILINE) == [recipe.title for recipe in recipes.RECIPES]
     taken = inspect.signature(AutoTPStrategy.__init__).parameters

@@ -30,11 +30,13 @@ from lightning_autotp.planning.report import python_lines, reasons, table, yaml_
 H100 = Machine.of("16xh100")
 REHEARSAL = Rehearsal(
     parameters=100,
+    quantized=0,
     gradients=100,
     averaged=200,
     states=200,
     activations=40,
     copies=50,
+    dequantized=0,
     peak=Counter({"activations": 30, "copies": 50, "gradients": 60, "other": 7}),
     peak_without_gradients=Counter({"activations": 40, "copies": 50, "other": 9}),
     update=100,
@@ -90,6 +92,9 @@ def test_memory_is_that_of_the_worst_moment() -> None:
     several = memory(REHEARSAL, rows=10, copies=2)
     assert several.total == 50 + 50 + 100 + (400 + 50 - 15) + 90 + (2 * 15 + 15 + 2 * 20 + 10)
     assert several.largest == "activations"
+    quantized = replace(REHEARSAL, quantized=60, peak_without_gradients=Counter({"dequantized": 300, "other": 9}))
+    several = memory(quantized, rows=10, copies=2)  # neither is divided, or grows
+    assert (several.parameters, several.temporary) == (60 + 40 / 2, 300 + 90)
 
 
 def test_time_is_counted_by_kind() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
 from distributed import run_ranks
 from memory import BERT, DENSE, KINDS, Case, Found, measure
@@ -10,8 +12,17 @@ SMALL = {**DENSE, "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 512, 
 CASES = {
     "sequence parallel, checkpointed": Case("llama", sizes=SMALL, sequence_parallel=True, checkpointing=True),
     "adapters": Case("llama", sizes=SMALL, lora=4),
+    "adapters of bfloat16": Case("llama", sizes=SMALL, lora=4, precision="bf16-true"),
     "encoder": Case("bert", "AutoModelForMaskedLM", {**BERT, "hidden_size": 64, "num_hidden_layers": 2}),
 }
+
+# Few words and wide layers: the most is there while a quantized matrix is multiplied in the backward pass.
+WIDE = {**SMALL, "hidden_size": 512, "num_hidden_layers": 2, "vocab_size": 64, "intermediate_size": 2048}
+if find_spec("bitsandbytes"):
+    CASES |= {
+        "quantized": Case("llama", sizes=WIDE, lora=4, quantize="nf4", precision="bf16-true"),
+        "quantized, checkpointed": Case("llama", sizes=WIDE, lora=4, quantize="nf4", checkpointing=True),
+    }
 
 
 def measured(rank: int, size: int) -> dict[str, tuple[Found, Found]]:
