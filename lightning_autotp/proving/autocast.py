@@ -60,11 +60,8 @@ def used_in(
 
     try:
         as_stored = traced(())
-        names = {
-            name
-            for tensor, name in as_stored.parameters.items()
-            if (only is None or name in only) and _is_only_in_products(tensor, as_stored, str(dtype))
-        }
+        names = {as_stored.parameters[tensor] for tensor in _only_in_products(as_stored, dtype)}
+        names = names if only is None else names.intersection(only)
         lowered = traced(names) if names else as_stored
     except CaptureError:
         return frozenset()
@@ -72,40 +69,38 @@ def used_in(
     return frozenset(names) if is_same else frozenset()
 
 
-def _is_only_in_products(parameter: int, graph: Graph, dtype: str) -> bool:
-    """Whether products in ``dtype``, and casts to it, are all that a parameter, or a view of it, is an operand of."""
-    same = _views({parameter}, graph)
-    uses = [operator for operator in graph.operators if not same.isdisjoint(operator.inputs)]
-    ends = [operator for operator in uses if same.isdisjoint(operator.outputs)]
-    return (
-        graph.tensors[parameter].dtype == "float32"
-        and bool(ends)
-        and all(
-            _base_name(operator.name) in _PRODUCTS | _CASTS
-            and all(f"torch.{graph.tensors[made].dtype}" == dtype for made in operator.outputs)
-            for operator in ends
-        )
-        and same.isdisjoint(graph.outputs)
-    )
-
-
-def _views(tensors: Collection[int], graph: Graph) -> set[int]:
-    """These tensors, and what has the same elements of them."""
-    same = set(tensors)
+def _only_in_products(graph: Graph, dtype: torch.dtype) -> set[int]:
+    """The float32 parameters of which nothing but products in ``dtype`` and casts to it is computed."""
+    origins = _views(graph, {tensor for tensor in graph.parameters if graph.tensors[tensor].dtype == "float32"})
+    right: set[int] = set()
+    wrong = {origins[tensor] for tensor in graph.outputs if tensor in origins}
     for operator in graph.operators:
-        if _base_name(operator.name) in _SAME_VALUES and not same.isdisjoint(operator.inputs):
-            same.update(operator.outputs)
-    return same
+        used = {origins[tensor] for tensor in operator.inputs if tensor in origins}
+        if not used or any(made in origins for made in operator.outputs):
+            continue
+        is_in = all(f"torch.{graph.tensors[made].dtype}" == str(dtype) for made in operator.outputs)
+        (right if is_in and _base_name(operator.name) in _PRODUCTS | _CASTS else wrong).update(used)
+    return right - wrong
+
+
+def _views(graph: Graph, tensors: Collection[int]) -> dict[int, int]:
+    """These tensors, and what has the elements of one of them, each with that one."""
+    origins = {tensor: tensor for tensor in tensors}
+    for operator in graph.operators:
+        of = [tensor for tensor in operator.inputs if tensor in origins]
+        if of and _base_name(operator.name) in _SAME_VALUES:
+            origins.update(dict.fromkeys(operator.outputs, origins[of[0]]))
+    return origins
 
 
 def _dtypes(graph: Graph, names: Collection[str]) -> list[tuple[str, tuple[str, ...]]]:
     """The operators with the dtypes of what they make, but for views and casts of these parameters."""
-    own = _views({tensor for tensor, name in graph.parameters.items() if name in names}, graph)
+    own = _views(graph, {tensor for tensor, name in graph.parameters.items() if name in names})
     return [
         (operator.name, tuple(graph.tensors[made].dtype for made in operator.outputs))
         for operator in graph.operators
-        if own.isdisjoint(operator.outputs)
-        and not (_base_name(operator.name) in _CASTS and not own.isdisjoint(operator.inputs))
+        if own.keys().isdisjoint(operator.outputs)
+        and not (_base_name(operator.name) in _CASTS and not own.keys().isdisjoint(operator.inputs))
     ]
 
 
