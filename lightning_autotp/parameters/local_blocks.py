@@ -122,16 +122,3 @@ def reshard(model: nn.Module) -> None:
     """Let FSDP2 put its parameters back in place: after a forward without backward some are still gathered."""
     for module in fsdp_modules(model):
         module.reshard()
-
-
-def with_values(tensor: Tensor, values: Tensor) -> Tensor:
-    """A tensor that lies over the data axis as ``tensor`` (which may be on meta) does, and has ``values`` here.
-
-    Args:
-        tensor: whose layout it gets.
-        values: the elements that are to be in this process, shaped like :func:`plain` of ``tensor``.
-    """
-    if not isinstance(tensor, DTensor):
-        return values
-    mesh, placements = tensor.device_mesh, tensor.placements
-    return DTensor.from_local(values, mesh, placements, shape=tensor.shape, stride=tensor.stride())
