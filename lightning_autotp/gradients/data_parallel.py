@@ -26,8 +26,7 @@ from lightning_autotp.gradients.sums import hook_gradient
 from lightning_autotp.parallel.head import VocabParallelHead
 from lightning_autotp.parallel.head_product import compute_undone
 from lightning_autotp.parallel.logits import VocabParallelLogits
-from lightning_autotp.parameters.host_memory import is_offloaded
-from lightning_autotp.parameters.local_blocks import fsdp_modules, is_cut, plain, reshard
+from lightning_autotp.parameters.local_blocks import fsdp_modules, is_cut, is_offloaded, plain, reshard
 from lightning_autotp.parameters.state import is_parallel, parallel_state
 from lightning_autotp.private.distributed_private import is_outermost
 from lightning_autotp.private.torch_private import accumulated_hooks, after_backward, tree_leaves
@@ -63,7 +62,7 @@ def shard_over_data(
     """
     state = parallel_state(model)
     state.cpu_offload = cpu_offload
-    memory = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if cpu_offload else OffloadPolicy()
+    memory = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
     summed = {place.parameter for place in state.places(model) if place.meta.grad_sync}
     names = {parameter: name for name, parameter in model.named_parameters() if name in lowered}
     low, done = names.keys() - summed, frozenset[str]()

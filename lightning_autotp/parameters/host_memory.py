@@ -7,24 +7,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from lightning_autotp.parameters.local_blocks import is_cut
+from lightning_autotp.parameters.local_blocks import is_cut, reshard
 from lightning_autotp.parameters.state import parallel_models
 from lightning_autotp.private.torch_private import tree_map_only
 
 
 def offloaded(module: nn.Module) -> list[nn.Parameter]:
     """The parameters that FSDP2 wants in host memory, and brings to the device to gather them."""
+    reshard(module)  # else some of them are gathered ones
     models = [model for model, state in parallel_models(module) if state.cpu_offload]
     return [parameter for model in models for parameter in model.parameters() if is_cut(parameter)]
-
-
-def is_offloaded(tensor: Tensor) -> bool:
-    """Whether a tensor is in host memory, and gathered on another device."""
-    return isinstance(tensor, DTensor) and tensor.device.type == "cpu" != tensor.device_mesh.device_type
 
 
 def to_device(module: nn.Module, device: torch.device | str) -> None:

@@ -60,6 +60,12 @@ class Offloaded(L.LightningModule):
         self.seen["losses"].append(loss.item())
         return loss
 
+    def validation_step(self, batch: dict[str, Tensor], _: int) -> None:
+        length = {"max_new_tokens": 3, "min_new_tokens": 3}
+        written = self.model.generate(batch["input_ids"], do_sample=False, **length)
+        loss = self.model(input_ids=written, labels=written, use_cache=False).loss
+        self.seen["losses"].append(loss.item())
+
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         self.seen["gradients"] = full_gradients(self)
         self.seen["gradients on"] = places(
@@ -105,6 +111,21 @@ def trained(offload: bool, options: dict[str, Any], save: Path | None = None, **
     trainer.fit(task, rows(2 * STEPS * strategy.data_ranks), ckpt_path=path)
     if save is not None:
         trainer.save_checkpoint(save)
+    return task.seen
+
+
+def used_again(offload: bool) -> Any:
+    """A model is evaluated, which leaves some parameters gathered, and trained on."""
+    L.seed_everything(3, verbose=False)
+    task = Offloaded()
+    for epochs in (1, 2):
+        trainer = L.Trainer(
+            accelerator=SecondDevice(), devices=2, strategy=AutoTPStrategy(2, 1, cpu_offload=offload),
+            max_epochs=epochs, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+            enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(task, rows(4), rows(4))
+        trainer.validate(task, rows(4), verbose=False)
     return task.seen
 
 
@@ -177,6 +198,7 @@ RUNS: dict[str, Callable[[bool], Any]] = {
     "one copy": lambda offload: trained(offload, {"tensor_parallel_size": 2, "data_parallel_size": 1}),
     "accumulation": lambda offload: trained(offload, COPIES, accumulate_grad_batches=2, gradient_clip_val=None),
     "bf16-mixed": lambda offload: trained(offload, COPIES, plugins=[MixedPrecision("bf16-mixed", NAME)]),
+    "used again": used_again,
     "loop": in_a_loop,
 }
 
