@@ -35,7 +35,7 @@ from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
 from lightning_autotp.parameters.local_blocks import refuse_cut
 from lightning_autotp.parameters.lowered_gathers import LoweredGathers
 from lightning_autotp.parameters.state import parallel_models, parallel_state
-from lightning_autotp.private.distributed_private import device_of_objects
+from lightning_autotp.private.distributed_private import device_of_objects, device_to_send
 from lightning_autotp.proving.experts import prove_experts
 from lightning_autotp.proving.feasible import feasible_plan
 from lightning_autotp.proving.new_calls import CallProver
@@ -139,6 +139,7 @@ def parallelize(  # noqa: D417 (the options are PlanOptions', and example_inputs
     device: torch.device | str | None = None,
     data_mesh: DeviceMesh | None = None,
     autocast: torch.dtype | None = None,
+    cpu_offload: bool = False,
 ) -> nn.Module:
     """Turn ``model`` into this rank's local model, in place. Collective over ``process_group``.
 
@@ -159,6 +160,9 @@ def parallelize(  # noqa: D417 (the options are PlanOptions', and example_inputs
         autocast: what ``torch.autocast`` computes in around the model's calls, ``torch.bfloat16`` say. With
             ``data_mesh``, FSDP2 gathers in it the parameters of which nothing else is used. Calls outside of autocast
             are right nevertheless.
+        cpu_offload: whether what FSDP2 shards is in host memory, with its gradients and optimizer states, and a block's
+            parameters on the device only while it runs. It needs a ``data_mesh``, which may be of one rank, and groups
+            that take tensors of the host, too (``"cpu:gloo,cuda:nccl"``).
 
     Returns:
         The same module. ``model.autotp`` is its :class:`~lightning_autotp.parameters.state.ParallelState`: plan, metas.
@@ -173,8 +177,11 @@ def parallelize(  # noqa: D417 (the options are PlanOptions', and example_inputs
         AsyncTensorParallelError: if products cannot overlap here; in the first training step, if nothing is compiled.
         QuantizationError: if its weights are quantized already.
         CheckpointError: if the weights are missing, broken, or do not fit.
-        ValueError: for options that :func:`make_plan` refuses, or if the plan's file is missing or holds none.
+        ValueError: for options that :func:`make_plan` refuses, if the plan's file is missing or holds none, or for
+            ``cpu_offload`` without what it needs.
     """
+    if cpu_offload:
+        refuse_offload(process_group, data_mesh)
     if device is None and data_mesh is None and any(parameter.is_meta for parameter in model.parameters()):
         there = device_of_objects(process_group)
         device = None if there.type == "cpu" else there
@@ -191,8 +198,28 @@ def parallelize(  # noqa: D417 (the options are PlanOptions', and example_inputs
         device=str(device or (data_mesh.device_type if data_mesh is not None else "")),
     )
     make_local(model, process_group, example_inputs, options, data_mesh)
-    materialize(model, device, data_mesh, autocast)
+    materialize(model, device, data_mesh, autocast, cpu_offload)
     return model
+
+
+def refuse_offload(process_group: dist.ProcessGroup, data_mesh: DeviceMesh | None) -> None:
+    """Refuse ``cpu_offload`` where nothing would shard parameters, or no group sends what is in host memory.
+
+    Raises:
+        ValueError: saying what is missing.
+    """
+    if data_mesh is None:
+        raise ValueError(
+            "cpu_offload=True is FSDP2's, which shards over a data_mesh: give one, of a single rank for one copy of the"
+            ' model (init_device_mesh("cuda", (1, ranks), mesh_dim_names=("data", "tensor")))'
+        )
+    host = torch.device("cpu")
+    if any(device_to_send(host, group) != host for group in (process_group, *data_mesh.get_all_groups())):
+        raise ValueError(
+            "cpu_offload=True: gradients are in host memory, and their norm and checkpoints go over process groups that"
+            ' send nothing from there: begin with torch.distributed.init_process_group("cpu:gloo,cuda:nccl"), which is'
+            " also the strategies' process_group_backend"
+        )
 
 
 def make_local(
@@ -305,6 +332,7 @@ def materialize(
     device: torch.device | str | None = None,
     data_mesh: DeviceMesh | None = None,
     autocast: torch.dtype | None = None,
+    cpu_offload: bool = False,
 ) -> None:
     """The second half: apply FSDP2, load this rank's blocks of the weights, install gradient sums and the guard.
 
@@ -316,7 +344,7 @@ def materialize(
         device = device or data_mesh.device_type
         if autocast is not None:
             names = guard_of(model).calls.used_in(autocast, torch.device(device))
-        names = shard_over_data(model, data_mesh, names, autocast)
+        names = shard_over_data(model, data_mesh, names, autocast, cpu_offload)
     with raise_together(process_group, "looking for the extremes of quantized weights"):
         extremes = row_extremes(model, device)
     share_extremes(extremes, parallel_state(model).group)

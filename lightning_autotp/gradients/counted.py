@@ -40,7 +40,7 @@ def whole_norms(elements: Sequence[Tensor], norm_type: float, dtype: torch.dtype
     """The norms of whole tensors: ``[tensors]``, the same bits on every rank. One collective for each group.
 
     Args:
-        elements: those of every tensor that this rank speaks for, on one device.
+        elements: those of every tensor that this rank speaks for. The norms are where the first one's are.
         norm_type: any positive number, or infinity.
         dtype: in which the norms are computed.
         groups: the ranks that share the tensors, and perhaps others that share theirs.
@@ -53,7 +53,7 @@ def whole_norms(elements: Sequence[Tensor], norm_type: float, dtype: torch.dtype
     held = [some for some in elements if some.numel()]
     found = iter(foreach_norm(held, norm_type, dtype=dtype) if held else ())
     each = [next(found) if some.numel() else some.sum(dtype=dtype) for some in elements]
-    norms = torch.stack(each) if each else torch.zeros(0, dtype=dtype)
+    norms = torch.stack([norm.to(each[0].device) for norm in each]) if each else torch.zeros(0, dtype=dtype)
     # The ranks' norms are gathered, not reduced: every rank computes the same bits, and a NaN stays one.
     for group in groups:
         norms = torch.linalg.vector_norm(from_every_rank(norms, group), norm_type, dim=0)

@@ -10,29 +10,35 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from lightning_autotp.building.repeated_blocks import blocks_of_their_own
 from lightning_autotp.gradients.sums import hook_gradient
 from lightning_autotp.parallel.head import VocabParallelHead
 from lightning_autotp.parallel.head_product import compute_undone
 from lightning_autotp.parallel.logits import VocabParallelLogits
-from lightning_autotp.parameters.local_blocks import fsdp_modules, is_cut, reshard
+from lightning_autotp.parameters.local_blocks import fsdp_modules, is_cut, is_offloaded, plain, reshard
 from lightning_autotp.parameters.state import is_parallel, parallel_state
 from lightning_autotp.private.distributed_private import is_outermost
-from lightning_autotp.private.torch_private import after_backward, tree_leaves
+from lightning_autotp.private.torch_private import accumulated_hooks, after_backward, tree_leaves
 from lightning_autotp.private.transformers_private import set_waits_for_copies, waits_for_copies
 
 
 def shard_over_data(
-    model: nn.Module, mesh: DeviceMesh, lowered: Collection[str] = (), dtype: torch.dtype | None = None
+    model: nn.Module,
+    mesh: DeviceMesh,
+    lowered: Collection[str] = (),
+    dtype: torch.dtype | None = None,
+    cpu_offload: bool = False,
 ) -> frozenset[str]:
     """Cut the parameters of a local model over the data axis, in place; those on meta stay there.
 
@@ -49,11 +55,14 @@ def shard_over_data(
         lowered: names of parameters that may be gathered in 16 bits. Those in no block are gathered as they are stored,
             and so are those whose gradients the tensor-parallel ranks sum.
         dtype: these 16 bits.
+        cpu_offload: whether what is cut is in host memory, and on the device while it is gathered.
 
     Returns:
         The names of those that are gathered in 16 bits.
     """
     state = parallel_state(model)
+    state.cpu_offload = cpu_offload
+    memory = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
     summed = {place.parameter for place in state.places(model) if place.meta.grad_sync}
     names = {parameter: name for name, parameter in model.named_parameters() if name in lowered}
     low, done = names.keys() - summed, frozenset[str]()
@@ -73,7 +82,8 @@ def shard_over_data(
             policy = MixedPrecisionPolicy(dtype if is_low else None, sums, cast_forward_inputs=False)
             if is_low:
                 done |= {names[parameter] for parameter in gathered}
-            fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params={*module.parameters()} - gathered)
+            others = {*module.parameters()} - gathered
+            fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=memory, ignored_params=others)
     return done
 
 
@@ -181,6 +191,37 @@ def beside_fsdp(gradient: Tensor) -> Tensor:
     # FSDP2 adds to the same gradients on a stream of its own.
     torch.get_device_module(gradient.device).synchronize()
     return gradient
+
+
+def after_fsdp(parameter: Tensor) -> Tensor:
+    """A parameter whose gradients past FSDP2 are added when the backward pass ends; itself, if it is not offloaded.
+
+    What is in host memory gets such a gradient in the host's thread of the backward pass, and FSDP2 writes to the same
+    ``.grad`` in that of the device.
+    """
+    is_late = is_offloaded(parameter) and parameter.requires_grad and torch.is_grad_enabled()
+    return _AfterFSDP.apply(parameter) if is_late else parameter
+
+
+class _AfterFSDP(Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor) -> Tensor:
+        ctx.parameter = parameter
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> None:
+        after_backward(partial(_add_gradient, ctx.parameter, gradient))
+
+
+@torch.no_grad()
+def _add_gradient(parameter: Tensor, gradient: Tensor) -> None:
+    if parameter.grad is not None:
+        plain(parameter.grad).add_(plain(gradient))
+        return
+    parameter.grad = gradient.clone()
+    for hook in accumulated_hooks(parameter):
+        hook(parameter)
 
 
 def generate_gathered(model: Any, *args: Any, **kwargs: Any) -> Any:

@@ -160,12 +160,11 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor]:
 
 def _norms(parameters: Sequence[Tensor], table: ParameterTable, norm_type: float) -> Tensor:
     """The norms of the original model's gradients, ``[parameters]``, zero for those without one. Collective."""
-    device = parameters[0].device if parameters else torch.device("cpu")
     dtype = functools.reduce(torch.promote_types, (parameter.dtype for parameter in parameters), torch.float32)
     spread = next((found for parameter in parameters if (found := shard_group(parameter)) is not None), None)
     # What FSDP2 does not manage is in every copy of the model: the first one counts it.
     is_first_copy = spread is None or dist.get_rank(spread) == 0
-    elements = [torch.empty(0, dtype=dtype, device=device)] * len(parameters)
+    elements = [torch.empty(0, dtype=dtype, device=parameter.device) for parameter in parameters]
     for place, parameter in enumerate(parameters):
         if parameter.grad is not None and (is_first_copy or is_cut(parameter)):
             blocks = counted_blocks(parameter, table.meta(parameter), table.group)

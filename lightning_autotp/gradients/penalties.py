@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 
-from lightning_autotp.gradients.data_parallel import beside_fsdp
+from lightning_autotp.gradients.data_parallel import after_fsdp, beside_fsdp
 from lightning_autotp.gradients.linear_maps import linear, same
 from lightning_autotp.gradients.sums import keep_hooked
 from lightning_autotp.layouts.blocks import Block, index
@@ -76,13 +78,13 @@ def penalty(module: nn.Module, function: Terms, *, parameters: Iterable[Tensor |
 def _counted_sum(name: str, parameter: Tensor, function: Terms, table: ParameterTable) -> Tensor:
     """The sum of a parameter's terms that this rank speaks for; the gradient is that of all the rank has."""
     blocks = counted_blocks(parameter, table.meta(parameter), table.group)
-    given, gradient_sum = parameter, table.gradient_sum(parameter)
+    given, gradient_sum = after_fsdp(parameter), table.gradient_sum(parameter)
     if gradient_sum is not None and not is_cut(parameter):  # of what several ranks have, one gives it the gradient
         keep_hooked(parameter, gradient_sum)
         given = linear(parameter, same, functools.partial(_only, blocks))
     terms = function(name, given)
     _check(name, given, terms)
-    local = terms.to_local() if isinstance(terms, DTensor) else terms
+    local = _Local.apply(terms) if isinstance(terms, DTensor) else terms
     dtype = torch.promote_types(local.dtype, torch.float32)
 
     def counted(values: Tensor) -> Tensor:
@@ -95,6 +97,22 @@ def _counted_sum(name: str, parameter: Tensor, function: Terms, table: Parameter
         return gradient.to(local.dtype).expand(local.shape)
 
     return linear(local, counted, of_each)
+
+
+class _Local(Function):
+    """What is in this process of a ``DTensor``; ``to_local()`` brings the gradient to the device of the mesh."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        ctx.like = torch.empty_like(tensor, device="meta")
+        local = plain(tensor)
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        found = torch.empty_like(ctx.like, device=gradient.device)
+        plain(found).copy_(gradient)
+        return found
 
 
 def _only(blocks: tuple[Block, ...], values: Tensor) -> Tensor:

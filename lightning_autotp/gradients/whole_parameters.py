@@ -7,7 +7,7 @@ import functools
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
-from lightning_autotp.gradients.data_parallel import beside_fsdp
+from lightning_autotp.gradients.data_parallel import after_fsdp, beside_fsdp
 from lightning_autotp.gradients.linear_maps import linear
 from lightning_autotp.gradients.sums import keep_hooked
 from lightning_autotp.layouts.blocks import index
@@ -34,9 +34,9 @@ def full_tensor(module: nn.Module, parameter: Tensor | str) -> Tensor:
         parameter: the parameter itself as it is now, or its name in ``module``.
 
     Returns:
-        A tensor of the original shape, of the parameter's dtype, on its device and the same on every rank, of type
-        Invariant; it requires a gradient if the parameter does. A parameter that every rank has whole may come back as
-        it is: do not write to it.
+        A tensor of the original shape, of the parameter's dtype, where the model computes, the same on every rank, of
+        type Invariant; it requires a gradient if the parameter does. A parameter that every rank has whole may come
+        back as it is: do not write to it.
 
     Raises:
         RuntimeError: if no parallel model is found; in the backward pass, for second derivatives where FSDP2 has cut
@@ -75,7 +75,9 @@ def _joined(parameter: DTensor, gradient_sum: Hook | None) -> Tensor:
     The gradient goes the way of those that FSDP2 collects: summed over the ranks that share an element, averaged over
     the copies of the model, and each gets its rows.
     """
-    part = parameter.full_tensor(grad_placements=[Partial()])
+    here = after_fsdp(parameter).to(parameter.device_mesh.device_type)
+    assert isinstance(here, DTensor)
+    part = here.full_tensor(grad_placements=[Partial()])
     if part.requires_grad:
         part.register_hook(functools.partial(_mean, gradient_sum=gradient_sum, copies=parameter.device_mesh.size()))
     return part

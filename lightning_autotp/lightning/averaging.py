@@ -58,8 +58,9 @@ class _LocalAverages(private.WeightAveraging):
         if not _is_parallel(trainer):
             return
         reshard(pl_module)
-        device = torch.device(self.average_device if self.average_device is not None else pl_module.device)
-        if device.type != pl_module.device.type:
+        # By default where the parameters are, some of them perhaps in host memory.
+        device = None if self.average_device is None else torch.device(self.average_device)
+        if device is not None and device.type != pl_module.device.type:
             raise ValueError(
                 f"{type(self).__name__}(device={str(device)!r}): the averages of a divided model are gathered over its"
                 f" process group, which works on {pl_module.device.type}: leave device= out"

@@ -34,8 +34,9 @@ from lightning_autotp.lightning.starting import check_start
 from lightning_autotp.lightning.step_report import StepMeasure, StepReport
 from lightning_autotp.lightning.tracebacks import print_errors_briefly
 from lightning_autotp.parallel.collectives import all_gather_replicate
+from lightning_autotp.parameters.host_memory import to_device
 from lightning_autotp.parameters.state import parallel_models
-from lightning_autotp.pipeline import find_plan, materialize, refuse_unfit
+from lightning_autotp.pipeline import find_plan, materialize, refuse_offload, refuse_unfit
 from lightning_autotp.planning.checkpointing import KeptActivations, choose, memory_of
 from lightning_autotp.planning.rehearsal import Precision
 from lightning_autotp.private.distributed_private import default_store
@@ -87,6 +88,8 @@ class AutoTPBase(StrategyInternals):
             inputs for the backward pass, which computes them again. ``"offload"`` lets them keep all that they compute
             in host memory instead. ``"auto"`` is ``"blocks"`` if the first training step would not fit into a GPU, or
             into ``memory``, otherwise: it is rehearsed without values, with AdamW.
+        cpu_offload: FSDP2 keeps parameters, gradients and optimizer states in host memory, and brings a block's
+            parameters to the device while it runs; the optimizer steps on the CPU.
         save_async: write checkpoints in the background, from a copy in host memory, while training goes on.
         process_group_backend: by default gloo on CPUs, and on other devices both theirs and gloo
             (``"cpu:gloo,cuda:nccl"``): what ranks agree on between steps is on the host, and goes over gloo without
@@ -113,6 +116,7 @@ class AutoTPBase(StrategyInternals):
         sequence_parallel: bool | Literal["auto"] = False,
         async_tensor_parallel: bool = False,
         activation_checkpointing: Literal["blocks", "offload", "auto"] | None = None,
+        cpu_offload: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
@@ -140,7 +144,12 @@ class AutoTPBase(StrategyInternals):
             raise ValueError(
                 f'activation_checkpointing={activation_checkpointing!r}: it must be "blocks", "offload", "auto" or None'
             )
-        self.activation_checkpointing = activation_checkpointing
+        self.activation_checkpointing, self.cpu_offload = activation_checkpointing, cpu_offload
+        if cpu_offload and activation_checkpointing == "auto":
+            raise ValueError(
+                'activation_checkpointing="auto" predicts a step with all parameters on the GPU: with cpu_offload=True'
+                ' say "blocks", "offload" or None'
+            )
         self._broadcast_batches = broadcast_batches
         self.checked_optimizers = CheckedOptimizers()
         self.saving = CheckpointWriter(save_distributed_checkpoint, save_async)
@@ -229,8 +238,8 @@ class AutoTPBase(StrategyInternals):
 
     @property
     def copies(self) -> DeviceMesh | None:
-        """The mesh of the copies, if there are several; with replicas, they are a dim before that of their shards."""
-        return self._copies if self.data_ranks != 1 else None
+        """The mesh of the copies, if FSDP2 is to shard; with replicas, they are a dim before that of their shards."""
+        return self._copies if self.data_ranks != 1 or self.cpu_offload else None
 
     def over_copies(self, group: Any) -> dist.ProcessGroup:
         """The group of a collective that Lightning's API was given this ``group`` for.
@@ -267,13 +276,24 @@ class AutoTPBase(StrategyInternals):
 
     # --- models and data ---
 
-    def prepare(self, models: Iterable[nn.Module]) -> None:
+    def prepare(self, models: Iterable[nn.Module], precision: str) -> None:
         """Refuse models that cannot be made local, and see to what blocks of the others keep, if that is asked for.
+
+        Args:
+            models: that are whole yet.
+            precision: of their calls, as Lightning has it.
 
         Raises:
             CaptureError, QuantizationError, RuntimeError: as :func:`~lightning_autotp.pipeline.refuse_unfit`.
-            ValueError: if there are no blocks then.
+            ValueError: if there are no blocks then, or for ``cpu_offload`` with what it does not go with.
         """
+        if self.cpu_offload:
+            refuse_offload(self.tensor_parallel_group, self.copies)
+            if precision == "16-mixed":
+                raise ValueError(
+                    'precision="16-mixed" scales the loss, and torch\'s GradScaler takes no gradients in host memory:'
+                    ' with cpu_offload=True use "bf16-mixed"'
+                )
         for model in models:
             refuse_unfit(model)
             if self.activation_checkpointing == "blocks":
@@ -331,14 +351,14 @@ class AutoTPBase(StrategyInternals):
     # --- steps ---
 
     def measure_steps(self, models: Sequence[nn.Module], precision: str) -> None:
-        """Note what a step takes from now on, if there is one model, on several devices.
+        """Note what a step takes from now on, if there is one model, on several devices and not in host memory.
 
         Args:
             models: those that are trained.
             precision: of their calls, as Lightning has it.
         """
         self._measure = None
-        if len(models) == 1 and self.world_size > 1:
+        if len(models) == 1 and self.world_size > 1 and not self.cpu_offload:
             shards = self.copies.shape[-1] if self.copies is not None else 1
             self._measure = StepMeasure(models[0], self.root_device, shards, precision)
 
@@ -364,11 +384,13 @@ class AutoTPBase(StrategyInternals):
             machine: what the time is predicted for, as ``8xH100`` or a machine's file; by default what the GPUs are.
 
         Raises:
-            RuntimeError: if nothing is trained, or several models are.
+            RuntimeError: if nothing is trained, or several models are, or one with ``cpu_offload``.
             ValueError: for a machine that is not known.
         """
         if self._measure is None:
-            raise RuntimeError("strategy.report() is of a run that trains one model, on several devices")
+            raise RuntimeError(
+                "strategy.report() is of a run that trains one model, on several devices and not in host memory"
+            )
         return self._measure.report(machine)
 
     # --- models' values ---
@@ -387,11 +409,11 @@ class AutoTPBase(StrategyInternals):
             The handles of the gradients' hooks.
         """
         for model in models:
-            materialize(model, self.root_device, self.copies, _AUTOCAST.get(precision))
+            materialize(model, self.root_device, self.copies, _AUTOCAST.get(precision), self.cpu_offload)
         with raise_together(None, f"initializing the {type(module).__name__}'s own parameters"):
             fill_remaining(module)
         self.share_random_state()
-        module.to(self.root_device)
+        to_device(module, self.root_device)
         count_copies_once(module, self.data_parallel_group)
         averaged = {parameter for model, _ in parallel_models(module) for parameter in model.parameters()}
         return average_gradients(module, self.data_parallel_group, averaged)

@@ -43,9 +43,10 @@ from lightning_autotp.lightning.models_local import count_copies_once
 from lightning_autotp.lightning.optimizers import move_to_local, originals, owner_of, then_compute
 from lightning_autotp.optimizers.scaler import AgreedGradScaler
 from lightning_autotp.parallel.head_product import compute_undone
+from lightning_autotp.parameters.host_memory import states_to_parameters
 from lightning_autotp.parameters.state import is_parallel, parallel_models
 from lightning_autotp.pipeline import make_local
-from lightning_autotp.private.lightning_private import BackwardSync, optimizers_to_device
+from lightning_autotp.private.lightning_private import BackwardSync
 from lightning_autotp.private.torch_private import uncompiled
 from lightning_autotp.ranks.agreement import check_same_weights, raise_together
 from lightning_autotp.ranks.started import at_end_of_process
@@ -173,7 +174,7 @@ class AutoTPFabricStrategy(AutoTPBase, _ModelParallelStrategy):
                 )
             self._refuse_optimizers_of(module)
             models, precision = self._models_of(module), str(self.precision.precision)
-            self.prepare(model for model, _ in models)
+            self.prepare((model for model, _ in models), precision)
         for model, inputs in models:
             check_same_weights(model, None)
             self.fit_into_memory(model, inputs, precision)
@@ -403,7 +404,7 @@ class AutoTPFabricStrategy(AutoTPBase, _ModelParallelStrategy):
             self.load_module_state_dict(value, saved, strict)
         elif isinstance(value, Optimizer) and (owner := self._optimizers.get(value)) is not None:
             load_full_optimizer_state(value, saved, owner)
-            optimizers_to_device([value], self.root_device)
+            states_to_parameters([value], self.root_device)
         else:
             value.load_state_dict(saved)
 

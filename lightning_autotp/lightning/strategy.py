@@ -46,11 +46,11 @@ from lightning_autotp.lightning.optimizers import then_compute
 from lightning_autotp.lightning.summary import ParallelSummary
 from lightning_autotp.lightning.throughput import share_batches
 from lightning_autotp.optimizers.scaler import AgreedGradScaler
+from lightning_autotp.parameters.host_memory import states_to_parameters
 from lightning_autotp.private.lightning_private import (
     DeferredSignals,
     add_worker_init_fn,
     default_pg_timeout,
-    optimizers_to_device,
     summarize_as_before,
     summarize_with,
     syncs_batch_norms,
@@ -106,6 +106,7 @@ class AutoTPStrategy(AutoTPBase, ModelParallelStrategy):
         sequence_parallel: bool | Literal["auto"] = False,
         async_tensor_parallel: bool = False,
         activation_checkpointing: Literal["blocks", "offload", "auto"] | None = None,
+        cpu_offload: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         models: Sequence[str] = (),
@@ -128,6 +129,7 @@ class AutoTPStrategy(AutoTPBase, ModelParallelStrategy):
             sequence_parallel=sequence_parallel,
             async_tensor_parallel=async_tensor_parallel,
             activation_checkpointing=activation_checkpointing,
+            cpu_offload=cpu_offload,
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
@@ -190,9 +192,10 @@ class AutoTPStrategy(AutoTPBase, ModelParallelStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         module = self._module
+        precision, is_fitting = str(self.precision_plugin.precision), trainer.state.fn == TrainerFn.FITTING
         with raise_together(None, "looking for the model to parallelize"):
             models = find_models(module, self.example_inputs, self._models)
-            self.prepare(model for model, _ in models)
+            self.prepare((model for model, _ in models), precision)
         if self.activation_checkpointing == "auto" and len(models) > 1:
             raise ValueError(
                 f'activation_checkpointing="auto" is for one model, but {type(module).__name__} has {len(models)}: say'
@@ -207,7 +210,6 @@ class AutoTPStrategy(AutoTPBase, ModelParallelStrategy):
             groups = self.tensor_parallel_group, self.data_parallel_group
             self._exchange = BatchBoundarySync(trainer, *groups, self.root_device, self.checked_batches)
             self._signals = DeferredSignals(trainer, self._exchange)
-        precision, is_fitting = str(self.precision_plugin.precision), trainer.state.fn == TrainerFn.FITTING
         accumulates = trainer.accumulate_grad_batches > 1
 
         def fit_into_memory(model: nn.Module, example: Any) -> None:
@@ -239,7 +241,7 @@ class AutoTPStrategy(AutoTPBase, ModelParallelStrategy):
             self.measure_steps([model for model, _ in models], precision)
         self.setup_precision_plugin()
         if is_fitting:
-            optimizers_to_device(self.optimizers, self.root_device)
+            states_to_parameters(self.optimizers, self.root_device)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Make the optimizers, and refuse those that cannot work on parts of tensors."""
@@ -462,7 +464,7 @@ class AutoTPStrategy(AutoTPBase, ModelParallelStrategy):
         with raise_together(None, "loading the checkpoint's optimizer states"):
             for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
                 load_full_optimizer_state(optimizer, state, self._module)
-        optimizers_to_device(self.optimizers, self.root_device)
+        states_to_parameters(self.optimizers, self.root_device)
 
     def save_pretrained(self, directory: str | os.PathLike[str], model: nn.Module | None = None, **kwargs: Any) -> None:
         """Write the LightningModule's Hugging Face model so that plain ``from_pretrained`` loads it. Collective.

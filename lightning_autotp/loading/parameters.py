@@ -31,7 +31,8 @@ from lightning_autotp.building.weight_conversion import RecipeReader
 from lightning_autotp.layouts.blocks import Block, Box, in_units, index, whole_box
 from lightning_autotp.layouts.names import join_names
 from lightning_autotp.layouts.types import Shard
-from lightning_autotp.parameters.local_blocks import held_blocks, plain, with_values
+from lightning_autotp.parameters.host_memory import offloaded, to_device
+from lightning_autotp.parameters.local_blocks import held_blocks, plain
 from lightning_autotp.parameters.meta import ParameterMeta
 from lightning_autotp.parameters.quantized_weight import QuantizedWeight
 from lightning_autotp.parameters.state import ParameterPlace, model_group, parallel_models
@@ -122,25 +123,26 @@ def load_parameters(
     if wrong:
         raise CheckpointError("local parameters do not have the shapes that their layouts give:\n" + "\n".join(wrong))
     check_checkpoint(model)
+    homes = dict.fromkeys(waiting, torch.device(device or "cpu")) | dict.fromkeys(offloaded(model), torch.device("cpu"))
     with files_kept_open():
         for parameter, places in waiting.items():
             whole_rows = (extremes or {}).get(places[0].meta.name)
-            filled = _fill(parameter, places[0].meta, torch.device(device or "cpu"), whole_rows)
+            filled = _fill(parameter, places[0].meta, homes[parameter], whole_rows)
             for place in places:
                 parameters_of(place.module)[place.attribute] = filled
             told(parameter.nbytes)
     if device is not None:
-        model.to(device)
+        to_device(model, device)
 
 
 def _read(parameter: nn.Parameter, meta: ParameterMeta, device: torch.device) -> Tensor:
-    """The values of a parameter that belong into this process; of one that is quantized as they were loaded."""
+    """A parameter's values, laid out as the parameter is; of one that is quantized as they were loaded."""
     dtype = parameter.dtype if meta.format is None else meta.format.dtype  # a precision plugin may have changed it
-    values = torch.empty(plain(parameter).shape, dtype=dtype, device=device)
+    values = torch.empty_like(parameter, dtype=dtype, device=device, memory_format=torch.contiguous_format)
     recipe = meta.init_fn if isinstance(meta.init_fn, Recipe) else Recipe.given(meta.init_fn())  # type: ignore[misc]
     if recipe.target.size != meta.shape:
         raise CheckpointError(f"{meta.name} is initialized as {recipe.target.size} but has the shape {meta.shape}")
-    _copy(values, recipe, held_blocks(parameter, meta, meta.ranks))
+    _copy(plain(values), recipe, held_blocks(parameter, meta, meta.ranks))
     return values
 
 
@@ -188,7 +190,7 @@ def _fill(
     else:
         extremes = None if extremes is None else extremes * extremes.new_tensor([-1.0, 1.0])
         values = QuantizedWeight.of(_read(parameter, meta, device), meta.format, parameter.dtype, extremes)
-    filled = nn.Parameter(with_values(parameter, values), requires_grad=parameter.requires_grad)
+    filled = nn.Parameter(values, requires_grad=parameter.requires_grad)
     filled.__dict__.update(parameter.__dict__)
     meta.init_fn = None
     meta.need_initialize = False

@@ -295,10 +295,12 @@ class WholeMatrixOptimizer(Optimizer):
             )
         present = [whole for whole, kind in zip(self._wholes, kinds, strict=True) if kind != _ABSENT]
         present.sort(key=lambda whole: -whole.over_ranks.elements)
-        at_homes: dict[tuple[int, int], list[_Whole]] = {}
+        # What travels together is on one device.
+        at_homes: dict[str, dict[tuple[int, int], list[_Whole]]] = {}
         for whole in present:
-            at_homes.setdefault((whole.rank, whole.copy), []).append(whole)
-        rounds = itertools.zip_longest(*at_homes.values())
+            homes = at_homes.setdefault(whole.parameter.device.type, {})
+            homes.setdefault((whole.rank, whole.copy), []).append(whole)
+        rounds = [together for homes in at_homes.values() for together in itertools.zip_longest(*homes.values())]
         return [[whole for whole in together if whole is not None] for together in rounds]
 
     def _step_round(self, wholes: Sequence[_Whole], errors: list[Exception]) -> None:

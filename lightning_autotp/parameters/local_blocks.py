@@ -9,6 +9,7 @@ original tensor are here, or how often an element counts, asks this module, with
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -66,6 +67,11 @@ def is_cut(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor)
 
 
+def is_offloaded(tensor: Tensor) -> bool:
+    """Whether a tensor that FSDP2 has cut is in host memory, and gathered on another device."""
+    return isinstance(tensor, DTensor) and tensor.device.type == "cpu" != tensor.device_mesh.device_type
+
+
 def shard_group(tensor: Tensor) -> dist.ProcessGroup | None:
     """The data-parallel ranks over which FSDP2 has cut a tensor, or ``None``: all of them, or those of a replica."""
     return tensor.device_mesh.get_group(tensor.device_mesh.ndim - 1) if isinstance(tensor, DTensor) else None
@@ -119,19 +125,12 @@ def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Let FSDP2 put its parameters back in place: after a forward without backward some are still gathered."""
+    """Let FSDP2 put its parameters back in place: after a forward without backward some are still gathered.
+
+    What is offloaded may be written afterwards: the device has taken what it was to have of it.
+    """
     for module in fsdp_modules(model):
         module.reshard()
-
-
-def with_values(tensor: Tensor, values: Tensor) -> Tensor:
-    """A tensor that lies over the data axis as ``tensor`` (which may be on meta) does, and has ``values`` here.
-
-    Args:
-        tensor: whose layout it gets.
-        values: the elements that are to be in this process, shaped like :func:`plain` of ``tensor``.
-    """
-    if not isinstance(tensor, DTensor):
-        return values
-    mesh, placements = tensor.device_mesh, tensor.placements
-    return DTensor.from_local(values, mesh, placements, shape=tensor.shape, stride=tensor.stride())
+    offloaded = [each for each in model.parameters() if isinstance(each, DTensor) and is_offloaded(each)]
+    for device in {each.device_mesh.device_type for each in offloaded}:
+        torch.get_device_module(device).synchronize()

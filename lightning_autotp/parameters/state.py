@@ -75,6 +75,7 @@ class ParallelState:
         forwards: what ran each of its modules when it was divided: a function of its class, or what was on the object.
         writes: which of its parts were written by code that is not known to be right; none of a copy's.
         gathers: which of its parameters FSDP2 gathers in 16 bits, if any.
+        cpu_offload: whether those that FSDP2 has cut are in host memory.
         guard: what checks around every use that it still is what was proved
             (:class:`~lightning_autotp.guard.guard.Guard`).
     """
@@ -92,6 +93,7 @@ class ParallelState:
     forwards: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
     writes: Writes = field(default_factory=Writes)
     gathers: LoweredGathers | None = None
+    cpu_offload: bool = False
     guard: object = None
     # Weak: a part of the model that is thrown away is gone.
     # By id: the hash of a torchmetrics.Metric is another one after each update.
@@ -175,7 +177,7 @@ class ParallelState:
         """
         metas = {id(meta): replace(meta) for meta in self.metas.values()}
         made = ParallelState(self.plan, self.group, {name: metas[id(meta)] for name, meta in self.metas.items()})
-        made.sources = dict(self.sources)
+        made.sources, made.cpu_offload = dict(self.sources), self.cpu_offload
         made.gradient_sums, made.gradient_hooks = dict(self.gradient_sums), dict(self.gradient_hooks)
         made.guard = twins.get(id(self.guard))  # which hooks of a deep copy have
         made.parts, made.given, made.outer, made.modules = self.parts, self.given, self.outer, self.modules

@@ -21,9 +21,6 @@ from lightning.fabric.plugins.environments import ClusterEnvironment
 # Seeds a loader's workers by the rank that reads it.
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn as add_worker_init_fn
 
-# Puts optimizers' states where their parameters are.
-from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
-
 # The random states that all ranks begin with: of Python, numpy and torch. isolate_rng is public and only restores them.
 from lightning.fabric.utilities.seed import _collect_rng_states as collect_rng_states
 from lightning.fabric.utilities.seed import _set_rng_states as set_rng_states
@@ -59,7 +56,6 @@ __all__ = [
     "default_pg_timeout",
     "get_human_readable_count",
     "make_optimizers",
-    "optimizers_to_device",
     "set_rng_states",
     "summarize_as_before",
     "summarize_with",

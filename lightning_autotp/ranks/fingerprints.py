@@ -74,7 +74,10 @@ class Fingerprints:
         A place that some rank has not come to is left out.
         """
         noted, self._noted = self._noted, []
-        values = torch.cat([one.numbers.double() for one in noted]).cpu() if noted else torch.zeros(0)
+        # Parameters may be on the host, and what is computed of them on the device.
+        where = next((one.numbers.device for one in noted if one.numbers.device.type != "cpu"), torch.device("cpu"))
+        numbers = [one.numbers.double().to(where, non_blocking=True) for one in noted]
+        values = torch.cat(numbers).cpu() if noted else torch.zeros(0)
         parts = values.split([len(one.numbers) for one in noted])
         own = [one._replace(numbers=part) for one, part in zip(noted, parts, strict=True)]
         everyone = [_by_visit(of_rank) for of_rank in gather_objects(own, group)]

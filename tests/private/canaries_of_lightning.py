@@ -74,15 +74,6 @@ def _(make: Any) -> None:
     assert [one.optimizer for one in module.optimizers()] == optimizers
 
 
-@canary("lightning.fabric.utilities.optimizer._optimizers_to_device")
-def _(move: Any) -> None:
-    weight = nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([weight], momentum=0.5)
-    optimizer.state[weight]["momentum_buffer"] = torch.ones(2)
-    move([optimizer], torch.device("meta"))
-    assert optimizer.state[weight]["momentum_buffer"].is_meta
-
-
 @canary("lightning.fabric.utilities.seed._collect_rng_states", "lightning.fabric.utilities.seed._set_rng_states")
 def _(_: Any) -> None:
     import random

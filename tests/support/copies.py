@@ -122,7 +122,7 @@ def four_ranks(directory: str) -> dict[str, Any]:
     seen["parity"] = trained(AutoTPStrategy(2, 2), 4)
     seen["sequence parallel"] = trained(AutoTPStrategy(2, 2, sequence_parallel=True), 4)
     seen["clipped"] = trained(AutoTPStrategy(2, 2), 4, **CLIPPED)
-    seen["by value"] = trained(AutoTPStrategy(2, 2), 4, **BY_VALUE)
+    seen["by value"] = trained(AutoTPStrategy(2, 2, cpu_offload=True), 4, **BY_VALUE)
     for name, options in FORMATS.items():
         trained(AutoTPStrategy(2, 2, **options), 4, max_steps=HALF, save=folder / f"2x2 {name}.ckpt")
         seen[f"resumed {name}"] = trained(AutoTPStrategy(2, 2), 4, ckpt_path=folder / f"2x2 {name}.ckpt")

@@ -77,12 +77,15 @@ at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::opti
   return at::detail::empty_strided_generic(size, stride, &memory, kKeys, c10::dtype_or_default(dtype));
 }
 
-// The same memory, as the CPU sees it.
+// The same memory, as the CPU sees it; it is there for as long as it is seen, as what is being sent must be.
 at::Tensor on_host(const at::Tensor& tensor) {
   if (!tensor.defined() || tensor.device().type() != kDevice) return tensor;
+  auto* owner = new c10::Storage(tensor.storage());
   auto storage = c10::make_intrusive<c10::StorageImpl>(
-      c10::StorageImpl::use_byte_size_t(), tensor.storage().nbytes(),
-      c10::DataPtr(tensor.storage().mutable_data(), c10::Device(c10::DeviceType::CPU)), nullptr, false);
+      c10::StorageImpl::use_byte_size_t(), owner->nbytes(),
+      c10::DataPtr(owner->mutable_data(), owner, [](void* held) { delete static_cast<c10::Storage*>(held); },
+                   c10::Device(c10::DeviceType::CPU)),
+      nullptr, false);
   auto seen = at::detail::make_tensor<c10::TensorImpl>(
       c10::Storage(storage), c10::DispatchKeySet(c10::DispatchKey::CPU), tensor.dtype());
   seen.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides(), tensor.storage_offset());

@@ -138,6 +138,7 @@ def begin() -> None:
     fully_sharded._move_states_to_device = _move  # as torch cannot set the data of one device to that of this one
     torch._C._distributed_c10d.Backend.options = property(library.options_of)  # as those that can be split have
     dist.Backend.register_backend(BACKEND, make, devices=[NAME])
+    dist.Backend.backend_capability["gloo"].append(NAME)  # as it names CUDA, which a group of gloo alone is asked for
 
 
 def _move(parameters: list[Tensor], buffers: list[Tensor], device: torch.device) -> None:

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from lightning import Fabric
 from lightning.pytorch.plugins import MixedPrecision
 from mixture_configs import MIXTURES
+from offloading import HALF, STEPS, with_and_without
+from offloading import RUNS as OFFLOADED
 from second_device import BACKEND, NAME, SecondDevice, Waits
 from tiny import tiny_model, token_batch
 from torch import Tensor
@@ -184,21 +186,22 @@ RUNS: dict[str, Callable[[], Waits]] = {
 """How a step is made, in processes as Lightning begins them."""
 
 
-def runs() -> dict[str, Any]:
+def runs(directory: str) -> dict[str, Any]:
     second_device.begin()
     found = {name: run() for name, run in RUNS.items()}
     results = {
         **{name: waits.own for name, waits in found.items()},
         "backend": dist.get_backend(),
         "alone": on_the_device_alone(),
+        "offloaded": with_and_without(directory),
     }
     atexit._run_exitfuncs()
     return {**results, "is ended": not dist.is_initialized()}
 
 
 @pytest.fixture(scope="module")
-def found() -> list[dict[str, Any]]:
-    return run_launched(runs, 2)
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_launched(runs, 2, str(tmp_path_factory.mktemp("offloaded")))
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -227,3 +230,40 @@ def test_a_group_of_the_device_alone_is_given_nothing_of_the_host(found: list[di
         assert torch.equal(alone["batch"], batch["input_ids"])
         for name, parameter in whole.named_parameters():
             torch.testing.assert_close(alone["gradients"][name], parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+RESUMED = dict.fromkeys(["resumed from a file", "resumed from a directory", "Fabric, resumed"], STEPS - HALF)
+
+
+@pytest.mark.parametrize("name", [*OFFLOADED, "Fabric", *RESUMED])
+def test_what_is_in_host_memory_is_trained_alike(name: str, found: list[dict[str, Any]]) -> None:
+    for seen in found:
+        without, offloaded = seen["offloaded"][name]
+        assert offloaded["losses"]
+        assert len(offloaded["losses"]) == RESUMED.get(name, len(offloaded["losses"]))
+        # A penalty is summed in another order.
+        exact: dict[str, float] = {"rtol": 1e-6, "atol": 1e-6} if name == "loop" else {"rtol": 0, "atol": 0}
+        for kind in ("losses", "gradients", "weights"):
+            torch.testing.assert_close(offloaded[kind], without[kind], **exact)
+
+
+@pytest.mark.parametrize("name", [*OFFLOADED, "Fabric", *RESUMED])
+def test_offloaded_are_the_parameters_that_are_sharded(name: str, found: list[dict[str, Any]]) -> None:
+    for seen in found:
+        without, offloaded = seen["offloaded"][name]
+        assert offloaded.get("computed on", {NAME}) == {NAME}
+        for kind in ("parameters on", "gradients on", "states on"):
+            places = offloaded.get(kind, {})
+            assert all(device == ("cpu" if is_sharded else NAME) for is_sharded, device in places.values())
+            assert {device for _, device in without.get(kind, {}).values()} <= {NAME}
+        assert sum(is_sharded for is_sharded, _ in offloaded["parameters on"].values()) == 21
+        assert sum(is_sharded for is_sharded, _ in offloaded["states on"].values()) >= 3
+
+
+def test_what_does_not_go_with_host_memory_is_refused(found: list[dict[str, Any]]) -> None:
+    for seen in found:
+        errors = seen["offloaded"]["errors"]
+        assert "torch's GradScaler takes no gradients in host memory" in errors["scaled"]
+        assert "with cpu_offload=True say" in errors["auto"]
+        assert "give one, of a single rank for one copy" in errors["no mesh"]
+        assert 'init_process_group("cpu:gloo,cuda:nccl")' in errors["device alone"]

@@ -155,7 +155,9 @@ def unequal(strategies: list[Any]) -> dict[str, Any]:
 
 def four_ranks(directory: str) -> dict[str, Any]:
     folder = Path(directory)
-    strategies = [AutoTPStrategy(2, 2, **FORMATS[kind]) for kind in ("file", "directory", "file")]
+    strategies = [
+        AutoTPStrategy(2, 2, **FORMATS[kind], cpu_offload=kind == "directory") for kind in ("file", "directory", "file")
+    ]
     seen = averaged(strategies, EMAWeightAveraging, WeightAveraging, folder)
     seen["unequal"] = unequal([AutoTPStrategy(2, 2) for _ in range(3)])
     return seen | {case: tuned(case, folder, AutoTPStrategy(2, 2)) for case in ADAPTERS}
