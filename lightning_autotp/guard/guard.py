@@ -11,7 +11,7 @@ from __future__ import annotations
 from itertools import count
 from operator import attrgetter
 from typing import Any
-from weakref import WeakSet, finalize
+from weakref import WeakKeyDictionary, WeakSet, finalize
 
 import torch
 from torch import nn
@@ -29,6 +29,7 @@ from lightning_autotp.guard.methods import StandIns
 from lightning_autotp.guard.standalone import ForwardDepth, StandaloneCall, is_outer
 from lightning_autotp.guard.state_dicts import mark_as_part, refuse_other_parts, refuse_whole_tensors
 from lightning_autotp.guard.user_hooks import UserHooks
+from lightning_autotp.optimizers.stepping import step_as_before, step_one_by_one
 from lightning_autotp.parameters.forwards import forward_of
 from lightning_autotp.parameters.known_writes import parts_before_use, parts_of
 from lightning_autotp.parameters.snapshot import Snapshot
@@ -251,6 +252,8 @@ _live: WeakSet[Guard] = WeakSet()
 """The guards of this process. Optimizers belong to no model: whatever steps, all of them are asked."""
 _numbers = count()
 _steps: list[RemovableHandle] = []
+_one_by_one: WeakKeyDictionary[Optimizer, list[dict[str, Any]]] = WeakKeyDictionary()
+"""The groups of optimizers that are stepping which are taken one by one meanwhile."""
 
 
 def _guards() -> list[Guard]:
@@ -276,8 +279,10 @@ def _forget_steps() -> None:
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
     for guard in _guards():
         guard.before_step(optimizer)
+    _one_by_one[optimizer] = step_one_by_one(optimizer)
 
 
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
+    step_as_before(_one_by_one.pop(optimizer, []))
     for guard in _guards():
         guard.after_step(optimizer)

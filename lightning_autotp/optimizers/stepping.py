@@ -6,6 +6,10 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from torch.optim import Optimizer
+
+from lightning_autotp.parameters.local_blocks import is_cut
+
 
 def plain_step(optimizer: Any) -> Callable[..., Any]:
     """The step of an optimizer's class, which takes the optimizer, without the hooks that users register for all."""
@@ -19,3 +23,37 @@ def needs_closure(optimizer: Any) -> bool:
     """Whether a step cannot be made without a closure."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is closure.empty
+
+
+def step_one_by_one(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Let an optimizer take its parameters one by one where FSDP2 has cut some of them: lists of both are an error.
+
+    On accelerators torch takes lists by default.
+
+    Returns:
+        The groups that :func:`step_as_before` is to be given after the step.
+
+    Raises:
+        ValueError: for a group with both that is to be stepped at once.
+    """
+    changed = []
+    for group in optimizer.param_groups:
+        if len({is_cut(parameter) for parameter in group["params"] if parameter.requires_grad}) < 2:
+            continue
+        if group.get("fused") or group.get("foreach"):
+            option = "fused" if group.get("fused") else "foreach"
+            raise ValueError(
+                f"{type(optimizer).__name__}(..., {option}=True) steps parameters at once of which FSDP2 has sharded"
+                f" some and others not (scalars, parameters outside of the model): leave {option} out, or give these"
+                " others a group of their own"
+            )
+        if group.get("foreach", False) is None:
+            group["foreach"] = False
+            changed.append(group)
+    return changed
+
+
+def step_as_before(groups: list[dict[str, Any]]) -> None:
+    """Let torch decide again how these groups are stepped."""
+    for group in groups:
+        group["foreach"] = None

@@ -19,7 +19,7 @@ from offloading import HALF, STEPS, with_and_without
 from offloading import RUNS as OFFLOADED
 from second_device import BACKEND, NAME, SecondDevice, Waits
 from tiny import tiny_model, token_batch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from trainer_ranks import run_launched
 
@@ -54,12 +54,13 @@ class Task(L.LightningModule):
     def __init__(self, model: dict[str, Any]) -> None:
         super().__init__()
         self.sizes = model
+        self.scale = nn.Parameter(torch.ones(3))  # not the model's, so FSDP2 does not shard it
 
     def configure_model(self) -> None:
         self.model = build(**self.sizes)
 
     def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
-        return self.model(**batch, use_cache=False).loss
+        return self.scale.mean() * self.model(**batch, use_cache=False).loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters())
