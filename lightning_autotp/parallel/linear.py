@@ -312,7 +312,9 @@ class RowParallelLinear(nn.Linear, NotesRuns):
             output = all_reduce(output, self.group)
         elif bias is not None:
             bias = keep_once(bias, self.group)
-        return output if bias is None else output + bias.to(output.dtype)  # autocast's
+        if bias is not None and bias.dtype != output.dtype:  # under autocast
+            bias = bias.to(output.dtype)
+        return output if bias is None else output + bias
 
     def extra_repr(self) -> str:
         """What ``repr`` shows: whole and local sizes, and the flags."""

@@ -50,6 +50,7 @@ INTERNAL = {
     "UnknownSize",
     "Unknown",
     "_Untraceable",
+    "_NotTold",
     "_Reason",
     "NotRun",
     "NoSuchPlace",

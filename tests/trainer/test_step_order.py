@@ -81,6 +81,7 @@ STEPS = {
         "lightning/loaders.py: ComparedFirst.__call__",
         "guard/checked.py: CheckedCalls.__call__",
         *IN_A_FORWARD,
+        "lightning/fabric.py: AutoTPFabricStrategy.backward",
         *IN_A_BACKWARD,
         "lightning/fabric.py: AutoTPFabricStrategy.clip_gradients_norm",
         "lightning/fabric.py: AutoTPFabricStrategy.optimizer_step",
