@@ -38,13 +38,17 @@ def step_one_by_one(optimizer: Optimizer) -> list[dict[str, Any]]:
     """
     changed = []
     for group in optimizer.param_groups:
-        if len({is_cut(parameter) for parameter in group["params"] if parameter.requires_grad}) < 2:
+        lists: dict[tuple[Any, Any], set[bool]] = {}  # torch makes one for each device and dtype
+        for parameter in group["params"]:
+            if parameter.requires_grad and parameter.dim():  # scalars may be among either
+                lists.setdefault((parameter.device, parameter.dtype), set()).add(is_cut(parameter))
+        if all(len(sorts) == 1 for sorts in lists.values()):
             continue
         if group.get("fused") or group.get("foreach"):
             option = "fused" if group.get("fused") else "foreach"
             raise ValueError(
                 f"{type(optimizer).__name__}(..., {option}=True) steps parameters at once of which FSDP2 has sharded"
-                f" some and others not (scalars, parameters outside of the model): leave {option} out, or give these"
+                f" some and others not (parameters outside of the model): leave {option} out, or give these"
                 " others a group of their own"
             )
         if group.get("foreach", False) is None:

@@ -47,7 +47,7 @@ from torch._subclasses.schema_check_mode import SchemaCheckMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
 # Modes that see functions, taken off and put back.
-from torch.nn.modules import module as every
+from torch.nn.modules import module as modules
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import (
     TorchFunctionMode,
@@ -537,10 +537,10 @@ class ModuleHooks:
 def hooks_of_all_modules() -> dict[int, Callable[..., Any]]:
     """The hooks that every module of this process runs, by number. Only adding one is public."""
     tables = (
-        every._global_forward_pre_hooks,
-        every._global_forward_hooks,
-        every._global_backward_pre_hooks,
-        every._global_backward_hooks,
+        modules._global_forward_pre_hooks,
+        modules._global_forward_hooks,
+        modules._global_backward_pre_hooks,
+        modules._global_backward_hooks,
     )
     return {number: hook for table in tables for number, hook in table.items()}
 
