@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary, WeakSet, finalize
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -279,10 +280,12 @@ def _forget_steps() -> None:
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
     for guard in _guards():
         guard.before_step(optimizer)
-    _one_by_one[optimizer] = step_one_by_one(optimizer)
+        if isinstance(guard.model, FSDPModule) and optimizer not in _one_by_one:
+            _one_by_one[optimizer] = step_one_by_one(optimizer)
 
 
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
-    step_as_before(_one_by_one.pop(optimizer, []))
+    if optimizer in _one_by_one:
+        step_as_before(_one_by_one.pop(optimizer))
     for guard in _guards():
         guard.after_step(optimizer)
