@@ -21,7 +21,7 @@ from lightning_autotp.capture import vmap as transforms
 from lightning_autotp.capture.nested import leaves_of
 from lightning_autotp.layouts.places import Boundary
 from lightning_autotp.parameters.state import parallel_state
-from lightning_autotp.parameters.whole_tensors import whole_tensors
+from lightning_autotp.parameters.whole_tensors import whole_states, whole_tensors
 from lightning_autotp.private.torch_private import has_values, is_compiled_itself, is_in_backward, without_modes
 from lightning_autotp.ranks.fingerprints import Difference, Fingerprints
 
@@ -79,7 +79,7 @@ class ComparedValues:
         """Before an optimizer steps with gradients. Collective after a forward that was compared.
 
         Raises:
-            DifferentOnRanks: naming the first place in the backward pass, on every rank.
+            DifferentOnRanks: naming the first place in the backward pass, or an optimizer's state, on every rank.
         """
         if not self._waits_for_gradients:
             return
@@ -88,6 +88,8 @@ class ComparedValues:
             return
         self._waits_for_gradients = False
         with without_modes():
+            for name, state in whole_states(self.model, optimizer):
+                self._backward.note(name, state)
             self._refuse(self._backward.compare(parallel_state(self.model).group.process_group))
 
     def _note(self, path: str, side: str, value: Any) -> None:

@@ -23,7 +23,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_autotp.parameters.state import parallel_models
-from lightning_autotp.parameters.whole_tensors import whole_tensors
+from lightning_autotp.parameters.whole_tensors import whole_states, whole_tensors
 from lightning_autotp.ranks.agreement import largest_of_all
 from lightning_autotp.ranks.consistency import ReplicaConsistency
 from lightning_autotp.ranks.drift import Drift
@@ -51,7 +51,7 @@ class BatchBoundarySync:
         self._loop: tuple[Any, ...] = ()
         self._seen = Counter[int]()  # by dataloader
         self._losses, self._where = Losses(), ""
-        self._drift = Drift(self._whole_tensors)
+        self._drifts = Drift(self._whole_tensors), Drift(self._whole_states)
 
     def __call__(self, asked: Sequence[bool] = (), everyone: bool = True) -> list[bool]:
         """Which of several questions any rank answers with yes. Collective, over every rank or one copy's.
@@ -68,16 +68,18 @@ class BatchBoundarySync:
         numbers = [int(answer) for answer in asked]
         if self._consistency is not None:
             copies, copy = (self._copies, self._copy) if everyone else (1, 0)
-            own = self._consistency.fingerprint(), self._losses.bounds(), self._drift.bounds()
+            drifts = [drift.bounds() for drift in self._drifts]
+            own = self._consistency.fingerprint(), self._losses.bounds(), *drifts
             for said in own:
                 numbers += [*len(said) * copy * [LOWEST], *said, *len(said) * (copies - copy - 1) * [LOWEST]]
         largest = largest_of_all(numbers, group)
         if self._consistency is not None:
             rest = iter(largest[len(asked) :])
-            of_all = [list(islice(rest, len(said) * copies)) for said in own]
-            self._consistency.settle(of_all[0], group)
-            self._drift.settle(of_all[2], group)  # it says what, where a loss only says that something is
-            self._losses.settle(of_all[1], group)
+            fingerprints, losses, *drifts_of_all = [list(islice(rest, len(said) * copies)) for said in own]
+            self._consistency.settle(fingerprints, group)
+            for drift, of_all in zip(self._drifts, drifts_of_all, strict=True):
+                drift.settle(of_all, group)  # it says what, where a loss only says that something is
+            self._losses.settle(losses, group)
         return [bool(answer) for answer in largest[: len(asked)]]
 
     def note(self, batch: Any, dataloader_idx: int) -> None:
@@ -121,12 +123,19 @@ class BatchBoundarySync:
             f" {trainer.current_epoch}, step {trainer.global_step})"
         )
         self._consistency.note(batch, self._where)
-        self._drift.note()
+        for drift in self._drifts:
+            drift.note()
 
     def _whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
         for model, _ in parallel_models(self._trainer.lightning_module):
             with suppress(RuntimeError):  # of a model that was changed, its own look says how
                 yield from whole_tensors(model)
+
+    def _whole_states(self) -> Iterator[tuple[str, Tensor]]:
+        for model, _ in parallel_models(self._trainer.lightning_module):
+            for optimizer in self._trainer.optimizers:
+                with suppress(RuntimeError):
+                    yield from whole_states(model, optimizer)
 
 
 class _Noting(Iterator[Any]):

@@ -260,6 +260,22 @@ def under_a_mode(block: NormedBlock, normed: Tensor, hidden: Tensor) -> Tensor:
 USES = as_traced, under_a_mode, without_sum, twice, norm_of_a_part
 
 
+def said_of_a_state(rank: int) -> str:
+    """What is said of an optimizer's state of a whole parameter that one rank alone has written."""
+    model = nn.Sequential(nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH))
+    x = torch.randn(2, 7, WIDTH)
+    parallelize(model, dist.group.WORLD, example_inputs=x, plan_cache=False)  # type: ignore[arg-type]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    bias = model[1].bias
+    optimizer.state[bias]["momentum_buffer"] = torch.full_like(bias.detach(), float(rank))
+    (model(x) * x).sum().backward()
+    try:
+        optimizer.step()
+    except DifferentOnRanks as error:
+        return str(error)
+    return ""
+
+
 def said_of(rank: int, size: int) -> dict[tuple[str, bool, bool], str]:
     """What is said of each way to use the weights: as a kernel or not, with gradients or not."""
     said = {}
@@ -283,6 +299,7 @@ def said_of(rank: int, size: int) -> dict[tuple[str, bool, bool], str]:
         said[use.__name__, is_kernel, with_gradients] = found
         assert [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()] == hooks
         assert not torch.overrides._get_current_function_mode_stack()
+    said["a state", True, True] = said_of_a_state(rank)
     for transform in (torch.func.grad, torch.func.vmap):
         with pytest.raises(RuntimeError, match=r"is called under a function transform .* create_graph=True"):
             transform(lambda x: model(x[None]).sum())(x)
@@ -302,6 +319,7 @@ def test_code_that_no_trace_shows_is_followed_or_compared(ranks: int) -> None:
                 assert f"it calls {function} at test_other_paths:" in found or use == "without_sum", found
             found = said["without_sum", True, with_gradients]  # a sum is missing in the forward
             assert "The first is the output of 1 (an input of 1.inner is still alike)" in found
+        assert "The first is momentum_buffer of 1.bias" in said["a state", True, True]
         assert said["twice", True, False] == ""  # without gradients, a part of a product needs no sum
         assert (
             "The first is the gradient of the output of 2.norm (the gradient of the output of 2.out is still"

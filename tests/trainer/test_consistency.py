@@ -339,6 +339,17 @@ class Drifting(Net):
         self.net.batches += 1 + 0.01 * (self.trainer.global_rank == 1 and self.trainer.global_step > 5)
 
 
+class DriftingState(Net):
+    """Writes into what an optimizer remembers of a whole bias, on one rank. No parameter shows it."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=0.0)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.trainer.global_rank == 1 and self.trainer.global_step > 5:
+            self.trainer.optimizers[0].state[self.net[3].bias]["exp_avg"].add_(1.0)
+
+
 class Counting(TorchDispatchMode):
     """Counts collectives, as PyTorch sees them."""
 
@@ -415,6 +426,7 @@ def unlike(folder: str) -> dict[str, Any]:
 
     found["local draws"] = fit(Net("local"), loader(), strategy=AutoTPStrategy(checked_steps=0))
     found["drift"] = fit(Drifting(), loader())
+    found["drift of a state"] = fit(DriftingState(), loader())
     found["own loss"] = fit(OwnLoss(), loader())
     found["own loss, accumulated"] = fit(OwnLoss(), loader(), accumulate_grad_batches=4)
     found["draws on one rank"] = fit(Net("one rank"), loader())
@@ -525,6 +537,19 @@ def test_a_whole_tensor_that_differs_is_an_error_on_every_rank(world_size: int, 
     assert len(sums) == world_size
     assert sums[1] > sums[0]
     assert progress[:2] in ([7, 7], [8, 8])
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+def test_an_optimizer_state_of_a_whole_tensor_that_differs_is_an_error_on_every_rank(
+    world_size: int, folder: Any
+) -> None:
+    """There are three of the bias, which take turns."""
+    [(error, *progress)] = {seen["drift of a state"] for seen in ranks(world_size, folder)}
+    assert error.startswith("RuntimeError: a tensor that every rank of a tensor-parallel group has whole has become")
+    sums = [float(value) for value in re.findall(r"rank \d: exp_avg of 3.bias, of norm .* and sum (-?[\d.]+)", error)]
+    assert len(sums) == world_size
+    assert sums[1] > sums[0] + 1
+    assert progress[0] in (7, 8, 9)
 
 
 @pytest.mark.parametrize("world_size", SIZES)
