@@ -79,6 +79,7 @@ class PlanConstraints:
         is_other_call: bool,
     ) -> None:
         self._plan, self._touching, self._layout_of = plan, touching, layout_of
+        self._tensors = graph.tensors
         self._is_free = is_other_call
         self._layers = {use.module for use in plan.implementations if use.call is None}
         self._numbers = {(sharding.axes, sharding.runs_by_rank): number for number, sharding in enumerate(shardings)}
@@ -161,7 +162,13 @@ class PlanConstraints:
         for number in numbers:
             if _is_like(self._layout_of(tensor, number), layout):
                 return number
-        raise PlanMismatch(f"{what} is planned as {layout}, but the model's code allows no such cut of it")
+        shape, why = self._tensors[tensor].shape, ""
+        if any(dim < len(shape) and shape[dim] == 1 for dim, _ in layout.dims):
+            why = (
+                f": it is {list(shape)} here, and a dim of one element cannot be told from no dim. If that is one token"
+                " in each row, give two or more, or a cache, or plan without sequence_parallel"
+            )
+        raise PlanMismatch(f"{what} is planned as {layout}, but the model's code allows no such cut of it{why}")
 
 
 def _is_like(layout: Layout | None, other: Layout | None) -> bool:

@@ -208,6 +208,8 @@ def alone(rank: int, size: int) -> None:
     assert torch.allclose(*given)
     with pytest.raises(UnprovedCall, match="called in another way than it was traced"):
         model(inputs_embeds=embeds.detach())
+    with pytest.raises(UnprovedCall, match=r"it is \[2, 1, \d+\] here, .* one token in each row, give two or more"):
+        model(input_ids=ids[:, :1], use_cache=False)
     all_hidden = [each(input_ids=ids, output_hidden_states=True).hidden_states for each in (model, reference)]
     for found, wanted in zip(*all_hidden, strict=True):
         assert torch.allclose(found, wanted)
