@@ -229,11 +229,17 @@ def _implemented(use: Use, operator: Operator, shapes: Any, solution: Solution) 
     if change is not None:
         yield _Expected(f"record:{TRANSITIONS[change].name}", (("input", (result,)),), ((total, shape),), operator)
     if added:
+        bias, dtype = solution.graph.tensors[added.tensor], solution.graph.tensors[target].dtype
         if use.output == DEFERRED_SUM:  # it counts once
             once, name = ("once", target), f"record:{TRANSITIONS['I', 'P'].name}"
-            whole = solution.graph.tensors[added.tensor].shape
-            yield _Expected(name, (("input", (added,)),), ((once, whole),), operator)
+            yield _Expected(name, (("input", (added,)),), ((once, bias.shape),), operator)
             added = once
+        if bias.dtype != dtype:  # under autocast
+            cast = ("cast", target)
+            yield _Expected(
+                "aten.to.dtype", (("self", added), ("dtype", f"torch.{dtype}")), ((cast, bias.shape),), operator
+            )
+            added = cast
         yield _Expected(
             "aten.add.Tensor", (("self", total), ("other", added), ("alpha", 1)), ((target, shape),), operator
         )

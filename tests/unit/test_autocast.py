@@ -14,10 +14,14 @@ from lightning_autotp.applying.replace import apply_plan
 from lightning_autotp.building.pretrained import meta_model
 from lightning_autotp.capture.capture import ExampleCall, capture, capture_local, language_model_inputs, meta_copy
 from lightning_autotp.operators.graph import Graph
+from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
 from lightning_autotp.proving.autocast import used_in
+from lightning_autotp.proving.compare import compare
 from lightning_autotp.proving.feasible import feasible_plan
+from lightning_autotp.proving.read_plan import read_for_call
 from lightning_autotp.proving.verify import trace
 from lightning_autotp.ranks.group import TPGroup
+from lightning_autotp.solving.expert_modules import constrained_by
 from lightning_autotp.solving.options import PlanOptions
 
 WIDTH = 8
@@ -79,7 +83,7 @@ def dtypes(graph: Graph) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "gpt_neox", "qwen3_moe", "mamba"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "gpt_neox", "gpt_oss", "qwen3_moe", "mamba"])
 def test_a_local_model_has_the_dtypes_of_the_original_under_autocast(family: str, sequence_parallel: bool) -> None:
     """A bias that is added to a sum of the ranks, say, must not widen it."""
     with meta_model():
@@ -91,6 +95,9 @@ def test_a_local_model_has_the_dtypes_of_the_original_under_autocast(family: str
     local = meta_copy(model)
     apply_plan(local, plan, TPGroup("", 0, 2))
     with torch.autocast("cpu", torch.bfloat16):
-        here, there = dtypes(capture_local(local, inputs)), dtypes(capture(model, inputs))
-    assert {dtype for _, dtype in there} >= {"bfloat16", "float32"}
-    assert here == there
+        here, there, graph = capture_local(local, inputs), capture(model, inputs), trace(model, inputs)
+    assert {dtype for _, dtype in dtypes(there)} >= {"bfloat16", "float32"}
+    assert dtypes(here) == dtypes(there)
+    changes, solution = read_for_call(plan, constrained_by(graph, plan, IMPLEMENTATIONS), IMPLEMENTATIONS)
+    assert changes == ()
+    assert compare(here, solution, 0) is None
