@@ -43,6 +43,26 @@ def tensor_or_tuple(_: Callable[[str], Any], results: Sequence[Any]) -> Any:
 
 
 @dataclass(frozen=True)
+class Loss:
+    """That an autograd function is a cross-entropy, so that another may run for it on parts of the vocabulary.
+
+    Attributes:
+        operator: what it is in a graph: of logits, or of hidden states and a head's weight.
+        names: the names of the operator's arguments, each with the one that the function has for it.
+        free: arguments that make no other loss of it.
+    """
+
+    operator: str
+    names: tuple[tuple[str, str], ...]
+    free: tuple[str, ...] = ()
+
+    def unknown(self, given: Mapping[str, Any]) -> list[str]:
+        """Arguments with which it is none that another could run for."""
+        known = {*self.free, *(name for _, name in self.names)}
+        return [name for name, value in given.items() if name not in known and not _is_off(value)]
+
+
+@dataclass(frozen=True)
 class Declaration:
     """What is declared of one function.
 
@@ -57,7 +77,7 @@ class Declaration:
         flops: the floating-point operations of its forward, as a formula of the dims.
         without: arguments that may not be given: with them it is another function.
         free: arguments that change nothing where no dim is grouped (``enable_gqa``).
-        instead: what to write in its place, where that would be divided: said where it keeps something whole.
+        loss: which loss it is, if it is one.
         pack: what it returns.
         place: file and line of the declaration.
         is_shipped: whether it is one of this package's.
@@ -72,7 +92,7 @@ class Declaration:
     flops: str = ""
     without: tuple[str, ...] = ()
     free: tuple[str, ...] = ()
-    instead: str = ""
+    loss: Loss | None = None
     pack: Pack = tensor_or_tuple
     place: str = ""
     is_shipped: bool = False
@@ -398,7 +418,7 @@ def _rule(made: Declaration, site: Site) -> list[Dims]:
         if not dims.read(tensors, given[tensors.name]):
             return site.give_up(f"{tensors} of {made.target} is cut across the parts of its dims")
     dims.tie_groups(made.notation.groups)
-    dims.keep_whole(made.whole, f"{made.target} needs it whole" + (f" ({made.instead})" if made.instead else ""))
+    dims.keep_whole(made.whole, f"{made.target} needs it whole{_why_itself(made, arguments)}")
     for name, indices in made.notation.functions:
         reads = arguments[name][1] if isinstance(arguments.get(name), tuple) else ()
         dims.keep_whole([indices[at] for at in reads], f"{name} reads its index")
@@ -414,6 +434,18 @@ def _rule(made: Declaration, site: Site) -> list[Dims]:
     if made.draws:
         site.draws(when=arguments.get(made.draws))
     return [dims.made(made.notation.results[at]) for at in arguments.get(RETURNED, range(len(site.shapes)))]
+
+
+def _is_off(value: Any) -> bool:
+    return value is None or (isinstance(value, bool | int | float) and not value)
+
+
+def _why_itself(made: Declaration, arguments: Mapping[str, Any]) -> str:
+    """Why a loss is computed by the function itself."""
+    if made.loss is None:
+        return ""
+    unknown = [name for name in made.loss.unknown(arguments) if name != RETURNED]
+    return f" with {', '.join(unknown)}" if unknown else " where code keeps its apply instead of looking it up"
 
 
 class _NamedDims:

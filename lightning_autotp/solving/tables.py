@@ -467,7 +467,9 @@ class Tables:
         for entry in self.implementations.of(relation.operator):
             tensor = operand_of(relation.operator, entry.operand)
             if entry.run is not None and tensor is not None and tensor in kinds:
-                return self._obstacle(relation.operator, self.layout(tensor, kinds[tensor]))
+                obstacle = self._obstacle(relation.operator, self.layout(tensor, kinds[tensor]))
+                if obstacle:
+                    return obstacle
         declared = ", ".join(entry.name for entry in self.implementations.of(relation.operator))
         fitting = f"none of those declared ({declared}) fits here" if declared else "none is declared"
         return f"only a parallel implementation can run it on parts of the dim, and {fitting}"
