@@ -482,6 +482,8 @@ class Tables:
                 continue
             if entry.layer and tensor not in self.graph.parameters:
                 continue  # computed from others, so that the layer has nothing to cut
+            if entry.layer and self.planned is not None and not self.planned.may_replace(operator.module):
+                continue
             if entry.run is not None and self._obstacle(operator, self.layout(tensor, kinds[tensor])):
                 continue
             if not entry.shown or self.view_boundaries(tensor):
