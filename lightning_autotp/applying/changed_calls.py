@@ -81,8 +81,7 @@ class LocalForward:
     def __init__(self, module: nn.Module, path: str, changes: Mapping[CallSite, CallChanges]) -> None:
         self.module, self.forward, self.path, self.changes = module, module.forward, path, dict(changes)
         self.lines = {(site.file, site.line, site.function) for site in changes}
-        replaced = {site.function for site, change in changes.items() if change.run is not None}
-        self.losses = DeclaredLoss.called(replaced) if replaced else ()
+        self.losses = DeclaredLoss.called({site.function for site in changes})
         is_traceable = (site.function != "__get__" and site.file != F.__name__ for site in changes)
         self.is_traceable = not self.losses and all(is_traceable)
         self.runs: tuple[frozenset[CallSite], ...] = ()  # of traced ones without all planned calls: those they make

@@ -27,7 +27,7 @@ from lightning_autotp.capture import vmap as transforms
 from lightning_autotp.capture.call_sites import call_leaves
 from lightning_autotp.capture.tracer import Tracer
 from lightning_autotp.capture.trials import try_declaration
-from lightning_autotp.operators.declared import RETURNED, Declaration, targets
+from lightning_autotp.operators.declared import RETURNED, Declaration, Loss, targets
 
 Function = torch.autograd.Function
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -90,7 +90,8 @@ def _replaced(target: Any, declaration: Declaration, tracer: Tracer) -> Iterator
             with_context = staticmethod(calls.with_context)
             stack.enter_context(_patched(target, forward=with_context, setup_context=Function.setup_context))
             if declaration.loss is not None:
-                stack.enter_context(DeclaredLoss(target, declaration, calls.signature).seen(calls.of_loss))
+                loss = DeclaredLoss(target, declaration, declaration.loss, calls.signature)
+                stack.enter_context(loss.seen(calls.of_loss))
         else:
             calls = _Calls(declaration, tracer, target, inspect.signature(target))
             for module in list(sys.modules.values()):
@@ -172,36 +173,36 @@ class DeclaredLoss:
     Attributes:
         function: the function.
         declaration: what is declared of it.
+        loss: which loss it is.
         signature: its arguments.
     """
 
     function: type[Function]
     declaration: Declaration
+    loss: Loss
     signature: inspect.Signature
 
     @classmethod
     def called(cls, names: Collection[str]) -> tuple[DeclaredLoss, ...]:
         """Those that are called so. Not while a model is traced."""
-        found = ((target, made) for made, target in targets() if made.loss is not None and target.__name__ in names)
-        return tuple(cls(target, made, _signature_of(target)) for target, made in found)
+        found = targets(losses=names)
+        return tuple(cls(target, made, made.loss, _signature_of(target)) for made, target in found if made.loss)
 
     def seen(self, run: Callable[..., Any] | None = None) -> AbstractContextManager[None]:
-        """Within it, handlers of torch functions see its calls.
+        """Within it, handlers of torch functions see its calls, unless they are of another loss.
 
         Args:
             run: what it runs if they do nothing else; by default what it is.
         """
-        return _patched(self.function, apply=LossFunction(self, run or self.function.apply))
+        return _patched(self.function, apply=LossFunction(self, self.function.apply, run or self.function.apply))
 
     def arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """A call's arguments, by the names that the loss's operator has for them."""
-        given = _arguments(self.signature, args, kwargs)
-        assert self.declaration.loss is not None
-        return {ours: given.get(theirs) for ours, theirs in self.declaration.loss.names}
+        return self.loss.arguments(_by_name(self.signature, args, kwargs))
 
     def returned(self, loss: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What such a call returns of the loss."""
-        given = _arguments(self.signature, args, kwargs)
+        given = _by_name(self.signature, args, kwargs)
         results = self.declaration.notation.returned(given.get)
         return self.declaration.pack(given.get, [None if result is None else loss for result in results])
 
@@ -210,17 +211,20 @@ class LossFunction:
     """The ``apply`` of a declared loss, as a torch function.
 
     Args:
-        loss: the loss.
-        run: what it runs.
+        declared: the loss.
+        original: what it is.
+        run: what it runs as the loss that it is declared to be.
     """
 
-    def __init__(self, loss: DeclaredLoss, run: Callable[..., Any]) -> None:
-        self.loss, self.run = loss, run
-        self.__name__ = loss.function.__name__
+    def __init__(self, declared: DeclaredLoss, original: Callable[..., Any], run: Callable[..., Any]) -> None:
+        self.declared, self.original, self.run = declared, original, run
+        self.__name__ = declared.function.__name__
         self.__code__ = type(self).__call__.__code__  # by which its frames are told from its caller's
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Hand the call over to the handlers that there are, and make it when none is left."""
+        if self.declared.loss.unknown(_by_name(self.declared.signature, args, kwargs)):
+            return self.original(*args, **kwargs)
         tensors = [leaf for leaf in call_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if has_torch_function(tensors):
             return handle_torch_function(self, tensors, *args, **kwargs)
@@ -262,18 +266,17 @@ class _Calls:
         return self.tracer.paused or transforms.are_active() or threading.get_ident() != self._thread
 
     def of_loss(self, *args: Any, **kwargs: Any) -> Any:
-        """Note a loss as the operator that it is, if another may run for it with these arguments."""
-        made, given = self.declaration, _arguments(self.signature, args, kwargs)
-        if self._is_outside() or made.loss is None or made.loss.unknown(given):
+        """Note a loss as the operator that it is."""
+        made, given = self.declaration, _by_name(self.signature, args, kwargs)
+        if self._is_outside() or made.loss is None:
             return self.run(*args, **kwargs)
-        plain = [(ours, given.get(theirs)) for ours, theirs in made.loss.names]
-        return self._made(made.loss.operator, [*plain, ("kernel", made.name)], given)
+        return self._made(made.loss.operator, [*made.loss.arguments(given).items(), ("kernel", made.name)], given)
 
     def _noted(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         made = self.declaration
-        given = _arguments(self.signature, args, kwargs)
+        given = _by_name(self.signature, args, kwargs)
         with self.tracer.pause():
-            try_declaration(made, self._by_name, given, self.tracer.value_if_known)
+            try_declaration(made, self._run_by_name, given, self.tracer.value_if_known)
         functions = dict(made.notation.functions)
         plain = [(name, value if isinstance(value, Tensor) else _plain(value)) for name, value in given.items()]
         for path, dims in functions.items():
@@ -294,7 +297,7 @@ class _Calls:
         )
         return self.declaration.pack(given.get, [None if result is None else next(tensors) for result in results])
 
-    def _by_name(self, **given: Any) -> Any:
+    def _run_by_name(self, **given: Any) -> Any:
         """Run the function itself."""
         positional: list[Any] = []
         for name, parameter in self.signature.parameters.items():
@@ -305,7 +308,7 @@ class _Calls:
         return self.run(*positional, **given)
 
 
-def _arguments(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def _by_name(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """A call's arguments by name."""
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()

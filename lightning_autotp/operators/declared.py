@@ -11,7 +11,7 @@ import os
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from inspect import isclass
@@ -55,6 +55,10 @@ class Loss:
     operator: str
     names: tuple[tuple[str, str], ...]
     free: tuple[str, ...] = ()
+
+    def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The operator's arguments, from the function's, by name."""
+        return {ours: given.get(theirs) for ours, theirs in self.names}
 
     def unknown(self, given: Mapping[str, Any]) -> list[str]:
         """Arguments with which it is none that another could run for."""
@@ -124,6 +128,11 @@ class Declaration:
     def is_operator(self) -> bool:
         """Whether it is an operator of ``torch.library``, which a trace sees without help."""
         return "::" in self.target
+
+    @property
+    def own_name(self) -> str:
+        """The function's name, without that of its module."""
+        return re.split(r"[.:]", self.target)[-1]
 
     @property
     def name(self) -> str:
@@ -284,11 +293,20 @@ def declaration_of(name: str) -> Declaration | None:
     return _DECLARED.get(name)
 
 
-def targets() -> Iterator[tuple[Declaration, Any]]:
-    """The functions and classes that are declared and whose modules are imported, each with its declaration."""
-    hub = _hub_modules()
-    for made in _DECLARED.values():
-        target = None if made.is_operator else _target_of(made, hub)
+def targets(losses: Collection[str] | None = None) -> Iterator[tuple[Declaration, Any]]:
+    """The functions and classes that are declared and whose modules are imported, each with its declaration.
+
+    Args:
+        losses: only losses, that are called so.
+    """
+    wanted = [
+        made
+        for made in _DECLARED.values()
+        if not made.is_operator and (losses is None or (made.loss is not None and made.own_name in losses))
+    ]
+    hub = _hub_modules() if wanted else {}
+    for made in wanted:
+        target = _target_of(made, hub)
         if target is not None:
             yield made, target
 

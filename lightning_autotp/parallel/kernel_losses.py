@@ -44,7 +44,7 @@ def loss_of_logits(
     Raises:
         TypeError: if the logits are not this rank's part.
     """
-    given = kernel.loss.arguments(args, kwargs)
+    given = kernel.declared.arguments(args, kwargs)
     logits, softcap = given.pop("self"), given.pop("softcap")
     if not isinstance(logits, VocabParallelLogits):
         raise TypeError(
@@ -53,7 +53,7 @@ def loss_of_logits(
         )
     if softcap is not None and not logits.is_traced:
         logits = _capped(logits, softcap)
-    return kernel.loss.returned(cross_entropy(logits, **given), args, kwargs)
+    return kernel.declared.returned(cross_entropy(logits, **given), args, kwargs)
 
 
 def loss_of_hidden_states(
@@ -79,7 +79,7 @@ def loss_of_hidden_states(
         args: its arguments.
         kwargs: its keyword arguments.
     """
-    given = kernel.loss.arguments(args, kwargs)
+    given = kernel.declared.arguments(args, kwargs)
     head = [given.pop(name) for name in ("input", "linear_weight", "linear_bias")]
     softcap, target, weight = given.pop("softcap"), given["target"], given["weight"]
     assert isinstance(use.layout, Shard)
@@ -93,7 +93,7 @@ def loss_of_hidden_states(
         if softcap is not None:
             product = product.stepped(partial(_capped, softcap=softcap))
         loss = vocab_parallel_linear_cross_entropy(product, ownership=ownership, group=group, **given)
-    return kernel.loss.returned(loss, args, kwargs)
+    return kernel.declared.returned(loss, args, kwargs)
 
 
 def _exact(logits: Tensor) -> Tensor:
