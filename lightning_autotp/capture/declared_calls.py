@@ -27,7 +27,7 @@ from lightning_autotp.capture import vmap as transforms
 from lightning_autotp.capture.call_sites import call_leaves
 from lightning_autotp.capture.tracer import Tracer
 from lightning_autotp.capture.trials import try_declaration
-from lightning_autotp.operators.declared import RETURNED, Declaration, Loss, targets
+from lightning_autotp.operators.declared import RETURNED, Declaration, Loss, Results, targets
 
 Function = torch.autograd.Function
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -270,11 +270,13 @@ class _Calls:
         made, given = self.declaration, _by_name(self.signature, args, kwargs)
         if self._is_outside() or made.loss is None:
             return self.run(*args, **kwargs)
-        return self._made(made.loss.operator, [*made.loss.arguments(given).items(), ("kernel", made.name)], given)
+        arguments = [*made.loss.arguments(given).items(), ("kernel", made.name)]
+        return self._made(made.loss.operator, arguments, given, self._results(given))
 
     def _noted(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         made = self.declaration
         given = _by_name(self.signature, args, kwargs)
+        results = self._results(given)
         with self.tracer.pause():
             try_declaration(made, self._run_by_name, given, self.tracer.value_if_known)
         functions = dict(made.notation.functions)
@@ -284,14 +286,16 @@ class _Calls:
             if function is not None:
                 plain = [item for item in plain if item[0] != path]
                 plain.append((path, _read_by(function, dims, self.tracer)))
-        declared, returned = made.notation.results, made.notation.returned(given.get)
-        plain.append((RETURNED, tuple(declared.index(result) for result in filter(None, returned))))
-        return self._made(made.name, plain, given)
+        declared = made.notation.results
+        plain.append((RETURNED, tuple(declared.index(result) for result, _ in filter(None, results))))
+        return self._made(made.name, plain, given, results)
 
-    def _made(self, name: str, arguments: Sequence[tuple[str, Any]], given: Mapping[str, Any]) -> Any:
-        """What a call returns that is noted as this operator."""
+    def _results(self, given: Mapping[str, Any]) -> Results:
         shapes = {name: value.shape for name, value in given.items() if isinstance(value, Tensor)}
-        results = self.declaration.results(shapes, given.get)
+        return self.declaration.results(shapes, given.get)
+
+    def _made(self, name: str, arguments: Sequence[tuple[str, Any]], given: Mapping[str, Any], results: Results) -> Any:
+        """What a call returns that is noted as this operator."""
         tensors = iter(
             self.tracer.call(name, arguments, [(shape, result.dtype) for result, shape in filter(None, results)])
         )

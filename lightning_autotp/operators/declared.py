@@ -37,6 +37,10 @@ Pack = Callable[[Callable[[str], Any], Sequence[Any]], Any]
 """Makes what a function returns of its arguments, by name, and of its results."""
 
 
+Results = list[tuple[Tensors, list[int]] | None]
+"""The results of a call, each with its shape, or ``None`` for one that is ``None``."""
+
+
 def tensor_or_tuple(_: Callable[[str], Any], results: Sequence[Any]) -> Any:
     """One result as it is, several as a tuple."""
     return results[0] if len(results) == 1 else tuple(results)
@@ -143,9 +147,7 @@ class Declaration:
         """Floating-point operations with dims of these sizes."""
         return formula(self.flops, self.notation.dims)(sizes) if self.flops else 0.0
 
-    def results(
-        self, shapes: Mapping[str, Any], value_of: Callable[[str], Any]
-    ) -> list[tuple[Tensors, list[int]] | None]:
+    def results(self, shapes: Mapping[str, Any], value_of: Callable[[str], Any]) -> Results:
         """The results of a call, each with its shape, or ``None`` for one that is ``None``.
 
         Args:
