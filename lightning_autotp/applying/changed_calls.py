@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ from lightning_autotp.capture.call_sites import (
     calling_frame,
     key_while_compiling,
 )
+from lightning_autotp.capture.declared_calls import DeclaredLoss
 from lightning_autotp.layouts.places import EVERY, CallSite
 from lightning_autotp.parameters.forwards import forward_of, wrapped_in
 from lightning_autotp.private.torch_private import FakeTensor, has_values
@@ -80,7 +81,9 @@ class LocalForward:
     def __init__(self, module: nn.Module, path: str, changes: Mapping[CallSite, CallChanges]) -> None:
         self.module, self.forward, self.path, self.changes = module, module.forward, path, dict(changes)
         self.lines = {(site.file, site.line, site.function) for site in changes}
-        self.is_traceable = all(site.function != "__get__" and site.file != F.__name__ for site in changes)
+        self.losses = DeclaredLoss.called({site.function for site in changes})
+        is_traceable = (site.function != "__get__" and site.file != F.__name__ for site in changes)
+        self.is_traceable = not self.losses and all(is_traceable)
         self.runs: tuple[frozenset[CallSite], ...] = ()  # of traced ones without all planned calls: those they make
         self.running: list[_LocalCalls] = []
         self.known: set[Line] | None = None  # calls of runs with all planned ones
@@ -155,10 +158,18 @@ class LocalForward:
             )
         return result
 
-    @torch.compiler.disable(reason="a layout changes where an attribute of a tensor is read, or in torch's attention")
+    @torch.compiler.disable(
+        reason="a layout changes where an attribute of a tensor is read, or in torch's attention, or a loss is replaced"
+    )
     def _run_outside_compiled_code(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run it where nothing below is compiled on its own: the mode sees the calls, and that an attribute is read."""
-        return self._run(args, kwargs)
+        """Run it where nothing below is compiled on its own: the mode sees the calls, and that an attribute is read.
+
+        It sees those of declared losses, too, which are no torch functions otherwise.
+        """
+        with ExitStack() as stack:
+            for loss in self.losses:
+                stack.enter_context(loss.seen())
+            return self._run(args, kwargs)
 
     def _is_expected(self, changes: CallChanges) -> bool:
         """Whether a call is made in this mode: one that only draws random numbers may be left out in eval mode."""

@@ -3,6 +3,9 @@
 They are taken by identity, under whatever name code has imported them: while a model is traced, a function written in
 Python has other code, and a subclass of ``torch.autograd.Function`` another forward. Any other callable (a kernel's
 binding) is replaced where modules have it as a global.
+
+Those that are losses are torch functions meanwhile: handlers see their calls, and so a trace knows where they stand,
+and in the running model another loss takes their place there. For that their ``apply`` is replaced, too.
 """
 
 from __future__ import annotations
@@ -10,20 +13,21 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 from lightning_autotp.capture import vmap as transforms
 from lightning_autotp.capture.call_sites import call_leaves
 from lightning_autotp.capture.tracer import Tracer
 from lightning_autotp.capture.trials import try_declaration
-from lightning_autotp.operators.declared import RETURNED, Declaration, targets
+from lightning_autotp.operators.declared import RETURNED, Declaration, Loss, Results, targets
 
 Function = torch.autograd.Function
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -83,10 +87,11 @@ def _replaced(target: Any, declaration: Declaration, tracer: Tracer) -> Iterator
                 vars(target)["__signature__"] = signature
         elif inspect.isclass(target) and issubclass(target, Function):
             calls = _Calls(declaration, tracer, _forward_of(target), _signature_of(target), target.apply)
-            replaced = {"forward": staticmethod(calls.with_context), "setup_context": Function.setup_context}
-            for name, value in replaced.items():
-                stack.callback(_put_back, target, name, vars(target).get(name))
-                setattr(target, name, value)
+            with_context = staticmethod(calls.with_context)
+            stack.enter_context(_patched(target, forward=with_context, setup_context=Function.setup_context))
+            if declaration.loss is not None:
+                loss = DeclaredLoss(target, declaration, declaration.loss, calls.signature)
+                stack.enter_context(loss.seen(calls.of_loss))
         else:
             calls = _Calls(declaration, tracer, target, inspect.signature(target))
             for module in list(sys.modules.values()):
@@ -145,11 +150,85 @@ def _forward_of(function: type[Function]) -> Callable[..., Any]:
     return both
 
 
+@contextmanager
+def _patched(target: type[Function], **attributes: Any) -> Iterator[None]:
+    with ExitStack() as stack:
+        for name, value in attributes.items():
+            stack.callback(_put_back, target, name, vars(target).get(name))
+            setattr(target, name, value)
+        yield
+
+
 def _put_back(target: type, name: str, value: Any) -> None:
     if value is None:  # it is inherited
         delattr(target, name)
     else:
         setattr(target, name, value)
+
+
+@dataclass(frozen=True)
+class DeclaredLoss:
+    """An autograd function that is declared to be a loss.
+
+    Attributes:
+        function: the function.
+        declaration: what is declared of it.
+        loss: which loss it is.
+        signature: its arguments.
+    """
+
+    function: type[Function]
+    declaration: Declaration
+    loss: Loss
+    signature: inspect.Signature
+
+    @classmethod
+    def called(cls, names: Collection[str]) -> tuple[DeclaredLoss, ...]:
+        """Those that are called so. Not while a model is traced."""
+        found = targets(losses=names)
+        return tuple(cls(target, made, made.loss, _signature_of(target)) for made, target in found if made.loss)
+
+    def seen(self, run: Callable[..., Any] | None = None) -> AbstractContextManager[None]:
+        """Within it, handlers of torch functions see its calls, unless they are of another loss.
+
+        Args:
+            run: what it runs if they do nothing else; by default what it is.
+        """
+        return _patched(self.function, apply=LossFunction(self, self.function.apply, run or self.function.apply))
+
+    def arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """A call's arguments, by the names that the loss's operator has for them."""
+        return self.loss.arguments(_by_name(self.signature, args, kwargs))
+
+    def returned(self, loss: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What such a call returns of the loss."""
+        given = _by_name(self.signature, args, kwargs)
+        results = self.declaration.notation.returned(given.get)
+        return self.declaration.pack(given.get, [None if result is None else loss for result in results])
+
+
+class LossFunction:
+    """The ``apply`` of a declared loss, as a torch function.
+
+    Args:
+        declared: the loss.
+        original: what it is.
+        run: what it runs as the loss that it is declared to be.
+    """
+
+    def __init__(self, declared: DeclaredLoss, original: Callable[..., Any], run: Callable[..., Any]) -> None:
+        self.declared, self.original, self.run = declared, original, run
+        self.__name__ = declared.function.__name__
+        self.__code__ = type(self).__call__.__code__  # by which its frames are told from its caller's
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Hand the call over to the handlers that there are, and make it when none is left."""
+        if self.declared.loss.unknown(_by_name(self.declared.signature, args, kwargs)):
+            return self.original(*args, **kwargs)
+        tensors = [leaf for leaf in call_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if has_torch_function(tensors):
+            return handle_torch_function(self, tensors, *args, **kwargs)
+        return self.run(*args, **kwargs)
 
 
 class _Calls:
@@ -186,13 +265,20 @@ class _Calls:
     def _is_outside(self) -> bool:
         return self.tracer.paused or transforms.are_active() or threading.get_ident() != self._thread
 
+    def of_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """Note a loss as the operator that it is."""
+        made, given = self.declaration, _by_name(self.signature, args, kwargs)
+        if self._is_outside() or made.loss is None:
+            return self.run(*args, **kwargs)
+        arguments = [*made.loss.arguments(given).items(), ("kernel", made.name)]
+        return self._made(made.loss.operator, arguments, given, self._results(given))
+
     def _noted(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         made = self.declaration
-        given = self._named(args, kwargs)
-        shapes = {name: value.shape for name, value in given.items() if isinstance(value, Tensor)}
-        results = made.results(shapes, given.get)
+        given = _by_name(self.signature, args, kwargs)
+        results = self._results(given)
         with self.tracer.pause():
-            try_declaration(made, self._by_name, given, self.tracer.value_if_known)
+            try_declaration(made, self._run_by_name, given, self.tracer.value_if_known)
         functions = dict(made.notation.functions)
         plain = [(name, value if isinstance(value, Tensor) else _plain(value)) for name, value in given.items()]
         for path, dims in functions.items():
@@ -202,12 +288,20 @@ class _Calls:
                 plain.append((path, _read_by(function, dims, self.tracer)))
         declared = made.notation.results
         plain.append((RETURNED, tuple(declared.index(result) for result, _ in filter(None, results))))
-        tensors = iter(
-            self.tracer.call(made.name, plain, [(shape, result.dtype) for result, shape in filter(None, results)])
-        )
-        return made.pack(given.get, [None if result is None else next(tensors) for result in results])
+        return self._made(made.name, plain, given, results)
 
-    def _by_name(self, **given: Any) -> Any:
+    def _results(self, given: Mapping[str, Any]) -> Results:
+        shapes = {name: value.shape for name, value in given.items() if isinstance(value, Tensor)}
+        return self.declaration.results(shapes, given.get)
+
+    def _made(self, name: str, arguments: Sequence[tuple[str, Any]], given: Mapping[str, Any], results: Results) -> Any:
+        """What a call returns that is noted as this operator."""
+        tensors = iter(
+            self.tracer.call(name, arguments, [(shape, result.dtype) for result, shape in filter(None, results)])
+        )
+        return self.declaration.pack(given.get, [None if result is None else next(tensors) for result in results])
+
+    def _run_by_name(self, **given: Any) -> Any:
         """Run the function itself."""
         positional: list[Any] = []
         for name, parameter in self.signature.parameters.items():
@@ -217,15 +311,16 @@ class _Calls:
                 positional += given.pop(name)
         return self.run(*positional, **given)
 
-    def _named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments by name."""
-        bound = self.signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        named = dict(bound.arguments)
-        for name, parameter in self.signature.parameters.items():
-            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-                named |= named.pop(name)
-        return named
+
+def _by_name(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """A call's arguments by name."""
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    named = dict(bound.arguments)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            named |= named.pop(name)
+    return named
 
 
 def _at(given: Mapping[str, Any], path: str) -> Any:

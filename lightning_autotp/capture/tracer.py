@@ -280,7 +280,9 @@ class Tracer(PreDispatchMode):
         """Add a call of a function that is declared: its results, of these shapes and dtypes (empty: its first's)."""
         reads = tuple((key, self._read(value)) for key, value in arguments)
         made = [self.result(shape, dtype, reads) for shape, dtype in results]
-        outer, self.calls.current = self.calls.current, (-1, source_line(sys._getframe(1)))
+        outer = self.calls.current
+        if outer[0] < 0:  # no handler of torch functions has seen the call
+            self.calls.current = (-1, source_line(sys._getframe(1)))
         try:
             self._note(name, reads, made, [])
         finally:

@@ -451,6 +451,11 @@ class Plan:
             " where something else needs them"
             for head in self.losses_in_parts
         ]
+        lines += counted(
+            f"{use.name} runs in the place of {use.call} in {use.module or 'the model'}"
+            for use in self.implementations
+            if use.call is not None and use.layout is not None
+        )
         lines += [f"every rank computes all of {work}" for work in self.whole_work[:_SHOWN]]
         if self.draws:
             lines.append(

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from inspect import isclass
@@ -37,9 +37,37 @@ Pack = Callable[[Callable[[str], Any], Sequence[Any]], Any]
 """Makes what a function returns of its arguments, by name, and of its results."""
 
 
+Results = list[tuple[Tensors, list[int]] | None]
+"""The results of a call, each with its shape, or ``None`` for one that is ``None``."""
+
+
 def tensor_or_tuple(_: Callable[[str], Any], results: Sequence[Any]) -> Any:
     """One result as it is, several as a tuple."""
     return results[0] if len(results) == 1 else tuple(results)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """That an autograd function is a cross-entropy, so that another may run for it on parts of the vocabulary.
+
+    Attributes:
+        operator: what it is in a graph: of logits, or of hidden states and a head's weight.
+        names: the names of the operator's arguments, each with the one that the function has for it.
+        free: arguments that make no other loss of it.
+    """
+
+    operator: str
+    names: tuple[tuple[str, str], ...]
+    free: tuple[str, ...] = ()
+
+    def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The operator's arguments, from the function's, by name."""
+        return {ours: given.get(theirs) for ours, theirs in self.names}
+
+    def unknown(self, given: Mapping[str, Any]) -> list[str]:
+        """Arguments with which it is none that another could run for."""
+        known = {*self.free, *(name for _, name in self.names)}
+        return [name for name, value in given.items() if name not in known and not _is_off(value)]
 
 
 @dataclass(frozen=True)
@@ -57,7 +85,7 @@ class Declaration:
         flops: the floating-point operations of its forward, as a formula of the dims.
         without: arguments that may not be given: with them it is another function.
         free: arguments that change nothing where no dim is grouped (``enable_gqa``).
-        instead: what to write in its place, where that would be divided: said where it keeps something whole.
+        loss: which loss it is, if it is one.
         pack: what it returns.
         place: file and line of the declaration.
         is_shipped: whether it is one of this package's.
@@ -72,7 +100,7 @@ class Declaration:
     flops: str = ""
     without: tuple[str, ...] = ()
     free: tuple[str, ...] = ()
-    instead: str = ""
+    loss: Loss | None = None
     pack: Pack = tensor_or_tuple
     place: str = ""
     is_shipped: bool = False
@@ -106,6 +134,11 @@ class Declaration:
         return "::" in self.target
 
     @property
+    def own_name(self) -> str:
+        """The function's name, without that of its module."""
+        return re.split(r"[.:]", self.target)[-1]
+
+    @property
     def name(self) -> str:
         """Its operator's name in a graph."""
         return _operator_name(self.target) if self.is_operator else self.target
@@ -114,9 +147,7 @@ class Declaration:
         """Floating-point operations with dims of these sizes."""
         return formula(self.flops, self.notation.dims)(sizes) if self.flops else 0.0
 
-    def results(
-        self, shapes: Mapping[str, Any], value_of: Callable[[str], Any]
-    ) -> list[tuple[Tensors, list[int]] | None]:
+    def results(self, shapes: Mapping[str, Any], value_of: Callable[[str], Any]) -> Results:
         """The results of a call, each with its shape, or ``None`` for one that is ``None``.
 
         Args:
@@ -264,11 +295,20 @@ def declaration_of(name: str) -> Declaration | None:
     return _DECLARED.get(name)
 
 
-def targets() -> Iterator[tuple[Declaration, Any]]:
-    """The functions and classes that are declared and whose modules are imported, each with its declaration."""
-    hub = _hub_modules()
-    for made in _DECLARED.values():
-        target = None if made.is_operator else _target_of(made, hub)
+def targets(losses: Collection[str] | None = None) -> Iterator[tuple[Declaration, Any]]:
+    """The functions and classes that are declared and whose modules are imported, each with its declaration.
+
+    Args:
+        losses: only losses, that are called so.
+    """
+    wanted = [
+        made
+        for made in _DECLARED.values()
+        if not made.is_operator and (losses is None or (made.loss is not None and made.own_name in losses))
+    ]
+    hub = _hub_modules() if wanted else {}
+    for made in wanted:
+        target = _target_of(made, hub)
         if target is not None:
             yield made, target
 
@@ -398,7 +438,7 @@ def _rule(made: Declaration, site: Site) -> list[Dims]:
         if not dims.read(tensors, given[tensors.name]):
             return site.give_up(f"{tensors} of {made.target} is cut across the parts of its dims")
     dims.tie_groups(made.notation.groups)
-    dims.keep_whole(made.whole, f"{made.target} needs it whole" + (f" ({made.instead})" if made.instead else ""))
+    dims.keep_whole(made.whole, f"{made.target} needs it whole{_why_itself(made, arguments)}")
     for name, indices in made.notation.functions:
         reads = arguments[name][1] if isinstance(arguments.get(name), tuple) else ()
         dims.keep_whole([indices[at] for at in reads], f"{name} reads its index")
@@ -414,6 +454,18 @@ def _rule(made: Declaration, site: Site) -> list[Dims]:
     if made.draws:
         site.draws(when=arguments.get(made.draws))
     return [dims.made(made.notation.results[at]) for at in arguments.get(RETURNED, range(len(site.shapes)))]
+
+
+def _is_off(value: Any) -> bool:
+    return value is None or (isinstance(value, bool | int | float) and not value)
+
+
+def _why_itself(made: Declaration, arguments: Mapping[str, Any]) -> str:
+    """Why a loss is computed by the function itself."""
+    if made.loss is None:
+        return ""
+    unknown = [name for name in made.loss.unknown(arguments) if name != RETURNED]
+    return f" with {', '.join(unknown)}" if unknown else " where code keeps its apply instead of looking it up"
 
 
 class _NamedDims:

@@ -16,6 +16,8 @@ OPAQUE = "opaque module"
 EXPERTS = "experts"
 """Name of the one operator that a mixture's stacked experts are where each rank is to have some of them whole."""
 
+KERNEL_LOSS, KERNEL_LINEAR_LOSS = "kernel's cross-entropy", "kernel's linear cross-entropy"
+"""Names of the operators that declared functions are which compute a cross-entropy: of logits, or of hidden states."""
 
 ASKED = "value asked for"
 """Name of the operator that stands where code asks for a value that a parameter went into: the trace made one up."""

@@ -10,7 +10,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lightning_autotp.operators.declared import Declaration, Pack, add, advise, tensor_or_tuple
+from lightning_autotp.operators.declared import Declaration, Loss, Pack, add, advise, tensor_or_tuple
+from lightning_autotp.operators.graph import KERNEL_LINEAR_LOSS, KERNEL_LOSS
 
 _SCORES = "2 b h s t (d + e)"
 """FLOPs of attention: the scores, then their product with the values."""
@@ -27,7 +28,7 @@ def _shipped(
     draws: str = "",
     without: str = "",
     free: str = "",
-    instead: str = "",
+    loss: Loss | None = None,
     pack: Pack = tensor_or_tuple,
 ) -> None:
     caller = sys._getframe(1)
@@ -41,7 +42,7 @@ def _shipped(
         flops=flops,
         without=tuple(without.split()),
         free=tuple(free.split()),
-        instead=instead,
+        loss=loss,
         pack=pack,
         place=f"{caller.f_code.co_filename}:{caller.f_lineno}",
         is_shipped=True,
@@ -168,23 +169,20 @@ _shipped(
 )
 
 # -- Liger -----------------------------------------------------------------------------------------------------------
-# Its losses need the whole vocabulary. The head before them may stay divided if the model computes the loss itself.
+# Its losses need the whole vocabulary: where that is divided, those of parallel/kernel_losses.py run for them.
 
 _LOSSES = (
     "loss[n] if reduction=none, loss[] if not reduction=none, z_loss[] if return_z_loss else None,"
     " token_accuracy[]:float32 if return_token_accuracy else None,"
     " predicted_tokens[n]:int64 if return_predicted_tokens else None"
 )
-_OWN_LOSS = (
-    "leave Liger's loss out, cross_entropy=False and fused_linear_cross_entropy=False: the model's own is divided over"
-    " the vocabulary, and computed a few tokens at a time, too"
-)
+_OPTIONS = tuple((name, name) for name in ("target", "ignore_index", "label_smoothing", "reduction", "softcap"))
 
 
-def _liger(name: str, text: str, whole: str, flops: str = "", summed: str = "", instead: str = "") -> None:
+def _liger(name: str, text: str, whole: str, flops: str = "", summed: str = "", loss: Loss | None = None) -> None:
     """A function of Liger, and the same one in ``kernels-community/liger-kernels``."""
     for target in (f"liger_kernel.ops.{name}", f"kernels-community/liger-kernels:{name.partition('.')[2]}"):
-        _shipped(target, text, whole, flops, summed=summed, instead=instead)
+        _shipped(target, text, whole, flops, summed=summed, loss=loss)
 
 
 _liger("rms_norm.LigerRMSNormFunction", "X[... d], W[d] -> Y[... d]", "d")
@@ -216,14 +214,24 @@ _liger(
     f"_input[n v], target[n], weight[v] -> {_LOSSES}",
     "n v",
     "5 n v",
-    instead=_OWN_LOSS,
+    loss=Loss(KERNEL_LOSS, (("self", "_input"), ("weight", "weight"), *_OPTIONS)),
 )
 _liger(
     "fused_linear_cross_entropy.LigerFusedLinearCrossEntropyFunction",
     f"_input[n h], weight[v h], target[n], bias[v], ce_weight[v] -> {_LOSSES}",
     "n h v",
     "2 n h v",
-    instead=_OWN_LOSS,
+    loss=Loss(
+        KERNEL_LINEAR_LOSS,
+        (
+            ("input", "_input"),
+            ("linear_weight", "weight"),
+            ("linear_bias", "bias"),
+            ("weight", "ce_weight"),
+            *_OPTIONS,
+        ),
+        free=("accum_dtype",),
+    ),
 )
 
 # -- State-space models: causal-conv1d and mamba-ssm ------------------------------------------------------------------

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from lightning_autotp.operators.registry import Dims, Site, operator
+from math import prod
+
+from lightning_autotp.layouts.dims import Dim
+from lightning_autotp.operators.graph import KERNEL_LINEAR_LOSS, KERNEL_LOSS
+from lightning_autotp.operators.registry import Dims, Shapes, Site, operator
 
 
-@operator("aten.cross_entropy_loss.default")
+@operator("aten.cross_entropy_loss.default", KERNEL_LOSS)
 def cross_entropy(site: Site) -> Dims:
     """``self [n, c, ...]``, ``target [n, ...]``: sharded classes take a loss made for them.
 
@@ -18,10 +22,33 @@ def cross_entropy(site: Site) -> Dims:
     else:
         site.contract(dims[classes])
         site.relation.needs_implementation = True
-    tokens = [dim for index, dim in enumerate(dims) if index != classes]
+    return _over_tokens(site, *(dim for index, dim in enumerate(dims) if index != classes))
+
+
+def _over_tokens(site: Site, *tokens: Dim) -> Dims:
     out = tuple(site.new(size) for size in site.shape)
-    site.keep_whole(*tokens, *target, *(site.tensor("weight") or ()), *out, because="the loss is over all tokens")
+    others = *site.dims("target"), *(site.tensor("weight") or ()), *out
+    site.keep_whole(*tokens, *others, because="the loss is over all tokens")
     return out
+
+
+def _product(shapes: Shapes) -> float:
+    return 2 * prod(shapes["input"]) * shapes["linear_weight"][0]
+
+
+@operator(KERNEL_LINEAR_LOSS, flops=_product)
+def linear_cross_entropy(site: Site) -> Dims:
+    """``input [n, h]``, ``linear_weight [c, h]``, ``linear_bias [c]``, ``target [n]``: the loss of their product.
+
+    Sharded classes take a loss made for them, which needs all of the hidden states.
+    """
+    (tokens, features), (classes, columns) = site.dims("input"), site.dims("linear_weight")
+    for dim in site.tensor("linear_bias") or ():
+        site.tie(classes, dim)
+    site.contract(classes)
+    site.relation.needs_implementation = True
+    site.keep_whole(features, columns, because="the loss is not linear in the product")
+    return _over_tokens(site, tokens)
 
 
 @operator("aten.nll_loss_nd.default", "aten.nll_loss.default", "aten.nll_loss2d.default")

@@ -142,6 +142,10 @@ class PlanConstraints:
         is_boundary = isinstance(place, Boundary) and place.module not in self._layers
         return self._is_free and is_boundary and change[0] != "P"
 
+    def may_replace(self, module: str) -> bool:
+        """Whether a module may be a parallel layer: in another call of the model those that are none stay none."""
+        return not self._is_free or module in self._layers
+
     def shows(self, place: Boundary | CallPoint | None) -> bool:
         """Whether a sharded tensor is shown as if it were whole to the code after a place."""
         return place in self._shown

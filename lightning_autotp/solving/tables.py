@@ -467,7 +467,9 @@ class Tables:
         for entry in self.implementations.of(relation.operator):
             tensor = operand_of(relation.operator, entry.operand)
             if entry.run is not None and tensor is not None and tensor in kinds:
-                return self._obstacle(relation.operator, self.layout(tensor, kinds[tensor]))
+                obstacle = self._obstacle(relation.operator, self.layout(tensor, kinds[tensor]))
+                if obstacle:
+                    return obstacle
         declared = ", ".join(entry.name for entry in self.implementations.of(relation.operator))
         fitting = f"none of those declared ({declared}) fits here" if declared else "none is declared"
         return f"only a parallel implementation can run it on parts of the dim, and {fitting}"
@@ -480,6 +482,8 @@ class Tables:
                 continue
             if entry.layer and tensor not in self.graph.parameters:
                 continue  # computed from others, so that the layer has nothing to cut
+            if entry.layer and self.planned is not None and not self.planned.may_replace(operator.module):
+                continue
             if entry.run is not None and self._obstacle(operator, self.layout(tensor, kinds[tensor])):
                 continue
             if not entry.shown or self.view_boundaries(tensor):

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
+from unittest import mock
 
 import hub_kernels as hub
 import pytest
@@ -18,6 +19,7 @@ from torch.nn import functional as F
 from transformers.modeling_outputs import CausalLMOutput
 
 from lightning_autotp import full_gradients, parallelize
+from lightning_autotp.parallel import VocabParallelLogits
 
 EXACT = 1e-6
 
@@ -151,34 +153,67 @@ def tiled_layers() -> dict[str, Any]:
     return {"far": far}
 
 
-def liger_loss(fused: bool, reduction: str, smoothing: float) -> Callable[..., Any]:
-    """The forward of a causal language model with a loss of Liger's."""
+def with_liger_loss(fused: bool, vocabulary: int, *options: Any, **changes: Any) -> Any:
+    """A Llama with a loss of Liger's in training, with options from ``ignore_index`` on, and weights of the classes."""
 
-    def forward(self: Any, input_ids: Tensor, labels: Tensor) -> CausalLMOutput:
+    def forward(self: Any, input_ids: Tensor, labels: Tensor | None = None) -> CausalLMOutput:
         hidden = self.model(input_ids=input_ids)[0]
+        if labels is None:
+            return CausalLMOutput(logits=self.lm_head(hidden))
         targets = F.pad(labels, (0, 1), value=-100)[:, 1:].flatten()
+        targets = targets.masked_fill(targets == -100, options[0])
         if fused:
-            options = None, None, -100, 0.0, smoothing, reduction
-            given = hidden.flatten(0, 1), self.lm_head.weight, targets, *options
-            return CausalLMOutput(loss=hub.LigerFusedLinearCrossEntropyFunction.apply(*given)[0].sum())
+            given = hidden.flatten(0, 1), self.lm_head.weight, targets, self.lm_head.bias, self.class_weights
+            loss = hub.LigerFusedLinearCrossEntropyFunction.apply(*given, *options)[0]
+            return CausalLMOutput(loss=loss.sum())
         logits = self.lm_head(hidden)
-        options = None, -100, 0.0, smoothing, reduction
-        loss = hub.LigerCrossEntropyFunction.apply(logits.flatten(0, 1), targets, *options)[0]
+        loss = hub.LigerCrossEntropyFunction.apply(logits.flatten(0, 1), targets, self.class_weights, *options)[0]
         return CausalLMOutput(loss=loss.sum(), logits=logits)
 
-    return forward
+    model = tiny_model("llama", num_hidden_layers=1, vocab_size=vocabulary, **changes).train()
+    if not model.config.tie_word_embeddings:
+        model.lm_head = nn.Linear(model.config.hidden_size, vocabulary)
+    model.register_buffer("class_weights", torch.linspace(0.5, 1.5, vocabulary))
+    model.forward = MethodType(forward, model)
+    return model
 
 
 def liger_losses() -> dict[str, Any]:
+    """Of logits and of hidden states, with a bias and tied: ours run in their place, in training.
+
+    Not where the vocabulary is so small that gathering the head for it costs less.
+    """
     hub.install_liger()
-    far = 0.0
-    for fused, reduction, smoothing in ((True, "mean", 0.1), (True, "none", 0.0), (False, "sum", 0.1)):
-        model = llama()
-        model.forward = MethodType(liger_loss(fused, reduction, smoothing), model)
-        scale = 1.0 if reduction == "mean" else 30.0
-        far = max(far, divided(model)[1] / scale)
+    far, remarks = 0.0, []
+    for fused, tied, vocabulary, *options in (
+        (True, False, 4001, -100, 0.0, 0.1, "mean"),
+        (True, True, 4001, 7, 0.0, 0.0, "none", 0.5),
+        (False, False, 4001, 7, 0.0, 0.1, "sum", 0.5),
+        (True, True, 131, -100, 0.0, 0.0, "mean"),
+    ):
+        model = with_liger_loss(fused, vocabulary, *options, tie_word_embeddings=tied)
+        whole, found = divided(model)
+        far = max(far, found / (1.0 if options[3] == "mean" else 30.0))
         assert model.autotp.plan.opaque == ()
-    return {"far": far}
+        assert model.lm_head.weight.shape[0] < vocabulary
+        assert "apply" not in vars(hub.LigerCrossEntropyFunction) | vars(hub.LigerFusedLinearCrossEntropyFunction)
+        remarks.append("\n".join(model.autotp.plan.remarks()))
+        batch = {"input_ids": token_batch(1)["input_ids"]}
+        with torch.no_grad():  # another call, which needs the logits
+            logits = model.eval()(**batch).logits
+            logits = logits.full() if isinstance(logits, VocabParallelLogits) else logits
+            far = max(far, float((whole.eval()(**batch).logits - logits).abs().max()))
+    return {"far": far, "remarks": remarks}
+
+
+def liger_in_torch() -> dict[str, Any]:
+    """As Liger has it for transformers' models that compute their logits: in the place of ``F.cross_entropy``."""
+    hub.install_liger()
+    with mock.patch.object(F, "cross_entropy", hub.liger_cross_entropy):
+        model = tiny_model("llama", num_hidden_layers=1, vocab_size=4001)
+        _, far = divided(model)
+    assert model.lm_head.weight.shape[0] < 4001
+    return {"far": far, "remarks": "\n".join(model.autotp.plan.remarks())}
 
 
 class ReadsMemory(torch.autograd.Function):
@@ -205,7 +240,8 @@ def kernel_on_logits() -> dict[str, Any]:
 CASES = {
     case.__name__: case
     for case in (
-        kernels_for_training, kernels_changed_later, undeclared_kernel, tiled_layers, liger_losses, kernel_on_logits
+        kernels_for_training, kernels_changed_later, undeclared_kernel, tiled_layers, liger_losses, liger_in_torch,
+        kernel_on_logits,
     )
 }  # fmt: skip
 
@@ -231,4 +267,12 @@ def test_kernels_that_transformers_switches_on(ranks: int) -> None:
         assert "the forward of model.norm was replaced by LigerRMSNorm.forward" in changed["by user"]
         for said in (changed["by mode"], changed["by user"]):
             assert "model.use_kernels = False before it is divided" in said
+        of_hidden_states, tied, of_logits, small = found["liger_losses"]["remarks"]
+        for said in (of_hidden_states, tied):
+            assert "vocab linear cross-entropy runs in the place of test_hub_kernels:" in said
+            assert " LigerFusedLinearCrossEntropyFunction in the model" in said
+        assert "in the place of" not in small
+        for said in (of_logits, found["liger_in_torch"]["remarks"]):
+            assert "vocab cross-entropy of a kernel runs in the place of " in said
+            assert "lm_head: its loss is computed a few tokens at a time" in said
         assert "give it the gathered tensor, logits.full()" in found["kernel_on_logits"]["refused"]

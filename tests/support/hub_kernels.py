@@ -70,6 +70,24 @@ LigerFusedLinearCrossEntropyFunction = autograd_function(
 )
 
 
+def liger_cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    lse_square_scale: float = 0.0,
+    softcap: float | None = None,
+) -> Tensor:
+    """What Liger puts into the place of ``F.cross_entropy``."""
+    options = ignore_index, lse_square_scale, label_smoothing, reduction, softcap
+    loss: Tensor = LigerCrossEntropyFunction.apply(input, target, weight, *options)[0]
+    return loss
+
+
 class LigerRMSNorm(nn.Module):
     """As the layer of ``kernels-community/liger-kernels``, for norms that call their number ``variance_epsilon``."""
 

@@ -152,6 +152,9 @@ def rotary(
     return _turned(x, cos[:, None], sin[:, None])
 
 
+_cross_entropy = F.cross_entropy  # Liger's may take its place in torch
+
+
 def cross_entropy(
     _input: Tensor,
     target: Tensor,
@@ -166,7 +169,9 @@ def cross_entropy(
     return_predicted_tokens: bool = False,
 ) -> Any:
     """``_input [n, v]``, ``target [n]``."""
-    loss = F.cross_entropy(
+    if softcap is not None:
+        _input = softcap * torch.tanh(_input / softcap)
+    loss = _cross_entropy(
         _input, target, weight, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction=reduction
     )
     return (

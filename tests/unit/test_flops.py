@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from rule_truth import Tape
 
 from lightning_autotp.operators import count_flops, records
-from lightning_autotp.operators.graph import EXPERTS
+from lightning_autotp.operators.graph import EXPERTS, KERNEL_LINEAR_LOSS
 
-# Of experts, tests/ranks/test_whole_experts.py counts them.
-PRODUCTS = [known.name for known in records() if known.flops and known.name != EXPERTS]
+# Of experts, tests/ranks/test_whole_experts.py counts them, and of a kernel's loss tests/unit/test_kernels_from_hub.py.
+PRODUCTS = [known.name for known in records() if known.flops and known.name not in (EXPERTS, KERNEL_LINEAR_LOSS)]
 
 
 @pytest.mark.parametrize("examples", [15, pytest.param(40, marks=pytest.mark.nightly)])

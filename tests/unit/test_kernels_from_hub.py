@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from types import MethodType
@@ -25,7 +26,9 @@ from lightning_autotp.building.pretrained import meta_model as without_weights
 from lightning_autotp.capture.capture import CaptureError
 from lightning_autotp.capture.fingerprint import fingerprint
 from lightning_autotp.layouts.plan import Plan
+from lightning_autotp.operators import count_flops
 from lightning_autotp.operators.declared import declarable_name, targets
+from lightning_autotp.operators.graph import KERNEL_LINEAR_LOSS
 
 NORM = "kernels-community/liger-kernels:LigerRMSNormFunction"
 
@@ -149,39 +152,67 @@ def test_attention_for_a_cache_of_pages_says_what_to_use() -> None:
 
 def with_liger(forward: Callable[..., Any], **changes: Any) -> Any:
     """The plan of a Llama whose forward Liger has replaced."""
-    model = meta_model("llama", **changes)
+    hub.install_liger()
+    model = meta_model("llama", vocab_size=4001, **changes)
     model.forward = MethodType(forward, model)
     return make_plan(model, 2, example_inputs=token_batch(0))[0]
 
 
-def fused_loss(self: Any, input_ids: Tensor, labels: Tensor) -> CausalLMOutput:
-    hidden = self.model(input_ids=input_ids)[0].flatten(0, 1)
-    made = hub.LigerFusedLinearCrossEntropyFunction.apply(hidden, self.lm_head.weight, labels.flatten())
-    return CausalLMOutput(loss=made[0])
+def fused_loss(apply: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:
+    def forward(self: Any, input_ids: Tensor, labels: Tensor) -> CausalLMOutput:
+        hidden = self.model(input_ids=input_ids)[0].flatten(0, 1)
+        given = inspect.signature(layers.fused_linear_cross_entropy).bind(
+            hidden, self.lm_head.weight, labels.flatten(), **options
+        )
+        given.apply_defaults()
+        run = apply or hub.LigerFusedLinearCrossEntropyFunction.apply
+        return CausalLMOutput(loss=run(*given.args)[0])
+
+    return forward
 
 
 def loss_of_logits(self: Any, input_ids: Tensor, labels: Tensor) -> CausalLMOutput:
     logits = self.lm_head(self.model(input_ids=input_ids)[0])
-    made = hub.LigerCrossEntropyFunction.apply(logits.flatten(0, 1), labels.flatten(), None)
+    made = hub.LigerCrossEntropyFunction.apply(logits.flatten(0, 1), labels.flatten(), None, -100, 1e-4)
     return CausalLMOutput(loss=made[0], logits=logits)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_the_plan_says_that_liger_s_fused_loss_keeps_the_head_whole(tied: bool) -> None:
-    hub.install_liger()
-    plan = with_liger(fused_loss, tie_word_embeddings=tied)
-    whole = {name for one in plan.parameters if one.reasons for name in one.names if "norm" not in name}
-    assert whole == ({"lm_head.weight", "model.embed_tokens.weight"} if tied else {"lm_head.weight"})
-    why = reasons(plan, "lm_head.weight")
-    assert "LigerFusedLinearCrossEntropyFunction needs it whole (leave Liger's loss out, cross_entropy=False and" in why
-    assert "fused_linear_cross_entropy=False" in why
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"lse_square_scale": 1e-4}, "with lse_square_scale"),
+        ({"return_z_loss": True, "return_token_accuracy": True}, "with return_z_loss, return_token_accuracy"),
+        ({"return_predicted_tokens": True, "softcap": 30.0}, "with return_predicted_tokens"),
+        ({"use_token_scaling": True, "accum_dtype": torch.float32}, "with use_token_scaling"),
+        ({"apply": hub.LigerFusedLinearCrossEntropyFunction.apply}, "where code keeps its apply instead of"),
+    ],
+)
+def test_what_liger_s_loss_computes_itself_keeps_the_head_whole(options: dict[str, Any], why: str) -> None:
+    plan = with_liger(fused_loss(**options))
+    assert {name for one in plan.parameters if one.reasons for name in one.names if "norm" not in name} == {
+        "lm_head.weight"
+    }
+    assert f"LigerFusedLinearCrossEntropyFunction needs it whole {why}" in reasons(plan, "lm_head.weight")
+    assert all(use.call is None for use in plan.implementations)
 
 
 def test_the_plan_says_that_liger_s_loss_is_computed_on_every_rank() -> None:
-    hub.install_liger()
     plan = with_liger(loss_of_logits)
     (work,) = [work for work in plan.whole_work if "LigerCrossEntropyFunction" in work.operator]
-    assert "leave Liger's loss out" in work.why
+    assert "LigerCrossEntropyFunction needs it whole with lse_square_scale" in work.why
+
+
+def test_a_head_that_is_to_stay_whole_has_liger_s_loss() -> None:
+    hub.install_liger()
+    model = meta_model("llama", vocab_size=4001)
+    model.forward = MethodType(fused_loss(), model)
+    plan, solution = make_plan(model, 2, example_inputs=token_batch(0), keep_whole=["lm_head"])
+    assert "keep_whole" in reasons(plan, "lm_head.weight")
+    assert all(use.call is None for use in plan.implementations)
+    (loss,) = [operator for operator in solution.graph.operators if operator.name == KERNEL_LINEAR_LOSS]
+    tensors = solution.graph.tensors
+    (tokens,) = tensors[loss.argument("target").tensor].shape
+    assert count_flops(loss, lambda tensor: tensors[tensor].shape) == 2 * tokens * 64 * 4001
 
 
 # -- kernels on a model without weights --------------------------------------------------------------------------------

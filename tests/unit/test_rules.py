@@ -21,13 +21,14 @@ from torch import Tensor, nn
 from lightning_autotp.capture.capture import capture
 from lightning_autotp.layouts.types import Shard
 from lightning_autotp.operators import known_operators, operator, record, relate
-from lightning_autotp.operators.graph import EXPERTS, KEPT, Graph, Ref
+from lightning_autotp.operators.graph import EXPERTS, KEPT, KERNEL_LINEAR_LOSS, KERNEL_LOSS, Graph, Ref
 
 # Registered, but without a case of its own here.
 ELSEWHERE = {
     "boundary": "the identity; its conversions are collectives with tests of their own",
     EXPERTS: "a module, not an operator of torch; tests/ranks/test_whole_experts.py tests it",
     KEPT: "makes nothing; tests/ranks/test_buffers.py",
+    **dict.fromkeys((KERNEL_LOSS, KERNEL_LINEAR_LOSS), "no operators of torch; tests/ranks/test_hub_kernels.py"),
     "aten.cross_entropy_loss.default": "over sharded classes another loss runs; its relation is tested below",
 }
 # Every dim stays whole here.

@@ -37,12 +37,14 @@ All functions that gather, and the loss, are collective.
 """
 
 from lightning_autotp.parallel.logits import elementwise, losses, over_vocabulary, views  # they enter their handlers
+from lightning_autotp.parallel.logits.losses import cross_entropy
 from lightning_autotp.parallel.logits.tensor import GatheredLogits, VocabParallelLogits, check_vocab_is_last
 
 __all__ = [
     "GatheredLogits",
     "VocabParallelLogits",
     "check_vocab_is_last",
+    "cross_entropy",
     "elementwise",
     "losses",
     "over_vocabulary",

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_autotp.parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -38,6 +39,11 @@ def _cross_entropy(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[s
     if not stays:
         return NotImplemented
     options = {name: call.arguments[name] for name in ("ignore_index", "reduction", "label_smoothing")}
+    return cross_entropy(logits, target, weight, **options)
+
+
+def cross_entropy(logits: VocabParallelLogits, target: Tensor, weight: Tensor | None, **options: Any) -> Tensor:
+    """``F.cross_entropy`` of logits ``[tokens, vocab, ...]`` and class indices, in parts where it can. Collective."""
     product = logits.product
     if product is None or logits.ownership.is_shared or torch.compiler.is_compiling():
         return vocab_parallel_cross_entropy(logits.local, target, logits.ownership, logits.group, weight, **options)
