@@ -18,7 +18,7 @@ from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -145,6 +145,24 @@ def _move(parameters: list[Tensor], buffers: list[Tensor], device: torch.device)
     for tensor in (*parameters, *buffers):
         if tensor.device != device and not tensor.is_meta:
             torch.utils.swap_tensors(tensor, tensor.to(device))
+
+
+class MostAllocated:
+    """Within it, the most bytes that are on the device at once, beside those that were there before.
+
+    Attributes:
+        before: bytes that were there.
+        bytes: those that came.
+    """
+
+    def __enter__(self) -> Self:
+        library: Any = _library()
+        library.begin_most_allocated()
+        self.before = int(library.allocated())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bytes = int(_library().most_allocated()) - self.before  # type: ignore[attr-defined]
 
 
 class Waits(TorchDispatchMode):
