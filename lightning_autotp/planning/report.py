@@ -82,9 +82,12 @@ def reasons(found: Recommendation) -> Iterator[str]:
         else:
             most = least.memory.largest
             remedy = _OF_QUANTIZED if found.quantize and most == "parameters" else _REMEDIES[most]
+            why = f"most of it {most}: {remedy}"
+            if least.memory.total <= found.room:
+                why = "but more host memory than a node has: more nodes, LoRA, or an optimizer with fewer states (sgd)"
             yield (
                 f"nothing fits{_tried(found)}: {named(least)} needs the least, {_gb(least.memory.total)} of"
-                f" {_gb(found.room)} of a GPU, most of it {most}: {remedy}"
+                f" {_gb(found.room)} of a GPU, {why}"
             )
             yield from _of_host(found, least)
     else:
@@ -117,15 +120,17 @@ def _tried(found: Recommendation) -> str:
         "parameters in host memory": any(choice.cpu_offload for choice in found.choices),
     }
     said = [what for what, is_so in tried.items() if is_so]
-    return f", with {' and '.join([', '.join(said[:-1]), said[-1]] if len(said) > 1 else said)} either" * bool(said)
+    return f", not even with {', '.join(said)}" * bool(said)
 
 
 def _of_host(found: Recommendation, choice: Choice) -> Iterator[str]:
     """The memory of a node, where a way to train uses it."""
     if choice.uses_host:
-        there = found.machine.host_memory
-        of = f"of {_gb(there)}" if there is not None else "(how much there is is not known)"
-        yield f"host memory: {_gb(choice.host_memory)} {of} of a node"
+        there, needed = found.machine.host_memory, _gb(choice.host_memory)
+        if there is None:
+            yield f"host memory: {needed} of a node; how much it has is not known"
+        else:
+            yield f"host memory: {needed} of {_gb(there)} of a node"
 
 
 def _compared(found: Recommendation, best: Choice) -> Iterator[str]:

@@ -296,7 +296,7 @@ def test_what_does_not_fit_says_what_would_help() -> None:
     found = recommend(tiny_model(), gpus=small, tokens_per_step=512, sequence_length=512)
     assert found.best is None
     said, of_host = reasons(found)
-    tried = "with checkpointed blocks, activations in host memory and parameters in host memory either"
+    tried = "not even with checkpointed blocks, activations in host memory, parameters in host memory"
     assert said.startswith(f"nothing fits, {tried}: ")
     assert "most of it" in said
     assert of_host.startswith("host memory: ")
@@ -304,7 +304,7 @@ def test_what_does_not_fit_says_what_would_help() -> None:
         tiny_model(), gpus=replace(small, host_link_bandwidth=None), tokens_per_step=512, sequence_length=512
     )
     said, left_out = reasons(unknown)
-    assert said.startswith("nothing fits, with checkpointed blocks either: ")
+    assert said.startswith("nothing fits, not even with checkpointed blocks: ")
     assert left_out == "left out: in host memory: the file of H100 does not say host_link_bandwidth"
 
 
@@ -337,7 +337,7 @@ def test_host_memory_is_used_where_nothing_fits_without(nothing_fits: Recommenda
     assert "nothing fits without host memory: " in said
     assert f"host memory: {best.host_memory / 1e9:.1f} GB of 1000.0 GB of a node" in said
     unknown = replace(found, machine=replace(small, host_memory=None))
-    assert "(how much there is is not known) of a node" in "\n".join(reasons(unknown))
+    assert "GB of a node; how much it has is not known" in "\n".join(reasons(unknown))
     for choice in found.choices:
         check_lines(found, choice)
     console = Console(width=80, record=True)
@@ -353,6 +353,7 @@ def test_a_node_s_memory_is_enough_or_it_does_not_fit() -> None:
     assert roomy.best.uses_host
     cramped = recommend(tiny_model(), gpus=replace(machine, host_memory=1.0), **options)  # type: ignore[arg-type]
     assert cramped.best is None
+    assert "but more host memory than a node has" in next(reasons(cramped))
 
 
 def test_a_limit_of_memory_is_kept_and_planned_for() -> None:

@@ -147,22 +147,27 @@ def _move(parameters: list[Tensor], buffers: list[Tensor], device: torch.device)
             torch.utils.swap_tensors(tensor, tensor.to(device))
 
 
+def allocated() -> int:
+    """Bytes that are on the device."""
+    library: Any = _library()
+    return int(library.allocated())
+
+
 class MostAllocated:
-    """Within it, the most bytes that are on the device at once, beside those that were there before.
+    """Counts within it.
 
     Attributes:
-        before: bytes that were there.
-        bytes: those that came.
+        bytes: the most that was on the device at once.
     """
 
     def __enter__(self) -> Self:
         library: Any = _library()
         library.begin_most_allocated()
-        self.before = int(library.allocated())
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.bytes = int(_library().most_allocated()) - self.before  # type: ignore[attr-defined]
+        library: Any = _library()
+        self.bytes = int(library.most_allocated())
 
 
 class Waits(TorchDispatchMode):
