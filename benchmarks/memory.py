@@ -330,7 +330,8 @@ rehearsal of [`lightning-autotp recommend`](recommend.md) is off. Written by `py
   so that the most is there where a layer is multiplied.
 
 With copies, FSDP2 gathers into memory that it keeps and resizes, which the meter does not follow: only what is stored
-is compared."""
+is compared. What is gathered, and what is left on a device with parameters or activations in host memory, the tests
+measure on a device that stands in for a GPU and counts what is allocated (`tests/support/held.py`)."""
 
 
 def main(only: list[str] | None = None, page: Path | None = PAGE) -> None:

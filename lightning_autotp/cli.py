@@ -72,7 +72,7 @@ def plan(  # noqa: D417 (the other options are PlanOptions')
     from lightning_autotp.building.checkpoint_reading import CheckpointError
     from lightning_autotp.capture.capture import CaptureError
     from lightning_autotp.layouts.step_size import TokensPerStep
-    from lightning_autotp.pipeline import make_plan
+    from lightning_autotp.pipeline import plan_with
     from lightning_autotp.planning.asked import batch_of, model_of
     from lightning_autotp.planning.machines import Machine
     from lightning_autotp.planning.overview import look_over
@@ -98,16 +98,15 @@ def plan(  # noqa: D417 (the other options are PlanOptions')
         if lora:
             skeleton = with_adapters(skeleton, precision, lora, quantize).get_base_model()
         with _says("tracing the model, choosing a plan and proving it"):
-            result, _ = make_plan(
-                skeleton,
-                tp,
-                example_inputs=None if example is None else batch.inputs,
+            options = PlanOptions(
                 tokens_per_step=tokens,
                 keep_whole=keep_whole,
                 cut=cut,
                 memory=memory,
                 sequence_parallel=sequence_parallel,
+                traced_with=batch.source,
             )
+            result, _ = plan_with(skeleton, tp, batch.inputs, options)
         asked = meant(why, [parameter.names for parameter in result.parameters], "why") if why is not None else ()
     except (
         CaptureError,
@@ -164,6 +163,7 @@ def recommended(
     precision: Literal["32-true", "bf16-mixed", "bf16-true"] = "bf16-mixed",
     lora: int = 0,
     quantize: Literal["nf4", "fp4", "int8"] | None = None,
+    memory: float | None = None,
     auto_class: str | None = None,
     example: Path | None = None,
 ) -> None:
@@ -179,6 +179,7 @@ def recommended(
         precision: as the Trainer has it.
         lora: rank of adapters on all linear layers; 0 trains everything.
         quantize: how bitsandbytes quantizes the linear layers that the adapters are on (QLoRA).
+        memory: bytes of a GPU that a step may take, which the lines to paste plan for; what is free of it by default.
         auto_class: class of transformers that builds the model; the one that its configuration names by default.
         example: a batch as the training step passes it, as a .pt or .json file; made up for language models.
     """
@@ -205,6 +206,7 @@ def recommended(
             precision=precision,
             lora=lora,
             quantize=quantize,
+            memory=memory,
         )
     except (CaptureError, CheckpointError, RehearsalError, ImportError, OSError, ValueError) as error:
         raise SystemExit(f"lightning-autotp recommend: {error}") from error

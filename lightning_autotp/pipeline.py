@@ -52,6 +52,9 @@ from lightning_autotp.solving.planned import PlanMismatch
 from lightning_autotp.solving.solution import Solution
 from lightning_autotp.start_report import says_plan, says_weights
 
+MADE_UP = "a made-up batch"
+"""What was traced, where no batch was given."""
+
 
 @documented_by(PlanOptions)
 def make_plan(  # noqa: D417 (the options are PlanOptions')
@@ -87,7 +90,6 @@ def make_plan(  # noqa: D417 (the options are PlanOptions')
             cut as it was said.
         QuantizationError: if its weights are quantized already.
     """
-    refuse_unfit(model)
     options = PlanOptions(
         tokens_per_step=tokens_per_step,
         keep_whole=keep_whole,
@@ -96,6 +98,14 @@ def make_plan(  # noqa: D417 (the options are PlanOptions')
         memory=memory,
         sequence_parallel=sequence_parallel,
     )
+    return plan_with(model, tensor_parallel_size, example_inputs, options)
+
+
+def plan_with(
+    model: nn.Module, tensor_parallel_size: int, example_inputs: Any, options: PlanOptions
+) -> tuple[Plan, Solution]:
+    """:func:`make_plan`, with its options in one object."""
+    refuse_unfit(model)
     inputs, options = _example(model, example_inputs, options)
     with relaxed_gc():
         return feasible_plan(model, trace(model, inputs), inputs, tensor_parallel_size, options)
@@ -117,7 +127,7 @@ def refuse_unfit(model: nn.Module) -> None:
 def _example(model: nn.Module, example_inputs: Any, options: PlanOptions) -> tuple[Any, PlanOptions]:
     """The batch to trace with, and the options that say where it comes from."""
     synthetic = example_inputs is None
-    source = options.traced_with or ("a made-up batch" if synthetic else "example_inputs")
+    source = options.traced_with or (MADE_UP if synthetic else "example_inputs")
     return language_model_inputs(model) if synthetic else example_inputs, replace(options, traced_with=source)
 
 

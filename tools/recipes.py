@@ -24,7 +24,7 @@ from lightning_autotp import recommend
 from lightning_autotp.planning.machines import Machine
 from lightning_autotp.planning.recommend import Recommendation
 from lightning_autotp.planning.rehearsal import Quantization
-from lightning_autotp.planning.report import model_lines, reasons, yaml_lines
+from lightning_autotp.planning.report import in_short, model_lines, reasons, yaml_lines
 
 PAGE = Path(__file__).parent.parent / "docs" / "recipes.md"
 
@@ -125,7 +125,8 @@ nothing here was run on these GPUs. Written by `python tools/recipes.py`. For an
 number of tokens, ask the command."""
 
 EXPLAINED = """The memory is that of parameters, gradients, optimizer states, activations and the rest, beside what a
-GPU has. `sp` is sequence parallelism, `ck` activation checkpointing. Three numbers are TP, replicas and the copies of
+GPU has. `sp` is sequence parallelism, `ck` activation checkpointing; `ao` and `po` are activations and parameters in
+host memory. Three numbers are TP, replicas and the copies of
 each ([hybrid sharding](scaling-out.md#tensor-parallelism-times-fsdp2)).
 
 Where adapters are trained, the model is the one below; LoRA without `quantization_config`, QLoRA with it. Copies divide
@@ -148,15 +149,12 @@ def section(recipe: Recipe) -> tuple[str, str]:
     kept = best.memory
     kinds = (kept.parameters, kept.gradients, kept.states, kept.activations, kept.temporary + kept.gathered)
     sizes = " + ".join(f"{kind / 1e9:.1f}" for kind in kinds) + f" = {kept.total / 1e9:.0f}"
-    copies = f"{best.replicas} x {best.shards}" if best.replicas > 1 else f"{best.shards}"
-    with_others = " sp" * best.sequence_parallel + " ck" * best.checkpointing
-    room = (found.machine.memory - found.machine.reserved) / 1e9
     cells = (
         f"[{recipe.title}](#{anchor})",
-        f"{best.tensor_parallel_size} x {copies}{with_others}",
+        in_short(best).replace("x", " x "),
         f"{best.rows} x {best.passes}",
         sizes,
-        f"{room:.0f}",
+        f"{found.room / 1e9:.0f}",
         f"{best.tokens_per_second:,.0f}",
     )
     lines = yaml_lines(found, best).rstrip("\n")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -105,13 +105,31 @@ class CheckpointedForward(_BlockForward):
         return checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
 
 
+class HostMemory(Protocol):
+    """Takes tensors and gives them back, as torch's ``save_on_cpu``."""
+
+    @property
+    def pack_hook(self) -> Any:
+        """Takes a tensor."""
+
+    @property
+    def unpack_hook(self) -> Any:
+        """Gives it back."""
+
+
 class OffloadedForward(_BlockForward):
-    """Keeps what the block computes in host memory; its parameters stay on the device."""
+    """Keeps what the block computes in host memory; its parameters stay on the device.
+
+    Attributes:
+        host: in place of the host's memory, where nothing is computed.
+    """
+
+    host: HostMemory | None = None
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """What the block returns, in training."""
         stay = {storage_key(parameter) for parameter in self.block.parameters()}
-        there = save_on_cpu(pin_memory=torch.cuda.is_available())
+        there = self.host or save_on_cpu(pin_memory=torch.cuda.is_available())
 
         def pack(tensor: Tensor) -> Any:
             return tensor if storage_key(tensor) in stay or not has_values(tensor) else there.pack_hook(tensor)

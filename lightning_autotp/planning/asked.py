@@ -20,6 +20,7 @@ from transformers import AutoConfig, PreTrainedModel
 from lightning_autotp.building.hub import refuse_missing
 from lightning_autotp.building.quantization import LIBRARIES, note_quantization
 from lightning_autotp.capture.capture import CaptureError, first_line, language_model_inputs
+from lightning_autotp.pipeline import MADE_UP
 from lightning_autotp.planning.rehearsal import one_row
 from lightning_autotp.private.torch_private import tree_map_only
 
@@ -83,11 +84,13 @@ class Batch(NamedTuple):
         inputs: all of it.
         row: one row of it.
         rows: how many it has.
+        source: where it comes from, as a plan says it.
     """
 
     inputs: dict[str, Any]
     row: dict[str, Any]
     rows: int
+    source: str
 
     @property
     def has_sequences(self) -> bool:
@@ -113,13 +116,13 @@ def batch_of(example: Path | None, model: nn.Module, length: int) -> Batch:
             made = language_model_inputs(model)
         except CaptureError as error:
             raise CaptureError(f"{error} For a command write that batch to a file: --example batch.pt") from error
-        return Batch(made, one_row(model, made, length), len(made["input_ids"]))
+        return Batch(made, one_row(model, made, length), len(made["input_ids"]), MADE_UP)
     batch = _named(_read(example), model, example)
     rows = next((x.shape[0] for x in batch.values() if isinstance(x, Tensor) and x.dim()), None)
     if rows is None:
         raise ValueError(f"example={str(example)!r} has no tensor with rows")
     row = tree_map_only(Tensor, lambda x: x[:1] if x.dim() and x.shape[0] == rows else x, batch)
-    return Batch(batch, row, rows)
+    return Batch(batch, row, rows, "example_inputs")
 
 
 def _read(file: Path) -> Any:

@@ -2,15 +2,25 @@
 
 Parameters, gradients and states are divided by the copies (FSDP2 cuts them), or by those of a replica; quantized
 parameters are not. What the forward pass keeps, and what is there for a moment, grows with the rows; the numbers that
-quantized parameters stand for do not. FSDP2 has two blocks and what is in no block gathered at once, the gradients of
-one block, and those of the one before on their way to the other copies.
+quantized parameters stand for do not.
+
+Where FSDP2 shards, what is in no block is gathered from the forward to the end of the backward pass. While a block runs
+backward, it and the next one are there, its gradients, those of what is in no block that are known by then, and those
+of the block before on their way to the other copies, with what comes of them. In the end what is in no block and its
+gradients are there, and those of the first block on their way.
+
+With what it shards in host memory (``cpu_offload``) the same is gathered, and nothing is stored on the device.
+``docs/memory-measured.md`` compares it.
 """
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from dataclasses import dataclass, fields
 
 from lightning_autotp.planning.machines import Machine
+from lightning_autotp.planning.meter import Label
 from lightning_autotp.planning.rehearsal import Rehearsal
 
 LAUNCH = 4e-6
@@ -53,13 +63,14 @@ class Memory:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of an optimizer step, by kind. Nothing is taken to overlap but FSDP2's gathers.
+    """Seconds of an optimizer step, by kind. Nothing is taken to overlap but FSDP2's collectives and what it fetches.
 
     Attributes:
         products: matrix products and attention.
         others: all other operators of the forward and backward pass, by the bytes that they move.
         tensor_parallel: collectives between the ranks of a copy.
         copies: what of FSDP2's collectives does not hide behind the rest.
+        host: what of the copies to host memory and from there does not hide, and adding to gradients that are there.
         update: the optimizer's step.
     """
 
@@ -67,6 +78,7 @@ class StepTime:
     others: float
     tensor_parallel: float
     copies: float
+    host: float
     update: float
 
     @property
@@ -80,7 +92,9 @@ class StepTime:
         return max((field.name for field in fields(self)), key=lambda name: float(getattr(self, name)))
 
 
-def memory(rehearsal: Rehearsal, rows: int = 1, copies: int = 1, accumulates: bool = False) -> Memory:
+def memory(
+    rehearsal: Rehearsal, rows: int = 1, copies: int = 1, accumulates: bool = False, cpu_offload: bool = False
+) -> Memory:
     """What one GPU needs.
 
     Args:
@@ -88,30 +102,48 @@ def memory(rehearsal: Rehearsal, rows: int = 1, copies: int = 1, accumulates: bo
         rows: of a forward pass.
         copies: of the model that it is sharded over.
         accumulates: whether gradients of earlier forward passes are there.
+        cpu_offload: whether what is sharded is in host memory.
     """
-    divided, gradients, states = (size / copies for size in (rehearsal.divided, rehearsal.gradients, rehearsal.states))
+    shares = (0.0, 0.0, 0.0) if cpu_offload else (rehearsal.divided, rehearsal.gradients, rehearsal.states)
+    divided, gradients, states = (size / copies for size in shares)
     of_parameters = rehearsal.quantized + divided
-    at_once = copies > 1 or accumulates  # gradients count in full: parts of them, or those of passes before
-    peak = rehearsal.peak_without_gradients if at_once else rehearsal.peak
-    gathered, in_other_dtype = 0.0, float(peak["copies"])
-    if copies > 1:
+    update = 0.0 if cpu_offload else rehearsal.update / copies
+    stepping = Memory(of_parameters, gradients, states, 0.0, update, 0.0, "optimizer step")
+
+    def passing(peak: Counter[Label], of_gradients: float, casts: int, gathered: float, moment: str) -> Memory:
+        kept = rows * peak["activations"] + max(0.0, peak["copies"] - casts)
+        return Memory(
+            of_parameters, of_gradients, states, kept, rows * peak["other"] + peak["dequantized"], gathered, moment
+        )
+
+    if copies == 1 and not cpu_offload:
+        peak = rehearsal.peak_without_gradients if accumulates else rehearsal.peak
+        of_passes = gradients if accumulates else peak["gradients"]
+        moments = [passing(peak, of_passes, 0, 0.0, "loss and backward pass")]
+    else:
         # FSDP2 gathers in 16 bits what autocast would cast, and has its gradients in them until they are averaged.
-        in_other_dtype = max(0.0, in_other_dtype - rehearsal.casts)
-        block, divided = rehearsal.block - rehearsal.block_casts, max(rehearsal.divided, 1)
-        computed = rehearsal.gradients / divided * block
-        sent = rehearsal.averaged / divided * rehearsal.block
-        gathered = 2 * block + computed + sent + rehearsal.rest
-    passing = Memory(
-        of_parameters,
-        gradients if at_once else peak["gradients"],
-        states,
-        rows * peak["activations"] + in_other_dtype,
-        rows * peak["other"] + peak["dequantized"],
-        gathered,
-        "loss and backward pass",
-    )
-    stepping = Memory(of_parameters, gradients, states, 0.0, rehearsal.update / copies, 0.0, "optimizer step")
-    return max(passing, stepping, key=lambda each: each.total)
+        block, rest, casts = rehearsal.block - rehearsal.block_casts, rehearsal.rest, rehearsal.casts
+        trained = rehearsal.gradients / max(rehearsal.divided, 1)
+        computed, sent = trained * block, rehearsal.averaged / max(rehearsal.divided, 1) * rehearsal.block
+        ahead = block if copies > 1 else 0  # a copy of its own is fetched when it is needed
+        before = gradients if accumulates else 0.0
+        by_then = gradients if accumulates else gradients * (1 - rest / max(rehearsal.divided, 1))
+        within = rehearsal.peak_in_blocks
+        in_block = rest + within["gradients"] + block + ahead + computed + sent + sent / copies
+        in_the_end = rest + trained * rest + sent + trained * ahead
+        moments = [
+            passing(rehearsal.peak_without_gradients, before, casts, rest + ahead, "loss"),
+            passing(within, before, casts, in_block, "backward pass of a block"),
+            passing(Counter(), by_then, 0, in_the_end, "end of the backward pass"),
+        ]
+    return max(*moments, stepping, key=lambda each: each.total)
+
+
+def host_memory(rehearsal: Rehearsal, rows: int = 1, copies: int = 1, cpu_offload: bool = False) -> float:
+    """Bytes of host memory that one GPU needs, with the arguments of :func:`memory`."""
+    kept = rehearsal.kept_on_host
+    stored = (rehearsal.divided + rehearsal.gradients + rehearsal.states) / copies if cpu_offload else 0.0
+    return stored + rows * kept.bytes + (kept.fixed_bytes if copies == 1 and not cpu_offload else 0)
 
 
 def product_time(machine: Machine, flops: float, moved: float, in_bf16: bool) -> float:
@@ -129,6 +161,7 @@ def step_time(
     copies: int = 1,
     replicas: int = 1,
     passes: int = 1,
+    cpu_offload: bool = False,
 ) -> StepTime:
     """How long an optimizer step takes.
 
@@ -141,6 +174,10 @@ def step_time(
         copies: of the model, replicas included.
         replicas: each of which is sharded over its copies alone, the next ones to each other.
         passes: forward and backward passes of a step.
+        cpu_offload: whether what FSDP2 shards is in host memory.
+
+    Raises:
+        ValueError: if something is in host memory, and it is not known how fast that is.
     """
     work, bandwidth = rehearsal.work, machine.memory_bandwidth
     products = sum(
@@ -152,16 +189,41 @@ def step_time(
         count * within.collective(kind, rows * size, ranks) for (kind, size), count in work.collectives.items()
     )
     shards = copies // replicas
-    update = (rehearsal.update_work.others.bytes + rehearsal.update_work.others.fixed_bytes) / shards / bandwidth
+    moved = rehearsal.update_work.others
+    update = (moved.bytes + moved.fixed_bytes) / shards / bandwidth
     per_pass = products + others + tensor_parallel
-    exposed = 0.0
+    link, host_bandwidth = _host(machine) if cpu_offload or work.host_copies.count else (math.inf, math.inf)
+    # What blocks keep goes and comes in the order of the operators, which wait for it.
+    of_casts = 0 if copies > 1 or cpu_offload else work.host_copies.fixed_bytes
+    host = passes * (rows * work.host_copies.bytes + of_casts) / link
+    exposed = gathers = 0.0
     if copies > 1:
         among, over = machine.between(ranks * shards), machine.between(ranks * copies)
         # Parameters are gathered twice, gradients reduced once; the sums of a replica's shards go to the others.
-        whole = 2 * among.collective("all_gather", rehearsal.divided - rehearsal.casts, shards)
-        whole += among.collective("reduce_scatter", rehearsal.averaged, shards)
-        whole += over.collective("all_reduce", rehearsal.averaged / shards, replicas)
-        exposed = passes * max(0.0, whole - per_pass)
+        gathers = 2 * among.collective("all_gather", rehearsal.divided - rehearsal.casts, shards)
+        sums = among.collective("reduce_scatter", rehearsal.averaged, shards)
+        sums += over.collective("all_reduce", rehearsal.averaged / shards, replicas)
+        # Gradients that go to the host are waited for, so nothing runs behind their sums.
+        hidden, seen = (gathers, sums) if cpu_offload else (gathers + sums, 0.0)
+        exposed = passes * (max(0.0, hidden - per_pass) + seen)
         # Behind the first gather and the last reduction there is nothing.
         exposed += among.collective("all_gather", rehearsal.rest + rehearsal.block - rehearsal.block_casts, shards)
-    return StepTime(passes * products, passes * others, passes * tensor_parallel, exposed, update)
+    if cpu_offload:
+        fetched = (2 * (rehearsal.divided - rehearsal.rest) + rehearsal.rest) / shards / link
+        room = max(0.0, per_pass - gathers) if copies > 1 else 0.0  # a copy of its own is fetched when it is needed
+        sent = rehearsal.gradients / shards
+        beside = min(ranks * copies, machine.gpus_per_node) / host_bandwidth  # seconds of a byte of each GPU
+        host += passes * (max(0.0, fetched - room) + sent / link) + (passes - 1) * 3 * sent * beside
+        update *= bandwidth * beside
+    return StepTime(passes * products, passes * others, passes * tensor_parallel, exposed, host, update)
+
+
+def _host(machine: Machine) -> tuple[float, float]:
+    """Bandwidths of the link to a node's memory, and of that memory."""
+    link, memory_of_host = machine.host_link_bandwidth, machine.host_memory_bandwidth
+    if link is None or memory_of_host is None:
+        raise ValueError(
+            f"{machine.name}: its file does not say {' and '.join(machine.unknown_of_host)}, so it is not known how"
+            " long it takes to keep something in host memory"
+        )
+    return link, memory_of_host

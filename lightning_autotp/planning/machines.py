@@ -12,6 +12,7 @@ import yaml
 from lightning_autotp.solving.cost import Profile
 
 DIRECTORY = Path(__file__).parent / "machine_files"
+_OPTIONAL = {"gpus", "host_memory", "host_memory_bandwidth", "host_link_bandwidth"}
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,9 @@ class Machine:
         all_reduce_passes: how often an all-reduced byte crosses a link of a node (1 in a switch, 2 in a ring).
         network_bandwidth: bytes per second and direction of each GPU to other nodes.
         network_latency: seconds of a small collective between nodes.
+        host_memory: bytes of a node's own memory; ``None`` where it is not known, as the next ones.
+        host_memory_bandwidth: bytes per second of it.
+        host_link_bandwidth: bytes per second and direction between a GPU and it, while all GPUs of a node copy.
         gpus: how many there are.
     """
 
@@ -48,6 +52,9 @@ class Machine:
     all_reduce_passes: float
     network_bandwidth: float
     network_latency: float
+    host_memory: float | None = None
+    host_memory_bandwidth: float | None = None
+    host_link_bandwidth: float | None = None
     gpus: int = 0
 
     @classmethod
@@ -63,9 +70,10 @@ class Machine:
             raise ValueError(f"the machine {str(file)!r} cannot be read: {error}") from error
         given = set(data) if isinstance(data, dict) else set()
         known = {field.name for field in fields(cls)}
-        if missing := known - given - {"gpus"} or given - known:
+        if missing := known - given - _OPTIONAL or given - known:
             raise ValueError(f"the machine {str(file)!r} has other entries than needed: look at {sorted(missing)}")
-        wrong = [key for key, value in data.items() if key != "name" and not _is_positive(value)]
+        positive = {key: value for key, value in data.items() if key != "name" and value is not None}
+        wrong = [key for key, value in positive.items() if not _is_positive(value)]
         if wrong:
             raise ValueError(f"the machine {str(file)!r}: {', '.join(wrong)} must be positive numbers, as 3.0e+9")
         found = cls(**data)
@@ -92,7 +100,13 @@ class Machine:
 
     def write(self, file: Path) -> None:
         """Write the file that :meth:`read` reads."""
-        file.write_text(yaml.safe_dump({**asdict(self)}, sort_keys=False))
+        known = {key: value for key, value in asdict(self).items() if value is not None}
+        file.write_text(yaml.safe_dump(known, sort_keys=False))
+
+    @property
+    def free(self) -> float:
+        """Bytes of a GPU that tensors may take."""
+        return self.memory - self.reserved
 
     @property
     def profile(self) -> Profile:
@@ -115,6 +129,11 @@ class Machine:
             latency=self.network_latency,
             all_reduce_passes=2.0,
         )
+
+    @property
+    def unknown_of_host(self) -> list[str]:
+        """What must be known to say how long it takes to keep something in host memory, and is not."""
+        return [key for key in ("host_link_bandwidth", "host_memory_bandwidth") if getattr(self, key) is None]
 
     def peak(self, in_bf16: bool) -> float:
         """Floating-point operations per second of a GPU, in bfloat16 or float32."""

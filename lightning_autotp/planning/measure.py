@@ -12,6 +12,7 @@ import psutil
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch import Tensor
 
 from lightning_autotp.planning.machines import Machine
 
@@ -52,6 +53,7 @@ def measure(processes: int, device: Literal["auto", "cpu", "cuda"] = "auto") -> 
         all_reduce_passes=2.0,
         network_bandwidth=figures["link_bandwidth"],
         network_latency=figures["latency"],
+        host_memory=float(psutil.virtual_memory().total),
         gpus=processes,
         **figures,
     )
@@ -60,8 +62,7 @@ def measure(processes: int, device: Literal["auto", "cpu", "cuda"] = "auto") -> 
 def _rank(rank: int, ranks: int, kind: str, directory: str, results: Any) -> None:
     if kind == "cuda":
         torch.cuda.set_device(rank)
-    else:
-        torch.set_num_threads(max(1, (psutil.cpu_count(logical=False) or 1) // ranks))
+    torch.set_num_threads(max(1, (psutil.cpu_count(logical=False) or 1) // ranks))
     backend = "nccl" if kind == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=f"file://{directory}/store", rank=rank, world_size=ranks)
     try:
@@ -92,6 +93,17 @@ def _figures(kind: str, ranks: int) -> dict[str, float]:
         "memory_bandwidth": 2 * moved.nbytes / _seconds(lambda: moved.clone(), kind),
         "link_bandwidth": sent / max(seconds - latency, 1e-9),
         "latency": latency,
+        **(_host(moved) if kind == "cuda" else {}),
+    }
+
+
+def _host(on_device: Tensor) -> dict[str, float]:
+    """What the host's memory reaches for all processes together, and what its link to this one's GPU."""
+    there, beside = (torch.ones(on_device.shape, pin_memory=True) for _ in range(2))
+    copied = 2 * there.nbytes * dist.get_world_size()
+    return {
+        "host_memory_bandwidth": copied / _seconds(lambda: beside.copy_(there), "cuda"),
+        "host_link_bandwidth": there.nbytes / _seconds(lambda: there.copy_(on_device), "cuda"),
     }
 
 

@@ -59,6 +59,7 @@ class Ran(NamedTuple):
         flops: of a product; ``None`` for any other operator.
         collective: which one it is; empty if it is none.
         is_fixed: whether it reads parameters alone, so that it takes the same for any batch.
+        is_host_copy: whether it copies to host memory, or from there.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Ran(NamedTuple):
     flops: float | None = None
     collective: Collective | Literal[""] = ""
     is_fixed: bool = False
+    is_host_copy: bool = False
 
 
 @dataclass
@@ -86,10 +88,13 @@ class Work:
 
     @cached_property
     def others(self) -> Others:
-        """What ran besides products and collectives."""
-        others = [one for one in self.ran if one.flops is None and not one.collective]
-        fixed = sum(one.bytes for one in others if one.is_fixed)
-        return Others(len(others), fixed, sum(one.bytes for one in others) - fixed)
+        """What ran besides products, collectives and copies to host memory and from there."""
+        return Others.of(one for one in self.ran if one.flops is None and not one.collective and not one.is_host_copy)
+
+    @cached_property
+    def host_copies(self) -> Others:
+        """What was copied to host memory, and from there."""
+        return Others.of(one for one in self.ran if one.is_host_copy)
 
     @cached_property
     def collectives(self) -> Counter[tuple[Collective, int]]:
@@ -116,6 +121,13 @@ class Others:
     fixed_bytes: int
     bytes: int
 
+    @classmethod
+    def of(cls, ran: Iterable[Ran]) -> Others:
+        """Of some operators."""
+        several = list(ran)
+        fixed = sum(one.bytes for one in several if one.is_fixed)
+        return cls(len(several), fixed, sum(one.bytes for one in several) - fixed)
+
 
 class Meter(TorchDispatchMode):
     """A mode that counts; enter it after the mode of fake tensors.
@@ -128,6 +140,8 @@ class Meter(TorchDispatchMode):
         live: bytes that are alive now, by label.
         peak: of the moment at which the most was alive besides parameters and optimizer states: what it was.
         peak_without_gradients: of the moment at which the most was alive besides these and gradients.
+        peak_in_blocks: of the moment, of those at which a repeated block ran, at which the most was alive besides
+            parameters, also in another dtype, states and gradients.
         work: what was done.
         casts: bytes of the whole parameters that autocast has cast, by the repeated block that they were cast in.
         place: the repeated block whose operators run now.
@@ -178,6 +192,7 @@ class Meter(TorchDispatchMode):
         """Forget the peaks so far."""
         self.peak: Counter[Label] = Counter(self.live)
         self.peak_without_gradients: Counter[Label] = Counter(self.live)
+        self.peak_in_blocks: Counter[Label] = Counter()
 
     def relabel(self, before: Label, after: Label) -> None:
         """Give all that is alive with one label another one."""
@@ -196,6 +211,24 @@ class Meter(TorchDispatchMode):
                 self.live[known[0]] -= known[1]
                 self.live[label] += known[1]
                 self._alive[storage_key(tensor)] = label, *known[1:]
+
+    def pack_hook(self, tensor: Tensor) -> tuple[torch.Size, torch.dtype, bool]:
+        """Take a tensor for one that is copied to host memory: nothing here keeps it."""
+        known = self._alive.get(storage_key(tensor))
+        of_parameters = known is not None and known[0] in _OF_PARAMETERS
+        self._copy(tensor, of_parameters)
+        return tensor.shape, tensor.dtype, of_parameters
+
+    def unpack_hook(self, packed: tuple[torch.Size, torch.dtype, bool]) -> Tensor:
+        """Such a tensor, back on the device."""
+        shape, dtype, of_parameters = packed
+        made = torch.empty(shape, dtype=dtype)
+        self._copy(made, of_parameters)
+        return made
+
+    def _copy(self, tensor: Tensor, of_parameters: bool) -> None:
+        size = tensor.numel() * tensor.itemsize
+        self.work.ran.append(Ran("aten.copy_", self.place, size, is_fixed=of_parameters, is_host_copy=True))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator and count."""
@@ -263,11 +296,11 @@ class Meter(TorchDispatchMode):
                 self.live[label] += storage.nbytes()
         if _moving(self.live) > _moving(self.peak):
             self.peak = Counter(self.live)
-        if (
-            _moving(self.live) - self.live["gradients"]
-            > _moving(self.peak_without_gradients) - (self.peak_without_gradients["gradients"])
-        ):
+        without = _moving(self.live) - self.live["gradients"]
+        if without > _moving(self.peak_without_gradients) - self.peak_without_gradients["gradients"]:
             self.peak_without_gradients = Counter(self.live)
+        if self.place and _of_batch(self.live) > _of_batch(self.peak_in_blocks):
+            self.peak_in_blocks = Counter(self.live)
 
     def _end(self, key: int, _: Any) -> None:
         label, size, _ = self._alive.pop(key)
@@ -310,3 +343,8 @@ def _product_of_dequantized(
 def _moving(live: Counter[Label]) -> int:
     """Bytes that come and go in a step."""
     return sum(live[label] for label in MOVING)
+
+
+def _of_batch(live: Counter[Label]) -> int:
+    """Bytes that come with a batch."""
+    return live["activations"] + live["other"] + live["dequantized"]

@@ -57,7 +57,7 @@ class Overview:
     @property
     def free(self) -> float:
         """Bytes of a GPU that tensors may take."""
-        return self.machine.memory - self.machine.reserved
+        return self.machine.free
 
     @property
     def spans(self) -> tuple[Span, ...]:

@@ -253,7 +253,8 @@ def _row(choice: Choice, plan: Plan) -> tuple[bool, Sequence[str]]:
         choice.tensor_parallel_size == plan.ranks
         and choice.data_parallel_size == 1
         and choice.sequence_parallel == plan.shards_sequence
-        and not choice.checkpointing
+        and choice.activation_checkpointing is None
+        and not choice.cpu_offload
     )
     cells = (
         named(choice),

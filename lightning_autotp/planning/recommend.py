@@ -1,24 +1,28 @@
 """Which sizes fit which GPUs, and which of them are the fastest: all combinations, from one trace of the model.
 
 For each tensor-parallel size there is a plan (two, with sequence parallelism), and a rehearsal of it with and without
-checkpointed blocks. Copies of the model and rows of a forward pass are worked out from these.
+checkpointed blocks. Copies of the model and rows of a forward pass are worked out from these. Only where nothing fits,
+activations and what FSDP2 shards are kept in host memory, too. The plans are those that the strategy makes with the
+options that are recommended.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from lightning_autotp.building.repeated_blocks import checkpoint_blocks
+from lightning_autotp.building.repeated_blocks import checkpoint_blocks, offload_blocks
 from lightning_autotp.capture.capture import language_model_inputs
 from lightning_autotp.capture.garbage import relaxed_gc
 from lightning_autotp.layouts.plan import Plan
+from lightning_autotp.operators.graph import Graph
 from lightning_autotp.pipeline import refuse_unfit
-from lightning_autotp.planning.estimate import Memory, StepTime, memory, step_time
+from lightning_autotp.planning.estimate import Memory, StepTime, host_memory, memory, step_time
 from lightning_autotp.planning.machines import Machine
 from lightning_autotp.planning.rehearsal import (
     OPTIMIZERS,
@@ -35,12 +39,19 @@ from lightning_autotp.planning.rehearsal import (
     with_adapters,
 )
 from lightning_autotp.proving.compare import VerificationError
-from lightning_autotp.proving.feasible import feasible_plans
+from lightning_autotp.proving.feasible import feasible_plan, feasible_plans
 from lightning_autotp.proving.verify import trace
 from lightning_autotp.solving.options import PlanOptions
 from lightning_autotp.solving.solver import NothingToShard
 
 _MOST_ROWS = 16
+
+Kept = Literal["blocks", "offload"] | None
+"""As the strategy's ``activation_checkpointing``."""
+
+_ON_THE_DEVICE: tuple[tuple[Kept, bool], ...] = ((None, False), ("blocks", False))
+"""What blocks keep, and whether what FSDP2 shards is in host memory."""
+_IN_HOST_MEMORY: tuple[tuple[Kept, bool], ...] = (("offload", False), (None, True), ("blocks", True), ("offload", True))
 
 
 @dataclass(frozen=True)
@@ -52,24 +63,28 @@ class Choice:
         data_parallel_size: copies, replicas included.
         replicas: how many there are, each sharded over its copies alone; 1 without hybrid sharding.
         sequence_parallel: whether tokens are sharded between regions.
-        checkpointing: whether the repeated blocks are computed again in the backward pass.
+        activation_checkpointing: what the repeated blocks keep for the backward pass, as the strategy takes it.
+        cpu_offload: whether parameters, gradients and optimizer states are in host memory.
         rows: of a forward pass of one copy.
         passes: forward and backward passes of an optimizer step.
         memory: of the GPU that needs the most.
+        host_memory: bytes that a node needs of its own memory for what GPUs keep there.
         time: of an optimizer step.
         tokens: of an optimizer step.
         mfu: the share of all GPUs' peak that the model's own products take, those computed again left out.
-        fits: whether the memory does.
+        fits: whether the memory does; of a node, where it is known.
     """
 
     tensor_parallel_size: int
     data_parallel_size: int
     replicas: int
     sequence_parallel: bool
-    checkpointing: bool
+    activation_checkpointing: Kept
+    cpu_offload: bool
     rows: int
     passes: int
     memory: Memory
+    host_memory: float
     time: StepTime
     tokens: int
     mfu: float
@@ -91,9 +106,9 @@ class Choice:
         return self.tokens / self.time.total
 
     @property
-    def limit(self) -> str:
-        """What it would be faster, or smaller, without."""
-        return self.time.largest if self.fits else f"memory: {self.memory.largest}"
+    def uses_host(self) -> bool:
+        """Whether something is kept in host memory."""
+        return self.cpu_offload or self.activation_checkpointing == "offload"
 
 
 @dataclass(frozen=True)
@@ -110,6 +125,7 @@ class Recommendation:
         lora: rank of adapters on all linear layers; 0 trains everything.
         quantize: how the adapters' base is quantized.
         source: Hub id or directory of the model; empty if it is not known.
+        limit: bytes of a GPU that a step may take, where that is not all that is free of it.
     """
 
     model: str
@@ -121,6 +137,12 @@ class Recommendation:
     lora: int = 0
     quantize: Quantization | None = None
     source: str = ""
+    limit: float | None = None
+
+    @property
+    def room(self) -> float:
+        """Bytes of a GPU that a step may take."""
+        return self.machine.free if self.limit is None else self.limit
 
     @property
     def best(self) -> Choice | None:
@@ -151,6 +173,7 @@ def recommend(
     precision: Precision = "bf16-mixed",
     lora: int = 0,
     quantize: Quantization | None = None,
+    memory: float | None = None,
 ) -> Recommendation:
     """Find what fits on these GPUs, and what is fast: no weights, no GPU and no process group needed.
 
@@ -166,6 +189,8 @@ def recommend(
         precision: ``"32-true"``, ``"bf16-mixed"`` or ``"bf16-true"``.
         lora: rank of adapters on all linear layers; 0 trains everything.
         quantize: how bitsandbytes quantizes the linear layers that they are on: ``"nf4"``, ``"fp4"`` or ``"int8"``.
+        memory: bytes of a GPU that a step may take, as ``AutoTPStrategy(memory=...)``, which plans for it; what is free
+            of a GPU by default.
 
     Raises:
         ValueError: for a machine, optimizer, precision, format or number that is none.
@@ -180,6 +205,11 @@ def recommend(
         raise ValueError(f"precision={precision!r}: it must be 32-true, bf16-mixed or bf16-true")
     if tokens_per_step < 1 or sequence_length < 1:
         raise ValueError("tokens_per_step and sequence_length must be positive")
+    if memory is not None and not 0 < memory <= machine.free:
+        raise ValueError(
+            f"memory={memory!r}: it must be a positive number of bytes, and tensors may take {machine.free:.4g} of a"
+            f" GPU ({machine.name})"
+        )
     check_adapters(lora, quantize)
     refuse_unfit(model)
     inputs = language_model_inputs(model) if example_inputs is None else example_inputs
@@ -188,29 +218,195 @@ def recommend(
     model = with_adapters(model, precision, lora, quantize) if lora else as_trained(model, precision)
     length = next((x.shape[1] for x in row.values() if isinstance(x, Tensor) and x.dim() == 2), 1)
     rows = max(1, round(tokens_per_step / length))
-    choices: list[Choice] = []
-    left_out: list[str] = []
+    search = _Search(model, inputs, row, machine, rows, length, precision, optimizer, memory)
+    found = Recommendation(name, machine, length, precision, (), (), lora, quantize, source, memory)
     with relaxed_gc():
-        graph = None
-        for size in _sizes(machine):
-            plans: list[Plan | None] = [None]
-            if size > 1:
-                graph = graph or trace(model, inputs)
-                try:
-                    options = PlanOptions(
-                        tokens_per_step=(1, length), profile=machine.between(size), sequence_parallel=True
-                    )
-                    plans = [plan for plan, _ in feasible_plans(model, graph, inputs, size, options)]
-                except (NothingToShard, VerificationError, ValueError) as error:
-                    left_out.append(f"tensor_parallel_size={size}: {error}")
-                    continue
-            for number, plan in enumerate(plans):
-                if number and plan is not None and not plan.shards_sequence:
-                    continue
-                for found in _rehearsals(model, plan, row, precision, optimizer):
-                    choices += _choices(*found, machine, size, bool(number), rows, length, precision)
-    choices.sort(key=lambda choice: (not choice.fits, choice.time.total if choice.fits else choice.memory.total))
-    return Recommendation(name, machine, length, precision, tuple(choices), tuple(left_out), lora, quantize, source)
+        found = replace(found, choices=_ranked(search.choices(_ON_THE_DEVICE)))
+        if found.best is None and not machine.unknown_of_host:
+            found = replace(found, choices=_ranked((*found.choices, *search.choices(_IN_HOST_MEMORY))))
+        elif found.best is None:
+            unknown = " and ".join(machine.unknown_of_host)
+            search.left_out["in host memory"] = f"the file of {machine.name} does not say {unknown}"
+        # Plans were made for one row: that of the recommended way is made again, as the strategy will make it.
+        settled: set[Choice] = set()
+        while (best := found.best) is not None and best not in settled:
+            others = [choice for choice in found.choices if choice is not best]
+            after = search.settled(best)
+            settled.update(after)
+            found = replace(found, choices=_ranked((*after, *others)))
+    return replace(found, left_out=tuple(f"{what}: {why}" for what, why in search.left_out.items()))
+
+
+def _ranked(choices: Iterable[Choice]) -> tuple[Choice, ...]:
+    """Those that fit first, the fastest first; then those that need the least memory."""
+
+    def rank(choice: Choice) -> tuple[bool, float]:
+        return not choice.fits, choice.time.total if choice.fits else choice.memory.total
+
+    return tuple(sorted(choices, key=rank))
+
+
+@dataclass
+class _Search:
+    """Rates ways to train one model; plans and rehearsals are made once.
+
+    Attributes:
+        model: as it is trained.
+        inputs: the batch that is traced.
+        row: one row of a step.
+        machine: the GPUs.
+        rows: of an optimizer step.
+        length: tokens of a row.
+        precision: as the Trainer has it.
+        optimizer: whose states are counted.
+        memory: bytes of a GPU, where they are to be less than what is free.
+        left_out: what nothing can be said of, and why.
+    """
+
+    model: nn.Module
+    inputs: dict[str, Any]
+    row: dict[str, Any]
+    machine: Machine
+    rows: int
+    length: int
+    precision: Precision
+    optimizer: Optimizer
+    memory: float | None
+    left_out: dict[str, str] = field(default_factory=dict)
+    _plans: dict[tuple[int, int], list[Plan]] = field(default_factory=dict)
+    _rehearsed: list[tuple[Plan | None, dict[Kept, Rehearsal | None]]] = field(default_factory=list)
+
+    def choices(self, ways: Iterable[tuple[Kept, bool]]) -> Iterator[Choice]:
+        """For each plan and number of copies and replicas, the most rows at once that fit; one row, where none does."""
+        for size in _sizes(self.machine):
+            for copies, replicas in _copies(self.machine, size, self.rows):
+                for plan in self._plans_for(size, copies // replicas):
+                    for kept, cpu_offload in ways:
+                        best = None
+                        for rows in self._powers(copies):
+                            found = self._rated(plan, size, copies, replicas, kept, cpu_offload, rows)
+                            if found is not None and (best is None or found.fits):
+                                best = found
+                        if best is not None:
+                            yield best
+
+    def settled(self, choice: Choice) -> list[Choice]:
+        """The same with the plan that the strategy makes for it; nothing where there is none."""
+        size, rows = choice.tensor_parallel_size, choice.rows
+        plan = None
+        if size > 1:
+            options = self._options(rows, choice.shards, choice.sequence_parallel)
+            try:
+                plan, _ = feasible_plan(self.model, self._graph, self.inputs, size, options)
+            except (NothingToShard, VerificationError, ValueError) as error:
+                self.left_out[f"tensor_parallel_size={size} for {rows} rows"] = str(error)
+                return []
+        found = self._rated(
+            plan,
+            size,
+            choice.data_parallel_size,
+            choice.replicas,
+            choice.activation_checkpointing,
+            choice.cpu_offload,
+            rows,
+        )
+        return [] if found is None else [found]
+
+    @cached_property
+    def _graph(self) -> Graph:
+        return trace(self.model, self.inputs)
+
+    def _options(self, rows: int, shards: int, sequence_parallel: bool) -> PlanOptions:
+        """As the strategy has them; FSDP2 divides what a rank of a copy stores."""
+        memory = None if self.memory is None else shards * self.memory
+        return PlanOptions((rows, self.length), memory=memory, sequence_parallel=sequence_parallel)
+
+    def _plans_for(self, size: int, shards: int) -> Sequence[Plan | None]:
+        """With whole tokens, and if that is possible with sharded ones."""
+        if size == 1:
+            return [None]
+        key = size, 1 if self.memory is None else shards
+        if key not in self._plans:
+            options = self._options(1, shards, True)
+            try:
+                whole, *sharded = feasible_plans(self.model, self._graph, self.inputs, size, options)
+                self._plans[key] = [whole[0], *(plan for plan, _ in sharded if plan.shards_sequence)]
+            except (NothingToShard, VerificationError, ValueError) as error:
+                self._plans[key] = []
+                self.left_out[f"tensor_parallel_size={size}"] = str(error)
+        return self._plans[key]
+
+    def _rehearsal(self, plan: Plan | None, kept: Kept) -> Rehearsal | None:
+        """A step of the fullest rank; ``None`` for a model that has no blocks to keep less of."""
+        run = None if plan is None else _as_run(plan)
+        known = next((known for other, known in self._rehearsed if other == run), None)
+        if known is None:
+            known = {}
+            self._rehearsed.append((run, known))
+        if kept not in known:
+            local = local_model(self.model, plan, 0 if plan is None else fullest_rank(plan))
+            try:
+                if kept is not None:
+                    {"blocks": checkpoint_blocks, "offload": offload_blocks}[kept](local)
+            except ValueError:
+                known[kept] = None
+            else:
+                known[kept] = rehearse(local, self.row, precision=self.precision, optimizer=self.optimizer)
+        return known[kept]
+
+    def _powers(self, copies: int) -> Iterator[int]:
+        """Numbers of rows of a forward pass."""
+        rows = 1
+        while rows <= min(math.ceil(self.rows / copies), _MOST_ROWS):
+            yield rows
+            rows *= 2
+
+    def _rated(
+        self,
+        plan: Plan | None,
+        size: int,
+        copies: int,
+        replicas: int,
+        kept: Kept,
+        cpu_offload: bool,
+        rows: int,
+    ) -> Choice | None:
+        rehearsal, plain = self._rehearsal(plan, kept), self._rehearsal(plan, None)
+        if rehearsal is None or plain is None:
+            return None
+        machine, in_bf16 = self.machine, self.precision != "32-true"
+        passes, shards = math.ceil(math.ceil(self.rows / copies) / rows), copies // replicas
+        needed = memory(rehearsal, rows, shards, passes > 1, cpu_offload)
+        of_node = min(size * copies, machine.gpus_per_node)
+        on_host = of_node * host_memory(rehearsal, rows, shards, cpu_offload)
+        time = step_time(
+            rehearsal, machine, size,
+            in_bf16=in_bf16, rows=rows, copies=copies, replicas=replicas, passes=passes, cpu_offload=cpu_offload,
+        )  # fmt: skip
+        done = passes * rows * copies
+        return Choice(
+            tensor_parallel_size=size,
+            data_parallel_size=copies,
+            replicas=replicas,
+            sequence_parallel=plan is not None and plan.shards_sequence,
+            activation_checkpointing=kept,
+            cpu_offload=cpu_offload,
+            rows=rows,
+            passes=passes,
+            memory=needed,
+            host_memory=on_host,
+            time=time,
+            tokens=done * self.length,
+            mfu=done * plain.work.flops / copies / machine.peak(in_bf16) / time.total,
+            fits=needed.total <= (self.memory or machine.free) and on_host <= (machine.host_memory or math.inf),
+        )
+
+
+def _as_run(plan: Plan) -> Plan:
+    """What a plan does, without what it says of prices and reasons."""
+    parameters = tuple(replace(parameter, reasons=()) for parameter in plan.parameters)
+    said: dict[str, Any] = {"priced_for": "", "gap": 0.0, "communication": (), "whole_tokens": (), "whole_work": ()}
+    return replace(plan, parameters=parameters, divided_work=0.0, memory_limit=0, memory_needed=0, **said)
 
 
 def _sizes(machine: Machine) -> Iterator[int]:
@@ -219,73 +415,6 @@ def _sizes(machine: Machine) -> Iterator[int]:
     while size <= min(machine.gpus, machine.gpus_per_node):
         yield size
         size *= 2
-
-
-Found = tuple[Rehearsal, bool, float]
-
-
-def _rehearsals(
-    model: nn.Module, plan: Plan | None, row: dict[str, Any], precision: Precision, optimizer: Optimizer
-) -> Iterator[Found]:
-    """With and without checkpointing, and the FLOPs of a step in which nothing is redone."""
-    local = local_model(model, plan, fullest_rank(plan) if plan is not None else 0)
-    flops = 0.0
-    for checkpointing in (False, True):
-        if checkpointing:
-            try:
-                checkpoint_blocks(local)
-            except ValueError:  # it has none
-                return
-        rehearsal = rehearse(local, row, precision=precision, optimizer=optimizer)
-        flops = flops or rehearsal.work.flops
-        yield rehearsal, checkpointing, flops
-
-
-def _choices(
-    rehearsal: Rehearsal,
-    checkpointing: bool,
-    flops: float,
-    machine: Machine,
-    size: int,
-    sequence_parallel: bool,
-    rows: int,
-    length: int,
-    precision: Precision,
-) -> Iterator[Choice]:
-    """For each number of copies and replicas, the most rows at once that fit; one row, where that does not."""
-    in_bf16 = precision != "32-true"
-    for copies, replicas in _copies(machine, size, rows):
-        of_copy = math.ceil(rows / copies)
-        best = None
-        micro = 1
-        while micro <= min(of_copy, _MOST_ROWS):
-            passes = math.ceil(of_copy / micro)
-            needed = memory(rehearsal, micro, copies // replicas, passes > 1)
-            fits = needed.total + machine.reserved <= machine.memory
-            if best is None or fits:
-                time = step_time(
-                    rehearsal, machine, size,
-                    in_bf16=in_bf16, rows=micro, copies=copies, replicas=replicas, passes=passes,
-                )  # fmt: skip
-                done = passes * micro * copies
-                mfu = done * flops / copies / machine.peak(in_bf16) / time.total
-                best = Choice(
-                    size,
-                    copies,
-                    replicas,
-                    sequence_parallel,
-                    checkpointing,
-                    micro,
-                    passes,
-                    needed,
-                    time,
-                    done * length,
-                    mfu,
-                    fits,
-                )
-            micro *= 2
-        if best is not None:
-            yield best
 
 
 def _copies(machine: Machine, size: int, rows: int) -> Iterator[tuple[int, int]]:

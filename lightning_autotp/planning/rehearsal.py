@@ -20,12 +20,12 @@ from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from lightning_autotp.applying.replace import apply_plan
 from lightning_autotp.building.quantization import format_of, library_of, note_quantization
-from lightning_autotp.building.repeated_blocks import blocks_of_their_own, repeated_blocks
+from lightning_autotp.building.repeated_blocks import OffloadedForward, blocks_of_their_own, repeated_blocks
 from lightning_autotp.capture.capture import ExampleCall, meta_copy
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.parameters.quantized_weight import QuantizedWeight
 from lightning_autotp.parameters.state import is_parallel, parallel_state
-from lightning_autotp.planning.meter import Label, Meter, Work
+from lightning_autotp.planning.meter import Label, Meter, Others, Work
 from lightning_autotp.private.torch_private import FakeTensorMode, tree_map_only, values_in_fake_tensors
 from lightning_autotp.private.transformers_private import fake_tensors_as_ordinary
 from lightning_autotp.ranks.group import TPGroup
@@ -63,6 +63,7 @@ class Rehearsal:
         dequantized: the numbers that quantized parameters stand for, where it keeps them (torchao's products do).
         peak: by label, at the moment at which parameters and states aside the most is there.
         peak_without_gradients: likewise, gradients aside as well.
+        peak_in_blocks: likewise, while a repeated block runs, parameters in another dtype aside as well.
         update: what the optimizer's step needs for a moment, beside parameters, gradients and states.
         block: of the largest repeated block's parameters, quantized ones aside.
         block_casts: of those of its parameters that autocast casts, cast.
@@ -83,6 +84,7 @@ class Rehearsal:
     dequantized: int
     peak: Counter[Label]
     peak_without_gradients: Counter[Label]
+    peak_in_blocks: Counter[Label]
     update: int
     block: int
     block_casts: int
@@ -96,6 +98,11 @@ class Rehearsal:
     def divided(self) -> int:
         """Of the parameters, what copies of the model divide."""
         return self.parameters - self.quantized
+
+    @property
+    def kept_on_host(self) -> Others:
+        """What blocks keep in host memory for the backward pass."""
+        return Work(self.work.ran[: self.forward]).host_copies
 
 
 def fullest_rank(plan: Plan) -> int:
@@ -126,7 +133,7 @@ def check_adapters(lora: int, quantize: Quantization | None) -> None:
 
 def as_trained(model: nn.Module, precision: Precision) -> nn.Module:
     """The model with parameters as they are trained."""
-    dtype = _dtype(precision)
+    dtype = dtype_of(precision)
     if all(parameter.dtype == dtype for parameter in model.parameters()):
         return model
     return nn.Module.to(local_model(model, None), dtype)  # transformers' own refuses what is quantized
@@ -154,7 +161,7 @@ def with_adapters(model: nn.Module, precision: Precision, lora: int, quantize: Q
         raise ValueError(
             f"lora={lora}: {type(model).__name__} is no model of transformers: put the adapters in yourself"
         )
-    dtype = _dtype(precision)
+    dtype = dtype_of(precision)
     base: Any = nn.Module.to(local_model(model, None), dtype)
     if quantize is not None:
         if any(format_of(parameter) for parameter in base.parameters()):
@@ -165,17 +172,23 @@ def with_adapters(model: nn.Module, precision: Precision, lora: int, quantize: Q
     return nn.Module.to(adapted, dtype)  # PEFT makes them in float32, and the Trainer's precision casts them
 
 
-def _dtype(precision: Precision) -> torch.dtype:
+def dtype_of(precision: Precision) -> torch.dtype:
+    """In which parameters are trained."""
     return torch.bfloat16 if precision == "bf16-true" else torch.float32
 
 
-def bitsandbytes_config(quantize: Quantization, precision: Precision) -> BitsAndBytesConfig:
-    """A ``quantization_config``, whose products are computed in the precision of the others."""
-    library_of("bitsandbytes")
+def bitsandbytes_options(quantize: Quantization, precision: Precision) -> dict[str, Any]:
+    """Of a ``BitsAndBytesConfig``, whose products are computed in the precision of the others."""
     if quantize == "int8":
-        return BitsAndBytesConfig(load_in_8bit=True)
+        return {"load_in_8bit": True}
     dtype = torch.float32 if precision == "32-true" else torch.bfloat16
-    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=quantize, bnb_4bit_compute_dtype=dtype)
+    return {"load_in_4bit": True, "bnb_4bit_quant_type": quantize, "bnb_4bit_compute_dtype": dtype}
+
+
+def bitsandbytes_config(quantize: Quantization, precision: Precision) -> BitsAndBytesConfig:
+    """A ``quantization_config``."""
+    library_of("bitsandbytes")
+    return BitsAndBytesConfig(**bitsandbytes_options(quantize, precision))
 
 
 def one_row(model: nn.Module, made: dict[str, Any], length: int) -> dict[str, Any]:
@@ -226,6 +239,9 @@ def rehearse(
     repeated = set(repeated_blocks(model))
     ranks = parallel_state(model).group.size if is_parallel(model) else 1
     meter = Meter(model, min(1.0, imbalance / ranks))
+    for module in model.modules():
+        if isinstance(module.forward, OffloadedForward):
+            module.forward.host = meter
     meter.follow({path: module for path, module in model.named_modules() if module in repeated})
     with ExitStack() as modes:
         modes.enter_context(warnings.catch_warnings())
@@ -244,7 +260,8 @@ def rehearse(
             raise RehearsalError(
                 f"a step of {type(local).__name__} cannot be rehearsed without values: {type(error).__name__}: {error}"
             ) from error
-        peak, without = (_told_apart(found, activations) for found in (meter.peak, meter.peak_without_gradients))
+        peaks = (meter.peak, meter.peak_without_gradients, meter.peak_in_blocks)
+        peak, without, in_blocks = (_told_apart(found, activations) for found in peaks)
         work, meter.work, meter.place = meter.work, Work(), ""
         casts = [sum(sizes.values()) for place, sizes in meter.casts.items() if place]
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -271,6 +288,7 @@ def rehearse(
         dequantized=dequantized,
         peak=peak,
         peak_without_gradients=without,
+        peak_in_blocks=in_blocks,
         update=update,
         block=max(blocks, default=0),
         block_casts=max(casts, default=0),

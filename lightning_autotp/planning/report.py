@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from lightning_autotp.planning.recommend import Choice, Recommendation
+from lightning_autotp.planning.rehearsal import bitsandbytes_options, dtype_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -25,6 +26,7 @@ KINDS = {
     "others": "operators that move memory",
     "tensor_parallel": "communication between tensor-parallel ranks",
     "copies": "FSDP2's communication",
+    "host": "copies to host memory and from there",
     "update": "the optimizer's step",
 }
 
@@ -45,13 +47,9 @@ def table(found: Recommendation) -> Table:
     for choice in found.choices[:SHOWN]:
         kept, time = choice.memory, choice.time
         sizes = (kept.parameters, kept.gradients, kept.states, kept.activations, kept.temporary + kept.gathered)
-        seconds = (time.products, time.others, time.tensor_parallel + time.copies)
+        seconds = (time.products, time.others, time.tensor_parallel + time.copies + time.host)
         made.add_row(
-            f"{choice.tensor_parallel_size}x"
-            + f"{choice.replicas}x" * (choice.replicas > 1)
-            + f"{choice.shards}"
-            + " sp" * choice.sequence_parallel
-            + " ck" * choice.checkpointing,
+            in_short(choice),
             f"{choice.rows}x{choice.passes}",
             *(_digits(size / 1e9) for size in (*sizes, kept.total)),
             *(f"{1e3 * each:.0f}" for each in seconds),
@@ -62,9 +60,21 @@ def table(found: Recommendation) -> Table:
     return made
 
 
+def in_short(choice: Choice) -> str:
+    """Its sizes and marks, as the table has them."""
+    return (
+        f"{choice.tensor_parallel_size}x"
+        + f"{choice.replicas}x" * (choice.replicas > 1)
+        + f"{choice.shards}"
+        + " sp" * choice.sequence_parallel
+        + {None: "", "blocks": " ck", "offload": " ao"}[choice.activation_checkpointing]
+        + " po" * choice.cpu_offload
+    )
+
+
 def reasons(found: Recommendation) -> Iterator[str]:
     """What to do and why, one sentence or two a line."""
-    best, machine = found.best, found.machine
+    best = found.best
     if best is None:
         least = found.choices[0] if found.choices else None
         if least is None:
@@ -72,15 +82,28 @@ def reasons(found: Recommendation) -> Iterator[str]:
         else:
             most = least.memory.largest
             remedy = _OF_QUANTIZED if found.quantize and most == "parameters" else _REMEDIES[most]
+            why = f"most of it {most}: {remedy}"
+            if least.memory.total <= found.room:
+                why = "but more host memory than a node has: more nodes, LoRA, or an optimizer with fewer states (sgd)"
             yield (
-                f"nothing fits: {named(least)} needs the least, {_gb(least.memory.total)} of"
-                f" {_gb(machine.memory - machine.reserved)} of a GPU, most of it {most}: {remedy}"
+                f"nothing fits{_tried(found)}: {named(least)} needs the least, {_gb(least.memory.total)} of"
+                f" {_gb(found.room)} of a GPU, {why}"
             )
+            yield from _of_host(found, least)
     else:
         yield (
             f"recommended: {named(best)}, {best.tokens_per_second:.0f} tokens/s,"
-            f" {_gb(best.memory.total)} of {_gb(machine.memory - machine.reserved)} of a GPU"
+            f" {_gb(best.memory.total)} of {_gb(found.room)} of a GPU"
         )
+        if best.uses_host:
+            least = min(
+                (choice for choice in found.choices if not choice.uses_host), key=lambda each: each.memory.total
+            )
+            yield (
+                f"nothing fits without host memory: {named(least)} needs {_gb(least.memory.total)} of a GPU, most of it"
+                f" {least.memory.largest}"
+            )
+            yield from _of_host(found, best)
         yield from _compared(found, best)
         yield (
             f"limited by {KINDS[best.time.largest]}; the most memory is there in the {best.memory.moment},"
@@ -89,8 +112,29 @@ def reasons(found: Recommendation) -> Iterator[str]:
     yield from (f"left out: {said}" for said in found.left_out)
 
 
+def _tried(found: Recommendation) -> str:
+    """Beside sizes."""
+    tried = {
+        "checkpointed blocks": any(choice.activation_checkpointing == "blocks" for choice in found.choices),
+        "activations in host memory": any(choice.activation_checkpointing == "offload" for choice in found.choices),
+        "parameters in host memory": any(choice.cpu_offload for choice in found.choices),
+    }
+    said = [what for what, is_so in tried.items() if is_so]
+    return f", not even with {', '.join(said)}" * bool(said)
+
+
+def _of_host(found: Recommendation, choice: Choice) -> Iterator[str]:
+    """The memory of a node, where a way to train uses it."""
+    if choice.uses_host:
+        there, needed = found.machine.host_memory, _gb(choice.host_memory)
+        if there is None:
+            yield f"host memory: {needed} of a node; how much it has is not known"
+        else:
+            yield f"host memory: {needed} of {_gb(there)} of a node"
+
+
 def _compared(found: Recommendation, best: Choice) -> Iterator[str]:
-    alone, machine = found.on_one, found.machine
+    alone = found.on_one
     if alone is not None and alone is not best:
         faster = best.tokens_per_second / alone.tokens_per_second
         yield f"one GPU is enough: {best.gpus} are {faster:.1f} times as fast"
@@ -109,7 +153,7 @@ def _compared(found: Recommendation, best: Choice) -> Iterator[str]:
             least = min(divided, key=lambda each: each.memory.total)
             yield (
                 f"without tensor parallelism it does not fit: {named(least)} needs {_gb(least.memory.total)}"
-                f" of {_gb(machine.memory - machine.reserved)}"
+                f" of {_gb(found.room)}"
             )
 
 
@@ -121,16 +165,10 @@ def trained(lora: int, quantize: str | None) -> str:
 def model_lines(found: Recommendation) -> str:
     """The model with its adapters, as it was rehearsed."""
     auto = "AutoModelForCausalLM" if found.model.endswith("ForCausalLM") else found.model
-    dtype = {"bf16-true": "torch.bfloat16"}.get(found.precision, "torch.float32")
-    given = [f'"{found.source or "MODEL"}"', f"dtype={dtype}"]
-    if found.quantize == "int8":
-        given.append("quantization_config=BitsAndBytesConfig(load_in_8bit=True)")
-    elif found.quantize is not None:
-        computed = "torch.float32" if found.precision == "32-true" else "torch.bfloat16"
-        given.append(
-            f"quantization_config=BitsAndBytesConfig(\n{20 * ' '}load_in_4bit=True,"
-            f' bnb_4bit_quant_type="{found.quantize}", bnb_4bit_compute_dtype={computed}\n{16 * " "})'
-        )
+    given = [f'"{found.source or "MODEL"}"', f"dtype={dtype_of(found.precision)}"]
+    if found.quantize is not None:
+        options = ", ".join(_keywords(bitsandbytes_options(found.quantize, found.precision)))
+        given.append(f"quantization_config=BitsAndBytesConfig(\n{20 * ' '}{options}\n{16 * ' '})")
     return "\n".join(
         [
             "import lightning as L",
@@ -154,19 +192,11 @@ def model_lines(found: Recommendation) -> str:
 def python_lines(found: Recommendation, best: Choice) -> str:
     """The lines of a program that train so."""
     nodes = -(-best.gpus // found.machine.gpus_per_node)
-    lines = []
-    if best.gpus == 1:
-        strategy = ""
-    else:
+    lines, strategy = [], ""
+    if _needs_strategy(best):
         lines = ["from lightning_autotp import AutoTPStrategy", ""]
-        options = [
-            f"tensor_parallel_size={best.tensor_parallel_size}",
-            f"data_parallel_size={_copies(best)}",
-            f"tokens_per_step=({best.rows}, {found.length})",
-            *(["sequence_parallel=True"] if best.sequence_parallel else []),
-            *(['activation_checkpointing="blocks"'] if best.checkpointing else []),
-        ]
-        strategy = "    strategy=AutoTPStrategy(\n" + "".join(f"        {each},\n" for each in options) + "    ),\n"
+        options = "".join(f"        {each},\n" for each in _keywords(strategy_options(found, best)))
+        strategy = f"    strategy=AutoTPStrategy(\n{options}    ),\n"
     lines += [
         "trainer = L.Trainer(",
         f"    devices={best.gpus // nodes}, num_nodes={nodes},",
@@ -174,7 +204,7 @@ def python_lines(found: Recommendation, best: Choice) -> str:
         f"{strategy})",
         f"# batches of {best.rows} rows of {found.length} tokens for each copy",
     ]
-    if best.checkpointing and best.gpus == 1:
+    if best.activation_checkpointing == "blocks" and not _needs_strategy(best):
         lines.append("# in configure_model(): self.model.gradient_checkpointing_enable()")
     return "\n".join(lines)
 
@@ -185,11 +215,8 @@ def yaml_lines(found: Recommendation, best: Choice) -> str:
 
     nodes = -(-best.gpus // found.machine.gpus_per_node)
     options = {
-        "tensor_parallel_size": best.tensor_parallel_size,
-        "data_parallel_size": list(pair) if isinstance(pair := _copies(best), tuple) else pair,
-        "tokens_per_step": [best.rows, found.length],
-        **({"sequence_parallel": True} if best.sequence_parallel else {}),
-        **({"activation_checkpointing": "blocks"} if best.checkpointing else {}),
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in strategy_options(found, best).items()
     }
     trainer = {
         "devices": best.gpus // nodes,
@@ -198,16 +225,37 @@ def yaml_lines(found: Recommendation, best: Choice) -> str:
         "accumulate_grad_batches": best.passes,
         **(
             {"strategy": {"class_path": "lightning_autotp.AutoTPStrategy", "init_args": options}}
-            if best.gpus > 1
+            if _needs_strategy(best)
             else {}
         ),
     }
     return str(yaml.safe_dump({"trainer": trainer}, sort_keys=False))
 
 
-def _copies(choice: Choice) -> int | tuple[int, int]:
-    """As ``data_parallel_size`` takes them."""
-    return choice.shards if choice.replicas == 1 else (choice.replicas, choice.shards)
+def strategy_options(found: Recommendation, choice: Choice) -> dict[str, Any]:
+    """What ``AutoTPStrategy`` is given, to train as it was rated."""
+    copies = choice.shards if choice.replicas == 1 else (choice.replicas, choice.shards)
+    more: dict[str, Any] = {
+        "memory": found.limit,
+        "sequence_parallel": choice.sequence_parallel,
+        "activation_checkpointing": choice.activation_checkpointing,
+        "cpu_offload": choice.cpu_offload,
+    }
+    return {
+        "tensor_parallel_size": choice.tensor_parallel_size,
+        "data_parallel_size": copies,
+        "tokens_per_step": (choice.rows, found.length),
+        **{name: value for name, value in more.items() if value},
+    }
+
+
+def _needs_strategy(choice: Choice) -> bool:
+    return choice.gpus > 1 or choice.uses_host
+
+
+def _keywords(options: Mapping[str, Any]) -> list[str]:
+    """Arguments as they are written in a program."""
+    return [f'{name}="{value}"' if isinstance(value, str) else f"{name}={value}" for name, value in options.items()]
 
 
 def named(choice: Choice) -> str:
@@ -216,7 +264,8 @@ def named(choice: Choice) -> str:
     replicas = f"{choice.replicas} replicas of " if choice.replicas > 1 else ""
     said += [f"{replicas}{choice.shards} copies (FSDP2)" if choice.data_parallel_size > 1 else ""]
     said += ["sequence parallelism" if choice.sequence_parallel else ""]
-    said += ["checkpointed blocks" if choice.checkpointing else ""]
+    kept = {None: "", "blocks": "checkpointed blocks", "offload": "activations in host memory"}
+    said += [kept[choice.activation_checkpointing], "parameters in host memory" if choice.cpu_offload else ""]
     return ", ".join(part for part in said if part) or "one GPU"
 
 

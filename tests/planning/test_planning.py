@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import inspect
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -17,15 +16,17 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from lightning_autotp import AutoTPStrategy, make_plan, recommend
+from lightning_autotp.building.repeated_blocks import checkpoint_blocks
 from lightning_autotp.capture.capture import language_model_inputs
 from lightning_autotp.layouts.plan import Plan
-from lightning_autotp.planning.estimate import LAUNCH, memory, step_time
+from lightning_autotp.planning.estimate import LAUNCH, host_memory, memory, step_time
 from lightning_autotp.planning.machines import Machine, known_machines
 from lightning_autotp.planning.meter import Ran, Work
 from lightning_autotp.planning.overview import Overview, look_over
-from lightning_autotp.planning.recommend import Recommendation
+from lightning_autotp.planning.recommend import Choice, Recommendation
 from lightning_autotp.planning.rehearsal import Rehearsal, RehearsalError, local_model, one_row, rehearse
 from lightning_autotp.planning.report import python_lines, reasons, table, yaml_lines
+from lightning_autotp.solving.options import PlanOptions
 
 H100 = Machine.of("16xh100")
 REHEARSAL = Rehearsal(
@@ -39,6 +40,7 @@ REHEARSAL = Rehearsal(
     dequantized=0,
     peak=Counter({"activations": 30, "copies": 50, "gradients": 60, "other": 7}),
     peak_without_gradients=Counter({"activations": 40, "copies": 50, "other": 9}),
+    peak_in_blocks=Counter({"activations": 38, "copies": 20, "gradients": 3, "other": 2}),
     update=100,
     block=20,
     block_casts=5,
@@ -53,6 +55,20 @@ REHEARSAL = Rehearsal(
     ),
     forward=3,
     update_work=Work([Ran("aten._foreach_add_", "", int(6e9))]),
+)
+
+
+KEPT_ON_HOST = replace(
+    REHEARSAL,
+    work=Work(
+        [
+            Ran("aten.copy_", "layers.0", 64, is_host_copy=True),
+            Ran("aten.copy_", "layers.0", 8, is_fixed=True, is_host_copy=True),
+            Ran("aten.mm", "layers.0", 1000, 1e12),
+            Ran("aten.copy_", "layers.0", 64, is_host_copy=True),
+            Ran("aten.copy_", "layers.0", 8, is_fixed=True, is_host_copy=True),
+        ]
+    ),
 )
 
 
@@ -89,12 +105,49 @@ def test_memory_is_that_of_the_worst_moment() -> None:
     passing = memory(REHEARSAL, rows=10)
     assert (passing.moment, passing.total) == ("loss and backward pass", 100 + 60 + 200 + (300 + 50) + 70)
     assert memory(REHEARSAL, rows=10, accumulates=True).total == 100 + 100 + 200 + (400 + 50) + 90
-    several = memory(REHEARSAL, rows=10, copies=2)
-    assert several.total == 50 + 50 + 100 + (400 + 50 - 15) + 90 + (2 * 15 + 15 + 2 * 20 + 10)
-    assert several.largest == "activations"
-    quantized = replace(REHEARSAL, quantized=60, peak_without_gradients=Counter({"dequantized": 300, "other": 9}))
+    peaks = {"peak_without_gradients": Counter({"dequantized": 300, "other": 9}), "peak_in_blocks": Counter()}
+    quantized = replace(REHEARSAL, quantized=60, **peaks)  # type: ignore[arg-type]
     several = memory(quantized, rows=10, copies=2)  # neither is divided, or grows
     assert (several.parameters, several.temporary) == (60 + 40 / 2, 300 + 90)
+
+
+LOSS = (400 + 50 - 15) + 90
+IN_A_BLOCK = (
+    (380 + 20 - 15) + 20 + (3 + 10 + 15 + 15)
+)  # gradients so far, what is in no block, the block, its gradients
+"""With ten rows, without the next block and what is on its way."""
+
+
+@pytest.mark.parametrize("cpu_offload", [False, True])
+def test_copies_gather_blocks_and_what_is_in_none(cpu_offload: bool) -> None:
+    stored = 0 if cpu_offload else 50 + 100
+    several = memory(REHEARSAL, rows=10, copies=2, cpu_offload=cpu_offload)
+    assert (several.moment, several.total) == ("loss", stored + LOSS + 10 + 15)
+    assert several.largest == "activations"
+    before = memory(REHEARSAL, rows=10, copies=2, accumulates=True, cpu_offload=cpu_offload)
+    assert before.total == several.total + (0 if cpu_offload else 50)
+    short = replace(REHEARSAL, peak_without_gradients=REHEARSAL.peak_in_blocks)
+    within = memory(short, rows=10, copies=2, cpu_offload=cpu_offload)
+    sent = 2 * 20  # in float32
+    assert (within.moment, within.total) == ("backward pass of a block", stored + IN_A_BLOCK + 15 + 1.5 * sent)
+    wide = replace(short, rest=80, block=10, block_casts=0, peak_in_blocks=Counter(), peak_without_gradients=Counter())
+    last = memory(wide, copies=2, cpu_offload=cpu_offload)
+    gradients = 0 if cpu_offload else 50 * (1 - 80 / 100)
+    if cpu_offload:
+        assert (last.moment, last.total) == ("end of the backward pass", 80 + 80 + 2 * 10 + 10)
+    assert last.total >= stored + gradients + 80 + 80 + 2 * 10 + 10
+
+
+def test_what_is_in_host_memory_is_not_on_the_device() -> None:
+    alone = memory(REHEARSAL, rows=10, cpu_offload=True)
+    assert (alone.parameters, alone.gradients, alone.states) == (0, 0, 0)
+    assert alone.total == LOSS + 10  # a copy of its own fetches no block ahead
+    assert memory(replace(REHEARSAL, quantized=60), rows=10, cpu_offload=True).parameters == 60
+    assert host_memory(REHEARSAL, cpu_offload=True) == 100 + 100 + 200
+    assert host_memory(REHEARSAL, copies=2, cpu_offload=True) == 50 + 50 + 100
+    assert host_memory(REHEARSAL) == 0
+    assert host_memory(KEPT_ON_HOST, rows=3) == 3 * 64 + 8
+    assert host_memory(KEPT_ON_HOST, rows=3, copies=2) == 3 * 64  # FSDP2 gathers what autocast would cast
 
 
 def test_time_is_counted_by_kind() -> None:
@@ -107,6 +160,27 @@ def test_time_is_counted_by_kind() -> None:
     assert time.largest == "products"
     many = replace(REHEARSAL, work=Work([Ran("aten.mm", "", 1, 1.0)] * 100 + [Ran("aten.add", "", 0)] * 1000))
     assert step_time(many, H100, 1).total == pytest.approx(1100 * LAUNCH + 6e9 / 2.9e12)
+
+
+def test_what_goes_to_the_host_and_back_takes_time() -> None:
+    machine = replace(H100, host_link_bandwidth=1e10, host_memory_bandwidth=1e11)
+    kept = step_time(KEPT_ON_HOST, machine, 1, rows=3, passes=2)
+    assert kept.host == pytest.approx(2 * 2 * (3 * 64 + 8) / 1e10)
+    assert kept.others == pytest.approx(step_time(REHEARSAL, machine, 1, passes=0).others)
+    large = replace(
+        REHEARSAL, parameters=10**11, gradients=10**11, averaged=0, block=0, block_casts=0, casts=0, rest=10**10
+    )
+    alone = step_time(large, machine, 2, cpu_offload=True, passes=2)
+    fetched = (2 * 9e10 + 1e10) / 1e10  # blocks twice, the rest once
+    adding = 3 * 1e11 * 2 / 1e11  # of both ranks, which share the host's memory
+    assert alone.host == pytest.approx(2 * (fetched + 10) + adding)
+    assert alone.update == pytest.approx(6e9 * 2 / 1e11)
+    assert alone.copies == 0
+    several = step_time(large, machine, 1, cpu_offload=True, copies=2)
+    hidden = several.products + several.others - 2 * machine.between(2).collective("all_gather", 1e11, 2)
+    assert several.host == pytest.approx(fetched / 2 - max(0.0, hidden) + 10 / 2)
+    with pytest.raises(ValueError, match="H100: its file does not say host_memory_bandwidth"):
+        step_time(large, replace(machine, host_memory_bandwidth=None), 1, cpu_offload=True)
 
 
 def test_replicas_send_sums_of_gradients_over_the_network_and_no_parameters() -> None:
@@ -123,6 +197,30 @@ def test_replicas_send_sums_of_gradients_over_the_network_and_no_parameters() ->
     assert hybrid.update == alone.update / 8
 
 
+def check_lines(found: Recommendation, choice: Choice) -> None:
+    """The lines make a strategy with exactly the options that were rated."""
+    calls = [node for node in ast.walk(ast.parse(python_lines(found, choice))) if isinstance(node, ast.Call)]
+    named = {ast.unparse(call.func): call.keywords for call in calls}
+    trainer = yaml.safe_load(yaml_lines(found, choice))["trainer"]
+    given = {each.arg: ast.literal_eval(each.value) for each in named["L.Trainer"] if each.arg != "strategy"}
+    assert given == {name: value for name, value in trainer.items() if name != "strategy"}
+    assert given["devices"] * given["num_nodes"] == choice.gpus
+    assert (given["accumulate_grad_batches"], given["precision"]) == (choice.passes, found.precision)
+    assert ("AutoTPStrategy" in named) == (choice.gpus > 1 or choice.uses_host) == ("strategy" in trainer)
+    if "AutoTPStrategy" not in named:
+        return
+    options = {str(each.arg): ast.literal_eval(each.value) for each in named["AutoTPStrategy"]}
+    pasted = trainer["strategy"]["init_args"]
+    assert {name: list(one) if isinstance(one, tuple) else one for name, one in options.items()} == pasted
+    strategy = AutoTPStrategy(**options)
+    assert strategy.tensor_ranks == choice.tensor_parallel_size
+    assert (strategy.data_ranks, strategy._replicas) == (choice.data_parallel_size, choice.replicas)
+    assert strategy.activation_checkpointing == choice.activation_checkpointing
+    assert strategy.cpu_offload == choice.cpu_offload
+    planned = PlanOptions((choice.rows, found.length), memory=found.limit, sequence_parallel=choice.sequence_parallel)
+    assert strategy.plan_options == planned
+
+
 @pytest.mark.parametrize(
     ("gpus", "sizes"),
     [
@@ -134,17 +232,12 @@ def test_what_is_recommended_can_be_pasted(gpus: str, sizes: set[tuple[int, int,
     found = recommend(tiny_model(), gpus=gpus, tokens_per_step=512 * 16, sequence_length=512)
     seen = {(each.tensor_parallel_size, each.data_parallel_size, each.replicas) for each in found.choices}
     assert seen == sizes if gpus == "2xH100" else seen > sizes
-    assert {each.checkpointing for each in found.choices} == {False, True}
+    assert {each.activation_checkpointing for each in found.choices} == {None, "blocks"}
+    assert not any(each.uses_host for each in found.choices)
     assert all(each.tokens == 512 * 16 for each in found.choices)
     assert "one GPU is enough" in "\n".join(reasons(found))
     for choice in found.choices:
-        calls = [node for node in ast.walk(ast.parse(python_lines(found, choice))) if isinstance(node, ast.Call)]
-        named = {ast.unparse(call.func): {keyword.arg for keyword in call.keywords} for call in calls}
-        taken = set(inspect.signature(AutoTPStrategy.__init__).parameters)
-        assert named.get("AutoTPStrategy", set()) <= taken
-        assert ("AutoTPStrategy" in named) == (choice.gpus > 1)
-        trainer = yaml.safe_load(yaml_lines(found, choice))["trainer"]
-        assert set(trainer.get("strategy", {"init_args": {}})["init_args"]) == named.get("AutoTPStrategy", set())
+        check_lines(found, choice)
     console = Console(width=80, record=True)
     console.print(table(found))
     assert max(len(line.rstrip()) for line in console.export_text().splitlines()) <= 80
@@ -199,15 +292,102 @@ def test_adapters_have_few_gradients() -> None:
 
 
 def test_what_does_not_fit_says_what_would_help() -> None:
-    small = replace(H100, memory=H100.reserved + 1e5)
-    found = recommend(tiny_model(), gpus="1xH100", tokens_per_step=512, sequence_length=512)
-    none = Recommendation(
-        found.model, small, 512, found.precision, tuple(replace(c, fits=False) for c in found.choices)
-    )
-    assert none.best is None
-    [said] = reasons(none)
-    assert said.startswith("nothing fits: ")
+    small = replace(H100, gpus=1, memory=H100.reserved + 1e5)
+    found = recommend(tiny_model(), gpus=small, tokens_per_step=512, sequence_length=512)
+    assert found.best is None
+    said, of_host = reasons(found)
+    tried = "not even with checkpointed blocks, activations in host memory, parameters in host memory"
+    assert said.startswith(f"nothing fits, {tried}: ")
     assert "most of it" in said
+    assert of_host.startswith("host memory: ")
+    unknown = recommend(
+        tiny_model(), gpus=replace(small, host_link_bandwidth=None), tokens_per_step=512, sequence_length=512
+    )
+    said, left_out = reasons(unknown)
+    assert said.startswith("nothing fits, not even with checkpointed blocks: ")
+    assert left_out == "left out: in host memory: the file of H100 does not say host_link_bandwidth"
+
+
+def least(found: Recommendation, ranks: int, uses_host: bool) -> float:
+    """Bytes that the smallest such way needs, of those with one row."""
+    return min(
+        choice.memory.total
+        for choice in found.choices
+        if choice.tensor_parallel_size == ranks and choice.uses_host == uses_host
+    )
+
+
+@pytest.fixture(scope="module")
+def nothing_fits() -> Recommendation:
+    small = replace(Machine.of("2xRTX4090"), memory=1.5e9 + 1.0, reserved=1.5e9)
+    return recommend(tiny_model(), gpus=small, tokens_per_step=2 * 64, sequence_length=64, precision="32-true")
+
+
+def test_host_memory_is_used_where_nothing_fits_without(nothing_fits: Recommendation) -> None:
+    ways = {(kept, offload) for kept in (None, "blocks", "offload") for offload in (False, True)}
+    assert {(each.activation_checkpointing, each.cpu_offload) for each in nothing_fits.choices} == ways
+    room = 0.99 * min(least(nothing_fits, ranks, False) for ranks in (1, 2))
+    assert room > min(least(nothing_fits, ranks, True) for ranks in (1, 2))
+    small = replace(nothing_fits.machine, memory=nothing_fits.machine.reserved + room, host_memory=1e12)
+    found = recommend(tiny_model(), gpus=small, tokens_per_step=2 * 64, sequence_length=64, precision="32-true")
+    best = found.best
+    assert best is not None
+    assert best.uses_host
+    said = "\n".join(reasons(found))
+    assert "nothing fits without host memory: " in said
+    assert f"host memory: {best.host_memory / 1e9:.1f} GB of 1000.0 GB of a node" in said
+    unknown = replace(found, machine=replace(small, host_memory=None))
+    assert "GB of a node; how much it has is not known" in "\n".join(reasons(unknown))
+    for choice in found.choices:
+        check_lines(found, choice)
+    console = Console(width=80, record=True)
+    console.print(table(found))
+    assert max(len(line.rstrip()) for line in console.export_text().splitlines()) <= 80
+
+
+def test_a_node_s_memory_is_enough_or_it_does_not_fit() -> None:
+    machine = replace(Machine.of("1xH100"), memory=H100.reserved + 1.5e6)
+    options = {"tokens_per_step": 64, "sequence_length": 64, "precision": "32-true"}
+    roomy = recommend(tiny_model(), gpus=machine, **options)  # type: ignore[arg-type]
+    assert roomy.best is not None
+    assert roomy.best.uses_host
+    cramped = recommend(tiny_model(), gpus=replace(machine, host_memory=1.0), **options)  # type: ignore[arg-type]
+    assert cramped.best is None
+    assert "but more host memory than a node has" in next(reasons(cramped))
+
+
+def test_a_limit_of_memory_is_kept_and_planned_for() -> None:
+    options = {"gpus": "2xH100", "tokens_per_step": 64 * 64, "sequence_length": 64}
+    usual = recommend(tiny_model(), **options)  # type: ignore[arg-type]
+    limit = 1.01 * min(choice.memory.total for choice in usual.choices)
+    found = recommend(tiny_model(), **options, memory=limit)  # type: ignore[arg-type]
+    assert found.best is not None
+    assert found.best.memory.total <= limit == found.room
+    assert found.best.tokens_per_second < usual.best.tokens_per_second  # type: ignore[union-attr]
+    assert all(choice.fits == (choice.memory.total <= limit) for choice in found.choices)
+    for choice in found.choices:
+        check_lines(found, choice)
+        assert f"memory={limit!r}" in python_lines(found, choice) or choice.gpus == 1
+    with pytest.raises(ValueError, match=r"memory=100000000000.0: .*tensors may take 7.7e\+10 of a GPU \(H100\)"):
+        recommend(tiny_model(), **options, memory=1e11)  # type: ignore[arg-type]
+
+
+def test_what_is_recommended_is_what_the_strategy_makes(nothing_fits: Recommendation) -> None:
+    room = 1.01 * least(nothing_fits, 2, False)
+    assert room < least(nothing_fits, 1, False)
+    # Its slow links would be another reason not to divide: the strategy does not know of them.
+    slow = replace(nothing_fits.machine, memory=nothing_fits.machine.reserved + room)
+    found = recommend(tiny_model(), gpus=slow, tokens_per_step=64, sequence_length=64, precision="32-true")
+    best, model = found.best, tiny_model()
+    assert best is not None
+    assert best.tensor_parallel_size == 2
+    options = {"tokens_per_step": (best.rows, 64), "sequence_parallel": best.sequence_parallel}
+    plan, _ = make_plan(model, 2, **options)  # type: ignore[arg-type]
+    local = local_model(model, plan)
+    if best.activation_checkpointing == "blocks":
+        checkpoint_blocks(local)
+    row = one_row(model, language_model_inputs(model), 64)
+    assert best.memory == memory(rehearse(local, row, precision="32-true"), best.rows)
 
 
 def test_what_cannot_be_rehearsed_or_is_unknown_is_said() -> None:

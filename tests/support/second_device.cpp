@@ -18,19 +18,44 @@
 #include <torch/extension.h>
 #include <torch/library.h>
 
+#include <mutex>
+#include <unordered_map>
+
 namespace {
 
 constexpr auto kDevice = c10::DeviceType::PrivateUse1;
 
+// Counts what is allocated.
 struct HostMemory final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     void* memory = c10::GetCPUAllocator()->raw_allocate(bytes);
-    return {memory, memory, c10::GetCPUAllocator()->raw_deleter(), c10::Device(kDevice, 0)};
+    std::lock_guard<std::mutex> guard(lock);
+    if (memory != nullptr) sizes[memory] = bytes;
+    live += bytes;
+    most = std::max(most, live);
+    return {memory, memory, &free, c10::Device(kDevice, 0)};
   }
-  c10::DeleterFnPtr raw_deleter() const override { return c10::GetCPUAllocator()->raw_deleter(); }
+  static void free(void* memory);
+  c10::DeleterFnPtr raw_deleter() const override { return &free; }
   void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
+
+  std::mutex lock;
+  std::unordered_map<void*, size_t> sizes;
+  size_t live = 0, most = 0;
 };
 HostMemory memory;
+
+void HostMemory::free(void* freed) {
+  {
+    std::lock_guard<std::mutex> guard(memory.lock);
+    const auto known = memory.sizes.find(freed);
+    if (known != memory.sizes.end()) {
+      memory.live -= known->second;
+      memory.sizes.erase(known);
+    }
+  }
+  c10::GetCPUAllocator()->raw_deleter()(freed);
+}
 REGISTER_ALLOCATOR(kDevice, &memory);
 
 // Everything is done at once: there is nothing to wait for.
@@ -240,4 +265,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("__deepcopy__", [](const Options& self, const py::dict&) { return c10::make_intrusive<Options>(self); });
   m.def("options_of", [](const c10::intrusive_ptr<c10d::Backend>& backend) { return backend->getBackendOptions(); });
   m.def("only_from_device", &only_from_device);
+  m.def("allocated", [] { return memory.live; });
+  m.def("most_allocated", [] { return memory.most; });
+  m.def("begin_most_allocated", [] { memory.most = memory.live; });
 }

@@ -18,7 +18,7 @@ from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -145,6 +145,29 @@ def _move(parameters: list[Tensor], buffers: list[Tensor], device: torch.device)
     for tensor in (*parameters, *buffers):
         if tensor.device != device and not tensor.is_meta:
             torch.utils.swap_tensors(tensor, tensor.to(device))
+
+
+def allocated() -> int:
+    """Bytes that are on the device."""
+    library: Any = _library()
+    return int(library.allocated())
+
+
+class MostAllocated:
+    """Counts within it.
+
+    Attributes:
+        bytes: the most that was on the device at once.
+    """
+
+    def __enter__(self) -> Self:
+        library: Any = _library()
+        library.begin_most_allocated()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        library: Any = _library()
+        self.bytes = int(library.most_allocated())
 
 
 class Waits(TorchDispatchMode):

@@ -12,6 +12,7 @@ import pytest
 import second_device
 import torch
 import torch.distributed as dist
+from held import WAYS, Way, held
 from lightning import Fabric
 from lightning.pytorch.plugins import MixedPrecision
 from mixture_configs import MIXTURES
@@ -195,6 +196,7 @@ def runs(directory: str) -> dict[str, Any]:
         "backend": dist.get_backend(),
         "alone": on_the_device_alone(),
         "offloaded": with_and_without(directory),
+        "held": {way: held(way) for way in WAYS},
     }
     atexit._run_exitfuncs()
     return {**results, "is ended": not dist.is_initialized()}
@@ -268,3 +270,14 @@ def test_what_does_not_go_with_host_memory_is_refused(found: list[dict[str, Any]
         assert "with cpu_offload=True say" in errors["auto"]
         assert "give one, of a single rank for one copy" in errors["no mesh"]
         assert 'init_process_group("cpu:gloo,cuda:nccl")' in errors["device alone"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_on_the_device_and_in_host_memory_is_predicted(way: Way, found: list[dict[str, Any]]) -> None:
+    for seen in found:
+        (most, said), (on_host, said_of_host) = seen["held"][way]
+        assert 0.96 * most < said < 1.15 * most  # rather too much than too little
+        if way.cpu_offload:
+            # Norms that every rank holds, and the counts of steps, are of no account.
+            assert said_of_host == pytest.approx(on_host, rel=0.01)
+        assert (on_host > 1000) == way.cpu_offload
