@@ -12,7 +12,7 @@ from lightning_autotp.lightning.registration import register_with_lightning
 
 if TYPE_CHECKING:
     from lightning_autotp import losses, metrics
-    from lightning_autotp.applying.seen_paths import UnseenPath
+    from lightning_autotp.applying.followed_code import UnseenPath
     from lightning_autotp.building.checkpoint_reading import CheckpointError
     from lightning_autotp.building.pretrained import meta_model
     from lightning_autotp.capture.capture import CaptureError
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from lightning_autotp.solving.solver import NothingToShard
 
 _NAMES = {
-    "applying.seen_paths": ["UnseenPath"],
+    "applying.followed_code": ["UnseenPath"],
     "building.checkpoint_reading": ["CheckpointError"],
     "building.pretrained": ["meta_model"],
     "capture.capture": ["CaptureError"],

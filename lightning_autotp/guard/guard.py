@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from lightning_autotp.applying.followed_calls import FollowedCall
 from lightning_autotp.capture import vmap as transforms
 from lightning_autotp.gradients.sums import hook_parameters, sum_at_once_in_ddp
 from lightning_autotp.guard.bypassed import Bypasses
@@ -69,7 +68,7 @@ class Guard:
         self._has_returned = False
         self._user_hooks = UserHooks(model)
         self.number = -1
-        self.bypasses, self.compared, self.followed = Bypasses(model), ComparedValues(model), FollowedCall(calls.watch)
+        self.bypasses, self.compared, self.followed = Bypasses(model), ComparedValues(model), calls.code
         self._stand_ins: StandIns | None = None
         self._handles: list[RemovableHandle] = []
 

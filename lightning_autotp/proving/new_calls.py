@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_autotp.applying.followed_code import FollowedCode
 from lightning_autotp.applying.lengths import Lengths
 from lightning_autotp.applying.replace import BoundaryConversion, allow_runs, apply_plan, hook_boundary, set_size
-from lightning_autotp.applying.seen_paths import PathWatch
 from lightning_autotp.capture.capture import CaptureError, ExampleCall, device_of, keep_values, meta_copy
 from lightning_autotp.capture.garbage import relaxed_gc
 from lightning_autotp.capture.nested import tensors_in
@@ -149,7 +149,7 @@ class CallProver:
         self.modules = list(model.modules())
         self.undescribed: set[str] = set()
         self.hooks: list[RemovableHandle] = []
-        self.watch = PathWatch(model)
+        self.code = FollowedCode(model)
         self.begin(original, solution)
 
     def begin(self, original: nn.Module, solution: Solution) -> None:
@@ -180,7 +180,7 @@ class CallProver:
         self.with_gradients: set[Way] = set()  # whose backward passes may be still to come
         self.was_backward = False
         state.parts, state.given = parts_at_modules(solution), inputs_of_modules(solution.graph)
-        self.watch.follow(seen_paths(solution, self.group.rank), original)
+        self.code.follow(seen_paths(solution, self.group.rank))
         self._heed(solution.graph)
         if len(self.examples) == 1:
             (call,) = self.examples
@@ -378,7 +378,7 @@ class CallProver:
                 raise self._refusal(call, first or error) from error
             try:
                 sizes, solution = find_sizes_of_call(self.original, call, self.plan, changes, solution, self.group)
-                contradiction = self.watch.join(seen_paths(solution, self.group.rank))
+                contradiction = self.code.join(seen_paths(solution, self.group.rank))
                 if contradiction:
                     raise self._refusal(call, PlanMismatch(contradiction))
                 break

@@ -4,7 +4,7 @@ A loop over a mixture's experts runs once for each expert that some token choose
 one way through such code. Every other way is the same computation on the ranks if each of its steps was seen in the
 trace: the same line calls the same function on tensors of the same types, so the same layouts change there and its
 result is of the type that it had there. Types of whole models follow step by step. This module lists these steps, and
-:mod:`~lightning_autotp.applying.seen_paths` compares the running code with them.
+:mod:`~lightning_autotp.applying.followed_code` compares the running code with them.
 """
 
 from __future__ import annotations
@@ -147,6 +147,11 @@ def agree(found: frozenset[Type], wanted: frozenset[Type]) -> bool:
         return True
     ours, theirs = frozenset(filter(is_part, found)), frozenset(filter(is_part, wanted))
     return ours <= theirs if ANY in found or ZEROS in found else ours == theirs
+
+
+def all_agree(found: Mapping[str, Type], wanted: Mapping[str, Type]) -> bool:
+    """Whether tensors of these types agree with those that were seen, by place, as far as is known."""
+    return all(agree(frozenset([kind]), frozenset([wanted.get(place, STATIC)])) for place, kind in found.items())
 
 
 def all_fit(found: Mapping[str, Type], wanted: Mapping[str, Type]) -> bool:

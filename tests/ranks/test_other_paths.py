@@ -276,6 +276,14 @@ def said_of_a_state(rank: int) -> str:
     return ""
 
 
+def put_on(model: nn.Module) -> list[Any]:
+    """The hooks of its modules, and the forwards that were put on them."""
+    return [
+        (vars(module).get("forward"), len(module._forward_hooks), len(module._forward_pre_hooks))
+        for module in model.modules()
+    ]
+
+
 def said_of(rank: int, size: int) -> dict[tuple[str, bool, bool], str]:
     """What is said of each way to use the weights: as a kernel or not, with gradients or not."""
     said = {}
@@ -285,7 +293,7 @@ def said_of(rank: int, size: int) -> dict[tuple[str, bool, bool], str]:
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *blocks, nn.LayerNorm(WIDTH))
         x = torch.randn(2, 7, WIDTH)
         parallelize(model, dist.group.WORLD, example_inputs=x, plan_cache=False)  # type: ignore[arg-type]
-        hooks = [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()]
+        before = put_on(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         found = ""
         try:
@@ -297,7 +305,7 @@ def said_of(rank: int, size: int) -> dict[tuple[str, bool, bool], str]:
         except (UnseenPath, DifferentOnRanks) as error:
             found = f"{type(error).__name__}: {error}"
         said[use.__name__, is_kernel, with_gradients] = found
-        assert [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()] == hooks
+        assert put_on(model) == before
         assert not torch.overrides._get_current_function_mode_stack()
     said["a state", True, True] = said_of_a_state(rank)
     for transform in (torch.func.grad, torch.func.vmap):
