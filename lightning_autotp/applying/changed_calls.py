@@ -1,7 +1,9 @@
 """Changes at single calls inside a module's own code: a tensor's layout, a size written as a number, random numbers.
 
 The module's Python runs as it is; while it runs, a torch-function mode finds the planned calls by where they stand
-(file, line, function, how many-th) and changes their arguments or their results.
+(file, line, function, how many-th) and changes their arguments or their results. So it does where activation
+checkpointing runs a part of that code again in the backward pass: transformers' layers recompute their forward without
+calling the module.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,7 +30,7 @@ from lightning_autotp.capture.call_sites import (
 from lightning_autotp.capture.declared_calls import DeclaredLoss
 from lightning_autotp.layouts.places import EVERY, CallSite
 from lightning_autotp.parameters.forwards import forward_of, wrapped_in
-from lightning_autotp.private.torch_private import FakeTensor, has_values
+from lightning_autotp.private.torch_private import FakeTensor, has_values, recomputing
 from lightning_autotp.ranks.compiled_draws import draw_in_compiled_code
 from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.ranks.random_numbers import own_numbers
@@ -169,7 +172,31 @@ class LocalForward:
         with ExitStack() as stack:
             for loss in self.losses:
                 stack.enter_context(loss.seen())
+            stack.enter_context(recomputing(self._again))
             return self._run(args, kwargs)
+
+    def _again(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """What runs a part of the module's own code again with the changes, where activations are recomputed."""
+        began = self.running[-1]
+        if began.paused:  # a child's
+            return function
+        counts = dict(began.counts)
+
+        def again(*args: Any, **kwargs: Any) -> Any:
+            if self.running[-1:] == [began]:  # the forward pass itself, with use_reentrant=True
+                return function(*args, **kwargs)
+            mode = _LocalCalls(self, counts)
+            self.running.append(mode)
+            try:
+                with ExitStack() as stack:
+                    for loss in self.losses:
+                        stack.enter_context(loss.seen())
+                    stack.enter_context(mode)
+                    return function(*args, **kwargs)
+            finally:
+                self.running.pop()
+
+        return again
 
     def _is_expected(self, changes: CallChanges) -> bool:
         """Whether a call is made in this mode: one that only draws random numbers may be left out in eval mode."""
@@ -196,12 +223,12 @@ class LocalForward:
 
 
 class _LocalCalls(TorchFunctionMode):
-    """One run of a module."""
+    """One run of a module, or of a part of its code after calls of which there were so many before."""
 
-    def __init__(self, owner: LocalForward) -> None:
+    def __init__(self, owner: LocalForward, counts: Mapping[Line, int] = MappingProxyType({})) -> None:
         super().__init__()
         self.owner, self.paused = owner, 0
-        self.counts: dict[Line, int] = {}
+        self.counts = dict(counts)
         self.seen: set[CallSite] = set()
         self.made: set[Line] = set()
 

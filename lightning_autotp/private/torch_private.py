@@ -20,6 +20,7 @@ import torch
 import torch._jit_internal
 import torch._ops
 import torch._tensor
+import torch.utils.checkpoint as checkpointing
 from torch import Tensor, nn
 
 # Function transforms: whether one runs, whether it is vmap, and the tensors that its wrappers stand for.
@@ -132,6 +133,7 @@ __all__ = [
     "parameters_of",
     "put_below",
     "quiet_fake_tensors",
+    "recomputing",
     "registered_children",
     "running_data_parallel",
     "schema_of",
@@ -578,6 +580,29 @@ def without_modes() -> Iterator[None]:
             stack.enter_context(_pop_mode_temporarily())
         stack.enter_context(_disable_current_modes())
         yield
+
+
+@contextmanager
+def recomputing(again: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Within it, of a function that ``torch.utils.checkpoint`` is given, the backward pass runs ``again(function)``.
+
+    So does the forward pass with ``use_reentrant=True``. What is public (``context_fn``) is for whoever calls it.
+    """
+    generator, function = checkpointing._checkpoint_without_reentrant_generator, checkpointing.CheckpointFunction
+
+    class Reentrant:
+        @staticmethod
+        def apply(run: Callable[..., Any], *args: Any) -> Any:
+            return function.apply(again(run), *args)
+
+    checkpointing._checkpoint_without_reentrant_generator = lambda run, *args, **kwargs: generator(
+        again(run), *args, **kwargs
+    )
+    checkpointing.CheckpointFunction = Reentrant
+    try:
+        yield
+    finally:
+        checkpointing._checkpoint_without_reentrant_generator, checkpointing.CheckpointFunction = generator, function
 
 
 def put_below(mode: TorchFunctionMode) -> None:

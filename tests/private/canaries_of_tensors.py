@@ -18,6 +18,9 @@ import torch
 import torch.distributed as dist
 from canaries import canary
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_autotp.private.torch_private import recomputing
 
 # --- torch: tensors and their memory ---
 
@@ -159,6 +162,26 @@ def _(*_: Any) -> None:
     assert getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None) is None
     assert found == ["outer", "inner"]
     assert _len_torch_function_stack() == before
+
+
+@canary("torch.utils.checkpoint._checkpoint_without_reentrant_generator")
+def _(generator: Any) -> None:
+    """It is given what the backward pass runs; checkpoint() itself runs the forward pass, or gives it to a function."""
+    runs = list[str]()
+
+    def again(function: Any) -> Any:
+        return lambda *args: runs.append("again") or function(*args)
+
+    for is_reentrant, wanted in ((False, ["again"]), (True, ["again", "again"])):
+        runs.clear()
+        x = torch.ones(2, requires_grad=True)
+        with recomputing(again):
+            y = checkpoint(torch.exp, x, use_reentrant=is_reentrant)
+        assert len(runs) == is_reentrant
+        y.sum().backward()
+        assert runs == wanted
+        assert x.grad is not None
+    assert torch.utils.checkpoint._checkpoint_without_reentrant_generator is generator
 
 
 @canary("torch.utils._python_dispatch._disable_current_modes")

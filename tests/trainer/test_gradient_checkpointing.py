@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from trainer_ranks import run_trainer_ranks
 from training import ROWS, Regression, Task, assert_parity, error_of, loader, tiny_config, trainer
@@ -43,6 +46,7 @@ FAMILIES: dict[str, tuple[str, list[str]]] = {
     "llama": ("model.layers.0.mlp", list(KINDS)),
     "gpt2": ("transformer.h.0.mlp", list(KINDS)[:5]),
     "written by hand": ("layers.0.up", ["none", *list(OPTIONS)[:2]]),
+    "branches": ("layers.0.last.1.0", list(KINDS)[:4]),
 }
 """A module that runs once in a block, and the ways to checkpoint the model."""
 
@@ -54,10 +58,10 @@ class Output(NamedTuple):
 class ByHand(nn.Module):
     """A residual network over words, none of Hugging Face's."""
 
-    def __init__(self) -> None:
+    def __init__(self, block: Callable[[], nn.Module]) -> None:
         super().__init__()
         self.table = nn.Embedding(67, 32)
-        self.layers = nn.ModuleList(Block() for _ in range(3))
+        self.layers = nn.ModuleList(block() for _ in range(3))
         self.head = nn.Linear(32, 67)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Output:
@@ -74,6 +78,33 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, scale: float) -> Tensor:
         return x + scale * F.dropout(self.down(F.gelu(self.up(self.norm(x)))), 0.2, self.training)
+
+
+class Branches(nn.Module):
+    """Two branches side by side, whose sum over the ranks is taken once, in code that goes on after it."""
+
+    def __init__(self, checkpointing: dict[str, Any] | None) -> None:
+        super().__init__()
+        self.checkpointing = checkpointing
+        self.norm = nn.LayerNorm(32)
+        self.left, self.right, self.last = (nn.ModuleList(perceptron() for _ in range(2)) for _ in range(3))
+
+    def forward(self, x: Tensor, scale: float) -> Tensor:
+        for number in range(2):
+            if self.checkpointing is None:
+                x = self.both(x, scale, number)
+            else:
+                x = checkpoint(self.both, x, scale, number, **self.checkpointing)
+        return x
+
+    def both(self, x: Tensor, scale: float, number: int) -> Tensor:
+        y = self.norm(x)
+        x = x + (self.left[number](y) + self.right[number](y))
+        return x + scale * self.last[number](x.tanh())
+
+
+def perceptron() -> nn.Module:
+    return nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 32))
 
 
 def config(family: str) -> Any:
@@ -98,7 +129,9 @@ class Checkpointed(Task):
 
     def build(self) -> Any:
         if self.family == "written by hand":
-            return ByHand()
+            return ByHand(Block)
+        if self.family == "branches":
+            return ByHand(partial(Branches, KINDS[self.kind]))
         model = AutoModelForCausalLM.from_config(config(self.family))
         if KINDS[self.kind] is not None:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=KINDS[self.kind])
@@ -189,7 +222,7 @@ def test_a_limit_of_memory_must_be_known(two: list[dict[tuple[str, str], Any]]) 
 
 
 def test_what_is_offloaded_are_no_parameters() -> None:
-    model, packed = ByHand(), []
+    model, packed = ByHand(Block), []
 
     class Noting(torch.autograd.graph.save_on_cpu):
         def __init__(self, pin_memory: bool) -> None:
