@@ -93,12 +93,16 @@ def _gathered_together(
     """The parameters of a block that are not cut yet, by the module whose call gathers them; the block comes last.
 
     Those that are trained have one dtype, for their gradients are averaged together. Where most of the block is in
-    ``low``, all that its call gathers is. What cannot be gathered so is added to ``stays``.
+    ``low``, all that its call gathers is. A module's own parameters are gathered by one call, so they are low all
+    together or not at all. What cannot be gathered so is added to ``stays``.
     """
     homes: dict[nn.Parameter, list[nn.Module]] = {}
     for module in block.modules():
-        for parameter in module.parameters(recurse=False):
-            if parameter not in stays and not is_cut(parameter):
+        own = [parameter for parameter in module.parameters(recurse=False) if parameter not in stays]
+        if module is not block and not low.issuperset(own):
+            low = low.difference(own)
+        for parameter in own:
+            if not is_cut(parameter):
                 homes.setdefault(parameter, []).append(module)
 
     def most(parameters: Iterable[nn.Parameter], kind: Callable[[nn.Parameter], Any]) -> Any:
@@ -116,16 +120,20 @@ def _gathered_together(
         module, *others = homes[parameter]
         beside = apart.get(module, set())
         is_alike = all(x.dtype == parameter.dtype and (x in low) == (parameter in low) for x in beside)
-        if is_alike and not others and module is not block and _is_called(module):
+        if is_alike and not others and module is not block and _is_called_for_its_own(module):
             apart[module] = beside | {parameter}
         else:
             stays.add(parameter)
     return [*apart.items(), (block, here)]
 
 
-def _is_called(module: nn.Module) -> bool:
-    """Whether a module has a forward of its own: one that only holds parameters is never called."""
-    return type(module).forward is not nn.Module.forward
+def _is_called_for_its_own(module: nn.Module) -> bool:
+    """Whether a module has a forward, and all of its parameters itself: FSDP2 cuts nothing below one that it gathers.
+
+    A module that only holds parameters is never called.
+    """
+    is_called = type(module).forward is not nn.Module.forward
+    return is_called and {*module.parameters()} == {*module.parameters(recurse=False)}
 
 
 def _compute_while_gathered(model: nn.Module, args: Any, output: Any) -> None:

@@ -48,8 +48,8 @@ def step_one_by_one(optimizer: Optimizer) -> list[dict[str, Any]]:
             option = "fused" if group.get("fused") else "foreach"
             raise ValueError(
                 f"{type(optimizer).__name__}(..., {option}=True) steps parameters at once of which FSDP2 has sharded"
-                f" some and others not (parameters outside of the model): leave {option} out, or give these"
-                " others a group of their own"
+                " some and others not (those outside of the model, and those beside modules in a block that is"
+                f" gathered in 16 bits): leave {option} out, or give these others a group of their own"
             )
         if group.get("foreach", False) is None:
             group["foreach"] = False

@@ -25,12 +25,14 @@ STEPS = 8
 class OneKeyHead(Task):
     """One key/value head, so that the ranks of a group share it; tied embeddings; a scalar and a layer outside."""
 
+    has_biases = False
+
     def build(self) -> Any:
         from transformers import AutoModelForCausalLM, LlamaConfig
 
         config = LlamaConfig(
             vocab_size=67, hidden_size=32, intermediate_size=50, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=1, tie_word_embeddings=True,
+            num_key_value_heads=1, tie_word_embeddings=True, attention_bias=self.has_biases, mlp_bias=self.has_biases,
         )  # fmt: skip
         self.temperature = nn.Parameter(torch.tensor(1.5))
         self.shift = nn.Parameter(torch.tensor([0.5, 0.25, 0.125]))
@@ -49,6 +51,12 @@ class OneKeyHead(Task):
 
 def _elements(parameter: Tensor) -> int:
     return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).numel()
+
+
+class Biased(OneKeyHead):
+    """With biases in all layers."""
+
+    has_biases = True
 
 
 def trained(strategy: Any, devices: int, kind: type[Task] = OneKeyHead, data: Any = None, **options: Any) -> Any:
@@ -121,6 +129,7 @@ def four_ranks(directory: str) -> dict[str, Any]:
     folder, seen = Path(directory), {}
     seen["parity"] = trained(AutoTPStrategy(2, 2), 4)
     seen["sequence parallel"] = trained(AutoTPStrategy(2, 2, sequence_parallel=True), 4)
+    seen["biases"] = trained(AutoTPStrategy(2, 2, sequence_parallel=True), 4, Biased, precision="bf16-mixed")
     seen["clipped"] = trained(AutoTPStrategy(2, 2), 4, **CLIPPED)
     seen["by value"] = trained(AutoTPStrategy(2, 2, cpu_offload=True), 4, **BY_VALUE)
     for name, options in FORMATS.items():

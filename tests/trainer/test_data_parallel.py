@@ -18,6 +18,7 @@ from copies import (
     HYBRID,
     NORM,
     STEPS,
+    Biased,
     Overflow,
     alone,
     assert_copies,
@@ -48,6 +49,15 @@ def four(folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("case", ["parity", "sequence parallel"])
 def test_two_copies_on_two_ranks_equal_one_process(four: list[dict[str, Any]], case: str) -> None:
     assert_copies([seen[case] for seen in four], alone(four, case))
+
+
+def test_biases_that_are_summed_stay_in_float32_beside_matrices_in_bfloat16(four: list[dict[str, Any]]) -> None:
+    wanted = alone(four, "biases", kind=Biased, precision="bf16-mixed")
+    losses = torch.tensor([seen["biases"]["losses"] for seen in four]).mean(0)
+    torch.testing.assert_close(losses, torch.tensor(wanted["losses"]), rtol=2**-8, atol=0)
+    for seen in four:
+        inside = {name: found for name, found in seen["biases"]["parameters"].items() if name.startswith("model.")}
+        assert [name for name, (is_cut, _, _) in inside.items() if not is_cut] == []
 
 
 @pytest.mark.parametrize(("case", "options"), [("clipped", CLIPPED), ("by value", BY_VALUE)])

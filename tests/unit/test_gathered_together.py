@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_autotp.gradients.data_parallel import _gathered_together
 
@@ -24,6 +24,25 @@ class Block(nn.Module):
         self.shift = nn.Parameter(torch.zeros(WIDTH))
 
 
+class Mixer(nn.Module):
+    """A parameter beside layers; one of these has a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sinks = nn.Parameter(torch.zeros(WIDTH))
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        down: Tensor = self.down(self.up(x)[..., :WIDTH] + self.sinks)
+        return down
+
+
+class Around(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixer, self.norm = Mixer(), nn.LayerNorm(WIDTH)
+
+
 def frozen() -> Block:
     block = Block(torch.bfloat16)
     block.base.requires_grad_(False)
@@ -32,7 +51,7 @@ def frozen() -> Block:
 
 MATRICES = {"base.weight", "adapter.weight"}
 REST = {"norm.weight", "norm.bias", "scales.0", "shift"}
-CASES: dict[str, tuple[Callable[[], Block], set[str], dict[str, set[str]], set[str]]] = {
+CASES: dict[str, tuple[Callable[[], nn.Module], set[str], dict[str, set[str]], set[str]]] = {
     "one dtype": (Block, set(), {"": MATRICES | REST}, set()),
     "matrices in 16 bits": (
         Block,
@@ -47,6 +66,16 @@ CASES: dict[str, tuple[Callable[[], Block], set[str], dict[str, set[str]], set[s
         {"scales.0", "shift"},
     ),
     "a frozen base in bfloat16": (frozen, set(), {"": MATRICES | REST}, set()),
+    "a bias that is not in 16 bits": (
+        Around,
+        {"mixer.up.weight", "mixer.down.weight"},
+        {
+            "norm": {"norm.weight", "norm.bias"},
+            "mixer.down": {"mixer.down.weight", "mixer.down.bias"},
+            "": {"mixer.up.weight"},
+        },
+        {"mixer.sinks"},
+    ),
     "adapters that may be in 16 bits": (frozen, {"adapter.weight"}, {"": MATRICES | REST}, set()),
 }
 """A block, what may be gathered in 16 bits, what which module's call gathers, and what stays whole."""
