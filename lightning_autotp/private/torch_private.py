@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -589,20 +589,19 @@ def recomputing(again: Callable[[Callable[..., Any]], Callable[..., Any]]) -> It
     So does the forward pass with ``use_reentrant=True``. What is public (``context_fn``) is for whoever calls it.
     """
     generator, function = checkpointing._checkpoint_without_reentrant_generator, checkpointing.CheckpointFunction
+    before = {"_checkpoint_without_reentrant_generator": generator, "CheckpointFunction": function}
 
-    class Reentrant:
-        @staticmethod
-        def apply(run: Callable[..., Any], *args: Any) -> Any:
-            return function.apply(again(run), *args)
+    def pausing(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return generator(again(run), *args, **kwargs)
 
-    checkpointing._checkpoint_without_reentrant_generator = lambda run, *args, **kwargs: generator(
-        again(run), *args, **kwargs
-    )
-    checkpointing.CheckpointFunction = Reentrant
+    def apply(run: Callable[..., Any], *args: Any) -> Any:
+        return function.apply(again(run), *args)
+
+    vars(checkpointing).update(dict(zip(before, (pausing, SimpleNamespace(apply=apply)), strict=True)))
     try:
         yield
     finally:
-        checkpointing._checkpoint_without_reentrant_generator, checkpointing.CheckpointFunction = generator, function
+        vars(checkpointing).update(before)
 
 
 def put_below(mode: TorchFunctionMode) -> None:
