@@ -243,13 +243,12 @@ class _Search:
                 why = f"{mismatch.module or 'the model'}, whose code uses their number"
                 unsharded |= dict.fromkeys(more, why)
                 messages.setdefault(why, mismatch.message)
+        if not found.shards_sequence:  # it may put off sums, as only plans with sharded tokens do
+            failed = tuple(f"{why} ({message})" for why, message in messages.items())
+            return replace(plan, whole_tokens=failed or ("sharding them costs more than it saves",)), solution
         reasons = {parameter.names: parameter.reasons for parameter in plan.parameters}
         parameters = tuple(replace(parameter, reasons=reasons[parameter.names]) for parameter in found.parameters)
-        whole = tuple(messages)
-        if not found.shards_sequence:
-            failed = tuple(f"{why} ({message})" for why, message in messages.items())
-            whole = failed or ("sharding them costs more than it saves",)
-        return replace(found, parameters=parameters, whole_tokens=whole), tried
+        return replace(found, parameters=parameters, whole_tokens=tuple(messages)), tried
 
     def _solved(self, pins: Mapping[str, int | None], profile: Profile, **tokens_as: Any) -> Solution:
         tokens = self.options.tokens

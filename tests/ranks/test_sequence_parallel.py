@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 import weakref
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -219,6 +220,16 @@ def alone(rank: int, size: int) -> None:
 
 def test_modules_called_by_themselves_take_and_give_all_tokens() -> None:
     run_ranks(alone, 2)
+
+
+def test_auto_with_whole_tokens_is_the_plan_without_the_option() -> None:
+    """Two embeddings are added, the sums of which only sharded tokens let be put off."""
+    model = meta_model("gpt_bigcode", n_embd=64, n_head=4, n_layer=2, n_positions=64)
+    options = {"example_inputs": {"input_ids": torch.zeros(2, 14, dtype=torch.long)}, "tokens_per_step": (2, 14)}
+    plan, _ = make_plan(model, 2, sequence_parallel="auto", **options)
+    without, _ = make_plan(model, 2, **options)
+    assert plan.whole_tokens == ("sharding them costs more than it saves",)
+    assert replace(plan, whole_tokens=()) == without
 
 
 def test_auto_shards_tokens_where_that_costs_no_time() -> None:
