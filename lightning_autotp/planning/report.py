@@ -143,18 +143,24 @@ def _compared(found: Recommendation, best: Choice) -> Iterator[str]:
     divided = [each for each in found.choices if (each.tensor_parallel_size > 1) != (best.tensor_parallel_size > 1)]
     other = next((each for each in divided if each.fits), None)
     if best.tensor_parallel_size == 1 and best.gpus > 1 and other is not None:
-        share = best.tokens_per_second / other.tokens_per_second - 1
-        yield f"FSDP without tensor parallelism is faster: by {share:.0%} than {named(other)}"
+        yield f"FSDP without tensor parallelism is {_faster(best, other)}"
     if best.tensor_parallel_size > 1:
         if other is not None:
-            share = best.tokens_per_second / other.tokens_per_second - 1
-            yield f"tensor parallelism is faster: by {share:.0%} than {named(other)}"
+            yield f"tensor parallelism is {_faster(best, other)}"
         elif divided:
             least = min(divided, key=lambda each: each.memory.total)
             yield (
                 f"without tensor parallelism it does not fit: {named(least)} needs {_gb(least.memory.total)}"
                 f" of {_gb(found.room)}"
             )
+
+
+def _faster(best: Choice, other: Choice) -> str:
+    """How the best way compares with another one, which may be a little faster if the best is simpler."""
+    share = best.tokens_per_second / other.tokens_per_second - 1
+    if share < 0.005:
+        return f"about as fast as {named(other)}, and simpler"
+    return f"faster: by {share:.0%} than {named(other)}"
 
 
 def trained(lora: int, quantize: str | None) -> str:
