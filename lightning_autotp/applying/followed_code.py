@@ -179,6 +179,8 @@ class FollowedCode:
         _undo(self._now)
         self.running.clear()
         self.others = {}
+        if not self.decided:  # weak references: a parameter with any cannot be swapped
+            self._parameters = None
 
     def type_of_parameter(self, parameter: nn.Parameter) -> Type | None:
         """A parameter's type, if it is one of the model's."""

@@ -22,8 +22,9 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from torch import Tensor
 
+from lightning_autotp.optimizers.whole_states import whole_states
 from lightning_autotp.parameters.state import parallel_models
-from lightning_autotp.parameters.whole_tensors import whole_states, whole_tensors
+from lightning_autotp.parameters.whole_tensors import whole_tensors
 from lightning_autotp.ranks.agreement import largest_of_all
 from lightning_autotp.ranks.consistency import ReplicaConsistency
 from lightning_autotp.ranks.drift import Drift
