@@ -165,15 +165,18 @@ class LocalForward:
         reason="a layout changes where an attribute of a tensor is read, or in torch's attention, or a loss is replaced"
     )
     def _run_outside_compiled_code(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run it where nothing below is compiled on its own: the mode sees the calls, and that an attribute is read.
+        """Run it where nothing below is compiled on its own: the mode sees the calls, and that an attribute is read."""
+        with self._noticing():
+            return self._run(args, kwargs)
 
-        It sees those of declared losses, too, which are no torch functions otherwise.
-        """
+    @contextmanager
+    def _noticing(self) -> Iterator[None]:
+        """Within it the mode sees declared losses, which are no torch functions otherwise, also in what runs again."""
         with ExitStack() as stack:
             for loss in self.losses:
                 stack.enter_context(loss.seen())
             stack.enter_context(recomputing(self._again))
-            return self._run(args, kwargs)
+            yield
 
     def _again(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """What runs a part of the module's own code again with the changes, where activations are recomputed."""
@@ -188,10 +191,7 @@ class LocalForward:
             mode = _LocalCalls(self, counts)
             self.running.append(mode)
             try:
-                with ExitStack() as stack:
-                    for loss in self.losses:
-                        stack.enter_context(loss.seen())
-                    stack.enter_context(mode)
+                with self._noticing(), mode:
                     return function(*args, **kwargs)
             finally:
                 self.running.pop()

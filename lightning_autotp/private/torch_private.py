@@ -589,7 +589,6 @@ def recomputing(again: Callable[[Callable[..., Any]], Callable[..., Any]]) -> It
     So does the forward pass with ``use_reentrant=True``. What is public (``context_fn``) is for whoever calls it.
     """
     generator, function = checkpointing._checkpoint_without_reentrant_generator, checkpointing.CheckpointFunction
-    before = {"_checkpoint_without_reentrant_generator": generator, "CheckpointFunction": function}
 
     def pausing(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return generator(again(run), *args, **kwargs)
@@ -597,11 +596,12 @@ def recomputing(again: Callable[[Callable[..., Any]], Callable[..., Any]]) -> It
     def apply(run: Callable[..., Any], *args: Any) -> Any:
         return function.apply(again(run), *args)
 
-    vars(checkpointing).update(dict(zip(before, (pausing, SimpleNamespace(apply=apply)), strict=True)))
+    namespace = vars(checkpointing)
+    namespace.update(_checkpoint_without_reentrant_generator=pausing, CheckpointFunction=SimpleNamespace(apply=apply))
     try:
         yield
     finally:
-        vars(checkpointing).update(before)
+        namespace.update(_checkpoint_without_reentrant_generator=generator, CheckpointFunction=function)
 
 
 def put_below(mode: TorchFunctionMode) -> None:
