@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from lightning_autotp.capture.call_sites import (
     by_call,
@@ -27,7 +28,7 @@ from lightning_autotp.capture.call_sites import (
     calling_frame,
     key_while_compiling,
 )
-from lightning_autotp.capture.declared_calls import DeclaredLoss
+from lightning_autotp.capture.declared_calls import DeclaredFunction
 from lightning_autotp.layouts.places import EVERY, CallSite
 from lightning_autotp.parameters.forwards import forward_of, wrapped_in
 from lightning_autotp.private.torch_private import FakeTensor, has_values, recomputing
@@ -84,9 +85,9 @@ class LocalForward:
     def __init__(self, module: nn.Module, path: str, changes: Mapping[CallSite, CallChanges]) -> None:
         self.module, self.forward, self.path, self.changes = module, module.forward, path, dict(changes)
         self.lines = {(site.file, site.line, site.function) for site in changes}
-        self.losses = DeclaredLoss.called({site.function for site in changes})
+        self.declared = DeclaredFunction.all({site.function for site in changes})
         is_traceable = (site.function != "__get__" and site.file != F.__name__ for site in changes)
-        self.is_traceable = not self.losses and all(is_traceable)
+        self.is_traceable = not self.declared and all(is_traceable)
         self.runs: tuple[frozenset[CallSite], ...] = ()  # of traced ones without all planned calls: those they make
         self.running: list[_LocalCalls] = []
         self.known: set[Line] | None = None  # calls of runs with all planned ones
@@ -162,7 +163,7 @@ class LocalForward:
         return result
 
     @torch.compiler.disable(
-        reason="a layout changes where an attribute of a tensor is read, or in torch's attention, or a loss is replaced"
+        reason="a layout changes where an attribute of a tensor is read, or in torch's attention, or at a kernel"
     )
     def _run_outside_compiled_code(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run it where nothing below is compiled on its own: the mode sees the calls, and that an attribute is read."""
@@ -171,10 +172,10 @@ class LocalForward:
 
     @contextmanager
     def _noticing(self) -> Iterator[None]:
-        """Within it the mode sees declared losses, which are no torch functions otherwise, also in what runs again."""
+        """Within it the mode sees calls of declared functions, also in what runs again."""
         with ExitStack() as stack:
-            for loss in self.losses:
-                stack.enter_context(loss.seen())
+            for declared in self.declared:
+                stack.enter_context(declared.seen())
             stack.enter_context(recomputing(self._again))
             yield
 
@@ -243,6 +244,9 @@ class _LocalCalls(TorchFunctionMode):
             key = key_while_compiling(func)
         else:
             key = call_key(calling_frame(func, sys._getframe(1)), func)
+            if key[0] == __name__:  # what is run again is the function itself, which torch's checkpoint called
+                lines = (line for line in self.owner.lines if line[0] == checkpoint.__module__ and line[2] == key[2])
+                key = next(lines, key)
             self.made.add(key)
         if key not in self.owner.lines:
             return func(*args, **kwargs)

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_autotp.applying.changed_calls import CallChanges, CallMismatch, LocalForward, number
 from lightning_autotp.applying.lengths import Lengths
 from lightning_autotp.building.float8 import float8_of, note_float8
+from lightning_autotp.capture.declared_calls import with_whole_indices
 from lightning_autotp.capture.nested import NoSuchPlace, replaced_at, steps_of
 from lightning_autotp.capture.tracer import torch_layer
 from lightning_autotp.layouts.dims import UnknownSize
@@ -133,6 +134,9 @@ def _change_calls(model: nn.Module, plan: Plan, group: TPGroup, lengths: Lengths
             at(size.module, size.call).arguments.append((int(size.attribute), local))
     for draw in plan.draws:
         at(draw.module, draw.call).draws_in = group
+    for read in plan.indices:
+        whole = partial(with_whole_indices, read.place, read.held[group.rank])
+        at(read.module, read.call).arguments.append((read.leaf, whole))
     for use in plan.implementations:
         if use.call is not None and (run := _implementation(use).run) is not None:
             here = at(use.module, use.call)

@@ -19,6 +19,9 @@ from lightning_autotp.private.torch_private import (
     traced_frames,
 )
 
+STAND_IN = "<stand-in>"
+"""File of code that stands in for a function's own, and hands its calls over to handlers of torch functions."""
+
 _ATTENTION = F.multi_head_attention_forward
 _ATTENTION_BY_CALL = call_by_call(_ATTENTION)
 
@@ -40,7 +43,7 @@ def calling_frame(func: Any, frame: FrameType) -> FrameType:
     """
     while frame.f_back is not None and (
         frame.f_code.co_name == "__torch_function__"
-        or frame.f_code.co_filename in HANDING_OVER
+        or frame.f_code.co_filename in _HANDING_OVER
         or frame.f_code is getattr(func, "__code__", None)
     ):
         frame = frame.f_back
@@ -58,7 +61,7 @@ def key_while_compiling(func: Any) -> tuple[str, int, str]:
     """The :func:`call_key` of the call that ``torch.compile`` is tracing, seen from a torch-function handler."""
     own = getattr(func, "__code__", None)
     for code, names, line in traced_frames():
-        if code.co_name != "__torch_function__" and code.co_filename not in HANDING_OVER and code is not own:
+        if code.co_name != "__torch_function__" and code.co_filename not in _HANDING_OVER and code is not own:
             return str(names.get("__name__", code.co_filename)), line, str(getattr(func, "__name__", func))
     raise RuntimeError(f"{func} is not called by code that torch.compile traces")
 
@@ -101,5 +104,6 @@ def is_this_package(file: str) -> bool:
     return file.startswith(_PACKAGE)
 
 
+_HANDING_OVER = HANDING_OVER | {STAND_IN}
 _PACKAGE = os.path.join(str(Path(__file__).parent.parent), "")
 _OWN_DIRECTORIES = os.path.join(os.path.dirname(torch.__file__), ""), _PACKAGE

@@ -31,7 +31,7 @@ from lightning_autotp.capture.experts import noting_experts
 from lightning_autotp.capture.nested import Copied, constants_in, copied, leaves_of, map_leaves, map_tensors, tensors_in
 from lightning_autotp.capture.noted_numbers import NotedFloat
 from lightning_autotp.capture.opaque import LARGEST, NotRun, OpaqueForward
-from lightning_autotp.capture.recording import RECORD
+from lightning_autotp.capture.recording import RECORD, under_way
 from lightning_autotp.capture.static_values import NoValue
 from lightning_autotp.capture.tracer import Tracer, inside_of
 from lightning_autotp.layouts.places import EVERY, Boundary
@@ -340,7 +340,7 @@ def _run(
         # Experts are noted by what they are given after the marks, and what they return before them.
         marks = (noting_experts(traced, tracer), _marked_boundaries(traced, tracer))
         context.callback(tracer.outside.put_back)
-        quiet = quiet_fake_tensors(), fake_tensors_as_ordinary()
+        quiet = quiet_fake_tensors(), fake_tensors_as_ordinary(), under_way()
         for mode in (*quiet, *marks, noting_declared(tracer), as_written(), enable_python_dispatcher()):
             context.enter_context(mode)
         for layer in (fake, tracer, tracer.calls):

@@ -10,13 +10,33 @@ Two things must be visible in a captured graph although they compute nothing tha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
 
 RECORD = "lightning_autotp.record.default"
 """Name of the recording operator as a captured graph shows it."""
+
+_under_way: ContextVar[bool] = ContextVar("a trace is under way", default=False)
+
+
+@contextmanager
+def under_way() -> Iterator[None]:
+    """Within it a trace is under way, in which constants of the model's code have values all the same."""
+    token = _under_way.set(True)
+    try:
+        yield
+    finally:
+        _under_way.reset(token)
+
+
+def is_under_way() -> bool:
+    """Whether a trace is under way."""
+    return _under_way.get()
+
 
 _library = torch.library.Library("lightning_autotp", "DEF")
 _library.define("record(str name, Tensor[] inputs, SymInt[] shape, str detail='') -> Tensor")

@@ -200,6 +200,25 @@ class DrawPlan:
 
 
 @dataclass(frozen=True)
+class IndicesPlan:
+    """A function that a kernel calls with indices of a sharded dim: it is given those of the whole model.
+
+    Attributes:
+        module: path of the module whose code calls the kernel.
+        call: which call.
+        leaf: which leaf of the call's arguments the function is.
+        place: which of its arguments is the index.
+        held: for every rank, the runs of indices that it has.
+    """
+
+    module: str
+    call: CallSite
+    leaf: int
+    place: int
+    held: tuple[tuple[Run, ...], ...]
+
+
+@dataclass(frozen=True)
 class MadeLocalPlan:
     """A call that makes a tensor without parameters (zeros, say) with the sizes of a sharded one: local right away.
 
@@ -274,6 +293,7 @@ class Plan:
         conversions: layout changes at other modules' boundaries.
         sizes: sizes in Python that become local.
         draws: calls at which each rank draws its own random numbers.
+        indices: functions that kernels call, and that are given the whole model's indices.
         made_local: calls whose tensors without parameters come out local by themselves.
         runs: of modules that are run several times and not always make the same calls: which ones.
         opaque: modules that were not looked into.
@@ -299,6 +319,7 @@ class Plan:
     conversions: tuple[ConversionPlan, ...] = ()
     sizes: tuple[SizePlan, ...] = ()
     draws: tuple[DrawPlan, ...] = ()
+    indices: tuple[IndicesPlan, ...] = ()
     made_local: tuple[MadeLocalPlan, ...] = ()
     runs: tuple[RunPlan, ...] = ()
     opaque: tuple[str, ...] = ()
@@ -341,6 +362,7 @@ class Plan:
                 conversions=tuple(_decode(ConversionPlan, item) for item in data["conversions"]),
                 sizes=tuple(_decode(SizePlan, item) for item in data["sizes"]),
                 draws=tuple(_decode(DrawPlan, item) for item in data["draws"]),
+                indices=tuple(_decode(IndicesPlan, item) for item in data.get("indices", ())),
                 made_local=tuple(_decode(MadeLocalPlan, item) for item in data["made_local"]),
                 runs=tuple(_decode(RunPlan, item) for item in data["runs"]),
                 opaque=tuple(data["opaque"]),
@@ -463,6 +485,10 @@ class Plan:
                 " (they are where keep_whole= names the module):"
             )
             lines += counted(f"  {draw.module or repr(draw.module)}: {draw.call}" for draw in self.draws)
+        lines += counted(
+            f"{one.module or repr(one.module)}: a function that {one.call} calls is given the whole model's indices"
+            for one in self.indices
+        )
         whole = [(parameter.names[0], parameter.reason) for parameter in self.parameters if parameter.reason]
         yield from lines
         yield from (f"whole on every rank: {names}: {reason}" for names, reason in by_reason(whole))
@@ -532,6 +558,8 @@ def _decode(kind: Any, item: dict[str, Any]) -> Any:
             value = tuple(Reason(**reason) for reason in value)
         elif field.name == "call" and value is not None:
             value = CallSite(**value)
+        elif field.name == "held":
+            value = tuple(map(_runs, value))
         elif field.name == "sites":
             value = tuple(CallSite(**site) for site in value)
         elif isinstance(value, list):

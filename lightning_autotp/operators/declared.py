@@ -19,9 +19,11 @@ from types import ModuleType
 from typing import Any
 
 from lightning_autotp.layouts.dims import ONE, Dim, product
+from lightning_autotp.layouts.ownership import Run
 from lightning_autotp.operators.graph import Ref, refs
 from lightning_autotp.operators.notation import (
     ELLIPSIS,
+    NO_INDEX,
     DeclarationError,
     Notation,
     Tensors,
@@ -275,6 +277,12 @@ def add(made: Declaration, target: Any = None) -> None:
                 for result, shape in filter(None, made.results(dict(shapes.named()), shapes.literal))
             ],
             shares=tuple((name, *_holder(made, dim)) for name, dim in made.notation.counts),
+            indices=tuple(
+                (name, place, *_holder(made, dim))
+                for name, dims in made.notation.functions
+                for place, dim in enumerate(dims)
+                if dim != NO_INDEX
+            ),
             idle=(lambda shapes: made.free if _is_ungrouped(made, shapes) else ()) if made.free else None,
         )
     )
@@ -295,17 +303,14 @@ def declaration_of(name: str) -> Declaration | None:
     return _DECLARED.get(name)
 
 
-def targets(losses: Collection[str] | None = None) -> Iterator[tuple[Declaration, Any]]:
+def targets(names: Collection[str] | None = None) -> Iterator[tuple[Declaration, Any]]:
     """The functions and classes that are declared and whose modules are imported, each with its declaration.
 
     Args:
-        losses: only losses, that are called so.
+        names: their own names, by default any.
     """
-    wanted = [
-        made
-        for made in _DECLARED.values()
-        if not made.is_operator and (losses is None or (made.loss is not None and made.own_name in losses))
-    ]
+    declared = (made for made in _DECLARED.values() if not made.is_operator)
+    wanted = [made for made in declared if names is None or made.own_name in names]
     hub = _hub_modules() if wanted else {}
     for made in wanted:
         target = _target_of(made, hub)
@@ -356,6 +361,37 @@ def declarable_name(function: Any) -> str:
     """The name by which a function or class can be declared."""
     repository = _repository_of(sys.modules.get(function.__module__))
     return f"{repository}:{function.__qualname__}" if repository else _name(function)
+
+
+@dataclass(frozen=True)
+class CalledFunction:
+    """A function among the arguments of a call, which the kernel calls with indices.
+
+    Attributes:
+        name: its name.
+        leaf: which leaf of the call's arguments it is; negative if it is in an object among them.
+        reads: the places at which it reads the index that it is called with, and which indices of the whole model those
+            of a rank are there, as runs; without runs they are what they are.
+        tensors: the tensors that it reads.
+    """
+
+    name: str
+    leaf: int
+    reads: tuple[tuple[int, tuple[Run, ...]], ...]
+    tensors: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, argument: Any) -> CalledFunction | None:
+        """What an operator's argument says of it."""
+        if not isinstance(argument, tuple):
+            return None
+        name, leaf, reads, *tensors = argument
+        return cls(name, leaf, reads, tuple(tensors))
+
+    @property
+    def argument(self) -> tuple[Any, ...]:
+        """It as an operator's argument."""
+        return self.name, self.leaf, self.reads, *self.tensors
 
 
 RETURNED = "->"
@@ -440,8 +476,9 @@ def _rule(made: Declaration, site: Site) -> list[Dims]:
     dims.tie_groups(made.notation.groups)
     dims.keep_whole(made.whole, f"{made.target} needs it whole{_why_itself(made, arguments)}")
     for name, indices in made.notation.functions:
-        reads = arguments[name][1] if isinstance(arguments.get(name), tuple) else ()
-        dims.keep_whole([indices[at] for at in reads], f"{name} reads its index")
+        called = CalledFunction.of(arguments.get(name))
+        if called is not None and (called.leaf < 0 or site.operator.call < 0):  # it is not seen in the running model
+            dims.keep_whole([indices[place] for place, _ in called.reads], f"{name} reads its index")
     named = {tensors.name for tensors in made.notation.inputs}
     functions = {name for name, _ in made.notation.functions}
     for name, value in arguments.items():

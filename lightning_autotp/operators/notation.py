@@ -29,6 +29,9 @@ from lightning_autotp.operators.shapes import Shape
 
 ELLIPSIS = "..."
 
+NO_INDEX = "-"
+"""Stands for what a function is called with that is no index."""
+
 
 class DeclarationError(ValueError):
     """A declaration is not understood, or a call does not fit it."""

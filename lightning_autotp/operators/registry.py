@@ -40,6 +40,8 @@ class Record:
         offsets: ``(argument, tensor argument, dim argument)``: positions along a dim; local wherever the dim is.
         shares: ``(argument, tensor argument, dim)``: counts that shrink with a dim: a rank's count is the same share
             of the whole count as its part is of that dim.
+        indices: ``(argument, place, tensor argument, dim)``: functions among its arguments that it calls with an index
+            of that dim at that place: a rank's index is turned into the whole model's.
         idle: arguments that change nothing where a rank's tensors have these shapes: they are free there.
         identity: when it gives its first input as it is: ``"always"``, where that has the ``"same dtype"``, or never.
         reshapes: whether the result has the elements of the input in their row-major order, as long as these are as
@@ -67,6 +69,7 @@ class Record:
     sizes: tuple[str, ...] = ()
     offsets: tuple[tuple[str, str, str], ...] = ()
     shares: tuple[tuple[str, str, int], ...] = ()
+    indices: tuple[tuple[str, int, str, int], ...] = ()
     idle: Callable[[Shapes], tuple[str, ...]] | None = None
     identity: Literal["", "always", "same dtype"] = ""
     reshapes: bool = False

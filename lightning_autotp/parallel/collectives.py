@@ -296,7 +296,7 @@ class _Transition(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, pair: Pair, group: TPGroup, dim: int, ownership: Ownership | None) -> Tensor:
         ctx.where = pair, group, dim, ownership
-        if has_values(x):
+        if has_values(x) and not recording.is_under_way():
             return KERNELS[pair].forward(x, group, dim, ownership)
         shape = list(x.shape)
         if ownership is not None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_autotp.capture import recording
-from lightning_autotp.capture.declared_calls import LossFunction
+from lightning_autotp.capture.declared_calls import SeenFunction
 from lightning_autotp.layouts.plan import ImplementationPlan
 from lightning_autotp.layouts.types import Shard
 from lightning_autotp.operators.graph import KERNEL_LINEAR_LOSS, KERNEL_LOSS
@@ -30,7 +30,7 @@ from lightning_autotp.solving.implementations import Implementation
 
 
 def loss_of_logits(
-    use: ImplementationPlan, group: TPGroup, kernel: LossFunction, args: tuple[Any, ...], kwargs: dict[str, Any]
+    use: ImplementationPlan, group: TPGroup, kernel: SeenFunction, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """What a kernel returns of logits ``[tokens, vocab]``, which look whole, and targets ``[tokens]``. Collective.
 
@@ -44,7 +44,7 @@ def loss_of_logits(
     Raises:
         TypeError: if the logits are not this rank's part.
     """
-    given = kernel.declared.arguments(args, kwargs)
+    given = kernel.declared.loss_arguments(args, kwargs)
     logits, softcap = given.pop("self"), given.pop("softcap")
     if not isinstance(logits, VocabParallelLogits):
         raise TypeError(
@@ -57,7 +57,7 @@ def loss_of_logits(
 
 
 def loss_of_hidden_states(
-    use: ImplementationPlan, group: TPGroup, kernel: LossFunction, args: tuple[Any, ...], kwargs: dict[str, Any]
+    use: ImplementationPlan, group: TPGroup, kernel: SeenFunction, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """What a kernel returns of hidden states, a head and targets, with the loss in fp32. Collective.
 
@@ -79,7 +79,7 @@ def loss_of_hidden_states(
         args: its arguments.
         kwargs: its keyword arguments.
     """
-    given = kernel.declared.arguments(args, kwargs)
+    given = kernel.declared.loss_arguments(args, kwargs)
     head = [given.pop(name) for name in ("input", "linear_weight", "linear_bias")]
     softcap, target, weight = given.pop("softcap"), given["target"], given["weight"]
     assert isinstance(use.layout, Shard)

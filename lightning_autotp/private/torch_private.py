@@ -23,6 +23,11 @@ import torch._tensor
 import torch.utils.checkpoint as checkpointing
 from torch import Tensor, nn
 
+# What compiles the frames that Python is about to run, put in and out, and code whose frames it leaves alone.
+# (torch.compiler.disable is public, but then nothing that such code calls is compiled either.)
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+from torch._C._dynamo.eval_frame import set_eval_frame as set_compiler
+
 # Function transforms: whether one runs, whether it is vmap, and the tensors that its wrappers stand for.
 from torch._C._functorch import TransformType, get_interpreter_stack, get_unwrapped, is_functorch_wrapped_tensor
 
@@ -129,6 +134,7 @@ __all__ = [
     "is_meta",
     "module_like",
     "neg_view",
+    "never_compile",
     "own_shape",
     "parameters_of",
     "put_below",
@@ -137,6 +143,7 @@ __all__ = [
     "registered_children",
     "running_data_parallel",
     "schema_of",
+    "set_compiler",
     "set_data_of",
     "storage_behind",
     "storage_key",
@@ -602,6 +609,11 @@ def recomputing(again: Callable[[Callable[..., Any]], Callable[..., Any]]) -> It
         yield
     finally:
         namespace.update(_checkpoint_without_reentrant_generator=generator, CheckpointFunction=function)
+
+
+def never_compile(code: CodeType) -> None:
+    """Let ``torch.compile`` run frames of this code as they are; what they call it compiles all the same."""
+    set_code_exec_strategy(code, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
 
 
 def put_below(mode: TorchFunctionMode) -> None:

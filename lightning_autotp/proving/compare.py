@@ -9,15 +9,17 @@ tensor, and no other, must draw the rank's own.
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
+from lightning_autotp.layouts.ownership import Ownership
 from lightning_autotp.layouts.places import Boundary, CallPoint
 from lightning_autotp.layouts.transitions import TRANSITIONS
 from lightning_autotp.layouts.types import Invariant, Layout, Shard, local_shape
 from lightning_autotp.operators import Shapes, record
+from lightning_autotp.operators.declared import CalledFunction
 from lightning_autotp.operators.graph import Graph, Operator, Ref, refs, renamed
 from lightning_autotp.parameters.meta import ParameterMeta
 from lightning_autotp.solving.implementations import DEFERRED_SUM, Use
@@ -270,9 +272,13 @@ def _plain(operator: Operator, shapes: Any, solution: Solution, rank: int) -> _E
         owned = layout.ownership(at) if isinstance(layout, Shard) else None
         if owned is not None:
             shares[name] = operator.argument(name) * owned.local_size(rank) // owned.size
+    reads = solution.indices(operator).items()
+    functions = {name: _of_rank(operator.argument(name), owned, rank) for name, owned in reads}
     arguments = tuple(
         (name, shares[name])
         if name in shares
+        else (name, functions[name])
+        if name in functions
         else (name, _Offset(local[name], dict(operator.arguments)[name]) if name in local else value)
         for name, value in operator.arguments
     )
@@ -281,6 +287,15 @@ def _plain(operator: Operator, shapes: Any, solution: Solution, rank: int) -> _E
         here = Shapes(operator.arguments, operator.outputs, lambda tensor: _local_shape(solution, tensor, rank))
         free.update(known.idle(here))
     return _Expected(operator.name, arguments, shapes, operator, frozenset(free))
+
+
+def _of_rank(argument: Any, owned: Iterable[tuple[int, Ownership]], rank: int) -> tuple[Any, ...]:
+    """A function that is given the whole model's indices where a kernel has this rank's."""
+    called = CalledFunction.of(argument)
+    assert called is not None
+    runs = {place: ownership.held[rank] for place, ownership in owned}
+    reads = tuple((place, runs.get(place, ())) for place, _ in called.reads)
+    return replace(called, reads=reads).argument
 
 
 @dataclass(frozen=True)

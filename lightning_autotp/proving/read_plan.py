@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from lightning_autotp.layouts.places import Boundary, CallPoint
-from lightning_autotp.layouts.plan import ConversionPlan, DrawPlan, ImplementationPlan, Plan
+from lightning_autotp.layouts.plan import ConversionPlan, DrawPlan, ImplementationPlan, IndicesPlan, Plan
 from lightning_autotp.layouts.types import Shard
 from lightning_autotp.operators.graph import Graph
 from lightning_autotp.proving.local_sizes import made_local
@@ -48,6 +48,7 @@ def read_plan(plan: Plan, graph: Graph, implementations: Implementations) -> tup
         ("changes a layout", map(_change, plan.conversions), map(_change, again.conversions)),
         ("runs a parallel implementation", map(_use, plan.implementations), map(_use, again.implementations)),
         ("draws a rank's own random numbers", map(_draw, plan.draws), map(_draw, again.draws)),
+        ("gives a function the whole model's indices", map(_read, plan.indices), map(_read, again.indices)),
     ):
         difference = _first_difference(list(theirs), list(ours))
         if difference:
@@ -180,6 +181,10 @@ def _use(use: ImplementationPlan) -> str:
 
 def _draw(draw: DrawPlan) -> str:
     return f"{draw.call} in {draw.module or '(root)'}"
+
+
+def _read(read: IndicesPlan) -> str:
+    return f"{read.call} in {read.module or '(root)'}, argument {read.leaf}, index {read.place} of {read.held}"
 
 
 def _first_difference(theirs: list[str], ours: list[str]) -> str:

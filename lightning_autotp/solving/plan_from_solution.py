@@ -13,6 +13,7 @@ from lightning_autotp.layouts.plan import (
     ConversionPlan,
     DrawPlan,
     ImplementationPlan,
+    IndicesPlan,
     MadeLocalPlan,
     ParameterPlan,
     Plan,
@@ -22,6 +23,7 @@ from lightning_autotp.layouts.plan import (
 from lightning_autotp.layouts.transitions import TRANSITIONS
 from lightning_autotp.layouts.types import Invariant, Replicate, Shard
 from lightning_autotp.operators import updated
+from lightning_autotp.operators.declared import CalledFunction
 from lightning_autotp.operators.graph import KEPT, Graph, Operator, Ref
 from lightning_autotp.solving.implementations import operand_of
 from lightning_autotp.solving.kept_parts import kept_in_parts
@@ -75,6 +77,7 @@ def plan_from_solution(
         ),
         sizes=sizes,
         draws=tuple(dict.fromkeys(_draw(solution, number) for number in sorted(solution.drawing))),
+        indices=tuple(dict.fromkeys(_indices(solution))),
         made_local=tuple(dict.fromkeys(_made_local(solution, number) for number in sorted(solution.made_local))),
         opaque=tuple(sorted(solution.graph.opaque)),
         modules=module_digests(solution.graph),
@@ -95,8 +98,8 @@ def runs_apart(plan: Plan, graph: Graph) -> tuple[RunPlan, ...]:
     Calls that stand for all from their line are left out: values say how many of them are made.
     """
     changed: dict[str, set[CallSite]] = {}
-    changes: tuple[ConversionPlan | SizePlan | ImplementationPlan | DrawPlan, ...]
-    changes = *plan.conversions, *plan.sizes, *plan.implementations, *plan.draws
+    changes: tuple[ConversionPlan | SizePlan | ImplementationPlan | DrawPlan | IndicesPlan, ...]
+    changes = *plan.conversions, *plan.sizes, *plan.implementations, *plan.draws, *plan.indices
     for change in changes:
         if change.call is not None and change.call.occurrence != EVERY:
             changed.setdefault(change.module, set()).add(change.call)
@@ -170,6 +173,15 @@ def _kept_parts(solution: Solution) -> Iterator[str]:
     for operator in solution.graph.operators:
         if operator.name == KEPT and isinstance(solution.layouts.get(operator.inputs[0]), Shard):
             yield member(operator.module, operator.argument("name"))
+
+
+def _indices(solution: Solution) -> Iterator[IndicesPlan]:
+    for operator in solution.graph.operators:
+        for name, places in solution.indices(operator).items():
+            call, called = solution.graph.calls[operator.call], CalledFunction.of(operator.argument(name))
+            assert called is not None
+            for place, owned in places:
+                yield IndicesPlan(call.module, call.site, called.leaf, place, owned.held)
 
 
 def _draw(solution: Solution, number: int) -> DrawPlan:

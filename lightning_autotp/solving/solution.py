@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from lightning_autotp.layouts.ownership import Ownership
 from lightning_autotp.layouts.places import Boundary, CallPoint
 from lightning_autotp.layouts.plan import WholeWork
 from lightning_autotp.layouts.step_size import StepSize
 from lightning_autotp.layouts.transitions import Pair
 from lightning_autotp.layouts.types import Invariant, Layout, Shard
-from lightning_autotp.operators import Relation
-from lightning_autotp.operators.graph import Graph
+from lightning_autotp.operators import Relation, record
+from lightning_autotp.operators.declared import CalledFunction
+from lightning_autotp.operators.graph import Graph, Operator
 from lightning_autotp.solving.elimination import Assignment
 from lightning_autotp.solving.implementations import Use, operand_of
 from lightning_autotp.solving.reasons import Reasons
@@ -78,6 +80,21 @@ class Solution:
     kinds: dict[int, Kind] = field(default_factory=dict)
     divided_work: float = -1.0
     whole_work: tuple[WholeWork, ...] = ()
+
+    def indices(self, operator: Operator) -> dict[str, tuple[tuple[int, Ownership], ...]]:
+        """Functions among an operator's arguments that read indices of sharded dims: at which places, and of which."""
+        known, arguments = record(operator.name), dict(operator.arguments)
+        found: dict[str, tuple[tuple[int, Ownership], ...]] = {}
+        for name, place, tensor_name, dim in () if known is None else known.indices:
+            called = CalledFunction.of(arguments.get(name))
+            if called is not None and place in dict(called.reads):
+                tensor = operator.argument(tensor_name).tensor
+                layout = self.layouts.get(tensor)
+                at = dim % len(self.graph.tensors[tensor].shape)
+                owned = layout.ownership(at) if isinstance(layout, Shard) else None
+                if owned is not None:
+                    found[name] = (*found.get(name, ()), (place, owned))
+        return found
 
     @property
     def gap(self) -> float:

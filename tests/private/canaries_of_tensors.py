@@ -20,7 +20,7 @@ from canaries import canary
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_autotp.private.torch_private import recomputing
+from lightning_autotp.private.torch_private import never_compile, recomputing, set_compiler
 
 # --- torch: tensors and their memory ---
 
@@ -182,6 +182,45 @@ def _(generator: Any) -> None:
         assert runs == wanted
         assert x.grad is not None
     assert torch.utils.checkpoint._checkpoint_without_reentrant_generator is generator
+
+
+@canary(
+    "torch._C._dynamo.eval_frame.set_eval_frame",
+    "torch._C._dynamo.eval_frame.set_code_exec_strategy",
+    "torch._C._dynamo.eval_frame._FrameExecStrategy",
+    "torch._C._dynamo.eval_frame._FrameAction",
+)
+def _(_: Any) -> None:
+    """Compiled code runs a frame as it is, and from there what compiles is put out, and in again."""
+    compiled: list[list[str]] = []
+    uncompiled: list[bool] = []
+
+    def noted(graph: Any, inputs: Any) -> Any:
+        compiled.append([node.name for node in graph.graph.nodes if node.op != "placeholder"])
+        return graph.forward
+
+    def inner(x: Tensor) -> Tensor:
+        return x.sin()
+
+    def asked(x: Tensor) -> Tensor:
+        uncompiled.append(torch.compiler.is_compiling())
+        return x.cos()
+
+    def outer(x: Tensor) -> Tensor:
+        compiler = set_compiler(None)
+        x = asked(x)
+        set_compiler(compiler)
+        x = inner(x)
+        set_compiler(None)
+        x = asked(x)
+        set_compiler(compiler)
+        return x
+
+    never_compile(outer.__code__)
+    assert torch.equal(torch.compile(outer, backend=noted)(torch.ones(2)), torch.ones(2).cos().sin().cos())
+    assert compiled == [["sin", "output"]]
+    assert uncompiled == [False, False]
+    assert set_compiler(None) is None
 
 
 @canary("torch.utils._python_dispatch._disable_current_modes")

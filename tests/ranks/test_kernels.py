@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from functools import lru_cache
 from typing import Any
 
@@ -13,8 +14,10 @@ from distributed import run_ranks
 from hub_kernels import install_flash_attention_of_the_hub
 from kernel_stand_ins import FLASH_2, install_flash_attention, varlen_attn
 from tiny import tiny_model, token_batch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.fx import GraphModule
 from torch.nn.attention import flex_attention
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from lightning_autotp import full_gradients, parallelize
@@ -93,9 +96,108 @@ def trained(family: str, attention: str, batch: dict[str, Tensor]) -> tuple[Any,
     return model.autotp.plan.communication, far
 
 
+def compiled_alone(graph: GraphModule, _: Any) -> Any:
+    """A backend of ``torch.compile`` that compiles nothing, and takes FlexAttention alone."""
+    (kernel,) = [node.target for node in graph.graph.nodes if "flex_attention" in str(node.target)]
+    COMPILED.append(str(kernel))
+    return graph.forward
+
+
+COMPILED: list[str] = []
+
+
+class AttentionByHead(nn.Module):
+    """Attention whose kernel computes something else for each head, from tables that the code keeps.
+
+    Args:
+        kernel: ``"slopes"`` for FlashAttention with slopes, ``"scores"`` for FlexAttention with a function of the
+            head's index that reads a parameter and a constant, ``"compiled scores"`` for that compiled,
+            ``"dropout"`` for FlashAttention with dropout.
+    """
+
+    heads, features, again = 12, 4, False
+
+    def __init__(self, kernel: str) -> None:
+        super().__init__()
+        self.kernel, width = kernel, self.heads * self.features
+        self.q, self.k, self.v = (nn.Linear(width, width // groups, bias=False) for groups in (1, 2, 2))
+        self.o = nn.Linear(width, width, bias=False)
+        self.slopes = 2.0 ** -torch.arange(1.0, self.heads + 1)
+        self.bias = nn.Parameter(torch.randn(self.heads, 23)) if "scores" in kernel else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[batch, seq, hidden]`` to the same."""
+        q, k, v = (layer(x).unflatten(-1, (-1, self.features)) for layer in (self.q, self.k, self.v))
+        return self.o(self.attend(q, k, v).flatten(2))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """``[batch, seq, heads, features]``."""
+        if self.kernel == "slopes":
+            return sys.modules["flash_attn"].flash_attn_func(q, k, v, causal=True, alibi_slopes=self.slopes)
+        if self.kernel == "dropout":
+            flash = sys.modules["flash_attn"].flash_attn_func
+            options = {"dropout_p": 0.5 if self.training else 0.0, "causal": True}
+            return (
+                checkpoint(flash, q, k, v, **options, use_reentrant=False) if self.again else flash(q, k, v, **options)
+            )
+
+        def score(score: Tensor, b: Tensor, h: Tensor, s: Tensor, t: Tensor) -> Tensor:
+            return score - self.slopes[h] * (s - t).abs() + self.bias[h, (s - t).abs()]
+
+        flex = flex_attention.flex_attention
+        if self.kernel == "compiled scores":
+            flex = torch.compile(flex, backend=compiled_alone)
+        return flex(*(x.transpose(1, 2) for x in (q, k, v)), score_mod=score, enable_gqa=True).transpose(1, 2)
+
+
+def train_by_head() -> dict[tuple[str, str, str], tuple[Any, float]]:
+    """As :func:`train_families`, with kernels that compute something else for each head."""
+    found = {}
+    x = torch.randn(2, 23, 48, generator=torch.Generator().manual_seed(0))
+    torch.compiler.set_stance("default")  # otherwise FlexAttention does not see what the function reads
+    for kernel in ("slopes", "scores", "compiled scores"):
+        torch.manual_seed(1)
+        whole = AttentionByHead(kernel)
+        model = copy.deepcopy(whole)
+        parallelize(model, dist.group.WORLD, example_inputs=x)  # type: ignore[arg-type]
+        for one in (whole, model):
+            one(x).square().mean().backward()
+        gradients = full_gradients(model)
+        far = max(float((gradients[name] - p.grad).abs().max()) for name, p in whole.named_parameters())
+        cut = [str(parameter.layout) for parameter in model.autotp.plan.parameters if parameter.names[0] != "bias"]
+        assert all(layout.startswith("S(") for layout in cut), cut
+        found["by head", kernel, "plain"] = model.autotp.plan.communication, far
+    torch.compiler.set_stance("force_eager")
+    assert set(COMPILED) == {"flex_attention"}
+    return found
+
+
+def draw_by_head(rank: int, size: int) -> dict[str, Any]:
+    """What a kernel that drops gives on a rank, also when activations are computed again, and in evaluation."""
+    with_kernels()
+    torch.manual_seed(1)
+    whole = AttentionByHead("dropout")
+    with torch.no_grad():  # all pairs of heads are alike, but for what they drop
+        for layer in (whole.q, whole.k, whole.v, whole.o):
+            layer.weight.copy_(torch.eye(4).repeat(layer.out_features // 4, 12) / 12)
+    x = torch.ones(2, 23, 48)
+    found: dict[str, Any] = {}
+    for again in (False, True):
+        model = copy.deepcopy(whole).train()
+        model.again = again
+        parallelize(model, dist.group.WORLD, example_inputs=x)  # type: ignore[arg-type]
+        torch.manual_seed(7)
+        model(x).square().mean().backward()
+        found["again" if again else "plain"] = torch.get_rng_state(), model.v.weight.grad
+        model.eval()
+        with torch.no_grad():
+            found["evaluated"] = float((model(x) - whole.eval()(x)).abs().max())
+    return found
+
+
 def train_families(rank: int, size: int, families: tuple[str, ...]) -> dict[tuple[str, str, str], tuple[Any, float]]:
     with_kernels()
-    found = {}
+    found = train_by_head()
     for family in families:
         for attention in ("sdpa", *KERNELS, *(OTHER_NAMES if family == "llama" else ())):
             found[family, attention, "plain"] = trained(family, attention, batches()["plain"])
@@ -120,4 +222,16 @@ def test_every_kernel_is_divided_as_plain_attention_is(ranks: int, families: tup
     for found in run_ranks(train_families, ranks, families):
         for (family, attention, batch), (communication, far) in found.items():
             assert far < 1e-6, (family, attention, batch)
-            assert communication == found[family, "sdpa", batch][0], (family, attention, batch)
+            if family != "by head":
+                assert communication == found[family, "sdpa", batch][0], (family, attention, batch)
+
+
+def test_each_rank_drops_in_a_kernel_what_it_draws_itself() -> None:
+    """Heads stay divided with dropout in a kernel; the ranks' common numbers go on alike."""
+    one, other = run_ranks(draw_by_head, 2)
+    states = [rank[how][0] for rank in (one, other) for how in ("plain", "again")]
+    assert all(torch.equal(states[0], state) for state in states)
+    assert not torch.equal(one["plain"][1], other["plain"][1]), "all heads would be dropped from alike"
+    for rank in (one, other):
+        assert torch.equal(rank["plain"][1], rank["again"][1]), "what is computed again draws the same"
+        assert rank["evaluated"] < 1e-6

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,10 +15,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import flex_attention
 
-from lightning_autotp import DeclarationError, declare, make_plan
+from lightning_autotp import DeclarationError, Plan, declare, make_plan
 from lightning_autotp.capture import trials
+from lightning_autotp.capture.declared_calls import with_whole_indices
 from lightning_autotp.operators.declared import Declaration, declaration_of
 from lightning_autotp.operators.notation import formula, notation
+from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
+from lightning_autotp.proving.read_plan import read_plan
+from lightning_autotp.solving.planned import PlanMismatch
 
 ATTENTION = "q[b s h d], k[b t h/g d], v[b t h/g e] -> o[b s h e]"
 WHOLE = "s t d e"
@@ -325,7 +330,7 @@ def test_an_operator_that_is_not_declared_is_tried() -> None:
 
 
 def test_flex_attention_whose_scores_depend_on_the_head() -> None:
-    """The whole model's index of a head is not a rank's, so heads stay whole there; positions may be read."""
+    """The whole model's index of a head is not a rank's: the function is given the former. Positions may be read."""
     slopes = torch.arange(1.0, 9.0)
 
     def positions(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -343,8 +348,24 @@ def test_flex_attention_whose_scores_depend_on_the_head() -> None:
 
     for modification in (None, positions):
         assert cuts(model(modification)) == BY_HEADS
-    plan, _ = make_plan(model(by_head), 2, example_inputs=torch.zeros(3, 7, 32))
-    assert {p.names[0]: str(p.layout) for p in plan.parameters} != BY_HEADS
+    plan, solution = make_plan(model(by_head), 2, example_inputs=torch.zeros(3, 7, 32))
+    assert {p.names[0]: str(p.layout) for p in plan.parameters} == BY_HEADS
+    (read,) = plan.indices
+    assert (read.leaf, read.place, read.held) == (3, 2, (((0, 4),), ((4, 8),)))
+    assert Plan.from_json(plan.to_json()) == plan
+    with pytest.raises(PlanMismatch, match="where the plan gives a function the whole model's indices"):
+        read_plan(replace(plan, indices=()), solution.graph, IMPLEMENTATIONS)
+
+
+@pytest.mark.parametrize("runs", [((3, 7),), ((0, 2), (5, 6), (8, 11))])
+def test_indices_of_the_whole_model(runs: tuple[tuple[int, int], ...]) -> None:
+    """Of a rank's first index, its second, ..., as integers and as tensors."""
+    whole = [index for start, stop in runs for index in range(start, stop)]
+    read = with_whole_indices(1, runs, lambda score, head, position: (score, int(head), position))
+    assert [read(-1, index, 5) for index in range(len(whole))] == [(-1, index, 5) for index in whole]
+    assert [read(-1, torch.tensor(index), 5)[1] for index in range(len(whole))] == whole
+    both = with_whole_indices(2, ((4, 9),), read)
+    assert both(-1, 0, 1) == (-1, whole[0], 5)
 
 
 def test_a_number_of_heads_becomes_a_ranks_own() -> None:
@@ -370,13 +391,20 @@ def test_a_number_of_heads_becomes_a_ranks_own() -> None:
     assert [(size.module, size.attribute, size.whole) for size in plan.sizes] == [("", "heads", 8)]
 
 
-@pytest.mark.parametrize("options", [{"dropout_p": 0.1}, {"alibi_slopes": torch.arange(1.0, 9.0)}], ids=str)
-def test_what_differs_between_ranks_keeps_heads_whole(options: dict[str, Any]) -> None:
+def test_what_differs_between_ranks_in_a_call() -> None:
     """Random numbers of the kernel's own, and a table of the heads that the model keeps as a constant."""
     module("flash_attn", flash_attn_func=flash_attn_func)
     try:
-        assert cuts(Attention(flash_attn_func)) == BY_HEADS
-        assert cuts(Attention(functools.partial(flash_attn_func, **options))) != BY_HEADS
+        for options, changes in (
+            ({}, (0, 0)),
+            ({"dropout_p": 0.1}, (1, 0)),
+            ({"alibi_slopes": torch.arange(1.0, 9.0)}, (0, 1)),
+            ({"dropout_p": 0.1, "alibi_slopes": torch.ones(3, 8)}, (1, 1)),
+        ):
+            model = Attention(functools.partial(flash_attn_func, **options))
+            plan, _ = make_plan(model, 2, example_inputs=torch.zeros(3, 7, 32))
+            assert {p.names[0]: str(p.layout) for p in plan.parameters} == BY_HEADS, options
+            assert (len(plan.draws), sum(one.call is not None for one in plan.conversions)) == changes, options
     finally:
         del sys.modules["flash_attn"]
 
