@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -115,7 +115,8 @@ class AttentionByHead(nn.Module):
             ``"dropout"`` for FlashAttention with dropout.
     """
 
-    heads, features, again = 12, 4, False
+    heads, features = 12, 4
+    again: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, kernel: str) -> None:
         super().__init__()
@@ -182,13 +183,18 @@ def draw_by_head(rank: int, size: int) -> dict[str, Any]:
             layer.weight.copy_(torch.eye(4).repeat(layer.out_features // 4, 12) / 12)
     x = torch.ones(2, 23, 48)
     found: dict[str, Any] = {}
-    for again in (False, True):
+    ways: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "again": {"use_reentrant": False},
+        "reentrant": {"use_reentrant": True},
+    }
+    for way, again in ways.items():
         model = copy.deepcopy(whole).train()
-        model.again = again
+        model.again = again  # type: ignore[misc]
         parallelize(model, dist.group.WORLD, example_inputs=x)  # type: ignore[arg-type]
         torch.manual_seed(7)
         model(x).square().mean().backward()
-        found["again" if again else "plain"] = torch.get_rng_state(), model.v.weight.grad
+        found[way] = torch.get_rng_state(), model.v.weight.grad
         model.eval()
         with torch.no_grad():
             found["evaluated"] = float((model(x) - whole.eval()(x)).abs().max())
@@ -229,9 +235,10 @@ def test_every_kernel_is_divided_as_plain_attention_is(ranks: int, families: tup
 def test_each_rank_drops_in_a_kernel_what_it_draws_itself() -> None:
     """Heads stay divided with dropout in a kernel; the ranks' common numbers go on alike."""
     one, other = run_ranks(draw_by_head, 2)
-    states = [rank[how][0] for rank in (one, other) for how in ("plain", "again")]
+    states = [rank[how][0] for rank in (one, other) for how in ("plain", "again", "reentrant")]
     assert all(torch.equal(states[0], state) for state in states)
     assert not torch.equal(one["plain"][1], other["plain"][1]), "all heads would be dropped from alike"
     for rank in (one, other):
-        assert torch.equal(rank["plain"][1], rank["again"][1]), "what is computed again draws the same"
+        for how in ("again", "reentrant"):
+            assert torch.equal(rank["plain"][1], rank[how][1]), f"what is computed again draws the same: {how}"
         assert rank["evaluated"] < 1e-6
