@@ -88,6 +88,7 @@ class Way:
         layouts: of the trace's tensors.
         paths: what was seen of the modules' code in the traces that go this way.
         inputs: changes of the layouts of the model's own arguments.
+        sizes: attributes of the model itself that are this rank's meanwhile.
         is_as_planned: whether nothing else is changed on this way than the plan says.
     """
 
@@ -97,6 +98,7 @@ class Way:
     layouts: Mapping[int, Layout] = field(default_factory=dict)
     paths: dict[str, SeenPath] = field(default_factory=dict)
     inputs: list[BoundaryConversion] = field(default_factory=list)
+    sizes: list[_SizeOnWay] = field(default_factory=list)
     is_as_planned: bool = False
 
 
@@ -241,6 +243,8 @@ class CallProver:
                     self.trained_with = _without_values(call)
         for change in way.inputs:
             args, kwargs = change.before(self.model, args, kwargs)
+        for size in way.sizes:
+            size.set(self.model)
         return (args, kwargs) if way.inputs else None
 
     def _kind(self, call: ExampleCall, arguments: Hashable, modes: bytes) -> tuple[Hashable, ...]:
@@ -398,7 +402,10 @@ class CallProver:
                 change_here = _OnWay(change, self.group, lengths, self, way)
                 self.hooks.append(hook_boundary(self.model, change_here, prepend=True))
         for size in sizes:
-            self.hooks += _SizeOnWay(self.model, size, self, way).hook()
+            size_here = _SizeOnWay(self.model, size, self, way)
+            self.hooks += size_here.hook()
+            if not size.module:
+                way.sizes.append(size_here)
         allow_runs(self.model, runs_apart(self.plan, solution.graph))
         return way
 
@@ -468,15 +475,22 @@ class _SizeOnWay:
         self.before: list[Any] = []  # the attribute's value before each run that is under way
 
     def hook(self) -> list[RemovableHandle]:
-        """Set it from now on; before other hooks of the module see it."""
-        module = self.model.get_submodule(self.size.module)
-        before = module.register_forward_pre_hook(self._set, prepend=True)
-        return [before, module.register_forward_hook(self._set_back, always_call=True)]
+        """Set it from now on, before other hooks of the module see it; of the model itself only set it back.
 
-    def _set(self, module: nn.Module, args: Any) -> None:
+        Which way a call goes is known after the model's own first hooks.
+        """
+        module = self.model.get_submodule(self.size.module)
+        after = module.register_forward_hook(self._set_back, always_call=True)
+        return [after, module.register_forward_pre_hook(self._before, prepend=True)] if self.size.module else [after]
+
+    def _before(self, module: nn.Module, args: Any) -> None:
         if self.prover.is_running(self.way):
-            self.before.append(getattr(module, self.attribute))
-            set_size(self.model, self.size, self.size.local[self.prover.group.rank])
+            self.set(module)
+
+    def set(self, module: nn.Module) -> None:
+        """Set it for the call of the module that begins."""
+        self.before.append(getattr(module, self.attribute))
+        set_size(self.model, self.size, self.size.local[self.prover.group.rank])
 
     def _set_back(self, module: nn.Module, args: Any, output: Any) -> None:
         if self.before:

@@ -81,7 +81,8 @@ def read_for_call(
     solution = _with_local_calls(plan, solved)
     planned = {_change(change) for change in plan.conversions}
     needed = _annotated(plan, solution).conversions
-    return tuple(change for change in needed if _change(change) not in planned), solution
+    # At calls nothing changes that the plan does not change: what code makes for them is local already, or it differs.
+    return tuple(change for change in needed if change.call is None and _change(change) not in planned), solution
 
 
 def _with_local_calls(plan: Plan, solution: Solution) -> Solution:

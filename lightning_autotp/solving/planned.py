@@ -80,7 +80,7 @@ class PlanConstraints:
     ) -> None:
         self._plan, self._touching, self._layout_of = plan, touching, layout_of
         self._tensors = graph.tensors
-        self._is_free = is_other_call
+        self.is_free = is_other_call
         self._layers = {use.module for use in plan.implementations if use.call is None}
         self._numbers = {(sharding.axes, sharding.runs_by_rank): number for number, sharding in enumerate(shardings)}
         layouts = {name: parameter.layout for parameter in plan.parameters for name in parameter.names}
@@ -140,11 +140,11 @@ class PlanConstraints:
         # Parallel layers change layouts themselves, always alike. And no sum is put off: whether it was taken shows in
         # no shape, and where activations are computed again in the backward pass it may be another call's turn.
         is_boundary = isinstance(place, Boundary) and place.module not in self._layers
-        return self._is_free and is_boundary and change[0] != "P"
+        return self.is_free and is_boundary and change[0] != "P"
 
     def may_replace(self, module: str) -> bool:
         """Whether a module may be a parallel layer: in another call of the model those that are none stay none."""
-        return not self._is_free or module in self._layers
+        return not self.is_free or module in self._layers
 
     def shows(self, place: Boundary | CallPoint | None) -> bool:
         """Whether a sharded tensor is shown as if it were whole to the code after a place."""

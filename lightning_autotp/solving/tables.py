@@ -372,13 +372,17 @@ class Tables:
         return True
 
     def _is_made_local(self, tensor: int) -> bool:
-        """Whether the model's own code makes a static tensor with local sizes, by the plan that is followed."""
+        """Whether the model's own code makes a static tensor with local sizes, by the plan that is followed.
+
+        In another call than the plan's that may be: of what it does the trace of the local model tells.
+        """
         assert self.planned is not None
         maker = self._static_makers.get(tensor)
         if maker is None or maker.call < 0:
             return False
-        call = self.graph.calls[maker.call]
-        return (call.module, call.site) in self.planned.made_local
+        call, known = self.graph.calls[maker.call], record(maker.name)
+        may_be = self.planned.is_free and known is not None and known.uniform is not None
+        return may_be or (call.module, call.site) in self.planned.made_local
 
     @cached_property
     def _static_makers(self) -> dict[int, Operator]:

@@ -343,6 +343,52 @@ def local_in_one_kind(rank: int, size: int) -> None:
     model(inputs, True).sum().backward()
 
 
+class Keeping(nn.Module):
+    """Feed-forward; in evaluation a cache is made for the inner features, as mixers with a state do.
+
+    Args:
+        size: where the size of that comes from.
+    """
+
+    def __init__(self, size: str) -> None:
+        super().__init__()
+        self.up, self.down, self.size, self.features = nn.Linear(6, 12), nn.Linear(12, 6), size, 12
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.up(x).tanh()
+        if not self.training:
+            features = {"a tensor": inner.shape[-1], "an attribute": self.features, "a number": 12}[self.size]
+            state = torch.zeros(len(x), features)
+            state.copy_(inner)
+            inner = inner + state
+        out: Tensor = self.down(inner)
+        return out
+
+
+def cached_in_evaluation(rank: int, size: int) -> None:
+    """Of zeros that a rank's code makes for its part nothing is cut; where they are whole the call is refused."""
+    for of in ("a tensor", "an attribute", "a number"):
+        torch.manual_seed(0)
+        model, reference = Keeping(of), Keeping(of)
+        reference.load_state_dict(model.state_dict())
+        inputs = torch.randn(5, 6)
+        parallelize(model, dist.group.WORLD, example_inputs=inputs)
+        for training in (True, False, False, True, False):
+            for one in (model, reference):
+                one.train(training)
+            if of == "a number" and not training:
+                with pytest.raises(UnprovedCall, match=r"The size of tensor a \(12\) must match"):
+                    model(inputs)
+                break
+            assert torch.allclose(model(inputs), reference(inputs), rtol=1e-5, atol=1e-6), (of, training)
+            assert model.features == 12
+
+
+def local_where_needed(rank: int, size: int) -> None:
+    local_in_one_kind(rank, size)
+    cached_in_evaluation(rank, size)
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_size_is_local_in_the_calls_that_need_it(size: int) -> None:
-    run_ranks(local_in_one_kind, size)
+    run_ranks(local_where_needed, size)
