@@ -28,7 +28,7 @@ from lightning_autotp.capture.call_sites import (
     calling_frame,
     key_while_compiling,
 )
-from lightning_autotp.capture.declared_calls import DeclaredFunction
+from lightning_autotp.capture.seen_functions import DeclaredFunction
 from lightning_autotp.layouts.places import EVERY, CallSite
 from lightning_autotp.parameters.forwards import forward_of, wrapped_in
 from lightning_autotp.private.torch_private import FakeTensor, has_values, recomputing

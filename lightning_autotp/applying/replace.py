@@ -14,9 +14,9 @@ from torch.utils.hooks import RemovableHandle
 from lightning_autotp.applying.changed_calls import CallChanges, CallMismatch, LocalForward, number
 from lightning_autotp.applying.lengths import Lengths
 from lightning_autotp.building.float8 import float8_of, note_float8
-from lightning_autotp.capture.declared_calls import with_whole_indices
 from lightning_autotp.capture.nested import NoSuchPlace, replaced_at, steps_of
 from lightning_autotp.capture.tracer import torch_layer
+from lightning_autotp.capture.whole_indices import with_whole_indices
 from lightning_autotp.layouts.dims import UnknownSize
 from lightning_autotp.layouts.names import join_names
 from lightning_autotp.layouts.places import CallSite, member

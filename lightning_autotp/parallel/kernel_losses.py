@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_autotp.capture import recording
-from lightning_autotp.capture.declared_calls import SeenFunction
+from lightning_autotp.capture.seen_functions import SeenFunction
 from lightning_autotp.layouts.plan import ImplementationPlan
 from lightning_autotp.layouts.types import Shard
 from lightning_autotp.operators.graph import KERNEL_LINEAR_LOSS, KERNEL_LOSS

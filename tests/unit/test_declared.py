@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from lightning_autotp import DeclarationError, Plan, declare, make_plan
 from lightning_autotp.capture import trials
-from lightning_autotp.capture.declared_calls import with_whole_indices
+from lightning_autotp.capture.whole_indices import with_whole_indices
 from lightning_autotp.operators.declared import Declaration, declaration_of
 from lightning_autotp.operators.notation import formula, notation
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
