@@ -44,7 +44,6 @@ from lightning_autotp.private.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
-    as_written,
     buffers_of,
     enable_python_dispatcher,
     fake_like,
@@ -341,7 +340,8 @@ def _run(
         marks = (noting_experts(traced, tracer), _marked_boundaries(traced, tracer))
         context.callback(tracer.outside.put_back)
         quiet = quiet_fake_tensors(), fake_tensors_as_ordinary()
-        for mode in (*quiet, *marks, noting_declared(tracer), as_written(), enable_python_dispatcher()):
+        as_written = torch.compiler.set_stance("force_eager")  # also what code compiles while it is traced
+        for mode in (*quiet, *marks, noting_declared(tracer), as_written, enable_python_dispatcher()):
             context.enter_context(mode)
         for layer in (fake, tracer, tracer.calls):
             context.enter_context(layer)
