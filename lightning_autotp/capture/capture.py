@@ -294,10 +294,11 @@ def _capture(
     _run(traced, calls, tracer, fake, until_failure)
     tracer.graph.static_on_demand()
     in_float8 = {layer.weight: how for layer in traced.modules() if (how := float8_of(layer)) is not None}
+    parameters = dict(traced.named_parameters())
     tracer.graph.units = {
         tensor: found.units(tuple(parameter.shape))
         for tensor, name in tracer.graph.parameters.items()
-        if (found := format_of(parameter := traced.get_parameter(name)) or in_float8.get(parameter)) is not None
+        if (found := format_of(parameter := parameters[name]) or in_float8.get(parameter)) is not None
     }
     _find_branching(traced, tracer)
     return tracer.graph
