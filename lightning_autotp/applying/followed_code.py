@@ -42,7 +42,7 @@ from lightning_autotp.capture.call_sites import (
     is_user_code,
 )
 from lightning_autotp.capture.declared_calls import codes_of_declared
-from lightning_autotp.capture.nested import constants_in, leaves_of, tensors_in
+from lightning_autotp.capture.nested import constants_among, leaves_of, tensors_in
 from lightning_autotp.parameters.state import parallel_state
 from lightning_autotp.private.torch_private import (
     WeakIdKeyDictionary,
@@ -325,7 +325,7 @@ class _Run:
     def follow(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the module's own code."""
         self.take(self.types.inside, (args, kwargs))
-        if self.seen.constants and constants_in((args, kwargs)) in self.seen.constants:
+        if self.seen.constants and constants_among(leaves_of((args, kwargs))) in self.seen.constants:
             return forward(*args, **kwargs)  # it decides nothing: it goes the same way again
         self.is_inside = True
         with _Calls(self):

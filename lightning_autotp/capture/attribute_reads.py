@@ -61,10 +61,11 @@ def note_attributes(model: nn.Module, graph: Graph, running: Callable[[], str]) 
 def _watch(target: object, note: Callable[[str, Constant], object]) -> None:
     """Report every plain attribute read of ``target`` (the object itself, not its class)."""
     kind = type(target)
+    get = kind.__getattribute__
 
     def read(self: object, name: str) -> object:
-        value = kind.__getattribute__(self, name)
-        if type(value) in PLAIN and name not in _OF_EVERY_MODULE:
+        value = get(self, name)
+        if name not in _OF_EVERY_MODULE and type(value) in PLAIN:
             note(name, value)
         return value
 

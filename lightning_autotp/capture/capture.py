@@ -28,7 +28,15 @@ from lightning_autotp.capture.attribute_reads import note_attributes
 from lightning_autotp.capture.call_sites import is_user_code
 from lightning_autotp.capture.declared_calls import autograd_function_in, noting_declared
 from lightning_autotp.capture.experts import noting_experts
-from lightning_autotp.capture.nested import Copied, constants_in, copied, leaves_of, map_leaves, map_tensors, tensors_in
+from lightning_autotp.capture.nested import (
+    Copied,
+    constants_among,
+    copied,
+    leaves_of,
+    map_leaves,
+    map_tensors,
+    tensors_in,
+)
 from lightning_autotp.capture.noted_numbers import NotedFloat
 from lightning_autotp.capture.opaque import LARGEST, NotRun, OpaqueForward
 from lightning_autotp.capture.recording import RECORD, under_way
@@ -44,7 +52,6 @@ from lightning_autotp.private.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
-    as_written,
     buffers_of,
     enable_python_dispatcher,
     fake_like,
@@ -295,10 +302,11 @@ def _capture(
     _run(traced, calls, tracer, fake, until_failure)
     tracer.graph.static_on_demand()
     in_float8 = {layer.weight: how for layer in traced.modules() if (how := float8_of(layer)) is not None}
+    parameters = dict(traced.named_parameters())
     tracer.graph.units = {
         tensor: found.units(tuple(parameter.shape))
         for tensor, name in tracer.graph.parameters.items()
-        if (found := format_of(parameter := traced.get_parameter(name)) or in_float8.get(parameter)) is not None
+        if (found := format_of(parameter := parameters[name]) or in_float8.get(parameter)) is not None
     }
     _find_branching(traced, tracer)
     return tracer.graph
@@ -341,7 +349,8 @@ def _run(
         marks = (noting_experts(traced, tracer), _marked_boundaries(traced, tracer))
         context.callback(tracer.outside.put_back)
         quiet = quiet_fake_tensors(), fake_tensors_as_ordinary(), under_way()
-        for mode in (*quiet, *marks, noting_declared(tracer), as_written(), enable_python_dispatcher()):
+        as_written = torch.compiler.set_stance("force_eager")  # also what code compiles while it is traced
+        for mode in (*quiet, *marks, noting_declared(tracer), as_written, enable_python_dispatcher()):
             context.enter_context(mode)
         for layer in (fake, tracer, tracer.calls):
             context.enter_context(layer)
@@ -604,11 +613,11 @@ def _marked_boundaries(model: nn.Module, tracer: Tracer) -> Iterator[None]:
     inputs: list[tuple[tuple[str, int, int], ...]] = []
     constants: list[tuple[tuple[str, Constant], ...]] = []
 
-    def numbered(value: Any, marks: range) -> tuple[tuple[str, int, int], ...]:
-        """The tensors of a value, before and after they were marked, by where they are."""
+    def numbered(leaves: Iterable[tuple[str, Any]], marks: range) -> tuple[tuple[str, int, int], ...]:
+        """The tensors among a value's leaves, before and after they were marked, by where they are."""
         places = [tracer.graph.operators[at] for at in marks]
         found = {op.boundary.key: (op.inputs[0], op.outputs[0]) for op in places if isinstance(op.boundary, Boundary)}
-        for key, leaf in leaves_of(value):
+        for key, leaf in leaves:
             if isinstance(leaf, Tensor) and key not in found and (number := tracer.known_number(leaf)) is not None:
                 found[key] = number, number
         return tuple((key, before, after) for key, (before, after) in found.items())
@@ -627,8 +636,9 @@ def _marked_boundaries(model: nn.Module, tracer: Tracer) -> Iterator[None]:
             first = len(tracer.graph.operators)
             marked = mark(path, "in", (args, kwargs))
             marks = range(first, len(tracer.graph.operators))
-            inputs.append(numbered((args, kwargs), marks))
-            constants.append(constants_in((args, kwargs)))
+            leaves = list(leaves_of((args, kwargs)))
+            inputs.append(numbered(leaves, marks))
+            constants.append(constants_among(leaves))
             given.append((marks, list(copied((args, kwargs), marked))))
             return marked
 
@@ -646,10 +656,11 @@ def _marked_boundaries(model: nn.Module, tracer: Tracer) -> Iterator[None]:
                     tracer.take_back(container.path, marks)
             first = len(tracer.graph.operators)
             marked = mark(path, "out", output)
-            returned = numbered(output, range(first, len(tracer.graph.operators)))
+            leaves = list(leaves_of(output))
+            returned = numbered(leaves, range(first, len(tracer.graph.operators)))
             run = ModuleRun(path, tracer.modules[-1], inputs.pop(), returned, constants.pop())
             tracer.graph.runs.append(run)
-            if any(isinstance(leaf, int | float) for _, leaf in leaves_of(output)):
+            if any(isinstance(leaf, int | float) for _, leaf in leaves):
                 tracer.number_returning[path] = run.caller
             return marked
 

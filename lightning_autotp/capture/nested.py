@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import FrozenInstanceError, fields, is_dataclass, replace
 from typing import Any, NamedTuple
 
@@ -169,10 +169,10 @@ def tensors_in(value: Any) -> list[Tensor]:
     return [leaf for _, leaf in leaves_of(value) if isinstance(leaf, Tensor)]
 
 
-def constants_in(value: Any) -> tuple[tuple[str, Constant], ...]:
-    """Every number, text, flag and ``None`` in a value, with its path."""
+def constants_among(leaves: Iterable[tuple[str, Any]]) -> tuple[tuple[str, Constant], ...]:
+    """Every number, text, flag and ``None`` among the :func:`leaves_of` a value."""
     # Plain floats: those of a trace note that they are asked for when they are compared.
-    found = ((path, leaf) for path, leaf in leaves_of(value) if leaf is None or isinstance(leaf, int | float | str))
+    found = ((path, leaf) for path, leaf in leaves if leaf is None or isinstance(leaf, int | float | str))
     return tuple((path, float.__pos__(leaf) if isinstance(leaf, float) else leaf) for path, leaf in found)
 
 

@@ -31,6 +31,12 @@ def named_arguments(func: Any, args: Any, kwargs: Any) -> tuple[tuple[str, Any],
 
 
 @lru_cache(maxsize=1024)
+def name_of(func: Any) -> str:
+    """An operator's name as a graph has it."""
+    return str(func)
+
+
+@lru_cache(maxsize=1024)
 def _declared(func: Any) -> tuple[tuple[str, bool, Any], ...]:
     """Of each argument of an operator its name, whether it is given by it only, and its default as a graph has it."""
     arguments = schema_of(func).arguments

@@ -12,7 +12,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -32,13 +32,24 @@ from lightning_autotp.capture.call_sites import (
 )
 from lightning_autotp.capture.kept_outside import KeptOutside
 from lightning_autotp.capture.recording import RECORD
-from lightning_autotp.capture.schemas import named_arguments, written_arguments, written_through
+from lightning_autotp.capture.schemas import name_of, named_arguments, written_arguments, written_through
 from lightning_autotp.capture.static_values import NoValue, StaticEvaluator
 from lightning_autotp.capture.trials import found_declaration, try_declaration
 from lightning_autotp.layouts.places import Boundary, CallSite
 from lightning_autotp.operators import Shapes, functional, record
 from lightning_autotp.operators.declared import add, declaration_of, is_to_be_found
-from lightning_autotp.operators.graph import ASKED, KEPT, MAPPED, Graph, Operator, Ref, TensorInfo, TorchCall, refs
+from lightning_autotp.operators.graph import (
+    ASKED,
+    KEPT,
+    MAPPED,
+    Graph,
+    Operator,
+    Ref,
+    TensorInfo,
+    TorchCall,
+    read_by,
+    refs,
+)
 from lightning_autotp.private.distributed_private import communicates
 from lightning_autotp.private.torch_private import (
     DataDependentOutputException,
@@ -116,6 +127,7 @@ class Tracer(PreDispatchMode):
         self._places: dict[Any, Tensor] = {}
         self._given: dict[int, str] = {}  # where in the arguments a tensor of the graph is
         self._alive: list[Tensor] = []  # an id must not be used again while it is in the tables
+        self._infos: dict[tuple[torch.Size, torch.dtype, bool], TensorInfo] = {}  # one for all tensors that are alike
         self._layers = {path: torch_layer(module) for path, module in model.named_modules()}
         found = {path: float8_of(module) for path, module in model.named_modules()}
         self._rounding = {path: str(how) for path, how in found.items() if how is not None}
@@ -137,7 +149,7 @@ class Tracer(PreDispatchMode):
             return func(*args, **kwargs)
         if transforms.are_active():
             return self._transformed(func, args, kwargs)
-        name = str(func)
+        name = name_of(func)
         arguments = named_arguments(func, args, kwargs)
         reads = tuple((key, self._read(value)) for key, value in arguments)
         if name == _INDEX:
@@ -166,7 +178,7 @@ class Tracer(PreDispatchMode):
             return result
         if not _results_of(result):  # a check, or a size
             return result
-        inputs = [leaf for _, value in arguments for leaf in _tensors(value)]
+        inputs = _tensors_given(arguments)
         if known and (known.identity == "always" or (known.identity and inputs[0].dtype == result.dtype)):
             if id(result) not in self._tensors:
                 self._alias(result, inputs[0])
@@ -312,7 +324,7 @@ class Tracer(PreDispatchMode):
         if written:
             self._write(f"{MAPPED}{func}", reads, written, transforms.unwrapped(result))
         elif _results_of(result):
-            inputs = [leaf for _, value in arguments for leaf in _tensors(value)]
+            inputs = _tensors_given(arguments)
             self._note(f"{MAPPED}{func}", reads, transforms.unwrapped(result), inputs)
         return result
 
@@ -396,8 +408,8 @@ class Tracer(PreDispatchMode):
         outputs = _results_of(result)
         operator = self._append(name, reads, outputs)
         for number, (output, tensor) in enumerate(zip(outputs, operator.outputs, strict=True)):
-            tracked = _Tracked(Ref(tensor))
-            base = next((other for other in inputs if storage_key(other) == storage_key(output)), None)
+            tracked, memory = _Tracked(Ref(tensor)), storage_key(output)
+            base = next((other for other in inputs if storage_key(other) == memory), None)
             if base is not None:
                 storage, path, version = self._place(base)
                 crossed = self._tracked(base).crossed
@@ -415,7 +427,7 @@ class Tracer(PreDispatchMode):
             call = -1  # what is wrapped cannot be converted
         layer = self._layers.get(module, "")
         rounding = self._rounding.get(module, "") if name == _LINEAR else ""
-        static = all(self.graph.tensors[ref.tensor].is_static for _, value in reads for ref in refs(value))
+        static = all(self.graph.tensors[tensor].is_static for tensor in read_by(reads))
         values = tuple([self._new(output, static).tensor for output in outputs])
         own = are_own_numbers_noted()
         operator = Operator(name, reads, values, module, source, layer, call=call, own_numbers=own, rounding=rounding)
@@ -423,15 +435,17 @@ class Tracer(PreDispatchMode):
         return operator
 
     def _new(self, tensor: Tensor, static: bool) -> Ref:
-        self.graph.tensors.append(
-            TensorInfo(
+        kind = tensor.shape, tensor.dtype, static
+        info = self._infos.get(kind)
+        if info is None:
+            info = self._infos[kind] = TensorInfo(
                 shape=tuple(int(size) for size in tensor.shape),
                 dtype=str(tensor.dtype).removeprefix("torch."),
                 itemsize=tensor.element_size(),
                 is_static=static,
                 is_differentiable=not static and (tensor.is_floating_point() or tensor.is_complex()),
             )
-        )
+        self.graph.tensors.append(info)
         return Ref(len(self.graph.tensors) - 1)
 
     def _results(self, results: Callable[[Shapes], Any], reads: tuple[tuple[str, Any], ...]) -> Any:
@@ -579,6 +593,7 @@ class Calls(TorchFunctionMode):
         self.numbers: Sequence[int] = ()
         self.counts: list[dict[Any, int]] = [{}]
         self.runs = [0]
+        self._sources: dict[tuple[str, int], str] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -595,11 +610,10 @@ class Calls(TorchFunctionMode):
         calls = self.tracer.graph.calls
         number = len(calls)
         groups, given = grouped_leaves(args, kwargs)
-        leaves = [self._leaf(leaf) for leaf in given]
-        module, run = self.tracer.modules[-1], self.runs[-1]
-        this_call = partial(TorchCall, module, site, groups=groups, instruction=caller.f_lasti, run=run)
-        calls.append(this_call(tuple(leaves), ()))
-        outer, self.current = (self.current, self.numbers), (number, source_line(caller))
+        leaves = tuple([self._leaf(leaf) for leaf in given])
+        module, instruction, run = self.tracer.modules[-1], caller.f_lasti, self.runs[-1]
+        calls.append(TorchCall(module, site, leaves, (), groups, instruction=instruction, run=run))
+        outer, self.current = (self.current, self.numbers), (number, self._source(caller))
         self.numbers = _numbers(args[1]) if func is Tensor.__getitem__ else ()
         recorded = len(self.tracer.graph.operators)
         self.tracer.overwritten.clear()
@@ -617,7 +631,9 @@ class Calls(TorchFunctionMode):
         if len(self.tracer.graph.operators) == recorded:  # it looked at a shape
             if func in _MEASURING and isinstance(leaves[0], Ref) and is_user_code(caller.f_code.co_filename):
                 self.tracer.graph.measured.setdefault(self.tracer.modules[-1], set()).add(leaves[0].tensor)
-            self.tracer.graph.inspections.append(replace(calls[number], made=self._made(result)))
+            made = self._made(result)
+            inspection = TorchCall(module, site, leaves, (), groups, made, instruction=instruction, run=run)
+            self.tracer.graph.inspections.append(inspection)
             del calls[number:]
             return result
         # A tensor that Python's numbers alone made is recorded where it is read first: now it is known.
@@ -629,8 +645,18 @@ class Calls(TorchFunctionMode):
             for at, (now, ref) in enumerate(zip(after, leaves, strict=True))
         )
         results = tuple(self._leaf(leaf) for leaf in call_leaves(result))
-        calls[number] = this_call(arguments, results, made=self._made(result), written=written)
+        made = self._made(result)
+        calls[number] = TorchCall(module, site, arguments, results, groups, made, written, instruction, run)
         return result
+
+    def _source(self, caller: FrameType) -> str:
+        """The :func:`source_line` of a call, which is read once for each line that calls from user code."""
+        if not is_user_code(caller.f_code.co_filename):
+            return source_line(caller)
+        place = caller.f_code.co_filename, caller.f_lineno
+        if place not in self._sources:
+            self._sources[place] = source_line(caller)
+        return self._sources[place]
 
     def _constant(self, func: Any, args: Any, kwargs: Any) -> Tensor:
         """A tensor made of Python's numbers, whose value is noted; in a list with them may be tensors."""
@@ -721,6 +747,17 @@ def _numbers(index: Any) -> list[int]:
 def _written(func: Any, arguments: Sequence[tuple[str, Any]]) -> list[Tensor]:
     """The tensors that an operator writes in place."""
     return [leaf for number in written_arguments(func) for leaf in _tensors(arguments[number][1])]
+
+
+def _tensors_given(arguments: Sequence[tuple[str, Any]]) -> list[Tensor]:
+    """The tensors that an operator is given."""
+    found: list[Tensor] = []
+    for _, value in arguments:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, tuple):
+            found += _tensors(value)
+    return found
 
 
 def _results_of(result: Any) -> list[Tensor]:

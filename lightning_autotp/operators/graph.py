@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -179,7 +179,18 @@ class Operator:
     @cached_property
     def inputs(self) -> tuple[int, ...]:
         """Every tensor it reads, in the order of its arguments."""
-        return tuple(ref.tensor for _, value in self.arguments for ref in refs(value))
+        return read_by(self.arguments)
+
+
+def read_by(arguments: Iterable[tuple[str, Any]]) -> tuple[int, ...]:
+    """The tensors in an operator's arguments, in their order."""
+    found: list[int] = []
+    for _, value in arguments:
+        if isinstance(value, Ref):
+            found.append(value.tensor)
+        elif isinstance(value, tuple):
+            found += [ref.tensor for ref in refs(value)]
+    return tuple(found)
 
 
 def refs(value: Any) -> Iterator[Ref]:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from lightning_autotp.optimizers.stepping import plain_step
-from lightning_autotp.private.torch_private import as_written
 
 Found = TypeVar("Found")
 
@@ -39,7 +38,7 @@ def first_that_runs(ways: Iterable[Callable[[], Found]], device: torch.device) -
             with ExitStack() as context:
                 context.enter_context(warnings.catch_warnings())
                 warnings.simplefilter("ignore")
-                context.enter_context(as_written())
+                context.enter_context(torch.compiler.set_stance("force_eager"))
                 context.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
                 return way()
         except Exception as error:  # of code of any kind

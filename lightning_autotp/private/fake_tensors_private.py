@@ -20,7 +20,6 @@ from torch._subclasses.fake_tensor import (
     _BypassDispatchCache,
     _DispatchCacheValidEntry,
     extract_tensor_metadata,
-    in_kernel_invocation_manager,
 )
 
 __all__ = ["RememberingFakeTensorMode"]
@@ -87,6 +86,11 @@ class RememberingFakeTensorMode(FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)
         self.functional = frozenset(functional)
         self.remembered: dict[Any, _Results] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """As of a ``PreDispatchMode``."""
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         """What the operator gives."""
@@ -166,7 +170,7 @@ class RememberingFakeTensorMode(FakeTensorMode):
         if isinstance(result, _Given):
             given: Tensor = args[result.place]
             return given
-        with in_kernel_invocation_manager(self):
+        with torch._C._DisableTorchDispatch():
             if result.shared is None:
                 memory = torch.empty_strided(result.shape, result.stride, dtype=result.dtype, device="meta")
             else:

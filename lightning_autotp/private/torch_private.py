@@ -12,7 +12,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from types import CodeType, FunctionType, SimpleNamespace
 from typing import Any, TypeVar
 
@@ -105,7 +105,6 @@ __all__ = [
     "accumulated_hooks",
     "after_backward",
     "allow_foreach",
-    "as_written",
     "assert_async",
     "base_of",
     "buffers_of",
@@ -377,6 +376,11 @@ class PreDispatchMode(SchemaCheckMode):
     def __init__(self) -> None:
         TorchDispatchMode.__init__(self, _dispatch_key=torch._C.DispatchKey.PreDispatch)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Whether ``torch.compile`` is held off at each operator, which takes time: a trace runs it never."""
+        return False
+
 
 without_python_dispatcher = torch._C._DisablePythonDispatcher
 """A context in which operators run as outside of a :class:`PreDispatchMode`, which needs that dispatcher. Nothing
@@ -568,15 +572,6 @@ def is_compiled(module: nn.Module) -> bool:
 def is_compiled_itself(module: nn.Module) -> bool:
     """Whether ``torch.compile`` has compiled a module, and what is in it with it. Nothing public."""
     return uncompiled(module) is not module or module._compiled_call_impl is not None
-
-
-def as_written() -> AbstractContextManager[Any]:
-    """Within it what ``torch.compile`` has made runs as it was written.
-
-    ``torch.compiler.set_stance`` is public, but imports the compiler, which takes long and is for nothing where nothing
-    has been compiled.
-    """
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 @contextmanager

@@ -138,10 +138,12 @@ def _localized(solution: Solution, rank: int) -> Iterator[_Expected]:
                 yield from _implemented(use, operator, shapes, solution)
             else:
                 names = yield from _operands(number, operator, solution, rank)
-                expected = _plain(operator, shapes, solution, rank)
-                arguments = tuple((key, renamed(value, names)) for key, value in expected.arguments)
+                plain = _plain(operator, shapes, solution, rank)
+                arguments = plain.arguments
+                if names:
+                    arguments = tuple((key, renamed(value, names)) for key, value in arguments)
                 own_numbers = None if number in solution.not_drawing else operator.call in solution.drawing
-                yield replace(expected, arguments=arguments, own_numbers=own_numbers)
+                yield _Expected(plain.name, arguments, plain.outputs, operator, plain.free, own_numbers)
 
 
 def _operands(

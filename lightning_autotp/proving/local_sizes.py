@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import combinations, product
 
 from torch import nn
@@ -169,12 +169,11 @@ def made_local(solution: Solution, operator: Operator) -> Solution | None:
 
 def _representatives(solution: Solution) -> list[int]:
     """One rank for every distinct set of local shapes."""
+    tensors = solution.graph.tensors
+    different = {(tensors[tensor].shape, id(layout)): layout for tensor, layout in solution.layouts.items()}
     kinds: dict[tuple[tuple[int, ...], ...], int] = {}
     for rank in range(solution.ranks):
-        shapes = tuple(
-            local_shape(solution.graph.tensors[tensor].shape, layout, rank)
-            for tensor, layout in solution.layouts.items()
-        )
+        shapes = tuple(local_shape(shape, layout, rank) for (shape, _), layout in different.items())
         kinds.setdefault(shapes, rank)
     return list(kinds.values())
 
@@ -202,10 +201,7 @@ class _Search:
         self.traces: dict[tuple[tuple[SizePlan, ...], int], Mismatch | None] = {}
         self.deepest: dict[int, float] = {}
         self.idle = 0
-        by_module: dict[str, list[Operator]] = {}
-        for operator in solution.graph.operators:
-            by_module.setdefault(operator.module, []).append(operator)
-        self.lengths = {module: self._lengths(operators) for module, operators in by_module.items()}
+        self.first = solution
         self.calls: dict[tuple[str, CallSite], list[Operator]] = {}
         for operator in solution.graph.operators:
             if operator.call >= 0:
@@ -254,14 +250,26 @@ class _Search:
                 self.deepest[rank], self.idle = reached, 0
         return self.traces[sizes, rank]
 
+    @cached_property
+    def lengths(self) -> dict[str, dict[tuple[int, tuple[int, ...]], None]]:
+        """The :meth:`_lengths` of every module's own operators, as the search begins."""
+        by_module: dict[str, list[Operator]] = {}
+        for operator in self.first.graph.operators:
+            by_module.setdefault(operator.module, []).append(operator)
+        return {module: self._lengths(operators, self.first) for module, operators in by_module.items()}
+
     def _lengths(
-        self, operators: Iterable[Operator], *, outputs_only: bool = False
+        self, operators: Iterable[Operator], solution: Solution | None = None, *, outputs_only: bool = False
     ) -> dict[tuple[int, tuple[int, ...]], None]:
-        """Lengths of the sharded dims that operators handle, whole and on every rank, in order of appearance."""
+        """Lengths of the sharded dims that operators handle, whole and on every rank, in order of appearance.
+
+        By a solution; by the present one else.
+        """
+        layouts = (solution or self.solution).layouts
         found: dict[tuple[int, tuple[int, ...]], None] = {}
         for operator in operators:
             for tensor in (*operator.outputs, *(() if outputs_only else operator.inputs)):
-                layout = self.solution.layouts.get(tensor)
+                layout = layouts.get(tensor)
                 if isinstance(layout, Shard) and not layout.grows:  # a number of tokens is another in each batch
                     for _, owned in layout.dims:
                         found.setdefault((owned.size, owned.local_sizes))

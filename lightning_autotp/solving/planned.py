@@ -131,16 +131,15 @@ class PlanConstraints:
         kinds = (*self.parameters.values(), *(kind for change in self.changes.values() for kind in change))
         return frozenset(kind for kind in kinds if isinstance(kind, int))
 
-    def changes_alike(self, place: Boundary | CallPoint, change: Change) -> bool:
-        """Whether a tensor's kinds before and after a place are what the plan makes of them there."""
-        if place in self.changes:
-            return self.changes[place] == change
-        if change[0] == change[1]:
-            return True
+    def changes_at(self, place: Boundary | CallPoint) -> Callable[[Change], bool]:
+        """Tells whether a tensor's kinds before and after a place are what the plan makes of them there."""
+        planned = self.changes.get(place)
+        if planned is not None:
+            return lambda change: change == planned
         # Parallel layers change layouts themselves, always alike. And no sum is put off: whether it was taken shows in
         # no shape, and where activations are computed again in the backward pass it may be another call's turn.
-        is_boundary = isinstance(place, Boundary) and place.module not in self._layers
-        return self.is_free and is_boundary and change[0] != "P"
+        is_free = self.is_free and isinstance(place, Boundary) and place.module not in self._layers
+        return lambda change: change[0] == change[1] or (is_free and change[0] != "P")
 
     def may_replace(self, module: str) -> bool:
         """Whether a module may be a parallel layer: in another call of the model those that are none stay none."""

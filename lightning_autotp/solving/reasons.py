@@ -73,7 +73,7 @@ class Reasons:
         least: float = math.inf,
     ) -> None:
         self._tables, self._problem, self._domains, self._pinned, self._least = tables, problem, domains, pinned, least
-        self._found: dict[tuple[int, int | None, tuple[int, ...]], tuple[int, ...]] = {}
+        self._found: dict[bool, list[dict[tuple[int, ...], tuple[int, ...]]]] = {}
 
     def of_whole(self, layouts: Mapping[int, Layout]) -> dict[str, tuple[Reason, ...]]:
         """Why each parameter is whole: by its name a reason for every dim, the most telling first.
@@ -221,12 +221,15 @@ class Reasons:
         tables, readers, alone = self._tables.tables, self._readers, self._alone
         queue = deque(readers[tensor])
         waiting = {*queue}
+        known = self._known(converting)
         while queue:
             at = queue.popleft()
             waiting.remove(at)
             scope = tables[at].scope
             types = tuple([left.get(variable) or alone[variable] for variable in scope])
-            kept = self._kept(at, converting, types)
+            kept = known[at].get(types)
+            if kept is None:
+                kept = known[at][types] = self._kept(at, converting, types)
             if kept == types:
                 continue
             if not kept:
@@ -299,16 +302,20 @@ class Reasons:
     def _kept(self, at: int, converting: bool, types: tuple[int, ...]) -> tuple[int, ...]:
         """Of these types of its variables, those at which an operator may run: of each variable; empty if none are.
 
-        Types are bits: following an axis through a deep model asks this for every operator. Operators of alike layers
-        have the same table.
+        Types are bits: following an axis through a deep model asks this for every operator.
         """
-        is_alike = converting or self._tables.relations[at].operator.boundary is None
-        key = self._tables.tables[at].rows, None if is_alike else at, types
-        found = self._found.get(key)
-        if found is None:
-            rows = _within(self._rows(at, converting), tuple(map(_codes, types)))
-            found = self._found[key] = tuple(map(_types, zip(*rows, strict=True)))
-        return found
+        rows = _within(self._rows(at, converting), tuple(map(_codes, types)))
+        return tuple(map(_types, zip(*rows, strict=True)))
+
+    def _known(self, converting: bool) -> list[dict[tuple[int, ...], tuple[int, ...]]]:
+        """For every operator what :meth:`_kept` has found: one for those of alike layers, which have the same table."""
+        if converting not in self._found:
+            alike: dict[tuple[int, int | None], dict[tuple[int, ...], tuple[int, ...]]] = {}
+            self._found[converting] = [
+                alike.setdefault((table.rows, None if converting or relation.operator.boundary is None else at), {})
+                for at, (table, relation) in enumerate(zip(self._tables.tables, self._tables.relations, strict=True))
+            ]
+        return self._found[converting]
 
     def _rows(self, at: int, converting: bool) -> Collection[Row]:
         """The combinations of types at which an operator may run."""

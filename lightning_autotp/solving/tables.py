@@ -18,7 +18,7 @@ from lightning_autotp.layouts.ownership import alignment
 from lightning_autotp.layouts.places import Boundary, CallPoint
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.layouts.step_size import TokensPerStep
-from lightning_autotp.layouts.transitions import TRANSITIONS
+from lightning_autotp.layouts.transitions import TRANSITIONS, Pair
 from lightning_autotp.layouts.types import Invariant, Layout, Partial, Replicate, Shard
 from lightning_autotp.operators import Dims, Relation, count_flops, count_touched, record, relate, updated
 from lightning_autotp.operators.axes import Axes
@@ -124,6 +124,7 @@ class Tables:
         self.planned: PlanConstraints | None = None
         self.tables: list[Table] = []
         self._works: dict[int, tuple[float, float]] = {}
+        self._sent: dict[float, list[tuple[Pair, float]]] = {}
         tensors = graph.tensors
         self.tokens = tokens or TokensPerStep()
         self.sizes = ScaledSizes(graph, self.relations, self.tokens, self.axes.positions)
@@ -269,12 +270,14 @@ class Tables:
             first = {t: self.first.get(t, t) for t in (*relation.inputs, *relation.outputs) if t in self.dims}
             scope = tuple(dict.fromkeys(first.values()))
             repeated = [(t, one) for t, one in first.items() if t != one]
+            coded = [(one, codes[one]) for one in scope]
             rows: dict[tuple[int, ...], float] = {}
             for kinds, cost in self.combinations(relation):
                 named = {one: kinds[t] for t, one in first.items()} if repeated else kinds
-                row = tuple([codes[one].get(named[one], -1) for one in scope])
+                row = tuple([code.get(named[one], -1) for one, code in coded])
                 if -1 not in row and (not repeated or all(named[one] == kinds[t] for t, one in repeated)):
-                    rows[row] = min(cost, rows.get(row, math.inf))
+                    before = rows.get(row)
+                    rows[row] = cost if before is None else min(cost, before)
             problem.add(scope, rows)
             self.tables.append(problem.tables[-1])
         return problem, domains
@@ -345,16 +348,23 @@ class Tables:
 
     def combinations(self, relation: Relation) -> Iterator[tuple[dict[int, Kind], float]]:
         """Every combination of types the operator may run at, with its cost; those of the plan that is followed."""
-        for kinds, cost in self._allowed(relation):
-            if self.planned is None or self._is_planned(relation, kinds):
-                yield kinds, cost
+        operator = relation.operator
+        if self.planned is None:
+            yield from self._allowed(relation)
+        elif operator.boundary is not None:
+            may_change = self.planned.changes_at(operator.boundary)
+            for kinds, cost in self._allowed(relation):
+                if may_change((kinds[operator.inputs[0]], kinds[operator.outputs[0]])):
+                    yield kinds, cost
+        else:
+            for kinds, cost in self._allowed(relation):
+                if self._is_planned(relation, kinds):
+                    yield kinds, cost
 
     def _is_planned(self, relation: Relation, kinds: Mapping[int, Kind]) -> bool:
+        """Whether an operator runs as in the plan where its operands are of these types."""
         assert self.planned is not None
         operator = relation.operator
-        if operator.boundary is not None:
-            found = (kinds[operator.inputs[0]], kinds[operator.outputs[0]])
-            return self.planned.changes_alike(operator.boundary, found)
         if operator.call >= 0:
             use, call = self.use(relation, kinds), self.graph.calls[operator.call]
             run = (use.implementation.name, use.output) if use is not None and use.implementation.run else None
@@ -563,21 +573,18 @@ class Tables:
         """Floating-point operations of an operator, and the bytes it touches, both for whole tensors."""
         position = self.position[id(relation.operator)]
         if position not in self._works:
-            operator, dims = relation.operator, relation.inputs | relation.outputs
-            shapes = {tensor: self.sizes.shape(tensor, found) for tensor, found in dims.items()}
-            touched = count_touched(operator, lambda tensor: shapes[tensor], self.graph)
-            times = max(self.sizes.times(tensor, found) for tensor, found in dims.items())
-            if times > 1:  # each row attends to itself
-                shapes = {tensor: self.sizes.shape_of_copy(tensor, found) for tensor, found in dims.items()}
-            flops = count_flops(operator, lambda tensor: shapes[tensor])
-            self._works[position] = times * flops, touched
+            operator, dims, sizes = relation.operator, relation.inputs | relation.outputs, self.sizes
+            touched = count_touched(operator, lambda tensor: sizes.shape(tensor, dims[tensor]), self.graph)
+            flops = count_flops(operator, lambda tensor: sizes.shape_of_copy(tensor, dims[tensor]))
+            if flops:  # each row attends to itself
+                flops *= max(sizes.times(tensor, found) for tensor, found in dims.items())
+            self._works[position] = flops, touched
         return self._works[position]
 
     def _conversions(self, operator: Operator, source: int, target: int) -> Iterator[tuple[dict[int, Kind], float]]:
         if operator.boundary is None or operator.boundary in self.fixed:
             return
-        for (before, after), change in TRANSITIONS.items():
-            cost = sum(self.profile.collective(kind, self.bytes[source], self.ranks) for kind in change.collectives)
+        for (before, after), cost in self._sending(self.bytes[source]):
             if operator.module not in self.layers:  # a gather launches kernels of its own, unless a layer does it
                 cost += self.profile.latency if before == "S" else _ELSEWHERE
                 cost += _ELSEWHERE * (operator.boundary.side == "out")
@@ -591,6 +598,15 @@ class Tables:
                     if isinstance(left, int) and target in self._kept_in_parts and self._shards_tokens(source, left):
                         kept += self.profile.collective("all_gather", self.bytes[source], self.ranks)
                     yield {source: left, target: right}, cost + kept
+
+    def _sending(self, size: float) -> list[tuple[Pair, float]]:
+        """What every change of a tensor of so many bytes costs to send."""
+        if size not in self._sent:
+            self._sent[size] = [
+                (pair, sum(self.profile.collective(kind, size, self.ranks) for kind in change.collectives))
+                for pair, change in TRANSITIONS.items()
+            ]
+        return self._sent[size]
 
     @cached_property
     def _kept_in_parts(self) -> frozenset[int]:

@@ -83,8 +83,8 @@ def _(_: Any) -> None:
 
 
 @canary(
-    "torch._subclasses.fake_tensor.in_kernel_invocation_manager",
     "torch._subclasses.fake_tensor.extract_tensor_metadata",
+    "torch._C._DisableTorchDispatch",
     "torch.Tensor._make_subclass",
     "torch._C._set_throw_on_mutable_data_ptr",
     "torch._C._get_default_device",
@@ -119,6 +119,25 @@ def _(_: Any) -> None:
             assert first[2].untyped_storage()._cdata != second[2].untyped_storage()._cdata
     assert found[0] == found[1] == found[2] == found[3]
     assert {torch.ops.aten.mm.default, torch.ops.aten._unsafe_view.default} <= {func for func, *_ in fake.remembered}
+
+
+@canary("torch.utils._python_dispatch.TorchDispatchMode._should_skip_dynamo")
+def _(_: Any) -> None:
+    """A mode can say that nothing holds the compiler off; what is compiled runs as it is written all the same."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Plain(TorchDispatchMode):
+        @classmethod
+        def _should_skip_dynamo(cls) -> bool:
+            return False
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    assert Plain.__torch_dispatch__.__qualname__.endswith("Plain.__torch_dispatch__")
+    assert not hasattr(Plain.__torch_dispatch__, "__wrapped__")
+    with torch.compiler.set_stance("force_eager"), Plain():
+        assert torch.compile(lambda x: sys._getframe(0).f_code.co_name)(torch.ones(1)) == "<lambda>"
 
 
 @canary("torch._C._DisablePythonDispatcher", "torch._C._ExcludeDispatchKeyGuard", "torch._C.DispatchKeySet")
