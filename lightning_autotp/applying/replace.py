@@ -307,9 +307,9 @@ class BoundaryConversion:
                 return tensor
             tensor = tensor.local
         if self.plan.view and isinstance(self.plan.target, Shard):
-            shown = self.plan.target
-            if shown.grows:  # tokens, of which this batch may have others than the planned one
-                shown, _ = self._for_this_batch(tensor)
+            # Of tokens this batch may have more or fewer than the planned one.
+            shown = self._for_this_batch(tensor)[0] if self.plan.target.grows else self.plan.target
+            assert isinstance(shown, Shard)
             return VocabParallelLogits(tensor, shown, self.group)
         if not has_values(tensor) and not tensor.requires_grad and tensor.shape == self._local_shape():
             return tensor  # in a trace that looks for sizes: the comparison tells that nothing was converted here
