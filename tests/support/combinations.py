@@ -227,15 +227,17 @@ CONSTRAINTS: dict[str, Callable[[Combination], bool]] = {
     "tokens are padded, and fewer": lambda c: (not c.padded and c.shapes != "tokens") or c.group in _READS_TOKENS,
     "a row has one picture or several": lambda c: c.shapes != "rows" or c.group != "image-text",
     "a directory has no adapter": lambda c: c.adapter == "none" or c.source != "directory",
-    "batch normalization is of each copy's batch": lambda c: c.family not in ("resnet", "swin") or c.copies == 1,
+    "batch normalization is of each copy's batch": lambda c: c.family != "resnet" or c.copies == 1,
     "batch norms of three pictures multiply rounding": lambda c: (
         c.family != "resnet" or c.precision == "float64" or (c.precision == "32-true" and c.resume == "none")
     ),
     "torch's checkpointing updates running statistics twice": lambda c: (
         c.family != "resnet" or c.checkpointing != "blocks"
     ),
+    "some checkpoint nothing themselves": lambda c: (
+        c.checkpointing != "own" or c.family not in ("albert", "convnext", "resnet")
+    ),
     "Muon takes matrices": lambda c: c.optimizer != "whole-Muon" or (c.group == "causal" and c.frozen != "matrices"),
-    "one process reads no directory": lambda c: c.resume != "to-one-process" or c.copies == 1,
 }
 
 
