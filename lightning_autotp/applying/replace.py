@@ -311,7 +311,10 @@ class BoundaryConversion:
                 return tensor
             tensor = tensor.local
         if self.plan.view and isinstance(self.plan.target, Shard):
-            return VocabParallelLogits(tensor, self.plan.target, self.group)
+            # Of tokens this batch may have more or fewer than the planned one.
+            shown = self._for_this_batch(tensor)[0] if self.plan.target.grows else self.plan.target
+            assert isinstance(shown, Shard)
+            return VocabParallelLogits(tensor, shown, self.group)
         if not has_values(tensor) and not tensor.requires_grad and tensor.shape == self._local_shape():
             return tensor  # in a trace that looks for sizes: the comparison tells that nothing was converted here
         source, target = self._for_this_batch(tensor)
@@ -331,12 +334,13 @@ class BoundaryConversion:
     def _for_this_batch(self, tensor: Tensor) -> tuple[Layout, Layout]:
         """The planned layouts, where the sharded dim (heads of every token, say) is as long as this batch makes it."""
         source, target = self.plan.source, self.plan.target
-        shard = source if isinstance(source, Shard) else target
+        is_sharded = isinstance(source, Shard)  # already: what is shown whole is the same before and after
+        shard = source if is_sharded else target
         if not isinstance(shard, Shard) or tensor.dim() <= shard.dims[0][0]:
             return source, target
         (dim, ownership), rank = shard.dims[0], self.group.rank
         found = tensor.shape[dim]
-        planned = ownership.local_size(rank) if shard is source else ownership.size
+        planned = ownership.local_size(rank) if is_sharded else ownership.size
         axis = shard.cuts[0].grown_axis if len(shard.cuts) == 1 else None
         if len(shard.cuts) != 1 or (
             axis is None and found == planned and (not has_values(tensor) or shard.cuts[0].is_told_by_one)
@@ -344,7 +348,7 @@ class BoundaryConversion:
             return source, target
         try:
             cut = shard.cuts[0]
-            if shard is target:
+            if not is_sharded:
                 units = cut.units_of(found)
                 now = cut.of_units(units)
                 if axis is not None:
@@ -363,7 +367,7 @@ class BoundaryConversion:
                 "passed as your training step passes them"
             ) from None
         here = Shard(((dim, now),))
-        return (here, target) if shard is source else (source, here)
+        return (here, target) if is_sharded else (source, here)
 
     def _local_shape(self) -> tuple[int, ...] | None:
         """Shape of this rank's part, where a tensor that is whole is to be cut in the trace."""

@@ -193,6 +193,8 @@ class AutoTPStrategy(AutoTPBase, ModelParallelStrategy):
         self.accelerator.setup(trainer)
         module = self._module
         precision, is_fitting = str(self.precision_plugin.precision), trainer.state.fn == TrainerFn.FITTING
+        # Before the models are traced, with inputs of the precision's dtype, and before their parameters take memory.
+        self.model = self.precision_plugin.convert_module(module)
         with raise_together(None, "looking for the model to parallelize"):
             models = find_models(module, self.example_inputs, self._models)
             self.prepare((model for model, _ in models), precision)
@@ -218,8 +220,6 @@ class AutoTPStrategy(AutoTPBase, ModelParallelStrategy):
 
         group, options = self.tensor_parallel_group, self.options_here
         make_models_local(trainer, models, group, self.copies, options, fit_into_memory)
-        # Before the parameters take memory: what is on meta becomes of the precision's dtype, and then real.
-        self.model = self.precision_plugin.convert_module(module)
         for handle in self._averaging:
             handle.remove()
         self._averaging = self.fill(module, [model for model, _ in models], precision)

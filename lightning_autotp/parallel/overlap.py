@@ -47,6 +47,7 @@ from lightning_autotp.private.torch_private import (
     backward_pass,
     base_of,
     has_values,
+    is_in_backward,
     own_shape,
 )
 from lightning_autotp.ranks.group import TPGroup
@@ -118,7 +119,12 @@ class _Gathered:
     def __init__(self, part: Tensor, source: Shard, group: TPGroup) -> None:
         self.part, self.source, self.group = part, source, group
         self.users = Counter[torch.dtype]()
+        self._is_of_backward = is_in_backward()
         self._under_way: dict[torch.dtype, _Gathering] = {}
+
+    def used(self, dtype: torch.dtype) -> None:
+        """Note a product that keeps the part; not one that a backward pass computes again, which is counted already."""
+        self.users[dtype] += is_in_backward() == self._is_of_backward
 
     def again(self, part: Tensor, dtype: torch.dtype) -> Callable[[], Tensor]:
         """Begin to gather; what this returns gives the whole tensor, to be called once. Collective."""
@@ -235,7 +241,7 @@ def replicate(x: Tensor, group: TPGroup, layers: Iterable[nn.Linear], source: In
     gathered = _gathered(x)
     trained = [layer for layer in layers if _is_split(layer) and layer.weight.requires_grad]
     x = _Wait.apply(x)
-    weights: dict[nn.Module, tuple[Tensor, _Left]] = {}
+    weights: dict[nn.Module, tuple[Tensor, _Left] | tuple[None, None]] = {}
     for layer in trained:
         left = _Left()
         weights[layer] = _Later.apply(_cast(layer.weight), left), left
@@ -257,17 +263,21 @@ def product(x: Tensor, layer: nn.Linear, group: TPGroup) -> Tensor:
 
     Not collective, but where the layer computes in float8; the backward pass is, if the input was gathered.
     """
-    weights: dict[nn.Module, tuple[Tensor, _Left]] = getattr(x, _WEIGHTS, {})
-    weight, left = weights.pop(layer, (None, None))  # a second call has a gradient of its own
+    weights: dict[nn.Module, tuple[Tensor, _Left] | tuple[None, None]] = getattr(x, _WEIGHTS, {})
     gathered = _gathered(x) if _is_recorded(x) and layer.weight.requires_grad else None
-    if weight is None and gathered is not None and _is_split(layer):
-        weight = _cast(layer.weight)
-    if weight is None:
+    if layer not in weights and (gathered is None or not _is_split(layer)):
         return local_product(x, layer, ("out",), group, layer.bias)
+    weight, left = weights.get(layer, (None, None))
+    if weight is None:
+        weight = _cast(layer.weight)
+    else:
+        # A second call has a gradient of its own. It is the same node, for it may be the first one computed again
+        # (checkpointing), which must keep the same tensors.
+        weights[layer] = None, None
     bias = None if layer.bias is None else _cast(layer.bias)
     part = None if gathered is None else gathered.part
     if gathered is not None:
-        gathered.users[weight.dtype] += 1
+        gathered.used(weight.dtype)
     return _Product.apply(_cast(x), part, weight, bias, left, gathered)
 
 

@@ -100,6 +100,7 @@ class Region(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.group, self.source, self.overlapped = group, source, overlapped
+        self.computes_products_again = False
         self.layers = nn.ModuleList()
         for outputs in (7, 12):
             whole = nn.Linear(5, outputs, bias, dtype=torch.float64)
@@ -115,6 +116,9 @@ class Region(nn.Module):
             x = replicate(part, self.group, layers, self.source)
             if self.overlapped:
                 note_gathered(x, part, self.source, self.group)
+        return checkpoint(self.products, x, use_reentrant=False) if self.computes_products_again else self.products(x)
+
+    def products(self, x: Tensor) -> Tensor:
         return sum(layer(x).tanh().pow(2).sum() for layer in self.layers) + self.layers[0](x).sum()  # type: ignore[no-any-return]
 
 
@@ -138,6 +142,12 @@ def twice(region: nn.Module, x: Tensor) -> list[Tensor]:
 def recomputed(region: nn.Module, x: Tensor) -> list[Tensor]:
     loss = checkpoint(region, x, use_reentrant=False)
     return list(torch.autograd.grad(loss, [x, *region.parameters()]))
+
+
+def products_recomputed(region: nn.Module, x: Tensor) -> list[Tensor]:
+    """As by a decoder's blocks, of which each reads the encoder's states."""
+    region.computes_products_again = True
+    return plain(region, x)
 
 
 def penalty(region: nn.Module, x: Tensor) -> list[Tensor]:
@@ -171,7 +181,8 @@ def low_precision(region: nn.Module, x: Tensor) -> list[Tensor]:
 
 
 WAYS: list[Callable[[nn.Module, Tensor], list[Tensor]]] = [
-    plain, accumulated, twice, recomputed, penalty, of_the_input_alone, partly_frozen, low_precision,
+    plain, accumulated, twice, recomputed, products_recomputed, penalty, of_the_input_alone, partly_frozen,
+    low_precision,
 ]  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import re
 import weakref
@@ -16,12 +17,14 @@ from distributed import run_ranks
 from rich.console import Console
 from tiny import meta_model, tiny_model, token_batch
 from torch import Tensor
+from zoo.models import build
 
 from lightning_autotp import full_gradients, make_plan, parallelize
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.layouts.types import Replicate
 from lightning_autotp.parallel import overlap
 from lightning_autotp.parallel.linear import ColumnParallelLinear
+from lightning_autotp.parallel.logits import VocabParallelLogits
 from lightning_autotp.proving.new_calls import UnprovedCall
 from lightning_autotp.solving.cost import Profile
 
@@ -43,6 +46,9 @@ BLOCKWISE = {
 }
 """A Qwen3-Next, whose linear attention takes 64 tokens at a time."""
 
+
+ENCODED = ((0, 17), (1, 17), (2, 12))
+"""Seeds and lengths of the batches of an encoder-decoder; the first one is planned for."""
 
 WIDE = Profile(flops=Profile().flops / 64)
 """Products are as dear as those of a model 4,096 wide."""
@@ -220,6 +226,26 @@ def alone(rank: int, size: int) -> None:
 
 def test_modules_called_by_themselves_take_and_give_all_tokens() -> None:
     run_ranks(alone, 2)
+
+
+def encoded(rank: int, size: int) -> None:
+    """An encoder-decoder gives its encoder's last state back, shown whole: in batches of any length, in both modes."""
+    torch.set_default_dtype(torch.float64)
+    reference = build("bart", "seq2seq")
+    example, *batches = (token_batch(seed, 3, length) for seed, length in ENCODED)
+    model = copy.deepcopy(reference)
+    parallelize(model, dist.group.WORLD, example_inputs=example, sequence_parallel=True)  # type: ignore[arg-type]
+    for batch in batches:
+        for training in (True, False):
+            found, wanted = (each.train(training)(**batch) for each in (model, reference))
+            torch.testing.assert_close(found.loss, wanted.loss)
+            state = found.encoder_last_hidden_state
+            assert isinstance(state, VocabParallelLogits)
+            torch.testing.assert_close(state.full(), wanted.encoder_last_hidden_state)
+
+
+def test_outputs_with_sharded_tokens_are_as_long_as_the_batch() -> None:
+    run_ranks(encoded, 2)
 
 
 def test_auto_with_whole_tokens_is_the_plan_without_the_option() -> None:

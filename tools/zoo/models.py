@@ -58,11 +58,11 @@ def tiny_config(name: str, group: str = "causal", **changes: Any) -> PreTrainedC
     return _tiny(cls, role | override | changes)
 
 
-def build(name: str, group: str = "causal") -> PreTrainedModel:
-    """The architecture's model of its tiny config; random weights from torch's generator."""
+def build(name: str, group: str = "causal", **changes: Any) -> PreTrainedModel:
+    """The architecture's model of its tiny config, with some changes; random weights from torch's generator."""
     names = GROUPS[group][name]
     cls = getattr(transformers, names if isinstance(names, str) else names[0])
-    config = tiny_config(name, group)
+    config = tiny_config(name, group, **changes)
     if not isinstance(config, cls.config_class):  # the mapping names a part of a larger model
         parts = [getattr(config, key) for key in config.sub_configs]
         config = next((part for part in parts if isinstance(part, cls.config_class)), config)
