@@ -34,8 +34,8 @@ def under_way() -> Iterator[None]:
 
 
 def is_under_way() -> bool:
-    """Whether a trace is under way."""
-    return _under_way.get()
+    """Whether a trace is under way. Not in compiled code, which no trace runs."""
+    return not torch.compiler.is_compiling() and _under_way.get()
 
 
 _library = torch.library.Library("lightning_autotp", "DEF")
