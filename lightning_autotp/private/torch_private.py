@@ -23,7 +23,7 @@ import torch._tensor
 import torch.utils.checkpoint as checkpointing
 from torch import Tensor, nn
 
-# What compiles the frames that Python is about to run, put in and out, and code whose frames it leaves alone.
+# The compiler of the frames that Python is about to run, switched on and off, and code whose frames it leaves alone.
 # (torch.compiler.disable is public, but then nothing that such code calls is compiled either.)
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch._C._dynamo.eval_frame import set_eval_frame as set_compiler

@@ -189,7 +189,7 @@ def _(generator: Any) -> None:
     "torch._C._dynamo.eval_frame._FrameAction",
 )
 def _(_: Any) -> None:
-    """Compiled code runs a frame as it is, and from there what compiles is put out, and in again."""
+    """A frame runs as it is written, and in it the compiler is switched off and on again."""
     compiled: list[list[str]] = []
     uncompiled: list[bool] = []
 

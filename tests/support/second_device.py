@@ -6,6 +6,7 @@ error, a value that the host reads is copied, and its collectives take nothing f
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import importlib.util
 import os
@@ -223,17 +224,19 @@ def _library() -> ModuleType:
     source = SOURCE.read_bytes()
     key = hashlib.sha256(source + torch.__version__.encode()).hexdigest()[:16]
     built = Path(tempfile.gettempdir()) / f"lightning_autotp_second_device_{key}.so"
-    if not built.exists():
-        under_way = built.with_suffix(f".{os.getpid()}")
-        included = [*cpp_extension.include_paths(), sysconfig.get_path("include")]
-        linked = [f"-L{path}" for path in cpp_extension.library_paths()]
-        subprocess.run(
-            ["g++", "-std=c++20", "-O0", "-shared", "-fPIC", "-DTORCH_EXTENSION_NAME=second_device"]
-            + [f"-isystem{path}" for path in included]
-            + [str(SOURCE), "-o", str(under_way), *linked, "-ltorch", "-ltorch_cpu", "-lc10", "-ltorch_python"],
-            check=True,
-        )
-        under_way.replace(built)
+    with built.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one of the processes compiles it, for all
+        if not built.exists():
+            under_way = built.with_suffix(f".{os.getpid()}")
+            included = [*cpp_extension.include_paths(), sysconfig.get_path("include")]
+            linked = [f"-L{path}" for path in cpp_extension.library_paths()]
+            subprocess.run(
+                ["g++", "-std=c++20", "-O0", "-shared", "-fPIC", "-DTORCH_EXTENSION_NAME=second_device"]
+                + [f"-isystem{path}" for path in included]
+                + [str(SOURCE), "-o", str(under_way), *linked, "-ltorch", "-ltorch_cpu", "-lc10", "-ltorch_python"],
+                check=True,
+            )
+            under_way.replace(built)
     spec = importlib.util.spec_from_file_location("second_device", built)
     assert spec is not None
     assert spec.loader is not None
