@@ -258,6 +258,13 @@ def test_auto_with_whole_tokens_is_the_plan_without_the_option() -> None:
     assert replace(plan, whole_tokens=()) == without
 
 
+@pytest.mark.parametrize("asked", [True, "auto"])
+def test_one_rank_has_all_tokens(asked: Any) -> None:
+    """A script that runs at several sizes also runs at one."""
+    plans = [make_plan(meta_model("llama"), 1, sequence_parallel=choice)[0] for choice in (False, asked)]
+    assert plans[0] == plans[1]
+
+
 def test_auto_shards_tokens_where_that_costs_no_time() -> None:
     """In a ring an all-reduce is a gather and a reduce-scatter, so norms cost less; a switch does it in one."""
     model = meta_model("llama", hidden_size=1024, intermediate_size=2816, num_attention_heads=16, head_dim=64)
