@@ -20,7 +20,13 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_autotp.capture import vmap as transforms
 from lightning_autotp.capture.call_sites import call_leaves
-from lightning_autotp.capture.seen_functions import DeclaredFunction, Function, forward_of, patched
+from lightning_autotp.capture.seen_functions import (
+    DeclaredFunction,
+    Function,
+    forward_of,
+    is_autograd_function,
+    patched,
+)
 from lightning_autotp.capture.tracer import Tracer
 from lightning_autotp.capture.trials import try_declaration
 from lightning_autotp.capture.whole_indices import whole_indices_of
@@ -42,7 +48,7 @@ def noting_declared(tracer: Tracer) -> Iterator[None]:
 def codes_of_declared() -> frozenset[CodeType]:
     """The code of the declared functions that are written in Python."""
     found = (target for _, target in targets())
-    functions = (each.forward if inspect.isclass(each) and issubclass(each, Function) else each for each in found)
+    functions = (each.forward if is_autograd_function(each) else each for each in found)
     return frozenset(each.__code__ for each in functions if isinstance(each, FunctionType))
 
 
@@ -71,7 +77,7 @@ def _noted(declared: DeclaredFunction, tracer: Tracer) -> Iterator[None]:
     """Let calls of a function be noted."""
     calls = _Calls(declared, tracer)
     with ExitStack() as stack:
-        if declared.is_autograd_function:  # also where code has kept its apply
+        if is_autograd_function(declared.target):  # also where code has kept its apply
             forward = staticmethod(calls.in_place_of(forward_of(declared.target)))
             stack.enter_context(patched(declared.target, forward=forward, setup_context=Function.setup_context))
         stack.enter_context(declared.seen(calls))

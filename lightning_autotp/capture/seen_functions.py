@@ -51,22 +51,20 @@ class DeclaredFunction:
     @classmethod
     def all(cls, names: Collection[str] | None = None) -> tuple[DeclaredFunction, ...]:
         """Those whose modules are imported, by default of any name."""
-        found = {id(target): (made, target) for made, target in reversed([*targets(names)])}
-        return tuple(cls._of(target, made) for made, target in reversed(found.values()))
+        found: dict[int, DeclaredFunction] = {}
+        for made, target in targets(names):
+            if id(target) not in found:  # it may be declared under several names
+                found[id(target)] = cls._of(target, made)
+        return tuple(found.values())
 
     @classmethod
     def _of(cls, target: Any, made: Declaration) -> DeclaredFunction:
-        if _is_autograd_function(target):
+        if is_autograd_function(target):
             return cls(target, made, _signature_of(target))
         if isinstance(target, FunctionType):
             return cls(target, made, inspect.signature(target))
         having = ((module, name) for module in list(sys.modules.values()) for name in _names_of(target, module))
         return cls(target, made, inspect.signature(target), tuple(having))
-
-    @property
-    def is_autograd_function(self) -> bool:
-        """Whether it is a subclass of ``torch.autograd.Function``."""
-        return _is_autograd_function(self.target)
 
     @contextmanager
     def seen(self, run: MakeCall | None = None) -> Iterator[None]:
@@ -77,7 +75,7 @@ class DeclaredFunction:
         """
         target = self.target
         with ExitStack() as stack:
-            if self.is_autograd_function:
+            if is_autograd_function(target):
                 stack.enter_context(patched(target, apply=SeenFunction(self, target.apply, run)))
             elif isinstance(target, FunctionType):
                 code, defaults, closure = target.__code__, target.__defaults__, target.__closure__
@@ -134,7 +132,7 @@ class SeenFunction:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Hand the call over to the handlers that there are, and make it when none is left.
 
-        Where code calls it compiled (``torch.compile(flex_attention)``), what it is is compiled, and no handler.
+        Where code calls it compiled (``torch.compile(flex_attention)``), the function is compiled, and no handler is.
         """
         compiler, before = set_compiler(None), self.compiler
         self.compiler = before if compiler is None else compiler
@@ -161,7 +159,8 @@ class SeenFunction:
 never_compile(SeenFunction.__call__.__code__)
 
 
-def _is_autograd_function(target: Any) -> bool:
+def is_autograd_function(target: Any) -> bool:
+    """Whether it is a subclass of ``torch.autograd.Function``."""
     return inspect.isclass(target) and issubclass(target, Function)
 
 

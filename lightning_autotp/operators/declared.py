@@ -135,7 +135,7 @@ class Declaration:
         """Whether it is an operator of ``torch.library``, which a trace sees without help."""
         return "::" in self.target
 
-    @property
+    @cached_property
     def own_name(self) -> str:
         """The function's name, without that of its module."""
         return re.split(r"[.:]", self.target)[-1]

@@ -1,7 +1,7 @@
 """Random combinations of the options of a training run, each to be compared with one process.
 
-A feature that is right by itself may be wrong beside another one. :func:`drawn` draws options of all kinds at once;
-what they may not be at the same time is in :data:`CONSTRAINTS`, and nowhere else.
+Features that work on their own may break each other. :func:`drawn` draws options of all kinds at once; which of them
+cannot be combined is in :data:`CONSTRAINTS`, and nowhere else.
 """
 
 from __future__ import annotations
