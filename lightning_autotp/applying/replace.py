@@ -16,7 +16,7 @@ from lightning_autotp.applying.lengths import Lengths
 from lightning_autotp.building.float8 import float8_of, note_float8
 from lightning_autotp.capture.nested import NoSuchPlace, replaced_at, steps_of
 from lightning_autotp.capture.tracer import torch_layer
-from lightning_autotp.capture.whole_indices import with_whole_indices
+from lightning_autotp.capture.whole_indices import part_of_object, with_whole_indices
 from lightning_autotp.layouts.dims import UnknownSize
 from lightning_autotp.layouts.names import join_names
 from lightning_autotp.layouts.places import CallSite, member
@@ -135,8 +135,11 @@ def _change_calls(model: nn.Module, plan: Plan, group: TPGroup, lengths: Lengths
     for draw in plan.draws:
         at(draw.module, draw.call).draws_in = group
     for read in plan.indices:
-        whole = partial(with_whole_indices, read.place, read.held[group.rank])
-        at(read.module, read.call).arguments.append((read.leaf, whole))
+        here, runs = at(read.module, read.call), read.held[group.rank]
+        if read.attribute:
+            here.arguments.append((read.leaf, partial(part_of_object, read.place, runs, read.attribute)))
+        else:
+            here.arguments.append((read.leaf, partial(with_whole_indices, read.place, runs)))
     for use in plan.implementations:
         if use.call is not None and (run := _implementation(use).run) is not None:
             here = at(use.module, use.call)

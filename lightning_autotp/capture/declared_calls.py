@@ -29,7 +29,7 @@ from lightning_autotp.capture.seen_functions import (
 )
 from lightning_autotp.capture.tracer import Tracer
 from lightning_autotp.capture.trials import try_declaration
-from lightning_autotp.capture.whole_indices import whole_indices_of
+from lightning_autotp.capture.whole_indices import has_dim, whole_indices_of, whole_object
 from lightning_autotp.operators.declared import RETURNED, CalledFunction, Results, targets
 from lightning_autotp.operators.notation import NO_INDEX
 
@@ -126,21 +126,27 @@ class _Calls:
             try_declaration(made, partial(self._run_by_name, original), given, self.tracer.value_if_known)
         plain = {name: value if isinstance(value, Tensor) else _plain(value) for name, value in given.items()}
         for path, dims in made.notation.functions:
-            function = _at(given, path)
-            if function is not None:
-                plain[path] = self._called(function, dims, leaves).argument
+            name, _, attribute = path.partition(".")
+            if given.get(name) is not None:
+                plain[path] = self._called(given[name], attribute, dims, leaves).argument
         declared = made.notation.results
         plain[RETURNED] = tuple(declared.index(result) for result, _ in filter(None, results))
         return self._made(made.name, [*plain.items()], given, results)
 
-    def _called(self, function: Callable[..., Any], dims: Sequence[str], leaves: Sequence[Any]) -> CalledFunction:
+    def _called(self, given: Any, attribute: str, dims: Sequence[str], leaves: Sequence[Any]) -> CalledFunction:
         """A function that the kernel calls with indices of these dims: what it reads.
 
         It is called once with indices. Of one that cannot be called so, all indices count as read.
+
+        Args:
+            given: the function, or the object that has it.
+            attribute: the object's attribute that it is.
+            dims: of the indices that it is called with.
+            leaves: of the call's arguments.
         """
-        leaf = next((at for at, leaf in enumerate(leaves) if leaf is function), -1)
-        original, runs = whole_indices_of(function)
-        places = tuple(at for at, dim in enumerate(dims) if dim != NO_INDEX)
+        at = next((at for at, leaf in enumerate(leaves) if leaf is given), -1)
+        original, runs = whole_indices_of(getattr(given, attribute) if attribute else given)
+        own = vars(whole_object(given)).values() if attribute else ()
         with self.tracer.pause(), _Reads() as reads:
             indices = [torch.zeros(1, dtype=torch.float32 if dim == NO_INDEX else torch.long) for dim in dims]
             reads.seen.clear()
@@ -148,10 +154,14 @@ class _Calls:
                 original(*indices)
             except Exception:  # whatever it raises without values
                 reads.seen[:] = indices
-        places = tuple(at for at in places if any(leaf is indices[at] for leaf in reads.seen))
+        read = [
+            (place, runs.get(place, ()))
+            for place, dim in enumerate(dims)
+            if dim != NO_INDEX
+            and (any(leaf is indices[place] for leaf in reads.seen) or any(has_dim(value, place) for value in own))
+        ]
         tensors = {id(leaf): leaf for leaf in reads.seen if self.tracer.known(leaf) is not None}
-        read = tuple((place, runs.get(place, ())) for place in places)
-        return CalledFunction(_name_of(original), leaf, read, tuple(tensors.values()))
+        return CalledFunction(_name_of(original), at, attribute, tuple(read), tuple(tensors.values()))
 
     def _results(self, given: Mapping[str, Any]) -> Results:
         shapes = {name: value.shape for name, value in given.items() if isinstance(value, Tensor)}
@@ -175,16 +185,9 @@ class _Calls:
         return original(*positional, **given)
 
 
-def _at(given: Mapping[str, Any], path: str) -> Any:
-    name, *attributes = path.split(".")
-    value = given.get(name)
-    for attribute in attributes:
-        value = getattr(value, attribute, None)
-    return value
-
-
 def _plain(value: Any) -> Any:
     """An argument that is no tensor as an operator's: equal in two traces, and with the tensors that are in it."""
+    value = whole_object(value)
     if value is None or isinstance(value, bool | int | float | str | Tensor):
         return value
     if isinstance(value, tuple | list):

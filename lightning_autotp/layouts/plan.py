@@ -206,7 +206,8 @@ class IndicesPlan:
     Attributes:
         module: path of the module whose code calls the kernel.
         call: which call.
-        leaf: which leaf of the call's arguments the function is.
+        leaf: which leaf of the call's arguments the function is, or the object that has it.
+        attribute: the object's attribute that is the function; empty for a function among the arguments.
         place: which of its arguments is the index.
         held: for every rank, the runs of indices that it has.
     """
@@ -214,6 +215,7 @@ class IndicesPlan:
     module: str
     call: CallSite
     leaf: int
+    attribute: str
     place: int
     held: tuple[tuple[Run, ...], ...]
 

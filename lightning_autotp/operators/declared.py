@@ -369,14 +369,16 @@ class CalledFunction:
 
     Attributes:
         name: its name.
-        leaf: which leaf of the call's arguments it is; negative if it is in an object among them.
-        reads: the places at which it reads the index that it is called with, and which indices of the whole model those
-            of a rank are there, as runs; without runs they are what they are.
+        leaf: which leaf of the call's arguments it is, or the object that has it; negative if none of them.
+        attribute: the object's attribute that it is; empty if it is among the arguments itself.
+        reads: the places of indices that it reads, or along which the object's tensors are not broadcast, and which
+            indices of the whole model those of a rank are there, as runs; without runs they are what they are.
         tensors: the tensors that it reads.
     """
 
     name: str
     leaf: int
+    attribute: str
     reads: tuple[tuple[int, tuple[Run, ...]], ...]
     tensors: tuple[Any, ...]
 
@@ -385,13 +387,13 @@ class CalledFunction:
         """What an operator's argument says of it."""
         if not isinstance(argument, tuple):
             return None
-        name, leaf, reads, *tensors = argument
-        return cls(name, leaf, reads, tuple(tensors))
+        name, leaf, attribute, reads, *tensors = argument
+        return cls(name, leaf, attribute, reads, tuple(tensors))
 
     @property
     def argument(self) -> tuple[Any, ...]:
         """It as an operator's argument."""
-        return self.name, self.leaf, self.reads, *self.tensors
+        return self.name, self.leaf, self.attribute, self.reads, *self.tensors
 
 
 RETURNED = "->"

@@ -9,8 +9,9 @@ Like an einsum equation, with spaces between the dims and names for the argument
 * ``...`` any number of leading dims.
 
 Beside tensors, an argument may be ``heads=h``, a number that is a dim's size, or ``score_mod(- b h s t)``, a function
-that is called with indices of these dims. An argument that comes in several forms has several entries, of which the
-first with as many dims holds. A result may have a dtype (``lse[b h s]:float32``) and a condition: there is a
+that is called with indices of these dims, or an object with such a function, ``block_mask.mask_mod(b h s t)``, whose
+tensors have these dims first, or size 1 in their place. An argument that comes in several forms has several entries, of
+which the first with as many dims holds. A result may have a dtype (``lse[b h s]:float32``) and a condition: there is a
 ``lse[b h s] if return_lse`` if that argument is given and not false; ``if not NAME``, ``if NAME=VALUE`` and
 ``if NAME or OTHER`` are understood, too. ``... else None`` says that there is a ``None`` in its place otherwise.
 """
@@ -234,7 +235,7 @@ def notation(text: str) -> Notation:
     for part in _parts(left):
         if found := re.fullmatch(r"([\w.]+)\s*=\s*(\w+)", part):
             counts.append((found[1], found[2]))
-        elif found := re.fullmatch(r"([\w.]+)\(([^)]*)\)", part):
+        elif found := re.fullmatch(r"(\w+(?:\.\w+)?)\(([^)]*)\)", part):
             functions.append((found[1], tuple(found[2].split())))
         else:
             inputs.append(_tensors(part, text))

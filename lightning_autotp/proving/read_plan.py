@@ -185,7 +185,8 @@ def _draw(draw: DrawPlan) -> str:
 
 
 def _read(read: IndicesPlan) -> str:
-    return f"{read.call} in {read.module or '(root)'}, argument {read.leaf}, index {read.place} of {read.held}"
+    which = f"{read.attribute} of argument {read.leaf}" if read.attribute else f"argument {read.leaf}"
+    return f"{read.call} in {read.module or '(root)'}, {which}, index {read.place} of {read.held}"
 
 
 def _first_difference(theirs: list[str], ours: list[str]) -> str:

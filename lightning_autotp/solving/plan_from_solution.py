@@ -181,7 +181,7 @@ def _indices(solution: Solution) -> Iterator[IndicesPlan]:
             call, called = solution.graph.calls[operator.call], CalledFunction.of(operator.argument(name))
             assert called is not None
             for place, owned in places:
-                yield IndicesPlan(call.module, call.site, called.leaf, place, owned.held)
+                yield IndicesPlan(call.module, call.site, called.leaf, called.attribute, place, owned.held)
 
 
 def _draw(solution: Solution, number: int) -> DrawPlan:

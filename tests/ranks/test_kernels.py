@@ -111,8 +111,9 @@ class AttentionByHead(nn.Module):
 
     Args:
         kernel: ``"slopes"`` for FlashAttention with slopes, ``"scores"`` for FlexAttention with a function of the
-            head's index that reads a parameter and a constant, ``"compiled scores"`` for that compiled,
-            ``"dropout"`` for FlashAttention with dropout.
+            head's index that reads a parameter and a constant, ``"mask"`` for FlexAttention with a window of another
+            length for each head, ``"compiled scores"`` and ``"compiled mask"`` for these compiled, ``"dropout"`` for
+            FlashAttention with dropout.
     """
 
     heads, features = 12, 4
@@ -145,10 +146,21 @@ class AttentionByHead(nn.Module):
         def score(score: Tensor, b: Tensor, h: Tensor, s: Tensor, t: Tensor) -> Tensor:
             return score - self.slopes[h] * (s - t).abs() + self.bias[h, (s - t).abs()]
 
+        windows = torch.arange(2, 2 * self.heads + 2, 2)
+
+        def mask(b: Tensor, h: Tensor, s: Tensor, t: Tensor) -> Tensor:
+            return (s >= t) & (s - t < windows[h])
+
         flex = flex_attention.flex_attention
-        if self.kernel == "compiled scores":
+        if self.kernel.startswith("compiled"):
             flex = torch.compile(flex, backend=compiled_alone)
-        return flex(*(x.transpose(1, 2) for x in (q, k, v)), score_mod=score, enable_gqa=True).transpose(1, 2)
+        if "scores" in self.kernel:
+            option: dict[str, Any] = {"score_mod": score}
+        else:
+            rows, length = q.shape[:2]
+            made = flex_attention.create_block_mask(mask, rows, self.heads, length, length, "cpu", BLOCK_SIZE=8)
+            option = {"block_mask": made}
+        return flex(*(x.transpose(1, 2) for x in (q, k, v)), **option, enable_gqa=True).transpose(1, 2)
 
 
 def train_by_head() -> dict[tuple[str, str, str], tuple[Any, float]]:
@@ -156,7 +168,7 @@ def train_by_head() -> dict[tuple[str, str, str], tuple[Any, float]]:
     found = {}
     x = torch.randn(2, 23, 48, generator=torch.Generator().manual_seed(0))
     torch.compiler.set_stance("default")  # otherwise FlexAttention does not see what the function reads
-    for kernel in ("slopes", "scores", "compiled scores"):
+    for kernel in ("slopes", "scores", "compiled scores", "mask", "compiled mask"):
         torch.manual_seed(1)
         whole = AttentionByHead(kernel)
         model = copy.deepcopy(whole)

@@ -13,11 +13,11 @@ import torch
 from kernel_stand_ins import flash_attn_func, module
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from lightning_autotp import DeclarationError, Plan, declare, make_plan
 from lightning_autotp.capture import trials
-from lightning_autotp.capture.whole_indices import with_whole_indices
+from lightning_autotp.capture.whole_indices import part_of_object, with_whole_indices
 from lightning_autotp.operators.declared import Declaration, declaration_of
 from lightning_autotp.operators.notation import formula, notation
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
@@ -351,7 +351,7 @@ def test_flex_attention_whose_scores_depend_on_the_head() -> None:
     plan, solution = make_plan(model(by_head), 2, example_inputs=torch.zeros(3, 7, 32))
     assert {p.names[0]: str(p.layout) for p in plan.parameters} == BY_HEADS
     (read,) = plan.indices
-    assert (read.leaf, read.place, read.held) == (3, 2, (((0, 4),), ((4, 8),)))
+    assert (read.leaf, read.attribute, read.place, read.held) == (3, "", 2, (((0, 4),), ((4, 8),)))
     assert Plan.from_json(plan.to_json()) == plan
     with pytest.raises(PlanMismatch, match="where the plan gives a function the whole model's indices"):
         read_plan(replace(plan, indices=()), solution.graph, IMPLEMENTATIONS)
@@ -366,6 +366,27 @@ def test_indices_of_the_whole_model(runs: tuple[tuple[int, int], ...]) -> None:
     assert [read(-1, torch.tensor(index), 5)[1] for index in range(len(whole))] == whole
     both = with_whole_indices(2, ((4, 9),), read)
     assert both(-1, 0, 1) == (-1, whole[0], 5)
+
+
+def test_a_part_of_a_block_mask() -> None:
+    """A rank's heads of one: its tensors have the blocks of those, and its function is given the whole indices."""
+
+    def mask(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (q >= k) & (q - k < 4 * h + b)
+
+    whole = create_block_mask(mask, 3, 8, 32, 32, device="cpu", BLOCK_SIZE=8)
+    part = part_of_object(1, ((0, 2), (5, 8)), "mask_mod", whole)
+    assert torch.equal(part.to_dense(), whole.to_dense()[:, [0, 1, 5, 6, 7]])
+    assert part.shape == (3, 5, 32, 32)
+    assert whole.shape == (3, 8, 32, 32)
+    both = part_of_object(0, ((1, 3),), "mask_mod", part)
+    assert torch.equal(both.to_dense(), part.to_dense()[1:3])
+    rows, columns = torch.arange(32)[:, None], torch.arange(32)
+    for b, h in ((0, 1), (1, 2), (1, 4)):
+        seen = both.mask_mod(torch.tensor(b), torch.tensor(h), rows, columns)
+        assert torch.equal(seen, mask(torch.tensor(1 + b), torch.tensor([0, 1, 5, 6, 7][h]), rows, columns))
+    shared = create_block_mask(mask, None, None, 32, 32, device="cpu", BLOCK_SIZE=8)
+    assert part_of_object(1, ((4, 8),), "mask_mod", shared).shape == (1, 1, 32, 32)
 
 
 def test_a_number_of_heads_becomes_a_ranks_own() -> None:
