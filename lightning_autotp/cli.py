@@ -196,18 +196,20 @@ def recommended(
     started = time.perf_counter()
     try:
         skeleton = model_of(model, auto_class)
-        found = find(
-            skeleton,
-            None if example is None else batch_of(example, skeleton, sequence_length).row,
-            gpus=gpus,
-            tokens_per_step=tokens,
-            sequence_length=sequence_length,
-            optimizer=optimizer,
-            precision=precision,
-            lora=lora,
-            quantize=quantize,
-            memory=memory,
-        )
+        row = None if example is None else batch_of(example, skeleton, sequence_length).row
+        with _says("planning and rehearsing a training step for each size, without values"):
+            found = find(
+                skeleton,
+                row,
+                gpus=gpus,
+                tokens_per_step=tokens,
+                sequence_length=sequence_length,
+                optimizer=optimizer,
+                precision=precision,
+                lora=lora,
+                quantize=quantize,
+                memory=memory,
+            )
     except (CaptureError, CheckpointError, RehearsalError, ImportError, OSError, ValueError) as error:
         raise SystemExit(f"lightning-autotp recommend: {error}") from error
     console.print(table(found))

@@ -177,7 +177,9 @@ class Guard:
         places = check_unchanged(self.model)
         hook_parameters(self.model, places)
         seen = Snapshot(self.model, places)
-        parallel_state(self.model).writes.watch(seen.parts)
+        writes = parallel_state(self.model).writes
+        writes.check()
+        writes.watch(seen.parts)
         self._snapshot = seen if seen.is_lasting else None
 
     def before_step(self, optimizer: Optimizer) -> None:

@@ -28,6 +28,7 @@ from lightning_autotp.parallel.embedding import VocabParallelEmbedding
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
 from lightning_autotp.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_autotp.parameters.gathering import gather_parameter
+from lightning_autotp.parameters.known_writes import known_writes, parts_of
 from lightning_autotp.parameters.local_blocks import fill, fsdp_modules
 from lightning_autotp.parameters.state import ParameterPlace, own_modules, parallel_state
 from lightning_autotp.parameters.unchanged import check_unchanged
@@ -107,7 +108,9 @@ def _resize(
     with without_modes(), raise_together(group.process_group, "resizing the token embeddings"):
         values = asked.of_values(prover.original, given)
     state.plan = plan
-    _put_parameters(model, places, values)
+    with known_writes(model):
+        _put_parameters(model, places, values)
+    state.writes.watch(parts_of(model))
     for name in values.keys() - {place.name for place in places}:
         path, _, attribute = name.rpartition(".")
         buffers_of(modules[path])[attribute] = values[name]

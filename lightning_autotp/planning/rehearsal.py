@@ -26,7 +26,8 @@ from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.parameters.quantized_weight import QuantizedWeight
 from lightning_autotp.parameters.state import is_parallel, parallel_state
 from lightning_autotp.planning.meter import Label, Meter, Others, Work
-from lightning_autotp.private.torch_private import FakeTensorMode, tree_map_only, values_in_fake_tensors
+from lightning_autotp.private.fake_tensors_private import RememberingFakeTensorMode
+from lightning_autotp.private.torch_private import tree_map_only, values_in_fake_tensors
 from lightning_autotp.private.transformers_private import fake_tensors_as_ordinary
 from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.solving.cost import Profile
@@ -222,7 +223,7 @@ def rehearse(
     Raises:
         RehearsalError: if its code asks for values.
     """
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    fake = RememberingFakeTensorMode()
 
     def stand_in(value: Tensor) -> Tensor:
         format = format_of(value)

@@ -198,12 +198,13 @@ def model_lines(found: Recommendation) -> str:
 def python_lines(found: Recommendation, best: Choice) -> str:
     """The lines of a program that train so."""
     nodes = -(-best.gpus // found.machine.gpus_per_node)
-    lines, strategy = [], ""
+    lines, strategy = [] if found.lora else ["import lightning as L"], ""
     if _needs_strategy(best):
-        lines = ["from lightning_autotp import AutoTPStrategy", ""]
+        lines.append("from lightning_autotp import AutoTPStrategy")
         options = "".join(f"        {each},\n" for each in _keywords(strategy_options(found, best)))
         strategy = f"    strategy=AutoTPStrategy(\n{options}    ),\n"
     lines += [
+        "",
         "trainer = L.Trainer(",
         f"    devices={best.gpus // nodes}, num_nodes={nodes},",
         f'    precision="{found.precision}", accumulate_grad_batches={best.passes},',

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -309,6 +310,15 @@ def other_times(rank: int, world_size: int, directory: str) -> dict[str, Any]:
     one: Any = torch.optim.AdamW([elsewhere.lm_head.weight]) if rank == 0 else None
     seen["optimized on one rank"] = error_of(elsewhere.resize_token_embeddings, 140)
     del one
+    for name in ("written before use", "written"):
+        model = parallelize(model_of("llama"), dist.group.WORLD)
+        if name == "written":
+            loss_of(model)
+        model.resize_token_embeddings(140)
+        with torch.no_grad(), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model.lm_head.weight[-2:] = 0
+            seen[name] = error_of(loss_of, model), [str(warning.message) for warning in caught]
     return seen
 
 
@@ -394,6 +404,16 @@ def test_errors_are_on_every_rank_and_change_nothing(later: tuple[list[dict[str,
         assert seen["optimized on one rank"].startswith("PeerError" if rank else "RuntimeError")
         assert all(torch.equal(seen["after all"][name], value) for name, value in before.items())
         assert seen["kept"]
+
+
+def test_rows_that_are_written_by_index_afterwards(later: tuple[list[dict[str, Any]], Path]) -> None:
+    """An error before the first use, and a warning later, as without resizing."""
+    for seen in later[0]:
+        error, _ = seen["written before use"]
+        assert error.startswith("RuntimeError: lm_head.weight of the parallel LlamaForCausalLM were written in place")
+        error, (warning,) = seen["written"]
+        assert error == "no error"
+        assert warning.startswith("lm_head.weight were written in place, not by an optimizer")
 
 
 def two_by_two(rank: int, world_size: int) -> str:
