@@ -26,7 +26,7 @@ from lightning_autotp.building.quantization import format_of
 from lightning_autotp.capture import vmap as transforms
 from lightning_autotp.capture.attribute_reads import note_attributes
 from lightning_autotp.capture.call_sites import is_user_code
-from lightning_autotp.capture.declared_calls import autograd_function_in, noting_declared
+from lightning_autotp.capture.declared_calls import autograd_function_in, higher_order_operator_in, noting_declared
 from lightning_autotp.capture.experts import noting_experts
 from lightning_autotp.capture.nested import (
     Copied,
@@ -389,7 +389,7 @@ def _run(
 
 def _kernel_behind(error: Exception, module: nn.Module) -> str:
     """The name of the kernel that raised, or of the layer in whose code it was, if there is advice on such layers."""
-    kernel = autograd_function_in(error)
+    kernel = autograd_function_in(error) or higher_order_operator_in(error)
     if kernel is not None:
         return declarable_name(kernel)
     layer = declarable_name(type(module))

@@ -66,6 +66,18 @@ def autograd_function_in(error: BaseException | None) -> type[Function] | None:
     return found
 
 
+def higher_order_operator_in(error: BaseException | None) -> Any:
+    """The higher-order operator in whose call an error was raised: torch knows of none what a trace is to do."""
+    traceback = error.__traceback__ if error is not None else None
+    while traceback is not None:
+        operator = traceback.tb_frame.f_locals.get("self")
+        name = getattr(operator, "name", None) if traceback.tb_frame.f_code.co_name == "dispatch" else None
+        if callable(name) and getattr(torch.ops.higher_order, name(), None) is operator:
+            return operator
+        traceback = traceback.tb_next
+    return None
+
+
 def _subclasses(kind: type[Function]) -> Iterator[type[Function]]:
     for each in kind.__subclasses__():
         yield each

@@ -66,6 +66,10 @@ class DeclaredFunction:
         having = ((module, name) for module in list(sys.modules.values()) for name in _names_of(target, module))
         return cls(target, made, inspect.signature(target), tuple(having))
 
+    def __deepcopy__(self, memo: object) -> DeclaredFunction:
+        """A copy of a model calls the same function."""
+        return self
+
     @contextmanager
     def seen(self, run: MakeCall | None = None) -> Iterator[None]:
         """Within it, handlers of torch functions see its calls (a loss's, unless they are of another loss).

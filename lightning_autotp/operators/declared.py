@@ -220,8 +220,8 @@ def declare(
     Args:
         target: the function's dotted name (the module need not be imported yet), the function itself, a subclass of
             ``torch.autograd.Function``, which is declared by the arguments of its forward, an operator of
-            ``torch.library`` as ``"mylib::attention"``, or a function of a kernel from the Hub as
-            ``"kernels-community/flash-attn2:flash_attn_func"``.
+            ``torch.library`` as ``"mylib::attention"``, a higher-order operator (``torch.ops.higher_order.NAME``), or a
+            function of a kernel from the Hub as ``"kernels-community/flash-attn2:flash_attn_func"``.
         text: how the dims belong together; see :mod:`lightning_autotp.operators.notation`. ``"found"``, for an
             operator of ``torch.library`` whose kernel runs where the model is planned, takes what a trial of it shows.
         whole: dims that it needs whole, such as those of a softmax.
@@ -359,7 +359,7 @@ def advice_on(name: str) -> str:
 
 def declarable_name(function: Any) -> str:
     """The name by which a function or class can be declared."""
-    repository = _repository_of(sys.modules.get(function.__module__))
+    repository = _repository_of(sys.modules.get(getattr(function, "__module__", "")))
     return f"{repository}:{function.__qualname__}" if repository else _name(function)
 
 
@@ -432,6 +432,8 @@ _TARGETS: dict[str, Any] = {}
 def _name(target: Any) -> str:
     if hasattr(target, "overloadpacket"):  # an operator of torch.library
         return str(target.name())
+    if not hasattr(target, "__qualname__"):  # a higher-order operator
+        return f"torch.ops.higher_order.{target.name()}"
     return f"{target.__module__}.{target.__qualname__}"
 
 

@@ -17,6 +17,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from lightning_autotp import DeclarationError, Plan, declare, make_plan
 from lightning_autotp.capture import trials
+from lightning_autotp.capture.capture import CaptureError
 from lightning_autotp.capture.whole_indices import part_of_object, with_whole_indices
 from lightning_autotp.operators.declared import Declaration, declaration_of
 from lightning_autotp.operators.notation import formula, notation
@@ -309,6 +310,34 @@ def test_an_operator_of_torch_library() -> None:
         by_name = f"autotp_tests::{name}" if name == "declared" else torch.ops.autotp_tests.overload.default
         declare(by_name, ATTENTION, whole=WHOLE)
         assert cuts(Attention(kernel)) == BY_HEADS
+
+
+FLEX = torch.ops.higher_order.flex_attention
+
+
+def unmodified(score: Tensor, *_: Tensor) -> Tensor:
+    return score
+
+
+def through_flex(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    heads = (x.transpose(1, 2) for x in (q, k, v))
+    mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, q.shape[1], k.shape[1], device="cpu")
+    out: Tensor = FLEX(*heads, unmodified, mask.as_tuple(), 0.25, {}, (), ())[0]
+    return out.transpose(1, 2)
+
+
+def test_a_higher_order_operator() -> None:
+    """It is one operator in the trace; one that is not declared cannot be traced, and is named."""
+    with pytest.raises(
+        CaptureError, match=r'(?s)lightning_autotp.declare\("torch.ops.higher_order.flex_attention", ...\)'
+    ):
+        cuts(Attention(through_flex))
+    text = "query[b h s d], key[b h/g t d], value[b h/g t e]"
+    declare(FLEX, f"{text} -> out[b h s e], lse[b h s]:float32, largest[b h s]:float32", whole="s t d e")
+    assert cuts(Attention(through_flex)) == BY_HEADS
+    declared = declaration_of("torch.ops.higher_order.flex_attention")
+    assert declared is not None
+    assert declared.text.startswith(text)
 
 
 def test_an_operator_that_is_not_declared_is_tried() -> None:
