@@ -16,7 +16,7 @@ from tiny import tiny_config
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from lightning_autotp import AutoTPStrategy, make_plan, recommend
+from lightning_autotp import make_plan, recommend
 from lightning_autotp.building.repeated_blocks import checkpoint_blocks
 from lightning_autotp.capture.capture import language_model_inputs
 from lightning_autotp.layouts.plan import Plan
