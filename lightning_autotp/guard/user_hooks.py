@@ -2,8 +2,8 @@
 
 What a module takes or gives may be this rank's part of a tensor. A hook that collects it, takes a loss of it, or adds
 an adapter's output to it must not know: it is given the whole tensor, and what it returns is divided again. Both ways
-are differentiable. A hook that was there when the model was divided is part of what was traced and proved, and is left
-as it is.
+are differentiable. A hook that was on a module when the model was divided is part of what was traced and proved, and is
+left as it is; one on all modules of the process is refused.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ class UserHooks:
         self.places = [(path, module, ModuleHooks(module)) for path, module in model.named_modules() if path]
         self.known = [hooks.numbers() for _, _, hooks in self.places]
         self.tables = [table for _, _, hooks in self.places for table in hooks.tables()]
-        self.of_all_modules = set(hooks_of_all_modules())
         self.given, self.count = -1, 0
 
     def wrap(self) -> None:
@@ -44,8 +43,8 @@ class UserHooks:
         given, count = hooks_given(), sum(map(len, self.tables))
         if (given, count) == (self.given, self.count):
             return
-        for number, hook in hooks_of_all_modules().items():
-            if number not in self.of_all_modules and _package(hook) not in _LIBRARIES:
+        for hook in hooks_of_all_modules().values():
+            if _package(hook) not in _LIBRARIES:
                 raise RuntimeError(
                     f"a hook on all modules of the process ({_named(hook)}) would see this rank's parts of what modules"
                     " take and give: register it on the modules of the model, where it sees whole tensors (for module"

@@ -138,6 +138,13 @@ def refused(rank: int, size: int) -> None:
             model(input_ids=IDS)
         handle.remove()
         model(input_ids=IDS)
+    handle = register_module_forward_hook(lambda *_: None)  # there already when a model is divided
+    other = made("llama")
+    parallelize(other, dist.group.WORLD)
+    with pytest.raises(RuntimeError, match=r"a hook on all modules of the process"):
+        other(input_ids=IDS)
+    handle.remove()
+    other(input_ids=IDS)
     with FlopCounterMode(display=False) as counter:  # has such hooks of torch's own, which tell modules apart
         model(input_ids=IDS)
     assert counter.get_total_flops() > 0
