@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -104,11 +104,22 @@ def _examples(model: nn.Module, call: ExampleCall | None) -> Iterator[tuple[Any,
         yield with_rows(call), "the call of the first training step"
 
 
-def count_copies_once(module: nn.Module, group: dist.ProcessGroup) -> None:
+def count_copies_once(module: nn.Module, group: dist.ProcessGroup) -> list[Metric]:
     """Let the metrics in a module, or one that is a metric, be synchronized over the copies, not over all ranks.
 
     Those that have a process group of their own keep it.
+
+    Returns:
+        The metrics that had none.
     """
-    for metric in module.modules():
-        if isinstance(metric, Metric) and metric.process_group is None:
-            metric.process_group = group
+    found = [each for each in module.modules() if isinstance(each, Metric) and each.process_group is None]
+    for metric in found:
+        metric.process_group = group
+    return found
+
+
+def count_as_before(metrics: Iterable[Metric]) -> None:
+    """Let metrics be synchronized over all ranks again; not one that still counts what it has seen of the copies."""
+    for metric in metrics:
+        if not metric.update_called:
+            metric.process_group = None

@@ -41,7 +41,7 @@ from lightning_autotp.lightning.averaging import refuse_whole_copies
 from lightning_autotp.lightning.base import AutoTPBase
 from lightning_autotp.lightning.batch_boundary import BatchBoundarySync
 from lightning_autotp.lightning.discovery import find_models, outermost
-from lightning_autotp.lightning.models_local import count_copies_once, make_models_local
+from lightning_autotp.lightning.models_local import count_as_before, count_copies_once, make_models_local
 from lightning_autotp.lightning.optimizers import then_compute
 from lightning_autotp.lightning.summary import ParallelSummary
 from lightning_autotp.lightning.throughput import share_batches
@@ -226,7 +226,7 @@ class AutoTPStrategy(AutoTPBase, ModelParallelStrategy):
         self._callbacks = trainer.callbacks  # type: ignore[attr-defined]
         for held in (value for callback in self._callbacks for value in vars(callback).values()):
             if isinstance(held, nn.Module):
-                count_copies_once(held, self.data_parallel_group)
+                self._as_before.callback(count_as_before, count_copies_once(held, self.data_parallel_group))
         if self.data_ranks == 1:
             # One copy of the model sees all the data, in the order one process would: Lightning's distributed sampler
             # would only shuffle it, even where the user's does not.
