@@ -34,6 +34,7 @@ from lightning_autotp.building.quantization import (
     LIBRARIES,
     Format,
     QuantizationError,
+    Rounding,
     formats_asked_for,
     note_formats,
     translated_errors,
@@ -107,6 +108,9 @@ def _recording(recorder: Recorder, load: Callable[..., tuple[Any, Any]]) -> Call
             return load(model, state_dict, checkpoint_files, load_config, **kwargs)
         info = _record_checkpoint(recorder, model, checkpoint_files, load_config)
         note_formats(model, formats if kept is None else kept.formats(origin))
+        if kept is None:
+            for name, format in formats.items():
+                recorder.changed_by(Rounding(format), model.get_parameter(name))
         return info, None
 
     return record

@@ -4,7 +4,8 @@ Plans are made for a model as it is before quantization: a frozen linear layer w
 same product with other numbers. So inside :func:`~lightning_autotp.building.pretrained.meta_model` the layers stay
 ``nn.Linear``, and a :class:`Format` is left on each weight that ``quantization_config`` means. The solver cuts such a
 weight between blocks only (:meth:`Format.units`), and each rank quantizes what it has read, with the library itself:
-then its numbers and scales are those that one process has.
+then its numbers and scales are those that one process has. What the model's code computes of such a weight (the norms
+of DoRA) is recorded to be of the numbers that it will stand for (:class:`Rounding`).
 
 Of a checkpoint that is quantized already (:mod:`~lightning_autotp.building.quantized_files`) each rank reads its part
 of the quantized numbers and of the scales, into a layer that the library makes (:meth:`Format.tensors`).
@@ -99,6 +100,10 @@ class Format(ABC):
     def dequantized(self, layer: nn.Module) -> Tensor:
         """The weight of :meth:`layer` as the numbers that it stands for, of the shape of ``values``."""
 
+    def rounded(self, values: Tensor) -> Tensor:
+        """The numbers that a whole weight of these values stands for in one process."""
+        return self.dequantized(self.layer(values))
+
     @abstractmethod
     def tensors(self, layer: nn.Module) -> dict[str, Tensor]:
         """What a layer's weight consists of, in its memory: tensors ``[out/tp, n]`` by the names in :attr:`stored`."""
@@ -182,6 +187,13 @@ class FourBit(Format):
         """By bitsandbytes."""
         weight: Any = layer.weight
         found: Tensor = library_of("bitsandbytes").functional.dequantize_4bit(weight.data, weight.quant_state)
+        return found
+
+    def rounded(self, values: Tensor) -> Tensor:
+        """And of scales that are quantized again."""
+        functional: Any = library_of("bitsandbytes").functional
+        options = {**self._options, "compress_statistics": self.is_double}
+        found: Tensor = functional.dequantize_4bit(*functional.quantize_4bit(values, blocksize=self.block, **options))
         return found
 
     def tensors(self, layer: nn.Module) -> dict[str, Tensor]:
@@ -358,6 +370,23 @@ def note_formats(model: nn.Module, formats: dict[str, Format]) -> None:
         parameter = model.get_parameter(name)
         vars(parameter)[_NAME] = found
         parameter.requires_grad_(False)
+
+
+class Rounding:
+    """Makes a whole weight's numbers those that it stands for when it is quantized, in place."""
+
+    def __init__(self, format: Format) -> None:
+        self._format = format
+        self.__name__ = "rounding"
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        """Change a weight ``[out, in]``, and return it."""
+        return weight.copy_(self._format.rounded(weight))
+
+
+def as_loaded(recipe: Recipe) -> Recipe:
+    """The recipe of a weight's values before :class:`Rounding`: each rank quantizes its part of these itself."""
+    return replace(recipe, steps=tuple(step for step in recipe.steps if not isinstance(step.func, Rounding)))
 
 
 def formats_asked_for(model: nn.Module, quantizer: Any, origin: str, dtype: torch.dtype | None) -> dict[str, Format]:

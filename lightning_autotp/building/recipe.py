@@ -83,7 +83,7 @@ class RecipeStep:
     """One recorded operation; the tensors in ``args`` and ``kwargs`` are :class:`View` objects.
 
     Attributes:
-        func: the ATen operator.
+        func: the ATen operator, or a function that changes its only argument in place.
         args: its arguments.
         kwargs: its keyword arguments.
         outputs: for each result, its window if the operator made its storage, else ``None``.
@@ -107,7 +107,7 @@ class RecipeStep:
     @property
     def name(self) -> str:
         """The operator's name without its overload."""
-        return str(self.func.overloadpacket.__name__)
+        return str(getattr(self.func, "overloadpacket", self.func).__name__)
 
     def run(self, tensor: Callable[[View], Tensor]) -> list[Any]:
         """Run on real tensors, in the surroundings it was recorded in; global state is put back."""

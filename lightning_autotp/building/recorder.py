@@ -11,7 +11,7 @@ import heapq
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -185,6 +185,14 @@ class Recorder(TorchDispatchMode):
         self._results.append(weakref.ref(tensor))
         return tensor
 
+    def changed_by(self, func: Callable[[Tensor], Tensor], tensor: Tensor) -> None:
+        """Record that a function, which is no operator, has changed a deferred tensor in place and returned it."""
+        view = self._view(tensor)
+        assert view.storage is not None
+        storages = frozenset({view.storage})
+        step = RecipeStep(func, (view,), {}, (None,), storages, storages, frozenset(), torch.get_default_dtype(), None)
+        self._append(step)
+
     def new_parameter(self, original: Any, cls: Any, data: Tensor | None, requires_grad: bool) -> Tensor:
         """What ``nn.Parameter(data, requires_grad)`` makes while recording; ``original`` is its own ``__new__``."""
         if self._paused or threading.get_ident() != self.thread:
@@ -316,12 +324,15 @@ class Recorder(TorchDispatchMode):
             func, args, kwargs, tuple(outputs), frozenset(number for number in reads if number is not None),
             frozenset(overwrites | changed), frozenset(overwrites), torch.get_default_dtype(), random,
         )  # fmt: skip
-        for number in step.writes:
-            self._storages[number].writers.append(len(self._steps))
-        self._steps.append(step)
+        self._append(step)
         for tensor in written:
             here = self._storages[self._numbers[storage_key(tensor)][1]]
             here.stale = is_meta(tensor) and here.real is not None and not here.real.expired()
+
+    def _append(self, step: RecipeStep) -> None:
+        for number in step.writes:
+            self._storages[number].writers.append(len(self._steps))
+        self._steps.append(step)
 
     def _device(self, kwargs: dict[str, Any], tensors: list[Tensor]) -> torch.device:
         """Where the operator would run in ordinary execution."""

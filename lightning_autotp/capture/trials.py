@@ -7,12 +7,14 @@ the same sum), and gradients likewise. Sizes, dtypes and the values of integers 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from string import ascii_lowercase
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_autotp.operators.declared import Declaration
 from lightning_autotp.operators.notation import DeclarationError, Tensors, size_of
@@ -54,10 +56,26 @@ def try_declaration(
     like = [(name, tuple(t.shape), t.dtype, str(t.device)) for name, t in tensors.items()]
     key = declaration.name, declaration.text, declaration.whole, declaration.summed, tuple(like), repr(others)
     if key not in _TRIED:
-        with without_modes(), with_autograd(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        with _on_its_own():
             _TRIED[key] = _Trial(declaration, function, tensors, others).wrong(values)
     if _TRIED[key]:
         raise DeclarationError(f"{declaration.described}, but {_TRIED[key]}")
+
+
+@contextmanager
+def _on_its_own() -> Iterator[None]:
+    """Within it kernels run as if no model were traced: activation checkpointing would run a block again for them."""
+    with ExitStack() as stack:
+        stack.enter_context(without_modes())
+        stack.enter_context(with_autograd())
+        stack.enter_context(saved_tensors_hooks(_as_it_is, _as_it_is))
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(torch.device("cpu"))
+        yield
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _can_be_made_up(values: Collection[Any]) -> bool:
@@ -284,7 +302,7 @@ def found_declaration(
     like = [(key, tuple(t.shape), t.dtype, str(t.device)) for key, t in tensors.items()]
     key = name, tuple(like), repr({key: value for key, value in given.items() if key not in tensors})
     if key not in _FOUND:
-        with without_modes(), with_autograd(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        with _on_its_own():
             _FOUND[key] = _found(name, function, tensors, given, made, values)
     return _FOUND[key]
 

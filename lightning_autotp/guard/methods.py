@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -135,10 +136,11 @@ def _methods(model: nn.Module, calls: CallProver) -> Iterator[tuple[nn.Module, s
                 yield place.module, name, _Known(model, place.module, name)
             else:
                 yield place.module, name, Refused(place.module, name, _TAKES_FOR_WHOLE)
+    # Methods, as Fabric asks for that are marked: fabric_model.mark_forward_method("generate").
     if parallel_state(model).plan.shards_sequence and _has(model, "generate"):
-        yield model, "generate", Refused(model, "generate", _NEEDS_ALL_TOKENS)
+        yield model, "generate", MethodType(Refused(model, "generate", _NEEDS_ALL_TOKENS), model)
     elif fsdp_modules(model) and hasattr(model, "generate"):
-        yield model, "generate", partial(generate_gathered, model)
+        yield model, "generate", MethodType(generate_gathered, model)
     if (tuners := sys.modules.get("peft.tuners.tuners_utils")) is not None:  # else there are no adapters
         for module in model.modules():
             if isinstance(module, tuners.BaseTunerLayer):

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from lightning_autotp.building.checkpoint_reading import CheckpointSource
-from lightning_autotp.building.quantization import format_of
+from lightning_autotp.building.quantization import as_loaded, format_of
 from lightning_autotp.building.recipe import take_recipe
 from lightning_autotp.layouts.names import join_names
 from lightning_autotp.layouts.plan import ConversionPlan, Plan
@@ -116,6 +116,7 @@ class ParallelState:
         for parameter, aliases in names.items():
             if len({layouts[name] for name in aliases}) > 1:
                 raise ValueError(f"{', '.join(aliases)} are tied, and the plan has several layouts for them")
+            format, recipe = format_of(parameter), take_recipe(parameter)
             meta = ParameterMeta(
                 names=tuple(aliases),
                 shape=tuple(parameter.shape),
@@ -123,9 +124,9 @@ class ParallelState:
                 layout=layouts[aliases[0]],
                 rank=group.rank,
                 ranks=group.size,
-                init_fn=take_recipe(parameter),
+                init_fn=recipe if format is None or recipe is None else as_loaded(recipe),
                 need_initialize=parameter.is_meta,
-                format=format_of(parameter),
+                format=format,
             )
             state.metas |= dict.fromkeys(aliases, meta)
         state.modules = tuple(path for path, _ in model.named_modules())

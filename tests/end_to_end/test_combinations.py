@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 from datetime import date
 from pathlib import Path
 
 import pytest
-from combination_runs import Verdict, differences, tried
-from combination_task import one_process
+from combination_drivers import one_process
+from combination_runs import Verdict, differences, exported_otherwise, tried
+from combination_task import adapted_model
 from combinations import CHOICES, FAMILIES, Combination, drawn, given
 
 A_DAY = 16
@@ -50,15 +52,17 @@ def test_a_combination_equals_one_process(combination: Combination) -> None:
     check(tried(combination))
 
 
-def test_many_options_at_once_equal_one_process() -> None:
-    check(
-        tried(
-            given(
-                "llama-uneven precision=float64 padded=True shapes=tokens frozen=half groups=2 schedule=True"
-                " accumulate=2 clip=norm sequence_parallel=yes checkpointing=blocks averaging=True evaluation=epoch"
-            )
-        )
-    )
+@pytest.mark.parametrize(
+    "text",
+    [
+        "llama-uneven precision=float64 padded=True shapes=tokens frozen=half groups=2 schedule=True accumulate=2"
+        " clip=norm sequence_parallel=yes checkpointing=blocks averaging=True evaluation=epoch export=run",
+        "llama-one-key driver=fabric padded=True shapes=rows adapter=dora groups=2 schedule=True accumulate=2"
+        " clip=value checkpointing=blocks evaluation=epoch generates=True resume=directory export=run",
+    ],
+)
+def test_many_options_at_once_equal_one_process(text: str) -> None:
+    check(tried(given(text)))
 
 
 def test_what_is_drawn_is_read_as_it_is_written() -> None:
@@ -79,6 +83,7 @@ def test_what_is_drawn_is_read_as_it_is_written() -> None:
         ("llama clip=norms", "clip may be none, norm, value"),
         ("llama clips=norm", "there is no such option"),
         ("vit loss=smoothed", "only language models have a loss of logits"),
+        ("llama generates=True", "text is written in an evaluation"),
     ],
 )
 def test_what_cannot_be_is_refused(text: str, expected: str) -> None:
@@ -88,14 +93,17 @@ def test_what_cannot_be_is_refused(text: str, expected: str) -> None:
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_a_mistake_in_any_of_the_results_is_found(precision: str, tmp_path: Path) -> None:
-    combination = Combination(precision=precision, evaluation="epoch")
+    combination = Combination(precision=precision, evaluation="epoch", generates=True)
     wanted, *noisy = (one_process(combination, tmp_path / str(noise), noise) for noise in range(3))
     assert not differences(combination, [wanted, wanted], wanted, noisy)
     name, weight = "model.model.layers.0.mlp.up_proj.weight", 1.5
-    for kind, place in (("losses", 1), ("evaluated", 0), ("gradients", 1), ("after", name)):
+    for kind, place in (("losses", 1), ("evaluated", 0), ("gradients", 1), ("written", 0), ("after", name)):
         wrong = copy.deepcopy(wanted)
         if kind == "gradients":
             wrong[kind][place][name] *= weight
+        elif kind == "written":
+            tokens, logits = wrong[kind][place][0]
+            wrong[kind][place] = [(tokens, logits * weight)]
         elif kind == "after":
             wrong[kind][name] += (wrong[kind][name] - wanted["before"][name]) * (weight - 1)
         else:
@@ -103,3 +111,26 @@ def test_a_mistake_in_any_of_the_results_is_found(precision: str, tmp_path: Path
         ranks = [wanted, wrong] if kind != "losses" else [wrong, wrong]
         found = differences(combination, ranks, wanted, noisy)
         assert any(("of model" not in text or name in text) for text in found), kind
+
+
+def test_another_token_is_found_where_it_is_the_first_that_differs(tmp_path: Path) -> None:
+    combination = Combination(evaluation="epoch", generates=True)
+    wanted, *noisy = (one_process(combination, tmp_path / str(noise), noise) for noise in range(3))
+    for row, at in ((0, 0), (2, 3)):
+        wrong = copy.deepcopy(wanted)
+        wrong["written"][1][0][0][row, at] += 1
+        (found,) = differences(combination, [wanted, wrong], wanted, noisy)
+        assert found.startswith("rank 1: text 1 is ")
+
+
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+def test_a_mistake_in_a_file_is_found(adapter: str, tmp_path: Path) -> None:
+    combination = Combination(export="run", adapter=adapter)
+    model = adapted_model(combination, tmp_path)
+    model.save_pretrained(tmp_path / "exported")
+    state = {f"model.{name}": value.clone() for name, value in model.state_dict().items()}
+    assert not exported_otherwise(combination, tmp_path, state)
+    kind = "lora_A" if adapter == "lora" else "norm"
+    state[next(name for name in state if kind in name)].view(-1)[0] += 1e-6
+    found = exported_otherwise(combination, tmp_path, state)
+    assert re.match(r"exported (adapter_)?model.safetensors is [0-9a-f]+, not [0-9a-f]+$", found)

@@ -77,9 +77,18 @@ def batches() -> dict[str, dict[str, Tensor]]:
     }
 
 
-def trained(family: str, attention: str, batch: dict[str, Tensor]) -> tuple[Any, float]:
-    """What is communicated in a step, and how far its gradients are from one process's."""
+def trained(family: str, attention: str, batch: dict[str, Tensor], again: bool = False) -> tuple[Any, float]:
+    """What is communicated in a step, and how far its gradients are from one process's.
+
+    Args:
+        family: of the model.
+        attention: its implementation.
+        batch: of the step.
+        again: whether activations are computed again in the backward pass.
+    """
     model = tiny_model(family)
+    if again:
+        model.train().gradient_checkpointing_enable({"use_reentrant": False})
     if attention == HUB_FLASH:
         model.set_attn_implementation(f"paged|{attention}")
         assert model.config._attn_implementation == attention
@@ -216,6 +225,8 @@ def draw_by_head(rank: int, size: int) -> dict[str, Any]:
 def train_families(rank: int, size: int, families: tuple[str, ...]) -> dict[tuple[str, str, str], tuple[Any, float]]:
     with_kernels()
     found = train_by_head()
+    for attention in ("sdpa", FLASH_2):  # before the kernel has been tried
+        found["llama", attention, "again"] = trained("llama", attention, batches()["plain"], again=True)
     for family in families:
         for attention in ("sdpa", *KERNELS, *(OTHER_NAMES if family == "llama" else ())):
             found[family, attention, "plain"] = trained(family, attention, batches()["plain"])

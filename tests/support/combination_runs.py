@@ -7,27 +7,21 @@ rounding alone, moves by a whole step of Adam in any direction), so may several 
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from combination_task import (
-    EPOCHS,
-    ROUNDED_TO,
-    STEPS_OF_EPOCH,
-    batches,
-    new_model,
-    on_ranks,
-    one_process,
-    trained,
-    two_halves,
-)
+from combination_drivers import on_ranks, on_to_one_process, one_process
+from combination_task import EPOCHS, ROUNDED_TO, STEPS_OF_EPOCH, adapted_model, batches, kernels, loss_of, new_model
 from combinations import Combination
+from exported import contents
 from torch import Tensor
 from trainer_ranks import run_trainer_ranks
 
@@ -35,9 +29,10 @@ from trainer_ranks import run_trainer_ranks
 # which combinations it is the right answer. Any other error is a mistake.
 REFUSALS: dict[str, Callable[[Combination], bool]] = {
     "Adafactor computes its update from whole tensors": lambda c: c.optimizer == "Adafactor",
+    "generate needs all tokens on every rank": lambda c: c.generates and c.sequence_parallel != "no",
     # Lightning's own, in one process as well.
     "does not allow for gradient clipping because it performs unscaling of gradients internally": lambda c: (
-        c.optimizer == "Adam-fused" and c.clip != "none" and c.precision.endswith("-mixed")
+        c.optimizer == "Adam-fused" and c.clip != "none" and c.precision.endswith("-mixed") and c.driver == "trainer"
     ),
 }
 
@@ -52,6 +47,8 @@ _NORMS: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
 many elements varies less than the largest of them."""
 _NOISY_RUNS, _MORE_NOISY_RUNS = 2, 6
 """The latter where the first ones do not explain a difference: in one run of many a token goes to another expert."""
+_MARGIN = 8.0
+"""How many times the noise of its logits a token has to be ahead of the next one, to be the same everywhere."""
 _VISIBLE = 0.5
 """Rounding must not explain a difference of so much of a gradient, in most of them."""
 
@@ -92,9 +89,10 @@ def tried(combination: Combination) -> Verdict:
             ranks = run_trainer_ranks(on_ranks, combination.ranks, combination, folder, data)
         except RuntimeError as error:
             return _failed(combination, str(error))
+        if other := exported_otherwise(combination, folder, ranks[0]["after"]):
+            return Verdict(combination, "different", other)
         if combination.resume == "to-one-process":
-            second = trained(combination, "auto", data, folder, start=folder / "ranks" / "half.ckpt", epochs=EPOCHS)
-            ranks = [two_halves(first, second) for first in ranks]
+            ranks = [on_to_one_process(combination, folder, first) for first in ranks]
         noisy: list[dict[str, Any]] = []
         for more in (_NOISY_RUNS, _MORE_NOISY_RUNS):
             for number in range(len(noisy) + 1, len(noisy) + more + 1):
@@ -126,6 +124,37 @@ def _failed(combination: Combination, error: str) -> Verdict:
     return Verdict(combination, "refused" if refused else "error", error)
 
 
+def exported_otherwise(combination: Combination, folder: Path, state: dict[str, Tensor]) -> str:
+    """Where files that ranks have exported are not, byte for byte, those that one process writes of the same state."""
+    if combination.export == "none":
+        return ""
+    with kernels(combination), torch.no_grad():
+        model = adapted_model(combination, folder)
+        loss_of(combination, model, batches(combination)[0])  # which a configuration may learn from
+    if combination.precision == "bf16-true":
+        model.to(torch.bfloat16)
+    inner = "model." if combination.driver == "trainer" else ""
+    with torch.no_grad():
+        for name, value in model.state_dict().items():
+            value.copy_(state[inner + name])
+    model.save_pretrained(folder / "wanted")
+    found, wanted = _files(folder / "exported"), _files(folder / "wanted")
+    other = [name for name in sorted({*found, *wanted}) if found.get(name) != wanted.get(name)]
+    return "\n".join(f"exported {name} is {found.get(name)}, not {wanted.get(name)}" for name in other)
+
+
+def _files(folder: Path) -> dict[str, str]:
+    """What is in each of a directory's files, in few words: an entry of JSON, a checksum of anything else."""
+    found: dict[str, str] = {}
+    for name, written in contents(folder).items():
+        if name.endswith(".json"):  # PEFT writes sets, in any order
+            told = json.loads(written)
+            found |= {f"{name}, {k}": str(sorted(v, key=str) if isinstance(v, list) else v) for k, v in told.items()}
+        else:
+            found[name] = hashlib.sha256(written).hexdigest()
+    return found
+
+
 def differences(
     combination: Combination, ranks: list[dict[str, Any]], wanted: dict[str, Any], noisy: list[dict[str, Any]]
 ) -> list[str]:
@@ -151,7 +180,29 @@ def differences(
                     size = float(norm(value))
                     text = f"rank {number}: {key} is off by {off:.3g} of {size:.3g} ({name}); rounding: {allowed:.1g}"
                     said[text] = off / max(allowed, 1e-30)
+        said |= dict.fromkeys(_other_text(combination, number, run, wanted, noisy), float("inf"))
     return sorted(said, key=lambda text: -said[text])[:8]
+
+
+def _other_text(
+    combination: Combination, number: int, run: dict[str, Any], wanted: dict[str, Any], noisy: list[dict[str, Any]]
+) -> Iterator[str]:
+    """Where a rank wrote other tokens, or thought otherwise of the first one."""
+    copy = number // combination.tensor_ranks
+    for at, texts in enumerate(wanted["written"]):
+        (found, seen), (tokens, logits), others = (
+            run["written"][at][0], texts[copy], [other["written"][at][copy] for other in noisy]
+        )  # fmt: skip
+        noise = torch.stack([(other - logits).abs().amax(-1) for _, other in others]).amax(0)
+        first, second = logits.topk(2).values.unbind(-1)
+        # Where rounding may choose another token, all that follow may be others, too.
+        sure = torch.stack([other == tokens for other, _ in others]).all(0) & (first - second > _MARGIN * noise)
+        if found.shape != tokens.shape or ((found != tokens) & sure.cumprod(1).bool()).any():
+            yield f"rank {number}: text {at} is {found.tolist()}, not {tokens.tolist()}"
+        off, allowed = float((seen - logits)[:, 0].abs().max()), _MARGIN * float(noise[:, 0].max())
+        of_losses, _ = _close(combination)
+        if not off <= max(allowed, of_losses * float(logits.abs().max())):
+            yield f"rank {number}: logits of text {at} are off by {off:.3g}; rounding: {allowed:.1g}"
 
 
 def _hidden(combination: Combination, wanted: dict[str, Any], noisy: list[dict[str, Any]]) -> str:
@@ -188,7 +239,7 @@ def _allowed(
 
 
 def _second_half(run: dict[str, Any]) -> dict[str, Any]:
-    half = {key: run[key][len(run[key]) // 2 :] for key in ("losses", "evaluated", "gradients")}
+    half = {key: run[key][len(run[key]) // 2 :] for key in ("losses", "evaluated", "gradients", "written")}
     return {**run, **half}
 
 
@@ -201,6 +252,16 @@ def _flat(run: dict[str, Any], before: dict[str, Tensor]) -> dict[str, Tensor]:
     return {key: value.double() for key, value in found.items()}
 
 
+def _rounding(combination: Combination) -> float:
+    return torch.finfo(ROUNDED_TO.get(combination.precision, torch.bfloat16)).eps
+
+
+def _close(combination: Combination) -> tuple[float, float]:
+    """Relative to their size, what losses and everything else may be off by, whatever the noise."""
+    # A loss of 16 bits is rounded several times on its way, which weights that are off do not show.
+    return _CLOSE.get(combination.precision, (2 * _rounding(combination), _rounding(combination)))
+
+
 def _floor(
     combination: Combination,
     norm: Callable[[Tensor], Tensor],
@@ -209,9 +270,8 @@ def _floor(
     before: dict[str, Tensor],
 ) -> float:
     """A difference that is rounding whatever the noise."""
-    rounding = torch.finfo(ROUNDED_TO.get(combination.precision, torch.bfloat16)).eps
-    # A loss of 16 bits is rounded several times on its way, which weights that are off do not show.
-    of_losses, of_others = _CLOSE.get(combination.precision, (2 * rounding, rounding))
+    rounding = _rounding(combination)
+    of_losses, of_others = _close(combination)
     size = float(norm(expected[key]))
     if key.startswith(("losses", "evaluated")):
         return of_losses * size

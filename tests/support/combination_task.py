@@ -1,28 +1,30 @@
-"""What trains a combination of options, on its ranks and in one process, and writes down what is compared."""
+"""What a combination of options trains: its model, data, loss and optimizer, and what is kept of a run to compare."""
 
 from __future__ import annotations
 
-import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import torch
 from combinations import FAMILIES, Combination
-from lightning.pytorch import callbacks
-from lightning.pytorch.plugins import MixedPrecision
+from kernel_stand_ins import FLASH_2, installed_flash_attention, installed_flex_attention
+from quantized import whole_weights
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
+from transformers import BitsAndBytesConfig
 from zoo.inputs import training_batch
 from zoo.models import build, stir
 
-from lightning_autotp import AutoTPStrategy, WholeMatrixOptimizer, full_gradients, full_state_dict
-from lightning_autotp.lightning.averaging import EMAWeightAveraging
+from lightning_autotp import WholeMatrixOptimizer, full_gradients, full_state_dict
+from lightning_autotp.building.repeated_blocks import repeated_blocks
 from lightning_autotp.losses import kl_divergence, token_log_probs
 
 STEPS_OF_EPOCH = 2
 EPOCHS = 2
+
+NEW_TOKENS = 4
 
 ROUNDED_TO = {"32-true": torch.float32, "float64": torch.float64, "16-mixed": torch.float16}
 """What a precision rounds to, where that is not bfloat16."""
@@ -30,10 +32,16 @@ ROUNDED_TO = {"32-true": torch.float32, "float64": torch.float64, "16-mixed": to
 _IN_FLOAT64 = 2.0**-30
 """By how much weights are off then: finer than float32, but models that compute parts in float32 feel it."""
 
+_OF_BLOCKS = {"hidden_size": 128, "intermediate_size": 320}
+"""Sizes of a base that is quantized: rows of whole blocks of 64, two and five of them."""
+
+
+# --- the model ---
+
 
 def new_model(combination: Combination) -> Any:
     """The family's tiny model, the same at each call."""
-    group, name, changes = FAMILIES[combination.family]
+    group, name, changes = _sizes(combination)
     if combination.tied != "default":
         changes = {**changes, "tie_word_embeddings": combination.tied == "yes"}
     torch.manual_seed(5)
@@ -44,12 +52,23 @@ def new_model(combination: Combination) -> Any:
     return model.train()
 
 
-def _model(combination: Combination, folder: Path) -> Any:
+def _sizes(combination: Combination) -> tuple[str, str, dict[str, Any]]:
+    group, name, changes = FAMILIES[combination.family]
+    return group, name, changes if combination.base == "plain" else {**changes, **_OF_BLOCKS}
+
+
+def adapted_model(combination: Combination, folder: Path) -> Any:
+    """The model as the options say, of the directory in ``folder`` or made anew."""
     model = new_model(combination)
     if combination.source == "directory":
-        model = type(model).from_pretrained(folder / "source", dtype="auto").train()
-    if combination.attention != "default":
+        how: dict[str, Any] = {"dtype": "auto"}
+        if combination.base != "plain":
+            how = {"quantization_config": _quantization(combination.base), "dtype": torch.float32}
+        model = type(model).from_pretrained(folder / "source", **how).train()
+    if combination.attention == "eager":
         model.set_attn_implementation(combination.attention)
+    elif combination.attention != "default":  # without asking for what the kernels need
+        model.config._attn_implementation = combination.attention
     if combination.checkpointing == "own":
         model.gradient_checkpointing_enable()
     if combination.adapter != "none":
@@ -60,146 +79,84 @@ def _model(combination: Combination, folder: Path) -> Any:
             # PEFT refuses the first two of Mamba's, and routers return tuples.
             exclude_modules=["out_proj", "conv1d", "router"],
         )  # fmt: skip
+        torch.manual_seed(6)
         model = get_peft_model(model, config)
-    named = list(model.named_parameters())
-    frozen = {
-        "nothing": [],
-        "embeddings": list(_embeddings(model).parameters()) if combination.frozen == "embeddings" else [],
-        "half": [parameter for _, parameter in named[::2]],
-        "beginning": [parameter for _, parameter in named[: len(named) // 2]],
-        "vectors": [parameter for _, parameter in named if parameter.ndim == 1],
-        "matrices": [parameter for _, parameter in named if parameter.ndim > 1],
-    }[combination.frozen]
-    for parameter in frozen:
+    for parameter in _frozen(combination, model):
         parameter.requires_grad_(False)
     return model
 
 
-def _embeddings(model: Any) -> nn.Module:
+def _quantization(base: str) -> Any:
+    if base == "nf4":
+        return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    if base == "int8":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    from torchao.quantization import Int8WeightOnlyConfig
+    from transformers import TorchAoConfig
+
+    return TorchAoConfig(Int8WeightOnlyConfig())
+
+
+def _frozen(combination: Combination, model: Any) -> list[nn.Parameter]:
+    parameters = list(model.parameters())
+    return {
+        "nothing": [],
+        "embeddings": list(embeddings(model).parameters()) if combination.frozen == "embeddings" else [],
+        "half": parameters[::2],
+        "beginning": parameters[: len(parameters) // 2],
+        "vectors": [parameter for parameter in parameters if parameter.ndim == 1],
+        "matrices": [parameter for parameter in parameters if parameter.ndim > 1],
+    }[combination.frozen]
+
+
+def embeddings(model: Any) -> nn.Module:
     try:
         return model.get_input_embeddings()
     except NotImplementedError:  # of pictures and sounds: whatever comes first
         return next(module for module in model.modules() if next(module.parameters(recurse=False), None) is not None)
 
 
-class Combined(L.LightningModule):
-    """A task as the options say, that writes down what is compared."""
+def make_noisy(combination: Combination, model: nn.Module, noise: int) -> None:
+    """Move the weights by what the precision rounds them to."""
+    generator = torch.Generator().manual_seed(noise)
+    rounding = torch.finfo(ROUNDED_TO.get(combination.precision, torch.bfloat16)).eps / 2
+    if combination.precision == "float64":
+        rounding = _IN_FLOAT64
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if type(parameter) is not nn.Parameter or not parameter.is_floating_point():
+                continue  # it is quantized
+            by = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * rounding
+            parameter.copy_(parameter.double() * (1 + by))
 
-    def __init__(self, combination: Combination, folder: Path, noise: int) -> None:
-        super().__init__()
-        self.combination, self.folder, self.noise = combination, folder, noise
-        self.seen: dict[str, Any] = {"losses": [], "gradients": [], "evaluated": []}
-        if combination.source == "ready":
-            self.model = self._built()
 
-    def _built(self) -> Any:
-        dtype = torch.get_default_dtype()
-        if self.combination.averaging:
-            # In one process Lightning's callback builds the model, before the precision's dtype is set, and numbers
-            # that are drawn in another dtype are others.
-            torch.set_default_dtype(torch.float32)
-        try:
-            model = _model(self.combination, self.folder)
-        finally:
-            torch.set_default_dtype(dtype)
-        if self.noise:
-            generator = torch.Generator().manual_seed(self.noise)
-            precision = self.combination.precision
-            rounding = torch.finfo(ROUNDED_TO.get(precision, torch.bfloat16)).eps / 2
-            if precision == "float64":
-                rounding = _IN_FLOAT64
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    by = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * rounding
-                    parameter.copy_(parameter.double() * (1 + by))
-        return model
+def compile_in_place(combination: Combination, model: nn.Module) -> None:
+    """As the options say, with a backend that takes no time to compile."""
+    torch._dynamo.reset()
+    compiled = {"none": [], "blocks": list(repeated_blocks(model)), "whole": [model]}[combination.compile]
+    for module in compiled:
+        module.compile(backend="aot_eager")
 
-    def configure_model(self) -> None:
-        if not hasattr(self, "model"):
-            self.model = self._built()
 
-    @property
-    def is_parallel(self) -> bool:
-        return any(hasattr(module, "autotp") for module in self.modules())
+@contextmanager
+def kernels(combination: Combination) -> Iterator[None]:
+    """What stands in for kernels that need a GPU."""
+    if combination.attention == FLASH_2:
+        with installed_flash_attention():
+            yield
+    elif combination.attention == "flex_attention":
+        with installed_flex_attention():
+            yield
+    else:
+        yield
 
-    def whole_state(self) -> dict[str, Tensor]:
-        return full_state_dict(self) if self.is_parallel else {k: v.clone() for k, v in self.state_dict().items()}
 
-    def on_fit_start(self) -> None:
-        if not self.is_parallel:
-            self.seen["before"] = self.whole_state()
-
-    def _loss(self, batch: dict[str, Any]) -> Tensor:
-        kind = self.combination.loss
-        if kind == "own":
-            return self.model(**batch).loss
-        labels = batch["labels"]
-        logits = self.model(**{key: value for key, value in batch.items() if key != "labels"}).logits
-        if self.combination.group == "causal":
-            logits, labels = logits[:, :-1], labels[:, 1:]
-        if kind == "log-probs":
-            return -token_log_probs(logits, labels).mean()
-        if kind == "divergence":
-            return kl_divergence(logits, logits.detach() * 0.5).mean()
-        loss = F.cross_entropy(
-            logits.flatten(0, 1), labels.flatten(), label_smoothing=0.1 if kind == "smoothed" else 0.0
-        )
-        return loss + 1e-2 * logits.logsumexp(-1).square().mean() if kind == "z-loss" else loss
-
-    def training_step(self, batch: list[dict[str, Any]], batch_idx: int) -> Tensor:
-        loss = torch.stack([self._loss(part) for part in batch]).mean()
-        self.seen["losses"].append(loss.item())
-        return loss
-
-    def validation_step(self, batch: list[dict[str, Any]], batch_idx: int) -> None:
-        self.log("evaluated", torch.stack([self._loss(part) for part in batch]).mean(), sync_dist=True)
-
-    def on_validation_epoch_end(self) -> None:
-        if not self.trainer.sanity_checking:
-            self.seen["evaluated"].append(float(self.trainer.callback_metrics["evaluated"]))
-
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        if len(self.seen["gradients"]) < STEPS_OF_EPOCH:  # later steps are made without
-            alone = self.named_parameters(remove_duplicate=False)
-            self.seen["gradients"].append(
-                full_gradients(self)
-                if self.is_parallel
-                else {name: value.grad.clone() for name, value in alone if value.grad is not None}
-            )
-
-    def configure_optimizers(self) -> Any:
-        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        name, _, how = self.combination.optimizer.partition("-")
-        if name == "whole":
-            name = how
-        if name == "Muon":
-            inside = {*map(id, _embeddings(self.model).parameters())}
-            trained = [parameter for parameter in trained if parameter.ndim == 2 and id(parameter) not in inside]
-        groups: list[dict[str, Any]] = [{"params": trained}]
-        if self.combination.groups == 2:
-            groups = [
-                {"params": [p for p in trained if p.ndim > 1], "weight_decay": 0.1},
-                {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
-            ]
-            groups = [group for group in groups if group["params"]]
-        options: dict[str, Any] = {"lr": 0.05, "momentum": 0.9} if name == "SGD" else {"lr": 3e-3}
-        if how in ("fused", "foreach"):
-            options[how] = True
-        kind = getattr(torch.optim, name)
-        optimizer = (
-            WholeMatrixOptimizer(self, groups, kind, **options)
-            if self.combination.optimizer.startswith("whole-")
-            else kind(groups, **options)
-        )
-        if not self.combination.schedule:
-            return optimizer
-        every_step = {"scheduler": torch.optim.lr_scheduler.LinearLR(optimizer, 0.2, 1.0, 3), "interval": "step"}
-        return {"optimizer": optimizer, "lr_scheduler": every_step}
+# --- the data ---
 
 
 def batches(combination: Combination) -> list[list[dict[str, Any]]]:
     """Of an epoch: each a batch for each copy."""
-    group, name, changes = FAMILIES[combination.family]
+    group, name, changes = _sizes(combination)
     with torch.device("meta"):
         config = build(name, group, **changes).config
 
@@ -223,99 +180,93 @@ def batches(combination: Combination) -> list[list[dict[str, Any]]]:
     ]
 
 
-def trained(
-    combination: Combination,
-    strategy: Any,
-    data: list[Any],
-    folder: Path,
-    *,
-    start: Path | None = None,
-    save: Path | None = None,
-    epochs: int = EPOCHS,
-    noise: int = 0,
-) -> dict[str, Any]:
-    """What a run saw."""
-    L.seed_everything(3, verbose=False)
-    alone = strategy == "auto"
-    task = Combined(combination, folder, noise)
-    used: list[Any] = []
-    if combination.averaging:
-        used.append((callbacks.EMAWeightAveraging if alone else EMAWeightAveraging)(decay=0.5))
-    if save is not None:
-        used.append(callbacks.ModelCheckpoint(save.parent, filename=save.stem, every_n_epochs=1))
-    options: dict[str, Any] = {} if combination.precision == "float64" else {"precision": combination.precision}
-    if combination.precision == "16-mixed":
-        options = {"plugins": [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**8))]}
-    if combination.clip != "none":
-        options["gradient_clip_algorithm"] = combination.clip
-        options["gradient_clip_val"] = {"norm": 0.2, "value": 2e-3}[combination.clip]
-    if combination.evaluation == "batch":
-        options["val_check_interval"] = 1
-    trainer = L.Trainer(
-        accelerator="cpu", devices=1 if alone else combination.ranks, strategy=strategy, logger=False,
-        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=save is not None, callbacks=used,
-        max_epochs=epochs, accumulate_grad_batches=combination.accumulate, use_distributed_sampler=False, **options,
+# --- what is done with the model ---
+
+
+def loss_of(combination: Combination, model: Any, batch: list[dict[str, Any]]) -> Tensor:
+    return torch.stack([_loss(combination, model, part) for part in batch]).mean()
+
+
+def _loss(combination: Combination, model: Any, batch: dict[str, Any]) -> Tensor:
+    kind = combination.loss
+    if kind == "own":
+        return model(**batch).loss
+    labels = batch["labels"]
+    logits = model(**{key: value for key, value in batch.items() if key != "labels"}).logits
+    if combination.group == "causal":
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    if kind == "log-probs":
+        return -token_log_probs(logits, labels).mean()
+    if kind == "divergence":
+        return kl_divergence(logits, logits.detach() * 0.5).mean()
+    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=0.1 if kind == "smoothed" else 0.0)
+    return loss + 1e-2 * logits.logsumexp(-1).square().mean() if kind == "z-loss" else loss
+
+
+def written(model: Any, part: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """What a model writes after the beginning of each row: tokens ``[rows, new]``, and the logits that they are of."""
+    prompt = part["input_ids"][:, :9]
+    mask = torch.ones_like(prompt)
+    mask[0, :2] = 0  # as a shorter prompt is padded
+    output = model.generate(
+        input_ids=prompt, attention_mask=mask, do_sample=False, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS,
+        return_dict_in_generate=True, output_logits=True,
     )  # fmt: skip
-    loaders: list[Any] = [DataLoader(data, batch_size=None)]
-    if combination.evaluation != "none":
-        loaders.append(DataLoader(data[:1], batch_size=None))
-    trainer.fit(task, *loaders, ckpt_path=start, weights_only=False)
-    task.seen["after"] = task.whole_state()
-    return task.seen
+    return output.sequences[:, -NEW_TOKENS:].clone(), torch.stack(output.logits, 1).float()
 
 
-def two_halves(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """Two halves of a run as one."""
-    return {
-        "losses": first["losses"] + second["losses"],
-        "evaluated": first["evaluated"] + second["evaluated"],
-        "gradients": first["gradients"] + second["gradients"],
-        "before": first.get("before"),
-        "after": second["after"],
-    }
+def optimizer_of(combination: Combination, module: nn.Module, model: Any) -> torch.optim.Optimizer:
+    """Of a model, which may be within a module."""
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    name, _, how = combination.optimizer.partition("-")
+    if name == "whole":
+        name = how
+    if name == "Muon":
+        inside = {*map(id, embeddings(model).parameters())}
+        trained = [parameter for parameter in trained if parameter.ndim == 2 and id(parameter) not in inside]
+    groups: list[dict[str, Any]] = [{"params": trained}]
+    if combination.groups == 2:
+        groups = [
+            {"params": [p for p in trained if p.ndim > 1], "weight_decay": 0.1},
+            {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+        ]
+        groups = [group for group in groups if group["params"]]
+    options: dict[str, Any] = {"lr": 0.05, "momentum": 0.9} if name == "SGD" else {"lr": 3e-3}
+    if how in ("fused", "foreach"):
+        options[how] = True
+    kind = getattr(torch.optim, name)
+    if combination.optimizer.startswith("whole-"):
+        return WholeMatrixOptimizer(module, groups, kind, **options)
+    return kind(groups, **options)
 
 
-def one_process(combination: Combination, folder: Path, noise: int = 0) -> dict[str, Any]:
-    """What one process sees.
-
-    Args:
-        combination: what is trained.
-        folder: for its checkpoints; the directory of the model is beside it.
-        noise: number of a run whose weights are off by what they are rounded to; 0 for the one with the weights.
-    """
-    data, source = batches(combination), folder.parent
-    if combination.resume == "none":
-        return trained(combination, "auto", data, source, noise=noise)
-    half = folder / "half.ckpt"
-    first = trained(combination, "auto", data, source, save=half, epochs=EPOCHS // 2, noise=noise)
-    return two_halves(first, trained(combination, "auto", data, source, start=half, noise=noise))
+def schedule_of(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    """Of the learning rate, a step after each of the optimizer's."""
+    return torch.optim.lr_scheduler.LinearLR(optimizer, 0.2, 1.0, 3)
 
 
-def on_ranks(combination: Combination, folder: Path, data: list[list[dict[str, Any]]]) -> dict[str, Any]:
-    copy = int(os.environ["RANK"]) // combination.tensor_ranks
-    mine = [[each[copy]] for each in data]
+# --- what is kept of it ---
 
-    def strategy() -> AutoTPStrategy:
-        tokens: Any = {"no": False, "yes": True, "auto": "auto"}[combination.sequence_parallel]
-        kept: Any = combination.checkpointing if combination.checkpointing in ("blocks", "offload") else None
-        return AutoTPStrategy(
-            combination.tensor_ranks,
-            (combination.copies, 1) if combination.replicated else combination.copies,
-            sequence_parallel=tokens,
-            activation_checkpointing=kept,
-            cpu_offload=combination.offload,
-            broadcast_batches=combination.broadcast,
-            save_distributed_checkpoint=combination.resume == "directory",
-        )
 
-    torch.manual_seed(int(os.environ["RANK"]))  # the strategy sees to it that ranks draw alike
-    if combination.resume == "none":
-        return trained(combination, strategy(), mine, folder)
-    half = folder / "ranks" / "half.ckpt"
-    if combination.resume == "from-one-process":
-        half = folder / "alone" / "half.ckpt"
-        return trained(combination, strategy(), mine, folder, start=half)
-    first = trained(combination, strategy(), mine, folder, save=half, epochs=EPOCHS // 2)
-    if combination.resume == "to-one-process":
-        return first
-    return two_halves(first, trained(combination, strategy(), mine, folder, start=half))
+def nothing_seen() -> dict[str, Any]:
+    return {"losses": [], "gradients": [], "evaluated": [], "written": []}
+
+
+def is_parallel(module: nn.Module) -> bool:
+    return any(hasattr(part, "autotp") for part in module.modules())
+
+
+def whole_state(combination: Combination, module: nn.Module) -> dict[str, Tensor]:
+    """A state dict, with what quantized weights stand for."""
+    if is_parallel(module):
+        return full_state_dict(module)
+    if combination.base != "plain":
+        return whole_weights(module)
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def whole_gradients(module: nn.Module) -> dict[str, Tensor]:
+    if is_parallel(module):
+        return full_gradients(module)
+    named = module.named_parameters(remove_duplicate=False)
+    return {name: value.grad.clone() for name, value in named if value.grad is not None}

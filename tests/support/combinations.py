@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
+from itertools import chain
 from typing import Any
 
 # A family's name, its group and model_type in the zoo's table of tiny sizes, and what is changed of these.
@@ -90,15 +91,17 @@ CHOICES: dict[str, dict[Any, int]] = {
     "tensor_ranks": {2: 12, 3: 3, 4: 1, 1: 1},
     "copies": {1: 5, 2: 1},
     "replicated": {False: 3, True: 1},
+    "driver": {"trainer": 4, "fabric": 1},
     "precision": {"32-true": 6, "float64": 3, "bf16-mixed": 3, "bf16-true": 1, "16-mixed": 1},
     "source": {"config": 2, "directory": 1, "ready": 1},
     "tied": {"default": 3, "yes": 1, "no": 1},
     "loss": {"own": 4, "cross-entropy": 1, "smoothed": 1, "log-probs": 1, "z-loss": 1, "divergence": 1},
     "padded": {False: 3, True: 1},
     "shapes": {"same": 3, "tokens": 1, "rows": 1},
-    "attention": {"default": 3, "eager": 1},
+    "attention": {"default": 6, "eager": 1, "flex_attention": 1, "flash_attention_2": 1},
     "frozen": {"nothing": 4, "embeddings": 1, "half": 1, "beginning": 1, "vectors": 1, "matrices": 1},
     "adapter": {"none": 4, "lora": 1, "dora": 1},
+    "base": {"plain": 6, "nf4": 1, "int8": 1, "rows": 1},
     "optimizer": {
         "SGD": 4, "AdamW": 4, "Adam-fused": 1, "AdamW-foreach": 1, "Adagrad": 1, "RMSprop": 1, "NAdam": 1, "Adamax": 1,
         "Adafactor": 1, "whole-Adafactor": 2, "whole-Muon": 2,
@@ -109,12 +112,21 @@ CHOICES: dict[str, dict[Any, int]] = {
     "clip": {"none": 2, "norm": 2, "value": 1},
     "sequence_parallel": {"no": 3, "yes": 2, "auto": 1},
     "checkpointing": {"none": 3, "blocks": 1, "offload": 1, "own": 1},
+    "compile": {"none": 5, "blocks": 1, "whole": 1},
     "offload": {False: 6, True: 1},
     "broadcast": {False: 4, True: 1},
     "averaging": {False: 3, True: 1},
     "evaluation": {"none": 2, "epoch": 1, "batch": 1},
+    "generates": {False: 3, True: 1},
     "resume": {"none": 3, "file": 1, "directory": 1, "from-one-process": 1, "to-one-process": 1},
+    "export": {"none": 4, "run": 1, "checkpoint": 1},
 }  # fmt: skip
+
+# What an option that is not plain is drawn together with, where these options may not be what they are.
+NEEDS: dict[str, dict[str, Any]] = {
+    "base": {"adapter": "lora", "source": "directory"},
+    "generates": {"evaluation": "epoch"},
+}
 
 
 @dataclass(frozen=True)
@@ -126,16 +138,18 @@ class Combination:
         tensor_ranks: that share a copy of the model.
         copies: of the model.
         replicated: whether the copies hold everything each, and not a part of it.
-        precision: the Trainer's; ``float64``: that of the model, and of what it is given.
+        driver: the Trainer, or a loop of one's own with Fabric.
+        precision: the driver's; ``float64``: that of the model, and of what it is given.
         source: ``config`` and ``directory`` (``from_pretrained``) in ``configure_model()``; ``ready``: made with its
             weights, before.
         tied: whether the head is the embedding, where the family's config leaves that open.
         loss: the model's ``own``, or one of its logits.
         padded: whether a row is shorter than the others.
         shapes: whether later batches have fewer tokens or rows.
-        attention: the model's implementation of it.
+        attention: the model's implementation of it; of FlashAttention a stand-in.
         frozen: what needs no gradient.
         adapter: PEFT's on all linear layers.
+        base: what adapters are on, if it is quantized: by bitsandbytes (``nf4``, ``int8``) or torchao (``rows``).
         optimizer: of ``torch.optim``; ``whole-``: within ``WholeMatrixOptimizer``.
         groups: of parameters, with other weight decays.
         schedule: of the learning rate.
@@ -143,17 +157,21 @@ class Combination:
         clip: gradients by what.
         sequence_parallel: the strategy's.
         checkpointing: the strategy's ``activation_checkpointing``, or the model's ``own``.
+        compile: the blocks or the whole model, on the ranks; one process does without.
         offload: the strategy's ``cpu_offload``.
         broadcast: the strategy's ``broadcast_batches``.
         averaging: exponential moving averages of the weights.
         evaluation: after an epoch, or after each batch.
+        generates: whether an evaluation writes tokens, too.
         resume: half-way, from a checkpoint of either kind; from one that one process has written, or in one process.
+        export: to a Hugging Face directory, in the run or from a checkpoint.
     """
 
     family: str = "llama"
     tensor_ranks: int = 2
     copies: int = 1
     replicated: bool = False
+    driver: str = "trainer"
     precision: str = "32-true"
     source: str = "config"
     tied: str = "default"
@@ -163,6 +181,7 @@ class Combination:
     attention: str = "default"
     frozen: str = "nothing"
     adapter: str = "none"
+    base: str = "plain"
     optimizer: str = "SGD"
     groups: int = 1
     schedule: bool = False
@@ -170,11 +189,14 @@ class Combination:
     clip: str = "none"
     sequence_parallel: str = "no"
     checkpointing: str = "none"
+    compile: str = "none"
     offload: bool = False
     broadcast: bool = False
     averaging: bool = False
     evaluation: str = "none"
+    generates: bool = False
     resume: str = "none"
+    export: str = "none"
 
     def __str__(self) -> str:
         """The family and whatever is not plain, as :func:`given` reads it."""
@@ -210,6 +232,22 @@ _MIXTURES = (
     "jamba", "nemotron_h", "qwen3_next", "minimax",
 )  # fmt: skip
 
+# Of transformers' families that know the kernel, some: their attention is PyTorch's otherwise.
+_FLEX = (
+    "llama", "llama-uneven", "llama-one-key", "qwen2", "qwen3", "gemma2", "gemma3", "gpt_neox", "phi", "phi3", "olmo2",
+    "starcoder2", "cohere2", "granite", "nemotron", "mixtral", "qwen3_moe",
+)  # fmt: skip
+_KERNELS = {
+    "flex_attention": (*_FLEX, "gpt_oss"),
+    "flash_attention_2": (*_FLEX, "gpt2", "falcon", "opt", "stablelm", "qwen3_next", "bart", "bert", "vit"),
+}
+
+# Dense ones of ``nn.Linear`` layers, whose rows quantization in blocks divides.
+_QUANTIZED = (
+    "llama", "llama-one-key", "qwen2", "qwen3", "gemma2", "gemma3", "gpt_neox", "olmo2", "phi", "phi3", "stablelm",
+    "starcoder2", "cohere2", "granite", "nemotron",
+)  # fmt: skip
+
 # What must be so, in words and in code. What the product refuses is no constraint: see ``REFUSALS``.
 CONSTRAINTS: dict[str, Callable[[Combination], bool]] = {
     "several ranks": lambda c: c.ranks > 1,
@@ -222,11 +260,29 @@ CONSTRAINTS: dict[str, Callable[[Combination], bool]] = {
     "adapters are for language models, and freeze all else": lambda c: (
         c.adapter == "none" or (c.group == "causal" and c.frozen == "nothing")
     ),
-    "PEFT decomposes no stacked experts": lambda c: c.adapter != "dora" or c.family not in _MIXTURES,
+    "PEFT decomposes no stacked experts, nor int8": lambda c: (
+        c.adapter != "dora" or (c.family not in _MIXTURES and c.base != "int8")
+    ),
     "grouped products take no float64": lambda c: c.precision != "float64" or c.family not in _MIXTURES,
     "tokens are padded, and fewer": lambda c: (not c.padded and c.shapes != "tokens") or c.group in _READS_TOKENS,
     "a row has one picture or several": lambda c: c.shapes != "rows" or c.group != "image-text",
-    "a directory has no adapter": lambda c: c.adapter == "none" or c.source != "directory",
+    "a quantized base is of a directory, beneath adapters": lambda c: (
+        c.base == "plain"
+        or (c.adapter != "none" and c.source == "directory" and c.family in _QUANTIZED and c.precision != "float64")
+    ),
+    "a checkpoint of one process has packed numbers": lambda c: c.base == "plain" or "process" not in c.resume,
+    "bitsandbytes evaluates int8 otherwise on a CPU": lambda c: c.base != "int8" or c.evaluation == "none",
+    "weight averaging is a callback": lambda c: not c.averaging or c.driver == "trainer",
+    "kernels of attention are of some families": lambda c: (
+        c.attention not in _KERNELS or c.family in _KERNELS[c.attention]
+    ),
+    "kernels of attention and the model are not compiled at once": lambda c: (
+        c.attention not in _KERNELS or c.compile == "none"
+    ),
+    "text is written in an evaluation": lambda c: (
+        not c.generates or (c.evaluation != "none" and c.group in ("causal", "seq2seq"))
+    ),
+    "checkpoints of adapters have no model": lambda c: c.export != "checkpoint" or c.adapter == "none",
     "batch normalization is of each copy's batch": lambda c: c.family != "resnet" or c.copies == 1,
     "batch norms of three pictures multiply rounding": lambda c: (
         c.family != "resnet" or c.precision == "float64" or (c.precision == "32-true" and c.resume == "none")
@@ -253,7 +309,9 @@ def drawn(seed: int) -> Combination:
     for name in generator.sample([*CHOICES], len(CHOICES)):
         values = CHOICES[name]
         (value,) = generator.choices([*values], [*values.values()])
-        found = next(_if_valid(replace(found, **{name: value})), found)
+        alone = replace(found, **{name: value})
+        needed = NEEDS.get(name, {}) if name in alone.unusual else {}
+        found = next(chain(_if_valid(alone), _if_valid(replace(alone, **needed))), found)
     return found
 
 

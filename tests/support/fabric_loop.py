@@ -166,6 +166,15 @@ def own_loss(fabric: Fabric, is_copied: bool = False) -> dict[str, Any]:
     return {"losses": losses, "norms": [], "gradients": [], "weights": whole(model), "kinds": kinds}
 
 
+def written(fabric: Fabric) -> Tensor:
+    """Tokens of ``model.generate()``, marked as Fabric asks for."""
+    fabric.seed_everything(3, verbose=False)
+    model = fabric.setup_module(AutoModelForCausalLM.from_config(tiny_config()).eval())
+    model.mark_forward_method("generate")
+    tokens: Tensor = model.generate(input_ids=IDS[:2, :5], do_sample=False, max_new_tokens=4, min_new_tokens=4)
+    return tokens
+
+
 def lightning_module(fabric: Fabric) -> dict[str, Any]:
     """Its model is divided; what is beside it is not."""
     fabric.seed_everything(5, verbose=False)

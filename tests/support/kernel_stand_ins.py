@@ -6,10 +6,12 @@ None of them runs without values: a trace that calls one fails.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -249,3 +251,29 @@ def install_flash_attention() -> None:
     module("flash_attn", **names)
     module("flash_attn.bert_padding", pad_input=flash._pad_input, unpad_input=flash._unpad_input)
     flash.is_flash_attn_2_available = lambda: True
+
+
+@contextmanager
+def installed_flash_attention() -> Iterator[None]:
+    """As :func:`install_flash_attention`, for a while."""
+    from transformers import modeling_flash_attention_utils as flash
+
+    with mock.patch.object(flash, "is_flash_attn_2_available"):
+        install_flash_attention()
+        try:
+            yield
+        finally:
+            for name in ("flash_attn.bert_padding", "flash_attn"):
+                del sys.modules[name]
+
+
+@contextmanager
+def installed_flex_attention() -> Iterator[None]:
+    """Let FlexAttention run on a CPU without being compiled, which it cannot with gradients, for a while."""
+    from torch.nn.attention import flex_attention
+
+    with (
+        mock.patch.object(flex_attention, "_validate_device"),
+        torch.compiler.set_stance("force_eager"),
+    ):
+        yield

@@ -24,6 +24,7 @@ from fabric_loop import (
     own_loss,
     run,
     two_ranks,
+    written,
 )
 from failures import check_one_error
 from lightning.fabric import seed_everything
@@ -72,6 +73,7 @@ def copies(directory: str, tensor_ranks: int) -> dict[str, Any]:
     seen = {name: run(fabric, clip, kind="SGD", save=save) for name, clip in CLIPS.items()}
     seen["reduced"] = [fabric.all_reduce(torch.tensor(2.0), reduce_op=how).item() for how in ("sum", "mean")]
     seen["sampled"] = fabric.strategy.distributed_sampler_kwargs
+    seen["written"] = written(fabric)
     return seen
 
 
@@ -88,9 +90,12 @@ def test_copies_on_different_data(tensor_ranks: int, tmp_path: Path) -> None:
         for seen in found:
             assert_same({**seen[name], "losses": losses.mean(0).tolist()}, wanted)
     assert_close(torch.load(tmp_path / "copies.ckpt")["model"], wanted["weights"])
+    text = written(fabric_of())
+    assert len(text[:, -4:].unique()) > 3
     for number, seen in enumerate(found):
         assert seen["reduced"] == [4, 2]
         assert seen["sampled"] == {"num_replicas": 2, "rank": number // tensor_ranks}
+        assert torch.equal(seen["written"], text)
 
 
 SCRIPT = """

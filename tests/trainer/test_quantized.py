@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from loading import localize
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
+from quantized import whole_weights
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -42,6 +43,7 @@ from lightning_autotp.layouts.types import Invariant, Layout, Shard
 from lightning_autotp.loading.parameters import load_parameters
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
 from lightning_autotp.parameters.quantized_weight import QuantizedWeight
+from lightning_autotp.parameters.state import parallel_state
 from lightning_autotp.proving.read_plan import read_plan
 from lightning_autotp.proving.verify import trace
 
@@ -92,12 +94,12 @@ def base_model(case: str, folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder / "source", quantization_config=config(case), dtype=dtype)
 
 
-def adapted(case: str, folder: Path) -> PeftModel:
+def adapted(case: str, folder: Path, **options: Any) -> PeftModel:
     base = base_model(case, folder)
     if "bfloat16" in case:
         base = prepare_model_for_kbit_training(base, use_gradient_checkpointing=False)
     # The second factor is not zero: it hides nothing.
-    lora = LoraConfig(r=4, lora_alpha=1, target_modules=adapted_models.LINEARS, init_lora_weights=False)
+    lora = LoraConfig(r=4, lora_alpha=1, target_modules=adapted_models.LINEARS, init_lora_weights=False, **options)
     return get_peft_model(base.train(), lora)
 
 
@@ -135,23 +137,6 @@ def tune(case: str, folder: Path, devices: int, **options: Any) -> dict[str, Any
     else:
         seen["weights"] = whole_weights(task)
     return seen
-
-
-def whole_weights(task: nn.Module) -> dict[str, Tensor]:
-    """What the quantized weights of one process stand for, and all others."""
-    found = {}
-    for path, module in task.named_modules():
-        for name, value in module.named_parameters(recurse=False):
-            weight = value.detach()
-            if isinstance(module, bitsandbytes.nn.Linear4bit) and name == "weight":
-                weight = bitsandbytes.functional.dequantize_4bit(value.data, value.quant_state)
-            elif isinstance(module, bitsandbytes.nn.Linear8bitLt) and name == "weight":
-                state = module.state if value.SCB is None else value  # before the first forward
-                weight = bitsandbytes.functional.int8_vectorwise_dequant(value.data, state.SCB)
-            elif hasattr(weight, "dequantize") and type(weight) is not Tensor:
-                weight = weight.dequantize()
-            found[f"{path}.{name}"] = weight.clone()
-    return found
 
 
 def ranks(cases: list[str], devices: int, folder: str) -> dict[str, Any]:
@@ -521,3 +506,26 @@ def test_weights_are_quantized_as_they_were_loaded(case: str, folder: Path) -> N
     for name, weight in found.items():
         assert weight.dtype == torch.bfloat16
         assert torch.equal(weight.format.dequantized(weight.layer), wanted[name])
+
+
+@pytest.mark.parametrize("case", ["double nf4", "fp4 of bfloat16", "groups", "rows"])
+def test_dora_starts_with_the_norms_of_what_quantized_weights_stand_for(case: str, folder: Path) -> None:
+    """A weight itself is read as it was loaded, in blocks: each rank quantizes its part."""
+    wanted: dict[str, Tensor] = {}
+    for base in (case, "plain"):
+        torch.manual_seed(0)
+        whole = adapted(base, folder, use_dora=True).state_dict()
+        wanted |= {f"{base} {name}": value for name, value in whole.items() if "magnitude" in name}
+    torch.manual_seed(0)
+    with meta_model():
+        ours = adapted(case, folder, use_dora=True)
+    localize(ours, 0, 1, lambda shape, ranks: Invariant())
+    read = [meta.init_fn for meta in parallel_state(ours).metas.values() if meta.format is not None]
+    assert len(read) == 14
+    assert not any(step.name == "rounding" for recipe in read for step in recipe.steps)
+    load_parameters(ours)
+    found = {name: value for name, value in ours.state_dict().items() if "magnitude" in name}
+    assert 2 * len(found) == len(wanted)
+    for name, value in found.items():
+        assert torch.equal(value, wanted[f"{case} {name}"]), name
+        assert not torch.equal(value, wanted[f"plain {name}"]), name
