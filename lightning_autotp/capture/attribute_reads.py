@@ -10,6 +10,7 @@ from contextlib import suppress
 
 from torch import nn
 
+from lightning_autotp.capture.noted_numbers import plain
 from lightning_autotp.operators.graph import Constant, Graph
 from lightning_autotp.parameters.subclassing import subclass
 
@@ -65,8 +66,8 @@ def _watch(target: object, note: Callable[[str, Constant], object]) -> None:
 
     def read(self: object, name: str) -> object:
         value = get(self, name)
-        if name not in _OF_EVERY_MODULE and type(value) in PLAIN:
-            note(name, value)
+        if name not in _OF_EVERY_MODULE and type(known := plain(value)) in PLAIN:
+            note(name, known)
         return value
 
     known_as = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}  # its code may look itself up by name

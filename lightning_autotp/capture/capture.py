@@ -14,7 +14,6 @@ import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +36,7 @@ from lightning_autotp.capture.nested import (
     map_tensors,
     tensors_in,
 )
-from lightning_autotp.capture.noted_numbers import NotedFloat
+from lightning_autotp.capture.noted_numbers import Notes
 from lightning_autotp.capture.opaque import LARGEST, NotRun, OpaqueForward
 from lightning_autotp.capture.recording import RECORD, under_way
 from lightning_autotp.capture.static_values import NoValue
@@ -271,13 +270,13 @@ def _capture(
         real[id(made)] = torch.zeros(value.shape, dtype=value.dtype) if known is None else known.cpu()
         return made
 
-    numbers: set[str] = set()  # places of floats of which code asks what they are
+    notes = Notes()  # what code asks of numbers
     places: dict[int, str] = {}  # of tensors of integers and flags
 
     def given(place: str, leaf: Any) -> Any:
         """A leaf of the arguments as the model gets it."""
-        if type(leaf) is float:
-            return NotedFloat(leaf, partial(numbers.add, place))
+        if type(leaf) is int or type(leaf) is float:
+            return notes.given(place, leaf)
         if not isinstance(leaf, Tensor):
             return leaf
         made = stand_in(leaf)
@@ -291,7 +290,6 @@ def _capture(
     if training:
         traced.train()
     tracer = Tracer(traced, real, places, seeming)
-    tracer.graph.numbers = numbers
     tracer.graph.opaque = opaque
     tracer.graph.example = _size_of_all([step_size(tensors_in(tuple(call))) for call in calls])
     for path in opaque:
@@ -300,6 +298,8 @@ def _capture(
     if not until_failure:
         note_attributes(traced, tracer.graph, lambda: tracer.modules[-1])
     _run(traced, calls, tracer, fake, until_failure)
+    # Copies: such numbers may live on, and other ranks have what was asked until now.
+    tracer.graph.numbers, tracer.graph.questions = set(notes.told), dict(notes.questions)
     tracer.graph.static_on_demand()
     in_float8 = {layer.weight: how for layer in traced.modules() if (how := float8_of(layer)) is not None}
     parameters = dict(traced.named_parameters())

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightning_autotp.capture.noted_numbers import plain
 from lightning_autotp.operators.graph import Constant
 from lightning_autotp.private.torch_private import registered_children
 
@@ -171,9 +172,9 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 def constants_among(leaves: Iterable[tuple[str, Any]]) -> tuple[tuple[str, Constant], ...]:
     """Every number, text, flag and ``None`` among the :func:`leaves_of` a value."""
-    # Plain floats: those of a trace note that they are asked for when they are compared.
+    # Plain numbers: those of a trace note that they are asked for when they are compared.
     found = ((path, leaf) for path, leaf in leaves if leaf is None or isinstance(leaf, int | float | str))
-    return tuple((path, float.__pos__(leaf) if isinstance(leaf, float) else leaf) for path, leaf in found)
+    return tuple((path, plain(leaf)) for path, leaf in found)
 
 
 def steps_of(path: str) -> tuple[str, ...]:

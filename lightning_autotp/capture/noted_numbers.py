@@ -1,63 +1,180 @@
-"""Numbers that note whether code asks what they are, or only computes with them."""
+"""Numbers that note what code asks of them, or that it asks what they are, rather than only computes with them.
+
+A comparison is noted as the question that it is, so that it can be asked again of the numbers of another call: all
+numbers with the same answers lead the code the same way. What is written in C (``range``, an element of a list,
+``int``, all of torch) sees an integer's value and says nothing, so integers are told apart by their values, too.
+"""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
-_COMPUTING = (
-    "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__", "__floordiv__",
-    "__rfloordiv__", "__mod__", "__rmod__", "__pow__", "__rpow__", "__neg__", "__pos__", "__abs__",
+from lightning_autotp.operators.questions import Number, Question
+
+_T = TypeVar("_T")
+
+_COMPUTING = {
+    "add": 2, "sub": 2, "mul": 2, "truediv": 2, "floordiv": 2, "mod": 2, "pow": 2, "and_": 2, "or_": 2, "xor": 2,
+    "lshift": 2, "rshift": 2, "neg": 1, "pos": 1, "abs": 1, "invert": 1,
+}  # fmt: skip
+"""Functions of ``operator`` by which numbers are computed, and of how many."""
+_ASKING = {"eq": "eq", "ne": "ne", "lt": "lt", "le": "le", "gt": "gt", "ge": "ge", "bool": "truth"}
+"""Python's methods that ask something, and what does so in ``operator``."""
+_TELLING = (
+    "__hash__", "__int__", "__float__", "__round__", "__trunc__", "__floor__", "__ceil__", "__str__", "__repr__",
+    "__format__", "is_integer",
 )  # fmt: skip
-_ASKING = (
-    "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__bool__", "__hash__", "__int__", "__float__",
-    "__round__", "__trunc__", "__floor__", "__ceil__", "__str__", "__repr__", "__format__", "is_integer",
-)  # fmt: skip
+"""Methods of a float of which anything may follow."""
+_LARGEST = 64
+"""Of so many operands a number may be computed that is still noted."""
 
 
-class NotedFloat(float):
-    """A float, and each that is computed from it, which says so when Python code asks for its value.
+class Notes:
+    """What code asks of the numbers in a trace.
 
-    To functions written in C, as all of torch's are, it is the float.
-
-    Args:
-        value: the number.
-        note: called when it is compared, hashed, rounded or written out.
+    Attributes:
+        questions: what it compares, in the order in which it was asked first.
+        told: the places of numbers of which it asks what they are.
     """
 
-    note: Callable[[], object]
+    def __init__(self) -> None:
+        self.questions: dict[Question, None] = {}
+        self.told: set[str] = set()
 
-    def __new__(cls, value: float, note: Callable[[], object]) -> NotedFloat:
-        """The same number."""
-        made = super().__new__(cls, value)
-        made.note = note
-        return made
+    def given(self, place: str, value: Number) -> Number:
+        """A number of the arguments that is noted."""
+        return _noted(value, place, 1, self)
+
+    def ask(self, function: str, given: tuple[Any, ...]) -> None:
+        """Code asks for this comparison."""
+        self.questions[Question(function, tuple(map(_operand, given)))] = None
+
+    def computed(self, function: str, given: tuple[Any, ...], result: Any) -> Any:
+        """What code has computed, noted as well."""
+        question = Question(function, tuple(map(_operand, given)))
+        size = sum(getattr(number, "size", 1) for number in given)
+        if size > _LARGEST:
+            self.tell(question)
+            return result
+        return _noted(result, question, size, self)
+
+    def tell(self, expression: Question | str) -> None:
+        """Code asks what this number is."""
+        self.told.update([expression] if isinstance(expression, str) else expression.places())
+
+
+class _Noted:
+    """What both kinds have.
+
+    Attributes:
+        expression: where it is in the arguments, or how it follows from what is there.
+        size: of how many operands it was computed.
+        notes: who is told of what is asked.
+    """
+
+    expression: Question | str
+    size: int
+    notes: Notes
+
+    def __copy__(self: _T) -> _T:
+        return self
+
+    def __deepcopy__(self: _T, _: Any) -> _T:
+        return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return float, (float.__float__(self),)
+        number = plain(self)
+        return type(number), (number,)
+
+    def __divmod__(self, other: Any) -> tuple[Any, Any]:
+        noted: Any = self
+        return noted // other, noted % other
 
 
-def _computing(name: str) -> Callable[..., Any]:
-    plain = getattr(float, name)
+class NotedInt(_Noted, int):
+    """An integer, and each that is computed from it, which notes what Python code compares it with.
 
-    def compute(self: NotedFloat, *others: Any) -> Any:
-        result = plain(self, *others)
-        return NotedFloat(result, self.note) if type(result) is float else result
+    To functions written in C, as all of torch's are, it is the integer.
+    """
+
+    __hash__ = int.__hash__
+
+
+class NotedFloat(_Noted, float):
+    """A float that notes what Python code compares it with, and says so when code asks for its value otherwise."""
+
+    __hash__ = float.__hash__
+
+
+def plain(value: Any) -> Any:
+    """A number that is noted as the ordinary one that it is; anything else itself."""
+    if type(value) is NotedInt:
+        return int.__pos__(value)
+    return float.__pos__(value) if type(value) is NotedFloat else value
+
+
+def _noted(value: Any, expression: Question | str, size: int, notes: Notes) -> Any:
+    kind = {int: NotedInt, float: NotedFloat}.get(type(value))
+    if kind is None:
+        return value
+    made: NotedInt | NotedFloat = kind(value)
+    made.expression, made.size, made.notes = expression, size, notes
+    return made
+
+
+def _operand(value: Any) -> Any:
+    return value.expression if isinstance(value, _Noted) else _ordinary(value)
+
+
+def _ordinary(value: Any) -> Number:
+    """A flag, or a number of a class of its own (an enumeration's member), as a number."""
+    number: Number = int.__pos__(value) if isinstance(value, int) else float.__pos__(value)
+    return number
+
+
+def _computing(base: Any, name: str, function: str, is_reflected: bool) -> Callable[..., Any]:
+    own, run = getattr(base, name), getattr(operator, function)
+
+    def compute(self: Any, *others: Any) -> Any:
+        if len(others) > 1 or not all(type(plain(other)) in (int, float, bool) for other in others):
+            return own(self, *others)
+        given = (*others, self) if is_reflected else (self, *others)
+        return self.notes.computed(function, given, run(*map(plain, given)))
 
     return compute
 
 
-def _asking(name: str) -> Callable[..., Any]:
-    plain = getattr(float, name)
+def _asking(base: Any, name: str, function: str) -> Callable[..., Any]:
+    own, run = getattr(base, name), getattr(operator, function)
 
-    def ask(self: NotedFloat, *others: Any) -> Any:
-        self.note()
-        return plain(self, *others)
+    def ask(self: Any, *others: Any) -> Any:
+        if not all(isinstance(other, int | float) for other in others):
+            return own(self, *others)
+        self.notes.ask(function, (self, *others))
+        return run(*map(plain, (self, *others)))
 
     return ask
 
 
-for _name in _COMPUTING:
-    setattr(NotedFloat, _name, _computing(_name))
-for _name in _ASKING:
-    setattr(NotedFloat, _name, _asking(_name))
+def _telling(name: str) -> Callable[..., Any]:
+    own = getattr(float, name)
+
+    def tell(self: NotedFloat, *others: Any) -> Any:
+        self.notes.tell(self.expression)
+        return own(self, *others)
+
+    return tell
+
+
+for _kind, _base in ((NotedInt, int), (NotedFloat, float)):
+    for _function, _operands in _COMPUTING.items():
+        _name = _function.strip("_")
+        for _method in (f"__{_name}__", f"__r{_name}__")[:_operands]:
+            if hasattr(_base, _method):
+                setattr(_kind, _method, _computing(_base, _method, _function, _method == f"__r{_name}__"))
+    for _name, _function in _ASKING.items():
+        setattr(_kind, f"__{_name}__", _asking(_base, f"__{_name}__", _function))
+for _name in _TELLING:
+    setattr(NotedFloat, _name, _telling(_name))

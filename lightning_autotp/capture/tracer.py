@@ -31,6 +31,7 @@ from lightning_autotp.capture.call_sites import (
     source_line,
 )
 from lightning_autotp.capture.kept_outside import KeptOutside
+from lightning_autotp.capture.noted_numbers import plain
 from lightning_autotp.capture.recording import RECORD
 from lightning_autotp.capture.schemas import name_of, named_arguments, written_arguments, written_through
 from lightning_autotp.capture.static_values import NoValue, StaticEvaluator
@@ -708,7 +709,8 @@ class Calls(TorchFunctionMode):
         if isinstance(leaf, Tensor):
             tracked = self.tracer._tensors.get(id(leaf))
             return None if tracked is None else self.tracer._present(tracked)
-        return leaf if type(leaf) is int else None
+        number = plain(leaf)
+        return number if type(number) is int else None
 
 
 def inside_of(tensor: Tensor) -> Tensor:
@@ -739,9 +741,8 @@ def torch_layer(module: nn.Module) -> str:
 def _numbers(index: Any) -> list[int]:
     """The one list of numbers in an index; empty if there is none, or more than one."""
     lists = [part for part in (index if isinstance(index, tuple) else (index,)) if isinstance(part, list)]
-    if len(lists) != 1 or not all(type(number) is int for number in lists[0]):
-        return []
-    return lists[0]
+    numbers = [plain(number) for number in lists[0]] if len(lists) == 1 else []
+    return numbers if all(type(number) is int for number in numbers) else []
 
 
 def _written(func: Any, arguments: Sequence[tuple[str, Any]]) -> list[Tensor]:

@@ -25,7 +25,7 @@ from lightning_autotp.parameters.gathering import gather_to_cpu
 from lightning_autotp.parameters.known_writes import known_writes
 from lightning_autotp.parameters.local_blocks import fill, is_cut
 from lightning_autotp.parameters.meta import ParameterMeta
-from lightning_autotp.parameters.state import ParameterTable
+from lightning_autotp.parameters.state import ParameterTable, parallel_models
 from lightning_autotp.ranks.agreement import raise_together
 from lightning_autotp.ranks.group import TPGroup
 
@@ -117,6 +117,8 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], strict: boo
                 loaded[id(value)] = value
             else:
                 model.get_submodule(name.rpartition(".")[0]).set_extra_state(state[name])
+    for _, parallel in parallel_models(model):
+        parallel.loads += 1
     return IncompatibleKeys(missing, unexpected)
 
 

@@ -219,6 +219,7 @@ class Guard:
         parallel_state(model).writes.begin_known(parts_before_use(model))
 
     def _after_loading(self, model: nn.Module, keys: Any) -> None:
+        parallel_state(model).loads += 1
         missing = [f".{key}" for key in keys.missing_keys]
         parts = parts_before_use(model)
         given = [part for name, part in parts.items() if not any(key.endswith(f".{name}") for key in missing)]

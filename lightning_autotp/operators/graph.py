@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning_autotp.layouts.places import Boundary, CallPoint, CallSite, said_of
 from lightning_autotp.layouts.step_size import StepSize
+from lightning_autotp.operators.questions import Question
 
 OPAQUE = "opaque module"
 """Name of the one operator that a module is whose code cannot be traced."""
@@ -228,6 +229,7 @@ class Graph:
         integers: by module, the integers that its code read: its own attributes, and as ``config.NAME`` its config's.
         settings: by module, the names of its own attributes that its code read and that are plain values.
         numbers: where in the arguments those floats are of which code asked what they are.
+        questions: the comparisons that code made of integers and floats of the arguments.
         asked: where in the arguments those integers and flags are, in tensors, from which an answer follows that code
             asked for.
         measured: by module, the tensors whose shapes its code asked for.
@@ -256,6 +258,7 @@ class Graph:
     integers: dict[str, dict[str, int]] = field(default_factory=dict)
     settings: dict[str, dict[str, None]] = field(default_factory=dict)
     numbers: set[str] = field(default_factory=set)
+    questions: dict[Question, None] = field(default_factory=dict)
     asked: set[str] = field(default_factory=set)
     measured: dict[str, set[int]] = field(default_factory=dict)
     experts: list[ExpertsCall] = field(default_factory=list)

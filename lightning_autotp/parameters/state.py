@@ -76,6 +76,7 @@ class ParallelState:
         writes: which of its parts were written by code that is not known to be right; none of a copy's.
         gathers: which of its parameters FSDP2 gathers in 16 bits, if any.
         cpu_offload: whether those that FSDP2 has cut are in host memory.
+        loads: how often weights were loaded into it since.
         guard: what checks around every use that it still is what was proved
             (:class:`~lightning_autotp.guard.guard.Guard`).
     """
@@ -94,6 +95,7 @@ class ParallelState:
     writes: Writes = field(default_factory=Writes)
     gathers: LoweredGathers | None = None
     cpu_offload: bool = False
+    loads: int = 0
     guard: object = None
     # Weak: a part of the model that is thrown away is gone.
     # By id: the hash of a torchmetrics.Metric is another one after each update.

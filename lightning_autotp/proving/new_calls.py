@@ -12,7 +12,8 @@ this way only.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Hashable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
@@ -38,6 +39,7 @@ from lightning_autotp.private.torch_private import has_values, is_in_backward, t
 from lightning_autotp.proving.attributes import AttributeWatch
 from lightning_autotp.proving.autocast import used_in
 from lightning_autotp.proving.call_kinds import (
+    Asked,
     FewValues,
     Sizes,
     described,
@@ -71,6 +73,8 @@ from lightning_autotp.solving.solution import Solution
 _TRAINING = attrgetter("training")
 _COMPARED = 1, 10, 100, 1000
 """Which calls of a kind are compared with what was proved, and then every so many."""
+_AGAIN, _ONE_IN = 10, 100
+"""The first call of a kind in a later stage is compared, too, until there were so many, and one in so many calls."""
 
 
 class UnprovedCall(RuntimeError):
@@ -107,21 +111,51 @@ class _Kind:
 
     Attributes:
         calls: how many there were.
+        compared: how many of them are compared with what was proved.
+        stage: in which stage the last of them was.
         is_lowered: whether what FSDP2 may gather in 16 bits gives the same numbers so.
+
+    Args:
+        sizes: the sizes of calls that are known to go each way; shared with kinds that differ in numbers alone, of
+            which there are many.
     """
 
-    def __init__(self) -> None:
-        self.calls = 0
+    def __init__(self, sizes: defaultdict[Way, Sizes]) -> None:
+        self.calls = self.compared = self.stage = 0
         self.is_lowered = True
-        self._sizes = Sizes()
+        self._sizes = sizes
         self._by_sizes: dict[tuple[int, ...] | None, Way] = {}
         self._ways: set[Way] = set()
 
-    def way(self, sizes: tuple[int, ...] | None) -> Way | None:
-        """The way that a call of these sizes goes; ``None`` if it has to be traced."""
+    def way(self, sizes: tuple[int, ...] | None, are_few: bool) -> Way | None:
+        """The way that a call of these sizes goes; ``None`` if it has to be traced.
+
+        Args:
+            sizes: those of the call.
+            are_few: whether they are some of those few that are not taken for known because they lie between others.
+        """
         found = self._by_sizes.get(sizes)
-        if found is None and len(self._ways) == 1 and (sizes is None or self._sizes.have(sizes)):
-            (found,) = self._ways
+        if found is None and len(self._ways) == 1:
+            (way,) = self._ways
+            if sizes is None or self._sizes[way].have(sizes, are_few):
+                return way
+        return found
+
+    def is_compared(self, stage: int, meet: Callable[[], object]) -> bool:
+        """Count a call in this stage; whether it is to be compared with what was proved.
+
+        Args:
+            stage: the number of the stage.
+            meet: waits for the other ranks, where the stage alone is why: one that is new to a rank alone would let
+                this one compare with nobody.
+        """
+        self.calls += 1
+        is_first, self.stage = stage != self.stage, stage
+        found = self.calls in _COMPARED or self.calls % _COMPARED[-1] == 0
+        if is_first and not found and self.compared < _AGAIN + self.calls // _ONE_IN:
+            found = True
+            meet()
+        self.compared += found
         return found
 
     def add(self, sizes: tuple[int, ...] | None, way: Way) -> None:
@@ -129,7 +163,7 @@ class _Kind:
         self._by_sizes[sizes] = way
         self._ways.add(way)
         if sizes is not None:
-            self._sizes.add(sizes)
+            self._sizes[way].add(sizes)
 
 
 class CallProver:
@@ -170,13 +204,17 @@ class CallProver:
         self.hooks.clear()
         self.attributes = AttributeWatch(here, original, self.plan.sizes)
         self.numbers: set[str] = set()  # where floats of the arguments are of which code asks what they are
+        self.questions = Asked()  # what it asks of numbers
         self.asked: set[str] = set()  # where integers and flags are, in tensors, of which it asks
-        self.few = FewValues()
+        self.few, self.few_sizes = FewValues(), FewValues()
+        self.sizes: dict[Hashable, defaultdict[Way, Sizes]] = {}
         self.known: dict[Hashable, _Kind] = {}
         self.ways: list[Way] = []
         self.met: set[Hashable] = set()
         self.looked_at: set[Hashable] = set()  # which kinds use parameters in autocast's dtype alone, but for autocast
         self.running: Way | None = None
+        self.stage = 0
+        self.stage_begun: tuple[bool, int] | None = None  # training, and how often weights were loaded
         self.to_compare: Way | None = None  # if the call that is under way is compared with what was proved
         self.trained_with: ExampleCall | None = None  # the last of these calls in training, without values
         self.with_gradients: set[Way] = set()  # whose backward passes may be still to come
@@ -187,8 +225,7 @@ class CallProver:
         if len(self.examples) == 1:
             (call,) = self.examples
             kind = self._kind(call, kind_of(call), bytes([True] * len(self.modules)))
-            way = self._way(state.parts, solution, is_as_planned=True)
-            self.known.setdefault(kind, _Kind()).add(self._sizes(call), way)
+            self._know(kind, self._sizes(call), self._way(state.parts, solution, is_as_planned=True))
 
     def prove(self, args: Any, kwargs: Any) -> Any:
         """Before a forward of the model.
@@ -212,8 +249,11 @@ class CallProver:
                 state.gathers.use(False)
             return None
         modes, sizes = bytes(map(_TRAINING, self.modules)), self._sizes(call)
-        known = self.known.get(self._kind(call, arguments, modes))
-        way = known.way(sizes) if known is not None else None
+        # Together for all numbers in the arguments: each would bring as many sizes.
+        kind = self._kind(call, arguments, modes)
+        are_few = self.few_sizes.told(_but_for_numbers(kind), sizes) == sizes
+        known = self.known.get(kind)
+        way = known.way(sizes, are_few) if known is not None else None
         if way is None and not is_traced:
             self._meet((arguments, modes, sizes))
             # The user's modes see what the model computes, not the traces.
@@ -226,8 +266,7 @@ class CallProver:
                 # Now it is known what its code asks for.
                 kind = self._kind(call, arguments, modes)
                 is_lowered = self._is_lowered(with_rows(call), kind, way)
-            known = self.known.setdefault(kind, _Kind())
-            known.add(sizes, way)
+            known = self._know(kind, sizes, way)
             known.is_lowered &= is_lowered
         if state.gathers is not None and known is not None:
             state.gathers.use(known.is_lowered)
@@ -235,17 +274,32 @@ class CallProver:
         if way is None:
             return None
         state.parts = way.parts
-        if known is not None:
-            known.calls += 1
-            if known.calls in _COMPARED or known.calls % _COMPARED[-1] == 0:
-                self.to_compare = way
-                if modes[0] and torch.is_grad_enabled():
-                    self.trained_with = _without_values(call)
+        if known is not None and not is_traced and known.is_compared(self._stage_of(modes[0]), self._meet_in_stage):
+            self.to_compare = way
+            if modes[0] and torch.is_grad_enabled():
+                self.trained_with = _without_values(call)
         for change in way.inputs:
             args, kwargs = change.before(self.model, args, kwargs)
         for size in way.sizes:
             size.set(self.model)
         return (args, kwargs) if way.inputs else None
+
+    def _know(self, kind: tuple[Hashable, ...], sizes: tuple[int, ...] | None, way: Way) -> _Kind:
+        """Note the way that a call of this kind and sizes goes."""
+        of_all = self.sizes.setdefault(_but_for_numbers(kind), defaultdict(Sizes))
+        are_many = self.few.are_many or self.questions.few.are_many
+        known = self.known.setdefault(kind, _Kind(of_all if are_many else defaultdict(Sizes)))
+        known.add(sizes, way)
+        if sizes is not None:
+            of_all[way].add(sizes)
+        return known
+
+    def _stage_of(self, training: int) -> int:
+        """The number of the stage: another begins when the model is in another mode, or weights were loaded into it."""
+        now = bool(training), parallel_state(self.model).loads
+        if now != self.stage_begun:
+            self.stage_begun, self.stage = now, self.stage + 1
+        return self.stage
 
     def _kind(self, call: ExampleCall, arguments: Hashable, modes: bytes) -> tuple[Hashable, ...]:
         """What a call is known by, but for its sizes; gradients and autocast come last."""
@@ -254,6 +308,7 @@ class CallProver:
         return (
             arguments,
             told,
+            self.questions.answers(call),
             tuple(full_ones_of(call, self.asked)),
             modes,
             self.configs.version(),
@@ -269,7 +324,8 @@ class CallProver:
     def _heed(self, graph: Graph) -> None:
         """Know calls by what their code asked for in this trace, too."""
         self.attributes.watch(graph.settings)
-        self.numbers |= graph.numbers
+        self.questions.heed(graph.questions)
+        self.numbers |= graph.numbers | self.questions.untold
         self.asked |= graph.asked
 
     def _way(
@@ -431,6 +487,9 @@ class CallProver:
         meet(self.group, f"{self._who()} is called, for the first time in this way,")
         self.met.add(kind)
 
+    def _meet_in_stage(self) -> None:
+        meet(self.group, f"{self._who()} is called, for the first time since its mode changed or weights were loaded,")
+
     def _who(self) -> str:
         return type(self.model).__name__
 
@@ -443,6 +502,12 @@ class CallProver:
                 " compute what the model does in such a call",
                 stacklevel=3,
             )
+
+
+def _but_for_numbers(kind: tuple[Hashable, ...]) -> Hashable:
+    """A kind of call, whatever the numbers among its arguments are."""
+    arguments, _, _, *others = kind
+    return arguments, *others
 
 
 def _without_values(call: ExampleCall) -> ExampleCall:

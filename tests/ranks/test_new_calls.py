@@ -240,6 +240,48 @@ def test_kinds_of_calls() -> None:
     assert kind((ids, None)) != kind((ids,))
 
 
+class Ragged(Normalising):
+    """Pads its inner features by lengths, and asks which is the longest."""
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, lengths: list[int], options: dict[str, Any], fade: float
+    ) -> Tensor:
+        longest = max(lengths)
+        assert sum(lengths) <= x.numel()
+        is_full = longest == x.shape[1] or len(lengths) == options["rows"]
+        return super().forward(x.sum(1)) * (fade if fade > 0.5 and is_full else 1)
+
+
+def ragged(rank: int, size: int) -> int:
+    """How often a model is traced in a hundred steps, each with other lengths."""
+    torch.manual_seed(0)
+    model, reference = Ragged(Options()), Ragged(Options())
+    reference.load_state_dict(model.state_dict())
+    generator = torch.Generator().manual_seed(3)
+    count = 0
+
+    def counted(*given: Any, **options: Any) -> Any:
+        nonlocal count
+        count += 1
+        return trace(*given, **options)
+
+    trace = new_calls.trace
+    with mock.patch.object(new_calls, "trace", counted):
+        for step in range(100):
+            lengths = torch.randint(1, 300, (8,), generator=generator).tolist()
+            given = torch.randn(8, max(lengths), 6), lengths, {"rows": 8, "of": lengths}, step / 100
+            if step == 0:
+                parallelize(model, dist.group.WORLD, example_inputs=given)
+            assert torch.allclose(model(*given), reference(*given), rtol=1e-4, atol=1e-5)
+    return count
+
+
+def test_lengths_that_are_others_in_each_step_do_not_make_a_proof_of_each() -> None:
+    counts = run_ranks(ragged, 2)
+    assert 16 <= counts[0] <= 45  # by the first rank for all
+    assert counts[1] == 0
+
+
 def alone(rank: int, model: nn.Module, *given: Any, has_ended: bool = False) -> list[str]:
     """What the first rank says that calls a model alone, in a way that is new."""
     dist.barrier()

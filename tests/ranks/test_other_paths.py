@@ -10,7 +10,9 @@ import copy
 import itertools
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,9 +25,17 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_autotp import UnprovedCall, UnseenPath, full_gradients, parallelize
+from lightning_autotp import (
+    UnprovedCall,
+    UnseenPath,
+    full_gradients,
+    full_state_dict,
+    load_full_state_dict,
+    parallelize,
+)
 from lightning_autotp.guard.bypassed import BypassedLayer
 from lightning_autotp.guard.compared import DifferentOnRanks
+from lightning_autotp.guard.guard import guard_of
 
 WIDTH = 16
 SWITCH = {"on": False}
@@ -86,10 +96,18 @@ KINDS: dict[str, Question] = {
     "counter of calls": lambda block, x, _: block.count() > 1,
     "no gradients": lambda block, x, _: not torch.is_grad_enabled(),
     "autocast": lambda block, x, _: torch.is_autocast_enabled("cpu"),
+    "a length between others": lambda block, x, _: x.shape[1] == 37,
+    "a length that leaves a rest": lambda block, x, _: x.shape[1] % 7 == 6,
     "task": lambda block, x, task: task == 3,
-    "strength": lambda block, x, task: task is not None and task > 0.5,
+    "task in a mapping": lambda block, x, task: task["task"] == 3,
+    "task in a list": lambda block, x, task: task[0] == 3,
+    "task in a structure": lambda block, x, task: task.task == 3,
+    "task that is computed with": lambda block, x, task: task // 2 + 1 == 15,
+    "task of many": lambda block, x, task: task == 29,
+    "strength": lambda block, x, task: task > 0.5,
+    "strength of many": lambda block, x, task: 1 - task < 0.5,
 }
-"""The second call is of another kind, or its sizes are: it is traced."""
+"""The last call is of another kind, or its sizes are: it is traced."""
 
 FOLLOWED: dict[str, Question] = {
     "not a fake tensor": lambda block, x, _: not is_fake(x),
@@ -104,33 +122,57 @@ UNSEEN: dict[str, Question] = {
 }
 """No trace shows that the second call goes another way."""
 
-SHAPES = {
-    "more than 64 tokens in a row": (2, 80),
-    "more than 100 tokens in all": (3, 40),
-    "tokens divide by 16": (2, 32),
-    "more than 20 rows": (21, 5),
+
+@dataclass
+class Options:
+    task: int
+
+
+SHAPES: dict[str, list[tuple[int, int]]] = {
+    "more than 64 tokens in a row": [(2, 7), (2, 80)],
+    "more than 100 tokens in all": [(2, 7), (3, 40)],
+    "tokens divide by 16": [(2, 7), (2, 32)],
+    "more than 20 rows": [(2, 7), (21, 5)],
+    "a length between others": [(2, 7), (2, 80), (2, 37)],
+    "a length that leaves a rest": [(2, 7), (2, 80), (2, 36), (2, 41)],
 }
-TASKS: dict[str, tuple[Any, Any]] = {"task": (2, 3), "strength": (0.1, 0.9)}
+"""Rows and tokens of each call; two of them where nothing is said."""
+
+TASKS: dict[str, list[Any]] = {
+    "task": [2, 3],
+    "task in a mapping": [{"task": 2}, {"task": 3}],
+    "task in a list": [[2], [3]],
+    "task in a structure": [Options(2), Options(3)],
+    "task that is computed with": [*range(1, 29)],
+    "task of many": [*range(1, 30)],
+    "strength": [0.1, 0.9],
+    "strength of many": [0.02 * number for number in range(27)],
+}
+"""What each call is given besides."""
+
+
+def number_of_steps(name: str) -> int:
+    return len(TASKS.get(name) or SHAPES.get(name) or range(2))
 
 
 def steps(name: str, question: Question) -> Iterator[None]:
-    """Two steps of training, compared with one process; what is asked for changes after the first."""
+    """Steps of training, compared with one process; what is asked for changes before the last."""
     SWITCH["on"] = False
     os.environ.pop("TAKE_THE_WEIGHT", None)
     torch.manual_seed(0)
     whole = Net(question)
     local = copy.deepcopy(whole)
-    tasks = TASKS.get(name)
+    tasks, shapes = TASKS.get(name, []), SHAPES.get(name, [])
     parallelize(
         local,
         dist.group.WORLD,  # type: ignore[arg-type]
-        example_inputs=(torch.zeros(3, 7, WIDTH), *(tasks[:1] if tasks else ())),
+        example_inputs=(torch.zeros(3, 7, WIDTH), *tasks[:1]),
     )
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (whole, local)]
     generator = torch.Generator().manual_seed(1)
-    for step in range(2):
-        shape = (2, 7) if step == 0 else SHAPES.get(name, (2, 7))
-        given = torch.randn(*shape, WIDTH, generator=generator), *(tasks[step : step + 1] if tasks else ())
+    for step in range(number_of_steps(name)):
+        shape = shapes[step] if shapes else (2, 7)
+        given = torch.randn(*shape, WIDTH, generator=generator), *tasks[step : step + 1]
         if step and name == "attribute":
             whole.flip()
             local.flip()
@@ -178,7 +220,7 @@ def test_no_path_is_silently_wrong(ranks: int) -> None:
         assert {name: found[name] for name in TRACED} == dict.fromkeys(TRACED, (2, ""))
         for name in KINDS:
             right, error = found[name]
-            assert right == 1, name
+            assert right == number_of_steps(name) - 1, name
             assert error.startswith("UnprovedCall: Net is called in another way than it was traced"), name
             assert "blocks.0" in error, name
         for name in FOLLOWED:
@@ -257,6 +299,11 @@ def under_a_mode(block: NormedBlock, normed: Tensor, hidden: Tensor) -> Tensor:
     return out
 
 
+def switched(block: NormedBlock, normed: Tensor, hidden: Tensor) -> Tensor:
+    """As it was traced, until a global flag is set."""
+    return (norm_of_a_part if SWITCH["on"] else as_traced)(block, normed, hidden)
+
+
 USES = as_traced, under_a_mode, without_sum, twice, norm_of_a_part
 
 
@@ -274,6 +321,50 @@ def said_of_a_state(rank: int) -> str:
     except DifferentOnRanks as error:
         return str(error)
     return ""
+
+
+def evaluated(model: nn.Module, x: Tensor) -> None:
+    model.eval()
+    with torch.no_grad():
+        model(x)
+    model.train()
+
+
+BETWEEN: dict[str, Callable[[nn.Module, Tensor], object]] = {
+    "nothing": lambda model, x: None,
+    "an evaluation": evaluated,
+    "the state dict of a rank's part": lambda model, x: model.load_state_dict(model.state_dict()),
+    "the whole model's": lambda model, x: load_full_state_dict(model, full_state_dict(model)),
+}
+"""What may come between two steps of training; all but the first begin another stage."""
+
+
+def said_in_stages(rank: int) -> dict[str, str]:
+    """What is said of a global flag that is set between two steps, by what else was in between."""
+    said = {}
+    for between, run in BETWEEN.items():
+        SWITCH["on"] = False
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), NormedBlock(switched, False))
+        x = torch.randn(2, 7, WIDTH)
+        parallelize(model, dist.group.WORLD, example_inputs=x)  # type: ignore[arg-type]
+        if between == "an evaluation":
+            # Compared: ten calls of each kind, and the hundredth of a hundred.
+            with mock.patch.object(guard_of(model).compared, "begin") as begin:
+                for _ in range(100):
+                    model(x)
+                    evaluated(model, x)
+            assert begin.call_count == 22
+            model = nn.Sequential(nn.Linear(WIDTH, WIDTH), NormedBlock(switched, False))
+            parallelize(model, dist.group.WORLD, example_inputs=x)  # type: ignore[arg-type]
+        model(x)
+        run(model, x)
+        SWITCH["on"] = True
+        try:
+            model(x)
+            said[between] = ""
+        except UnseenPath as error:
+            said[between] = str(error)
+    return said
 
 
 def put_on(model: nn.Module) -> list[Any]:
@@ -308,6 +399,7 @@ def said_of(rank: int, size: int) -> dict[tuple[str, bool, bool], str]:
         assert put_on(model) == before
         assert not torch.overrides._get_current_function_mode_stack()
     said["a state", True, True] = said_of_a_state(rank)
+    said |= {(between, True, True): found for between, found in said_in_stages(rank).items()}
     for transform in (torch.func.grad, torch.func.vmap):
         with pytest.raises(RuntimeError, match=r"is called under a function transform .* create_graph=True"):
             transform(lambda x: model(x[None]).sum())(x)
@@ -328,6 +420,9 @@ def test_code_that_no_trace_shows_is_followed_or_compared(ranks: int) -> None:
             found = said["without_sum", True, with_gradients]  # a sum is missing in the forward
             assert "The first is the output of 1 (an input of 1.inner is still alike)" in found
         assert "The first is momentum_buffer of 1.bias" in said["a state", True, True]
+        for between in BETWEEN:
+            found = said[between, True, True]
+            assert ("it calls norm at test_other_paths:" in found) == (between != "nothing"), between
         assert said["twice", True, False] == ""  # without gradients, a part of a product needs no sum
         assert (
             "The first is the gradient of the output of 2.norm (the gradient of the output of 2.out is still"
