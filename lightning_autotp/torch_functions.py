@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_autotp.private.torch_private import VIEW_GETTERS
@@ -57,6 +57,10 @@ _COPIES = (
     "detach contiguous to float double half bfloat16 int long bool cpu cuda type_as zeros_like ones_like empty_like"
     " full_like"
 )
+_INITIALIZATIONS = (
+    "uniform normal trunc_normal eye dirac orthogonal sparse"
+    " xavier_uniform xavier_normal kaiming_uniform kaiming_normal"
+)
 
 DESCRIBING = frozenset(functions(_DESCRIBING) + getters(_DESCRIBING_ATTRIBUTES))
 """Functions and getters that tell sizes, dtypes and the like, and neither values nor where they lie."""
@@ -80,6 +84,29 @@ ELEMENTWISE = (
     | IN_PLACE
 )
 """Functions whose result at an index depends on their arguments there: of a part they make the part of the result."""
+
+DRAWN_INTO = functions("normal_ uniform_ exponential_ cauchy_ log_normal_ geometric_ bernoulli_ random_")
+"""Functions that fill their first argument with random numbers."""
+
+DRAWN_LIKE = functions("randn_like rand_like randint_like")
+"""Functions that draw random numbers of another tensor's shape."""
+
+LISTED = frozenset(functions("tensor as_tensor asarray"))
+"""Functions that make a tensor of numbers that are given one by one; where a tensor is given, it stays what it is."""
+
+BY_PLACE = LISTED.union(
+    DRAWN_INTO,
+    DRAWN_LIKE,
+    functions("rand randn randint randperm normal bernoulli poisson binomial multinomial"),
+    functions_of_layers("dropout alpha_dropout feature_dropout feature_alpha_dropout dropout1d dropout2d dropout3d"),
+    functions("arange range linspace logspace eye vander tril triu tril_ triu_ tril_indices triu_indices"),
+    functions("fill_diagonal_ index_fill index_fill_ bartlett_window blackman_window hamming_window hann_window"),
+    (getattr(nn.init, f"{name}_") for name in _INITIALIZATIONS.split()),
+)
+"""Functions that give each place a number of its own, also where their operands, if any, are alike everywhere.
+
+In a part's shape these are others than the whole tensor has there. Not ``zeros``, ``ones``, ``full``, ``empty``.
+"""
 
 _WRITES = re.compile(
     r"__(set|delete|setitem|delitem|i(add|sub|mul|div|truediv|floordiv|mod|pow|matmul|and|or|xor|lshift|rshift))__"

@@ -8,11 +8,12 @@ masks of the whole shape and random numbers are refused.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_autotp.gradients.counted import counted_elements
@@ -21,6 +22,7 @@ from lightning_autotp.gradients.whole_quantities import (
     PartOfGradient,
     as_it_is,
     first_part,
+    is_in_optimizer,
 )
 from lightning_autotp.parameters.local_blocks import counted_blocks, plain, shard_group
 from lightning_autotp.parameters.meta import ParameterMeta
@@ -80,6 +82,9 @@ class CutMark:
         if type(parameter.grad) is DTensor:
             _mark(parameter.grad, self.meta, self.group)
 
+    given = accumulated
+    """Mark what somebody has put there."""
+
 
 def _mark(tensor: DTensor, meta: ParameterMeta, group: TPGroup) -> CutGradientPart:
     tensor.__class__ = CutGradientPart
@@ -91,18 +96,27 @@ def _mark(tensor: DTensor, meta: ParameterMeta, group: TPGroup) -> CutGradientPa
 def _elementwise(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     gradient = first_part(args, kwargs)
     found = func(*args, **kwargs)
-    is_new = type(found) is DTensor and func not in IN_PLACE and kwargs.get("out") is None
-    return _mark(found, gradient.meta, gradient.group) if is_new else found
+    written = args[0] if func in IN_PLACE else kwargs.get("out")
+    # One's own buffer is a part, too, once a part was written into it; weights and states stay what they are.
+    is_weight = isinstance(written, Tensor) and (isinstance(written, nn.Parameter) or written.requires_grad)
+    if type(found) is not DTensor or (found is written and (is_weight or is_in_optimizer())):
+        return found
+    return _mark(found, gradient.meta, gradient.group)
 
 
 def _as_dtensor(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return func(args[0].detach(), *args[1:], **kwargs)
 
 
+def _copy(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    gradient, memo = args
+    return copy.deepcopy(gradient.detach(), memo)  # which keeps it in the memo, or its id would come again
+
+
 CutGradientPart.handlers = {
     **QUANTITIES,
     **dict.fromkeys(ELEMENTWISE, _elementwise),
     **dict.fromkeys(LIST_UPDATES, as_it_is),
-    Tensor.__deepcopy__: _as_dtensor,
+    Tensor.__deepcopy__: _copy,
     Tensor.__reduce_ex__: _as_dtensor,
 }

@@ -5,8 +5,9 @@ its norm is another on every rank, its first rows are not the first rows. :class
 the same memory and local shape, and Python functions on it (``__torch_function__``) fall in these groups:
 
 * **elementwise functions**, and those of lists of tensors that optimizers use, run on the plain tensor. What they give
-  is again a part of a whole, so ``p.grad.abs().norm()`` is right, too. Of other operands that have the whole shape (a
-  mask) this rank's part is taken;
+  is again a part of a whole, so ``p.grad.abs().norm()`` is right, too. So is a plain tensor that they write, such as
+  one's own buffer (``buffer.add_(p.grad)``), but no parameter. Of other operands that have the whole shape (a mask)
+  this rank's part is taken;
 * **quantities over the whole tensor**, norms, sums, ``isnan(...).any()``, count every element of the whole once. They
   are collective, and differentiable where second derivatives are wanted;
 * **random numbers** are drawn for the whole tensor, of which this rank takes its part;
@@ -19,7 +20,9 @@ Nothing is intercepted below Python: autograd adds into the plain memory, and ke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,13 +35,14 @@ from lightning_autotp.gradients.whole_quantities import (
     QUANTITIES,
     PartOfGradient,
     first_part,
+    is_in_optimizer,
     misleading,
 )
 from lightning_autotp.parallel.collectives import copy_to_tensor_parallel
 from lightning_autotp.parameters.part import PartOf
-from lightning_autotp.private.torch_private import LIST_UPDATES, allow_foreach
+from lightning_autotp.private.torch_private import LIST_UPDATES, allow_foreach, base_of
 from lightning_autotp.ranks.group import TPGroup
-from lightning_autotp.torch_functions import ELEMENTWISE, IN_PLACE, functions
+from lightning_autotp.torch_functions import DRAWN_INTO, DRAWN_LIKE, ELEMENTWISE, IN_PLACE, functions
 
 
 class GradientPart(PartOfGradient):
@@ -86,6 +90,13 @@ def marked(tensor: Tensor, part: PartOf) -> Tensor:
     return found
 
 
+def become_part(tensor: Tensor, part: PartOf) -> None:
+    """Let a plain tensor, the same object, answer for the whole."""
+    tensor.__class__ = GradientPart
+    assert isinstance(tensor, GradientPart)
+    tensor.part = part
+
+
 def marked_like(tensor: Tensor, other: Tensor) -> Tensor:
     """The same tensor, marked if ``other`` is."""
     return marked(tensor, other.part) if isinstance(other, GradientPart) else tensor
@@ -106,6 +117,11 @@ class Mark:
         if parameter.grad is not None and type(parameter.grad) is not GradientPart:
             parameter.grad = marked(parameter.grad, self.part)
 
+    def given(self, parameter: Tensor) -> None:
+        """Mark a plain tensor that somebody has put there, under whatever other name it has."""
+        if type(parameter.grad) is Tensor:
+            become_part(parameter.grad, self.part)
+
 
 # --- handlers: (function, its arguments) -> its result. Subclasses are not asked while they run. ---
 def _elementwise(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -122,12 +138,37 @@ def _elementwise(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
     if not as_they_are:
         args = [_operand(x, part) if isinstance(x, Tensor) and x is not written else x for x in args]
         kwargs = {name: _operand(x, part) if isinstance(x, Tensor) else x for name, x in kwargs.items()}
+    becoming = () if type(written) is not Tensor or is_in_optimizer() else _becoming(func, written, gradient)
     found = func(*args, **kwargs)
+    for tensor in becoming:
+        become_part(tensor, part)
     if found is written or type(found) is GradientPart or not isinstance(found, Tensor):
         return found
     if found.shape != shape:
         raise misleading(func, gradient, f", with a tensor that is broadcast with it to {tuple(found.shape)}")
     return marked(found, part)
+
+
+def _becoming(func: Callable[..., Any], into: Tensor, gradient: GradientPart) -> tuple[Tensor, ...]:
+    """The plain tensors that are parts, too, when a function of a part has written one: it, and what it is a view of.
+
+    Parameters, and what else has a gradient of its own, stay what they are: the weights that a step is made from.
+
+    Raises:
+        RuntimeError: if more than that part would be in what is written.
+    """
+    if into.requires_grad:
+        return ()
+    base = base_of(into)
+    if base is not None and (base.requires_grad or type(base) is not Tensor):
+        base = None
+    if (into.numel() and into.shape != gradient.shape) or (base is not None and base.shape != into.shape):
+        detail = f", to be written into a tensor {tuple(into.shape)}"
+        if base is not None:
+            detail += f", a view of one {tuple(base.shape)}"
+        detail += ", which could not answer for the whole: give it a tensor of its own, with its shape"
+        raise misleading(func, gradient, detail)
+    return (into,) if base is None else (into, base)
 
 
 def _operand(x: Tensor, part: PartOf) -> Tensor:
@@ -145,14 +186,23 @@ def _operand(x: Tensor, part: PartOf) -> Tensor:
 
 def _of_lists(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Elementwise, on lists of tensors that are this rank's, some of them marked."""
+    lists = [x for x in args if isinstance(x, list | tuple)]
+    becoming: list[tuple[Tensor, PartOf]] = []
+    if _WRITES_FIRST.fullmatch(func.__name__) and not is_in_optimizer():
+        for into, *operands in zip(*lists, strict=False):
+            if type(into) is Tensor and (one := _first(operands)) is not None:
+                becoming += [(tensor, one.part) for tensor in _becoming(func, into, one)]
     found = func(*args, **kwargs)
+    for tensor, part in becoming:
+        become_part(tensor, part)
     if found is None or found is args[0]:
         return found
-    lists = [x for x in args if isinstance(x, list | tuple)]
-    of = [
-        next((one for one in tensors if isinstance(one, GradientPart)), None) for tensors in zip(*lists, strict=False)
-    ]
+    of = [_first(tensors) for tensors in zip(*lists, strict=False)]
     return tuple(x if one is None else marked(x, one.part) for x, one in zip(found, of, strict=True))
+
+
+def _first(tensors: Iterable[Any]) -> GradientPart | None:
+    return next((one for one in tensors if isinstance(one, GradientPart)), None)
 
 
 def _all_equal(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -270,8 +320,9 @@ def _peers(group: TPGroup) -> set[int]:
 
 
 def _copy(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    gradient = args[0]
-    return marked(func(gradient.as_subclass(Tensor), *args[1:], **kwargs), gradient.part)
+    gradient, memo = args
+    # Not by the function itself: copy.deepcopy lets the memo keep what it copies, whose id would else come again.
+    return marked(copy.deepcopy(gradient.as_subclass(Tensor), memo), gradient.part)
 
 
 def _pickle(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -286,15 +337,16 @@ def _write(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
 
 # --- which functions are handled how ---
 
-_DRAWN_INTO = "normal_ uniform_ exponential_ cauchy_ log_normal_ geometric_ bernoulli_ random_"
+_WRITES_FIRST = re.compile("_foreach_.*_")
+"""Functions of lists that write the tensors of the first one; an optimizer's fused step writes more, and is its own."""
 
 GradientPart.handlers = {
     **QUANTITIES,
     **dict.fromkeys(ELEMENTWISE, _elementwise),
     **dict.fromkeys(LIST_UPDATES, _of_lists),
     **dict.fromkeys(functions("equal allclose"), _all_equal),
-    **dict.fromkeys(functions("randn_like rand_like randint_like"), _draw_like),
-    **dict.fromkeys(functions(_DRAWN_INTO), _draw_into),
+    **dict.fromkeys(DRAWN_LIKE, _draw_like),
+    **dict.fromkeys(DRAWN_INTO, _draw_into),
     **dict.fromkeys((dist.all_reduce, dist.broadcast), _communicate),
     Tensor.__getitem__: _get_window,
     Tensor.__setitem__: _set_window,

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_autotp.gradients.buckets import BucketedSum, GradientBuckets, as_summed
@@ -44,6 +45,7 @@ from lightning_autotp.parameters.state import (
 from lightning_autotp.private.torch_private import (
     accumulated_hooks,
     gradient_hooks,
+    hook_tables,
     parameters_of,
     running_data_parallel,
 )
@@ -267,6 +269,16 @@ def _trainable(parameter: Tensor) -> Iterator[None]:
 def keep_hooked(parameter: Tensor, hook: Hook | None) -> None:
     """See to it that a parameter, which may not be the one of before, has its hook, if there is one."""
     GradientHooks(hook, None)(parameter)
+
+
+def mark_gradients(parameters: Iterable[Tensor]) -> None:
+    """Let gradients that somebody has put on parameters answer for the whole, as those of backward passes do."""
+    for parameter in parameters:
+        if type(parameter.grad) in (Tensor, DTensor):
+            _, after = hook_tables([parameter])
+            for mark in (getattr(hook, "__self__", None) for hook in (after or {}).values()):
+                if isinstance(mark, Mark | CutMark):
+                    mark.given(parameter)
 
 
 def hook_parameters(model: nn.Module, places: Iterable[ParameterPlace]) -> None:

@@ -8,7 +8,10 @@ sums, whether any is not a number: they count every element of the whole once, a
 from __future__ import annotations
 
 import math
+import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
 from typing import Any, ClassVar
 
 import torch
@@ -120,6 +123,20 @@ def misleading(func: Callable[..., Any], gradient: PartOfGradient, detail: str =
     )
 
 
+def is_in_optimizer() -> bool:
+    """Whether an optimizer of torch calls a function, seen from its handler: the states that it writes stay plain.
+
+    They are nobody else's, and in each step a subclass would take a call for each function of each of them. Compiled
+    code is taken for one: nobody sees who calls there.
+    """
+    if torch.compiler.is_compiling():
+        return True
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_name == "__torch_function__":
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.startswith(_OPTIMIZERS)
+
+
 def as_it_is(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The handler of what is the same for the part."""
     return func(*args, **kwargs)
@@ -223,6 +240,7 @@ def _check_and_unscale(func: Callable[..., Any], args: Sequence[Any], kwargs: Ma
         found_inf.copy_(from_every_rank(found_inf, group).amax(0))
 
 
+_OPTIMIZERS = os.path.join(os.path.dirname(torch.optim.__file__), "")
 _P_NORMS = frozenset(functions("norm"))
 _SUM = _over_all(lambda x: x.sum(), lambda x: x.sum(0))
 

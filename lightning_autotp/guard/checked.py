@@ -26,14 +26,19 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
 
 from lightning_autotp.capture.call_sites import call_leaves, calling_frame, is_user_code, source_line
+from lightning_autotp.gradients.parts import GradientPart
+from lightning_autotp.gradients.whole_quantities import PartOfGradient
 from lightning_autotp.layouts.plan import ConversionPlan
-from lightning_autotp.layouts.types import Invariant, Replicate
+from lightning_autotp.layouts.types import Invariant, Replicate, Shard
+from lightning_autotp.parallel.head_product import note_written
 from lightning_autotp.parameters.known_writes import known_writes
 from lightning_autotp.parameters.meta import ParameterMeta
+from lightning_autotp.parameters.part import PartOf
 from lightning_autotp.parameters.state import parallel_models
 from lightning_autotp.parameters.unchanged import check_unchanged
 from lightning_autotp.private.torch_private import (
     WeakIdKeyDictionary,
+    base_of,
     foreach_multiply,
     is_compiled,
     is_in_backward,
@@ -41,7 +46,7 @@ from lightning_autotp.private.torch_private import (
     take_out,
 )
 from lightning_autotp.proving.new_calls import kind_of
-from lightning_autotp.torch_functions import DESCRIBING, ELEMENTWISE, OF_MEMORY
+from lightning_autotp.torch_functions import BY_PLACE, DESCRIBING, ELEMENTWISE, LISTED, OF_MEMORY, writes
 
 
 class UnsoundUse(RuntimeError):
@@ -62,6 +67,8 @@ _ELEMENTWISE = frozenset({
 """Functions that do with each element by itself what they do: of a part they make the same part of the result."""
 
 
+_BY_PLACE = frozenset(function.__name__ for function in BY_PLACE)
+_LISTED = frozenset(function.__name__ for function in LISTED)
 _STEPPING = str(sys.modules["torch.optim.optimizer"].__file__)
 """Where torch's code is that calls the step of every optimizer, whoever wrote it."""
 _FOR_OTHERS = tuple(os.path.join(path, "") for path in nn.__path__)
@@ -102,6 +109,8 @@ class checked(TorchFunctionMode):
         self._parts = WeakIdKeyDictionary()
         # Which every rank has, and whose gradients are summed over the ranks.
         self._summed = WeakIdKeyDictionary()
+        # Own tensors that have another number at each place, of whatever shape they were asked for.
+        self._by_place = WeakIdKeyDictionary()
 
     def __enter__(self) -> checked:
         self._look()
@@ -192,23 +201,54 @@ class checked(TorchFunctionMode):
         name = _name(func)
         given = args[:1] if name == "__deepcopy__" else (args, kwargs)  # and not what was copied before
         tensors = [leaf for leaf in call_leaves(given) if isinstance(leaf, Tensor)]
-        part = next((tensor for tensor in tensors if tensor in self._parts), None)
+        # Parts of gradients answer for the whole.
+        part = next((x for x in tensors if x in self._parts and not isinstance(x, PartOfGradient)), None)
         summed = next((tensor for tensor in tensors if tensor in self._summed), None)
-        if name in _NOT_READING or (part is None and summed is None) or not self._is_users(func):
+        differing = [tensor for tensor in tensors if tensor in self._by_place]
+        if differing and name != "__get__" and (beside := self._beside(tensors, differing)) and self._is_users(func):
+            raise self._refusal(name, beside, _BY_PLACE_TOO, _WHOLE_SHAPE)
+        if name in _NOT_READING:
             return func(*args, **kwargs)
+        is_by_place = bool(differing) or (name in _BY_PLACE and not (name in _LISTED and tensors))
+        if (part is None and summed is None) or not self._is_users(func):
+            return self._noted(name, args, func(*args, **kwargs), is_by_place)
         if summed is not None and summed.requires_grad and torch.is_grad_enabled() and name != "detach":
             raise self._refusal(name, self._summed[summed], _SUMMED)
         if part is None:
-            return func(*args, **kwargs)
+            return self._noted(name, args, func(*args, **kwargs), is_by_place)
         meta = self._parts[part]
         if name not in _ELEMENTWISE:
             raise self._refusal(name, meta, _PART)
         result = func(*args, **kwargs)
+        if writes(name):
+            note_written(leaf for leaf in call_leaves(args[:1]) if leaf in self._parts)
         for made in call_leaves(result):
             # Of several tensors the others may be whole; of one, what it was broadcast to is a part, too.
             if isinstance(made, Tensor) and (not name.startswith("_foreach") or tuple(made.shape) == meta.local_shape):
                 self._parts[made] = meta
         return result
+
+    def _noted(self, name: str, args: Sequence[Any], result: Any, is_by_place: bool) -> Any:
+        """The result of a function of own tensors, of which it is noted whether they have other numbers by place."""
+        written = call_leaves(args[:1]) if writes(name) else []
+        if is_by_place or (name == "__setitem__" and not _is_all(args[1])):
+            for made in (*call_leaves(result), *written):
+                if isinstance(made, Tensor) and made.dim() and not isinstance(made, PartOfGradient):
+                    self._by_place[made] = True
+                    if written and (base := base_of(made)) is not None:
+                        self._by_place[base] = True
+        return result
+
+    def _beside(self, tensors: Sequence[Tensor], differing: Sequence[Tensor]) -> ParameterMeta | PartOf | None:
+        """Of what there is a part among the tensors along whose cut one of the others has another number by place."""
+        for tensor in tensors:
+            of = tensor.part if isinstance(tensor, GradientPart) else self._parts.get(tensor)
+            for dim, _ in of.layout.dims if of is not None and isinstance(of.layout, Shard) else ():
+                size = of.local_shape[dim]
+                from_end = len(of.shape) - dim
+                if size not in (1, of.shape[dim]) and any(x.shape[-from_end:][:1] == (size,) for x in differing):
+                    return of
+        return None
 
     def _is_users(self, func: Any) -> bool:
         """Whether neither torch nor this package nor an optimizer's step calls the function.
@@ -226,12 +266,10 @@ class checked(TorchFunctionMode):
             frame = frame.f_back
         return frame is not None and frame.f_code.co_filename == _STEPPING
 
-    def _refusal(self, name: str, meta: ParameterMeta, why: str) -> UnsoundUse:
+    def _refusal(self, name: str, of: ParameterMeta | PartOf, why: str, instead: str = "") -> UnsoundUse:
         return UnsoundUse(
-            f"{name} on {meta.name}, or on what was made of it, outside of the model: {why.format(meta.layout)}"
-            f"\n  at {source_line(sys._getframe(2))}\nTake lightning_autotp.full_tensor(model, {meta.name!r}) for the"
-            " whole parameter with its gradient; lightning_autotp.penalty for a sum over elements;"
-            " lightning_autotp.full_gradients for gradients"
+            f"{name} on {of.name}, or on what was made of it, outside of the model: {why.format(of.layout)}"
+            f"\n  at {source_line(sys._getframe(2))}\n{(instead or _WHOLE).format(of.name, list(of.shape))}"
         )
 
 
@@ -297,7 +335,27 @@ class CheckedCalls:
 
 
 _PART = "this rank has a part of it only ({})"
+_BY_PLACE_TOO = (
+    "this rank has a part of it only ({}), and what is beside it was drawn, or counted, in the part's shape: the whole"
+    " would have other numbers there"
+)
 _SUMMED = "its gradient is summed over the ranks, so what all of them add here would count several times"
+
+_WHOLE = (
+    "Take lightning_autotp.full_tensor(model, {0!r}) for the whole parameter with its gradient;"
+    " lightning_autotp.penalty for a sum over elements; lightning_autotp.full_gradients for gradients"
+)
+_WHOLE_SHAPE = (
+    "Make it in the whole shape, {1}: a gradient takes its part of that (and torch.randn_like(p.grad) draws the whole's"
+    " numbers); of a parameter, write lightning_autotp.full_tensor(model, {0!r}) and load it with"
+    " lightning_autotp.load_full_state_dict(model, {{{0!r}: whole}}, strict=False)"
+)
+
+
+def _is_all(index: Any) -> bool:
+    """Whether an index means every place."""
+    items = index if isinstance(index, tuple) else (index,)
+    return all(item is Ellipsis or (isinstance(item, slice) and item == slice(None)) for item in items)
 
 
 def _name(func: Any) -> str:

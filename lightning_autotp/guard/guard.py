@@ -16,12 +16,13 @@ from weakref import WeakKeyDictionary, WeakSet, finalize
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from lightning_autotp.capture import vmap as transforms
-from lightning_autotp.gradients.sums import hook_parameters, sum_at_once_in_ddp
+from lightning_autotp.gradients.sums import hook_parameters, mark_gradients, sum_at_once_in_ddp
 from lightning_autotp.guard.bypassed import Bypasses
 from lightning_autotp.guard.compared import ComparedValues
 from lightning_autotp.guard.first_use import first_use
@@ -30,11 +31,13 @@ from lightning_autotp.guard.standalone import ForwardDepth, StandaloneCall, is_o
 from lightning_autotp.guard.state_dicts import mark_as_part, refuse_other_parts, refuse_whole_tensors
 from lightning_autotp.guard.user_hooks import UserHooks
 from lightning_autotp.optimizers.stepping import step_as_before, step_one_by_one
+from lightning_autotp.parallel.head_product import note_written
 from lightning_autotp.parameters.forwards import forward_of
 from lightning_autotp.parameters.known_writes import parts_before_use, parts_of
 from lightning_autotp.parameters.snapshot import Snapshot
 from lightning_autotp.parameters.state import parallel_state
 from lightning_autotp.parameters.unchanged import check_unchanged
+from lightning_autotp.private.torch_private import BeforeClipping
 from lightning_autotp.proving.new_calls import CallProver
 
 
@@ -190,6 +193,7 @@ class Guard:
         """
         writes = parallel_state(self.model).writes
         writes.check()
+        self.mark_gradients()
         self.check_gradients(optimizer)
         if not writes.is_before_use:
             return
@@ -197,6 +201,11 @@ class Guard:
         if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
             check_unchanged(self.model)  # parts that are gone or have moved cannot be compared
             first_use(self.model)
+
+    def mark_gradients(self) -> None:
+        """Let gradients that somebody has put on parts answer for the whole. Not collective."""
+        parts = parts_of(self.model) if self._snapshot is None else self._snapshot.parts
+        mark_gradients(parts.values())
 
     def check_gradients(self, optimizer: Optimizer) -> None:
         """Before an optimizer steps with gradients. Collective after a forward that was compared between the ranks.
@@ -211,6 +220,8 @@ class Guard:
     def after_step(self, optimizer: Optimizer) -> None:
         """After an optimizer's step: what it has written is right."""
         parallel_state(self.model).writes.note()
+        stepped = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        note_written(x for x in stepped if x.grad is not None and not isinstance(x, DTensor))
         self.bypasses.after_step(optimizer)
 
     def _before_loading(self, model: nn.Module, state: Any, prefix: str, metadata: Any, *_: Any) -> None:
@@ -254,7 +265,7 @@ def guarded_models() -> list[nn.Module]:
 _live: WeakSet[Guard] = WeakSet()
 """The guards of this process. Optimizers belong to no model: whatever steps, all of them are asked."""
 _numbers = count()
-_steps: list[RemovableHandle] = []
+_steps: list[RemovableHandle | BeforeClipping] = []
 _one_by_one: WeakKeyDictionary[Optimizer, list[dict[str, Any]]] = WeakKeyDictionary()
 """The groups of optimizers that are stepping which are taken one by one meanwhile."""
 
@@ -267,6 +278,7 @@ def _guards() -> list[Guard]:
 def _guard_steps(guard: Guard) -> None:
     if not _steps:
         _steps.extend((register_optimizer_step_pre_hook(_before_step), register_optimizer_step_post_hook(_after_step)))
+        _steps.append(BeforeClipping(_mark_gradients))
     guard.number = next(_numbers)
     _live.add(guard)
     finalize(guard, _forget_steps)
@@ -277,6 +289,11 @@ def _forget_steps() -> None:
     if next(iter(_live), None) is None:
         while _steps:
             _steps.pop().remove()
+
+
+def _mark_gradients() -> None:
+    for guard in _guards():
+        guard.mark_gradients()
 
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:

@@ -15,7 +15,7 @@ gradients, the autocast and the weights of the time when it ran. If these weight
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -82,10 +82,18 @@ class _Source(NamedTuple):
 
 @dataclass
 class _Uses:
-    """What became of the logits of one run of a head, under all their views."""
+    """What became of the logits of one run of a head, under all their views.
+
+    Attributes:
+        in_a_loss: whether a loss was computed from the hidden states.
+        is_hooked: whether there is a hook on their gradient.
+        written: what they are made of and was written since, without counting it.
+        before_backward: called with every gradient.
+    """
 
     in_a_loss: bool = False
     is_hooked: bool = False
+    written: str = ""
     before_backward: list[Callable[[Tensor], object]] = field(default_factory=list)
 
     def prepare_backward(self, grad: Tensor) -> None:
@@ -243,7 +251,8 @@ class HeadProduct:
                 " gathers for the model's forward and backward pass: use them before, or keep a copy (logits.detach())"
             )
         for source in self._sources:
-            if (storage_key(source.tensor), changes(source.tensor)) != (source.memory, source.changes):
+            now = storage_key(source.tensor), changes(source.tensor)
+            if now != (source.memory, source.changes) or source.name == self._uses.written:
                 return (
                     f"these logits were not needed until now, and {source.name} that they are made of changed since the"
                     " model ran (in an optimizer's step, perhaps): use them before, or keep a copy (logits.detach())"
@@ -255,6 +264,11 @@ class HeadProduct:
                 " CommDebugMode, do so: for them keep the head whole, with keep_whole=)"
             )
         return None
+
+    def forget(self, memories: Collection[int]) -> None:
+        """Note that what lies in one of these memories was written."""
+        written = next((source.name for source in self._sources if source.memory in memories), "")
+        self._uses.written = self._uses.written or written
 
     def use_in_loss(self) -> None:
         """Note that a loss is computed from the hidden states. Raises what :meth:`check` does."""
@@ -286,6 +300,18 @@ class HeadProduct:
 
 
 _all: weakref.WeakSet[HeadProduct] = weakref.WeakSet()
+
+
+def note_written(tensors: Iterable[Tensor]) -> None:
+    """Something has written these tensors: logits that are made of their memory cannot be computed any more.
+
+    For whoever knows of writes that a tensor does not count, such as those through ``.data``. Not collective.
+    """
+    if not _all:
+        return
+    memories = set(map(storage_key, tensors))
+    for product in list(_all):
+        product.forget(memories)
 
 
 def compute_undone(weights: Iterable[Tensor] | None = None) -> None:

@@ -55,6 +55,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 # Modes that see functions, taken off and put back.
 from torch.nn.modules import module as modules
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad
 from torch.overrides import (
     TorchFunctionMode,
     _len_torch_function_stack,
@@ -91,6 +92,7 @@ __all__ = [
     "LIST_UPDATES",
     "TO",
     "VIEW_GETTERS",
+    "BeforeClipping",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensor",
@@ -436,6 +438,28 @@ def allow_foreach(kind: type[Tensor]) -> None:
     """
     if kind not in _foreach_supported_types:
         _foreach_supported_types.append(kind)
+
+
+class BeforeClipping:
+    """Calls something before torch takes the norm of gradients or scales them, until it is removed. Nothing public.
+
+    The three functions of ``torch.nn.utils`` that do so group tensors first, by a function that they look for anew in
+    each call; so they need not be called by any particular name.
+    """
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        grouped = self._before = clip_grad._group_tensors_by_device_and_dtype
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            if not torch.compiler.is_compiling():
+                call()
+            return grouped(*args, **kwargs)
+
+        clip_grad._group_tensors_by_device_and_dtype = called
+
+    def remove(self) -> None:
+        """End it."""
+        clip_grad._group_tensors_by_device_and_dtype = self._before
 
 
 # --- modules ---

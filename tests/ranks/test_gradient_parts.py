@@ -37,6 +37,32 @@ def gradients_of(named: Named) -> dict[str, Tensor]:
 # --- what is read ---
 
 
+def own(gradient: Tensor) -> Tensor:
+    """A plain tensor of one's own."""
+    return torch.zeros(gradient.shape, dtype=gradient.dtype)
+
+
+def into_own(write: Callable[[Tensor, Tensor], object]) -> Callable[[Tensor], Tensor]:
+    """What a gradient was written into, in some way."""
+
+    def written(gradient: Tensor) -> Tensor:
+        buffer = own(gradient)
+        write(buffer, gradient)
+        return buffer
+
+    return written
+
+
+INTO_OWN = {
+    "an own buffer": into_own(lambda b, g: b.add_(g)),
+    "an own average": into_own(lambda b, g: b.lerp_(g.abs(), 0.1).mul_(2.0)),
+    "an own buffer in a view": into_own(lambda b, g: b.view_as(b).copy_(g)),
+    "a plus": into_own(lambda b, g: b.__iadd__(g)),
+    "what out= names": into_own(lambda b, g: torch.mul(g, 3, out=b)),
+    "own buffers in a list": into_own(lambda b, g: torch._foreach_add_([own(g), b], [own(g), g])),
+}
+
+
 def read(named: Named) -> dict[str, Any]:
     """Numbers of gradients, as loops take them."""
     gradients = gradients_of(named)
@@ -71,6 +97,7 @@ def read(named: Named) -> dict[str, Any]:
                 "equal": lambda g: torch.equal(g, g.clone()),
                 "unequal": lambda g: torch.equal(g, g * (g < 20)),
                 "close": lambda g: torch.allclose(g, 1.01 * g),
+                **{f"norm of {what}": lambda g, into=into: into(g).norm() for what, into in INTO_OWN.items()},
             }.items()
         }
         if gradient.dim() == 2:
@@ -220,6 +247,9 @@ REFUSED: dict[str, Callable[[Any, Any], Any]] = {
     "stacked": lambda g, _: torch.stack([g]),
     "outer": lambda g, _: g + torch.ones(2, *g.shape),
     "two gradients": lambda g, other: g + other[:, :1],
+    "into one of several": lambda g, _: torch.zeros(2, *g.shape, dtype=g.dtype)[0].add_(g),
+    "into rows": lambda g, _: torch.zeros(9, 3, dtype=g.dtype)[: len(g)].copy_(g),
+    "into another shape": lambda g, _: torch.zeros(1, *g.shape, dtype=g.dtype).add_(g),
     "dropout": lambda g, _: torch.nn.functional.dropout(g),
     "summed over these ranks": lambda g, _: dist.all_reduce(g),
     "as gradients of others": lambda g, _: g.__array__(),
@@ -269,6 +299,8 @@ def copies(model: nn.Module) -> dict[str, Any]:
     """What becomes of the kind of tensor that it is."""
     gradient = model.even.grad
     assert isinstance(gradient, Tensor)
+    several = [gradient * number for number in range(9)]
+    copied = [made.as_subclass(Tensor) for made in copy.deepcopy(several)]
     saved = io.BytesIO()
     torch.save(gradient, saved)
     saved.seek(0)
@@ -278,7 +310,13 @@ def copies(model: nn.Module) -> dict[str, Any]:
     model.zero_grad(set_to_none=False)
     zero = bool((model.even.grad == 0).all())
     (first,) = torch.autograd.grad(model.even.square().sum(), model.even)
+    weights = model.even.detach().clone().requires_grad_()
+    with torch.no_grad():
+        for written in (model.even, weights):
+            written.sub_(gradient)
     return {
+        "stepped": type(model.even) is nn.Parameter and type(weights) is Tensor,
+        "copied": all(map(torch.equal, copied, [one.as_subclass(Tensor) for one in several])),
         "saved": type(again) is Tensor and again.shape == gradient.shape,
         "kept": kept,
         "zero": zero and isinstance(model.even.grad, GradientPart),

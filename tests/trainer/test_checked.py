@@ -32,6 +32,41 @@ def recomputed(model: Any, hidden: Tensor) -> None:
     model.gradient_checkpointing_disable()
 
 
+def drawn_into(shape: torch.Size) -> Tensor:
+    buffer = torch.zeros(2, *shape)
+    buffer[0].normal_()
+    return buffer[0]
+
+
+def first_rows(shape: torch.Size) -> Tensor:
+    mask = torch.ones(shape)
+    mask[:3] = 0
+    return mask
+
+
+MADE: dict[str, Callable[[torch.Size], Tensor]] = {
+    "random numbers": lambda shape: torch.randn(shape) * 0.1,
+    "random rows": lambda shape: torch.rand(shape[0], 1),
+    "a mask that is drawn": lambda shape: torch.bernoulli(torch.full(shape, 0.5)),
+    "a mask of rows": first_rows,
+    "an order": lambda shape: torch.randperm(shape[0]).float().unsqueeze(1),
+    "row numbers": lambda shape: torch.arange(shape[0])[:, None].float(),
+    "steps": lambda shape: torch.linspace(0, 1, shape[0]).view(-1, 1),
+    "a list": lambda shape: torch.tensor([[0.5]] * shape[0]),
+    "initialized ones": lambda shape: nn.init.kaiming_uniform_(torch.empty(shape)),
+    "a buffer that is drawn into": drawn_into,
+}
+"""Tensors that have another number at each place, of a shape that is asked for."""
+
+
+def beside_a_part(make: Callable[[torch.Size], Tensor]) -> Use:
+    return lambda m, h: m.lm_head.weight.data.add_(make(m.lm_head.weight.shape))
+
+
+def beside_a_gradient(make: Callable[[torch.Size], Tensor]) -> Use:
+    return lambda m, h: m.lm_head.weight.grad.mul_(make(m.lm_head.weight.grad.shape))
+
+
 UNSOUND: dict[str, tuple[Use, str]] = {
     "an own head": (lambda m, h: F.linear(h, m.lm_head.weight), "linear on lm_head.weight"),
     "matmul": (lambda m, h: h @ m.lm_head.weight.t(), "on lm_head.weight"),
@@ -57,6 +92,19 @@ UNSOUND: dict[str, tuple[Use, str]] = {
         lambda m, h: (m.lm_head.weight - torch.arange(3.0)[:, None, None]).square().amin(0), "amin on lm_head.weight"
     ),
     "stacked": (lambda m, h: torch.stack([m.lm_head.weight.float()]), "stack on lm_head.weight"),
+    **{f"{what} of a part's shape": (beside_a_part(make), "add_ on lm_head.weight") for what, make in MADE.items()},
+    **{f"{what} for a gradient": (beside_a_gradient(make), "mul_ on lm_head.weight") for what, make in MADE.items()},
+    "copied noise": (lambda m, h: m.lm_head.weight.data.copy_(2 * torch.randn(m.lm_head.weight.shape)), "copy_ on lm"),
+    "noise in its place": (
+        lambda m, h: setattr(m.lm_head.weight, "data", torch.randn(m.lm_head.weight.shape)), "__set__ on lm_head.weight"
+    ),
+    "noise for a gradient": (
+        lambda m, h: setattr(m.lm_head.weight, "grad", torch.randn(m.lm_head.weight.shape)), "__set__ on lm_head.weight"
+    ),
+    "noise in lists": (
+        lambda m, h: torch._foreach_add_([m.lm_head.weight.data], [torch.randn(m.lm_head.weight.shape)]),
+        "_foreach_add_ on lm_head.weight",
+    ),
 }  # fmt: skip
 SOUND: dict[str, Use] = {
     "the model": lambda m, h: m(input_ids=IDS, labels=IDS).loss.backward(),
@@ -70,13 +118,78 @@ SOUND: dict[str, Use] = {
     "an average": lambda m, h: torch._foreach_lerp_(
         [p.data.clone() for p in m.parameters()], [p.data for p in m.parameters()], 0.1
     ),
+    "one random number": lambda m, h: m.lm_head.weight.data.add_(torch.rand(1)).add_(torch.randn(())),
+    "other numbers by column": lambda m, h: m.lm_head.weight.data.mul_(torch.arange(64.0)),
+    "a mask of the whole": lambda m, h: m.lm_head.weight.grad.mul_(torch.arange(131)[:, None] > 9),
+    "noise of the whole": lambda m, h: m.lm_head.weight.grad.add_(torch.randn(131, 64)),
+    "noise": lambda m, h: m.lm_head.weight.grad.add_(torch.randn_like(m.lm_head.weight.grad)),
+    "an own momentum": lambda m, h: m.lm_head.weight.data.sub_(
+        torch.zeros(m.lm_head.weight.shape).add_(m.lm_head.weight.grad).mul_(torch.full(m.lm_head.weight.shape, 0.1))
+    ),
     "own tensors": lambda m, h: F.cross_entropy(h @ torch.ones(64, 5), torch.zeros(9, dtype=torch.long)),
 }
+
+
+def own_gradients(model: Any) -> float:
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    return float(nn.utils.clip_grad_norm_(model.parameters(), 1.0)) + float(model.lm_head.weight.grad.norm())
+
+
+def own_gradients_in_a_list(model: Any) -> float:
+    for parameter in model.parameters():
+        parameter.grad = torch.full(parameter.shape, 2.0)
+    return float(nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()], foreach=False))
+
+
+def own_buffers(model: Any) -> float:
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    buffers = [torch.zeros(parameter.shape) for parameter in model.parameters()]
+    for buffer, parameter in zip(buffers, model.parameters(), strict=True):
+        buffer.mul_(0.9).add_(parameter.grad)
+    return float(torch.stack([buffer.norm() for buffer in buffers]).norm())
+
+
+def own_gradients_in_a_step(model: Any) -> float:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for parameter in model.parameters():
+        parameter.grad = torch.full(parameter.shape, 2.0)
+    optimizer.step()
+    return float(model.lm_head.weight.grad.norm())
+
+
+AS_IN_ONE_PROCESS: dict[str, Callable[[Any], float]] = {
+    "own gradients are clipped": own_gradients,
+    "own gradients in a list": own_gradients_in_a_list,
+    "own gradients in a step": own_gradients_in_a_step,
+    "own buffers": own_buffers,
+}
+
+
+def read_alike(rank: int, size: int) -> None:
+    model = tiny_model("llama")
+    whole = copy.deepcopy(model)
+    parallelize(model, dist.group.WORLD)
+    for name, use in AS_IN_ONE_PROCESS.items():
+        wanted = use(whole)
+        assert use(model) == pytest.approx(wanted, rel=1e-5), name
+        whole.zero_grad()
+        model.zero_grad()
+        wanted = use(whole)
+        with checked(model):
+            assert use(model) == pytest.approx(wanted, rel=1e-5), f"{name}, watched"
+        whole.zero_grad()
+        model.zero_grad()
+
+
+def test_gradients_that_code_makes_itself_are_read_as_in_one_process() -> None:
+    run_ranks(read_alike, 2)
 
 
 def uses(rank: int, size: int) -> None:
     model: Any = tiny_model("llama")
     parallelize(model, dist.group.WORLD)
+    model(input_ids=IDS, labels=IDS).loss.backward()
     hidden = torch.randn(9, 64)
     for name, (use, text) in UNSOUND.items():
         with checked(model), pytest.raises(UnsoundUse) as raised:
@@ -87,9 +200,11 @@ def uses(rank: int, size: int) -> None:
     for use in SOUND.values():
         with checked(model):
             use(model, hidden)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
     with checked(model):
         optimizer.step()
+        with pytest.raises(UnsoundUse, match=r"mean on lm_head\.weight"):
+            optimizer.state[model.lm_head.weight]["exp_avg"].mean()
 
 
 def test_uses_of_a_part_are_errors_and_others_go_on() -> None:
@@ -178,7 +293,7 @@ HOOKS: dict[str, tuple[str, Callable[[nn.Parameter], Any], str]] = {
     "LARS": ("on_before_optimizer_step", lars, "norm on"),
     "noise": ("on_train_batch_end", lambda p: p.data.add_(torch.randn_like(p)), "randn_like on"),
     "before validation": ("on_validation_start", lambda p: p.mean(), "mean on"),
-    "states": ("on_train_batch_end", lambda p: OPTIMIZERS[-1].state[p]["momentum_buffer"].mean(), "mean on"),
+    "a gradient's part": ("on_train_batch_end", lambda p: OPTIMIZERS[-1].state[p]["momentum_buffer"].mean(), ""),
     "decay": ("on_before_optimizer_step", lambda p: p.data.mul_(0.99), ""),
     "an average": ("on_train_batch_end", lambda p: p.detach().clone().lerp_(p.data, 0.1), ""),
 }

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 import weakref
 from collections import OrderedDict
@@ -256,7 +257,9 @@ class GatheredLogits(Tensor):
         kwargs = dict(kwargs or {})
         _refuse_mutation(func, args, kwargs)
         with without_subclasses():
-            if func in _SERIALIZERS:
+            if func is Tensor.__deepcopy__:
+                return copy.deepcopy(args[0].as_subclass(Tensor), args[1])  # which the memo keeps, and with it its id
+            if func is Tensor.__reduce_ex__:
                 return func(args[0].as_subclass(Tensor), *args[1:], **kwargs)
             result = func(*args, **kwargs)
         return _read_only(result, [x for x in tree_leaves((args, kwargs)) if isinstance(x, cls)])
@@ -477,7 +480,6 @@ _METADATA = DESCRIBING | {*VIEW_GETTERS, *getters("grad"), *functions("__format_
 # --- everything else ---
 
 _NO_WRITES = frozenset((Tensor.requires_grad_, Tensor.detach_))
-_SERIALIZERS = frozenset((Tensor.__deepcopy__, Tensor.__reduce_ex__))
 _said: set[str] = set()
 
 
