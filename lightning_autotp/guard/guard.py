@@ -22,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from lightning_autotp.capture import vmap as transforms
+from lightning_autotp.capture.nested import map_tensors, tensors_in
 from lightning_autotp.gradients.sums import hook_parameters, mark_gradients, sum_at_once_in_ddp
 from lightning_autotp.guard.bypassed import Bypasses
 from lightning_autotp.guard.compared import ComparedValues
@@ -32,6 +33,7 @@ from lightning_autotp.guard.state_dicts import mark_as_part, refuse_other_parts,
 from lightning_autotp.guard.user_hooks import UserHooks
 from lightning_autotp.optimizers.stepping import step_as_before, step_one_by_one
 from lightning_autotp.parallel.head_product import note_written
+from lightning_autotp.parallel.logits import VocabParallelLogits
 from lightning_autotp.parameters.forwards import forward_of
 from lightning_autotp.parameters.known_writes import parts_before_use, parts_of
 from lightning_autotp.parameters.snapshot import Snapshot
@@ -139,7 +141,8 @@ class Guard:
         first_use(model)
         if torch.is_grad_enabled():
             self.bypasses.begin()
-        arguments = self.calls.prove(args, kwargs)
+        whole = _with_whole_logits((args, kwargs))
+        arguments = self.calls.prove(*whole or (args, kwargs)) or whole
         self._user_hooks.wrap()
         way = self.calls.to_compare
         if way is not None and self.running.own == 1:
@@ -242,6 +245,14 @@ class Guard:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         _guard_steps(self)
+
+
+def _with_whole_logits(call: tuple[Any, Any]) -> tuple[Any, Any] | None:
+    """A call's arguments, with the whole of what another parallel model has returned in parts; ``None`` without any."""
+    if not any(isinstance(leaf, VocabParallelLogits) for leaf in tensors_in(call)):
+        return None
+    args, kwargs = map_tensors(lambda leaf: leaf.full() if isinstance(leaf, VocabParallelLogits) else leaf, call)
+    return args, kwargs
 
 
 def check_gradients(optimizer: Optimizer) -> None:

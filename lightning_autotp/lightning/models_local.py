@@ -18,7 +18,7 @@ from lightning_autotp.lightning.first_step import FirstStep, first_step
 from lightning_autotp.parameters.state import is_parallel
 from lightning_autotp.pipeline import make_local
 from lightning_autotp.proving.new_calls import with_rows
-from lightning_autotp.ranks.agreement import check_same_weights, raise_together
+from lightning_autotp.ranks.agreement import PeerError, check_same_weights, raise_together
 from lightning_autotp.solving.options import PlanOptions
 
 
@@ -79,8 +79,9 @@ def _make_local_for_call(
         try:
             make_local(model, group, example, replace(options, traced_with=source), copies)
             return
-        except CaptureError as error:
-            if is_parallel(model):
+        except (CaptureError, PeerError) as error:  # the first rank traces, and the others hear of it
+            kinds = error.kinds if isinstance(error, PeerError) else {CaptureError.__name__}
+            if is_parallel(model) or kinds != {CaptureError.__name__}:
                 raise
             why = str(error)
     source = f"a made-up batch ({why.splitlines()[0]})"

@@ -29,7 +29,13 @@ Made = TypeVar("Made")
 
 
 class PeerError(RuntimeError):
-    """Another rank of the group failed; the message has its error."""
+    """Another rank of the group failed; the message has its error.
+
+    Attributes:
+        kinds: the names of the classes of these errors.
+    """
+
+    kinds: frozenset[str] = frozenset()
 
 
 class MissingRank(RuntimeError):
@@ -136,9 +142,11 @@ def peer_error(failures: Mapping[int, str], ranks: int, phase: str) -> PeerError
         ranks: how many there are.
         phase: as for :func:`raise_together`.
     """
-    return PeerError(
+    error = PeerError(
         "\n".join(f"rank {rank} of {ranks} failed while {phase}: {text}" for rank, text in failures.items())
     )
+    error.kinds = frozenset(text.partition(":")[0] for text in failures.values())
+    return error
 
 
 def in_words(error: BaseException) -> str:

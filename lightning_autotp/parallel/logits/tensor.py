@@ -267,6 +267,8 @@ class GatheredLogits(Tensor):
 
 def _read_only(result: Any, gathered: Sequence[Tensor]) -> Any:
     """``result``, in which what lies in the memory of gathered logits cannot be written."""
+    if isinstance(result, torch.Size):  # a tuple of numbers, which would come back as an ordinary one
+        return result
 
     def guarded(x: Any) -> Any:
         if isinstance(x, np.ndarray):
