@@ -472,7 +472,7 @@ class Tracer(PreDispatchMode):
         """An argument as the graph knows it: tensors as references to their present values."""
         if isinstance(value, Tensor):
             return self._present(self._tracked(value))
-        return tuple(self._read(item) for item in value) if isinstance(value, tuple) else value
+        return tuple(self._read(item) for item in value) if isinstance(value, tuple) else plain(value)
 
     def _tracked(self, tensor: Tensor) -> _Tracked:
         found = self._tensors.get(id(tensor))

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from lightning_autotp.capture.nested import map_leaves
+from lightning_autotp.capture.noted_numbers import plain
 from lightning_autotp.operators.declared import Declaration
 from lightning_autotp.operators.notation import DeclarationError, Tensors, size_of
 from lightning_autotp.private.torch_private import schema_of, tree_leaves, with_autograd, without_modes
@@ -50,7 +52,8 @@ def try_declaration(
     if not _can_be_made_up(given.values()):
         return
     tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
-    others = {name: value for name, value in given.items() if name not in tensors}
+    # What is asked of numbers here the model's code does not ask.
+    others = map_leaves(lambda _, leaf: plain(leaf), {key: value for key, value in given.items() if key not in tensors})
     if others.get(declaration.draws):
         others[declaration.draws] = 0.0
     like = [(name, tuple(t.shape), t.dtype, str(t.device)) for name, t in tensors.items()]

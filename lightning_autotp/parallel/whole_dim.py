@@ -55,7 +55,8 @@ def after_index(shape: Sequence[int], dim: int, index: tuple[Any, ...]) -> Whole
         ellipses, ``None`` and tensors before the dim.
     """
     items = list(index)
-    plain = all(item is None or type(item) is int or isinstance(item, slice | EllipsisType | Tensor) for item in items)
+    kinds = int | slice | EllipsisType | Tensor | None  # of a trace's integers, too; but True and False are masks
+    plain = all(isinstance(item, kinds) and not isinstance(item, bool) for item in items)
     ellipses = [at for at, item in enumerate(items) if isinstance(item, EllipsisType)]
     if not plain or len(ellipses) > 1:
         return None

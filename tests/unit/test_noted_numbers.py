@@ -6,12 +6,14 @@ import copy
 import enum
 import itertools
 import pickle
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from kernel_stand_ins import flash_attn_func, module
 from torch import Tensor, nn
 
 from lightning_autotp.capture.capture import ExampleCall, capture
@@ -144,13 +146,18 @@ class Asking(nn.Module):
         self.kept = task
         if task == 29 or options["lengths"][1] > 5 or strength > 0.5 or self.kept < 0:
             return x
-        out: Tensor = self.linear(x)[:, [task, task + 1]] * strength
-        return out
+        heads = self.linear(x)[:, [task, task + 1]].unflatten(-1, (2, 2))
+        out: Tensor = flash_attn_func(heads, heads, heads, softmax_scale=strength, window_size=(task, 0))
+        return out * strength
 
 
 def test_a_trace_has_the_questions_and_ordinary_numbers() -> None:
-    call = ExampleCall((torch.ones(2, 4), 1, {"lengths": [1, 2]}), {"strength": 0.1})
-    graph = capture(Asking(), call)
+    call = ExampleCall((torch.ones(2, 4, 4), 1, {"lengths": [1, 2]}), {"strength": 0.1})
+    module("flash_attn", flash_attn_func=flash_attn_func)
+    try:
+        graph = capture(Asking(), call)
+    finally:
+        del sys.modules["flash_attn"]
     assert list(graph.questions) == [
         Question("eq", ("[0][1]", 29)),
         Question("gt", ("[0][2]['lengths'][1]", 5)),
@@ -162,6 +169,9 @@ def test_a_trace_has_the_questions_and_ordinary_numbers() -> None:
     leaves = [leaf for call in graph.calls for leaf in call.arguments] + [
         value for _, value in graph.runs[-1].constants
     ]
+    arguments = {name: value for operator in graph.operators for name, value in operator.arguments}
+    assert arguments["window_size"] == (1, 0)
+    leaves += [arguments["softmax_scale"], *arguments["window_size"]]
     assert {type(leaf) for leaf in leaves} & {NotedInt, NotedFloat} == set()
 
 

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lightning_autotp.capture.noted_numbers import Notes
 from lightning_autotp.parallel.whole_dim import after_index, after_reshape
 
 VOCAB = 7
@@ -103,7 +104,16 @@ def test_an_index_keeps_the_dim_where_it_says(shape: list[int], data: st.DataObj
 def test_common_indices_keep_the_last_dim() -> None:
     tokens = torch.tensor([0, 1])
     mask = torch.ones(2, 5, dtype=torch.bool)
-    for index in ((..., slice(None, -1), slice(None)), (slice(None), -1), (tokens, tokens), (mask,), (0, tokens), ()):
+    of_a_trace = Notes().given("[0][1]", 1)
+    for index in (
+        (..., slice(None, -1), slice(None)),
+        (slice(None), -1),
+        (tokens, tokens),
+        (mask,),
+        (0, tokens),
+        (),
+        (of_a_trace, slice(of_a_trace, None)),
+    ):
         found = after_index((2, 5, VOCAB), 2, index)
         assert found is not None
         assert found.from_right == 1

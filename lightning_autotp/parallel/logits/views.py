@@ -130,7 +130,7 @@ def _getitem(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
         local = func(logits.local, found.index)
         part = rewrap(logits, local, local.dim() - found.from_right)
     is_last_dim = logits.vocab_dim == logits.dim() - 1
-    if is_last_dim and len(found.index) > 1 and type(found.index[-2]) is int and not torch.is_grad_enabled():
+    if is_last_dim and len(found.index) > 1 and isinstance(found.index[-2], int) and not torch.is_grad_enabled():
         part.one_position = True
     return part
 
