@@ -582,7 +582,8 @@ def _each(alike: Callable[[frozenset[Type], frozenset[Type]], bool], given: Give
 
     With a number of its own a rank may leave one out: ``enable_gqa`` where it has as many heads of keys as of queries.
     """
-    return all(alike(*pair) for pair in zip_longest(given, wanted, fillvalue=frozenset()))
+    nothing = frozenset[Type]()
+    return all(alike(one, other) for one, other in zip_longest(given, wanted, fillvalue=nothing))
 
 
 def _tensors(value: Any) -> Iterable[tuple[str, Tensor]]:
