@@ -24,6 +24,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from itertools import zip_longest
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -577,7 +578,12 @@ def _has_length(tensor: Tensor, kind: Type) -> bool:
 
 
 def _each(alike: Callable[[frozenset[Type], frozenset[Type]], bool], given: Given, wanted: Given) -> bool:
-    return len(given) == len(wanted) and all(map(alike, given, wanted))
+    """Whether it is so of each argument; one that is left out has no tensors.
+
+    With a number of its own a rank may leave one out: ``enable_gqa`` where it has as many heads of keys as of queries.
+    """
+    nothing = frozenset[Type]()
+    return all(alike(one, other) for one, other in zip_longest(given, wanted, fillvalue=nothing))
 
 
 def _tensors(value: Any) -> Iterable[tuple[str, Tensor]]:

@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_autotp.optimizers.whole_matrices import WholeMatrixOptimizer
 from lightning_autotp.parameters.state import ParameterTable, parallel_state
 
 KEY = "autotp"
@@ -75,7 +76,12 @@ def _mark_of(model: nn.Module) -> Mark:
 
 
 def refuse_whole_optimizer_states(optimizer: Optimizer, module: nn.Module) -> None:
-    """Make an error of ``load_state_dict`` with whole tensors, for an optimizer of the local parameters of a module."""
+    """Make an error of ``load_state_dict`` with whole tensors, for an optimizer of the local parameters of a module.
+
+    The states of a ``WholeMatrixOptimizer`` are whole.
+    """
+    if isinstance(optimizer, WholeMatrixOptimizer):
+        return
     optimizer.register_load_state_dict_pre_hook(partial(_refuse_whole_moments, module))
 
 

@@ -136,7 +136,8 @@ def exported_otherwise(combination: Combination, folder: Path, state: dict[str, 
     inner = "model." if combination.driver == "trainer" else ""
     with torch.no_grad():
         for name, value in model.state_dict().items():
-            value.copy_(state[inner + name])
+            if combination.base == "plain" or "lora_" in name:  # a quantized base is not exported
+                value.copy_(state[inner + name])
     model.save_pretrained(folder / "wanted")
     found, wanted = _files(folder / "exported"), _files(folder / "wanted")
     other = [name for name in sorted({*found, *wanted}) if found.get(name) != wanted.get(name)]

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from lightning_autotp import (
     AutoTPFabricStrategy,
+    WholeMatrixOptimizer,
     checked,
     full_gradients,
     full_state_dict,
@@ -166,6 +167,22 @@ def own_loss(fabric: Fabric, is_copied: bool = False) -> dict[str, Any]:
     return {"losses": losses, "norms": [], "gradients": [], "weights": whole(model), "kinds": kinds}
 
 
+def whole_matrices(fabric: Fabric, path: Path) -> dict[str, Tensor]:
+    """Weights after a step with whole states, and one more of what has loaded the checkpoint in between."""
+    for is_second in (False, True):
+        fabric.seed_everything(5, verbose=False)
+        model = fabric.setup_module(Plain())
+        whole_optimizer = WholeMatrixOptimizer(model.module, model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+        optimizer = fabric.setup_optimizers(whole_optimizer)
+        if is_second:
+            fabric.load(path, {"model": model, "optimizer": optimizer})
+        fabric.backward(model(IDS[:4]).float().square().mean())
+        optimizer.step()
+        if not is_second:
+            fabric.save(path, {"model": model, "optimizer": optimizer})
+    return whole(model)
+
+
 def written(fabric: Fabric) -> Tensor:
     """Tokens of ``model.generate()``, marked as Fabric asks for."""
     fabric.seed_everything(3, verbose=False)
@@ -219,6 +236,7 @@ def two_ranks(directory: str) -> dict[str, Any]:
     seen["own"] = own_loss(fabric)
     seen["copied"] = own_loss(fabric, is_copied=True)
     seen["with state"] = run(fabric, **STATEFUL)
+    seen["whole matrices"] = whole_matrices(fabric, folder / "whole matrices of 2.ckpt")
     seen["order"] = order_of(fabric)
     seen["workers"] = list(fabric.setup_dataloaders(augmenting()))
     seen["read once"] = order_of(two(AutoTPFabricStrategy(broadcast_batches=True)))

@@ -24,6 +24,7 @@ from fabric_loop import (
     own_loss,
     run,
     two_ranks,
+    whole_matrices,
     written,
 )
 from failures import check_one_error
@@ -180,6 +181,12 @@ def test_checkpoints_load_at_any_size(
         torch.testing.assert_close(
             torch.tensor(seen["losses"]), torch.tensor(wanted["losses"][2 * HALF :]), rtol=1e-5, atol=0
         )
+
+
+def test_whole_states_are_loaded(found: list[dict[str, Any]], tmp_path: Path) -> None:
+    wanted = whole_matrices(fabric_of(), tmp_path / "whole matrices.ckpt")
+    for seen in found:
+        assert_close(seen["whole matrices"], wanted)
 
 
 def test_a_checkpoint_is_exported_and_checked(found: list[dict[str, Any]], folder: Path) -> None:
