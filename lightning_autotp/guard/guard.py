@@ -141,10 +141,13 @@ class Guard:
             self.bypasses.begin()
         arguments = self.calls.prove(args, kwargs)
         self._user_hooks.wrap()
-        way = self.calls.to_compare
+        way = self.calls.way
         if way is not None and self.running.own == 1:
-            self.compared.begin(way.alike)
-            self.followed.begin(way.paths)
+            if not torch.is_grad_enabled():
+                self.bypasses.expect(way.ran)
+            if self.calls.is_compared:
+                self.compared.begin(way.alike)
+                self.followed.begin(way.paths)
         return arguments
 
     def _returned(self, model: nn.Module, args: Any, output: Any) -> None:
@@ -162,6 +165,7 @@ class Guard:
 
         Raises:
             DifferentOnRanks: naming the first place at which the ranks computed different values.
+            BypassedLayer: naming layers whose weights were used without them.
         """
         self.running.own = max(0, self.running.own - 1)  # a hook before this one's may have failed
         if self.running.own:
@@ -169,10 +173,14 @@ class Guard:
         self.followed.end()
         if (gathers := parallel_state(model).gathers) is not None:
             gathers.returned()
-        if self._has_returned:
-            self._has_returned = False
-            self.compared.settle(output)
-        self.compared.end()
+        try:
+            if self._has_returned:
+                self._has_returned = False
+                self.compared.settle(output)
+                self.bypasses.settle()
+        finally:
+            self.compared.end()
+            self.bypasses.let_go()
 
     def _look(self) -> None:
         """Look at all of the model, and remember it."""
