@@ -48,7 +48,8 @@ class Guard:
     hooks their gradients need (both only where something is another than in the last snapshot); that nothing has been
     written into parts; that this kind of call is proved, or else it is now; that hooks that were added see whole
     tensors. In some calls: that the ranks compute the same where they should, and that
-    code does with parts of tensors what it did in the trace. Before an optimizer's step: that nothing
+    code does with parts of tensors what it did in the trace. After one without gradients: that the layers have run that
+    ran in its trace. Before an optimizer's step: that nothing
     has been written into parts. A copy of the model has a guard of its own, which has seen nothing so far.
 
     Args:
