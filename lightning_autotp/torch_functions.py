@@ -108,6 +108,9 @@ BY_PLACE = LISTED.union(
 In a part's shape these are others than the whole tensor has there. Not ``zeros``, ``ones``, ``full``, ``empty``.
 """
 
+UNIFORM = frozenset(functions("zeros ones full zeros_like ones_like full_like new_zeros new_ones new_full"))
+"""Functions that make tensors whose elements are all the same."""
+
 _WRITES = re.compile(
     r"__(set|delete|setitem|delitem|i(add|sub|mul|div|truediv|floordiv|mod|pow|matmul|and|or|xor|lshift|rshift))__"
     r"|.*[^_]_"

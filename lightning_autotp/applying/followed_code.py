@@ -7,22 +7,24 @@ The proof is of a trace. Running code may go another way for one of two reasons,
   this is enough. A line that was not seen may look at what no parameter went into, and so tell the way, but no more.
 * **It asks what no trace shows**: whether a tensor is fake, an environment variable, a global flag. That may be any
   module, so all others are followed in the first call of each kind, and at rare intervals after it. A line that was not
-  seen may do what it likes with tensors of which every rank has all, and may take single elements of parts. Ranks that
-  took a part for the whole (its norm, say) might well agree on the result.
+  seen may do what it likes with tensors of which every rank has all, and may take single elements of parts, each with
+  the same of others: not with its position, or with a random number. Ranks that took a part for the whole (its norm,
+  say) might well agree on the result.
 
 Any other step is an error before it happens, so before anything is communicated at it, on every rank: the values that
 decide are the same on all, and so is the code.
 
 Where no values decide, what cannot be followed (compiled modules, hooks, function transforms, classes of tensors of its
-own) is not, nor is what a declared function runs, which is one operator in a trace: tensors that come from there have
-an unknown type, with which every line agrees.
+own) is not: tensors that come from there have an unknown type, with which every line agrees. Nor is what a declared
+function runs, but its calls are seen, and what it gives is of the type that it had in the trace.
 """
 
 from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from functools import partial
 from itertools import zip_longest
 from types import CodeType, FrameType
@@ -44,6 +46,7 @@ from lightning_autotp.capture.call_sites import (
 )
 from lightning_autotp.capture.declared_calls import codes_of_declared
 from lightning_autotp.capture.nested import constants_among, leaves_of, tensors_in
+from lightning_autotp.capture.seen_functions import DeclaredFunction
 from lightning_autotp.parameters.state import parallel_state
 from lightning_autotp.private.torch_private import (
     WeakIdKeyDictionary,
@@ -51,6 +54,7 @@ from lightning_autotp.private.torch_private import (
     is_compiled_itself,
     is_in_backward,
     is_operator,
+    without_functions,
 )
 from lightning_autotp.solving.paths import (
     ANY,
@@ -73,12 +77,20 @@ from lightning_autotp.solving.paths import (
     type_of,
     without_static,
 )
-from lightning_autotp.torch_functions import DESCRIBING, ELEMENTWISE, NOTING, OF_MEMORY, writes
+from lightning_autotp.torch_functions import DESCRIBING, ELEMENTWISE, NOTING, OF_MEMORY, UNIFORM, writes
 
 _UNKNOWN = "unknown"
-_NEUTRAL = (STATIC, ZEROS)
+_OWN, _UNIFORM = "own", "uniform"
+"""Types of tensors that lines which were not seen make of numbers alone: any, and such of which all elements are equal.
+
+Anywhere else they are static.
+"""
+_MADE = frozenset((STATIC, _OWN, _UNIFORM))
+_NEUTRAL = (STATIC, ZEROS, _OWN, _UNIFORM)
 _DEVICE = Tensor.device.__get__
 _NUMBERS = Tensor.tolist, Tensor.numpy
+_AS_ANOTHER = Tensor.to, Tensor.type_as
+"""Functions that take no elements of their second argument."""
 _WHOLE = ("I", "R", *_NEUTRAL)
 _ASKING = DESCRIBING | OF_MEMORY | NOTING
 """Functions that make no tensor of others."""
@@ -147,6 +159,7 @@ class FollowedCode:
         if "" not in others or "" in self.decided or any(map(is_compiled_itself, self.model.modules())):
             return
         self.others, self.declared = others, codes_of_declared()
+        self._now.append(_calls_of_declared({line[2] for seen in others.values() for line in seen.calls}))
         paths = {parallel_state(self.model).path(module): module for module in self.model.modules()}
         followed = others.keys() - self.decided.keys() - {""}
         self._now += self._put_on({path: module for path, module in paths.items() if path in followed})
@@ -241,6 +254,14 @@ class FollowedCode:
         left = self.running.pop() if self.running else None
         if left is not None and left.caller is not None:
             left.caller.take(left.types.returned, output)
+
+
+def _calls_of_declared(names: Collection[str]) -> Undo:
+    """Let modes see calls of the declared functions of these names, as they do in a trace."""
+    with ExitStack() as stack:
+        for declared in DeclaredFunction.all(names):
+            stack.enter_context(declared.seen())
+        return stack.pop_all().close
 
 
 def _put_back(holder: Any, forward: Any) -> None:
@@ -366,9 +387,9 @@ class _Run:
         if _is_of_a_mode(call) or self._is_elsewhere(call):
             return None
         types = ({self.type(leaf) for leaf in group if isinstance(leaf, Tensor)} for group in call.groups)
-        given = tuple(frozenset(found - {STATIC}) for found in types)
+        given = tuple(frozenset(found - _MADE) for found in types)
         calls = self.seen.calls.get(call.line, {})
-        found = self._seen_alike(calls, given) or self._unseen(call, given)
+        found = None if self._is_by_place(call, _OWN) else self._seen_alike(calls, given) or self._unseen(call, given)
         if found is None:
             seen = f", seen with {' or '.join(map(_said, calls))}" if calls else ""
             raise self.refusal(self.code.model, self.path, f"it calls {said_line(call.line)} with {_said(given)}{seen}")
@@ -380,6 +401,8 @@ class _Run:
         kinds = outcome.results * len(found) if len(outcome.results) == 1 else outcome.results
         if len(kinds) != len(found) or not all(map(_has_length, found, kinds)):
             kinds = self._otherwise(call, found)
+        if any(self.type(tensor) == _OWN for tensor in call.tensors):
+            kinds = tuple(_OWN if kind == STATIC else kind for kind in kinds)
         if outcome.written:
             leaves = call.leaves
             for at, kind in outcome.written:
@@ -440,13 +463,58 @@ class _Run:
         """What a call gives that was not seen with these types; ``None`` if it may matter that it was not."""
         if call.line not in self.seen.calls and any(map(self.code.declared.__contains__, _codes(call.caller))):
             return Outcome((ANY,), ())
+        if call.func in _AS_ANOTHER:
+            call, given = call._replace(groups=call.groups[:1], kwargs={}), given[:1]
         kinds = frozenset[Type]().union(*given)
         parts = frozenset(filter(is_part, kinds))
         if not parts:
-            return Outcome((next((kind for kind in (ANY, "R", "I") if kind in kinds), STATIC),), ())
-        if len(kinds) == 1 and call.func in ELEMENTWISE and "P" not in parts:
-            return Outcome(tuple(parts), ())
-        return None
+            made: Type = next((kind for kind in (ANY, "R", "I") if kind in kinds), None) or self._static(call)
+        elif (
+            kinds <= parts | {ZEROS}
+            and len(parts) == 1
+            and call.func in ELEMENTWISE
+            and not self._is_by_place(call, STATIC, _OWN)
+        ):
+            (part,) = parts
+            with without_functions():
+                lengths = {tensor.dim() for tensor in call.tensors if self.type(tensor) == part}
+                longest = max(tensor.dim() for tensor in call.tensors)
+            if not isinstance(part, ShardType) or len(lengths) > 1:
+                return None
+            more = longest - lengths.pop()
+            made = ShardType(tuple((dim + more, cut, length) for dim, cut, length in part.dims))
+        else:
+            return None
+        return Outcome((made,), ((0, made),) if self._is_written(call) else ())
+
+    def _static(self, call: _Call) -> Type:
+        """What a line that was not seen makes of no parameter."""
+        kinds = set(map(self.type, call.tensors))
+        if call.func in UNIFORM or (kinds and kinds <= {ZEROS, _UNIFORM} and call.func in ELEMENTWISE):
+            return _UNIFORM
+        is_placed = self._is_written(call) and call.func not in ELEMENTWISE
+        return _OWN if is_placed or not kinds or _OWN in kinds else STATIC
+
+    @staticmethod
+    def _is_written(call: _Call) -> bool:
+        return writes(call.line[2]) and bool(call.leaves) and isinstance(call.leaves[0], Tensor)
+
+    def _is_by_place(self, call: _Call, *kinds: Type) -> bool:
+        """Whether an elementwise call takes, beside a part, a tensor of these types that is as long where that is cut.
+
+        A single one counts where it was made of numbers alone, as that many by a rank that has one.
+        """
+        if call.func not in ELEMENTWISE or not any(self.type(tensor) in kinds for tensor in call.tensors):
+            return False
+        types = [(tensor, self.type(tensor)) for tensor in call.tensors]
+        cut = [(tensor, dim) for tensor, kind in types if isinstance(kind, ShardType) for dim, *_ in kind.dims]
+        others = [(tensor, kind) for tensor, kind in types if kind in kinds]
+        with without_functions():
+            return any(
+                _is_as_long(other, part, dim) and (kind == _OWN or part.shape[dim] > 1)
+                for part, dim in cut
+                for other, kind in others
+            )
 
     def _otherwise(self, call: _Call, found: list[Tensor]) -> tuple[Type, ...]:
         """The types of results that are others than a call was seen to give."""
@@ -463,12 +531,15 @@ class _Run:
 
     def _write(self, tensor: Tensor, kind: Type) -> None:
         """Note that a tensor was written in place, and what it is now: all that share its memory, too."""
-        if kind not in _NEUTRAL:
+        alive = [other for reference in self._neutral if (other := reference()) is not None]
+        of_others = (
+            alive if kind not in _NEUTRAL else [other for other in alive if self.type(other) in (ZEROS, _UNIFORM)]
+        )
+        if of_others:
             memory = tensor.untyped_storage().data_ptr()
-            alive = [other for reference in self._neutral if (other := reference()) is not None]
-            sharing = [other for other in alive if other.untyped_storage().data_ptr() == memory]
+            sharing = [other for other in of_others if other.untyped_storage().data_ptr() == memory]
             for other in sharing:
-                self._types[id(other)] = weakref.ref(other), kind
+                self._types[id(other)] = weakref.ref(other), _OWN if kind in _NEUTRAL else kind
             self._neutral = [weakref.ref(other) for other in alive if self._types[id(other)][1] in _NEUTRAL]
         self._put(tensor, kind)
 
@@ -574,6 +645,16 @@ def _has_length(tensor: Tensor, kind: Type) -> bool:
     """Whether a tensor is as long as a part of this type."""
     return not isinstance(kind, ShardType) or all(
         dim < tensor.dim() and (length is None or tensor.shape[dim] == length) for dim, _, length in kind.dims
+    )
+
+
+def _is_as_long(tensor: Tensor, part: Tensor, dim: int) -> bool:
+    """Whether a tensor has an element for each of a part along its cut dim, where both are broadcast."""
+    at = dim - part.dim()
+    return (
+        -tensor.dim() <= at < 0
+        and tensor.shape[at] == part.shape[dim]
+        and not (tensor.layout == torch.strided and tensor.stride(at) == 0)  # the same one, repeated
     )
 
 

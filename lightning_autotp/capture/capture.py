@@ -25,6 +25,7 @@ from lightning_autotp.building.quantization import format_of
 from lightning_autotp.capture import vmap as transforms
 from lightning_autotp.capture.attribute_reads import note_attributes
 from lightning_autotp.capture.call_sites import is_user_code
+from lightning_autotp.capture.compiled_code import noting_questions
 from lightning_autotp.capture.declared_calls import autograd_function_in, higher_order_operator_in, noting_declared
 from lightning_autotp.capture.experts import noting_experts
 from lightning_autotp.capture.nested import (
@@ -350,7 +351,8 @@ def _run(
         context.callback(tracer.outside.put_back)
         quiet = quiet_fake_tensors(), fake_tensors_as_ordinary(), under_way()
         as_written = torch.compiler.set_stance("force_eager")  # also what code compiles while it is traced
-        for mode in (*quiet, *marks, noting_declared(tracer), as_written, enable_python_dispatcher()):
+        seen = noting_declared(tracer), noting_questions(tracer)
+        for mode in (*quiet, *marks, *seen, as_written, enable_python_dispatcher()):
             context.enter_context(mode)
         for layer in (fake, tracer, tracer.calls):
             context.enter_context(layer)

@@ -86,7 +86,7 @@ class DeclaredFunction:
                 original = FunctionType(code, target.__globals__, target.__name__, defaults, closure)
                 original.__kwdefaults__ = target.__kwdefaults__
                 stack.callback(setattr, target, "__code__", code)
-                target.__code__ = _code_calling(SeenFunction(self, original, run), code)
+                target.__code__ = code_calling(SeenFunction(self, original, run), code)
                 if "__signature__" not in vars(target):  # code may ask which arguments it takes
                     stack.callback(delattr, target, "__signature__")
                     vars(target)["__signature__"] = self.signature
@@ -192,7 +192,7 @@ def _calling(names: tuple[str, ...]) -> CodeType:
     return code
 
 
-def _code_calling(calls: Callable[..., Any], code: CodeType) -> CodeType:
+def code_calling(calls: Callable[..., Any], code: CodeType) -> CodeType:
     """Code that passes its arguments on, for a function that has other code.
 
     It is compiled as a closure over the same variables: Python reads them from a frame without asking whether the code

@@ -1,7 +1,12 @@
-"""Weights that have a gradient although their parallel layers did not run: code used the weight and not the layer."""
+"""Parallel layers that did not run although their weights have a gradient: code used the weight and not the layer.
+
+Without gradients nothing tells what became of a weight. There a layer has to run if it did in the trace, where nothing
+else leads code past it: it asks for no value of the batch.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -12,7 +17,7 @@ from torch.optim import Optimizer
 from lightning_autotp.layouts.names import join_names
 from lightning_autotp.parallel.layer_runs import NotesRuns
 
-_Layers = list[tuple[str, nn.Module]]
+_Layers = list[tuple[str, NotesRuns]]
 
 
 class BypassedLayer(RuntimeError):
@@ -31,6 +36,7 @@ class Bypasses:
         self._owned: WeakKeyDictionary[Optimizer, tuple[int, _Layers]] = WeakKeyDictionary()
         self._stepped: dict[int, _Layers] = {}  # of optimizers that have made a step since the last forward
         self._has_run = False
+        self._expected: list[tuple[str, NotesRuns, bool]] = []  # in the forward under way: and whether they had run
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Bypasses, (self.model,)  # a copy of the model has optimizers of its own
@@ -54,6 +60,36 @@ class Bypasses:
                 layer.__dict__["has_run"] = False
         self._stepped.clear()
 
+    def expect(self, paths: Collection[str]) -> None:
+        """Before a forward without gradients: these layers are to run in it.
+
+        Args:
+            paths: where they are.
+        """
+        self.let_go()
+        self._expected = [(path, layer, layer.has_run) for path, layer in self._layers if path in paths]
+        for _, layer, _ in self._expected:
+            layer.__dict__["has_run"] = False
+
+    def settle(self) -> None:
+        """After a forward that has not failed. Not collective.
+
+        Raises:
+            BypassedLayer: naming the layers that were to run, and did not.
+        """
+        silent = [path for path, layer, _ in self._expected if not layer.has_run]
+        if silent and not NotesRuns.is_compiled:
+            raise BypassedLayer(
+                f"{join_names(silent)} of the parallel {type(self.model).__name__} did not run in a call without"
+                f" gradients, but where such a call was traced they did. {_said_of(silent)}"
+            )
+
+    def let_go(self) -> None:
+        """After a forward, also one that failed."""
+        for _, layer, had_run in self._expected:
+            layer.__dict__["has_run"] = layer.has_run or had_run
+        self._expected.clear()
+
     def check(self, optimizer: Optimizer) -> None:
         """Before a step of an optimizer, of whatever model. Not collective.
 
@@ -70,11 +106,7 @@ class Bypasses:
         if bypassed:
             raise BypassedLayer(
                 f"{join_names(bypassed)} of the parallel {type(self.model).__name__} did not run, but the weights there"
-                " have a gradient: code takes the weight itself, where the trace of the model called the layer. A"
-                " rank has a part of that weight, so what it computes is not what one process would. Such code may ask"
-                " something that is otherwise when it is traced (an environment variable, whether a tensor is fake):"
-                " call the layer, or keep it whole:"
-                f" keep_whole=[{', '.join(repr(path) for path in bypassed[:2])}{', ...' if len(bypassed) > 2 else ''}]"
+                f" have a gradient. {_said_of(bypassed)}"
             )
 
     def after_step(self, optimizer: Optimizer) -> None:
@@ -96,6 +128,16 @@ class Bypasses:
             known = count, [(path, layer) for path, layer in self._layers if id(layer.weight) in stepped]
             self._owned[optimizer] = known
         return known[1]
+
+
+def _said_of(layers: list[str]) -> str:
+    """What goes on there, and what to do."""
+    return (
+        "Code takes the weight itself, where the trace of the model called the layer. A rank has a part of that weight,"
+        " so what it computes is not what one process would. Such code may ask something that is otherwise when it is"
+        " traced (an environment variable, a global flag, whether a tensor is fake): call the layer, or keep it whole:"
+        f" keep_whole=[{', '.join(map(repr, layers[:2]))}{', ...' if len(layers) > 2 else ''}]"
+    )
 
 
 def _has_gradient(weight: Tensor) -> bool:

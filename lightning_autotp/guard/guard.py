@@ -50,7 +50,8 @@ class Guard:
     hooks their gradients need (both only where something is another than in the last snapshot); that nothing has been
     written into parts; that this kind of call is proved, or else it is now; that hooks that were added see whole
     tensors. In some calls: that the ranks compute the same where they should, and that
-    code does with parts of tensors what it did in the trace. Before an optimizer's step: that nothing
+    code does with parts of tensors what it did in the trace. After one without gradients: that the layers have run that
+    ran in its trace. Before an optimizer's step: that nothing
     has been written into parts. A copy of the model has a guard of its own, which has seen nothing so far.
 
     Args:
@@ -144,10 +145,13 @@ class Guard:
         whole = _with_whole_logits((args, kwargs))
         arguments = self.calls.prove(*whole or (args, kwargs)) or whole
         self._user_hooks.wrap()
-        way = self.calls.to_compare
+        way = self.calls.way
         if way is not None and self.running.own == 1:
-            self.compared.begin(way.alike)
-            self.followed.begin(way.paths)
+            if not torch.is_grad_enabled():
+                self.bypasses.expect(way.ran)
+            if self.calls.is_compared:
+                self.compared.begin(way.alike)
+                self.followed.begin(way.paths)
         return arguments
 
     def _returned(self, model: nn.Module, args: Any, output: Any) -> None:
@@ -165,6 +169,7 @@ class Guard:
 
         Raises:
             DifferentOnRanks: naming the first place at which the ranks computed different values.
+            BypassedLayer: naming layers whose weights were used without them.
         """
         self.running.own = max(0, self.running.own - 1)  # a hook before this one's may have failed
         if self.running.own:
@@ -172,10 +177,14 @@ class Guard:
         self.followed.end()
         if (gathers := parallel_state(model).gathers) is not None:
             gathers.returned()
-        if self._has_returned:
-            self._has_returned = False
-            self.compared.settle(output)
-        self.compared.end()
+        try:
+            if self._has_returned:
+                self._has_returned = False
+                self.compared.settle(output)
+                self.bypasses.settle()
+        finally:
+            self.compared.end()
+            self.bypasses.let_go()
 
     def _look(self) -> None:
         """Look at all of the model, and remember it."""

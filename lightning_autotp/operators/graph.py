@@ -232,6 +232,7 @@ class Graph:
         questions: the comparisons that code made of integers and floats of the arguments.
         asked: where in the arguments those integers and flags are, in tensors, from which an answer follows that code
             asked for.
+        compiling: modules whose code asked whether it is compiled.
         measured: by module, the tensors whose shapes its code asked for.
         experts: the runs of modules that hold a mixture's stacked experts.
         overwritten: where tensors enter or leave modules whose memory code goes on to change in place.
@@ -260,6 +261,7 @@ class Graph:
     numbers: set[str] = field(default_factory=set)
     questions: dict[Question, None] = field(default_factory=dict)
     asked: set[str] = field(default_factory=set)
+    compiling: set[str] = field(default_factory=set)
     measured: dict[str, set[int]] = field(default_factory=dict)
     experts: list[ExpertsCall] = field(default_factory=list)
     untraced: Mapping[str, str] = field(default_factory=dict)

@@ -593,9 +593,14 @@ def is_compiled(module: nn.Module) -> bool:
     return any(map(is_compiled_itself, module.modules()))
 
 
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """Whether ``module.compile()`` was called. Nothing public."""
+    return module._compiled_call_impl is not None
+
+
 def is_compiled_itself(module: nn.Module) -> bool:
     """Whether ``torch.compile`` has compiled a module, and what is in it with it. Nothing public."""
-    return uncompiled(module) is not module or module._compiled_call_impl is not None
+    return uncompiled(module) is not module or is_compiled_in_place(module)
 
 
 @contextmanager

@@ -27,15 +27,23 @@ from lightning_autotp.applying.followed_code import FollowedCode
 from lightning_autotp.applying.lengths import Lengths
 from lightning_autotp.applying.replace import BoundaryConversion, allow_runs, apply_plan, hook_boundary, set_size
 from lightning_autotp.capture.capture import CaptureError, ExampleCall, device_of, keep_values, meta_copy
+from lightning_autotp.capture.compiled_code import as_compiled
 from lightning_autotp.capture.garbage import relaxed_gc
 from lightning_autotp.capture.nested import tensors_in
+from lightning_autotp.layouts.names import join_names
 from lightning_autotp.layouts.places import Boundary
 from lightning_autotp.layouts.plan import ConversionPlan, SizePlan
 from lightning_autotp.layouts.types import Layout
 from lightning_autotp.operators.graph import Graph
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
 from lightning_autotp.parameters.state import parallel_state
-from lightning_autotp.private.torch_private import has_values, is_in_backward, tree_map_only, without_modes
+from lightning_autotp.private.torch_private import (
+    has_values,
+    is_compiled_in_place,
+    is_in_backward,
+    tree_map_only,
+    without_modes,
+)
 from lightning_autotp.proving.attributes import AttributeWatch
 from lightning_autotp.proving.autocast import used_in
 from lightning_autotp.proving.call_kinds import (
@@ -94,6 +102,7 @@ class Way:
         inputs: changes of the layouts of the model's own arguments.
         sizes: attributes of the model itself that are this rank's meanwhile.
         is_as_planned: whether nothing else is changed on this way than the plan says.
+        ran: the modules that run in every such call.
     """
 
     parts: tuple[ConversionPlan, ...]
@@ -104,6 +113,7 @@ class Way:
     inputs: list[BoundaryConversion] = field(default_factory=list)
     sizes: list[_SizeOnWay] = field(default_factory=list)
     is_as_planned: bool = False
+    ran: frozenset[str] = frozenset()
 
 
 class _Kind:
@@ -206,6 +216,7 @@ class CallProver:
         self.numbers: set[str] = set()  # where floats of the arguments are of which code asks what they are
         self.questions = Asked()  # what it asks of numbers
         self.asked: set[str] = set()  # where integers and flags are, in tensors, of which it asks
+        self.compiling: set[str] = set()  # modules whose code asks whether it is compiled
         self.few, self.few_sizes = FewValues(), FewValues()
         self.sizes: dict[Hashable, defaultdict[Way, Sizes]] = {}
         self.known: dict[Hashable, _Kind] = {}
@@ -215,7 +226,8 @@ class CallProver:
         self.running: Way | None = None
         self.stage = 0
         self.stage_begun: tuple[bool, int] | None = None  # training, and how often weights were loaded
-        self.to_compare: Way | None = None  # if the call that is under way is compared with what was proved
+        self.way: Way | None = None  # that the call under way goes, if that is known
+        self.is_compared = False  # whether that call is compared with what was proved
         self.trained_with: ExampleCall | None = None  # the last of these calls in training, without values
         self.with_gradients: set[Way] = set()  # whose backward passes may be still to come
         self.was_backward = False
@@ -225,7 +237,9 @@ class CallProver:
         if len(self.examples) == 1:
             (call,) = self.examples
             kind = self._kind(call, kind_of(call), bytes([True] * len(self.modules)))
-            self._know(kind, self._sizes(call), self._way(state.parts, solution, is_as_planned=True))
+            way = self._way(state.parts, solution, is_as_planned=True)
+            if not self._told():
+                self._know(kind, self._sizes(call), way)
 
     def prove(self, args: Any, kwargs: Any) -> Any:
         """Before a forward of the model.
@@ -237,7 +251,7 @@ class CallProver:
             UnprovedCall: if the parts do not compute what the model does in a call like this.
             PeerError: on ranks where they do, if they do not on another one.
         """
-        self.to_compare = None
+        self.way, self.is_compared = None, False
         call, state = ExampleCall(args, kwargs), parallel_state(self.model)
         unknown: list[str] = []
         arguments, is_traced = kind_of(call, unknown), _is_traced(call)
@@ -271,11 +285,12 @@ class CallProver:
         if state.gathers is not None and known is not None:
             state.gathers.use(known.is_lowered)
         self._runs(way)
+        self.way = way
         if way is None:
             return None
         state.parts = way.parts
         if known is not None and not is_traced and known.is_compared(self._stage_of(modes[0]), self._meet_in_stage):
-            self.to_compare = way
+            self.is_compared = True
             if modes[0] and torch.is_grad_enabled():
                 self.trained_with = _without_values(call)
         for change in way.inputs:
@@ -313,6 +328,7 @@ class CallProver:
             modes,
             self.configs.version(),
             self.attributes.changes(),
+            bytes(map(is_compiled_in_place, self.modules)) if self.compiling else b"",
             surroundings(device_of(self.model)),
         )
 
@@ -327,6 +343,15 @@ class CallProver:
         self.questions.heed(graph.questions)
         self.numbers |= graph.numbers | self.questions.untold
         self.asked |= graph.asked
+        self.compiling |= graph.compiling
+
+    def _told(self) -> list[str]:
+        """The compiled modules of which, or of one in which, the code asks whether it is compiled."""
+        if not self.compiling:
+            return []
+        paths = [path for path, _ in self.original.named_modules()]
+        compiled = [path for path, module in zip(paths, self.modules, strict=True) if is_compiled_in_place(module)]
+        return [path for path in compiled if any(not path or f"{at}.".startswith(f"{path}.") for at in self.compiling)]
 
     def _way(
         self, parts: tuple[ConversionPlan, ...], solution: Solution | None = None, is_as_planned: bool = False
@@ -337,6 +362,8 @@ class CallProver:
             kept = replace(solution.graph, calls=[], inspections=[], runs=[], entered=[""])
             way = Way(parts, alike_at_modules(solution), kept, solution.layouts)
             add_paths(way.paths, solution.graph, solution.layouts, self.group.rank)
+            if not solution.graph.asked:  # or values of a batch may lead past a module
+                way.ran = frozenset(solution.graph.entered) - solution.graph.branching
         way.is_as_planned = is_as_planned
         self.ways.append(way)
         return way
@@ -401,6 +428,33 @@ class CallProver:
             self.with_gradients.add(way)
 
     def _prove(self, call: ExampleCall) -> Way:
+        """Prove a call: where code asks whether it is compiled, and is, with both answers.
+
+        For what the compiler leaves as it is written gets the other one.
+        """
+        way = self._prove_way(call)
+        told = self._told()
+        if not told:
+            return way
+        why = ""
+        try:
+            with as_compiled(told):
+                other = self._prove_way(call)
+        except UnprovedCall as error:
+            why = str(error.__cause__)
+        else:
+            if other is way or other.graph is None or (other.is_as_planned and way.is_as_planned):
+                return other
+            why = "it goes another way then, on which other layouts or sizes change than the plan says"
+        raise UnprovedCall(
+            f"code of {self._who()} asks whether it is compiled (torch.compiler.is_compiling() in"
+            f" {join_names(sorted(self.compiling))}), and {join_names(told)} is. Where the answer is yes, its parts on"
+            f" the ranks would not compute what the whole model does: {why}. Keep whole what is compiled,"
+            f" keep_whole=[{', '.join(repr(f'{path}.*') for path in told[:2])}{', ...' if len(told) > 2 else ''}], make"
+            " its code do the same with both answers, or do not compile it"
+        )
+
+    def _prove_way(self, call: ExampleCall) -> Way:
         """Trace the original model in a call, and the local one, too, if that goes a way that is not known; compare.
 
         The first rank traces the original one for all. What else every rank needs is worked out on each, so that all

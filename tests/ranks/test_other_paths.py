@@ -9,8 +9,11 @@ import contextlib
 import copy
 import itertools
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
 from typing import Any
 from unittest import mock
 
@@ -18,19 +21,27 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.overrides
+from adapted import LINEARS
 from distributed import run_ranks
+from peft import LoraConfig, get_peft_model
+from tiny import tiny_model, token_batch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from lightning_autotp import (
     UnprovedCall,
     UnseenPath,
+    declare,
     full_gradients,
     full_state_dict,
     load_full_state_dict,
+    meta_model,
     parallelize,
 )
 from lightning_autotp.guard.bypassed import BypassedLayer
@@ -122,6 +133,20 @@ UNSEEN: dict[str, Question] = {
 }
 """No trace shows that the second call goes another way."""
 
+WITHOUT_GRADIENTS: dict[str, Question] = {f"{name}, without gradients": asked for name, asked in UNSEEN.items()}
+"""The same where no gradient shows that a weight was used."""
+
+COMPILED: dict[str, Question] = {
+    "compiled": lambda block, x, _: torch.compiler.is_compiling(),
+    "compiled later": lambda block, x, _: torch.compiler.is_compiling(),
+}
+"""The compiler answers otherwise than a trace, which is told so."""
+
+COMPILED_ALIKE: dict[str, Question] = {
+    "compiled, of no consequence": lambda block, x, _: torch.compiler.is_compiling() and block.flag,
+}
+"""With both answers the code goes the same way."""
+
 
 @dataclass
 class Options:
@@ -163,11 +188,15 @@ def steps(name: str, question: Question) -> Iterator[None]:
     whole = Net(question)
     local = copy.deepcopy(whole)
     tasks, shapes = TASKS.get(name, []), SHAPES.get(name, [])
+    if name in COMPILED_ALIKE or name == "compiled":
+        compile_blocks(whole, local)
     parallelize(
         local,
         dist.group.WORLD,  # type: ignore[arg-type]
         example_inputs=(torch.zeros(3, 7, WIDTH), *tasks[:1]),
     )
+    if name == "compiled later":
+        compile_blocks(whole, local)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (whole, local)]
     generator = torch.Generator().manual_seed(1)
     for step in range(number_of_steps(name)):
@@ -176,15 +205,17 @@ def steps(name: str, question: Question) -> Iterator[None]:
         if step and name == "attribute":
             whole.flip()
             local.flip()
-        if step and name == "global flag":
+        if step and name.startswith("global flag"):
             SWITCH["on"] = True
-        if step and name == "environment variable":
+        if step and name.startswith("environment variable"):
             os.environ["TAKE_THE_WEIGHT"] = "1"
         with torch.autocast("cpu", torch.bfloat16, enabled=bool(step and name == "autocast")):
-            with torch.set_grad_enabled(not (step and name == "no gradients")):
+            is_without = name in WITHOUT_GRADIENTS or (step and name == "no gradients")
+            with torch.set_grad_enabled(not is_without):
                 expected, found = whole(*given), local(*given)
             if not found.requires_grad:
                 torch.testing.assert_close(found, expected)
+                yield
                 continue
             values = found.clone()  # they may be computed late
             for result in (expected, found):
@@ -200,10 +231,16 @@ def steps(name: str, question: Question) -> Iterator[None]:
         yield
 
 
+def compile_blocks(*models: Net) -> None:
+    for model in models:
+        for block in model.blocks:
+            block.compile(backend="eager")
+
+
 def outcomes(rank: int, size: int) -> dict[str, tuple[int, str]]:
     """By question, how many steps were right, and the error that ended them."""
     found = {}
-    for name, question in (TRACED | KINDS | FOLLOWED | UNSEEN).items():
+    for name, question in (TRACED | KINDS | FOLLOWED | UNSEEN | WITHOUT_GRADIENTS | COMPILED | COMPILED_ALIKE).items():
         right, error = 0, ""
         try:
             for _ in steps(name, question):
@@ -233,6 +270,18 @@ def test_no_path_is_silently_wrong(ranks: int) -> None:
             assert right == 1, name
             assert error.startswith("BypassedLayer: blocks.0.out, blocks.1.out of the parallel Net did not run"), error
             assert "keep_whole=['blocks.0.out', 'blocks.1.out']" in error
+        for name in WITHOUT_GRADIENTS:
+            right, error = found[name]
+            assert right == 1, name
+            said = "blocks.0.out, blocks.1.out of the parallel Net did not run in a call without gradients"
+            assert error.startswith(f"BypassedLayer: {said}"), error
+        for name in COMPILED:
+            right, error = found[name]
+            assert right == 0, name
+            assert error.startswith("UnprovedCall: code of Net asks whether it is compiled"), error
+            assert "is_compiling() in blocks.0, blocks.1), and blocks.0, blocks.1 is" in error, error
+            assert "in blocks.0 (test_other_paths.py:" in error, error
+        assert {name: found[name] for name in COMPILED_ALIKE} == dict.fromkeys(COMPILED_ALIKE, (2, ""))
 
 
 class NormedBlock(nn.Module):
@@ -240,17 +289,31 @@ class NormedBlock(nn.Module):
 
     Args:
         is_kernel: whether it does so where no torch function is seen, as a kernel does.
+        kernel: what runs between the layers before it.
+        reentrant: how its activations are computed again, if they are.
     """
 
-    def __init__(self, use: Callable[[NormedBlock, Tensor, Tensor], Tensor], is_kernel: bool) -> None:
+    def __init__(
+        self,
+        use: Callable[[NormedBlock, Tensor, Tensor], Tensor],
+        is_kernel: bool = False,
+        kernel: Callable[[Tensor], Tensor] = Tensor.sin,
+        reentrant: bool | None = None,
+    ) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
         self.inner, self.out = nn.Linear(WIDTH, 36, bias=False), nn.Linear(36, WIDTH, bias=False)
-        self.use, self.is_kernel = use, is_kernel
+        self.use, self.is_kernel, self.kernel, self.reentrant = use, is_kernel, kernel, reentrant
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.reentrant is None:
+            return self.run(x)
+        again: Tensor = checkpoint(self.run, x, use_reentrant=self.reentrant)
+        return again
+
+    def run(self, x: Tensor) -> Tensor:
         normed = self.norm(x)
-        hidden = self.inner(normed)
+        hidden = self.kernel(self.inner(normed))
         if is_fake(x) or torch.compiler.is_compiling():
             return x + self.out(hidden.relu())
         with torch._C.DisableTorchFunction() if self.is_kernel else contextlib.nullcontext():
@@ -305,6 +368,126 @@ def switched(block: NormedBlock, normed: Tensor, hidden: Tensor) -> Tensor:
 
 
 USES = as_traced, under_a_mode, without_sum, twice, norm_of_a_part
+
+
+def times(factors: Callable[[Tensor], Tensor]) -> Callable[[NormedBlock, Tensor, Tensor], Tensor]:
+    """A use in which the elements of a part are multiplied by others."""
+
+    def use(block: NormedBlock, normed: Tensor, hidden: Tensor) -> Tensor:
+        out: Tensor = block.out(hidden.relu() * factors(hidden))
+        return out
+
+    return use
+
+
+def ones_written_by_position(hidden: Tensor) -> Tensor:
+    factors = torch.ones(hidden.shape)
+    factors[..., :3] = 0.0
+    return factors
+
+
+def ones_written_through_a_view(hidden: Tensor) -> Tensor:
+    factors = torch.ones(hidden.shape)
+    factors[..., :3].zero_()
+    return factors
+
+
+def norm_among_more(hidden: Tensor) -> Tensor:
+    """The part has another number of dims, and is cut along another one of them."""
+    return 1.0 / (hidden + torch.zeros(3, 1, 1, 1)).norm()
+
+
+PLACED: dict[str, Callable[[Tensor], Tensor]] = {
+    "positions": lambda hidden: torch.arange(hidden.shape[-1]),
+    "positions in its dtype": lambda hidden: torch.arange(hidden.shape[-1]).to(hidden),
+    "random numbers": lambda hidden: torch.rand(hidden.shape),
+    "a choice by position": lambda hidden: torch.where(torch.arange(hidden.shape[-1]) > 3, hidden, 0.0),
+    "ones written by position": ones_written_by_position,
+    "ones written through a view": ones_written_through_a_view,
+    "a norm among more": norm_among_more,
+}
+"""Elementwise with a part, but each rank takes its own positions, random numbers or elements."""
+
+
+def alike(hidden: Tensor) -> Tensor:
+    """The same factor for all elements along the dim that is cut, or the part's own elements."""
+    number, one = torch.tensor(2).to(hidden), torch.tensor([2.0])
+    twos = (torch.ones(hidden.shape) + torch.full(hidden.shape[-1:], 1.0)).type_as(hidden)
+    repeated = torch.tensor(2.0).expand(hidden.shape)
+    rows = torch.arange(hidden.shape[1])[:, None]
+    own = torch.zeros(hidden.shape).copy_(hidden)
+    return own * number * one * twos * repeated * rows
+
+
+def outcome_of(
+    make: Callable[[], nn.Module], around: Callable[[], Any] = contextlib.nullcontext, **options: Any
+) -> str:
+    """What is said of two such blocks in a model without gradients; without a word they are like in one process."""
+    torch.manual_seed(0)
+    local = nn.Sequential(nn.Linear(WIDTH, WIDTH), make(), make(), nn.LayerNorm(WIDTH))
+    whole, x = copy.deepcopy(local), torch.randn(2, 12, WIDTH)
+    parallelize(local, dist.group.WORLD, example_inputs=x, plan_cache=False, **options)  # type: ignore[arg-type]
+    with around():
+        try:
+            found = local(x)
+        except UnseenPath as error:
+            return str(error)
+        torch.testing.assert_close(found, whole(x))
+    return ""
+
+
+def declared_kernel(x: Tensor) -> Tensor:
+    return x.sin()
+
+
+def tuned(is_quantized: bool) -> str:
+    """What is said of an adapted model whose activation takes the norm of its part."""
+    group = dist.group.WORLD
+    with tempfile.TemporaryDirectory() as own:
+        tiny_model("llama", num_hidden_layers=1, intermediate_size=128).save_pretrained(own)  # on one rank
+        folders: list[Any] = [own]
+        dist.broadcast_object_list(folders, group=group)
+        (folder,) = folders
+        options: dict[str, Any] = {}
+        if is_quantized:
+            options["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+        with meta_model():
+            base = AutoModelForCausalLM.from_pretrained(folder, **options)
+            (layer,) = base.model.layers
+            layer.mlp.act_fn = NormOfAPart()
+            model = get_peft_model(base, LoraConfig(r=4, target_modules=LINEARS, task_type="CAUSAL_LM"))
+        parallelize(model, group, plan_cache=False)  # type: ignore[arg-type]
+        try:
+            model(**token_batch(0))
+        except UnseenPath as error:
+            return str(error)
+    return ""
+
+
+class NormOfAPart(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sin() if is_fake(x) else x.sin() / x.norm()
+
+
+def said_around(rank: int, size: int) -> dict[str, str]:
+    """What is said of the norm of a part, whatever is around it."""
+    mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("data", "tensor"))
+    declare(declared_kernel, "x[... d] -> y[... d]")
+    said = {
+        "nothing": outcome_of(lambda: NormedBlock(norm_of_a_part)),
+        "autocast": outcome_of(lambda: NormedBlock(norm_of_a_part), lambda: torch.autocast("cpu", torch.bfloat16)),
+        "sequence parallelism": outcome_of(lambda: NormedBlock(norm_of_a_part), sequence_parallel=True),
+        "FSDP2": outcome_of(lambda: NormedBlock(norm_of_a_part), data_mesh=mesh["data"]),
+        "a declared kernel": outcome_of(lambda: NormedBlock(norm_of_a_part, kernel=declared_kernel)),
+        "adapters": tuned(is_quantized=False),
+    }
+    for reentrant in (False, True):
+        block = partial(NormedBlock, norm_of_a_part, reentrant=reentrant)
+        said[f"checkpoints, reentrant={reentrant}"] = outcome_of(block)
+    if find_spec("bitsandbytes"):
+        said["a quantized base"] = tuned(is_quantized=True)
+    assert outcome_of(lambda: NormedBlock(as_traced, kernel=declared_kernel)) == ""
+    return said
 
 
 def said_of_a_state(rank: int) -> str:
@@ -400,9 +583,14 @@ def said_of(rank: int, size: int) -> dict[tuple[str, bool, bool], str]:
         assert not torch.overrides._get_current_function_mode_stack()
     said["a state", True, True] = said_of_a_state(rank)
     said |= {(between, True, True): found for between, found in said_in_stages(rank).items()}
+    for name, factors in PLACED.items():
+        said[name, False, False] = outcome_of(partial(NormedBlock, times(factors)))
     for transform in (torch.func.grad, torch.func.vmap):
         with pytest.raises(RuntimeError, match=r"is called under a function transform .* create_graph=True"):
             transform(lambda x: model(x[None]).sum())(x)
+    assert outcome_of(partial(NormedBlock, times(alike))) == ""
+    if size == 2:
+        said |= {(f"around: {name}", False, False): error for name, error in said_around(rank, size).items()}
     return said
 
 
@@ -419,6 +607,14 @@ def test_code_that_no_trace_shows_is_followed_or_compared(ranks: int) -> None:
                 assert f"it calls {function} at test_other_paths:" in found or use == "without_sum", found
             found = said["without_sum", True, with_gradients]  # a sum is missing in the forward
             assert "The first is the output of 1 (an input of 1.inner is still alike)" in found
+        for name in PLACED:
+            assert said[name, False, False].startswith("the code of 1 does something with a rank's part"), name
+            assert "it calls" in said[name, False, False], name
+            assert "at test_other_paths:" in said[name, False, False], name
+        for name, error in said.items():
+            if name[0].startswith("around"):
+                assert "does something with a rank's part of a tensor that it did not" in error, name
+                assert "it calls norm at test_other_paths:" in error, name
         assert "The first is momentum_buffer of 1.bias" in said["a state", True, True]
         for between in BETWEEN:
             found = said[between, True, True]
