@@ -208,8 +208,7 @@ class Guard:
 
     def mark_gradients(self) -> None:
         """Let gradients that somebody has put on parts answer for the whole. Not collective."""
-        parts = parts_of(self.model) if self._snapshot is None else self._snapshot.parts
-        mark_gradients(parts.values())
+        mark_gradients(self.model.parameters() if self._snapshot is None else self._snapshot.parts.values())
 
     def check_gradients(self, optimizer: Optimizer) -> None:
         """Before an optimizer steps with gradients. Collective after a forward that was compared between the ranks.

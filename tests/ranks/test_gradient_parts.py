@@ -232,6 +232,8 @@ REFUSED: dict[str, Callable[[Any, Any], Any]] = {
     "norm of order 0": lambda g, _: g.norm(0),
     "largest of rows": lambda g, _: g.max(dim=0),
     "std": lambda g, _: g.std(),
+    "median": lambda g, _: g.median(),
+    "histogram": lambda g, _: g.float().histc(10),
     "view": lambda g, _: g.view(-1),
     "transposed": lambda g, _: g.T,
     "product": lambda g, _: g @ g,
