@@ -26,6 +26,11 @@ def same(tensor: Tensor) -> Tensor:
     return tensor.view_as(tensor)
 
 
+def is_linear_map(node: Any) -> bool:
+    """Whether a node of autograd's graph is one of :func:`linear`."""
+    return bool(node.name() == f"{_Linear.__name__}Backward")
+
+
 class _Linear(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, forward: Map, backward: Map) -> Tensor:

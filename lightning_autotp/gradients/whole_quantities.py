@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.overrides import resolve_name
 
 from lightning_autotp.gradients.counted import from_every_rank, whole_norms
@@ -81,6 +82,8 @@ class PartOfGradient(Tensor):
     ) -> Any:
         if PendingGradient in types:  # in a list with this; torch asks the first one's class
             return PendingGradient.__torch_function__(func, types, args, dict(kwargs or {}))
+        if func is torch.autograd.grad:  # which calls hooks, whose code asks subclasses
+            return _differentiated(*args, **(kwargs or {}))
         handler = cls.handlers.get(func) or _unlisted(func)
         with without_subclasses():
             return handler(func, args, kwargs or {})
@@ -140,6 +143,18 @@ def is_in_optimizer() -> bool:
 def as_it_is(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The handler of what is the same for the part."""
     return func(*args, **kwargs)
+
+
+def _differentiated(outputs: Any, inputs: Any, *others: Any, **options: Any) -> Any:
+    """``torch.autograd.grad`` of what is no part, with respect to what was computed of parts."""
+    if (part := next((x for x in _several(outputs) if isinstance(x, PartOfGradient)), None)) is not None:
+        raise misleading(torch.autograd.grad, part)
+    edges = [get_gradient_edge(x) if isinstance(x, PartOfGradient) else x for x in _several(inputs)]
+    return torch.autograd.grad(outputs, edges, *others, **options)
+
+
+def _several(given: Any) -> Sequence[Any]:
+    return given if isinstance(given, list | tuple) else [given]
 
 
 def _attribute(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

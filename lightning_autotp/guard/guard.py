@@ -14,7 +14,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, finalize
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -27,6 +27,7 @@ from lightning_autotp.gradients.sums import hook_parameters, mark_gradients, sum
 from lightning_autotp.guard.bypassed import Bypasses
 from lightning_autotp.guard.compared import ComparedValues
 from lightning_autotp.guard.first_use import first_use
+from lightning_autotp.guard.given import give_back, take_given
 from lightning_autotp.guard.methods import StandIns
 from lightning_autotp.guard.standalone import ForwardDepth, StandaloneCall, is_outer
 from lightning_autotp.guard.state_dicts import mark_as_part, refuse_other_parts, refuse_whole_tensors
@@ -37,7 +38,7 @@ from lightning_autotp.parallel.logits import VocabParallelLogits
 from lightning_autotp.parameters.forwards import forward_of
 from lightning_autotp.parameters.known_writes import parts_before_use, parts_of
 from lightning_autotp.parameters.snapshot import Snapshot
-from lightning_autotp.parameters.state import parallel_state
+from lightning_autotp.parameters.state import ParameterPlace, parallel_state
 from lightning_autotp.parameters.unchanged import check_unchanged
 from lightning_autotp.private.torch_private import BeforeClipping
 from lightning_autotp.proving.new_calls import CallProver
@@ -72,6 +73,7 @@ class Guard:
         self.running = ForwardDepth(model)
         self._snapshot: Snapshot | None = None
         self._has_returned = False
+        self._taken: list[tuple[ParameterPlace, Tensor]] = []
         self._user_hooks = UserHooks(model)
         self.number = -1
         self.bypasses, self.compared, self.followed = Bypasses(model), ComparedValues(model), calls.code
@@ -174,6 +176,9 @@ class Guard:
         self.running.own = max(0, self.running.own - 1)  # a hook before this one's may have failed
         if self.running.own:
             return
+        if self._taken:
+            give_back(self._taken)
+            self._taken = []
         self.followed.end()
         if (gathers := parallel_state(model).gathers) is not None:
             gathers.returned()
@@ -190,6 +195,7 @@ class Guard:
         """Look at all of the model, and remember it."""
         self._snapshot = None
         places = check_unchanged(self.model)
+        self._taken = take_given(places, parallel_state(self.model)) or self._taken
         hook_parameters(self.model, places)
         seen = Snapshot(self.model, places)
         writes = parallel_state(self.model).writes
@@ -216,8 +222,7 @@ class Guard:
 
     def mark_gradients(self) -> None:
         """Let gradients that somebody has put on parts answer for the whole. Not collective."""
-        parts = parts_of(self.model) if self._snapshot is None else self._snapshot.parts
-        mark_gradients(parts.values())
+        mark_gradients(self.model.parameters() if self._snapshot is None else self._snapshot.parts.values())
 
     def check_gradients(self, optimizer: Optimizer) -> None:
         """Before an optimizer steps with gradients. Collective after a forward that was compared between the ranks.
@@ -249,7 +254,7 @@ class Guard:
         parallel_state(model).writes.end_known(parts, given)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_snapshot": None}
+        return {**vars(self), "_snapshot": None, "_taken": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

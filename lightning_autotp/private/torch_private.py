@@ -445,10 +445,13 @@ class BeforeClipping:
 
     The three functions of ``torch.nn.utils`` that do so group tensors first, by a function that they look for anew in
     each call; so they need not be called by any particular name.
+
+    Attributes:
+        grouped: that function.
     """
 
     def __init__(self, call: Callable[[], None]) -> None:
-        grouped = self._before = clip_grad._group_tensors_by_device_and_dtype
+        grouped = self.grouped = clip_grad._group_tensors_by_device_and_dtype
 
         def called(*args: Any, **kwargs: Any) -> Any:
             if not torch.compiler.is_compiling():
@@ -459,7 +462,7 @@ class BeforeClipping:
 
     def remove(self) -> None:
         """End it."""
-        clip_grad._group_tensors_by_device_and_dtype = self._before
+        clip_grad._group_tensors_by_device_and_dtype = self.grouped
 
 
 # --- modules ---

@@ -232,6 +232,8 @@ REFUSED: dict[str, Callable[[Any, Any], Any]] = {
     "norm of order 0": lambda g, _: g.norm(0),
     "largest of rows": lambda g, _: g.max(dim=0),
     "std": lambda g, _: g.std(),
+    "median": lambda g, _: g.median(),
+    "histogram": lambda g, _: g.float().histc(10),
     "view": lambda g, _: g.view(-1),
     "transposed": lambda g, _: g.T,
     "product": lambda g, _: g @ g,
@@ -563,6 +565,8 @@ def steps(model: nn.Module) -> list[float]:
         gradients = [parameter.grad for parameter in model.parameters()]
         numbers.append(torch.nn.utils.get_total_norm([gradient * 2 for gradient in gradients], float("inf")).item())
         numbers.append(torch.stack([gradient.detach().norm() for gradient in gradients]).norm().item())
+        buffers = [torch.zeros_like(parameter.detach()).add_(parameter.grad) for parameter in model.parameters()]
+        numbers.append(torch.stack([buffer.norm() for buffer in buffers]).norm().item())
         numbers.append(torch.stack([gradient.abs().sum() for gradient in gradients]).sum().item())
         numbers.append(float(torch.stack([torch.isnan(gradient).any() for gradient in gradients]).any()))
         numbers.append(

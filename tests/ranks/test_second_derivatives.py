@@ -15,9 +15,10 @@ from distributed import run_ranks
 from shards import maps, part
 from tiny import tiny_model, token_batch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional as F
 
-from lightning_autotp import full_gradients, parallelize
+from lightning_autotp import full_gradients, full_tensor, parallelize
 from lightning_autotp.layouts.ownership import Ownership
 from lightning_autotp.layouts.types import Invariant, Partial, Replicate, Shard
 from lightning_autotp.parallel import TPGroup, convert, vocab_parallel_cross_entropy
@@ -87,6 +88,70 @@ def test_hessian_vector_products(ranks: int) -> None:
                 assert scale > 0, name
                 error = (result[family][1][name] - product).abs().max() / scale
                 assert error < 1e-5, f"{family}: {name} is off by {error:.1e}"
+
+
+Named = Callable[[nn.Module], dict[str, Tensor]]
+
+
+def adapted(model: nn.Module, steps: int, start: Named) -> float:
+    """MAML: a loss after steps of gradient descent that are differentiated, and a penalty on how far they went."""
+    fast = start(model)
+    for step in range(steps):
+        given = fast if step else dict(model.named_parameters())
+        loss = functional_call(model, given, kwargs=token_batch(step)).loss
+        gradients = torch.autograd.grad(loss, list(given.values()), create_graph=True)
+        fast = {name: x - 0.1 * gradient for (name, x), gradient in zip(fast.items(), gradients, strict=True)}
+    far = torch.stack([(fast[name] - x.detach()).norm() for name, x in model.named_parameters() if x.dim() == 2])
+    total = functional_call(model, fast, kwargs=token_batch(7)).loss + 0.1 * far.norm()
+    total.backward()
+    return total.item()
+
+
+def parameters_of(model: nn.Module) -> dict[str, Tensor]:
+    return dict(model.named_parameters())
+
+
+def whole_where_summed(model: nn.Module) -> dict[str, Tensor]:
+    """Those whose gradients are summed over the ranks (norms over heads) as code outside of the model takes them."""
+    sums: Any = model.autotp.gradient_sums  # type: ignore[union-attr]
+    return {name: full_tensor(model, name) if name in sums else p for name, p in model.named_parameters()}
+
+
+ADAPTED: dict[str, tuple[str, int, Named]] = {
+    "one step": ("llama", 1, parameters_of),
+    "two steps": ("llama", 2, parameters_of),
+    "norms over heads": ("qwen3", 1, whole_where_summed),
+}
+
+
+def local_adapted(rank: int, size: int) -> dict[str, tuple[float, dict[str, Tensor]]]:
+    found = {}
+    for name, (family, steps, start) in ADAPTED.items():
+        model = model_of(family)
+        parallelize(model, dist.group.WORLD, example_inputs=token_batch(0))
+        found[name] = adapted(model, steps, start), full_gradients(model)
+    for steps, begin in (1, parameters_of), (2, whole_where_summed):
+        with pytest.raises(RuntimeError, match=r"q_norm\.weight was given for one call, and was computed of .* twice"):
+            adapted(model, steps, begin)
+    with torch.no_grad():
+        functional_call(model, {name: 2 * p for name, p in model.named_parameters()}, kwargs=token_batch(0))
+    return found
+
+
+@pytest.mark.slow
+def test_maml() -> None:
+    results = run_ranks(local_adapted, 2)
+    for name, (family, steps, _) in ADAPTED.items():
+        model = model_of(family)
+        value = adapted(model, steps, parameters_of)
+        for result in results:
+            assert result[name][0] == pytest.approx(value, rel=1e-5), name
+            for key, parameter in model.named_parameters():
+                assert parameter.grad is not None
+                scale = parameter.grad.abs().max()
+                assert scale > 0, key
+                error = (result[name][1][key] - parameter.grad).abs().max() / scale
+                assert error < 1e-5, f"{name}: {key} is off by {error:.1e}"
 
 
 def penalized(function: Callable[[Tensor], Tensor], whole: Tensor) -> Tensor:

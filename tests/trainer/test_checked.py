@@ -13,11 +13,14 @@ import torch.distributed as dist
 from distributed import run_ranks
 from tiny import tiny_model
 from torch import Tensor, nn
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from trainer_ranks import run_trainer_ranks
 
-from lightning_autotp import AutoTPStrategy, UnsoundUse, checked, parallelize
+from lightning_autotp import AutoTPStrategy, UnsoundUse, checked, full_gradients, parallelize
 
 IDS = torch.randint(0, 100, (2, 9), generator=torch.Generator().manual_seed(1))
 
@@ -158,11 +161,33 @@ def own_gradients_in_a_step(model: Any) -> float:
     return float(model.lm_head.weight.grad.norm())
 
 
+def checkpointed_loss(model: Any) -> float:
+    """Computed again in the backward pass, of logits that are there."""
+
+    def loss_of(logits: Tensor) -> Tensor:
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten())
+
+    loss: Tensor = checkpoint(loss_of, model(input_ids=IDS).logits, use_reentrant=False)
+    loss.backward()
+    return loss.item() + float(nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()]))
+
+
+def tracked_memory(model: Any) -> float:
+    tracker = MemTracker()
+    tracker.track_external(model)
+    with tracker:
+        loss = model(input_ids=IDS, labels=IDS).loss
+        loss.backward()
+    return loss.item() + float(model.lm_head.weight.grad.norm())
+
+
 AS_IN_ONE_PROCESS: dict[str, Callable[[Any], float]] = {
     "own gradients are clipped": own_gradients,
     "own gradients in a list": own_gradients_in_a_list,
     "own gradients in a step": own_gradients_in_a_step,
     "own buffers": own_buffers,
+    "a loss that is computed again": checkpointed_loss,
+    "a tracker of memory": tracked_memory,
 }
 
 
@@ -180,6 +205,73 @@ def read_alike(rank: int, size: int) -> None:
             assert use(model) == pytest.approx(wanted, rel=1e-5), f"{name}, watched"
         whole.zero_grad()
         model.zero_grad()
+
+
+class ThroughData(torch.optim.SGD):
+    """An optimizer of the user's whose writes no tensor counts."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.sub_(parameter.grad, alpha=group["lr"])
+
+
+def late_logits(rank: int, size: int) -> None:
+    """Of weights that were written since, so that they cannot be computed any more."""
+    model: Any = tiny_model("llama")
+    parallelize(model, dist.group.WORLD)
+    output = model(input_ids=IDS, labels=IDS)
+    output.loss.backward()
+    ThroughData(model.parameters(), 0.1).step()
+    with pytest.raises(RuntimeError, match="not needed until now, and the weight that they are made of changed"):
+        output.logits.clone()
+    for write in (lambda w: w.data.mul_(2), lambda w: torch._foreach_mul_([w.data], 2.0)):
+        with checked(model):
+            output = model(input_ids=IDS)
+            model.model.norm.weight.data.mul_(2)  # not what logits are made of
+            assert output.logits[:, 1:].isfinite().all()
+            output = model(input_ids=IDS)
+            write(model.lm_head.weight)
+        with pytest.raises(RuntimeError, match="not needed until now, and the weight that they are made of changed"):
+            output.logits.clone()
+    with CommDebugMode(), pytest.raises(RuntimeError, match=r"such as CommDebugMode, do so: .* keep_whole="):
+        model(input_ids=IDS, labels=IDS).loss.backward()
+
+
+def test_logits_that_are_late_are_an_error() -> None:
+    run_ranks(late_logits, 2)
+
+
+class Pair(nn.Module):
+    """Two models that share their embeddings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = tiny_model("llama", seed=1), tiny_model("llama", seed=2)
+        self.other.model.embed_tokens.weight = self.one.model.embed_tokens.weight
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        losses = [model(input_ids=input_ids, labels=input_ids).loss for model in (self.one, self.other)]
+        return losses[0] + 2 * losses[1]
+
+
+def shared_embeddings(rank: int, size: int) -> None:
+    pair = Pair()
+    whole = copy.deepcopy(pair)
+    parallelize(pair, dist.group.WORLD, example_inputs={"input_ids": torch.zeros(5, 61, dtype=torch.long)})
+    for each in pair, whole:
+        each(IDS).backward()
+    gradients = full_gradients(pair)
+    for name, parameter in whole.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-6)
+    one, other = Pair().children()
+    parallelize(one, dist.group.WORLD)
+    with pytest.raises((ValueError, RuntimeError), match="is also a parameter of"):
+        parallelize(other, dist.group.WORLD)
+
+
+def test_two_models_share_embeddings_as_one() -> None:
+    run_ranks(shared_embeddings, 2)
 
 
 def test_gradients_that_code_makes_itself_are_read_as_in_one_process() -> None:

@@ -29,7 +29,7 @@ from lightning_autotp.layouts.types import Shard
 from lightning_autotp.losses import token_log_probs
 from lightning_autotp.parallel import TPGroup, VocabParallelLogits, linear_cross_entropy
 from lightning_autotp.parallel.head import VocabParallelHead
-from lightning_autotp.parallel.head_product import compute_undone
+from lightning_autotp.parallel.head_product import compute_undone, note_written
 
 BATCH, LENGTH, HIDDEN = 2, 9, 4
 Loss = Callable[[Tensor, Tensor], Any]
@@ -368,6 +368,13 @@ def errors(group: TPGroup, ownership: Ownership) -> dict[str, str]:
         divided.head.weight.mul_(2)
     refused("the weight changed", logits.argmax)
     refused("the weight changed before the loss", lambda: SHIFTED["shifted"](logits, divided.targets))
+    uncounted, its_view = divided.head(divided.hidden), divided.head(divided.hidden)[:, 1:]
+    divided.head.weight.data.mul_(2)
+    note_written([divided.hidden.clone()])
+    assert its_view.shape == its_view.full().shape
+    its_view = uncounted[:, 1:]
+    note_written([divided.head.weight.data])
+    refused("a write that is not counted", its_view.full)
     before = divided.head(divided.hidden)
     expected = before.detach().full()
     compute_undone()
@@ -396,6 +403,7 @@ def test_precision_second_derivatives_and_errors() -> None:
         said = seen["errors"]
         assert "the weight that they are made of changed" in said["the weight changed"]
         assert said["the weight changed before the loss"] == said["the weight changed"]
+        assert said["a write that is not counted"] == said["the weight changed"]
         assert "the weight that they are made of changed" in said["another memory"]
         assert "add the hook first" in said["a view from before the hook"]
         assert "add the hook before the loss is computed" in said["a hook after the loss"]
