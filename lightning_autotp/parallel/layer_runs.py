@@ -1,7 +1,8 @@
 """Whether a parallel layer has run. Code that uses its weight directly skips the communication that the layer does.
 
 Such code may look at what no trace shows: an environment variable, or whether it is being traced. So each parallel
-layer notes that it runs, and :mod:`~lightning_autotp.guard.bypassed` asks before an optimizer's step, and after a forward without gradients.
+layer notes that it runs, and :mod:`~lightning_autotp.guard.bypassed` asks before an optimizer's step, and after a
+forward without gradients.
 """
 
 from __future__ import annotations

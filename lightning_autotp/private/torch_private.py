@@ -447,18 +447,19 @@ class BeforeClipping:
     each call; so they need not be called by any particular name.
 
     Attributes:
+        call: what is called.
         grouped: that function.
     """
 
     def __init__(self, call: Callable[[], None]) -> None:
-        grouped = self.grouped = clip_grad._group_tensors_by_device_and_dtype
+        self.call, self.grouped = call, clip_grad._group_tensors_by_device_and_dtype
+        clip_grad._group_tensors_by_device_and_dtype = self.group
 
-        def called(*args: Any, **kwargs: Any) -> Any:
-            if not torch.compiler.is_compiling():
-                call()
-            return grouped(*args, **kwargs)
-
-        clip_grad._group_tensors_by_device_and_dtype = called
+    def group(self, *args: Any, **kwargs: Any) -> Any:
+        """In the place of that function."""
+        if not torch.compiler.is_compiling():
+            self.call()
+        return self.grouped(*args, **kwargs)
 
     def remove(self) -> None:
         """End it."""

@@ -74,6 +74,66 @@ class Adversarial(L.LightningModule):
         return [torch.optim.SGD(net.parameters(), lr=0.1) for net in self.nets.values()]
 
 
+class Pool(nn.Module):
+    """Weighs 16 tokens, and takes what is left of all their features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.linspace(-1, 1, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weights[:, None]).square().mean(-1)
+
+
+class Layers(L.LightningModule):
+    """Layers that are the LightningModule's own: what one returns in parts is given to another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[float] = []
+
+    def configure_model(self) -> None:
+        if not list(self.children()):
+            torch.manual_seed(0)
+            self.embedding, self.pool = nn.Embedding(101, 32), Pool()
+            self.mix, self.head = nn.Conv1d(32, 32, 3, padding=1), nn.Linear(16, 4)
+
+    def training_step(self, batch: Tensor, _: int) -> Tensor:
+        embedded = self.embedding((batch * 10).long() % 101)
+        mixed = self.mix(embedded.transpose(1, 2)).transpose(1, 2)
+        loss = self.head(self.pool(embedded) + self.pool(mixed)).square().mean()
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class OfOneLength(nn.Module):
+    """Takes rows of 16 tokens only, so it cannot be traced with a batch that is cut to other lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.positions = nn.Embedding(101, 32), nn.Parameter(torch.ones(16, 32))
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        down: Tensor = self.down(F.relu(self.up(self.embedding(ids) + self.positions)))
+        return down
+
+
+class FixedLength(Layers):
+    def configure_model(self) -> None:
+        if not list(self.children()):
+            torch.manual_seed(0)
+            self.net = OfOneLength()
+
+    def training_step(self, batch: Tensor, _: int) -> Tensor:
+        loss = self.net((batch * 10).long() % 101).square().mean()
+        self.losses.append(loss.item())
+        return loss
+
+
 def trained(kind: type[Any], ranks: int, **options: Any) -> tuple[list[float], dict[str, Tensor], list[str]]:
     """Losses and weights after three steps, and which modules are parallel."""
     task = kind()
@@ -97,6 +157,8 @@ RUNS: list[tuple[type[Any], dict[str, Any], list[str]]] = [
         {"example_inputs": {"student": torch.zeros(2, 16), "teacher": (torch.zeros(3, 16),)}},
         ["teacher", "student"],
     ),
+    (Layers, {}, ["embedding", "pool", "mix", "head"]),
+    (FixedLength, {}, ["net"]),
 ]
 
 

@@ -57,6 +57,7 @@ STEPS = {
         *IN_A_FORWARD,
         *IN_A_BACKWARD,
         "gradients/whole_quantities.py: PartOfGradient.__torch_function__",
+        "private/torch_private.py: BeforeClipping.group",
         *BEFORE_AN_OPTIMIZER,
         *AFTER_AN_OPTIMIZER,
     ],
