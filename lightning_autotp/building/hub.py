@@ -4,7 +4,7 @@ Everything that transformers' ``from_pretrained`` wants of the Hub goes through 
 is, whether a repository has a file, and the files themselves. Inside :func:`cached_files_once` a call of one of these,
 which all ranks make with the same arguments, is made by one process of each machine, with huggingface_hub's own
 progress bar, retries and resumed downloads. What it returned or raised goes to the others through the process group's
-store: no collective is needed, so a call that only some ranks make waits for nobody. The others send nothing over the
+store: no collective is needed, so a call that only some ranks make does not wait. The others send nothing over the
 network: an unreachable Hub is one process's error, and then every rank's.
 
 All machines use the commit that the first one of them got for a revision, so that a repository that changes while a

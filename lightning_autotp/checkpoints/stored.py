@@ -1,6 +1,6 @@
 """Tensors on disk in the original model's coordinates: ``torch.distributed.checkpoint``, one file per rank.
 
-Each rank writes the blocks it speaks for (:func:`~lightning_autotp.parameters.local_blocks.counted_blocks`) under the
+Each rank writes the blocks it owns (:func:`~lightning_autotp.parameters.local_blocks.counted_blocks`) under the
 original name, as boxes of the original shape. So the files do not depend on the plan that was in force: any other plan,
 number of ranks or single process reads the boxes it wants, and torch's own tools read them as well.
 

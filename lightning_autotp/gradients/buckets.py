@@ -6,7 +6,7 @@ does not sum each of them where it comes up:
 
 1. :class:`BucketedSum`, a tensor hook, notes that this parameter's gradient is to come. What ``.grad`` has summed
    already (an earlier pass before the same step) is put aside, so that it is not summed again.
-2. Autograd accumulates. ``.grad`` is an :class:`PendingGradient` from then on, which nobody can take for the sum.
+2. Autograd accumulates. ``.grad`` is an :class:`PendingGradient` from then on, which cannot be taken for the sum.
 3. At the end of the pass all of them are laid into one flat tensor for each dtype and device (several, if they are
    large: :func:`~lightning_autotp.layouts.buckets.in_buckets`), summed over the ranks, and put back; what was put aside
    is added.

@@ -16,7 +16,7 @@ from lightning_autotp.ranks.group import TPGroup
 
 
 def counted_elements(local: Tensor, blocks: Sequence[Block]) -> Tensor:
-    """The elements of this rank's tensor that it speaks for, in any shape; a copy only where it does not for some.
+    """The elements of this rank's tensor that it owns, in any shape; a copy only where it does not own some.
 
     Args:
         local: this rank's part of a tensor.
@@ -40,7 +40,7 @@ def whole_norms(elements: Sequence[Tensor], norm_type: float, dtype: torch.dtype
     """The norms of whole tensors: ``[tensors]``, the same bits on every rank. One collective for each group.
 
     Args:
-        elements: those of every tensor that this rank speaks for. The norms are where the first one's are.
+        elements: those of every tensor that this rank owns. The norms are where the first one's are.
         norm_type: any positive number, or infinity.
         dtype: in which the norms are computed.
         groups: the ranks that share the tensors, and perhaps others that share theirs.

@@ -66,7 +66,7 @@ class CutGradientPart(PartOfGradient, DTensor):
         return self.group, TPGroup.of(over_data)
 
     def counted(self) -> Tensor:
-        """The elements that this process speaks for."""
+        """The elements that this process owns."""
         return counted_elements(plain(self), counted_blocks(self, self.meta, self.group))
 
 

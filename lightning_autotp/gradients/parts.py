@@ -76,7 +76,7 @@ class GradientPart(PartOfGradient):
         return (self.part.group,)
 
     def counted(self) -> Tensor:
-        """The elements that this rank speaks for."""
+        """The elements that this rank owns."""
         return self if self.part.counts_all else counted_elements(self, self.part.counted)
 
 

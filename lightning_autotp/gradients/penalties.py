@@ -76,7 +76,7 @@ def penalty(module: nn.Module, function: Terms, *, parameters: Iterable[Tensor |
 
 
 def _counted_sum(name: str, parameter: Tensor, function: Terms, table: ParameterTable) -> Tensor:
-    """The sum of a parameter's terms that this rank speaks for; the gradient is that of all the rank has."""
+    """The sum of the terms of elements that this rank owns; the gradient is that of all that it has."""
     blocks = counted_blocks(parameter, table.meta(parameter), table.group)
     given, gradient_sum = after_fsdp(parameter), table.gradient_sum(parameter)
     if gradient_sum is not None and not is_cut(parameter):  # of what several ranks have, one gives it the gradient

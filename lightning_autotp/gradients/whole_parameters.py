@@ -62,7 +62,7 @@ def full_tensor(module: nn.Module, parameter: Tensor | str) -> Tensor:
 
 
 def _counted_part(whole: Tensor, meta: ParameterMeta, group: TPGroup) -> Tensor:
-    """This rank's part of a whole tensor, with zeros where another rank speaks for what several hold."""
+    """This rank's part of a whole tensor, with zeros where several ranks hold it and another one owns it."""
     part = whole.new_zeros(meta.local_shape)
     for block in counted_blocks(part, meta, group):
         part[index(block.local)] = whole[index(block.original)]

@@ -69,7 +69,7 @@ class PartOfGradient(Tensor):
         raise NotImplementedError
 
     def counted(self) -> Tensor:
-        """The elements that this rank speaks for, in any shape: every element of the whole has one rank that does."""
+        """The elements that this rank owns, in any shape: every element of the whole has one owner."""
         raise NotImplementedError
 
     @classmethod

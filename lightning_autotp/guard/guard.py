@@ -1,6 +1,6 @@
 """What is checked around every use of a parallel model, in one place and one order.
 
-A plan is proved for the model that was traced, and nobody tells a model that a layer of it was replaced, a parameter
+A plan is proved for the model that was traced, and a model is not told that a layer of it was replaced, a parameter
 written, a hook added. So one :class:`Guard` stands around it: one hook before its forward and one after it, hooks of
 modules in it for where they are called without it, one pair of hooks of optimizers for all guards of the process, one
 pair of ``load_state_dict``, and what stands for methods that know only whole tensors.

@@ -39,7 +39,7 @@ class UserHooks:
         Raises:
             RuntimeError: for a hook that cannot be given whole tensors.
         """
-        # Nobody has added a hook anywhere, and here there are as many as before.
+        # No hook was added anywhere, and here there are as many as before.
         given, count = hooks_given(), sum(map(len, self.tables))
         if (given, count) == (self.given, self.count):
             return

@@ -107,7 +107,7 @@ class Block(NamedTuple):
 
     @property
     def owner(self) -> int:
-        """The rank that speaks for it."""
+        """The rank that owns it: of those that hold it, the one whose copy counts."""
         return owner_of(self.ranks)
 
     @property
@@ -164,5 +164,5 @@ def blocks_of(shape: Sequence[int], layout: Layout | None, rank: int, ranks: int
 
 
 def owned_by(blocks: Iterable[Block], rank: int) -> tuple[Block, ...]:
-    """Those of blocks that ``rank`` speaks for: every element of the original tensor has one such rank."""
+    """Those of blocks that ``rank`` owns: every element of the original tensor has one owner."""
     return tuple(block for block in blocks if block.owner == rank)

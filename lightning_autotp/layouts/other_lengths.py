@@ -25,7 +25,7 @@ def with_lengths(plan: Plan, shapes: Shapes) -> Plan:
         shapes: the shapes that parameters have now; those that are not named have the ones of before.
 
     Returns:
-        A plan that says of which step it is the cheapest of no step, because nobody has looked for a cheaper one.
+        A plan that says of which step it is the cheapest of no step, because none was looked for.
 
     Raises:
         ValueError: if a dim that is cut has another length, and the plan does not tell what of it each rank gets then.

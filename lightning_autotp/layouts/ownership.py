@@ -15,7 +15,7 @@ Run = tuple[int, int]
 
 
 def owner_of(ranks: Sequence[int]) -> int:
-    """Of the ranks that hold an element, ascending, the one that speaks for it where each element counts once."""
+    """Of the ranks that hold an element, ascending, its owner: where each element counts once, its copy does."""
     return ranks[0]
 
 

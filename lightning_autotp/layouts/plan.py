@@ -436,7 +436,7 @@ class Plan:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What every rank computes whole although it is much, or although nobody has said how it may be divided."""
+        """What every rank computes whole although it is much, or because it is not declared how it may be divided."""
         return tuple(str(work) for work in self.whole_work if work.is_unknown or work.share > _MUCH)
 
     def table(self, rank: int = 0, details: bool = True) -> Group:

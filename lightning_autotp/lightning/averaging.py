@@ -115,10 +115,15 @@ def refuse_whole_copies(used: Iterable[Callback]) -> None:
         is_average = isinstance(callback, callbacks.WeightAveraging) and not isinstance(callback, _LocalAverages)
         if is_average or isinstance(callback, callbacks.StochasticWeightAveraging):
             name = type(callback).__name__ if is_average else "WeightAveraging"
+            how = (
+                "with the same arguments"
+                if is_average
+                else "with a should_update() of your own for once an epoch, and a scheduler such as"
+                " torch.optim.swa_utils.SWALR for its learning rates"
+            )
             raise ValueError(
                 f"the callback {type(callback).__name__} copies the model before it is divided among the ranks: use"
-                f" lightning_autotp.lightning.averaging.{name}, with the same arguments"
-                + ("" if is_average else " as Lightning's; with should_update() it averages once an epoch")
+                f" lightning_autotp.lightning.averaging.{name}, {how}"
             )
 
 

@@ -138,7 +138,7 @@ def fill_remaining(module: nn.Module) -> None:
     """Make real what ``configure_model()`` built outside the parallel models, with the values one process would have.
 
     Raises:
-        RuntimeError: for a parameter on the meta device of which nobody knows the values.
+        RuntimeError: for a parameter on the meta device whose values are not known.
     """
     filled: dict[nn.Parameter, nn.Parameter] = {}
     for path, owner in module.named_modules():

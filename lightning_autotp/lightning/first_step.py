@@ -1,6 +1,6 @@
 """The first training step, looked at before training without a trace: how much data it has, how it calls the models.
 
-A plan is proved for one call of the model, and priced for the tokens of a step. Where nobody says what these are, the
+A plan is proved for one call of the model, and priced for the tokens of a step. Where these are not given, the
 training data and ``training_step`` do: if ``trainer.fit`` was given a :class:`~torch.utils.data.DataLoader` over a
 map-style dataset, or ``train_dataloader()`` returns one, its first ``batch_size`` samples are read and collated, and
 ``training_step`` runs with them until it calls the models. That happens in a forked process, as in a loader's worker:

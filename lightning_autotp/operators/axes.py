@@ -4,7 +4,7 @@ A dim that a ``view`` splits into heads and features is a *product* of two axes;
 *concatenation* of sections. Following every operator, :class:`Axes` refines dims and unites those that
 the computation ties together, so that an attention block ends with one axis of key/value heads which runs through the
 rows of three projections, the heads of every intermediate tensor, and the columns of the output projection. Units,
-sections and their order are read off this structure; nobody declares them.
+sections and their order are read off this structure, and need not be declared.
 
 (Shardy and AutoParallel describe one operator by such factors; here they are united over the whole graph.)
 """

@@ -97,7 +97,7 @@ def held_blocks(tensor: Tensor, meta: ParameterMeta | None, ranks: int) -> tuple
 
 
 def counted_blocks(tensor: Tensor, meta: ParameterMeta | None, group: TPGroup) -> tuple[Block, ...]:
-    """Those of :func:`held_blocks` that this rank speaks for: every element of the original has one such rank.
+    """Those of :func:`held_blocks` that this rank owns: every element of the original has one owner.
 
     (One in each tensor-parallel group: a tensor that FSDP2 does not manage is in every copy of the model.)
     """

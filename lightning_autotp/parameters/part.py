@@ -39,13 +39,13 @@ class PartOf:
 
     @cached_property
     def counted(self) -> tuple[Block, ...]:
-        """The blocks of this rank's part that it speaks for: every element has one rank that does."""
+        """The blocks of this rank's part that it owns: every element has one owner."""
         rank, ranks = self.group.rank, self.group.size
         return owned_by(blocks_of(self.shape, self.layout, rank, ranks), rank)
 
     @cached_property
     def counts_all(self) -> bool:
-        """Whether this rank speaks for all of its part."""
+        """Whether this rank owns all of its part."""
         return sum(block.elements for block in self.counted) == math.prod(self.local_shape)
 
     def is_laid_out_as(self, other: PartOf) -> bool:

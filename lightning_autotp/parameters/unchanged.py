@@ -1,6 +1,6 @@
 """Whether the modules and parameters of a parallel model are those for which the plan was proved.
 
-Nobody tells a model that a layer of it was replaced, that its embeddings were resized or untied. Some changes are
+A model is not told that a layer of it was replaced, that its embeddings were resized or untied. Some changes are
 right: libraries put parameters in the places of others (FSDP2, ``module.to(...)``, copies) and modules around others
 (compilers, adapters' wrappers).
 """

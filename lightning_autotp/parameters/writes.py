@@ -2,7 +2,7 @@
 
 After set-up a parameter looks as always, but a rank may have only a part of it. What code writes into it in place may
 mean the whole: random numbers of its shape, its last rows, a row by its index. A write that does with each element the
-same is right; afterwards nobody can tell which of the two it was. What is known to be right (loading, this package's
+same is right; afterwards it cannot be told which of the two it was. What is known to be right (loading, this package's
 callbacks, code inside ``checked``) says so: :func:`~lightning_autotp.parameters.known_writes.known_writes`.
 
 From set-up to the first use of the model the parts' values have checksums, so a write that is not known is an error.

@@ -84,7 +84,7 @@ class Machine:
         """So many GPUs of a machine: ``"16xH100"``, or ``"4xmy_machine.yaml"``; without a number, one node.
 
         Raises:
-            ValueError: for a machine that nobody knows.
+            ValueError: for a machine that is not known.
         """
         found = re.fullmatch(r"(?:(\d+)\s*[xX]\s*)?(.+)", gpus.strip())
         count, name = (found[1], found[2]) if found else (None, gpus)

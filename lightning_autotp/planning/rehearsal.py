@@ -302,7 +302,7 @@ def rehearse(
 
 
 def _told_apart(found: Counter[Label], activations: int) -> Counter[Label]:
-    """A peak in the forward pass, where nobody knew yet what would be kept."""
+    """A peak in the forward pass, where it was not known yet what would be kept."""
     told = Counter(found)
     if not found["activations"]:
         told["activations"] = min(activations, found["other"])

@@ -1,7 +1,7 @@
 """The process that started the others waits for them at its end, and its exit code says if one of them failed.
 
 A shell, a scheduler or a script sees only the exit code of the process that it started. Without this, a rank that fails
-after the first one has finished is a job that succeeded, and a rank that goes on is a process that nobody waits for.
+after the first one has finished is a job that succeeded, and a rank that goes on is a process that is not waited for.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def _share(layout: Layout | None) -> float:
 
 
 def _is_unknown(relation: Relation) -> bool:
-    """Whether it is a kernel that nobody declared, or a module that could not be traced."""
+    """Whether it is a kernel that is not declared, or a module that could not be traced."""
     name = relation.operator.name
     is_torchs = name == ASKED or name.startswith((MAPPED, "aten.", "record:", "write through"))
     return name == OPAQUE or (record(name) is None and not is_torchs)

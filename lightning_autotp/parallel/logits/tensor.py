@@ -517,7 +517,7 @@ def _say_gathered(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
     if name not in _said and logits.group.rank == 0 and not logits.one_position:
         _said.add(name)
         warnings.warn(
-            f"{name} has no vocabulary-sharded form: it gathers logits of shape {tuple(logits.shape)} on every rank "
-            "(reported once for this function; logits.full() gathers without a warning)",
+            f"{name} has no form for a tensor that is divided over the ranks, as logits are: it gathers one of shape "
+            f"{tuple(logits.shape)} on every rank (reported once for this function; .full() gathers without a warning)",
             stacklevel=4,
         )
