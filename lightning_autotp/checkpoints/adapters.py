@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from lightning_autotp.parameters.gathering import gather_to_cpu
 from lightning_autotp.parameters.state import ParameterTable
@@ -69,7 +72,19 @@ def save_adapter(
             whole[name] = gathered
     with raise_together(None if every_process else group.process_group, f"writing the adapter to {directory}"):
         if writes:
-            model.save_pretrained(os.fspath(directory), state_dict=whole, **kwargs)
+            with _of_its_own_class(model.get_base_model()):
+                model.save_pretrained(os.fspath(directory), state_dict=whole, **kwargs)
+
+
+@contextmanager
+def _of_its_own_class(module: nn.Module) -> Iterator[None]:
+    """Within it a module is of the class that it had before FSDP2 made one of it: PEFT writes what it is called."""
+    kind = type(module)
+    module.__class__ = next(one for one in kind.__mro__ if not issubclass(one, FSDPModule))
+    try:
+        yield
+    finally:
+        module.__class__ = kind
 
 
 def _of_adapters(model: PeftModel, options: dict[str, Any]) -> dict[str, Tensor]:

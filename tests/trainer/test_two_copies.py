@@ -6,6 +6,7 @@ PEFT's adapters.
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -242,6 +243,8 @@ def test_adapters_are_trained_and_saved_as_in_one_process(four: list[dict[str, A
     assert_copies([seen[case] for seen in four], expected)
     L.seed_everything(3, verbose=False)
     loaded = PeftModel.from_pretrained(base_model(case, folder), str(folder / case)).state_dict()
+    kind = json.loads((folder / case / "adapter_config.json").read_text())["auto_mapping"]
+    assert kind is None or kind["base_model_class"] == "LlamaForCausalLM"
     assert loaded.keys() == before.keys()
     for name in changed:
         assert torch.equal(loaded[name], four[0][case]["weights"][f"model.{name}"])
