@@ -80,7 +80,8 @@ def save_adapter(
 def _of_its_own_class(module: nn.Module) -> Iterator[None]:
     """Within it a module is of the class that it had before FSDP2 made one of it: PEFT writes what it is called."""
     kind = type(module)
-    module.__class__ = next(one for one in kind.__mro__ if not issubclass(one, FSDPModule))
+    bases = (one for one in kind.__mro__ if issubclass(one, nn.Module) and not issubclass(one, FSDPModule))
+    module.__class__ = next(bases)
     try:
         yield
     finally:
