@@ -91,8 +91,9 @@ def _make_local_for_call(
         if why == str(error):
             raise
         raise CaptureError(
-            f"{error} (The first training step cannot be used instead: {why}. If this {type(model).__name__} need not"
-            " be divided, AutoTPStrategy(models=[...]) names those that should be)"
+            f"{error} (The first training step cannot be used instead: {why}. Layers that belong together are divided"
+            f" as one model if they are in one nn.Module; if this {type(model).__name__} need not be divided,"
+            " AutoTPStrategy(models=[...]) names those that should be)"
         ) from error
 
 

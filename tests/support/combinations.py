@@ -279,6 +279,9 @@ CONSTRAINTS: dict[str, Callable[[Combination], bool]] = {
     "kernels of attention and the model are not compiled at once": lambda c: (
         c.attention not in _KERNELS or c.compile == "none"
     ),
+    "an export builds the model again, for which FlashAttention has to be installed": lambda c: (
+        c.attention != "flash_attention_2" or c.export == "none"
+    ),
     "text is written in an evaluation": lambda c: (
         not c.generates or (c.evaluation != "none" and c.group in ("causal", "seq2seq"))
     ),
