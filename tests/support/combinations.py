@@ -271,7 +271,9 @@ CONSTRAINTS: dict[str, Callable[[Combination], bool]] = {
         or (c.adapter != "none" and c.source == "directory" and c.family in _QUANTIZED and c.precision != "float64")
     ),
     "a checkpoint of one process has packed numbers": lambda c: c.base == "plain" or "process" not in c.resume,
-    "bitsandbytes evaluates int8 otherwise on a CPU": lambda c: c.base != "int8" or c.evaluation == "none",
+    "bitsandbytes evaluates int8 otherwise on a CPU, and packs nf4 for it": lambda c: (
+        c.base not in ("int8", "nf4") or c.evaluation == "none"
+    ),
     "weight averaging is a callback": lambda c: not c.averaging or c.driver == "trainer",
     "kernels of attention are of some families": lambda c: (
         c.attention not in _KERNELS or c.family in _KERNELS[c.attention]
