@@ -11,7 +11,8 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from types import CodeType, FunctionType
+from traceback import walk_tb
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -59,23 +60,25 @@ def autograd_function_in(error: BaseException | None) -> type[Function] | None:
         for kind in _subclasses(Function)
         if not kind.__module__.startswith(("torch.", "lightning_autotp."))
     }
-    found, traceback = None, error.__traceback__ if error is not None else None
-    while traceback is not None:
-        found = forwards.get(traceback.tb_frame.f_code, found)
-        traceback = traceback.tb_next
+    found = None
+    for frame in _frames_of(error):
+        found = forwards.get(frame.f_code, found)
     return found
 
 
 def higher_order_operator_in(error: BaseException | None) -> Any:
     """The higher-order operator in whose call an error was raised: torch knows of none what a trace is to do."""
-    traceback = error.__traceback__ if error is not None else None
-    while traceback is not None:
-        operator = traceback.tb_frame.f_locals.get("self")
-        name = getattr(operator, "name", None) if traceback.tb_frame.f_code.co_name == "dispatch" else None
+    for frame in _frames_of(error):
+        operator = frame.f_locals.get("self") if frame.f_code.co_name == "dispatch" else None
+        name = getattr(operator, "name", None)
         if callable(name) and getattr(torch.ops.higher_order, name(), None) is operator:
             return operator
-        traceback = traceback.tb_next
     return None
+
+
+def _frames_of(error: BaseException | None) -> Iterator[FrameType]:
+    """The frames that an error went through, the outermost first."""
+    return (frame for frame, _ in walk_tb(error.__traceback__ if error is not None else None))
 
 
 def _subclasses(kind: type[Function]) -> Iterator[type[Function]]:

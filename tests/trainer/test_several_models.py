@@ -21,7 +21,9 @@ def perceptron(inputs: int, outputs: int) -> nn.Module:
     return nn.Sequential(nn.Linear(inputs, 64), nn.ReLU(), nn.Linear(64, outputs))
 
 
-class Distilling(L.LightningModule):
+class Recording(L.LightningModule):
+    """Makes its models with :meth:`build`, and keeps its losses."""
+
     def __init__(self) -> None:
         super().__init__()
         self.losses: list[float] = []
@@ -29,7 +31,18 @@ class Distilling(L.LightningModule):
     def configure_model(self) -> None:
         if not list(self.children()):
             torch.manual_seed(0)
-            self.teacher, self.student = perceptron(16, 8).requires_grad_(False), perceptron(16, 8)
+            self.build()
+
+    def build(self) -> None:
+        raise NotImplementedError
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Distilling(Recording):
+    def build(self) -> None:
+        self.teacher, self.student = perceptron(16, 8).requires_grad_(False), perceptron(16, 8)
 
     def training_step(self, batch: Any, _: int) -> Tensor:
         with torch.no_grad():
@@ -42,18 +55,15 @@ class Distilling(L.LightningModule):
         return torch.optim.SGD(self.student.parameters(), lr=0.1)
 
 
-class Adversarial(L.LightningModule):
+class Adversarial(Recording):
     """Two halves, each with an optimizer of its own, in a dict."""
 
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self.losses: list[float] = []
 
-    def configure_model(self) -> None:
-        if not list(self.children()):
-            torch.manual_seed(0)
-            self.nets = nn.ModuleDict({"generator": perceptron(4, 16), "critic": perceptron(16, 1)})
+    def build(self) -> None:
+        self.nets = nn.ModuleDict({"generator": perceptron(4, 16), "critic": perceptron(16, 1)})
 
     def training_step(self, batch: Tensor, _: int) -> None:
         first, second = self.optimizers()
@@ -85,18 +95,12 @@ class Pool(nn.Module):
         return (x * self.weights[:, None]).square().mean(-1)
 
 
-class Layers(L.LightningModule):
+class Layers(Recording):
     """Layers that are the LightningModule's own: what one returns in parts is given to another."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.losses: list[float] = []
-
-    def configure_model(self) -> None:
-        if not list(self.children()):
-            torch.manual_seed(0)
-            self.embedding, self.pool = nn.Embedding(101, 32), Pool()
-            self.mix, self.head = nn.Conv1d(32, 32, 3, padding=1), nn.Linear(16, 4)
+    def build(self) -> None:
+        self.embedding, self.pool = nn.Embedding(101, 32), Pool()
+        self.mix, self.head = nn.Conv1d(32, 32, 3, padding=1), nn.Linear(16, 4)
 
     def training_step(self, batch: Tensor, _: int) -> Tensor:
         embedded = self.embedding((batch * 10).long() % 101)
@@ -104,9 +108,6 @@ class Layers(L.LightningModule):
         loss = self.head(self.pool(embedded) + self.pool(mixed)).square().mean()
         self.losses.append(loss.item())
         return loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class OfOneLength(nn.Module):
@@ -122,11 +123,9 @@ class OfOneLength(nn.Module):
         return down
 
 
-class FixedLength(Layers):
-    def configure_model(self) -> None:
-        if not list(self.children()):
-            torch.manual_seed(0)
-            self.net = OfOneLength()
+class FixedLength(Recording):
+    def build(self) -> None:
+        self.net = OfOneLength()
 
     def training_step(self, batch: Tensor, _: int) -> Tensor:
         loss = self.net((batch * 10).long() % 101).square().mean()
