@@ -26,6 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
 
 from lightning_autotp.capture.call_sites import call_leaves, calling_frame, is_user_code, source_line
+from lightning_autotp.capture.capture import ExampleCall
 from lightning_autotp.gradients.parts import GradientPart
 from lightning_autotp.gradients.whole_quantities import PartOfGradient
 from lightning_autotp.layouts.plan import ConversionPlan
@@ -45,7 +46,7 @@ from lightning_autotp.private.torch_private import (
     put_below,
     take_out,
 )
-from lightning_autotp.proving.new_calls import kind_of
+from lightning_autotp.proving.call_kinds import Arguments
 from lightning_autotp.torch_functions import BY_PLACE, DESCRIBING, ELEMENTWISE, LISTED, OF_MEMORY, writes
 
 
@@ -324,7 +325,8 @@ class CheckedCalls:
         if CheckedCalls._running is not None:
             CheckedCalls._running.end()
             CheckedCalls._running = None
-        kind = ref(model), model.training, torch.is_grad_enabled(), kind_of((args, kwargs))
+        arguments = Arguments(ExampleCall(args, kwargs)).kind
+        kind = ref(model), model.training, torch.is_grad_enabled(), arguments
         if self._first.has_one(kind) and not any(map(is_compiled, self._models)):
             watch = checked(nn.ModuleList(self._models))
             watch.begin(in_call=True)

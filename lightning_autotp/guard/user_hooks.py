@@ -33,7 +33,7 @@ class UserHooks:
         self.tables = [table for _, _, hooks in self.places for table in hooks.tables()]
         self.given, self.count = -1, 0
 
-    def wrap(self) -> None:
+    def wrap(self, _: object = None) -> None:
         """Let those that were added see whole tensors.
 
         Raises:

@@ -11,8 +11,10 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack, contextmanager
+from itertools import repeat
+from operator import attrgetter, is_not
 from types import CodeType, FunctionType, SimpleNamespace
 from typing import Any, TypeVar
 
@@ -597,14 +599,17 @@ def is_compiled(module: nn.Module) -> bool:
     return any(map(is_compiled_itself, module.modules()))
 
 
-def is_compiled_in_place(module: nn.Module) -> bool:
-    """Whether ``module.compile()`` was called. Nothing public."""
-    return module._compiled_call_impl is not None
+def compiled_in_place(modules: Iterable[nn.Module]) -> bytes:
+    """For each of these modules, whether ``module.compile()`` was called. Nothing public."""
+    return bytes(map(is_not, map(_COMPILED_CALL, modules), repeat(None)))
+
+
+_COMPILED_CALL = attrgetter("_compiled_call_impl")
 
 
 def is_compiled_itself(module: nn.Module) -> bool:
     """Whether ``torch.compile`` has compiled a module, and what is in it with it. Nothing public."""
-    return uncompiled(module) is not module or is_compiled_in_place(module)
+    return uncompiled(module) is not module or any(compiled_in_place([module]))
 
 
 @contextmanager
