@@ -25,8 +25,10 @@ from lightning_autotp.guard.standalone import StandaloneCall
 PACKAGE = Path(lightning_autotp.__file__).parent
 LOOKS = ("guard/guard.py", "guard/standalone.py", "guard/user_hooks.py", "parameters/snapshot.py",
          "parameters/unchanged.py", "parameters/writes.py", "parameters/state.py", "proving/new_calls.py",
-         "proving/configs.py", "gradients/sums.py")  # fmt: skip
+         "proving/call_kinds.py", "proving/configs.py", "proving/attributes.py", "gradients/sums.py")  # fmt: skip
 """Files whose functions look at the model before it runs."""
+PRIVATE_LOOKS = ("ModuleHooks.", "compiled_in_place", "hook_tables")
+"""Functions of ``private/`` by which they do, as the beginnings of their names."""
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": torch.optim.AdamW,
     "SGD": lambda parameters, **options: torch.optim.SGD(parameters, momentum=0.9, **options),
@@ -90,7 +92,7 @@ def counts(rank: int, size: int, layers: int) -> dict[str, Any]:
         model(**inputs).loss.backward()
     forward = python_calls(lambda: model(**inputs))
     found: dict[str, Any] = {
-        "forward": {at: count for at, count in forward.items() if at[0] in LOOKS},
+        "forward": {at: n for at, n in forward.items() if at[0] in LOOKS or at[1].startswith(PRIVATE_LOOKS)},
         "hooked modules": sum(is_hooked(module) for module in model.modules() if not isinstance(module, nn.ModuleList)),
         "marked": sum(type(parameter.grad) is not torch.Tensor for parameter in model.parameters()),
     }
