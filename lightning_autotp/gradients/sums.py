@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_autotp.gradients.buckets import BucketedSum, GradientBuckets, as_summed
-from lightning_autotp.gradients.cut_parts import CutMark
+from lightning_autotp.gradients.cut_parts import CutPart
 from lightning_autotp.gradients.linear_maps import linear, same
 from lightning_autotp.gradients.parts import Mark, marked_like
 from lightning_autotp.layouts.blocks import index
@@ -144,7 +144,7 @@ def synchronize_gradients(model: nn.Module, only: Collection[str] | None = None)
     handles: list[RemovableHandle] = []
     for parameter, meta in {place.parameter: place.meta for place in places}.items():  # tied ones once
         if is_cut(parameter):
-            handles.append(_hook_accumulated(parameter, CutMark(meta, state.group).accumulated))
+            handles.append(_hook_accumulated(parameter, CutPart(meta, state.group).accumulated))
         elif meta.name in hooks:
             state.gradient_hooks[meta.name] = hooks[meta.name]
             handles += hooks[meta.name](parameter)
@@ -277,7 +277,7 @@ def mark_gradients(parameters: Iterable[Tensor]) -> None:
         if type(parameter.grad) in (Tensor, DTensor):
             _, after = hook_tables([parameter])
             for mark in (getattr(hook, "__self__", None) for hook in (after or {}).values()):
-                if isinstance(mark, Mark | CutMark):
+                if isinstance(mark, Mark | CutPart):
                     mark.given(parameter)
 
 

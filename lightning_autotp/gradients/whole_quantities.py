@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -30,14 +30,34 @@ from lightning_autotp.private.torch_private import (
     without_subclasses,
 )
 from lightning_autotp.ranks.group import TPGroup
-from lightning_autotp.torch_functions import DESCRIBING, NOTING, OF_MEMORY, functions, getters
+from lightning_autotp.torch_functions import NOT_READING, functions, getters
 
 Handler = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
 """Takes a function and its arguments, and gives its result. Subclasses of tensors are not asked while it runs."""
 
 
+class Part(Protocol):
+    """What a gradient is a part of."""
+
+    @property
+    def name(self) -> str:
+        """The name of the parameter."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole gradient, or of the rows and columns of it that it is a part of."""
+
+    def is_laid_out_as(self, other: Any) -> bool:
+        """Whether a rank's elements are at the same places in both wholes."""
+
+
 class PartOfGradient(Tensor):
     """This rank's part of a gradient, or of what was computed from one elementwise.
+
+    Attributes:
+        handlers: what functions give of it.
+        plain: the class that it would be of, if it were no part.
+        part: what it is a part of.
 
     Raises:
         RuntimeError: by functions that would give another answer than of the whole gradient.
@@ -47,16 +67,8 @@ class PartOfGradient(Tensor):
     # sparse gradients stays whole.
     is_sparse = False
     handlers: ClassVar[Mapping[Callable[..., Any], Handler]]
-
-    @property
-    def origin(self) -> str:
-        """The name of the parameter."""
-        raise NotImplementedError
-
-    @property
-    def whole_shape(self) -> tuple[int, ...]:
-        """The shape of the whole gradient."""
-        raise NotImplementedError
+    plain: ClassVar[type[Tensor]]
+    part: Part
 
     @property
     def said(self) -> str:
@@ -70,6 +82,14 @@ class PartOfGradient(Tensor):
 
     def counted(self) -> Tensor:
         """The elements that this rank owns, in any shape: every element of the whole has one owner."""
+        raise NotImplementedError
+
+    def like(self, tensor: Tensor) -> Tensor:
+        """A plain tensor as a part of the same whole."""
+        raise NotImplementedError
+
+    def operand(self, x: Tensor) -> Tensor:
+        """What an elementwise function of this takes in the place of a tensor of another shape."""
         raise NotImplementedError
 
     @classmethod
@@ -117,7 +137,7 @@ def misleading(func: Callable[..., Any], gradient: PartOfGradient, detail: str =
     name = resolve_name(func) or getattr(func, "__name__", str(func))
     return RuntimeError(
         f"{name} was called on this rank's part of {gradient.said}{detail}: that is not what it would be on the whole"
-        f" gradient. lightning_autotp.full_gradients(model)[{gradient.origin!r}] is the whole one,"
+        f" gradient. lightning_autotp.full_gradients(model)[{gradient.part.name!r}] is the whole one,"
         " lightning_autotp.clip_gradients_norm(model, max_norm) clips. Elementwise functions, norms and sums over all"
         " elements are right as they are, and, unless FSDP2 has sharded the model, masks of the whole shape, slices of"
         " rows or columns, randn_like and rand_like. What is meant for this rank's part alone takes it as a plain"
@@ -229,7 +249,7 @@ def _over_all(of_part: Callable[[Tensor], Tensor], of_ranks: Callable[[Tensor], 
 
 def _mean(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
     total: Tensor = _SUM(func, args, kwargs)
-    return total / math.prod(first_part(args, kwargs).whole_shape)
+    return total / math.prod(first_part(args, kwargs).part.shape)
 
 
 def _extreme(largest: bool) -> Handler:
@@ -260,10 +280,7 @@ _P_NORMS = frozenset(functions("norm"))
 _SUM = _over_all(lambda x: x.sum(), lambda x: x.sum(0))
 
 QUANTITIES: dict[Callable[..., Any], Handler] = {
-    **dict.fromkeys(
-        (*DESCRIBING, *OF_MEMORY, *getters("grad"), *NOTING, *functions("as_subclass")),
-        as_it_is,
-    ),
+    **dict.fromkeys((*NOT_READING, *getters("grad"), *functions("as_subclass")), as_it_is),
     moves_alike(): as_it_is,
     **dict.fromkeys((*_P_NORMS, torch.linalg.norm, torch.linalg.vector_norm), _norm),
     **dict.fromkeys(functions("sum"), _SUM),

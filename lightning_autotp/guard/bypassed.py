@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_autotp.layouts.names import join_names
+from lightning_autotp.optimizers.stepping import stepped_by
 from lightning_autotp.parallel.layer_runs import NotesRuns
 
 _Layers = list[tuple[str, NotesRuns]]
@@ -129,7 +130,7 @@ class Bypasses:
         count = sum(map(len, map(_PARAMETERS, optimizer.param_groups)))
         known = self._owned.get(optimizer)
         if known is None or known[0] != count:
-            stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            stepped = set(map(id, stepped_by(optimizer)))
             known = count, [(path, layer) for path, layer in self._layers if id(layer.weight) in stepped]
             self._owned[optimizer] = known
         return known[1]

@@ -38,16 +38,16 @@ from lightning_autotp.parameters.part import PartOf
 from lightning_autotp.parameters.state import parallel_models
 from lightning_autotp.parameters.unchanged import check_unchanged
 from lightning_autotp.private.torch_private import (
+    LIST_UPDATES,
     WeakIdKeyDictionary,
     base_of,
-    foreach_multiply,
     is_compiled,
     is_in_backward,
     put_below,
     take_out,
 )
 from lightning_autotp.proving.call_kinds import Arguments
-from lightning_autotp.torch_functions import BY_PLACE, DESCRIBING, ELEMENTWISE, LISTED, OF_MEMORY, writes
+from lightning_autotp.torch_functions import BY_PLACE, ELEMENTWISE, LISTED, NOT_READING, writes
 
 
 class UnsoundUse(RuntimeError):
@@ -55,16 +55,18 @@ class UnsoundUse(RuntimeError):
 
 
 _NOT_READING = frozenset({
-    *(function.__name__ for function in DESCRIBING | OF_MEMORY),  # getters are all called __get__
-    "__delete__", "__format__", "__repr__", "__set__", "backward", "has_names", "is_signed", "is_tensor", "pin_memory",
-    "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad", "share_memory_", "type",
+    *(function.__name__ for function in NOT_READING),  # getters are all called __get__
+    "__delete__", "__format__", "__repr__", "__set__", "backward", "is_tensor", "pin_memory", "requires_grad_",
+    "share_memory_", "type",
 })  # fmt: skip
 """Functions that compute nothing; getters but that of ``data``, and setters."""
-_ELEMENTWISE = frozenset({
-    *(function.__name__ for function in ELEMENTWISE),
-    "__deepcopy__", "_foreach_add", "_foreach_add_", "_foreach_copy_", "_foreach_lerp_", "_foreach_mul",
-    foreach_multiply.__name__, "_foreach_sub", "_foreach_zero_", "alias",
-})  # fmt: skip
+_ELEMENTWISE = frozenset(
+    {
+        *(function.__name__ for function in ELEMENTWISE | LIST_UPDATES),
+        "__deepcopy__",
+        "alias",
+    }
+)
 """Functions that do with each element by itself what they do: of a part they make the same part of the result."""
 
 

@@ -33,7 +33,7 @@ from lightning_autotp.guard.methods import StandIns
 from lightning_autotp.guard.standalone import ForwardDepth, StandaloneCall, is_outer
 from lightning_autotp.guard.state_dicts import mark_as_part, refuse_other_parts, refuse_whole_tensors
 from lightning_autotp.guard.user_hooks import UserHooks
-from lightning_autotp.optimizers.stepping import step_as_before, step_one_by_one
+from lightning_autotp.optimizers.stepping import step_as_before, step_one_by_one, stepped_by, steps_some_of
 from lightning_autotp.parallel.head_product import note_written
 from lightning_autotp.parameters.forwards import forward_of
 from lightning_autotp.parameters.known_writes import parts_before_use, parts_of
@@ -241,10 +241,7 @@ class Guard:
         """
         writes = parallel_state(self.model).writes
         writes.check()
-        if not writes.is_before_use:
-            return
-        own = set(map(id, self.model.parameters()))
-        if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+        if writes.is_before_use and steps_some_of(optimizer, self.model.parameters()):
             check_unchanged(self.model)  # parts that are gone or have moved cannot be compared
             first_use(self.model)
 
@@ -255,8 +252,7 @@ class Guard:
     def _note_step(self, optimizer: Optimizer) -> None:
         """What an optimizer's step has written is right."""
         parallel_state(self.model).writes.note()
-        stepped = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        note_written(x for x in stepped if x.grad is not None and not isinstance(x, DTensor))
+        note_written(x for x in stepped_by(optimizer) if x.grad is not None and not isinstance(x, DTensor))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_snapshot": None, "_taken": []}

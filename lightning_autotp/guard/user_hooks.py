@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from lightning_autotp.applying.replace import BoundaryConversion
-from lightning_autotp.guard.whole_tensors import parts_at, to_parts, to_whole
+from lightning_autotp.guard.boundaries import parts_at, to_parts, to_whole
 from lightning_autotp.parameters.state import parallel_state
 from lightning_autotp.private.torch_private import HOOKS_OF_ALL_MODULES, ModuleHooks
 
