@@ -41,6 +41,7 @@ from lightning_autotp.capture.call_sites import (
     call_key,
     call_leaves,
     calling_frame,
+    frames_from,
     is_this_package,
     is_user_code,
 )
@@ -634,9 +635,7 @@ def _is_of_a_mode(call: _Call) -> bool:
 
 def _codes(frame: FrameType | None) -> Iterator[CodeType]:
     """The code of a frame and of those that called it."""
-    while frame is not None:
-        yield frame.f_code
-        frame = frame.f_back
+    return (one.f_code for one in frames_from(frame))
 
 
 def _has_length(tensor: Tensor, kind: Type) -> bool:

@@ -17,7 +17,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,6 +48,7 @@ from lightning_autotp.private.torch_private import (
     parameters_of,
     running_data_parallel,
 )
+from lightning_autotp.ranks.agreement import gather_objects
 from lightning_autotp.ranks.group import TPGroup, new_group
 
 Blocks = tuple[tuple[slice, ...], ...]
@@ -349,8 +349,7 @@ def _subgroups(metas: Iterable[ParameterMeta], group: TPGroup) -> dict[tuple[int
         return groups
     wanted = [tuple(sorted(members[rank] for rank in ranks)) for ranks in parts]
     if group.size < dist.get_world_size():
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, wanted)
+        everyone = gather_objects(wanted, None)
         made = {ranks: new_group(ranks) for ranks in sorted({ranks for theirs in everyone for ranks in theirs})}
     else:
         made = {ranks: new_group(ranks) for ranks in wanted}

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, ClassVar
 from weakref import ref
 
@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
 
-from lightning_autotp.capture.call_sites import call_leaves, calling_frame, is_user_code, source_line
+from lightning_autotp.capture.call_sites import call_leaves, calling_frame, frames_from, is_user_code, source_line
 from lightning_autotp.capture.capture import ExampleCall
 from lightning_autotp.gradients.parts import GradientPart
 from lightning_autotp.gradients.whole_quantities import PartOfGradient
@@ -258,16 +258,12 @@ class checked(TorchFunctionMode):
 
         Losses and helpers of ``torch.nn`` (``nn.MSELoss``, ``parameters_to_vector``) do for the user what they do.
         """
-        frame: FrameType | None = calling_frame(func, sys._getframe(2))
-        while frame is not None and frame.f_code.co_filename.startswith(_FOR_OTHERS):
-            frame = frame.f_back
-        return frame is not None and is_user_code(frame.f_code.co_filename) and not self._is_in_step(frame)
-
-    def _is_in_step(self, frame: FrameType | None) -> bool:
-        """Whether an optimizer's step runs the code of a frame."""
-        while frame is not None and frame.f_code.co_filename not in (_STEPPING, self._calling_hooks):
-            frame = frame.f_back
-        return frame is not None and frame.f_code.co_filename == _STEPPING
+        frames = frames_from(calling_frame(func, sys._getframe(2)))
+        caller = next((frame for frame in frames if not frame.f_code.co_filename.startswith(_FOR_OTHERS)), None)
+        if caller is None or not is_user_code(caller.f_code.co_filename):
+            return False
+        files = (frame.f_code.co_filename for frame in frames_from(caller))
+        return next((file for file in files if file in (_STEPPING, self._calling_hooks)), None) != _STEPPING
 
     def _refusal(self, name: str, of: ParameterMeta | PartOf, why: str, instead: str = "") -> UnsoundUse:
         return UnsoundUse(

@@ -226,7 +226,8 @@ class WholeMatrixOptimizer(Optimizer):
             for parameter in group["params"]
             if id(parameter) not in known
         ]
-        copies = next((TPGroup.of(spread) for _, p in added if (spread := shard_group(p)) is not None), self._copies)
+        spread = shard_group(*(parameter for _, parameter in added))
+        copies = self._copies if spread is None else TPGroup.of(spread)
         if self._wholes and copies != self._copies:
             raise ValueError("FSDP2 has sharded the added parameters, but not the earlier ones: make a new optimizer")
         self._copies = copies
