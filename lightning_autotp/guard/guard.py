@@ -9,10 +9,8 @@ pair of ``load_state_dict``, and what stands for methods that know only whole te
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import count
-from operator import attrgetter
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet, finalize
+from weakref import WeakKeyDictionary, finalize
 
 import torch
 from torch import Tensor, nn
@@ -59,7 +57,6 @@ class Guard:
         bypasses: whether weights are used without their layers.
         compared: what is compared between the ranks.
         followed: how the code goes in calls that are compared.
-        number: how many guards there were in this process before it.
     """
 
     def __init__(self, model: nn.Module, calls: CallProver) -> None:
@@ -70,10 +67,8 @@ class Guard:
         self._has_returned = False
         self._taken: list[tuple[ParameterPlace, Tensor]] = []
         self._user_hooks = UserHooks(model)
-        self.number = -1
         self.bypasses, self.compared, self.followed = Bypasses(model), ComparedValues(model), calls.code
-        self._stand_ins: StandIns | None = None
-        self._handles: list[RemovableHandle] = []
+        self._handles: list[RemovableHandle | StandIns] = []
 
         # A check gets the call. The proof may return another one, where an argument is to be in another layout.
         self.before_compiled_forward = (self._is_reached,)  # while it is traced; its first use is the optimizer's step
@@ -98,7 +93,6 @@ class Guard:
     def attach(self) -> None:
         """Begin, when the model has its weights. Not collective, but every forward is that changes something."""
         model, state = self.model, parallel_state(self.model)
-        self._stand_ins = StandIns(model, self.calls)
         given = {part.module for part in state.parts}
         state.outer = frozenset(path for path in given if path and is_outer(path))
         for path, module in model.named_modules():
@@ -106,6 +100,7 @@ class Guard:
             if path:
                 self._handles += StandaloneCall(self.running, path).attach(module)
         self._handles += [
+            StandIns(model, self.calls),
             model.register_state_dict_post_hook(mark_as_part),
             model.register_load_state_dict_pre_hook(self._before_loading),
             model.register_load_state_dict_post_hook(self._after_loading),
@@ -125,9 +120,7 @@ class Guard:
         self.bypasses.end()
         self.compared.end()
         self.followed.end()
-        if self._stand_ins is not None:
-            self._stand_ins.remove()
-        _live.discard(self)
+        _live.pop(self, None)
         _forget_steps()
 
     def _before(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -269,7 +262,7 @@ def check_gradients(optimizer: Optimizer) -> None:
         BypassedLayer: naming layers whose weights were used without them.
         DifferentOnRanks: naming the first place at which the ranks computed different gradients.
     """
-    for guard in _guards():
+    for guard in list(_live):
         for check in guard.with_gradients:
             check(optimizer)
 
@@ -283,28 +276,24 @@ def guard_of(model: nn.Module) -> Guard:
 
 def guarded_models() -> list[nn.Module]:
     """The parallel models of this process that are guarded, copies too."""
-    return [guard.model for guard in _guards()]
+    return [guard.model for guard in list(_live)]
 
 
-_live: WeakSet[Guard] = WeakSet()
-"""The guards of this process. Optimizers belong to no model: whatever steps, all of them are asked."""
-_numbers = count()
+_live: WeakKeyDictionary[Guard, None] = WeakKeyDictionary()
+"""The guards of this process. Optimizers belong to no model: whatever steps, all of them are asked.
+
+They are in the order in which they came, the same on all ranks: some of their checks are collective.
+"""
 _steps: list[RemovableHandle | BeforeClipping] = []
 _one_by_one: WeakKeyDictionary[Optimizer, list[dict[str, Any]]] = WeakKeyDictionary()
 """The groups of optimizers that are stepping which are taken one by one meanwhile."""
-
-
-def _guards() -> list[Guard]:
-    """The guards in the order in which they came, the same on all ranks: some of their checks are collective."""
-    return sorted(_live, key=attrgetter("number"))
 
 
 def _guard_steps(guard: Guard) -> None:
     if not _steps:
         _steps.extend((register_optimizer_step_pre_hook(_before_step), register_optimizer_step_post_hook(_after_step)))
         _steps.append(BeforeClipping(_mark_gradients))
-    guard.number = next(_numbers)
-    _live.add(guard)
+    _live[guard] = None
     finalize(guard, _forget_steps)
 
 
@@ -316,12 +305,12 @@ def _forget_steps() -> None:
 
 
 def _mark_gradients() -> None:
-    for guard in _guards():
+    for guard in list(_live):
         guard.mark_gradients()
 
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
-    for guard in _guards():
+    for guard in list(_live):
         for check in (*guard.before_step, *guard.with_gradients):
             check(optimizer)
         if isinstance(guard.model, FSDPModule) and optimizer not in _one_by_one:
@@ -331,6 +320,6 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
     if optimizer in _one_by_one:
         step_as_before(_one_by_one.pop(optimizer))
-    for guard in _guards():
+    for guard in list(_live):
         for check in guard.after_step:
             check(optimizer)

@@ -149,7 +149,6 @@ def test_a_function_of_a_marked_gradient_takes_no_more_than_its_handler(large: A
         looks += ["ComparedValues.before_step", "_after_step", "Guard._note_step", "Writes.note", "note_written"]
         looks += ["Guard.mark_gradients", "mark_gradients"]
         called["parallel_state"] -= 1  # before and after
-        assert called.pop("_guards") == 2
         assert max(called.pop(name) for name in list(called) if name.startswith("Bypasses.")) == 2
         assert [called.pop(look) for look in looks] == [1] * len(looks)  # once a step, whatever the model's size
         asked = called.pop("PartOfGradient.__torch_function__")
