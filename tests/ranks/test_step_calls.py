@@ -147,7 +147,7 @@ def test_a_function_of_a_marked_gradient_takes_no_more_than_its_handler(large: A
         called = {name: count for (_, name), count in found[f"{optimizer}, False"].items()}
         looks = ["_before_step", "Guard._is_unwritten_before_step", "parallel_state", "Writes.check"]
         looks += ["ComparedValues.before_step", "_after_step", "Guard._note_step", "Writes.note", "note_written"]
-        looks += ["Guard.mark_gradients", "mark_gradients"]
+        looks += ["Guard.mark_gradients", "mark_gradients", "stepped_by"]
         called["parallel_state"] -= 1  # before and after
         assert max(called.pop(name) for name in list(called) if name.startswith("Bypasses.")) == 2
         assert [called.pop(look) for look in looks] == [1] * len(looks)  # once a step, whatever the model's size
