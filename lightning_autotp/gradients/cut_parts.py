@@ -89,10 +89,6 @@ class CutGradientPart(PartOfGradient, DTensor):
             become_part(tensor, CutGradientPart, self.part)
         return tensor
 
-    def operand(self, x: Tensor) -> Tensor:
-        """The tensor as it is: DTensor takes none of the whole shape."""
-        return x
-
 
 def _as_dtensor(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return func(args[0].detach(), *args[1:], **kwargs)

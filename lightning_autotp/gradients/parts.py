@@ -81,7 +81,7 @@ class GradientPart(PartOfGradient):
 allow_foreach(GradientPart)
 
 
-def marked(tensor: Tensor, part: PartOf) -> Tensor:
+def marked(tensor: Tensor, part: PartOf) -> GradientPart:
     """The same tensor as one that answers for the whole."""
     found = tensor.as_subclass(GradientPart)
     found.part = part
@@ -218,9 +218,7 @@ def _window(gradient: GradientPart, items: Sequence[Any]) -> GradientPart | None
     if found is None:
         return None
     local, part = found
-    view = Tensor.__getitem__(gradient, local).as_subclass(GradientPart)
-    view.part = part
-    return view
+    return marked(Tensor.__getitem__(gradient, local), part)
 
 
 def _said(index: Any) -> str:
@@ -232,13 +230,10 @@ def _communicate(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
     gradient = first_part(args, kwargs)
     place = {dist.all_reduce: 2, dist.broadcast: 2}[func]
     group = kwargs.get("group") if len(args) <= place else args[place]
-    if set(dist.get_process_group_ranks(group)) & _peers(gradient.part.group):
+    peers = set(dist.get_process_group_ranks(gradient.part.group.process_group)) - {dist.get_rank()}
+    if peers & set(dist.get_process_group_ranks(group)):
         raise misleading(func, gradient, ", over ranks that have other parts of it")
     return func(*args, **kwargs)
-
-
-def _peers(group: TPGroup) -> set[int]:
-    return set(dist.get_process_group_ranks(group.process_group)) - {dist.get_rank()}
 
 
 def _copy(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

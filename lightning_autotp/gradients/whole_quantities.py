@@ -79,7 +79,7 @@ class PartOfGradient(Tensor):
 
     def operand(self, x: Tensor) -> Tensor:
         """What an elementwise function of this takes in the place of a tensor of another shape."""
-        raise NotImplementedError
+        return x
 
     @classmethod
     def __torch_function__(
@@ -174,7 +174,8 @@ def _attribute(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
 
 def _list_norms(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor, ...]:
     """The norms of a list of tensors; those of parts with one collective."""
-    tensors, ord_, dtype = _bound(("self", "ord", "dtype"), args, kwargs, ord=2, dtype=None)
+    given = {"ord": 2, "dtype": None} | dict(zip(("self", "ord", "dtype"), args, strict=False)) | dict(kwargs)
+    tensors, ord_, dtype = given["self"], given["ord"], given["dtype"]
     parts = [x for x in tensors if isinstance(x, PartOfGradient)]
     whole = [x for x in tensors if not isinstance(x, PartOfGradient)]
     of_whole = iter(func(whole, ord_, dtype=dtype) if whole else ())
@@ -213,12 +214,6 @@ def _norm(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
     if any(given[name] not in (None, False) for name in ("dim", "keepdim", "out")):
         raise misleading(func, gradient, ", along some dims or into another tensor")
     return _norms(func, [gradient], float(norm_type), given["dtype"])[0]
-
-
-def _bound(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any], **defaults: Any) -> list[Any]:
-    """The arguments of these names, in their order."""
-    given = defaults | dict(zip(names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in names}
-    return [given[name] for name in names]
 
 
 def _over_all(of_part: Callable[[Tensor], Tensor], of_ranks: Callable[[Tensor], Tensor]) -> Handler:

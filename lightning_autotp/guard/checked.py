@@ -181,12 +181,9 @@ class checked(TorchFunctionMode):
     def _pause(self, *_: Any) -> None:
         self._paused += 1
 
-    def _go_on(self, *_: Any) -> None:
-        self._paused -= 1
-
     def _after(self, parts: Sequence[ConversionPlan], module: nn.Module, args: Any, output: Any) -> None:
         """After a module's forward: called from outside of its model, it may take or give what is not whole."""
-        self._go_on()
+        self._paused -= 1
         # In a backward pass it is the model's own code that runs again, with activation checkpointing.
         if self._paused or not parts or sys.exc_info()[0] is not None or is_in_backward():
             return
