@@ -70,10 +70,9 @@ class Guard:
         self.bypasses, self.compared, self.followed = Bypasses(model), ComparedValues(model), calls.code
         self._handles: list[RemovableHandle | StandIns] = []
 
-        # A check gets the call. The proof may return another one, where an argument is to be in another layout.
-        self.before_compiled_forward = (self._is_reached,)  # while it is traced; its first use is the optimizer's step
+        # A check gets the call. The proof may return another one, where an argument is to be in another layout. Before
+        # them, and in compiled code alone: that no function transform is around the call.
         self.before_forward: tuple[Callable[[ExampleCall], ExampleCall | None], ...] = (
-            self._is_reached,
             self._is_unchanged,
             self._is_unwritten,
             self.calls.prove,
@@ -126,8 +125,12 @@ class Guard:
     def _before(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
         """Forward pre-hook of the model."""
         self.running.own += 1
+        if transforms.are_active():  # in no loop: the compiler breaks its graph here, and would not go on after one
+            raise _not_reached(model)
+        if torch.compiler.is_compiling():
+            return None
         call = given = ExampleCall(args, kwargs)
-        for check in self.before_compiled_forward if torch.compiler.is_compiling() else self.before_forward:
+        for check in self.before_forward:
             call = check(call) or call
         return None if call is given else call
 
@@ -169,20 +172,6 @@ class Guard:
         parts = parts_before_use(model)
         given = [part for name, part in parts.items() if not any(key.endswith(f".{name}") for key in missing)]
         parallel_state(model).writes.end_known(parts, given)
-
-    def _is_reached(self, call: ExampleCall) -> None:
-        """No function transform is around the call.
-
-        Raises:
-            RuntimeError: if one is.
-        """
-        if transforms.are_active():
-            raise RuntimeError(
-                f"the parallel {type(self.model).__name__} is called under a function transform (torch.func.grad, vmap,"
-                " jvp), which does not reach the communication between its ranks. loss.backward() and"
-                " torch.autograd.grad(loss, parameters, create_graph=True) give the gradients of one process, also of"
-                " second order (MAML); call it once for each example instead of under vmap"
-            )
 
     def _is_unchanged(self, call: ExampleCall) -> None:
         """Modules and parameters are those of the plan, and parameters have the hooks that their gradients need.
@@ -253,6 +242,15 @@ class Guard:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         _guard_steps(self)
+
+
+def _not_reached(model: nn.Module) -> RuntimeError:
+    return RuntimeError(
+        f"the parallel {type(model).__name__} is called under a function transform (torch.func.grad, vmap, jvp), which"
+        " does not reach the communication between its ranks. loss.backward() and torch.autograd.grad(loss, parameters,"
+        " create_graph=True) give the gradients of one process, also of second order (MAML); call it once for each"
+        " example instead of under vmap"
+    )
 
 
 def check_gradients(optimizer: Optimizer) -> None:
