@@ -35,7 +35,7 @@ def getters(names: str) -> list[Callable[..., Any]]:
 
 _DESCRIBING = (
     "size dim ndimension numel nelement element_size get_device is_floating_point is_complex is_conj is_neg"
-    " is_inference __len__ __hash__"
+    " is_inference is_signed has_names __len__ __hash__"
 )
 _DESCRIBING_ATTRIBUTES = (
     "shape ndim dtype device layout itemsize nbytes requires_grad grad_fn is_leaf is_cpu is_cuda is_meta is_sparse"
@@ -70,6 +70,9 @@ OF_MEMORY = frozenset(functions(_OF_MEMORY) + VIEW_GETTERS)
 
 NOTING = frozenset(functions("record_stream register_hook register_post_accumulate_grad_hook retain_grad"))
 """Functions that note something on a tensor, whose values they leave alone."""
+
+NOT_READING = DESCRIBING | OF_MEMORY | NOTING
+"""Functions that read no values and make no tensor of others."""
 
 IN_PLACE = frozenset(
     functions(_FUNCTIONS, "{}_")

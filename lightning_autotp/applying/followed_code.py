@@ -41,6 +41,7 @@ from lightning_autotp.capture.call_sites import (
     call_key,
     call_leaves,
     calling_frame,
+    frames_from,
     is_this_package,
     is_user_code,
 )
@@ -77,7 +78,7 @@ from lightning_autotp.solving.paths import (
     type_of,
     without_static,
 )
-from lightning_autotp.torch_functions import DESCRIBING, ELEMENTWISE, NOTING, OF_MEMORY, UNIFORM, writes
+from lightning_autotp.torch_functions import ELEMENTWISE, NOT_READING, UNIFORM, writes
 
 _UNKNOWN = "unknown"
 _OWN, _UNIFORM = "own", "uniform"
@@ -92,8 +93,6 @@ _NUMBERS = Tensor.tolist, Tensor.numpy
 _AS_ANOTHER = Tensor.to, Tensor.type_as
 """Functions that take no elements of their second argument."""
 _WHOLE = ("I", "R", *_NEUTRAL)
-_ASKING = DESCRIBING | OF_MEMORY | NOTING
-"""Functions that make no tensor of others."""
 
 Undo = Callable[[], None]
 
@@ -452,7 +451,7 @@ class _Run:
     def _is_elsewhere(self, call: _Call) -> bool:
         """Whether a call is none of the module's own code, or another one in a trace."""
         return (
-            call.func in _ASKING
+            call.func in NOT_READING
             or is_in_backward()
             or transforms.are_active()
             or is_this_package(call.caller.f_code.co_filename)
@@ -636,9 +635,7 @@ def _is_of_a_mode(call: _Call) -> bool:
 
 def _codes(frame: FrameType | None) -> Iterator[CodeType]:
     """The code of a frame and of those that called it."""
-    while frame is not None:
-        yield frame.f_code
-        frame = frame.f_back
+    return (one.f_code for one in frames_from(frame))
 
 
 def _has_length(tensor: Tensor, kind: Type) -> bool:

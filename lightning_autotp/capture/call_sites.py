@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import linecache
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -50,6 +50,13 @@ def calling_frame(func: Any, frame: FrameType) -> FrameType:
     return frame
 
 
+def frames_from(frame: FrameType | None) -> Iterator[FrameType]:
+    """A frame and those that called it, innermost first."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
 def call_key(frame: FrameType, func: Any) -> tuple[str, int, str]:
     """File, line and function of a call, as a :class:`~lightning_autotp.layouts.places.CallSite` has them."""
     file = str(frame.f_globals.get("__name__", frame.f_code.co_filename))
@@ -86,10 +93,7 @@ def grouped_leaves(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tupl
 
 def source_line(frame: FrameType) -> str:
     """File, line and code of the innermost line of user code."""
-    found: FrameType | None = frame
-    while found is not None and not is_user_code(found.f_code.co_filename):
-        found = found.f_back
-    shown = found or frame
+    shown = next((one for one in frames_from(frame) if is_user_code(one.f_code.co_filename)), frame)
     file, line = shown.f_code.co_filename, shown.f_lineno
     return f"{file.rsplit('/', 1)[-1]}:{line}: {linecache.getline(file, line).strip()}"
 

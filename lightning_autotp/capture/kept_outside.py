@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_autotp.capture.call_sites import is_user_code
+from lightning_autotp.capture.call_sites import frames_from, is_user_code
 
 _Cache = type(lru_cache(lambda: None))
 _LARGEST = 10_000
@@ -36,14 +36,13 @@ class KeptOutside:
 
     def look(self, frame: FrameType | None) -> None:
         """Note what all code that is running can reach."""
-        while frame is not None:
-            names = frame.f_globals
+        for running in frames_from(frame):
+            names = running.f_globals
             if id(names) not in self._seen:
-                if is_user_code(frame.f_code.co_filename):
+                if is_user_code(running.f_code.co_filename):
                     self._keep(names, 0)
                     self._keep_attributes(names)
                 self._seen[id(names)] = names
-            frame = frame.f_back
 
     def put_back(self) -> None:
         """Let everything be as it was."""

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -71,21 +72,21 @@ class GradientBuckets:
         """The gradient of this parameter is accumulated next in the running pass."""
         running = self._passes.get(backward_pass())
         if running is None:
-            running = self._passes[backward_pass()] = _Pass(self)
-            after_backward(running.end)
+            running = self._passes[backward_pass()] = _Pass()
+            after_backward(partial(self.end, running))
         parameter = hook.parameter
         before = None
         if isinstance(parameter.grad, PendingGradient):
             parameter.grad.sum_all = None
         elif parameter.grad is not None:
             before, parameter.grad = parameter.grad, None
-        running.expected[parameter] = hook, before
+        running[parameter] = hook, before
 
     def accumulated(self, parameter: Tensor) -> None:
         """A hook for when a parameter's gradient has been accumulated."""
         running = self._passes.get(backward_pass())
-        if running is not None and parameter in running.expected:
-            self._mark(parameter, *running.expected.pop(parameter))
+        if running is not None and parameter in running:
+            self._mark(parameter, *running.pop(parameter))
 
     def _mark(self, parameter: Tensor, hook: BucketedSum, before: Tensor | None) -> None:
         self._waiting[parameter] = hook
@@ -98,7 +99,7 @@ class GradientBuckets:
 
     def end(self, running: _Pass) -> None:
         """A pass is over: sum what waits, if that is not postponed. Collective then."""
-        for parameter, (hook, before) in running.expected.items():  # accumulated without a call of the hook
+        for parameter, (hook, before) in running.items():  # accumulated without a call of the hook
             self._mark(parameter, hook, before)
         if not self._postponed:
             self._sum_waiting()
@@ -127,19 +128,8 @@ class GradientBuckets:
         return GradientBuckets, ()
 
 
-class _Pass:
-    """A backward pass that is running.
-
-    Attributes:
-        expected: the parameters whose gradients come next, with what had been summed before.
-    """
-
-    def __init__(self, buckets: GradientBuckets) -> None:
-        self.expected: dict[Tensor, tuple[BucketedSum, Tensor | None]] = {}
-        self._buckets = buckets
-
-    def end(self) -> None:
-        self._buckets.end(self)
+class _Pass(dict[Tensor, "tuple[BucketedSum, Tensor | None]"]):
+    """A backward pass that is running: the parameters whose gradients come next, with what had been summed before."""
 
 
 class BucketedSum:

@@ -50,9 +50,9 @@ def whole_norms(elements: Sequence[Tensor], norm_type: float, dtype: torch.dtype
     """
     if not norm_type > 0:
         raise ValueError(f"norm_type is {norm_type}; a gradient norm needs a positive one or infinity")
-    held = [some for some in elements if some.numel()]
-    found = iter(foreach_norm(held, norm_type, dtype=dtype) if held else ())
-    each = [next(found) if some.numel() else some.sum(dtype=dtype) for some in elements]
+    some = [x for x in elements if x.numel()]
+    found = iter(foreach_norm(some, norm_type, dtype=dtype) if some else ())
+    each = [next(found) if x.numel() else x.sum(dtype=dtype) for x in elements]
     norms = torch.stack([norm.to(each[0].device) for norm in each]) if each else torch.zeros(0, dtype=dtype)
     # The ranks' norms are gathered, not reduced: every rank computes the same bits, and a NaN stays one.
     for group in groups:

@@ -17,22 +17,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_autotp.gradients.counted import counted_elements
-from lightning_autotp.gradients.whole_quantities import (
-    QUANTITIES,
-    PartOfGradient,
-    as_it_is,
-    first_part,
-    is_in_optimizer,
-)
+from lightning_autotp.gradients.elementwise import EACH_ELEMENT, become_part
+from lightning_autotp.gradients.whole_quantities import QUANTITIES, PartOfGradient
 from lightning_autotp.parameters.local_blocks import counted_blocks, plain, shard_group
 from lightning_autotp.parameters.meta import ParameterMeta
-from lightning_autotp.private.torch_private import LIST_UPDATES
 from lightning_autotp.ranks.group import TPGroup
-from lightning_autotp.torch_functions import ELEMENTWISE, IN_PLACE
 
 
-class CutGradientPart(PartOfGradient, DTensor):
-    """This process's part of a gradient, or of what was computed from one elementwise.
+@dataclass(frozen=True)
+class CutPart:
+    """What a gradient is a part of that FSDP2 has cut; a hook that marks it says so. Plain data.
 
     Attributes:
         meta: what the parameter is.
@@ -43,65 +37,57 @@ class CutGradientPart(PartOfGradient, DTensor):
     group: TPGroup
 
     @property
-    def origin(self) -> str:
+    def name(self) -> str:
         """The name of the parameter."""
         return self.meta.name
 
     @property
-    def whole_shape(self) -> tuple[int, ...]:
+    def shape(self) -> tuple[int, ...]:
         """The shape of the whole gradient."""
         return self.meta.shape
+
+    def is_laid_out_as(self, other: CutPart) -> bool:
+        """Whether a process's elements are at the same places in both whole tensors."""
+        alike = (self.meta.shape, self.meta.layout, self.group) == (other.meta.shape, other.meta.layout, other.group)
+        return self is other or alike
+
+    def accumulated(self, parameter: Tensor) -> None:
+        """A hook for when the parameter's gradient has been made; FSDP2 adds later ones to the same object."""
+        if type(parameter.grad) is DTensor:
+            become_part(parameter.grad, CutGradientPart, self)
+
+    given = accumulated
+    """Mark what somebody has put there."""
+
+
+class CutGradientPart(PartOfGradient, DTensor):
+    """This process's part of a gradient, or of what was computed from one elementwise."""
+
+    part: CutPart
+    plain = DTensor
 
     @property
     def said(self) -> str:
         """In words, what this is a part of."""
-        shapes = f"{list(self.shape)} of {list(self.meta.shape)}"
-        return f"the gradient of {self.meta.name} ({shapes}, sharded again by FSDP2)"
+        shapes = f"{list(self.shape)} of {list(self.part.shape)}"
+        return f"the gradient of {self.part.name} ({shapes}, sharded again by FSDP2)"
 
     @property
     def sharing(self) -> tuple[TPGroup, ...]:
         """The tensor-parallel group, and the data-parallel one."""
         over_data = shard_group(self)
         assert over_data is not None
-        return self.group, TPGroup.of(over_data)
+        return self.part.group, TPGroup.of(over_data)
 
     def counted(self) -> Tensor:
         """The elements that this process owns."""
-        return counted_elements(plain(self), counted_blocks(self, self.meta, self.group))
+        return counted_elements(plain(self), counted_blocks(self, self.part.meta, self.part.group))
 
-
-@dataclass(frozen=True)
-class CutMark:
-    """A hook that marks the gradient of a parameter that FSDP2 has cut, whenever it has been made; plain data."""
-
-    meta: ParameterMeta
-    group: TPGroup
-
-    def accumulated(self, parameter: Tensor) -> None:
-        """Mark what the parameter has; FSDP2 adds later ones to the same object."""
-        if type(parameter.grad) is DTensor:
-            _mark(parameter.grad, self.meta, self.group)
-
-    given = accumulated
-    """Mark what somebody has put there."""
-
-
-def _mark(tensor: DTensor, meta: ParameterMeta, group: TPGroup) -> CutGradientPart:
-    tensor.__class__ = CutGradientPart
-    assert isinstance(tensor, CutGradientPart)
-    tensor.meta, tensor.group = meta, group
-    return tensor
-
-
-def _elementwise(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    gradient = first_part(args, kwargs)
-    found = func(*args, **kwargs)
-    written = args[0] if func in IN_PLACE else kwargs.get("out")
-    # One's own buffer is a part, too, once a part was written into it; weights and states stay what they are.
-    is_weight = isinstance(written, Tensor) and (isinstance(written, nn.Parameter) or written.requires_grad)
-    if type(found) is not DTensor or (found is written and (is_weight or is_in_optimizer())):
-        return found
-    return _mark(found, gradient.meta, gradient.group)
+    def like(self, tensor: Tensor) -> Tensor:
+        """The same object, marked as a part of the same whole; not a parameter, which ``type_as`` gives as it is."""
+        if not isinstance(tensor, nn.Parameter):
+            become_part(tensor, CutGradientPart, self.part)
+        return tensor
 
 
 def _as_dtensor(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -115,8 +101,7 @@ def _copy(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
 
 CutGradientPart.handlers = {
     **QUANTITIES,
-    **dict.fromkeys(ELEMENTWISE, _elementwise),
-    **dict.fromkeys(LIST_UPDATES, as_it_is),
+    **EACH_ELEMENT,
     Tensor.__deepcopy__: _copy,
     Tensor.__reduce_ex__: _as_dtensor,
 }

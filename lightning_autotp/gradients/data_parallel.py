@@ -31,6 +31,7 @@ from lightning_autotp.parameters.state import is_parallel, parallel_state
 from lightning_autotp.private.distributed_private import is_outermost
 from lightning_autotp.private.torch_private import accumulated_hooks, after_backward, tree_leaves
 from lightning_autotp.private.transformers_private import set_waits_for_copies, waits_for_copies
+from lightning_autotp.ranks.agreement import gather_objects
 
 
 def shard_over_data(
@@ -255,8 +256,7 @@ def gather_if_uneven(module: nn.Module, batches: Sequence[float], group: dist.Pr
         batches: how many this rank has, of each dataloader.
         group: the data-parallel group.
     """
-    counts: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(counts, list(batches), group=group)
+    counts = gather_objects(list(batches), group)
     if any(count != counts[0] for count in counts) or float("inf") in counts[0]:
         _hold(module, True)
         for part in fsdp_modules(module):

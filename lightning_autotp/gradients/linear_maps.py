@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -29,6 +29,19 @@ def same(tensor: Tensor) -> Tensor:
 def is_linear_map(node: Any) -> bool:
     """Whether a node of autograd's graph is one of :func:`linear`."""
     return bool(node.name() == f"{_Linear.__name__}Backward")
+
+
+def nodes_before(node: Any, is_end: Callable[[Any], bool]) -> Iterator[Any]:
+    """A node of autograd's graph and those before it, each once; none before one for which ``is_end`` says so."""
+    waiting, seen = [node], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield node
+        if not is_end(node):
+            waiting += [before for before, _ in node.next_functions]
 
 
 class _Linear(Function):

@@ -17,6 +17,7 @@ from lightning_autotp.parameters.gathering import gather_to_cpu
 from lightning_autotp.parameters.local_blocks import counted_blocks, is_cut, plain, shard_group
 from lightning_autotp.parameters.state import ParameterTable
 from lightning_autotp.private.torch_private import foreach_multiply
+from lightning_autotp.ranks.agreement import gather_objects
 from lightning_autotp.ranks.group import TPGroup
 
 
@@ -143,8 +144,7 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor]:
     table = ParameterTable(model)
     group = table.group
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    present: list[list[str]] = [[] for _ in range(group.size)]
-    dist.all_gather_object(present, [n for n, p in parameters.items() if p.grad is not None], group=group.process_group)
+    present = gather_objects([n for n, p in parameters.items() if p.grad is not None], group.process_group)
     wanted = {name for names in present for name in names}
     gathered: dict[int, Tensor] = {}
     gradients: dict[str, Tensor] = {}
@@ -161,7 +161,7 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor]:
 def _norms(parameters: Sequence[Tensor], table: ParameterTable, norm_type: float) -> Tensor:
     """The norms of the original model's gradients, ``[parameters]``, zero for those without one. Collective."""
     dtype = functools.reduce(torch.promote_types, (parameter.dtype for parameter in parameters), torch.float32)
-    spread = next((found for parameter in parameters if (found := shard_group(parameter)) is not None), None)
+    spread = shard_group(*parameters)
     # What FSDP2 does not manage is in every copy of the model: the first one counts it.
     is_first_copy = spread is None or dist.get_rank(spread) == 0
     elements = [torch.empty(0, dtype=dtype, device=parameter.device) for parameter in parameters]

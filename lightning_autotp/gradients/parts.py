@@ -21,8 +21,7 @@ Nothing is intercepted below Python: autograd adds into the plain memory, and ke
 from __future__ import annotations
 
 import copy
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,18 +30,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_autotp.gradients.counted import counted_elements, from_every_rank
+from lightning_autotp.gradients.elementwise import EACH_ELEMENT, become_part, elementwise
 from lightning_autotp.gradients.whole_quantities import (
     QUANTITIES,
     PartOfGradient,
     first_part,
-    is_in_optimizer,
     misleading,
 )
 from lightning_autotp.parallel.collectives import copy_to_tensor_parallel
 from lightning_autotp.parameters.part import PartOf
-from lightning_autotp.private.torch_private import LIST_UPDATES, allow_foreach, base_of
+from lightning_autotp.private.torch_private import allow_foreach
 from lightning_autotp.ranks.group import TPGroup
-from lightning_autotp.torch_functions import DRAWN_INTO, DRAWN_LIKE, ELEMENTWISE, IN_PLACE, functions
+from lightning_autotp.torch_functions import DRAWN_INTO, DRAWN_LIKE, functions
 
 
 class GradientPart(PartOfGradient):
@@ -53,16 +52,7 @@ class GradientPart(PartOfGradient):
     """
 
     part: PartOf
-
-    @property
-    def origin(self) -> str:
-        """The name of the parameter."""
-        return self.part.name
-
-    @property
-    def whole_shape(self) -> tuple[int, ...]:
-        """The shape of the whole gradient, or of the rows and columns of it that this is a part of."""
-        return self.part.shape
+    plain = Tensor
 
     @property
     def said(self) -> str:
@@ -79,22 +69,23 @@ class GradientPart(PartOfGradient):
         """The elements that this rank owns."""
         return self if self.part.counts_all else counted_elements(self, self.part.counted)
 
+    def like(self, tensor: Tensor) -> Tensor:
+        """The same tensor, marked as a part of the same whole."""
+        return marked(tensor, self.part)
+
+    def operand(self, x: Tensor) -> Tensor:
+        """What goes with this part: a plain tensor of its shape, or of the whole shape, or broadcast to these."""
+        return _operand(x, self.part)
+
 
 allow_foreach(GradientPart)
 
 
-def marked(tensor: Tensor, part: PartOf) -> Tensor:
+def marked(tensor: Tensor, part: PartOf) -> GradientPart:
     """The same tensor as one that answers for the whole."""
     found = tensor.as_subclass(GradientPart)
     found.part = part
     return found
-
-
-def become_part(tensor: Tensor, part: PartOf) -> None:
-    """Let a plain tensor, the same object, answer for the whole."""
-    tensor.__class__ = GradientPart
-    assert isinstance(tensor, GradientPart)
-    tensor.part = part
 
 
 def marked_like(tensor: Tensor, other: Tensor) -> Tensor:
@@ -120,59 +111,11 @@ class Mark:
     def given(self, parameter: Tensor) -> None:
         """Mark a plain tensor that somebody has put there, under whatever other name it has."""
         if type(parameter.grad) is Tensor:
-            become_part(parameter.grad, self.part)
+            become_part(parameter.grad, GradientPart, self.part)
 
 
 # --- handlers: (function, its arguments) -> its result. Subclasses are not asked while they run. ---
-def _elementwise(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    gradient = first_part(args, kwargs)
-    part, shape = gradient.part, gradient.shape
-    written = args[0] if func in IN_PLACE else kwargs.get("out")
-    as_they_are = True
-    for x in (*args, *kwargs.values()) if kwargs else args:
-        if type(x) is GradientPart:
-            if x.part is not part and not x.part.is_laid_out_as(part):
-                raise misleading(func, gradient, f", with one of the gradient of {x.part.name}, which lies differently")
-        elif type(x) is not float and x is not written and isinstance(x, Tensor) and x.shape != shape:
-            as_they_are = False
-    if not as_they_are:
-        args = [_operand(x, part) if isinstance(x, Tensor) and x is not written else x for x in args]
-        kwargs = {name: _operand(x, part) if isinstance(x, Tensor) else x for name, x in kwargs.items()}
-    becoming = () if type(written) is not Tensor or is_in_optimizer() else _becoming(func, written, gradient)
-    found = func(*args, **kwargs)
-    for tensor in becoming:
-        become_part(tensor, part)
-    if found is written or type(found) is GradientPart or not isinstance(found, Tensor):
-        return found
-    if found.shape != shape:
-        raise misleading(func, gradient, f", with a tensor that is broadcast with it to {tuple(found.shape)}")
-    return marked(found, part)
-
-
-def _becoming(func: Callable[..., Any], into: Tensor, gradient: GradientPart) -> tuple[Tensor, ...]:
-    """The plain tensors that are parts, too, when a function of a part has written one: it, and what it is a view of.
-
-    Parameters, and what else has a gradient of its own, stay what they are: the weights that a step is made from.
-
-    Raises:
-        RuntimeError: if more than that part would be in what is written.
-    """
-    if into.requires_grad:
-        return ()
-    base = base_of(into)
-    if base is not None and (base.requires_grad or type(base) is not Tensor):
-        base = None
-    if (into.numel() and into.shape != gradient.shape) or (base is not None and base.shape != into.shape):
-        detail = f", to be written into a tensor {tuple(into.shape)}"
-        if base is not None:
-            detail += f", a view of one {tuple(base.shape)}"
-        detail += ", which could not answer for the whole: give it a tensor of its own, with its shape"
-        raise misleading(func, gradient, detail)
-    return (into,) if base is None else (into, base)
-
-
 def _operand(x: Tensor, part: PartOf) -> Tensor:
-    """What goes with this rank's part: a plain tensor of its shape, or of the whole shape, or broadcast to these."""
     if type(x) is GradientPart or (x.dim() == 0 and not x.requires_grad):
         return x
     if x.requires_grad and torch.is_grad_enabled():
@@ -182,27 +125,6 @@ def _operand(x: Tensor, part: PartOf) -> Tensor:
         if not is_part:
             x = copy_to_tensor_parallel(x, part.group)  # every rank has all of it
     return part.take(x)
-
-
-def _of_lists(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Elementwise, on lists of tensors that are this rank's, some of them marked."""
-    lists = [x for x in args if isinstance(x, list | tuple)]
-    becoming: list[tuple[Tensor, PartOf]] = []
-    if _WRITES_FIRST.fullmatch(func.__name__) and not is_in_optimizer():
-        for into, *operands in zip(*lists, strict=False):
-            if type(into) is Tensor and (one := _first(operands)) is not None:
-                becoming += [(tensor, one.part) for tensor in _becoming(func, into, one)]
-    found = func(*args, **kwargs)
-    for tensor, part in becoming:
-        become_part(tensor, part)
-    if found is None or found is args[0]:
-        return found
-    of = [_first(tensors) for tensors in zip(*lists, strict=False)]
-    return tuple(x if one is None else marked(x, one.part) for x, one in zip(found, of, strict=True))
-
-
-def _first(tensors: Iterable[Any]) -> GradientPart | None:
-    return next((one for one in tensors if isinstance(one, GradientPart)), None)
 
 
 def _all_equal(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -248,13 +170,13 @@ def _set_window(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
     if not isinstance(gradient, GradientPart):
         raise misleading(func, first_part(args, kwargs), ", written to a part of another tensor")
     if isinstance(index, Tensor) and index.dtype == torch.bool and (index.dim() > 1 or isinstance(index, GradientPart)):
-        _elementwise(Tensor.copy_, (gradient, torch.where(_operand(index, gradient.part), value, gradient)), {})
+        elementwise(Tensor.copy_, (gradient, torch.where(_operand(index, gradient.part), value, gradient)), {})
         return
     items = _items(func, gradient, index)
     window = _window(gradient, items)
     if window is not None:
         if isinstance(value, Tensor):
-            _elementwise(Tensor.copy_, (window, value), {})
+            elementwise(Tensor.copy_, (window, value), {})
         else:
             window.fill_(value)
         return
@@ -296,9 +218,7 @@ def _window(gradient: GradientPart, items: Sequence[Any]) -> GradientPart | None
     if found is None:
         return None
     local, part = found
-    view = Tensor.__getitem__(gradient, local).as_subclass(GradientPart)
-    view.part = part
-    return view
+    return marked(Tensor.__getitem__(gradient, local), part)
 
 
 def _said(index: Any) -> str:
@@ -310,13 +230,10 @@ def _communicate(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
     gradient = first_part(args, kwargs)
     place = {dist.all_reduce: 2, dist.broadcast: 2}[func]
     group = kwargs.get("group") if len(args) <= place else args[place]
-    if set(dist.get_process_group_ranks(group)) & _peers(gradient.part.group):
+    peers = set(dist.get_process_group_ranks(gradient.part.group.process_group)) - {dist.get_rank()}
+    if peers & set(dist.get_process_group_ranks(group)):
         raise misleading(func, gradient, ", over ranks that have other parts of it")
     return func(*args, **kwargs)
-
-
-def _peers(group: TPGroup) -> set[int]:
-    return set(dist.get_process_group_ranks(group.process_group)) - {dist.get_rank()}
 
 
 def _copy(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -337,13 +254,9 @@ def _write(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
 
 # --- which functions are handled how ---
 
-_WRITES_FIRST = re.compile("_foreach_.*_")
-"""Functions of lists that write the tensors of the first one; an optimizer's fused step writes more, and is its own."""
-
 GradientPart.handlers = {
     **QUANTITIES,
-    **dict.fromkeys(ELEMENTWISE, _elementwise),
-    **dict.fromkeys(LIST_UPDATES, _of_lists),
+    **EACH_ELEMENT,
     **dict.fromkeys(functions("equal allclose"), _all_equal),
     **dict.fromkeys(DRAWN_LIKE, _draw_like),
     **dict.fromkeys(DRAWN_INTO, _draw_into),

@@ -14,7 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 
 from lightning_autotp.gradients.data_parallel import after_fsdp, beside_fsdp
-from lightning_autotp.gradients.linear_maps import linear, same
+from lightning_autotp.gradients.linear_maps import linear, nodes_before, same
 from lightning_autotp.gradients.sums import keep_hooked
 from lightning_autotp.layouts.blocks import Block, index
 from lightning_autotp.parallel.collectives import all_reduce
@@ -58,7 +58,7 @@ def penalty(module: nn.Module, function: Terms, *, parameters: Iterable[Tensor |
     names = parameter_names(module, parameters)
     table = ParameterTable(module)
     chosen = {name: module.get_parameter(name) for name in names}
-    data = next((found for parameter in chosen.values() if (found := shard_group(parameter)) is not None), None)
+    data = shard_group(*chosen.values())
     whole = torch.zeros((), device=next((parameter.device for parameter in chosen.values()), None))
     cut = whole
     with ExitStack() as stack:
@@ -141,15 +141,7 @@ def _check(name: str, given: Tensor, terms: Tensor) -> None:
 
 def _uses_others(terms: Tensor, given: Tensor) -> bool:
     """Whether another tensor than ``given`` would get a gradient."""
-    done = {get_gradient_edge(given).node} if given.requires_grad else set()
-    pending = [get_gradient_edge(terms).node]
-    while pending:
-        node = pending.pop()
-        if node in done:
-            continue
-        done.add(node)
-        inputs = [before for before, _ in node.next_functions if before is not None]
-        if not inputs:  # here a gradient arrives
-            return True
-        pending += inputs
-    return False
+    own = get_gradient_edge(given).node if given.requires_grad else None
+    nodes = nodes_before(get_gradient_edge(terms).node, lambda node: node is own)
+    # Where there is nothing before a node, a gradient arrives.
+    return any(node is not own and not any(before for before, _ in node.next_functions) for node in nodes)

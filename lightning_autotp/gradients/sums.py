@@ -17,7 +17,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_autotp.gradients.buckets import BucketedSum, GradientBuckets, as_summed
-from lightning_autotp.gradients.cut_parts import CutMark
+from lightning_autotp.gradients.cut_parts import CutPart
 from lightning_autotp.gradients.linear_maps import linear, same
 from lightning_autotp.gradients.parts import Mark, marked_like
 from lightning_autotp.layouts.blocks import index
@@ -49,6 +48,7 @@ from lightning_autotp.private.torch_private import (
     parameters_of,
     running_data_parallel,
 )
+from lightning_autotp.ranks.agreement import gather_objects
 from lightning_autotp.ranks.group import TPGroup, new_group
 
 Blocks = tuple[tuple[slice, ...], ...]
@@ -144,7 +144,7 @@ def synchronize_gradients(model: nn.Module, only: Collection[str] | None = None)
     handles: list[RemovableHandle] = []
     for parameter, meta in {place.parameter: place.meta for place in places}.items():  # tied ones once
         if is_cut(parameter):
-            handles.append(_hook_accumulated(parameter, CutMark(meta, state.group).accumulated))
+            handles.append(_hook_accumulated(parameter, CutPart(meta, state.group).accumulated))
         elif meta.name in hooks:
             state.gradient_hooks[meta.name] = hooks[meta.name]
             handles += hooks[meta.name](parameter)
@@ -277,7 +277,7 @@ def mark_gradients(parameters: Iterable[Tensor]) -> None:
         if type(parameter.grad) in (Tensor, DTensor):
             _, after = hook_tables([parameter])
             for mark in (getattr(hook, "__self__", None) for hook in (after or {}).values()):
-                if isinstance(mark, Mark | CutMark):
+                if isinstance(mark, Mark | CutPart):
                     mark.given(parameter)
 
 
@@ -349,8 +349,7 @@ def _subgroups(metas: Iterable[ParameterMeta], group: TPGroup) -> dict[tuple[int
         return groups
     wanted = [tuple(sorted(members[rank] for rank in ranks)) for ranks in parts]
     if group.size < dist.get_world_size():
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, wanted)
+        everyone = gather_objects(wanted, None)
         made = {ranks: new_group(ranks) for ranks in sorted({ranks for theirs in everyone for ranks in theirs})}
     else:
         made = {ranks: new_group(ranks) for ranks in wanted}

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from torch.overrides import resolve_name
 
 from lightning_autotp.gradients.counted import from_every_rank, whole_norms
 from lightning_autotp.parameters.local_blocks import plain
+from lightning_autotp.parameters.part import PartOf
 from lightning_autotp.parameters.pending_gradient import PendingGradient
 from lightning_autotp.private.torch_private import (
     check_and_unscale,
@@ -30,7 +31,10 @@ from lightning_autotp.private.torch_private import (
     without_subclasses,
 )
 from lightning_autotp.ranks.group import TPGroup
-from lightning_autotp.torch_functions import DESCRIBING, NOTING, OF_MEMORY, functions, getters
+from lightning_autotp.torch_functions import NOT_READING, functions, getters
+
+if TYPE_CHECKING:
+    from lightning_autotp.gradients.cut_parts import CutPart
 
 Handler = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
 """Takes a function and its arguments, and gives its result. Subclasses of tensors are not asked while it runs."""
@@ -38,6 +42,11 @@ Handler = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
 
 class PartOfGradient(Tensor):
     """This rank's part of a gradient, or of what was computed from one elementwise.
+
+    Attributes:
+        handlers: what functions give of it.
+        plain: the class that it would be of, if it were no part.
+        part: what it is a part of.
 
     Raises:
         RuntimeError: by functions that would give another answer than of the whole gradient.
@@ -47,16 +56,8 @@ class PartOfGradient(Tensor):
     # sparse gradients stays whole.
     is_sparse = False
     handlers: ClassVar[Mapping[Callable[..., Any], Handler]]
-
-    @property
-    def origin(self) -> str:
-        """The name of the parameter."""
-        raise NotImplementedError
-
-    @property
-    def whole_shape(self) -> tuple[int, ...]:
-        """The shape of the whole gradient."""
-        raise NotImplementedError
+    plain: ClassVar[type[Tensor]]
+    part: PartOf | CutPart
 
     @property
     def said(self) -> str:
@@ -71,6 +72,14 @@ class PartOfGradient(Tensor):
     def counted(self) -> Tensor:
         """The elements that this rank owns, in any shape: every element of the whole has one owner."""
         raise NotImplementedError
+
+    def like(self, tensor: Tensor) -> Tensor:
+        """A plain tensor as a part of the same whole."""
+        raise NotImplementedError
+
+    def operand(self, x: Tensor) -> Tensor:
+        """What an elementwise function of this takes in the place of a tensor of another shape."""
+        return x
 
     @classmethod
     def __torch_function__(
@@ -117,7 +126,7 @@ def misleading(func: Callable[..., Any], gradient: PartOfGradient, detail: str =
     name = resolve_name(func) or getattr(func, "__name__", str(func))
     return RuntimeError(
         f"{name} was called on this rank's part of {gradient.said}{detail}: that is not what it would be on the whole"
-        f" gradient. lightning_autotp.full_gradients(model)[{gradient.origin!r}] is the whole one,"
+        f" gradient. lightning_autotp.full_gradients(model)[{gradient.part.name!r}] is the whole one,"
         " lightning_autotp.clip_gradients_norm(model, max_norm) clips. Elementwise functions, norms and sums over all"
         " elements are right as they are, and, unless FSDP2 has sharded the model, masks of the whole shape, slices of"
         " rows or columns, randn_like and rand_like. What is meant for this rank's part alone takes it as a plain"
@@ -165,7 +174,8 @@ def _attribute(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
 
 def _list_norms(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor, ...]:
     """The norms of a list of tensors; those of parts with one collective."""
-    tensors, ord_, dtype = _bound(("self", "ord", "dtype"), args, kwargs, ord=2, dtype=None)
+    given = {"ord": 2, "dtype": None} | dict(zip(("self", "ord", "dtype"), args, strict=False)) | dict(kwargs)
+    tensors, ord_, dtype = given["self"], given["ord"], given["dtype"]
     parts = [x for x in tensors if isinstance(x, PartOfGradient)]
     whole = [x for x in tensors if not isinstance(x, PartOfGradient)]
     of_whole = iter(func(whole, ord_, dtype=dtype) if whole else ())
@@ -206,12 +216,6 @@ def _norm(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
     return _norms(func, [gradient], float(norm_type), given["dtype"])[0]
 
 
-def _bound(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any], **defaults: Any) -> list[Any]:
-    """The arguments of these names, in their order."""
-    given = defaults | dict(zip(names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in names}
-    return [given[name] for name in names]
-
-
 def _over_all(of_part: Callable[[Tensor], Tensor], of_ranks: Callable[[Tensor], Tensor]) -> Handler:
     """A quantity over all elements, from that of each rank's and then over the ranks'."""
 
@@ -229,7 +233,7 @@ def _over_all(of_part: Callable[[Tensor], Tensor], of_ranks: Callable[[Tensor], 
 
 def _mean(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
     total: Tensor = _SUM(func, args, kwargs)
-    return total / math.prod(first_part(args, kwargs).whole_shape)
+    return total / math.prod(first_part(args, kwargs).part.shape)
 
 
 def _extreme(largest: bool) -> Handler:
@@ -260,10 +264,7 @@ _P_NORMS = frozenset(functions("norm"))
 _SUM = _over_all(lambda x: x.sum(), lambda x: x.sum(0))
 
 QUANTITIES: dict[Callable[..., Any], Handler] = {
-    **dict.fromkeys(
-        (*DESCRIBING, *OF_MEMORY, *getters("grad"), *NOTING, *functions("as_subclass")),
-        as_it_is,
-    ),
+    **dict.fromkeys((*NOT_READING, *getters("grad"), *functions("as_subclass")), as_it_is),
     moves_alike(): as_it_is,
     **dict.fromkeys((*_P_NORMS, torch.linalg.norm, torch.linalg.vector_norm), _norm),
     **dict.fromkeys(functions("sum"), _SUM),

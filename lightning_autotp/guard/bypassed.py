@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from functools import cached_property
+from operator import itemgetter
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,9 +16,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_autotp.layouts.names import join_names
+from lightning_autotp.optimizers.stepping import stepped_by
 from lightning_autotp.parallel.layer_runs import NotesRuns
 
 _Layers = list[tuple[str, NotesRuns]]
+_PARAMETERS = itemgetter("params")
 
 
 class BypassedLayer(RuntimeError):
@@ -71,7 +74,7 @@ class Bypasses:
         for _, layer, _ in self._expected:
             layer.__dict__["has_run"] = False
 
-    def settle(self) -> None:
+    def settle(self, _: object = None) -> None:
         """After a forward that has not failed. Not collective.
 
         Raises:
@@ -90,24 +93,28 @@ class Bypasses:
             layer.__dict__["has_run"] = layer.has_run or had_run
         self._expected.clear()
 
-    def check(self, optimizer: Optimizer) -> None:
+    def check(self, optimizer: Optimizer) -> _Layers:
         """Before a step of an optimizer, of whatever model. Not collective.
+
+        Returns:
+            The layers whose weights it steps.
 
         Raises:
             BypassedLayer: naming the layers that did not run, and whose weights have a gradient all the same.
         """
-        if not self._has_run or NotesRuns.is_compiled:
-            return
         layers = self._layers_of(optimizer)
+        if not self._has_run or NotesRuns.is_compiled:
+            return layers
         silent = [(path, layer.weight) for path, layer in layers if not layer.has_run]
         if not silent or id(layers) in self._stepped:  # a step with the same gradients again
-            return
+            return layers
         bypassed = [path for path, weight in silent if isinstance(weight, Tensor) and _has_gradient(weight)]
         if bypassed:
             raise BypassedLayer(
                 f"{join_names(bypassed)} of the parallel {type(self.model).__name__} did not run, but the weights there"
                 f" have a gradient. {_said_of(bypassed)}"
             )
+        return layers
 
     def after_step(self, optimizer: Optimizer) -> None:
         """After a step: what comes then begins anew for the weights that it has stepped.
@@ -115,16 +122,15 @@ class Bypasses:
         Raises:
             BypassedLayer: as before the step, where that has computed the gradients.
         """
-        self.check(optimizer)
-        layers = self._layers_of(optimizer)
+        layers = self.check(optimizer)
         self._stepped[id(layers)] = layers
 
     def _layers_of(self, optimizer: Optimizer) -> _Layers:
         """The layers whose weights an optimizer steps."""
-        count = sum([len(group["params"]) for group in optimizer.param_groups])
+        count = sum(map(len, map(_PARAMETERS, optimizer.param_groups)))
         known = self._owned.get(optimizer)
         if known is None or known[0] != count:
-            stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            stepped = set(map(id, stepped_by(optimizer)))
             known = count, [(path, layer) for path, layer in self._layers if id(layer.weight) in stepped]
             self._owned[optimizer] = known
         return known[1]

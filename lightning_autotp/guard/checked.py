@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, ClassVar
 from weakref import ref
 
@@ -25,7 +25,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
 
-from lightning_autotp.capture.call_sites import call_leaves, calling_frame, is_user_code, source_line
+from lightning_autotp.capture.call_sites import call_leaves, calling_frame, frames_from, is_user_code, source_line
+from lightning_autotp.capture.capture import ExampleCall
 from lightning_autotp.gradients.parts import GradientPart
 from lightning_autotp.gradients.whole_quantities import PartOfGradient
 from lightning_autotp.layouts.plan import ConversionPlan
@@ -37,16 +38,16 @@ from lightning_autotp.parameters.part import PartOf
 from lightning_autotp.parameters.state import parallel_models
 from lightning_autotp.parameters.unchanged import check_unchanged
 from lightning_autotp.private.torch_private import (
+    LIST_UPDATES,
     WeakIdKeyDictionary,
     base_of,
-    foreach_multiply,
     is_compiled,
     is_in_backward,
     put_below,
     take_out,
 )
-from lightning_autotp.proving.new_calls import kind_of
-from lightning_autotp.torch_functions import BY_PLACE, DESCRIBING, ELEMENTWISE, LISTED, OF_MEMORY, writes
+from lightning_autotp.proving.call_kinds import Arguments
+from lightning_autotp.torch_functions import BY_PLACE, ELEMENTWISE, LISTED, NOT_READING, writes
 
 
 class UnsoundUse(RuntimeError):
@@ -54,16 +55,18 @@ class UnsoundUse(RuntimeError):
 
 
 _NOT_READING = frozenset({
-    *(function.__name__ for function in DESCRIBING | OF_MEMORY),  # getters are all called __get__
-    "__delete__", "__format__", "__repr__", "__set__", "backward", "has_names", "is_signed", "is_tensor", "pin_memory",
-    "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad", "share_memory_", "type",
+    *(function.__name__ for function in NOT_READING),  # getters are all called __get__
+    "__delete__", "__format__", "__repr__", "__set__", "backward", "is_tensor", "pin_memory", "requires_grad_",
+    "share_memory_", "type",
 })  # fmt: skip
 """Functions that compute nothing; getters but that of ``data``, and setters."""
-_ELEMENTWISE = frozenset({
-    *(function.__name__ for function in ELEMENTWISE),
-    "__deepcopy__", "_foreach_add", "_foreach_add_", "_foreach_copy_", "_foreach_lerp_", "_foreach_mul",
-    foreach_multiply.__name__, "_foreach_sub", "_foreach_zero_", "alias",
-})  # fmt: skip
+_ELEMENTWISE = frozenset(
+    {
+        *(function.__name__ for function in ELEMENTWISE | LIST_UPDATES),
+        "__deepcopy__",
+        "alias",
+    }
+)
 """Functions that do with each element by itself what they do: of a part they make the same part of the result."""
 
 
@@ -178,12 +181,9 @@ class checked(TorchFunctionMode):
     def _pause(self, *_: Any) -> None:
         self._paused += 1
 
-    def _go_on(self, *_: Any) -> None:
-        self._paused -= 1
-
     def _after(self, parts: Sequence[ConversionPlan], module: nn.Module, args: Any, output: Any) -> None:
         """After a module's forward: called from outside of its model, it may take or give what is not whole."""
-        self._go_on()
+        self._paused -= 1
         # In a backward pass it is the model's own code that runs again, with activation checkpointing.
         if self._paused or not parts or sys.exc_info()[0] is not None or is_in_backward():
             return
@@ -255,16 +255,12 @@ class checked(TorchFunctionMode):
 
         Losses and helpers of ``torch.nn`` (``nn.MSELoss``, ``parameters_to_vector``) do for the user what they do.
         """
-        frame: FrameType | None = calling_frame(func, sys._getframe(2))
-        while frame is not None and frame.f_code.co_filename.startswith(_FOR_OTHERS):
-            frame = frame.f_back
-        return frame is not None and is_user_code(frame.f_code.co_filename) and not self._is_in_step(frame)
-
-    def _is_in_step(self, frame: FrameType | None) -> bool:
-        """Whether an optimizer's step runs the code of a frame."""
-        while frame is not None and frame.f_code.co_filename not in (_STEPPING, self._calling_hooks):
-            frame = frame.f_back
-        return frame is not None and frame.f_code.co_filename == _STEPPING
+        frames = frames_from(calling_frame(func, sys._getframe(2)))
+        caller = next((frame for frame in frames if not frame.f_code.co_filename.startswith(_FOR_OTHERS)), None)
+        if caller is None or not is_user_code(caller.f_code.co_filename):
+            return False
+        files = (frame.f_code.co_filename for frame in frames_from(caller))
+        return next((file for file in files if file in (_STEPPING, self._calling_hooks)), None) != _STEPPING
 
     def _refusal(self, name: str, of: ParameterMeta | PartOf, why: str, instead: str = "") -> UnsoundUse:
         return UnsoundUse(
@@ -324,7 +320,8 @@ class CheckedCalls:
         if CheckedCalls._running is not None:
             CheckedCalls._running.end()
             CheckedCalls._running = None
-        kind = ref(model), model.training, torch.is_grad_enabled(), kind_of((args, kwargs))
+        arguments = Arguments(ExampleCall(args, kwargs)).kind
+        kind = ref(model), model.training, torch.is_grad_enabled(), arguments
         if self._first.has_one(kind) and not any(map(is_compiled, self._models)):
             watch = checked(nn.ModuleList(self._models))
             watch.begin(in_call=True)

@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_autotp.capture import vmap as transforms
 from lightning_autotp.capture.nested import leaves_of
 from lightning_autotp.layouts.places import Boundary
+from lightning_autotp.optimizers.stepping import steps_some_of
 from lightning_autotp.optimizers.whole_states import whole_states
 from lightning_autotp.parameters.state import parallel_state
 from lightning_autotp.parameters.whole_tensors import whole_tensors
@@ -82,10 +83,7 @@ class ComparedValues:
         Raises:
             DifferentOnRanks: naming the first place in the backward pass, or an optimizer's state, on every rank.
         """
-        if not self._waits_for_gradients:
-            return
-        own = set(map(id, self.model.parameters()))
-        if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+        if not self._waits_for_gradients or not steps_some_of(optimizer, self.model.parameters()):
             return
         self._waits_for_gradients = False
         with without_modes():

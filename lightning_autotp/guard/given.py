@@ -6,14 +6,13 @@ MAML) is a part that answers for the whole, as a gradient is: the model's layers
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_autotp.gradients.linear_maps import is_linear_map
+from lightning_autotp.gradients.linear_maps import is_linear_map, nodes_before
 from lightning_autotp.gradients.parts import GradientPart, Mark
 from lightning_autotp.parameters.state import ParallelState, ParameterPlace
 from lightning_autotp.private.torch_private import gradient_hooks, parameters_of
@@ -80,19 +79,10 @@ def _is_made_of(given: Tensor, name: str) -> bool:
 
     Not as ``full_tensor`` gives it, nor by way of its own gradient: there the ranks' terms are told from the sum.
     """
-    nodes = deque[Any]([given.grad_fn])
-    seen = set[Any]()
-    while nodes:
-        node = nodes.popleft()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    for node in nodes_before(given.grad_fn, is_linear_map):
         if node is not given.grad_fn and node.metadata.get(_SUMMED) == name:
             return True
-        if is_linear_map(node):
-            continue
         leaf = getattr(node, "variable", None)
         if isinstance(leaf, Tensor) and any(getattr(hook, "name", None) == name for hook in gradient_hooks(leaf)):
             return True
-        nodes.extend(before for before, _ in node.next_functions)
     return False

@@ -8,10 +8,9 @@ pair of ``load_state_dict``, and what stands for methods that know only whole te
 
 from __future__ import annotations
 
-from itertools import count
-from operator import attrgetter
+from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet, finalize
+from weakref import WeakKeyDictionary, finalize
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from lightning_autotp.capture import vmap as transforms
-from lightning_autotp.capture.nested import map_tensors, tensors_in
+from lightning_autotp.capture.capture import ExampleCall
 from lightning_autotp.gradients.sums import hook_parameters, mark_gradients, sum_at_once_in_ddp
 from lightning_autotp.guard.bypassed import Bypasses
 from lightning_autotp.guard.compared import ComparedValues
@@ -32,9 +31,8 @@ from lightning_autotp.guard.methods import StandIns
 from lightning_autotp.guard.standalone import ForwardDepth, StandaloneCall, is_outer
 from lightning_autotp.guard.state_dicts import mark_as_part, refuse_other_parts, refuse_whole_tensors
 from lightning_autotp.guard.user_hooks import UserHooks
-from lightning_autotp.optimizers.stepping import step_as_before, step_one_by_one
+from lightning_autotp.optimizers.stepping import step_as_before, step_one_by_one, stepped_by, steps_some_of
 from lightning_autotp.parallel.head_product import note_written
-from lightning_autotp.parallel.logits import VocabParallelLogits
 from lightning_autotp.parameters.forwards import forward_of
 from lightning_autotp.parameters.known_writes import parts_before_use, parts_of
 from lightning_autotp.parameters.snapshot import Snapshot
@@ -47,13 +45,8 @@ from lightning_autotp.proving.new_calls import CallProver
 class Guard:
     """Checks, around every use of a parallel model, that it is still what was proved.
 
-    Before a forward, in this order: that modules and parameters are those of the plan, and that parameters have the
-    hooks their gradients need (both only where something is another than in the last snapshot); that nothing has been
-    written into parts; that this kind of call is proved, or else it is now; that hooks that were added see whole
-    tensors. In some calls: that the ranks compute the same where they should, and that
-    code does with parts of tensors what it did in the trace. After one without gradients: that the layers have run that
-    ran in its trace. Before an optimizer's step: that nothing
-    has been written into parts. A copy of the model has a guard of its own, which has seen nothing so far.
+    Its attributes that are tuples say what is checked when, in the order in which it is. A copy of the model has a
+    guard of its own, which has seen nothing so far.
 
     Args:
         model: the model, divided and proved.
@@ -64,7 +57,6 @@ class Guard:
         bypasses: whether weights are used without their layers.
         compared: what is compared between the ranks.
         followed: how the code goes in calls that are compared.
-        number: how many guards there were in this process before it.
     """
 
     def __init__(self, model: nn.Module, calls: CallProver) -> None:
@@ -75,15 +67,31 @@ class Guard:
         self._has_returned = False
         self._taken: list[tuple[ParameterPlace, Tensor]] = []
         self._user_hooks = UserHooks(model)
-        self.number = -1
         self.bypasses, self.compared, self.followed = Bypasses(model), ComparedValues(model), calls.code
-        self._stand_ins: StandIns | None = None
-        self._handles: list[RemovableHandle] = []
+        self._handles: list[RemovableHandle | StandIns] = []
+
+        # A check gets the call. The proof may return another one, where an argument is to be in another layout. Before
+        # them, and in compiled code alone: that no function transform is around the call.
+        self.before_forward: tuple[Callable[[ExampleCall], ExampleCall | None], ...] = (
+            self._is_unchanged,
+            self._is_unwritten,
+            self.calls.prove,
+            self._user_hooks.wrap,
+            self._watch,  # last: it puts hooks on
+        )
+        # What the model's own code returns, before anything is done with it; then what the model returns.
+        self.on_return = (self.followed.returned,)
+        self.after_forward = (self.compared.settle, self.bypasses.settle)
+        # The optimizer; the second tuple once more after a closure that has computed gradients.
+        self.before_step = (self._is_unwritten_before_step, self.mark_gradients)
+        self.with_gradients = (self.bypasses.check, self.compared.before_step)
+        self.after_step = (self._note_step, self.bypasses.after_step)
+        # The model, the state dict, the prefix of its names and its metadata.
+        self.before_loading = (refuse_whole_tensors, refuse_other_parts)
 
     def attach(self) -> None:
         """Begin, when the model has its weights. Not collective, but every forward is that changes something."""
         model, state = self.model, parallel_state(self.model)
-        self._stand_ins = StandIns(model, self.calls)
         given = {part.module for part in state.parts}
         state.outer = frozenset(path for path in given if path and is_outer(path))
         for path, module in model.named_modules():
@@ -91,6 +99,7 @@ class Guard:
             if path:
                 self._handles += StandaloneCall(self.running, path).attach(module)
         self._handles += [
+            StandIns(model, self.calls),
             model.register_state_dict_post_hook(mark_as_part),
             model.register_load_state_dict_pre_hook(self._before_loading),
             model.register_load_state_dict_post_hook(self._after_loading),
@@ -110,69 +119,30 @@ class Guard:
         self.bypasses.end()
         self.compared.end()
         self.followed.end()
-        if self._stand_ins is not None:
-            self._stand_ins.remove()
-        _live.discard(self)
+        _live.pop(self, None)
         _forget_steps()
 
     def _before(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Before a forward. Collective before the first use, and where a call is of a new kind.
-
-        Returns:
-            The model's arguments, where calls of this kind need them in another layout; else ``None``.
-
-        Raises:
-            RuntimeError: naming what was changed or written, on every rank.
-            RuntimeError: under a function transform.
-            UnprovedCall: if the parts do not compute what the model does in a call like this.
-        """
+        """Forward pre-hook of the model."""
         self.running.own += 1
-        if transforms.are_active():
-            raise RuntimeError(
-                f"the parallel {type(model).__name__} is called under a function transform (torch.func.grad, vmap,"
-                " jvp), which does not reach the communication between its ranks. loss.backward() and"
-                " torch.autograd.grad(loss, parameters, create_graph=True) give the gradients of one process, also of"
-                " second order (MAML); call it once for each example instead of under vmap"
-            )
+        if transforms.are_active():  # in no loop: the compiler breaks its graph here, and would not go on after one
+            raise _not_reached(model)
         if torch.compiler.is_compiling():
             return None
-        sum_at_once_in_ddp(model)
-        if self._snapshot is not None and self._snapshot.is_current():
-            parallel_state(model).writes.check()
-        else:
-            self._look()
-        first_use(model)
-        if torch.is_grad_enabled():
-            self.bypasses.begin()
-        whole = _with_whole_logits((args, kwargs))
-        arguments = self.calls.prove(*whole or (args, kwargs)) or whole
-        self._user_hooks.wrap()
-        way = self.calls.way
-        if way is not None and self.running.own == 1:
-            if not torch.is_grad_enabled():
-                self.bypasses.expect(way.ran)
-            if self.calls.is_compared:
-                self.compared.begin(way.alike)
-                self.followed.begin(way.paths)
-        return arguments
+        call = given = ExampleCall(args, kwargs)
+        for check in self.before_forward:
+            call = check(call) or call
+        return None if call is given else call
 
     def _returned(self, model: nn.Module, args: Any, output: Any) -> None:
-        """When the model's own code has run, before anything is done with what it returns.
-
-        Raises:
-            UnseenPath: if it returns a part of a tensor where it did not in the trace.
-        """
+        """Forward hook of the model, before anything is done with what its own code returns."""
         if self.running.own == 1:
-            self.followed.returned(output)
+            for check in self.on_return:
+                check(output)
             self._has_returned = True
 
     def _after(self, model: nn.Module, args: Any, output: Any) -> None:
-        """After a forward, also one that failed. Collective after one that is compared between the ranks.
-
-        Raises:
-            DifferentOnRanks: naming the first place at which the ranks computed different values.
-            BypassedLayer: naming layers whose weights were used without them.
-        """
+        """Forward hook of the model, also after an error; nothing is checked then."""
         self.running.own = max(0, self.running.own - 1)  # a hook before this one's may have failed
         if self.running.own:
             return
@@ -185,65 +155,15 @@ class Guard:
         try:
             if self._has_returned:
                 self._has_returned = False
-                self.compared.settle(output)
-                self.bypasses.settle()
+                for check in self.after_forward:
+                    check(output)
         finally:
             self.compared.end()
             self.bypasses.let_go()
 
-    def _look(self) -> None:
-        """Look at all of the model, and remember it."""
-        self._snapshot = None
-        places = check_unchanged(self.model)
-        self._taken = take_given(places, parallel_state(self.model)) or self._taken
-        hook_parameters(self.model, places)
-        seen = Snapshot(self.model, places)
-        writes = parallel_state(self.model).writes
-        writes.check()
-        writes.watch(seen.parts)
-        self._snapshot = seen if seen.is_lasting else None
-
-    def before_step(self, optimizer: Optimizer) -> None:
-        """Before an optimizer's step. Collective, if it is the first use of the model.
-
-        Raises:
-            RuntimeError: as before a forward.
-        """
-        writes = parallel_state(self.model).writes
-        writes.check()
-        self.mark_gradients()
-        self.check_gradients(optimizer)
-        if not writes.is_before_use:
-            return
-        own = set(map(id, self.model.parameters()))
-        if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
-            check_unchanged(self.model)  # parts that are gone or have moved cannot be compared
-            first_use(self.model)
-
-    def mark_gradients(self) -> None:
-        """Let gradients that somebody has put on parts answer for the whole. Not collective."""
-        mark_gradients(self.model.parameters() if self._snapshot is None else self._snapshot.parts.values())
-
-    def check_gradients(self, optimizer: Optimizer) -> None:
-        """Before an optimizer steps with gradients. Collective after a forward that was compared between the ranks.
-
-        Raises:
-            BypassedLayer: naming layers whose weights were used without them.
-            DifferentOnRanks: naming the first place at which the ranks computed different gradients.
-        """
-        self.bypasses.check(optimizer)
-        self.compared.before_step(optimizer)
-
-    def after_step(self, optimizer: Optimizer) -> None:
-        """After an optimizer's step: what it has written is right."""
-        parallel_state(self.model).writes.note()
-        stepped = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        note_written(x for x in stepped if x.grad is not None and not isinstance(x, DTensor))
-        self.bypasses.after_step(optimizer)
-
     def _before_loading(self, model: nn.Module, state: Any, prefix: str, metadata: Any, *_: Any) -> None:
-        refuse_whole_tensors(model, state, prefix)
-        refuse_other_parts(model, metadata)
+        for check in self.before_loading:
+            check(model, state, prefix, metadata)
         parallel_state(model).writes.begin_known(parts_before_use(model))
 
     def _after_loading(self, model: nn.Module, keys: Any) -> None:
@@ -253,6 +173,69 @@ class Guard:
         given = [part for name, part in parts.items() if not any(key.endswith(f".{name}") for key in missing)]
         parallel_state(model).writes.end_known(parts, given)
 
+    def _is_unchanged(self, call: ExampleCall) -> None:
+        """Modules and parameters are those of the plan, and parameters have the hooks that their gradients need.
+
+        All of them are looked at only where something is another than in the last snapshot.
+
+        Raises:
+            RuntimeError: naming what was changed.
+        """
+        sum_at_once_in_ddp(self.model)
+        if self._snapshot is not None and self._snapshot.is_current():
+            return
+        self._snapshot = None
+        places, state = check_unchanged(self.model), parallel_state(self.model)
+        self._taken = take_given(places, state) or self._taken
+        hook_parameters(self.model, places)
+        seen = Snapshot(self.model, places)
+        state.writes.check()
+        state.writes.watch(seen.parts)
+        self._snapshot = seen if seen.is_lasting else None
+
+    def _is_unwritten(self, call: ExampleCall) -> None:
+        """Nothing was written into parts by code that is not known. Collective before the first use.
+
+        Raises:
+            RuntimeError: naming what was written before the first use, on every rank.
+        """
+        parallel_state(self.model).writes.check()
+        first_use(self.model)
+
+    def _watch(self, call: ExampleCall) -> None:
+        """From here on it is noted which layers run, and in some calls what is to be alike on the ranks."""
+        way, has_gradients = self.calls.way, torch.is_grad_enabled()
+        if has_gradients:
+            self.bypasses.begin()
+        if way is None or self.running.own > 1:
+            return
+        if not has_gradients:
+            self.bypasses.expect(way.ran)
+        if self.calls.is_compared:
+            self.compared.begin(way.alike)
+            self.followed.begin(way.paths)
+
+    def _is_unwritten_before_step(self, optimizer: Optimizer) -> None:
+        """Nothing was written into parts by code that is not known. Collective if the step is the first use.
+
+        Raises:
+            RuntimeError: as before a forward.
+        """
+        writes = parallel_state(self.model).writes
+        writes.check()
+        if writes.is_before_use and steps_some_of(optimizer, self.model.parameters()):
+            check_unchanged(self.model)  # parts that are gone or have moved cannot be compared
+            first_use(self.model)
+
+    def mark_gradients(self, optimizer: Optimizer | None = None) -> None:
+        """Gradients that somebody has put on parts answer for the whole from now on. Not collective."""
+        mark_gradients(self.model.parameters() if self._snapshot is None else self._snapshot.parts.values())
+
+    def _note_step(self, optimizer: Optimizer) -> None:
+        """What an optimizer's step has written is right."""
+        parallel_state(self.model).writes.note()
+        note_written(x for x in stepped_by(optimizer) if x.grad is not None and not isinstance(x, DTensor))
+
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_snapshot": None, "_taken": []}
 
@@ -261,18 +244,25 @@ class Guard:
         _guard_steps(self)
 
 
-def _with_whole_logits(call: tuple[Any, Any]) -> tuple[Any, Any] | None:
-    """A call's arguments, with the whole of what another parallel model has returned in parts; ``None`` without any."""
-    if not any(isinstance(leaf, VocabParallelLogits) for leaf in tensors_in(call)):
-        return None
-    args, kwargs = map_tensors(lambda leaf: leaf.full() if isinstance(leaf, VocabParallelLogits) else leaf, call)
-    return args, kwargs
+def _not_reached(model: nn.Module) -> RuntimeError:
+    return RuntimeError(
+        f"the parallel {type(model).__name__} is called under a function transform (torch.func.grad, vmap, jvp), which"
+        " does not reach the communication between its ranks. loss.backward() and torch.autograd.grad(loss, parameters,"
+        " create_graph=True) give the gradients of one process, also of second order (MAML); call it once for each"
+        " example instead of under vmap"
+    )
 
 
 def check_gradients(optimizer: Optimizer) -> None:
-    """After a closure has computed gradients, before an optimizer steps with them; :meth:`Guard.check_gradients`."""
-    for guard in _guards():
-        guard.check_gradients(optimizer)
+    """After a closure has computed gradients, before an optimizer steps with them. Collective where they are compared.
+
+    Raises:
+        BypassedLayer: naming layers whose weights were used without them.
+        DifferentOnRanks: naming the first place at which the ranks computed different gradients.
+    """
+    for guard in list(_live):
+        for check in guard.with_gradients:
+            check(optimizer)
 
 
 def guard_of(model: nn.Module) -> Guard:
@@ -284,28 +274,24 @@ def guard_of(model: nn.Module) -> Guard:
 
 def guarded_models() -> list[nn.Module]:
     """The parallel models of this process that are guarded, copies too."""
-    return [guard.model for guard in _guards()]
+    return [guard.model for guard in list(_live)]
 
 
-_live: WeakSet[Guard] = WeakSet()
-"""The guards of this process. Optimizers belong to no model: whatever steps, all of them are asked."""
-_numbers = count()
+_live: WeakKeyDictionary[Guard, None] = WeakKeyDictionary()
+"""The guards of this process. Optimizers belong to no model: whatever steps, all of them are asked.
+
+They are in the order in which they came, the same on all ranks: some of their checks are collective.
+"""
 _steps: list[RemovableHandle | BeforeClipping] = []
 _one_by_one: WeakKeyDictionary[Optimizer, list[dict[str, Any]]] = WeakKeyDictionary()
 """The groups of optimizers that are stepping which are taken one by one meanwhile."""
-
-
-def _guards() -> list[Guard]:
-    """The guards in the order in which they came, the same on all ranks: some of their checks are collective."""
-    return sorted(_live, key=attrgetter("number"))
 
 
 def _guard_steps(guard: Guard) -> None:
     if not _steps:
         _steps.extend((register_optimizer_step_pre_hook(_before_step), register_optimizer_step_post_hook(_after_step)))
         _steps.append(BeforeClipping(_mark_gradients))
-    guard.number = next(_numbers)
-    _live.add(guard)
+    _live[guard] = None
     finalize(guard, _forget_steps)
 
 
@@ -317,13 +303,14 @@ def _forget_steps() -> None:
 
 
 def _mark_gradients() -> None:
-    for guard in _guards():
+    for guard in list(_live):
         guard.mark_gradients()
 
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
-    for guard in _guards():
-        guard.before_step(optimizer)
+    for guard in list(_live):
+        for check in (*guard.before_step, *guard.with_gradients):
+            check(optimizer)
         if isinstance(guard.model, FSDPModule) and optimizer not in _one_by_one:
             _one_by_one[optimizer] = step_one_by_one(optimizer)
 
@@ -331,5 +318,6 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
     if optimizer in _one_by_one:
         step_as_before(_one_by_one.pop(optimizer))
-    for guard in _guards():
-        guard.after_step(optimizer)
+    for guard in list(_live):
+        for check in guard.after_step:
+            check(optimizer)

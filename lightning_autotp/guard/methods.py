@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 
 from lightning_autotp.gradients.data_parallel import generate_gathered
 from lightning_autotp.guard.resized_copies import METHOD as RESIZES
-from lightning_autotp.guard.resizing import ResizesTogether
+from lightning_autotp.guard.resizing import resize_together
 from lightning_autotp.parallel.embedding import VocabParallelEmbedding
 from lightning_autotp.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_autotp.parameters.known_writes import known_writes
@@ -40,40 +40,17 @@ DRAWS_WHOLE = {layer.reset_parameters for layer in (ColumnParallelLinear, RowPar
 """What fills in this rank's part of what one process would draw."""
 
 
-class Refused:
-    """Stands for a method of a module.
-
-    Args:
-        module: the module.
-        name: of the method.
-        reason: why it is not there on a parallel model, and what to do instead.
-    """
-
-    def __init__(self, module: nn.Module, name: str, reason: str) -> None:
-        self._module, self._name, self._reason = module, name, reason
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Do nothing.
-
-        Raises:
-            RuntimeError: always.
-        """
-        raise RuntimeError(f"{type(self._module).__name__}.{self._name} {self._reason}")
+def _refuse(module: nn.Module, name: str, reason: str, /, *args: Any, **kwargs: Any) -> NoReturn:
+    """Stands for a method that is not there on a parallel model; the reason says what to do instead."""
+    raise RuntimeError(f"{type(module).__name__}.{name} {reason}")
 
 
-class SavesWholeOnly(Refused):
-    """Stands for ``save_pretrained``, and does save a state dict of whole tensors."""
-
-    def __call__(self, *args: Any, state_dict: Any = None, **kwargs: Any) -> Any:
-        """Save a state dict of whole tensors.
-
-        Raises:
-            RuntimeError: without one.
-        """
-        if state_dict is None:
-            super().__call__()
-        kind: Any = type(self._module)
-        return kind.save_pretrained(self._module, *args, state_dict=state_dict, **kwargs)
+def _save_whole_only(module: nn.Module, /, *args: Any, state_dict: Any = None, **kwargs: Any) -> Any:
+    """Stands for ``save_pretrained``: saves a state dict of whole tensors, and nothing without one."""
+    if state_dict is None:
+        _refuse(module, "save_pretrained", _SAVES_PARTS)
+    kind: Any = type(module)
+    return kind.save_pretrained(module, *args, state_dict=state_dict, **kwargs)
 
 
 class _Known:
@@ -123,11 +100,11 @@ def _methods(model: nn.Module, calls: CallProver) -> Iterator[tuple[nn.Module, s
     """Every method that something is to stand for: the module, its name, and what."""
     for module in model.modules():
         if _has(module, "save_pretrained"):
-            yield module, "save_pretrained", SavesWholeOnly(module, "save_pretrained", _SAVES_PARTS)
+            yield module, "save_pretrained", partial(_save_whole_only, module)
         for name in filter(partial(_has, module), ON_WHOLE_TENSORS):
-            yield module, name, Refused(module, name, _TAKES_FOR_WHOLE)
+            yield module, name, partial(_refuse, module, name, _TAKES_FOR_WHOLE)
         if _has(module, RESIZES):
-            yield module, RESIZES, ResizesTogether(model, module, calls)
+            yield module, RESIZES, partial(resize_together, model, module, calls)
     for place in parallel_state(model).places(model):
         resets = getattr(type(place.module), "reset_parameters", None)
         if place.meta.is_parallel and callable(resets):
@@ -135,16 +112,16 @@ def _methods(model: nn.Module, calls: CallProver) -> Iterator[tuple[nn.Module, s
             if resets in DRAWS_WHOLE:
                 yield place.module, name, _Known(model, place.module, name)
             else:
-                yield place.module, name, Refused(place.module, name, _TAKES_FOR_WHOLE)
+                yield place.module, name, partial(_refuse, place.module, name, _TAKES_FOR_WHOLE)
     # Methods, as Fabric asks for that are marked: fabric_model.mark_forward_method("generate").
     if parallel_state(model).plan.shards_sequence and _has(model, "generate"):
-        yield model, "generate", MethodType(Refused(model, "generate", _NEEDS_ALL_TOKENS), model)
+        yield model, "generate", MethodType(partial(_refuse, model, "generate", _NEEDS_ALL_TOKENS), model)
     elif fsdp_modules(model) and hasattr(model, "generate"):
         yield model, "generate", MethodType(generate_gathered, model)
     if (tuners := sys.modules.get("peft.tuners.tuners_utils")) is not None:  # else there are no adapters
         for module in model.modules():
             if isinstance(module, tuners.BaseTunerLayer):
-                yield module, "merge", Refused(module, "merge", _MERGES_PARTS)
+                yield module, "merge", partial(_refuse, module, "merge", _MERGES_PARTS)
 
 
 _SAVES_PARTS = (

@@ -48,40 +48,31 @@ from lightning_autotp.solving.solution import Solution
 _BEFORE = "Call it while the model is whole, in configure_model() or before parallelize()"
 
 
-class ResizesTogether:
-    """Stands for ``resize_token_embeddings`` of a parallel model, or of a module in it.
+def resize_together(model: nn.Module, module: nn.Module, calls: CallProver, /, *args: Any, **kwargs: Any) -> nn.Module:
+    """Resize the token embeddings, and the output head, as the model's own method does in one process.
+
+    It stands for that method. Collective over the model's tensor-parallel group: every rank must call it, with the same
+    arguments. What is drawn for new rows is drawn with the first rank's random state, with which all ranks go on. The
+    matrices concerned are whole in every rank's memory meanwhile.
 
     Args:
         model: the parallel model.
-        module: it, or the module in it.
+        module: it, or the module in it whose method this stands for.
         calls: proves the model's new kinds of calls.
+        *args: as for the model's own method (``new_num_tokens``, ``pad_to_multiple_of``, ``mean_resizing``).
+        **kwargs: likewise.
+
+    Returns:
+        The module of the input embeddings.
+
+    Raises:
+        RuntimeError: on every rank, if ranks give different arguments, if an optimizer has the parameters already, if
+            FSDP2 has cut the model, or if the plan cannot be followed at the new sizes.
+        PeerError: on the ranks that do not fail, if another does.
     """
-
-    def __init__(self, model: nn.Module, module: nn.Module, calls: CallProver) -> None:
-        self._model, self._module, self._calls = model, module, calls
-
-    def __call__(self, *args: Any, **kwargs: Any) -> nn.Module:
-        """Resize the token embeddings, and the output head, as the model's own method does in one process.
-
-        Collective over the model's tensor-parallel group: every rank must call it, with the same arguments. What is
-        drawn for new rows is drawn with the first rank's random state, with which all ranks go on. The matrices
-        concerned are whole in every rank's memory meanwhile.
-
-        Args:
-            *args: as for the model's own method (``new_num_tokens``, ``pad_to_multiple_of``, ``mean_resizing``).
-            **kwargs: likewise.
-
-        Returns:
-            The module of the input embeddings.
-
-        Raises:
-            RuntimeError: on every rank, if ranks give different arguments, if an optimizer has the parameters already,
-                if FSDP2 has cut the model, or if the plan cannot be followed at the new sizes.
-            PeerError: on the ranks that do not fail, if another does.
-        """
-        _resize(self._model, self._module, self._calls, args, kwargs)
-        embeddings: nn.Module = self._module.get_input_embeddings()  # type: ignore[operator]
-        return embeddings
+    _resize(model, module, calls, args, kwargs)
+    embeddings: nn.Module = module.get_input_embeddings()  # type: ignore[operator]
+    return embeddings
 
 
 def _resize(

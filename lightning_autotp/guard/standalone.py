@@ -16,8 +16,8 @@ from torch.utils.hooks import RemovableHandle
 from lightning_autotp.applying.replace import BoundaryConversion
 from lightning_autotp.capture.nested import leaves_of
 from lightning_autotp.gradients.sums import hook_parameters, places_at
+from lightning_autotp.guard.boundaries import parts_at, planned_changes, to_parts, to_whole
 from lightning_autotp.guard.first_use import use_of_module
-from lightning_autotp.guard.whole_tensors import parts_at, planned_changes, to_parts, to_whole
 from lightning_autotp.layouts.types import Invariant
 from lightning_autotp.parameters.state import parallel_state
 from lightning_autotp.private.torch_private import is_in_backward

@@ -46,7 +46,7 @@ def mark_as_part(model: nn.Module, state: Any, prefix: str, local_metadata: dict
         local_metadata[KEY] = _mark_of(model)
 
 
-def refuse_other_parts(model: nn.Module, local_metadata: Mapping[str, Any]) -> None:
+def refuse_other_parts(model: nn.Module, state: Any, prefix: str, local_metadata: Mapping[str, Any]) -> None:
     """Refuse a state dict of another part.
 
     Raises:
@@ -99,7 +99,7 @@ def _refuse_whole_moments(module: nn.Module, optimizer: Optimizer, state: Mappin
                     )
 
 
-def refuse_whole_tensors(model: nn.Module, state: Mapping[str, Any], prefix: str) -> None:
+def refuse_whole_tensors(model: nn.Module, state: Mapping[str, Any], prefix: str, local_metadata: Any) -> None:
     """Refuse a state dict of the whole model, before any of it is loaded.
 
     Raises:

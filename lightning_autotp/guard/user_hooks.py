@@ -10,14 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from torch import nn
 
 from lightning_autotp.applying.replace import BoundaryConversion
-from lightning_autotp.guard.whole_tensors import parts_at, to_parts, to_whole
+from lightning_autotp.guard.boundaries import parts_at, to_parts, to_whole
 from lightning_autotp.parameters.state import parallel_state
-from lightning_autotp.private.torch_private import ModuleHooks, hooks_given, hooks_of_all_modules
+from lightning_autotp.private.torch_private import HOOKS_OF_ALL_MODULES, ModuleHooks
 
 _LIBRARIES = frozenset({"torch", "transformers", "peft", "lightning_autotp"})
 """Their hooks belong to the model's own code, or know of parts."""
@@ -28,45 +29,43 @@ class UserHooks:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model  # not its state: a deep copy of the model has one of its own
-        self.places = [(path, module, ModuleHooks(module)) for path, module in model.named_modules() if path]
-        self.known = [hooks.numbers() for _, _, hooks in self.places]
-        self.tables = [table for _, _, hooks in self.places for table in hooks.tables()]
-        self.given, self.count = -1, 0
+        self.places = [(path, ModuleHooks(module)) for path, module in model.named_modules() if path]
+        self.tables = [table for _, hooks in self.places for table in hooks.tables()]
+        self.numbers: list[int] = []  # of all hooks, when they were looked at last
 
-    def wrap(self) -> None:
+    def wrap(self, _: object = None) -> None:
         """Let those that were added see whole tensors.
 
         Raises:
             RuntimeError: for a hook that cannot be given whole tensors.
         """
-        # No hook was added anywhere, and here there are as many as before.
-        given, count = hooks_given(), sum(map(len, self.tables))
-        if (given, count) == (self.given, self.count):
+        numbers = list(chain(chain.from_iterable(HOOKS_OF_ALL_MODULES), chain.from_iterable(self.tables)))
+        if numbers == self.numbers:
             return
-        for hook in hooks_of_all_modules().values():
+        for hook in chain.from_iterable(table.values() for table in HOOKS_OF_ALL_MODULES):
             if _package(hook) not in _LIBRARIES:
                 raise RuntimeError(
                     f"a hook on all modules of the process ({_named(hook)}) would see this rank's parts of what modules"
                     " take and give: register it on the modules of the model, where it sees whole tensors (for module"
                     " in model.modules(): module.register_forward_hook(...)), and remove this one"
                 )
-        for index, (path, _, hooks) in enumerate(self.places):
-            if hooks.numbers() != self.known[index]:
-                self._wrap(path, hooks)
-                self.known[index] = hooks.numbers()
-        self.given, self.count = given, count
+        for path, hooks in self.places:
+            self._wrap(path, hooks)
+        self.numbers = numbers
 
     def unwrap(self) -> None:
         """Let them see the ranks' parts again."""
-        for _, _, hooks in self.places:
+        for _, hooks in self.places:
             for registered in (hooks.before, hooks.after):
                 for number, hook in registered.items():
                     if isinstance(hook, _SeesWhole):
                         registered[number] = hook.hook
-        self.given = -1
+        self.numbers = []
 
     def _wrap(self, path: str, hooks: ModuleHooks) -> None:
-        if hooks.backward and any(part.module == path for part in parallel_state(self.model).parts):
+        if hooks.backward.keys() - hooks.first and any(
+            part.module == path for part in parallel_state(self.model).parts
+        ):
             raise RuntimeError(
                 f"{path} has a backward hook, which would see this rank's part of a gradient. Hook the tensor instead,"
                 " in a forward hook (tensor.register_hook), or a module whose tensors are whole"

@@ -47,7 +47,7 @@ from lightning_autotp.private.lightning_private import (
     set_rng_states,
 )
 from lightning_autotp.proving.verify import trace
-from lightning_autotp.ranks.agreement import first_makes, largest_of_all, raise_together
+from lightning_autotp.ranks.agreement import first_makes, gather_objects, largest_of_all, raise_together
 from lightning_autotp.ranks.group import TPGroup, end_processes, timeout_of_all
 from lightning_autotp.ranks.peers import Peer, PeerWatch
 from lightning_autotp.ranks.started import let_threads_finish_at_end, wait_at_end
@@ -203,8 +203,7 @@ class AutoTPBase(StrategyInternals):
             self.peers.close()
             self.peers = None
         if self.world_size > 1:
-            peers: list[Any] = [None] * self.world_size
-            dist.all_gather_object(peers, Peer.this_process(self.global_rank))
+            peers = gather_objects(Peer.this_process(self.global_rank), None)
             run = self.broadcast(uuid.uuid4().hex)
             self.peers = PeerWatch(peers, self.global_rank, default_store(), run, self.patience, self.kill_processes)
 

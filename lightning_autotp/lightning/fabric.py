@@ -42,6 +42,7 @@ from lightning_autotp.lightning.loaders import ComparedFirst, CountedNotes, Note
 from lightning_autotp.lightning.models_local import count_copies_once
 from lightning_autotp.lightning.optimizers import move_to_local, originals, owner_of, then_compute
 from lightning_autotp.optimizers.scaler import AgreedGradScaler
+from lightning_autotp.optimizers.stepping import steps_some_of
 from lightning_autotp.parallel.head_product import compute_undone
 from lightning_autotp.parameters.host_memory import states_to_parameters
 from lightning_autotp.parameters.state import is_parallel, parallel_models
@@ -207,9 +208,8 @@ class AutoTPFabricStrategy(AutoTPBase, _ModelParallelStrategy):
             ) from error
 
     def _refuse_optimizers_of(self, module: nn.Module) -> None:
-        parameters = set(module.parameters())
         for optimizer in self._optimizers:
-            if any(parameter in parameters for group in optimizer.param_groups for parameter in group["params"]):
+            if steps_some_of(optimizer, module.parameters()):
                 raise ValueError(
                     f"{type(optimizer).__name__} was set up before {type(module).__name__}, whose whole parameters it"
                     " has: call fabric.setup(model, optimizer), or make the optimizer after fabric.setup_module(model)"

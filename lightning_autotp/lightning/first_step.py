@@ -38,7 +38,7 @@ from lightning_autotp.capture.capture import ExampleCall, meta_copy, on_meta, st
 from lightning_autotp.capture.nested import map_tensors, tensors_in
 from lightning_autotp.layouts.step_size import StepSize, TokensPerStep
 from lightning_autotp.private.lightning_private import make_optimizers, training_data
-from lightning_autotp.proving.new_calls import kind_of
+from lightning_autotp.proving.call_kinds import Arguments
 
 SECONDS = 20.0
 """How long looking at the first step may take."""
@@ -293,9 +293,7 @@ def _portable(call: ExampleCall) -> ExampleCall:
     Raises:
         TypeError: if it has an argument of a class of which nothing is known.
     """
-    unknown: list[str] = []
-    kind_of(call, unknown)
-    if unknown:
+    if unknown := Arguments(call).unknown:
         raise TypeError(f"the model is called with a {unknown[0]}, about which nothing is known")
 
     def one(value: Tensor) -> Tensor:

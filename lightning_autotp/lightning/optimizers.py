@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from lightning_autotp.checkpoints.state import load_full_optimizer_state
 from lightning_autotp.guard.guard import check_gradients
 from lightning_autotp.optimizers.on_parts import check_optimizer
+from lightning_autotp.optimizers.stepping import stepped_by
 from lightning_autotp.parallel.head_product import compute_undone
 from lightning_autotp.ranks.agreement import raise_together
 
@@ -122,7 +123,7 @@ def owner_of(optimizer: Optimizer, modules: Sequence[nn.Module]) -> nn.Module | 
     Raises:
         ValueError: for parameters that a model had before it was made local.
     """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = list(stepped_by(optimizer))
     having = [(module, set(module.parameters())) for module in modules]
     for parameter in parameters:
         before = vars(parameter).get("autotp_owner")

@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_autotp.building.pretrained import meta_model
+from lightning_autotp.capture.capture import ExampleCall
 from lightning_autotp.checkpoints.adapters import find_adapted, save_adapter
 from lightning_autotp.checkpoints.export import ENTRY, describe_models, save_pretrained
 from lightning_autotp.checkpoints.files import open_checkpoint
@@ -58,7 +59,7 @@ from lightning_autotp.private.lightning_private import (
 )
 from lightning_autotp.private.torch_private import is_compiled
 from lightning_autotp.private.transformers_private import PreTrainedModel
-from lightning_autotp.proving.new_calls import kind_of
+from lightning_autotp.proving.call_kinds import Arguments
 from lightning_autotp.ranks.agreement import raise_together
 from lightning_autotp.solving.options import documented_by
 
@@ -379,7 +380,8 @@ class AutoTPStrategy(AutoTPBase, ModelParallelStrategy):
         return checked(self._module) if self._is_watched(stage, args) else nullcontext()
 
     def _is_watched(self, stage: str, args: Any) -> bool:
-        return self._first_steps.has_one((stage, kind_of(args[:1]))) and not is_compiled(self._module)
+        kind = Arguments(ExampleCall(args[:1], {})).kind
+        return self._first_steps.has_one((stage, kind)) and not is_compiled(self._module)
 
     def _end_watch(self) -> None:
         if self._watch is not None:

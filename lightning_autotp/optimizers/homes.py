@@ -121,7 +121,7 @@ def to_homes(travellers: Sequence[Traveller], group: TPGroup) -> list[Tensor | N
 
 
 def from_homes(travellers: Sequence[Traveller], group: TPGroup) -> None:
-    """Deal whole tensors out: every rank's part is filled. Collective over ``group``.
+    """Send whole tensors back: every rank's part is filled. Collective over ``group``.
 
     Args:
         travellers: as for :func:`to_homes`, with the whole tensors at home.

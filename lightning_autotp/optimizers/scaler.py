@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_autotp.optimizers.stepping import stepped_by
 from lightning_autotp.parameters.local_blocks import plain
 from lightning_autotp.private.torch_private import GradScaler
 
@@ -27,12 +28,7 @@ class AgreedGradScaler(GradScaler):
         self, optimizer: Any, inverse_scale: Tensor, found_infinite: Tensor, *args: Any
     ) -> dict[torch.device, Tensor]:
         """Divide this rank's gradients by the scale. Collective over all processes, also where there are none."""
-        gradients = [
-            plain(parameter.grad)
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if parameter.grad is not None
-        ]
+        gradients = [plain(parameter.grad) for parameter in stepped_by(optimizer) if parameter.grad is not None]
         # FSDP2's gradients and others cannot be unscaled together, what they are made of can: each is the gradient of
         # a stand-in, and not of a view of itself, for nothing would ever free such a pair.
         stand_ins = [gradient.detach() for gradient in gradients]

@@ -1,14 +1,27 @@
-"""How to call an optimizer's step from within another one's, or on trial."""
+"""What an optimizer steps, and how to call its step from within another one's, or on trial."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_autotp.parameters.local_blocks import is_cut
+
+
+def stepped_by(optimizer: Optimizer) -> Iterator[Tensor]:
+    """The parameters that an optimizer has, of all its groups."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def steps_some_of(optimizer: Optimizer, parameters: Iterable[Tensor]) -> bool:
+    """Whether an optimizer has some of these parameters."""
+    ids = set(map(id, parameters))
+    return any(id(parameter) in ids for parameter in stepped_by(optimizer))
 
 
 def plain_step(optimizer: Any) -> Callable[..., Any]:

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from lightning_autotp.optimizers.homes import Spread, Traveller, balanced, from_homes, to_homes
-from lightning_autotp.optimizers.stepping import needs_closure, plain_step
+from lightning_autotp.optimizers.stepping import needs_closure, plain_step, stepped_by
 from lightning_autotp.optimizers.trial import Unknown, difference, first_that_runs, moving, updates
 from lightning_autotp.parameters.local_blocks import is_cut, plain, shard_group
 from lightning_autotp.parameters.state import ParameterTable, parallel_models
@@ -226,7 +226,8 @@ class WholeMatrixOptimizer(Optimizer):
             for parameter in group["params"]
             if id(parameter) not in known
         ]
-        copies = next((TPGroup.of(spread) for _, p in added if (spread := shard_group(p)) is not None), self._copies)
+        spread = shard_group(*(parameter for _, parameter in added))
+        copies = self._copies if spread is None else TPGroup.of(spread)
         if self._wholes and copies != self._copies:
             raise ValueError("FSDP2 has sharded the added parameters, but not the earlier ones: make a new optimizer")
         self._copies = copies
@@ -269,7 +270,7 @@ class WholeMatrixOptimizer(Optimizer):
     def _numbered(self) -> list[_Whole]:
         """The parameters by their numbers in ``state_dict()``."""
         wholes = {id(whole.parameter): whole for whole in self._wholes}
-        return [wholes[id(parameter)] for group in self.param_groups for parameter in group["params"]]
+        return [wholes[id(parameter)] for parameter in stepped_by(self)]
 
     def _is_here(self, whole: _Whole) -> bool:
         return (whole.rank, whole.copy) == (self._ranks.rank, self._copies.rank)

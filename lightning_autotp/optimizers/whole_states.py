@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_autotp.optimizers.stepping import stepped_by
 from lightning_autotp.optimizers.whole_matrices import WholeMatrixOptimizer
 from lightning_autotp.parameters.state import parallel_state
 
@@ -25,8 +26,8 @@ def whole_states(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, 
     if isinstance(optimizer, WholeMatrixOptimizer):
         return
     places = parallel_state(model).places(model)
-    names = {place.parameter: place.name for place in places if not place.meta.is_parallel}
-    for parameter in [parameter for group in optimizer.param_groups for parameter in group["params"]]:
+    names: dict[Tensor, str] = {place.parameter: place.name for place in places if not place.meta.is_parallel}
+    for parameter in stepped_by(optimizer):
         for key, value in list(optimizer.state.get(parameter, {}).items()) if parameter in names else ():
             if type(value) in (Tensor, DTensor) and value.is_floating_point():
                 yield f"{key} of {names[parameter]}", value.to_local() if isinstance(value, DTensor) else value

@@ -1,4 +1,4 @@
-"""The whole of what the ranks share out. Collective."""
+"""Whole tensors of which each rank has a part. Collective."""
 
 from __future__ import annotations
 

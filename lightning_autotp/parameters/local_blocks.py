@@ -72,9 +72,13 @@ def is_offloaded(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor) and tensor.device.type == "cpu" != tensor.device_mesh.device_type
 
 
-def shard_group(tensor: Tensor) -> dist.ProcessGroup | None:
-    """The data-parallel ranks over which FSDP2 has cut a tensor, or ``None``: all of them, or those of a replica."""
-    return tensor.device_mesh.get_group(tensor.device_mesh.ndim - 1) if isinstance(tensor, DTensor) else None
+def shard_group(*tensors: Tensor) -> dist.ProcessGroup | None:
+    """The data-parallel ranks over which FSDP2 has cut one of some tensors: all of them, or those of a replica.
+
+    ``None`` if it has cut none.
+    """
+    meshes = (tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
+    return next((mesh.get_group(mesh.ndim - 1) for mesh in meshes), None)
 
 
 def held_blocks(tensor: Tensor, meta: ParameterMeta | None, ranks: int) -> tuple[Block, ...]:

@@ -45,11 +45,6 @@ class ParameterMeta:
         return self.names[0]
 
     @property
-    def is_tied(self) -> bool:
-        """Whether several modules share this parameter."""
-        return len(self.names) > 1
-
-    @property
     def is_parallel(self) -> bool:
         """Whether this rank may hold less than the whole parameter."""
         return isinstance(self.layout, Shard)

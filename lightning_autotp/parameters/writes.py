@@ -143,5 +143,5 @@ class Writes:
 
 
 def _values(parameter: nn.Parameter) -> _Values:
-    held = plain(parameter)
-    return _Values(StorageWeakRef(held.untyped_storage()), checksum(held))
+    values = plain(parameter)
+    return _Values(StorageWeakRef(values.untyped_storage()), checksum(values))

@@ -11,8 +11,10 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import repeat
+from operator import attrgetter, is_not
 from types import CodeType, FunctionType, SimpleNamespace
 from typing import Any, TypeVar
 
@@ -82,13 +84,13 @@ from torch.utils._pytree import (
     tree_map_only,
     tree_unflatten,
 )
-from torch.utils.hooks import RemovableHandle
 
 # Tensors as keys by identity, not kept alive.
 from torch.utils.weak import WeakIdKeyDictionary
 
 __all__ = [
     "HANDING_OVER",
+    "HOOKS_OF_ALL_MODULES",
     "LIST_UPDATES",
     "TO",
     "VIEW_GETTERS",
@@ -129,8 +131,6 @@ __all__ = [
     "gradient_hooks",
     "has_values",
     "hook_tables",
-    "hooks_given",
-    "hooks_of_all_modules",
     "is_functorch_wrapped_tensor",
     "is_meta",
     "module_like",
@@ -545,11 +545,6 @@ def running_data_parallel() -> DistributedDataParallel | None:
     return DistributedDataParallel._active_ddp_module
 
 
-def hooks_given() -> int:
-    """How many hooks any module or tensor of this process has been given so far; undocumented."""
-    return RemovableHandle.next_id
-
-
 class ModuleHooks:
     """A module's hooks, by number in the order in which they run; what is put there replaces them. Nothing public.
 
@@ -564,26 +559,20 @@ class ModuleHooks:
         self.before: dict[int, Callable[..., Any]] = module._forward_pre_hooks
         self.after: dict[int, Callable[..., Any]] = module._forward_hooks
         self.backward: dict[int, Callable[..., Any]] = module._backward_hooks
-        self.first = frozenset((*self.before, *self.after))
+        self.first = frozenset((*self.before, *self.after, *self.backward))
 
-    def tables(self) -> tuple[Sized, ...]:
-        """What holds the hooks, now and later."""
+    def tables(self) -> tuple[Mapping[int, Any], ...]:
+        """What holds the hooks, now and later, by number; another hook has another number."""
         return self.before, self.after, self.backward
 
-    def numbers(self) -> tuple[int, ...]:
-        """The numbers of all hooks; another hook has another number."""
-        return (*self.before, *self.after, *self.backward)
 
-
-def hooks_of_all_modules() -> dict[int, Callable[..., Any]]:
-    """The hooks that every module of this process runs, by number. Only adding one is public."""
-    tables = (
-        modules._global_forward_pre_hooks,
-        modules._global_forward_hooks,
-        modules._global_backward_pre_hooks,
-        modules._global_backward_hooks,
-    )
-    return {number: hook for table in tables for number, hook in table.items()}
+HOOKS_OF_ALL_MODULES: tuple[Mapping[int, Callable[..., Any]], ...] = (
+    modules._global_forward_pre_hooks,
+    modules._global_forward_hooks,
+    modules._global_backward_pre_hooks,
+    modules._global_backward_hooks,
+)
+"""Tables of the hooks that every module of this process runs, by number. Only adding one is public."""
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
@@ -597,14 +586,17 @@ def is_compiled(module: nn.Module) -> bool:
     return any(map(is_compiled_itself, module.modules()))
 
 
-def is_compiled_in_place(module: nn.Module) -> bool:
-    """Whether ``module.compile()`` was called. Nothing public."""
-    return module._compiled_call_impl is not None
+def compiled_in_place(modules: Iterable[nn.Module]) -> bytes:
+    """For each of these modules, whether ``module.compile()`` was called. Nothing public."""
+    return bytes(map(is_not, map(_COMPILED_CALL, modules), repeat(None)))
+
+
+_COMPILED_CALL = attrgetter("_compiled_call_impl")
 
 
 def is_compiled_itself(module: nn.Module) -> bool:
     """Whether ``torch.compile`` has compiled a module, and what is in it with it. Nothing public."""
-    return uncompiled(module) is not module or is_compiled_in_place(module)
+    return uncompiled(module) is not module or any(compiled_in_place([module]))
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping
+from operator import is_
 from typing import Any
 
 from torch import nn
@@ -42,11 +43,11 @@ class AttributeWatch:
 
     def changes(self) -> Hashable:
         """What is another than when it was watched first: places and values. Takes a few microseconds for a layer."""
-        watched = self._watched
-        if all(getattr(module, name, value) is value for module, name, value in watched.values()):
+        modules, names, values = zip(*self._watched.values(), strict=True) if self._watched else ((), (), ())
+        if all(map(is_, map(getattr, modules, names, values), values)):
             return ()
         changed = []
-        for place, (module, name, value) in watched.items():
+        for place, (module, name, value) in self._watched.items():
             now = getattr(module, name, value)
             if now is not value and type(now) in PLAIN and now != value:
                 changed.append((place, self._few.told(place, now)))

@@ -12,11 +12,12 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_autotp.capture.capture import ExampleCall
 from lightning_autotp.capture.nested import leaves_of, map_tensors, opened, steps_of, tensors_in
 from lightning_autotp.operators.questions import Question
+from lightning_autotp.parallel.logits import VocabParallelLogits
 from lightning_autotp.private.torch_private import has_values
 
 _MOST_VALUES = 16
@@ -29,37 +30,90 @@ _POWER = 64
 """Up to this power of two it is looked at how often a size divides by two: code pads and cuts into blocks by that."""
 
 
-def kind_of(value: Any, unknown: list[str] | None = None) -> Hashable:
-    """What of a call's arguments may decide which code runs: not values of tensors, nor their sizes but 1.
-
-    The number of rows, a tensor's first dim, may be 1 as well as any other: see :func:`with_rows`.
+class Arguments:
+    """What one walk through the arguments of a call finds.
 
     Args:
-        value: the arguments.
-        unknown: gets the classes of objects of whose contents nothing is known.
+        call: the positional arguments, and those by name.
+
+    Attributes:
+        kind: what may decide which code runs: not values of tensors, nor their sizes but 1. The number of rows, a
+            tensor's first dim, may be 1 as well as any other: see :func:`with_rows`.
+        tensors: those that are given.
+        has_logits_in_parts: whether one of them is what another parallel model has returned in parts.
+        integers: those that are given, by where they are; those in a list, at whatever depth, are one value. Without
+            gradients not those in other structures than mappings, lists and tuples: a cache counts there.
+        unknown: the classes of objects of whose contents nothing is known.
     """
-    kind = type(value)
-    if value is None or kind is bool or kind is str or isinstance(value, torch.dtype | torch.device):
-        return value
-    if isinstance(value, Tensor):
-        return value.dtype, value.requires_grad, value.ndim, tuple([size == 1 for size in value.shape[1:]])
-    if kind is int:
-        return "int", min(max(value, -1), 2)
-    if kind is float:
-        return "float"
-    if isinstance(value, Mapping):
-        return tuple([(key, kind_of(item, unknown)) for key, item in value.items()])
-    if isinstance(value, list | tuple):
-        if len(value) > _SHORT and all(type(item) is int for item in value):  # lengths, say: too many to tell them so
-            return kind.__name__, "int", len(value)
-        return (kind.__name__, *[kind_of(item, unknown) for item in value])
-    if is_dataclass(value):
-        return tuple([(field.name, kind_of(getattr(value, field.name), unknown)) for field in fields(value)])
-    if (level := opened(value)) is not None:
-        return (kind.__name__, *[(step, kind_of(item, unknown)) for step, item in zip(*level[:2], strict=True)])
-    if unknown is not None:
-        unknown.append(kind.__name__)
-    return kind.__name__
+
+    def __init__(self, call: ExampleCall) -> None:
+        self.tensors: list[Tensor] = []
+        self.has_logits_in_parts = False
+        self.integers: dict[str, list[int]] = {}
+        self.unknown: list[str] = []
+        self._takes_structures = torch.is_grad_enabled()
+        self._has_structures = False
+        args, kwargs = call
+        self.kind = (
+            *[self._kind(value, f"[{at}]") for at, value in enumerate(args)],
+            *[(name, self._kind(value, name)) for name, value in kwargs.items()],
+        )
+
+    @property
+    def sizes(self) -> tuple[int, ...] | None:
+        """Lengths of the dims of the tensors, and how many positions each has; ``None`` with a cache, which grows."""
+        if self._has_structures:
+            return None
+        return tuple([size for tensor in self.tensors for size in (*tensor.shape, tensor.shape[:2].numel())])
+
+    def _kind(self, value: Any, place: str | None, is_in_list: bool = False) -> Hashable:
+        """What may decide which code runs.
+
+        Args:
+            value: what is given.
+            place: where it is, or the list that it is in; ``None`` where integers are not noted.
+            is_in_list: whether it is in a list.
+        """
+        kind = type(value)
+        if value is None or kind is bool or kind is str or isinstance(value, torch.dtype | torch.device):
+            return value
+        if isinstance(value, Tensor):
+            self.tensors.append(value)
+            self.has_logits_in_parts |= isinstance(value, VocabParallelLogits)
+            return value.dtype, value.requires_grad, value.ndim, tuple([size == 1 for size in value.shape[1:]])
+        if kind is int:
+            if place is not None:
+                self.integers.setdefault(place, []).append(value)
+            return "int", min(max(value, -1), 2)
+        if kind is float:
+            return "float"
+        items: Iterable[tuple[Hashable, str, Any]]
+        if isinstance(value, Mapping):
+            items = [(key, f"[{key!r}]", item) for key, item in value.items()]
+        elif isinstance(value, list | tuple):
+            if len(value) > _SHORT and all(type(item) is int for item in value):  # lengths, say: too many to tell so
+                if place is not None:
+                    self.integers.setdefault(place, []).extend(value)
+                return kind.__name__, "int", len(value)
+            return (kind.__name__, *[self._kind(item, place, True) for item in value])
+        else:
+            if is_dataclass(value) and not isinstance(value, type | nn.Module):
+                items = [(field.name, f".{field.name}", getattr(value, field.name)) for field in fields(value)]
+            elif (level := opened(value)) is not None:
+                items = zip(level.steps, level.steps, level.children, strict=True)
+            else:
+                self.unknown.append(kind.__name__)
+                return kind.__name__
+            self._has_structures = True
+            place = place if self._takes_structures else None
+        keeps_place = is_in_list or place is None
+        return (
+            kind.__name__,
+            *[
+                (key, self._kind(item, place if keeps_place else f"{place}{step}", is_in_list))
+                for key, step, item in items
+            ],
+        )
 
 
 def surroundings(device: str) -> tuple[bool, torch.dtype | None]:
@@ -69,39 +123,13 @@ def surroundings(device: str) -> tuple[bool, torch.dtype | None]:
     return torch.is_grad_enabled(), dtype
 
 
-def integers_of(call: ExampleCall) -> list[tuple[str, tuple[int, ...]]]:
-    """The integers among a call's arguments, with where they are; those in a list, at whatever depth, are one value.
-
-    Without gradients not those in other structures than mappings, lists and tuples: a cache counts there.
-    """
-    found: dict[str, list[int]] = {}
-    takes_structures = torch.is_grad_enabled()
-
-    def note(place: str, value: Any, is_in_list: bool = False) -> None:
-        items: Iterable[tuple[str, Any]] = ()
-        if type(value) is int:
-            found.setdefault(place, []).append(value)
-        elif isinstance(value, Mapping):
-            items = [(f"[{key!r}]", item) for key, item in value.items()]
-        elif isinstance(value, list | tuple):
-            is_in_list, items = True, [("", item) for item in value]
-        elif takes_structures and (level := opened(value)) is not None:
-            items = zip(level.steps, level.children, strict=True)
-        for step, item in items:
-            note(place if is_in_list else place + step, item, is_in_list)
-
-    for step, value in (*((f"[{at}]", value) for at, value in enumerate(call.args)), *call.kwargs.items()):
-        note(step, value)
-    return [(place, tuple(numbers)) for place, numbers in found.items()]
-
-
-def floats_of(call: ExampleCall, places: set[str]) -> list[tuple[str, tuple[float, ...]]]:
+def floats_of(call: ExampleCall, places: set[str]) -> dict[str, list[float]]:
     """The floats of a call at these places; those in a list are one value."""
     found: dict[str, list[float]] = {}
     for place, leaf in leaves_of(tuple(call)) if places else ():
         if place in places and type(leaf) is float:
             found.setdefault(_number_or_list(place), []).append(leaf)
-    return [(place, tuple(numbers)) for place, numbers in found.items()]
+    return found
 
 
 def full_ones_of(call: ExampleCall, places: set[str]) -> Iterable[tuple[str, bool]]:
@@ -177,24 +205,6 @@ def _number_or_list(place: str) -> str:
     argument, name, *inside = steps_of(place)
     until = next((at for at, step in enumerate(inside) if re.fullmatch(r"\[\d+\]", step)), len(inside))
     return "".join((argument, name, *inside[:until]))
-
-
-def sizes_of(call: ExampleCall) -> tuple[int, ...] | None:
-    """Lengths of the dims of a call's tensors, and how many positions each has; ``None`` with a cache, which grows."""
-    sizes: list[int] = []
-
-    def note(value: Any) -> bool:
-        if isinstance(value, Tensor):
-            sizes.extend(value.shape)
-            sizes.append(value.shape[:2].numel())
-            return True
-        if isinstance(value, Mapping):
-            return all(map(note, value.values()))
-        if isinstance(value, list | tuple):
-            return all(map(note, value))
-        return opened(value) is None
-
-    return tuple(sizes) if note(tuple(call)) else None
 
 
 class Sizes:

@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import compress
 from operator import attrgetter
 from typing import Any
 
@@ -29,17 +30,18 @@ from lightning_autotp.applying.replace import BoundaryConversion, allow_runs, ap
 from lightning_autotp.capture.capture import CaptureError, ExampleCall, device_of, keep_values, meta_copy
 from lightning_autotp.capture.compiled_code import as_compiled
 from lightning_autotp.capture.garbage import relaxed_gc
-from lightning_autotp.capture.nested import tensors_in
+from lightning_autotp.capture.nested import map_tensors
 from lightning_autotp.layouts.names import join_names
 from lightning_autotp.layouts.places import Boundary
 from lightning_autotp.layouts.plan import ConversionPlan, SizePlan
 from lightning_autotp.layouts.types import Layout
 from lightning_autotp.operators.graph import Graph
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
+from lightning_autotp.parallel.logits import VocabParallelLogits
 from lightning_autotp.parameters.state import parallel_state
 from lightning_autotp.private.torch_private import (
+    compiled_in_place,
     has_values,
-    is_compiled_in_place,
     is_in_backward,
     tree_map_only,
     without_modes,
@@ -47,15 +49,13 @@ from lightning_autotp.private.torch_private import (
 from lightning_autotp.proving.attributes import AttributeWatch
 from lightning_autotp.proving.autocast import used_in
 from lightning_autotp.proving.call_kinds import (
+    Arguments,
     Asked,
     FewValues,
     Sizes,
     described,
     floats_of,
     full_ones_of,
-    integers_of,
-    kind_of,
-    sizes_of,
     surroundings,
     with_rows,
 )
@@ -236,40 +236,44 @@ class CallProver:
         self._heed(solution.graph)
         if len(self.examples) == 1:
             (call,) = self.examples
-            kind = self._kind(call, kind_of(call), bytes([True] * len(self.modules)))
+            arguments = Arguments(call)
+            kind = self._kind(call, arguments, bytes([True] * len(self.modules)))
             way = self._way(state.parts, solution, is_as_planned=True)
             if not self._told():
-                self._know(kind, self._sizes(call), way)
+                self._know(kind, self._sizes(arguments), way)
 
-    def prove(self, args: Any, kwargs: Any) -> Any:
+    def prove(self, call: ExampleCall) -> ExampleCall:
         """Before a forward of the model.
 
         Returns:
-            The model's arguments, where calls that go this way need them in another layout; else ``None``.
+            What the model is to be called with: logits that another parallel model has returned in parts are whole, and
+            where calls that go this way need an argument in another layout, it is.
 
         Raises:
             UnprovedCall: if the parts do not compute what the model does in a call like this.
             PeerError: on ranks where they do, if they do not on another one.
         """
         self.way, self.is_compared = None, False
-        call, state = ExampleCall(args, kwargs), parallel_state(self.model)
-        unknown: list[str] = []
-        arguments, is_traced = kind_of(call, unknown), _is_traced(call)
-        if unknown:
-            if arguments not in self.met and not is_traced:
-                self._meet(arguments)
-            self._say_unknown(unknown[0])
+        state, arguments = parallel_state(self.model), Arguments(call)
+        if arguments.has_logits_in_parts:
+            call = ExampleCall(*map_tensors(_whole, tuple(call)))
+            arguments = Arguments(call)
+        is_traced = not all(map(has_values, arguments.tensors))  # another trace is under way
+        if arguments.unknown:
+            if arguments.kind not in self.met and not is_traced:
+                self._meet(arguments.kind)
+            self._say_unknown(arguments.unknown[0])
             if state.gathers is not None and not is_traced:
                 state.gathers.use(False)
-            return None
-        modes, sizes = bytes(map(_TRAINING, self.modules)), self._sizes(call)
+            return call
+        modes, sizes = bytes(map(_TRAINING, self.modules)), self._sizes(arguments)
         # Together for all numbers in the arguments: each would bring as many sizes.
         kind = self._kind(call, arguments, modes)
         are_few = self.few_sizes.told(_but_for_numbers(kind), sizes) == sizes
         known = self.known.get(kind)
         way = known.way(sizes, are_few) if known is not None else None
         if way is None and not is_traced:
-            self._meet((arguments, modes, sizes))
+            self._meet((arguments.kind, modes, sizes))
             # The user's modes see what the model computes, not the traces.
             with (
                 without_modes(),
@@ -287,17 +291,17 @@ class CallProver:
         self._runs(way)
         self.way = way
         if way is None:
-            return None
+            return call
         state.parts = way.parts
         if known is not None and not is_traced and known.is_compared(self._stage_of(modes[0]), self._meet_in_stage):
             self.is_compared = True
             if modes[0] and torch.is_grad_enabled():
                 self.trained_with = _without_values(call)
         for change in way.inputs:
-            args, kwargs = change.before(self.model, args, kwargs)
+            call = ExampleCall(*change.before(self.model, *call))
         for size in way.sizes:
             size.set(self.model)
-        return (args, kwargs) if way.inputs else None
+        return call
 
     def _know(self, kind: tuple[Hashable, ...], sizes: tuple[int, ...] | None, way: Way) -> _Kind:
         """Note the way that a call of this kind and sizes goes."""
@@ -316,26 +320,26 @@ class CallProver:
             self.stage_begun, self.stage = now, self.stage + 1
         return self.stage
 
-    def _kind(self, call: ExampleCall, arguments: Hashable, modes: bytes) -> tuple[Hashable, ...]:
+    def _kind(self, call: ExampleCall, arguments: Arguments, modes: bytes) -> tuple[Hashable, ...]:
         """What a call is known by, but for its sizes; gradients and autocast come last."""
-        numbers = [*integers_of(call), *floats_of(call, self.numbers)]
-        told = tuple([(place, self.few.told(place, value)) for place, value in numbers])
+        numbers: list[tuple[str, list[Any]]] = [*arguments.integers.items(), *floats_of(call, self.numbers).items()]
+        told = tuple([(place, self.few.told(place, tuple(values))) for place, values in numbers])
         return (
-            arguments,
+            arguments.kind,
             told,
             self.questions.answers(call),
             tuple(full_ones_of(call, self.asked)),
             modes,
             self.configs.version(),
             self.attributes.changes(),
-            bytes(map(is_compiled_in_place, self.modules)) if self.compiling else b"",
+            compiled_in_place(self.modules) if self.compiling else b"",
             surroundings(device_of(self.model)),
         )
 
-    def _sizes(self, call: ExampleCall) -> tuple[int, ...] | None:
+    def _sizes(self, arguments: Arguments) -> tuple[int, ...] | None:
         """The sizes of a call that are to be told from others."""
         # A trace runs modules that are opaque, on the CPU: not for each size of a real batch.
-        return None if self.plan.opaque else sizes_of(call)
+        return None if self.plan.opaque else arguments.sizes
 
     def _heed(self, graph: Graph) -> None:
         """Know calls by what their code asked for in this trace, too."""
@@ -350,7 +354,7 @@ class CallProver:
         if not self.compiling:
             return []
         paths = [path for path, _ in self.original.named_modules()]
-        compiled = [path for path, module in zip(paths, self.modules, strict=True) if is_compiled_in_place(module)]
+        compiled = compress(paths, compiled_in_place(self.modules))
         return [path for path in compiled if any(not path or f"{at}.".startswith(f"{path}.") for at in self.compiling)]
 
     def _way(
@@ -375,7 +379,7 @@ class CallProver:
         """
         self.original.train()
         modes = bytes([True] * len(self.modules))
-        self.looked_at = {self._kind(call, kind_of(call), modes)[:-1] for call in self.examples}
+        self.looked_at = {self._kind(call, Arguments(call), modes)[:-1] for call in self.examples}
         return frozenset.intersection(*(self._used_in(dtype, device, call) for call in self.examples))
 
     def _used_in(
@@ -616,6 +620,5 @@ class _SizeOnWay:
             setattr(module, self.attribute, self.before.pop())
 
 
-def _is_traced(call: ExampleCall) -> bool:
-    """Whether it has no values: another trace is under way."""
-    return not all(map(has_values, tensors_in(tuple(call))))
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full() if isinstance(tensor, VocabParallelLogits) else tensor

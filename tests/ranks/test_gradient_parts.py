@@ -567,6 +567,13 @@ def steps(model: nn.Module) -> list[float]:
         numbers.append(torch.stack([gradient.detach().norm() for gradient in gradients]).norm().item())
         buffers = [torch.zeros_like(parameter.detach()).add_(parameter.grad) for parameter in model.parameters()]
         numbers.append(torch.stack([buffer.norm() for buffer in buffers]).norm().item())
+        buffers = [torch.zeros_like(parameter.detach()) for parameter in model.parameters()]
+        for lists in ([gradients, buffers], [buffers, gradients]):
+            torch._foreach_add_(*lists)
+        numbers.append(torch.stack([buffer.norm() for buffer in buffers]).norm().item())
+        doubled = torch._foreach_mul(gradients, 2.0)
+        numbers.append(torch.stack([gradient.norm() for gradient in doubled]).norm().item())
+        assert all(parameter.type_as(parameter.grad) is parameter for parameter in model.parameters())
         numbers.append(torch.stack([gradient.abs().sum() for gradient in gradients]).sum().item())
         numbers.append(float(torch.stack([torch.isnan(gradient).any() for gradient in gradients]).any()))
         numbers.append(

@@ -19,9 +19,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, PreTrainedModel
 
 from lightning_autotp import PeerError, UnprovedCall, parallelize
+from lightning_autotp.capture.capture import ExampleCall
 from lightning_autotp.parallel import TPGroup
 from lightning_autotp.private.distributed_private import default_store
 from lightning_autotp.proving import new_calls
+from lightning_autotp.proving.call_kinds import Arguments
 from lightning_autotp.ranks import meeting
 
 
@@ -228,7 +230,9 @@ def test_what_is_set_in_the_config_reaches_every_copy_of_it() -> None:
 
 
 def test_kinds_of_calls() -> None:
-    kind = new_calls.kind_of
+    def kind(value: Any) -> Any:
+        return Arguments(ExampleCall((value,), {})).kind
+
     ids = torch.zeros(2, 9, dtype=torch.long)
     assert kind({"ids": ids}) == kind({"ids": torch.ones(3, 4, dtype=torch.long)})
     assert kind({"ids": ids}) == kind({"ids": ids[:1]})

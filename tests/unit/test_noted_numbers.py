@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lightning_autotp.capture.capture import ExampleCall, capture
 from lightning_autotp.capture.noted_numbers import NotedFloat, NotedInt, Notes, plain
 from lightning_autotp.operators.questions import Question
-from lightning_autotp.proving.call_kinds import Asked, FewValues, Sizes, integers_of, kind_of
+from lightning_autotp.proving.call_kinds import Arguments, Asked, FewValues, Sizes
 
 SEVEN, HALF = "[0][0]", "[0][1]"
 
@@ -184,9 +184,13 @@ class Options:
 def test_integers_are_told_by_where_they_are_and_those_of_lists_together() -> None:
     given = (torch.ones(2), 3, [4, [5, {"a": 6}]]), {"task": {"is": 7, "no": True}, "more": Options(8, (9, 10))}
     with torch.no_grad():
-        told = integers_of(ExampleCall(*given))
-    assert told == [("[1]", (3,)), ("[2]", (4, 5, 6)), ("task['is']", (7,))]
-    assert integers_of(ExampleCall(*given)) == [*told, ("more.task", (8,)), ("more.sizes", (9, 10))]
+        told = Arguments(ExampleCall(*given)).integers
+    assert told == {"[1]": [3], "[2]": [4, 5, 6], "task['is']": [7]}
+    assert Arguments(ExampleCall(*given)).integers == told | {"more.task": [8], "more.sizes": [9, 10]}
+
+    def kind_of(value: Any) -> Any:
+        return Arguments(ExampleCall((value,), {})).kind
+
     assert kind_of([[1, 0], 3]) != kind_of([[1, 3], 3]) == kind_of([[1, 4], 5])
     assert kind_of([0, 1, 2, 3, 4]) == kind_of([4, 3, 2, 1, 0]) != kind_of([4, 3, 2, 1])
 
