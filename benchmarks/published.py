@@ -83,7 +83,9 @@ class Row:
         return self.passes * self.rows * self.length / self.ranks / self.tokens_per_second
 
 
-def gpt(hidden: int, layers: int, heads: int, length: int, words: int, *, fused_attention: bool = True) -> dict[str, Any]:
+def gpt(
+    hidden: int, layers: int, heads: int, length: int, words: int, *, fused_attention: bool = True
+) -> dict[str, Any]:
     """A GPT; without fused attention also with the dropout that was usual then."""
     dropout = 0.0 if fused_attention else 0.1
     return {
@@ -218,9 +220,7 @@ class Planner:
             batch, plan = language_model_inputs(model), None
             if row.ranks > 1:
                 tokens = row.rows, row.length
-                plan, _ = make_plan(
-                    model, row.ranks, tokens_per_step=tokens, sequence_parallel=row.sequence_parallel
-                )
+                plan, _ = make_plan(model, row.ranks, tokens_per_step=tokens, sequence_parallel=row.sequence_parallel)
             local = local_model(model, plan, 0 if plan is None else fullest_rank(plan))
             if recomputed:
                 checkpoint_blocks(local)

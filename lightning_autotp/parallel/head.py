@@ -27,7 +27,8 @@ class VocabParallelHead(ColumnParallelLinear):
         self.note_run()
         # No gradient of the weight is left for later: the loss computes it with the logits.
         hidden = input if self.input_is_replicated else replicate(input, self.group, ())
-        return VocabParallelLogits.of_product(HeadProduct.of(hidden, self.weight, self.bias), self.ownership, self.group)
+        product = HeadProduct.of(hidden, self.weight, self.bias)
+        return VocabParallelLogits.of_product(product, self.ownership, self.group)
 
     def compute_at_once(self) -> None:
         """Become a layer that computes its output where it runs, for weights that are there only meanwhile."""

@@ -39,9 +39,9 @@ def figures_of_made_up_times(rank: int, size: int) -> tuple[dict[str, float], se
         return LATENCY + (crossed * (size - 1) / size * bytes_of / LINK if bytes_of > 1024 else 0.0)
 
     names = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
-    with mock.patch.multiple(dist, **{name: noted(name) for name in names}):
-        with mock.patch.object(measuring, "_seconds", seconds):
-            return measuring._figures("cpu", size), {name for name, _ in timed}
+    collectives = mock.patch.multiple(dist, **{name: noted(name) for name in names})
+    with collectives, mock.patch.object(measuring, "_seconds", seconds):
+        return measuring._figures("cpu", size), {name for name, _ in timed}
 
 
 def test_links_are_what_gathers_and_scatters_reach_and_an_all_reduce_takes_so_many_passes() -> None:
