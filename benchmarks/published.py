@@ -212,19 +212,21 @@ class Planner:
         ]
 
     def _rehearsal(self, row: Row, recomputed: bool) -> Any:
-        key = repr((row.sizes, row.ranks, row.rows, row.length, row.sequence_parallel, recomputed))
+        planned = row.ranks > 1 and (row.ranks, row.rows, row.sequence_parallel)
+        key = repr((row.sizes, row.length, planned, recomputed))
         if key not in self._rehearsed:
             sizes = {**row.sizes, "num_hidden_layers": 1} if self.tiny else dict(row.sizes)
             with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(AutoConfig.for_model(row.family, **sizes))
+                config = AutoConfig.for_model(row.family, **sizes)
+                model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
             batch, plan = language_model_inputs(model), None
-            if row.ranks > 1:
+            if planned:
                 tokens = row.rows, row.length
                 plan, _ = make_plan(model, row.ranks, tokens_per_step=tokens, sequence_parallel=row.sequence_parallel)
             local = local_model(model, plan, 0 if plan is None else fullest_rank(plan))
             if recomputed:
                 checkpoint_blocks(local)
-            self._rehearsed[key] = rehearse(local, one_row(model, batch, row.length))
+            self._rehearsed[key] = rehearse(local, one_row(model, batch, row.length), precision="bf16-true")
         return self._rehearsed[key]
 
 
@@ -239,6 +241,8 @@ context parallelism and float8, and with all sizes known. Of Megatron-LM's table
 a copy are taken for one pass. Its times are worked out of TFLOP/s and the formula of
 [Korthikanti et al.](https://arxiv.org/abs/2205.05198); those of torchtitan and NeMo out of tokens per second.
 
+* All of it is in bfloat16 here (`bf16-true`), as activations are in all sources: under autocast this package keeps
+  hidden states in float32, and sends them so.
 * *TP x copies*: copies as FSDP2 shards them, whatever the source shards.
 * *rows*: of a pass of one copy, times passes of a step, times tokens of a row.
 * *again*: what the backward pass computes again. Which operators, the planner cannot say; where it is some of them, it
