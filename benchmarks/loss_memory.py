@@ -3,9 +3,10 @@
     python benchmarks/loss_memory.py                  # 8,192 tokens x 128,256 words, four processes, some minutes
     python benchmarks/loss_memory.py --hidden 512
 
-FSDP2 gathers the head of each copy for the forward and the backward pass. Counted is what the system says of the whole
-process (resident memory at most, in a forward and backward pass), less what it had before there was a model. It needs
-Linux, and no GPU.
+FSDP2 gathers the head of each copy for the forward and the backward pass. The loss, a sum or a mean, has its gradients
+made in the forward pass, so the parts are there then; in the backward pass FSDP2 sums the gradients over the copies.
+Counted is what the system says of the whole process (resident memory at most, in each pass), less what it had before
+there was a model. It needs Linux, and no GPU.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from lightning_autotp import parallelize
 RANKS, ROWS = 2, 4
 
 
-def measure(copies: int, tokens: int, words: int, hidden: int) -> int:
-    """Bytes at most of this process. Collective."""
+def measure(copies: int, tokens: int, words: int, hidden: int) -> tuple[int, int]:
+    """Bytes at most of this process in the forward and in the backward pass. Collective."""
     before = _status("VmRSS")
     mesh = init_device_mesh("cpu", (copies, RANKS), mesh_dim_names=("data", "tensor"))
     config = AutoConfig.for_model(
@@ -51,9 +52,13 @@ def measure(copies: int, tokens: int, words: int, hidden: int) -> int:
     model(input_ids=short, labels=short, use_cache=False).loss.backward()  # what is made once, is
     model.zero_grad()
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # the most is counted from here
-    model(input_ids=batch, labels=batch, use_cache=False).loss.backward()
-    return _status("VmHWM") - before
+    clear = Path("/proc/self/clear_refs")
+    clear.write_text("5")  # the most is counted from here
+    loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+    forward = _status("VmHWM") - before
+    clear.write_text("5")
+    loss.backward()
+    return forward, _status("VmHWM") - before
 
 
 def _status(name: str) -> int:
@@ -86,15 +91,18 @@ def main(tokens: int = 8192, words: int = 128_256, hidden: int = 256) -> None:
         hidden: width of the model, which has one layer.
     """
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**20)  # memory that is freed is given back
-    found = []
+    found: list[tuple[int, ...]] = []
     for copies in (1, 2):
         with tempfile.TemporaryDirectory() as directory:
             results = mp.get_context("spawn").SimpleQueue()
             mp.spawn(_rank, (copies, (tokens, words, hidden), directory, results), nprocs=copies * RANKS)
-            found.append(max(results.get() for _ in range(copies * RANKS)))
-        print(f"{copies} x {RANKS} ranks: {found[-1] / 2**20:,.0f} MiB", flush=True)
+            of_ranks = [results.get() for _ in range(copies * RANKS)]
+        found.append(tuple(max(passes) for passes in zip(*of_ranks, strict=True)))
+        forward, backward = (size / 2**20 for size in found[-1])
+        print(f"{copies} x {RANKS} ranks: forward {forward:,.0f} MiB, backward {backward:,.0f} MiB", flush=True)
+    forward, backward = (several / one for one, several in zip(*found, strict=True))
     logits = 4 * tokens * words / RANKS / 2**20
-    print(f"with copies {found[1] / found[0]:.2f} times as much; a rank's logits alone would be {logits:,.0f} MiB")
+    print(f"with copies {forward:.2f} and {backward:.2f} times as much; a rank's logits would be {logits:,.0f} MiB")
 
 
 if __name__ == "__main__":

@@ -56,6 +56,7 @@ def test_memory_of_the_loss_with_copies() -> None:
     lines = run("loss_memory.py", "--tokens", "64", "--words", "512", "--hidden", "64").splitlines()
     assert [line.partition(":")[0] for line in lines[-3:-1]] == ["1 x 2 ranks", "2 x 2 ranks"]
     assert 0.1 < float(lines[-1].removeprefix("with copies ").partition(" ")[0]) < 10
+    assert lines[-1].endswith(f"a rank's logits would be {4 * 64 * 512 / 2 / 2**20:,.0f} MiB")
 
 
 def test_what_a_layer_sends(tmp_path: Path) -> None:
