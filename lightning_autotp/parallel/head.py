@@ -9,6 +9,7 @@ from lightning_autotp.building.float8 import float8_of
 from lightning_autotp.parallel.head_product import HeadProduct
 from lightning_autotp.parallel.linear import ColumnParallelLinear
 from lightning_autotp.parallel.logits import VocabParallelLogits
+from lightning_autotp.parallel.overlap import replicate
 from lightning_autotp.private.torch_private import ModuleHooks, has_values
 
 
@@ -24,7 +25,9 @@ class VocabParallelHead(ColumnParallelLinear):
         if not has_values(input) or torch.compiler.is_compiling():
             return super().forward(input)
         self.note_run()
-        product = HeadProduct.of(self.replicated(input), self.weight, self.bias)
+        # No gradient of the weight is left for later: the loss computes it with the logits.
+        hidden = input if self.input_is_replicated else replicate(input, self.group, ())
+        product = HeadProduct.of(hidden, self.weight, self.bias)
         return VocabParallelLogits.of_product(product, self.ownership, self.group)
 
     def compute_at_once(self) -> None:

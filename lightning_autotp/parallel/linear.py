@@ -171,15 +171,12 @@ class ColumnParallelLinear(nn.Linear, NotesRuns):
     def forward(self, input: Tensor) -> Tensor:
         """``[batch, ..., in] -> [batch, ..., out/tp]``; see the class for the flags. Collective."""
         self.note_run()
-        input = self.replicated(input)
+        if not self.input_is_replicated:
+            input = replicate(input, self.group, (self,))
         output = product(input, self, self.group)
         if self.gather_output:
             output = all_gather(output, self.group, Shard(((output.dim() - 1, self.ownership),)))
         return output
-
-    def replicated(self, input: Tensor) -> Tensor:
-        """The input as the product takes it, Replicate: ``[batch, ..., in]``. Collective as the flags say."""
-        return input if self.input_is_replicated else replicate(input, self.group, (self,))
 
     def extra_repr(self) -> str:
         """What ``repr`` shows: whole and local sizes, and the flags."""

@@ -186,7 +186,8 @@ def step_time(
     others = max((work.others.fixed_bytes + rows * work.others.bytes) / bandwidth, work.others.count * LAUNCH)
     within = machine.between(ranks)
     tensor_parallel = sum(
-        count * within.collective(kind, rows * size, ranks) for (kind, size), count in work.collectives.items()
+        count * within.collective(kind, size if is_fixed else rows * size, ranks)
+        for (kind, size, is_fixed), count in work.collectives.items()
     )
     shards = copies // replicas
     moved = rehearsal.update_work.others

@@ -50,7 +50,6 @@ def measure(processes: int, device: Literal["auto", "cpu", "cuda"] = "auto") -> 
         memory=float(memory),
         reserved=float(2e9 if kind == "cuda" else 0.5e9),
         reached=1.0,
-        all_reduce_passes=2.0,
         network_bandwidth=figures["link_bandwidth"],
         network_latency=figures["latency"],
         host_memory=float(psutil.virtual_memory().total),
@@ -81,18 +80,23 @@ def _figures(kind: str, ranks: int) -> dict[str, float]:
         x = torch.ones(width, width, device=kind, dtype=dtype)
         return 2 * width**3 / _seconds(lambda: x @ x, kind)
 
-    moved = torch.ones((256 if kind == "cuda" else 64) * _MEBIBYTES // 4, device=kind)
+    part = torch.ones((256 if kind == "cuda" else 64) * _MEBIBYTES // 4 // ranks, device=kind)
+    moved = part.repeat(ranks)
     small = torch.ones(8, device=kind)
     latency = _seconds(lambda: dist.all_reduce(small), kind)
-    seconds = _seconds(lambda: dist.all_reduce(moved), kind)
-    # In a ring an all-reduced byte crosses a link twice, but for the share that a rank has already.
-    sent = 2 * (ranks - 1) / ranks * moved.nbytes
+    gathered = _seconds(lambda: dist.all_gather_into_tensor(moved, part), kind)
+    scattered = _seconds(lambda: dist.reduce_scatter_tensor(part, moved), kind)
+    reduced = _seconds(lambda: dist.all_reduce(moved), kind)
+    # A byte crosses a link once to be gathered and once to be scattered, but for the share that a rank has already.
+    sent = (ranks - 1) / ranks * moved.nbytes
+    link = 2 * sent / max(gathered + scattered - 2 * latency, 1e-9)
     return {
         "peak_bf16": rate(torch.bfloat16),
         "peak_fp32": rate(torch.float32),
         "memory_bandwidth": 2 * moved.nbytes / _seconds(lambda: moved.clone(), kind),
-        "link_bandwidth": sent / max(seconds - latency, 1e-9),
+        "link_bandwidth": link,
         "latency": latency,
+        "all_reduce_passes": max(reduced - latency, 1e-9) * link / sent,
         **(_host(moved) if kind == "cuda" else {}),
     }
 

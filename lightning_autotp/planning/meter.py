@@ -58,7 +58,8 @@ class Ran(NamedTuple):
         bytes: that it read and wrote; of a collective, of the whole tensor.
         flops: of a product; ``None`` for any other operator.
         collective: which one it is; empty if it is none.
-        is_fixed: whether it reads parameters alone, so that it takes the same for any batch.
+        is_fixed: whether it reads parameters alone, or sends what is shaped as gathered ones are (their gradients), so
+            that it takes the same for any batch.
         is_host_copy: whether it copies to host memory, or from there.
     """
 
@@ -97,9 +98,9 @@ class Work:
         return Others.of(one for one in self.ran if one.is_host_copy)
 
     @cached_property
-    def collectives(self) -> Counter[tuple[Collective, int]]:
-        """By kind and bytes of the whole tensor, how often one ran."""
-        return Counter((one.collective, one.bytes) for one in self.ran if one.collective)
+    def collectives(self) -> Counter[tuple[Collective, int, bool]]:
+        """By kind, bytes of the whole tensor and whether these are the same for any batch, how often one ran."""
+        return Counter((one.collective, one.bytes, one.is_fixed) for one in self.ran if one.collective)
 
     @property
     def flops(self) -> float:
@@ -154,6 +155,7 @@ class Meter(TorchDispatchMode):
         self.casts: dict[str, dict[int, int]] = {}
         self.place = ""
         self._left: list[weakref.ref[Tensor]] = []  # what the last block returned
+        self._gathered: set[torch.Size] = set()  # shapes of parameters that were
         self.live: Counter[Label] = Counter()
         self._alive: dict[int, tuple[Label, int, Any]] = {}
         self.restart_peaks()
@@ -276,7 +278,10 @@ class Meter(TorchDispatchMode):
         if name in _COLLECTIVES:
             kind = _COLLECTIVES[name]
             whole = operands[0] if kind == "reduce_scatter" else results[0]
-            self.work.ran.append(ran(whole.numel() * whole.itemsize, collective=kind))
+            if of_parameters:
+                self._gathered.add(whole.shape)
+            is_fixed = whole.shape in self._gathered
+            self.work.ran.append(ran(whole.numel() * whole.itemsize, collective=kind, is_fixed=is_fixed))
             return
         # The processor's attention, and what adds a product in place, do what others do.
         count = _FLOPS.get(name.removesuffix("_").replace("_for_cpu", ""))

@@ -60,9 +60,9 @@ def timeline(
     def seconds(ran: Ran) -> float:
         if ran.flops is not None:
             return product_time(machine, rows * ran.flops, ran.bytes, in_bf16)
-        if ran.collective:
-            return within.collective(ran.collective, rows * ran.bytes, ranks)
         moved = ran.bytes if ran.is_fixed else rows * ran.bytes
+        if ran.collective:
+            return within.collective(ran.collective, moved, ranks)
         return total.others * moved / max(work.others.fixed_bytes + rows * work.others.bytes, 1)
 
     spans: list[Span] = []

@@ -42,6 +42,23 @@ def test_steps_beside_the_peers(tmp_path: Path) -> None:
     assert page.with_suffix(".png").stat().st_size > 10_000
 
 
+def test_published_times(tmp_path: Path) -> None:
+    page = tmp_path / "published-times.md"
+    run("published.py", "--page", page, "--only", "[GPT 7.1B, GPT 22B]", "--tiny", "true")
+    rows = [line for line in page.read_text().splitlines() if line.startswith("| GPT")]
+    assert len(rows) == 3
+    assert all("(http" in row and " s |" in row and "%" in row for row in rows)
+    assert [" to " in row for row in rows] == [False, False, True]  # where only some operators are computed again
+
+
+@pytest.mark.nightly
+def test_memory_of_the_loss_with_copies() -> None:
+    lines = run("loss_memory.py", "--tokens", "64", "--words", "512", "--hidden", "64").splitlines()
+    assert [line.partition(":")[0] for line in lines[-3:-1]] == ["1 x 2 ranks", "2 x 2 ranks"]
+    assert 0.1 < float(lines[-1].removeprefix("with copies ").partition(" ")[0]) < 10
+    assert lines[-1].endswith(f"a rank's logits would be {4 * 64 * 512 / 2 / 2**20:,.0f} MiB")
+
+
 def test_what_a_layer_sends(tmp_path: Path) -> None:
     page = tmp_path / "real-sizes.md"
     run("real_sizes.py", "--page", page, "--only", "[Llama]")

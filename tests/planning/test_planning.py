@@ -22,11 +22,12 @@ from lightning_autotp.capture.capture import language_model_inputs
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.planning.estimate import LAUNCH, host_memory, memory, step_time
 from lightning_autotp.planning.machines import Machine, known_machines
-from lightning_autotp.planning.meter import Ran, Work
+from lightning_autotp.planning.meter import Meter, Ran, Work
 from lightning_autotp.planning.overview import Overview, look_over
 from lightning_autotp.planning.recommend import Choice, Recommendation
 from lightning_autotp.planning.rehearsal import Rehearsal, RehearsalError, local_model, one_row, rehearse
 from lightning_autotp.planning.report import python_lines, reasons, table, yaml_lines
+from lightning_autotp.private.fake_tensors_private import RememberingFakeTensorMode
 from lightning_autotp.solving.options import PlanOptions
 
 H100 = Machine.of("16xh100")
@@ -161,6 +162,22 @@ def test_time_is_counted_by_kind() -> None:
     assert time.largest == "products"
     many = replace(REHEARSAL, work=Work([Ran("aten.mm", "", 1, 1.0)] * 100 + [Ran("aten.add", "", 0)] * 1000))
     assert step_time(many, H100, 1).total == pytest.approx(1100 * LAUNCH + 6e9 / 2.9e12)
+
+
+def test_gathered_parameters_are_sent_once_whatever_the_rows() -> None:
+    sends = torch.ops._c10d_functional
+    with RememberingFakeTensorMode():
+        local = nn.Linear(8, 6, bias=False)
+        with Meter(local) as meter, torch.no_grad():
+            hidden = sends.all_gather_into_tensor(torch.empty(3, 8), 2, "")
+            whole = sends.all_gather_into_tensor(local.weight.to(torch.bfloat16), 2, "")
+            sends.reduce_scatter_tensor(torch.empty_like(whole), "sum", 2, "")
+            sends.reduce_scatter_tensor(torch.empty_like(hidden), "sum", 2, "")
+    assert [one.is_fixed for one in meter.work.ran if one.collective] == [False, True, True, False]
+    time = step_time(replace(REHEARSAL, work=meter.work), H100, 2, rows=5).tensor_parallel
+    of_rows, fixed = 5 * 6 * 8 * 4, 12 * 8 * 2
+    sent = [H100.profile.collective("all_gather", size, 2) for size in (of_rows, fixed)]
+    assert time == pytest.approx(2 * sum(sent), rel=1e-9)
 
 
 def test_what_goes_to_the_host_and_back_takes_time() -> None:
