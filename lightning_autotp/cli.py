@@ -36,6 +36,7 @@ def plan(  # noqa: D417 (the other options are PlanOptions')
     quantize: Literal["nf4", "fp4", "int8"] | None = None,
     auto_class: str | None = None,
     example: Path | None = None,
+    device: Literal["cpu", "cuda"] = "cpu",
     details: bool = False,
     json: Path | None = None,
     html: Path | None = None,
@@ -59,6 +60,7 @@ def plan(  # noqa: D417 (the other options are PlanOptions')
         quantize: how bitsandbytes quantizes the linear layers that the adapters are on (QLoRA).
         auto_class: class of transformers that builds the model; the one that its configuration names by default.
         example: a batch as the training step passes it, as a .pt or .json file; made up for language models.
+        device: where the model will run, for code that asks; no GPU is needed, but torch for CUDA.
         details: also say what changes in calls, and why each tensor that stays whole does.
         json: file to write the plan to, for AutoTPStrategy(plan=...).
         html: file to write a page to: the model, a block, memory, a step in time, other sizes.
@@ -105,6 +107,7 @@ def plan(  # noqa: D417 (the other options are PlanOptions')
                 memory=memory,
                 sequence_parallel=sequence_parallel,
                 traced_with=batch.source,
+                device=device,
             )
             result, _ = plan_with(skeleton, tp, batch.inputs, options)
         asked = meant(why, [parameter.names for parameter in result.parameters], "why") if why is not None else ()

@@ -102,14 +102,18 @@ class AutoTPTrainerMixin(TrainerSteps):
             alone.process_index = own
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *others: Any) -> Tensor:
-        """A step on a batch, which is compared over the ranks first, and so are the random generators. Collective.
+        """A step on a batch, which is compared over the ranks first, and so are the random generators; its loss later.
+
+        Collective.
 
         Raises:
             RuntimeError: on every rank, if any two ranks differ.
         """
         self.given.note(inputs, f"a batch of step {self.state.global_step}")
         self.given.compare()
-        return super().training_step(model, inputs, *others)
+        loss = super().training_step(model, inputs, *others)
+        self.given.note_loss(loss)
+        return loss
 
     def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *others: Any, **options: Any) -> Any:
         """The same for evaluation and prediction.

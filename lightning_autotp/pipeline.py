@@ -68,6 +68,7 @@ def make_plan(  # noqa: D417 (the options are PlanOptions')
     profile: Profile | None = None,
     memory: float | None = None,
     sequence_parallel: bool | Literal["auto"] = False,
+    device: torch.device | str | None = None,
 ) -> tuple[Plan, Solution]:
     """Work out how to split a model: no weights, no process group, no GPU needed.
 
@@ -79,6 +80,9 @@ def make_plan(  # noqa: D417 (the options are PlanOptions')
         example_inputs: one batch as the training step passes it; not needed for a language model with ``input_ids``.
             A list of batches (mappings, or tuples of positional arguments) that go different ways through the model,
             where no single one reaches all of it.
+        device: where the model will run, for code that asks, such as ``"cuda"``; by default where its parameters are,
+            and the CPU for those on meta. No such device need be there, but a build of torch for it; without one the
+            code for the CPU is traced, and the plan says so.
 
     Returns:
         The plan, and the solver's solution behind it.
@@ -97,6 +101,7 @@ def make_plan(  # noqa: D417 (the options are PlanOptions')
         profile=profile,
         memory=memory,
         sequence_parallel=sequence_parallel,
+        device=str(device or ""),
     )
     return plan_with(model, tensor_parallel_size, example_inputs, options)
 
@@ -108,7 +113,7 @@ def plan_with(
     refuse_unfit(model)
     inputs, options = _example(model, example_inputs, options)
     with relaxed_gc():
-        return feasible_plan(model, trace(model, inputs), inputs, tensor_parallel_size, options)
+        return feasible_plan(model, trace(model, inputs, device=options.device), inputs, tensor_parallel_size, options)
 
 
 def refuse_unfit(model: nn.Module) -> None:

@@ -25,8 +25,8 @@ def says_plan(model: nn.Module) -> Iterator[None]:
     if plan.ranks == 1:
         _say(f"{name} is not divided: there is one tensor-parallel rank (devices=1, or as many copies as devices)")
         return
-    traced = f", traced with {plan.traced_with}" if plan.traced_with else ""
-    _say(f"planned and proved {name} for {plan.ranks} tensor-parallel ranks in {perf_counter() - began:.1f} s{traced}")
+    took = f"{perf_counter() - began:.1f} s"
+    _say(f"planned and proved {name} for {plan.ranks} tensor-parallel ranks in {took}, {plan.traced}")
     _say(f"{plan.summary}; model.autotp.plan.table() has the details")
     if plan.memory_limit:
         _say(plan.of_memory)

@@ -129,7 +129,7 @@ def capture(
             training mode, where it cannot be traced for another reason.
         training: whether all modules run in training mode; otherwise each in the mode that it is in.
         device: where tensors seem to be, for code that asks; by default where the parameters are, and the CPU for
-            those on meta.
+            those on meta. Also the CPU, where this build of torch has no such devices: :attr:`Graph.device` says it.
 
     Returns:
         The graph, with module boundaries marked and operators that compute nothing left out.
@@ -260,6 +260,9 @@ def _capture(
     until_failure: bool = False,
 ) -> Graph:
     fake, seeming = RememberingFakeTensorMode(functional=(RECORD,)), torch.device(device or device_of(model))
+    there = torch.accelerator.current_accelerator()  # of the build, whether or not there is one in this machine
+    if there is None or seeming.type != there.type:
+        seeming = torch.device("cpu")  # autograd ends the process for tensors of a device that it was not built for
     real: dict[int, Tensor] = {}
 
     def stand_in(value: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from lightning_autotp.layouts.places import Boundary
 from lightning_autotp.optimizers.stepping import steps_some_of
 from lightning_autotp.optimizers.whole_states import whole_states
 from lightning_autotp.parameters.state import parallel_state
-from lightning_autotp.parameters.whole_tensors import whole_tensors
+from lightning_autotp.parameters.whole_tensors import whole_gradients, whole_tensors
 from lightning_autotp.private.torch_private import has_values, is_compiled_itself, is_in_backward, without_modes
 from lightning_autotp.ranks.fingerprints import Difference, Fingerprints
 
@@ -87,6 +87,8 @@ class ComparedValues:
             return
         self._waits_for_gradients = False
         with without_modes():
+            for name, gradient in whole_gradients(self.model):
+                self._backward.note(f"the gradient of {name}", gradient)
             for name, state in whole_states(self.model, optimizer):
                 self._backward.note(name, state)
             self._refuse(self._backward.compare(parallel_state(self.model).group.process_group))

@@ -304,6 +304,9 @@ class Plan:
         priced_for: the size of the step that it is the cheapest for, and who said so.
         gap: the share of a step's price that another plan could save at most; 0 where this is the cheapest.
         traced_with: where the call that was traced comes from.
+        device: the type of device that the model was to run on.
+        traced_on: the type of device that the traced tensors seemed to be on: another one where the build of torch that
+            traced has no such devices.
         kept_parts: attributes of modules that are this rank's part of a tensor after a forward.
         whole_tokens: where sequence parallelism was asked for, and tokens are still whole: where, if
             elsewhere they are; else why.
@@ -330,6 +333,8 @@ class Plan:
     priced_for: str = ""
     gap: float = 0.0
     traced_with: str = ""
+    device: str = ""
+    traced_on: str = ""
     whole_tokens: tuple[str, ...] = ()
     kept_parts: tuple[str, ...] = ()
     divided_work: float = -1.0
@@ -373,6 +378,8 @@ class Plan:
                 priced_for=data["priced_for"],
                 gap=data["gap"],
                 traced_with=data["traced_with"],
+                device=data.get("device", ""),
+                traced_on=data.get("traced_on", ""),
                 whole_tokens=tuple(data["whole_tokens"]),
                 kept_parts=tuple(data.get("kept_parts", ())),
                 divided_work=data.get("divided_work", -1.0),
@@ -422,6 +429,17 @@ class Plan:
             f" {whole} of {len(self.parameters)} tensors stay whole; rank 0 stores"
             f" {in_units(self.bytes(0))} of {in_units(self.whole_bytes)}; {calls} collectives in a step"
         )
+
+    @property
+    def traced(self) -> str:
+        """What was traced, and as on which device, in one line."""
+        on = f", as on {self.traced_on}" if self.traced_on else ""
+        if self.device != self.traced_on:
+            on += (
+                f" and not as on {self.device}, which that build of torch does not have: code that asks for its device"
+                " may run otherwise there"
+            )
+        return f"traced with {self.traced_with}{on}"
 
     @property
     def of_memory(self) -> str:
@@ -520,7 +538,7 @@ class Plan:
         if self.memory_limit:
             yield self.of_memory
         if self.traced_with:
-            yield f"traced with {self.traced_with}"
+            yield self.traced
 
     def _tokens(self) -> Iterator[str]:
         if self.shards_sequence:

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from itertools import islice
 from typing import Any
 
 import torch
@@ -29,7 +28,6 @@ from lightning_autotp.ranks.agreement import largest_of_all
 from lightning_autotp.ranks.consistency import ReplicaConsistency
 from lightning_autotp.ranks.drift import Drift
 from lightning_autotp.ranks.extremes import LOWEST
-from lightning_autotp.ranks.losses import Losses
 
 
 class BatchBoundarySync:
@@ -47,12 +45,11 @@ class BatchBoundarySync:
         self, trainer: Trainer, group: dist.ProcessGroup, copies: dist.ProcessGroup, device: torch.device, checked: int
     ) -> None:
         self._trainer, self._group = trainer, group
-        self._consistency = ReplicaConsistency(group, device) if group.size() > 1 else None
+        drifts = Drift(self._whole_tensors), Drift(self._whole_states)
+        self._consistency = ReplicaConsistency(group, device, drifts) if group.size() > 1 else None
         self._copies, self._copy, self._checked = copies.size(), copies.rank(), checked
         self._loop: tuple[Any, ...] = ()
         self._seen = Counter[int]()  # by dataloader
-        self._losses, self._where = Losses(), ""
-        self._drifts = Drift(self._whole_tensors), Drift(self._whole_states)
 
     def __call__(self, asked: Sequence[bool] = (), everyone: bool = True) -> list[bool]:
         """Which of several questions any rank answers with yes. Collective, over every rank or one copy's.
@@ -69,18 +66,11 @@ class BatchBoundarySync:
         numbers = [int(answer) for answer in asked]
         if self._consistency is not None:
             copies, copy = (self._copies, self._copy) if everyone else (1, 0)
-            drifts = [drift.bounds() for drift in self._drifts]
-            own = self._consistency.fingerprint(), self._losses.bounds(), *drifts
-            for said in own:
-                numbers += [*len(said) * copy * [LOWEST], *said, *len(said) * (copies - copy - 1) * [LOWEST]]
+            own = self._consistency.numbers()
+            numbers += [*len(own) * copy * [LOWEST], *own, *len(own) * (copies - copy - 1) * [LOWEST]]
         largest = largest_of_all(numbers, group)
         if self._consistency is not None:
-            rest = iter(largest[len(asked) :])
-            fingerprints, losses, *drifts_of_all = [list(islice(rest, len(said) * copies)) for said in own]
-            self._consistency.settle(fingerprints, group)
-            for drift, of_all in zip(self._drifts, drifts_of_all, strict=True):
-                drift.settle(of_all, group)  # it says what, where a loss only says that something is
-            self._losses.settle(losses, group)
+            self._consistency.settle(largest[len(asked) :], group)
         return [bool(answer) for answer in largest[: len(asked)]]
 
     def note(self, batch: Any, dataloader_idx: int) -> None:
@@ -106,7 +96,7 @@ class BatchBoundarySync:
     def note_loss(self, loss: Tensor) -> None:
         """Note a loss of which gradients are about to be computed. Not collective."""
         if self._consistency is not None:
-            self._losses.note(loss, self._where)
+            self._consistency.note_loss(loss)
 
     def noting(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """A step's arguments, where what it reads from an iterator (``training_step(dataloader_iter)``) is noted."""
@@ -118,14 +108,11 @@ class BatchBoundarySync:
         assert self._consistency is not None
         trainer = self._trainer
         assert trainer.state.stage is not None
-        self._losses.begin_batch()
-        self._where = (
+        self._consistency.note(
+            batch,
             f"batch {number} of the {trainer.state.stage.value} data (dataloader {dataloader_idx}, epoch"
-            f" {trainer.current_epoch}, step {trainer.global_step})"
+            f" {trainer.current_epoch}, step {trainer.global_step})",
         )
-        self._consistency.note(batch, self._where)
-        for drift in self._drifts:
-            drift.note()
 
     def _whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
         for model, _ in parallel_models(self._trainer.lightning_module):

@@ -239,8 +239,10 @@ class AutoTPFabricStrategy(AutoTPBase, _ModelParallelStrategy):
         )
 
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        """Compute gradients."""
+        """Compute gradients of a loss, which the ranks compare with later batches."""
         self.passed()
+        if self._notes is not None:
+            self._notes.note_loss(tensor)
         super().backward(tensor, module, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:

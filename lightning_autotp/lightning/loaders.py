@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.seed import pl_worker_init_function
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_autotp.private.torch_private import LoaderOfLoader
 from lightning_autotp.ranks.consistency import ReplicaConsistency
@@ -49,6 +49,10 @@ class CountedNotes:
         self._noted, self._number = self._noted + 1, number
         if self._noted <= MOST:
             self._consistency.note(batch, where)
+
+    def note_loss(self, loss: Tensor) -> None:
+        """Note a loss, which is compared with what is compared after the next batch. Not collective."""
+        self._consistency.note_loss(loss)
 
     def called(self, in_training: bool) -> None:
         """A model is about to be called: compare, or leave that to the optimizer's step. Collective over the group.

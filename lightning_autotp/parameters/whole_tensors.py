@@ -4,10 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_autotp.parameters.state import dotted, own_modules, parallel_state
+
+
+def whole_gradients(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The gradients of the same parameters, which are summed where they have to be, by name; none that are sparse."""
+    for place in parallel_state(model).places(model):
+        gradient = None if place.meta.is_parallel else place.parameter.grad
+        if isinstance(gradient, DTensor):
+            gradient = gradient.to_local()
+        if type(gradient) is Tensor and gradient.layout == torch.strided:
+            yield place.name, gradient
 
 
 def whole_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

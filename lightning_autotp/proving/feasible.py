@@ -257,7 +257,12 @@ class _Search:
     def _carried_out(self, solution: Solution) -> tuple[Plan, Solution]:
         def plan_with(solution: Solution, sizes: tuple[SizePlan, ...]) -> Plan:
             return plan_from_solution(
-                solution, type(self.model).__name__, self.parameters, sizes, self.options.traced_with
+                solution,
+                type(self.model).__name__,
+                self.parameters,
+                sizes,
+                self.options.traced_with,
+                self.options.device,
             )
 
         known = tuple(size for sizes in self.experts.values() for size in sizes)

@@ -32,7 +32,8 @@ def read_plan(plan: Plan, graph: Graph, implementations: Implementations) -> tup
         implementations: those that the plan may name.
 
     Returns:
-        The plan, at the sizes of the graph's batch, which may be another than that it was made with; and the layouts.
+        The plan, at the sizes of the graph's batch and on its device, which may be others than those that it was made
+        with; and the layouts.
 
     Raises:
         PlanMismatch: if the plan is not of this model, or says what the operators' rules do not allow; it names the
@@ -53,7 +54,7 @@ def read_plan(plan: Plan, graph: Graph, implementations: Implementations) -> tup
         difference = _first_difference(list(theirs), list(ours))
         if difference:
             raise PlanMismatch(f"where the plan {what}, {difference}")
-    return replace(plan, conversions=again.conversions), solution
+    return replace(plan, conversions=again.conversions, device=again.device, traced_on=again.traced_on), solution
 
 
 def read_for_call(
@@ -164,7 +165,9 @@ def _other_model(plan: Plan, graph: Graph) -> str:
         if module not in theirs:
             return f"{who} runs here, which the plan does not know"
         if theirs[module] != ours[module]:
-            return f"the code of {who} runs other operators than when the plan was made"
+            here = graph.device.partition(":")[0]
+            on = f", which was traced as on {plan.traced_on} and is here as on {here}" if plan.traced_on != here else ""
+            return f"the code of {who} runs other operators than when the plan was made{on}"
     return ""
 
 

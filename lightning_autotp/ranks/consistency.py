@@ -1,10 +1,12 @@
-"""What the ranks of a tensor-parallel group must have in common for the whole run: batches, and random numbers.
+"""What the ranks of a tensor-parallel group must have in common for the whole run: batches, random numbers, losses.
 
 Ranks that are given different batches compute nonsense without any error. So do ranks whose common stream of random
 numbers has come apart: they drop other elements of what each of them holds whole, and the weights that every rank has
 drift apart with it. Both is told by two numbers per rank and step, which may go along with any other reduction: a
 fingerprint, and its complement. If the largest of the first is the complement of the largest of the second, there is
-one fingerprint only. What it is that differs is exchanged when something does.
+one fingerprint only. What it is that differs is exchanged when something does. The losses that they compute, and what
+else they should have alike (:mod:`~lightning_autotp.ranks.losses`, :mod:`~lightning_autotp.ranks.drift`), are told by
+numbers that go along with these.
 
 Nothing here waits for another rank before that. Of a batch on a device the host knows a checksum, whose way to the host
 begins when the batch is noted, before the step that works on it: whoever asks for it waits for the steps before.
@@ -16,6 +18,7 @@ import hashlib
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +27,9 @@ from torch import Tensor
 
 from lightning_autotp.ranks.agreement import gather_objects, largest_of_all
 from lightning_autotp.ranks.description import DescribedItem, combined, describe, difference
+from lightning_autotp.ranks.drift import Drift
 from lightning_autotp.ranks.host_copy import HostCopy
+from lightning_autotp.ranks.losses import Losses
 from lightning_autotp.ranks.random_numbers import default_generator
 
 
@@ -62,15 +67,17 @@ class Account:
 
 
 class ReplicaConsistency:
-    """Notes what this rank is given, and compares it with what the other ranks of its group are given.
+    """Notes what this rank is given and computes, and compares it with what the other ranks of its group have.
 
     Args:
         group: the tensor-parallel group.
         device: whose random numbers are compared, besides the CPU's.
+        drifts: what else is compared, a tensor of each for every batch.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, drifts: Sequence[Drift] = ()) -> None:
         self._group, self._device = group, device
+        self._losses, self._drifts, self._where = Losses(), drifts, "a step"
         self._noted: list[Noted] = []
         self._streams: tuple[tuple[str, str], ...] = ()
         self._before: str | None = None
@@ -89,12 +96,24 @@ class ReplicaConsistency:
             if part.checksum is not None:
                 checksums.setdefault(part.checksum.device, []).append(part.checksum)
         self._noted.append(Noted(where, parts, [HostCopy(combined(found)) for found in checksums.values()]))
+        self._where = where
+        for drift in self._drifts:
+            drift.note()
 
-    def fingerprint(self) -> tuple[int, int]:
-        """Two numbers of 64 bits, of the batches since the last comparison and of the generators as they are now.
+    def note_loss(self, loss: Tensor) -> None:
+        """Remember a loss of the last batch for the comparison after the next one. Not collective."""
+        self._losses.note(loss, self._where)
 
-        Not collective. Of a device only what it was given before the last batch was noted is waited for.
+    def numbers(self) -> list[int]:
+        """What is compared by: some numbers of 64 bits.
+
+        Not collective. Of a device only what it was given before the last batch was noted is waited for, or before the
+        last comparison.
         """
+        return [*self._fingerprint(), *self._losses.bounds(), *(n for drift in self._drifts for n in drift.bounds())]
+
+    def _fingerprint(self) -> tuple[int, int]:
+        """Of the batches since the last comparison and of the generators as they are now."""
         self._streams = _streams(self._device)
         texts = [repr(self._streams)]
         for noted in self._noted:
@@ -107,15 +126,27 @@ class ReplicaConsistency:
         return fingerprint, ~fingerprint
 
     def settle(self, largest: Sequence[int], everyone: dist.ProcessGroup | None) -> None:
-        """Go on if the fingerprints are alike. Collective over ``everyone`` if any are not.
+        """Go on if the ranks have all of it in common. Collective over ``everyone`` if they have not.
 
         Args:
-            largest: the largest of all ranks' :meth:`fingerprint`, for one or several groups after one another.
+            largest: the largest of all ranks' :meth:`numbers`, for one or several groups after one another.
             everyone: the ranks that have these numbers; ``None`` is every process.
 
         Raises:
             RuntimeError: on all of these ranks, if those of any one group differ.
         """
+        sizes = [2, 2, *(4 for _ in self._drifts)]
+        of_batches, of_losses, *of_drifts = parts = [list[int]() for _ in sizes]
+        rest = iter(largest)
+        for _ in range(len(largest) // sum(sizes)):
+            for part, size in zip(parts, sizes, strict=True):
+                part += islice(rest, size)
+        self._settle_batches(of_batches, everyone)
+        for drift, of_all in zip(self._drifts, of_drifts, strict=True):
+            drift.settle(of_all, everyone)  # it says what, where a loss only says that something is
+        self._losses.settle(of_losses, everyone)
+
+    def _settle_batches(self, largest: Sequence[int], everyone: dist.ProcessGroup | None) -> None:
         if all(first == ~second for first, second in zip(largest[::2], largest[1::2], strict=True)):
             if self._noted:
                 self._before = self._noted[-1].where
@@ -133,7 +164,7 @@ class ReplicaConsistency:
         Raises:
             RuntimeError: on every rank, if any two ranks differ.
         """
-        self.settle(largest_of_all(self.fingerprint(), self._group), self._group)
+        self.settle(largest_of_all(self.numbers(), self._group), self._group)
 
     def _account(self) -> Account:
         return Account(

@@ -6,6 +6,7 @@ for the whole, or goes another way on one rank. Nothing need be known of that co
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -19,6 +20,8 @@ from lightning_autotp.ranks.host_copy import HostCopy
 
 _DIFFERENCE = 1e-3
 """How far losses may be apart: kernels that are not deterministic round differently, and by far less in float32."""
+_MOST = 256
+"""How many losses are compared at once: the last ones of a loop that makes no step."""
 _ROUNDINGS = 4
 """How many units in the last place, where that is more."""
 
@@ -32,30 +35,24 @@ class _Loss(NamedTuple):
 class Losses:
     """Notes this rank's losses, and compares them with those of the other ranks of its group.
 
-    No device is waited for: a loss is compared after the batch that follows it was noted, for which whoever asks waits
-    for the steps before.
+    No device is waited for: a loss is compared in the comparison after the next one, and a step later.
     """
 
     def __init__(self) -> None:
-        self._noted: list[_Loss] = []
-        self._due: list[_Loss] = []
+        self._noted: deque[_Loss] = deque(maxlen=_MOST)
+        self._due: deque[_Loss] = deque()
 
     def note(self, loss: Tensor, where: str) -> None:
         """Remember a loss, of which gradients are about to be computed. Not collective."""
         tolerance = max(_DIFFERENCE, _ROUNDINGS * torch.finfo(loss.dtype).eps)
         self._noted.append(_Loss(where, HostCopy(loss.detach().float().sum()), tolerance))
 
-    def begin_batch(self) -> None:
-        """What was noted so far belongs to batches before."""
-        self._due += self._noted
-        self._noted.clear()
-
     def bounds(self) -> tuple[int, int]:
         """Two numbers of 64 bits, whose largest over the ranks tell the largest and the smallest loss."""
         return bounds(self._total() if self._due else None)
 
     def settle(self, largest: Sequence[int], everyone: dist.ProcessGroup | None) -> None:
-        """Go on if the losses are alike. Collective over ``everyone`` if any are not.
+        """Go on if the losses are alike: those since then are compared next. Collective over ``everyone`` if not.
 
         Args:
             largest: the largest of all ranks' :meth:`bounds`, for one or several groups after one another.
@@ -67,7 +64,7 @@ class Losses:
         tolerance = max((loss.tolerance for loss in self._due), default=_DIFFERENCE)
         pairs = list(zip(largest[::2], largest[1::2], strict=True))
         if all(are_alike(pair, tolerance) for pair in pairs):
-            self._due.clear()
+            self._due, self._noted = self._noted, deque(maxlen=_MOST)
             return
         where = ", ".join(dict.fromkeys(loss.where for loss in self._due)) or "none"
         said = gather_objects((where, self._total()), everyone)

@@ -46,8 +46,8 @@ class PlanOptions:
             do.
         traced_with: where the call that is traced comes from, if there is more to say than whether it was given. Not
             the user's to say.
-        device: where the model will run, for code that asks; by default where its parameters are. Not the user's to
-            say.
+        device: where the model will run, for code that asks; by default where its parameters are. What takes it says
+            it in its own words: a strategy knows it.
 
     Raises:
         ValueError: for a number of tokens or bytes that is none, or for options that exclude each other.

@@ -40,6 +40,7 @@ def plan_from_solution(
     parameters: Sequence[tuple[tuple[str, ...], tuple[int, ...], int]],
     sizes: tuple[SizePlan, ...] = (),
     traced_with: str = "",
+    device: str = "",
 ) -> Plan:
     """Write the solution down as a plan.
 
@@ -49,7 +50,9 @@ def plan_from_solution(
         parameters: for every parameter its names, whole shape and bytes per element.
         sizes: sizes in Python that must be local.
         traced_with: where the call that was traced comes from.
+        device: what the model is to run on, where that is not what it was traced on.
     """
+    traced_on = _kind_of(solution.graph.device)
     layouts = {name: solution.layouts.get(tensor, Invariant()) for tensor, name in solution.graph.parameters.items()}
     implementations = _implementations(solution)
     own = {(use.module, *side) for use in implementations for side in _own_changes(use)}
@@ -85,11 +88,18 @@ def plan_from_solution(
         priced_for=f"{solution.step} ({solution.step_source})",
         gap=solution.gap,
         traced_with=traced_with,
+        device=_kind_of(device) or traced_on,
+        traced_on=traced_on,
         kept_parts=tuple(_kept_parts(solution)),
         divided_work=solution.divided_work,
         whole_work=solution.whole_work,
     )
     return replace(plan, runs=runs_apart(plan, solution.graph))
+
+
+def _kind_of(device: str) -> str:
+    """A device without its number."""
+    return device.partition(":")[0]
 
 
 def runs_apart(plan: Plan, graph: Graph) -> tuple[RunPlan, ...]:

@@ -67,8 +67,11 @@ def test_command_pins(tmp_path: Path) -> None:
     tiny_config("llama", architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
     output = tmp_path / "plan.json"
     pins = ["--keep-whole", "[model.layers.0, model.embed*]", "--cut", "{lm_head.weight: 1}", "--tokens", "300"]
+    pins += ["--device", "cuda"]
     result = run_python("-m", "lightning_autotp.cli", "plan", str(tmp_path), *pins, "--json", str(output))
     assert result.returncode == 0, result.stderr
+    assert Plan.from_json(output.read_text()).traced in " ".join(result.stdout.split())
+    assert Plan.from_json(output.read_text()).device == "cuda"
     layouts = {p.names[0]: p.layout for p in Plan.from_json(output.read_text()).parameters}
     assert layouts["lm_head.weight"].letter == "S"
     assert not [n for n, x in layouts.items() if x.letter == "S" and n.startswith(("model.layers.0.", "model.embed"))]

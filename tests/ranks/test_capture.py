@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ from lightning_autotp.capture.capture import (
     language_model_inputs,
     meta_copy,
 )
+from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.layouts.types import Shard
 from lightning_autotp.operators.graph import OPAQUE
 from lightning_autotp.parameters.state import parallel_state
@@ -504,6 +507,41 @@ def test_code_that_asks_for_the_device_gets_that_of_the_run() -> None:
     names = [operator.name for operator in capture(Asking().to("meta"), torch.zeros(3, 4, device="meta")).operators]
     assert "aten.linear.default" in names
     assert "aten.square.default" not in names
+
+
+class AsksForAGPU(nn.Module):
+    """A block whose code is another on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).relu() if x.is_cuda else self.up(x).tanh())
+
+
+def test_the_code_for_another_device_is_traced_or_the_plan_says_that_it_is_not() -> None:
+    def planned(device: str | None) -> tuple[Plan, set[str]]:
+        plan, solution = make_plan(AsksForAGPU(), 2, example_inputs=torch.zeros(3, 16), device=device)
+        return plan, {operator.name for operator in solution.graph.operators}
+
+    (here, ran), (there, ran_there) = planned(None), planned("cuda:1")
+    assert "aten.tanh.default" in ran
+    assert (here.device, here.traced_on, here.traced) == ("cpu", "cpu", "traced with example_inputs, as on cpu")
+    assert planned("cpu") == (here, ran)
+    assert there.device == "cuda"
+    if torch.backends.cuda.is_built():  # no GPU is needed
+        assert "aten.relu.default" in ran_there
+        assert there.traced == "traced with example_inputs, as on cuda"
+    else:
+        assert ran_there == ran
+        assert there.traced_on == "cpu"
+        assert "as on cpu and not as on cuda, which that build of torch does not have" in there.traced
+    for plan in (here, there):
+        assert Plan.from_json(plan.to_json()) == plan
+        older = json.loads(plan.to_json())
+        del older["device"], older["traced_on"]
+        assert Plan.from_json(json.dumps(older)) == replace(plan, device="", traced_on="")
 
 
 def test_failure_names_module_and_line() -> None:

@@ -4,6 +4,8 @@ For every architecture each planted mistake meets, in this order: building the l
 the comparison of the traces (on every rank), the trial of a mixture's experts, and where all of these are content, a
 training step on real processes whose loss and gradients are compared with one process's. A mistake that all of them
 pass would be one that changes nothing: then it is *equivalent*, and which those are is asserted, too.
+
+Each one that can be built meets the first training step as well, alone: nothing is proved before it.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
+from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -24,15 +27,20 @@ from torch import nn
 from zoo.parity import prepare
 
 from lightning_autotp.applying.changed_calls import CallMismatch
+from lightning_autotp.applying.followed_code import UnseenPath
 from lightning_autotp.applying.replace import PlanMismatch, apply_plan
-from lightning_autotp.capture.capture import capture_local, meta_copy
+from lightning_autotp.capture.capture import as_calls, capture_local, meta_copy
 from lightning_autotp.gradients.sums import synchronize_gradients
+from lightning_autotp.guard.bypassed import BypassedLayer
+from lightning_autotp.guard.compared import DifferentOnRanks
+from lightning_autotp.guard.guard import Guard
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.parameters.local_blocks import plain
 from lightning_autotp.parameters.state import parallel_state
 from lightning_autotp.pipeline import make_plan
 from lightning_autotp.proving.compare import compare, cut_differently
 from lightning_autotp.proving.experts import prove_experts
+from lightning_autotp.proving.new_calls import CallProver
 from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.solving.solution import Solution
 
@@ -57,6 +65,18 @@ IN_CI = ("llama", "gpt2", "mistral")
 SEQUENCE_PARALLEL = ("mistral",)
 OUTCOMES = "building", "cuts", "trace", "trial", "parity", "equivalent"
 BUILDING, CUTS, TRACE, TRIAL, PARITY, EQUIVALENT = OUTCOMES
+ALONE = STEP, FAILS = "first step alone", "torch alone"
+DIFFERING = {
+    "Invariant to Replicate dropped",
+    "Partial to Invariant dropped",
+    "all-reduce of a layer's input gradient dropped",
+    "column layer left ordinary",
+    "gradient sum dropped",
+    "layer's all-reduce dropped",
+    "row layer left ordinary",
+    "vocab layer left ordinary",
+}
+"""Mistakes after which the ranks have other values in tensors that should be the same on all of them."""
 PAGE = Path(__file__).parents[2] / "docs" / "planted-mistakes.md"
 LOSS_TOLERANCE, GRADIENT_TOLERANCE, ROUNDING = 1e-5, 1e-4, 1e-7
 
@@ -124,6 +144,49 @@ def errors(rank: int, world_size: int, escaped: dict[str, list[Plan]]) -> dict[s
     return found
 
 
+def steps(rank: int, world_size: int, name: str) -> list[str]:
+    """What a first training step says of the right plan and of each mistake, if nothing is proved before it."""
+    model, batch, plan, solution, mutations = planned(name)
+    found = []
+    for wrong in [(plan, solution), *((mutation.plan, mutation.solution) for mutation in mutations)]:
+        dist.barrier()
+        group = dist.new_group(timeout=timedelta(seconds=60))  # of a rank that fails alone the others wait for it
+        try:
+            _step(copy.deepcopy(model), batch, *wrong, group)
+        except (PlanMismatch, CallMismatch):
+            found.append(BUILDING)
+        except (UnseenPath, DifferentOnRanks, BypassedLayer):
+            found.append(STEP)
+        except Exception:  # whatever torch says of shapes, and the model's code of sizes
+            found.append(FAILS)
+        else:
+            found.append("")
+        dist.destroy_process_group(group)
+    return found
+
+
+def _step(model: nn.Module, batch: dict[str, Any], plan: Plan, solution: Solution, group: Any) -> None:
+    original = meta_copy(model)
+    apply_plan(model, plan, TPGroup.of(group))
+    synchronize_gradients(model)
+    guard = parallel_state(model).guard = Guard(model, CallProver(model, original, solution, as_calls(batch)))
+    guard.attach()
+    try:
+        torch.manual_seed(0)
+        model(**batch).loss.backward()
+        torch.optim.SGD(model.parameters(), lr=1e-3).step()
+    finally:
+        guard.remove()
+
+
+@lru_cache
+def alone(name: str) -> list[str]:
+    """By mistake, what notices it in a first training step before which nothing is proved; nothing if that is right."""
+    right, *found = [set(said) for said in zip(*run_ranks(steps, RANKS, name), strict=True)]
+    assert right == {""}
+    return [next((by for by in (BUILDING, *ALONE) if by in said), "") for said in found]
+
+
 def _gradients_off(local: nn.Module, model: nn.Module) -> float:
     """The largest difference of a gradient's own part, in tolerances."""
     wanted = {n: p.grad for n, p in model.named_parameters(remove_duplicate=False) if p.grad is not None}
@@ -161,12 +224,19 @@ def judged() -> dict[str, list[tuple[Mutation, str]]]:
 
 def table(found: dict[str, list[tuple[Mutation, str]]]) -> str:
     """How many mistakes of each kind each check noticed, in Markdown."""
+    columns = (*OUTCOMES, *ALONE)
     counted = Counter(((m.kind, m.stage), by) for rows in found.values() for m, by in rows)
-    lines = [f"| mistake | wrong in | {' | '.join(OUTCOMES)} |", "| --- | --- |" + " ---: |" * len(OUTCOMES)]
+    counted += Counter(
+        ((m.kind, m.stage), by)
+        for name, rows in found.items()
+        for (m, _), by in zip(rows, alone(name), strict=True)
+        if by in ALONE
+    )
+    lines = [f"| mistake | wrong in | {' | '.join(columns)} |", "| --- | --- |" + " ---: |" * len(columns)]
     for kind, stage in sorted({row for row, _ in counted}):
-        cells = [str(counted[(kind, stage), by] or "") for by in OUTCOMES]
+        cells = [str(counted[(kind, stage), by] or "") for by in columns]
         lines.append(f"| {kind} | {stage} | {' | '.join(cells)} |")
-    total = [str(sum(n for (_, one), n in counted.items() if one == by)) for by in OUTCOMES]
+    total = [str(sum(n for (_, one), n in counted.items() if one == by)) for by in columns]
     return "\n".join([*lines, f"| all | | {' | '.join(total)} |"])
 
 
@@ -201,6 +271,18 @@ def test_verification_finds_mistakes_of_the_execution(name: str) -> None:
     assert len({mutation.kind for mutation in mutations}) >= 12
     escaped = [m for m, by in outcomes(name) if not by and m.stage == PLAN]
     assert not [str(m) for m in escaped if not is_explained(name, m)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "qwen3" else pytest.mark.nightly) for name in ARCHITECTURES]
+)
+def test_a_first_step_alone_finds_what_makes_ranks_differ(name: str) -> None:
+    """Sums that are left out, of activations and of gradients; layers that were left as they are."""
+    mutations = planned(name)[-1]
+    missed = [m for m, by in zip(mutations, alone(name), strict=True) if not by]
+    assert not [str(m) for m in missed if m.kind in DIFFERING and not is_explained(name, m)]
+    assert {m.kind for m in mutations} & DIFFERING
 
 
 @pytest.mark.slow

@@ -490,15 +490,18 @@ def said_around(rank: int, size: int) -> dict[str, str]:
     return said
 
 
-def said_of_a_state(rank: int) -> str:
-    """What is said of an optimizer's state of a whole parameter that one rank alone has written."""
+def said_of_a_write(rank: int, of: str) -> str:
+    """What is said of an optimizer's state of a whole parameter, or its gradient, that ranks have written otherwise."""
     model = nn.Sequential(nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH))
     x = torch.randn(2, 7, WIDTH)
     parallelize(model, dist.group.WORLD, example_inputs=x, plan_cache=False)  # type: ignore[arg-type]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     bias = model[1].bias
-    optimizer.state[bias]["momentum_buffer"] = torch.full_like(bias.detach(), float(rank))
+    if of == "a state":
+        optimizer.state[bias]["momentum_buffer"] = torch.full_like(bias.detach(), float(rank))
     (model(x) * x).sum().backward()
+    if of == "a gradient":
+        bias.grad.mul_(1 + rank)
     try:
         optimizer.step()
     except DifferentOnRanks as error:
@@ -581,7 +584,7 @@ def said_of(rank: int, size: int) -> dict[tuple[str, bool, bool], str]:
         said[use.__name__, is_kernel, with_gradients] = found
         assert put_on(model) == before
         assert not torch.overrides._get_current_function_mode_stack()
-    said["a state", True, True] = said_of_a_state(rank)
+    said |= {(of, True, True): said_of_a_write(rank, of) for of in ("a state", "a gradient")}
     said |= {(between, True, True): found for between, found in said_in_stages(rank).items()}
     for name, factors in PLACED.items():
         said[name, False, False] = outcome_of(partial(NormedBlock, times(factors)))
@@ -616,6 +619,7 @@ def test_code_that_no_trace_shows_is_followed_or_compared(ranks: int) -> None:
                 assert "does something with a rank's part of a tensor that it did not" in error, name
                 assert "it calls norm at test_other_paths:" in error, name
         assert "The first is momentum_buffer of 1.bias" in said["a state", True, True]
+        assert "The first is the gradient of 1.bias" in said["a gradient", True, True]
         for between in BETWEEN:
             found = said[between, True, True]
             assert ("it calls norm at test_other_paths:" in found) == (between != "nothing"), between

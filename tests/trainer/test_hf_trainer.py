@@ -28,6 +28,13 @@ class Trainer(AutoTPTrainerMixin, transformers.Trainer):
     pass
 
 
+class OwnLoss(Trainer):
+    """Computes another loss on each rank, in a step in which nothing else is compared."""
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return (1 + 0.01 * dist.get_rank() * (self.state.global_step == 1)) * super().compute_loss(*args, **kwargs)
+
+
 class Sequences(Dataset[dict[str, Tensor]]):
     """Of which the loss counts different numbers of tokens, so that a mean of means is not the mean."""
 
@@ -178,6 +185,8 @@ def refusals(folder: Path) -> dict[str, str]:
     said["optimizer"] = _said(adafactor.train)
     batch = {**Sequences()[dist.get_rank()]}
     said["batches"] = _said(lambda: adafactor.training_step(model, {name: row[None] for name, row in batch.items()}))
+    chosen = TrainingArguments(**settings(folder, eval_strategy="no", save_strategy="no", max_steps=4))
+    said["losses"] = _said(OwnLoss(model=model, args=chosen, train_dataset=Sequences()).train)
     (folder / "other").mkdir(exist_ok=True)
     said["no files"] = _said(lambda: adafactor.load_weights(str(folder / "other")))
     return said
@@ -200,6 +209,8 @@ def test_what_cannot_work_is_said(tmp_path: Path) -> None:
     assert "ValueError" in said["optimizer"]
     assert "Adafactor" in said["optimizer"]
     assert "a batch of step 0 differs between the ranks of a tensor-parallel group" in said["batches"]
+    assert "RuntimeError: the ranks of a tensor-parallel group have different losses" in said["losses"]
+    assert "(of a batch of step 1)" in said["losses"]
     assert "has no *.safetensors files" in said["no files"]
 
 

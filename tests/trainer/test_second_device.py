@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -23,6 +24,7 @@ from tiny import tiny_model, token_batch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from trainer_ranks import run_launched
+from training import error_of
 
 from lightning_autotp import (
     AutoTPFabricStrategy,
@@ -30,12 +32,14 @@ from lightning_autotp import (
     WholeMatrixOptimizer,
     clip_gradients_norm,
     full_gradients,
+    make_plan,
     meta_model,
     parallelize,
     penalty,
 )
 from lightning_autotp.checkpoints.state import full_optimizer_state
 from lightning_autotp.data.batches import read_once
+from lightning_autotp.layouts.plan import Plan
 
 pytestmark = [
     pytest.mark.slow,
@@ -161,6 +165,37 @@ def on_the_device_alone() -> dict[str, Any]:
     }
 
 
+class AsksForTheDevice(nn.Module):
+    """A block whose code is another on another device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.down(self.up(x).tanh() if x.device.type == "cpu" else self.up(x).relu())
+        return made
+
+
+def planned_for_the_device() -> dict[str, Any]:
+    x, group = torch.randn(3, 16, generator=torch.Generator().manual_seed(0)), dist.group.WORLD
+    torch.manual_seed(0)
+    whole = AsksForTheDevice()
+    plans = {device: make_plan(whole, 2, example_inputs=x, device=device)[0] for device in ("cpu", NAME)}
+
+    def run(plan: Plan) -> Tensor:
+        there = torch.device(NAME, 0)
+        model = parallelize(copy.deepcopy(whole), group, plan=plan, example_inputs=x, device=there)
+        made: Tensor = model(x.to(there)).cpu()
+        return made
+
+    return {
+        "traced": {device: plan.traced for device, plan in plans.items()},
+        "difference": (run(plans[NAME]) - whole.down(whole.up(x).relu())).abs().max().item(),
+        "other": error_of(run, plans["cpu"]),
+    }
+
+
 def third(step: Callable[[], None]) -> Waits:
     step()
     step()
@@ -195,6 +230,7 @@ def runs(directory: str) -> dict[str, Any]:
         **{name: waits.own for name, waits in found.items()},
         "backend": dist.get_backend(),
         "alone": on_the_device_alone(),
+        "planned": planned_for_the_device(),
         "offloaded": with_and_without(directory),
         "held": {way: held(way) for way in WAYS},
     }
@@ -233,6 +269,17 @@ def test_a_group_of_the_device_alone_is_given_nothing_of_the_host(found: list[di
         assert torch.equal(alone["batch"], batch["input_ids"])
         for name, parameter in whole.named_parameters():
             torch.testing.assert_close(alone["gradients"][name], parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_a_plan_is_of_the_code_for_its_device(found: list[dict[str, Any]]) -> None:
+    for seen in found:
+        planned = seen["planned"]
+        assert planned["traced"] == {device: f"traced with example_inputs, as on {device}" for device in ("cpu", NAME)}
+        assert planned["difference"] < 1e-6
+        assert (
+            "other operators than when the plan was made, which was traced as on cpu and is here as on"
+            in planned["other"]
+        )
 
 
 RESUMED = dict.fromkeys(["resumed from a file", "resumed from a directory", "Fabric, resumed"], STEPS - HALF)
