@@ -31,7 +31,7 @@ from lightning_autotp.capture.call_sites import (
 from lightning_autotp.capture.seen_functions import DeclaredFunction
 from lightning_autotp.layouts.places import EVERY, CallSite
 from lightning_autotp.parameters.forwards import forward_of, wrapped_in
-from lightning_autotp.private.torch_private import FakeTensor, has_values, recomputing
+from lightning_autotp.private.torch_private import FakeTensor, has_values, never_compile, recomputing
 from lightning_autotp.ranks.compiled_draws import draw_in_compiled_code
 from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.ranks.random_numbers import own_numbers
@@ -117,6 +117,13 @@ class LocalForward:
 
         Raises:
             CallMismatch: if a planned call is not made, or has other arguments.
+        """
+        return self._run_in_whole_graphs(args, kwargs)
+
+    def _run_in_whole_graphs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run it as a part of the code that is being compiled; outside of it if that would break the graph here.
+
+        Then this is called as it is, and not compiled: in pieces of compiled code the mode would see some calls only.
         """
         if self.is_traceable and torch.compiler.is_compiling():
             return self._run(args, kwargs)
@@ -221,6 +228,9 @@ class LocalForward:
     def _go_on(self, *_: Any) -> None:
         for mode in self.running[-1:]:
             mode.paused -= 1
+
+
+never_compile(LocalForward._run_in_whole_graphs.__code__)
 
 
 class _LocalCalls(TorchFunctionMode):

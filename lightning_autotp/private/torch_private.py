@@ -320,6 +320,11 @@ def with_tensors(
         new_parameter: makes a function ``(cls, data=None, requires_grad=True)`` of the one that makes parameters.
         attributes: by their names.
     """
+    # What the compiler takes for a tensor's methods it looks up once, at its first use, which may be within
+    # (``block.compile()`` in ``configure_model()``). The import is here, where models are built: it takes long.
+    from torch._dynamo.trace_rules import get_tensor_method
+
+    get_tensor_method()
     original = nn.Parameter.__dict__["__new__"]
     before = {name: Tensor.__dict__[name] for name in attributes if name in Tensor.__dict__}
     try:

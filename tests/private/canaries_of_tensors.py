@@ -222,6 +222,12 @@ def _(_: Any) -> None:
     assert set_compiler(None) is None
 
 
+@canary("torch._dynamo.trace_rules.get_tensor_method")
+def _(methods: Any) -> None:
+    assert torch.Tensor.to in methods()
+    assert methods() is methods()
+
+
 @canary("torch.utils._python_dispatch._disable_current_modes")
 def _(disable: Any) -> None:
     from torch.utils._python_dispatch import TorchDispatchMode

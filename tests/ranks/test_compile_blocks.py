@@ -13,6 +13,7 @@ from tiny import token_batch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_autotp import full_gradients, parallelize
@@ -223,6 +224,38 @@ def test_a_layout_that_changes_at_an_attribute_breaks_the_graph() -> None:
     with pytest.raises(Exception, match="an attribute of a tensor is read"):
         torch.compile(block, backend="eager", fullgraph=True)(x)
     assert torch.equal(torch.compile(block, backend="eager")(x), 3 * x @ x.T + 1)
+
+
+class Breaking(nn.Module):
+    """Breaks the graph in a part of its code that the backward pass runs again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.body, x.mul(2), use_reentrant=False)
+
+    def body(self, x: Tensor) -> Tensor:
+        x = x.mul(3)
+        torch._dynamo.graph_break()
+        return x.exp() * x.shape[0]
+
+
+def test_code_that_breaks_the_graph_runs_outside_of_it() -> None:
+    first, sites = Breaking.forward.__code__.co_firstlineno, ((1, "mul"), (4, "mul"), (6, "exp"))
+
+    def step(compiled: bool) -> list[Tensor]:
+        module, x = Breaking(), torch.arange(4.0).div(7).requires_grad_()
+        changes = CallChanges(results=[(0, lambda result: result * 1.5)])
+        at = {CallSite(__name__, first + line, name, 0): changes for line, name in sites}
+        LocalForward(module, "", at).take_over()
+        for _ in range(2):
+            result = (torch.compile(module, backend="eager") if compiled else module)(x)
+            result.sum().backward()
+        assert x.grad is not None
+        return [result, x.grad]
+
+    wanted = step(compiled=False)
+    assert torch.equal(wanted[0], 1.5 * 4 * torch.exp(1.5 * 3 * (1.5 * 2 * torch.arange(4.0).div(7))))
+    for value, found in zip(wanted, step(compiled=True), strict=True):
+        assert torch.equal(value, found)
 
 
 class Catching(Calling):

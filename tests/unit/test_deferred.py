@@ -285,3 +285,11 @@ def test_values_from_an_empty_meta_tensor_are_an_error() -> None:
     nothing = torch.empty(3, device="meta")
     with pytest.raises(RuntimeError, match="has no values"), deferred_init():
         nn.Linear(3, 3).bias.data.copy_(nothing)
+
+
+def test_a_model_may_be_compiled_where_it_is_built() -> None:
+    torch._dynamo.trace_rules.clear_lru_cache()  # as where nothing was compiled yet
+    with deferred_init():
+        nn.Linear(3, 3).compile()
+    cast = torch.compile(lambda x: Tensor.to(x, torch.float64), backend="eager", fullgraph=True)
+    assert cast(torch.ones(3)).dtype == torch.float64
