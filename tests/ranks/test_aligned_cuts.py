@@ -18,7 +18,7 @@ from lightning_autotp.layouts import ownership
 from lightning_autotp.layouts.ownership import Ownership
 from lightning_autotp.layouts.types import Shard
 
-SIZES = {"vocab_size": 1600, "intermediate_size": 1603}
+SIZES = {"num_hidden_layers": 1, "vocab_size": 1600, "intermediate_size": 1603}
 
 
 def parts(plan: Plan, name: str) -> list[int]:

@@ -160,7 +160,7 @@ def double_use(group: TPGroup) -> None:
     torch.testing.assert_close(gradient, expected, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_every_pair_of_types_is_right_forward_and_backward(ranks: int) -> None:
     assert run_ranks(every_pair, ranks) == [6 * 3 * 10] * ranks
 

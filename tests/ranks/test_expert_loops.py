@@ -276,9 +276,9 @@ class Net(nn.Module):
         return self.last(hidden)
 
 
-def net(mixture: type[Mixture]) -> Net:
+def net(mixture: type[Mixture], layers: int = 1) -> Net:
     torch.manual_seed(0)
-    return Net(mixture)
+    return Net(mixture, layers)
 
 
 EXAMPLE = torch.zeros(3, 19, HIDDEN)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,12 @@ from lightning_autotp.solving.plan_cache import PlanCache
 from lightning_autotp.solving.planned import PlanMismatch
 
 FAMILIES = ("llama", "gpt2", "mixtral")
+
+
+@lru_cache
+def plan_of(family: str) -> Plan:
+    """For two ranks."""
+    return make_plan(meta_model(family), 2)[0]
 
 
 def ids(rows: int, length: int) -> dict[str, Tensor]:
@@ -63,7 +70,7 @@ def test_a_plan_read_back_is_what_the_solver_meant(family: str, ranks: int) -> N
 
 
 def test_a_plan_holds_for_batches_of_other_sizes() -> None:
-    plan, _ = make_plan(meta_model("gpt2"), 2)
+    plan = plan_of("gpt2")
     other = reads(plan, "gpt2", **ids(2, 17), use_cache=False)
     assert other.parameters == plan.parameters
     assert [c.shape for c in other.conversions] != [c.shape for c in plan.conversions]
@@ -82,7 +89,7 @@ def test_a_plan_of_many_layers_is_read_in_another_call() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_a_plan_holds_for_another_dtype(dtype: torch.dtype) -> None:
-    plan, _ = make_plan(meta_model("llama"), 2)
+    plan = plan_of("llama")
     graph = trace(meta_model("llama").to(dtype), {**ids(5, 61), "use_cache": False})
     read_plan(plan, graph, IMPLEMENTATIONS)
 
@@ -119,12 +126,14 @@ def check_training(family: str, plan: Plan, tmp_path: Path) -> None:
                 torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=2e-6, msg=name)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(family, marks=[] if family == "mixtral" else pytest.mark.nightly) for family in FAMILIES]
+)
 def test_a_given_plan_trains_like_one_process(family: str, tmp_path: Path) -> None:
-    check_training(family, make_plan(meta_model(family), 2)[0], tmp_path)
+    check_training(family, plan_of(family), tmp_path)
 
 
-@pytest.mark.parametrize(("family", "tokens"), [("gpt2", 16_384), ("llama", 64)])
+@pytest.mark.parametrize(("family", "tokens"), [("gpt2", 16_384), pytest.param("llama", 64, marks=pytest.mark.nightly)])
 def test_a_plan_with_room_for_everything_trains_like_one_process(family: str, tokens: int, tmp_path: Path) -> None:
     plan, _ = make_plan(meta_model(family), 2, tokens_per_step=tokens, memory=1e12)
     assert plan.sharded_fraction < 0.6
@@ -132,7 +141,7 @@ def test_a_plan_with_room_for_everything_trains_like_one_process(family: str, to
 
 
 def test_an_edited_plan_trains_like_one_process(tmp_path: Path) -> None:
-    plan = without_an_mlp(make_plan(meta_model("llama"), 2)[0])
+    plan = without_an_mlp(plan_of("llama"))
     whole = [p.names[0] for p in plan.parameters if isinstance(p.layout, Invariant)]
     assert "model.layers.0.mlp.up_proj.weight" in whole
     assert "model.layers.1.mlp.up_proj.weight" not in whole
@@ -143,7 +152,7 @@ def test_an_edited_plan_trains_like_one_process(tmp_path: Path) -> None:
 
 
 def edited(change: Callable[[dict[str, Any]], None], family: str = "llama") -> Plan:
-    data = json.loads(make_plan(meta_model(family), 2)[0].to_json())
+    data = json.loads(plan_of(family).to_json())
     change(data)
     return Plan.from_json(json.dumps(data))
 
@@ -186,7 +195,7 @@ def test_an_unknown_implementation_is_refused() -> None:
 
 
 def test_another_model_is_refused_by_its_first_difference() -> None:
-    plan, _ = make_plan(meta_model("llama"), 2)
+    plan = plan_of("llama")
     with pytest.raises(PlanMismatch, match=r"another model: model\.layers\.0\.mlp\..* is used .* Give plan="):
         reads(plan, "mixtral")
     model = meta_model("llama")
@@ -223,7 +232,7 @@ def test_a_file_without_a_plan(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"other\.json': this is not a plan"):
         read(tmp_path / "other.json")
     with pytest.raises(ValueError, match="followed as it is"):
-        PlanOptions(plan=make_plan(meta_model("llama"), 2)[0], keep_whole=["lm_head"])
+        PlanOptions(plan=plan_of("llama"), keep_whole=["lm_head"])
 
 
 # -- pinned ----------------------------------------------------------------------------------------------------------
@@ -234,7 +243,7 @@ def layouts(plan: Plan) -> dict[str, Any]:
 
 
 def test_what_is_pinned_whole_stays_whole_and_the_rest_is_divided() -> None:
-    free = layouts(make_plan(meta_model("llama"), 2)[0])
+    free = layouts(plan_of("llama"))
     found = layouts(make_plan(meta_model("llama"), 2, keep_whole=["model.layers.*.mlp", "lm_head"])[0])
     for name, layout in found.items():
         pinned = ".mlp." in name or name.startswith("lm_head")
@@ -332,7 +341,7 @@ def test_machines_that_keep_a_plan_in_one_directory_write_files_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Processes of two machines may have the same id."""
-    cache, (plan, _) = PlanCache(tmp_path), make_plan(meta_model("llama"), 2)
+    cache, plan = PlanCache(tmp_path), plan_of("llama")
     unfinished, write = [], Path.write_text
 
     def meanwhile(self: Path, text: str) -> None:

@@ -343,7 +343,7 @@ def alone(way: Callable[[nn.Module, int], Found], size: int) -> Found:
     return way(Scales(), size * (size + 1) // 2 - 1)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_sums_are_one_process_gradients(size: int) -> None:
     for found in run_ranks(on_every_rank, size):
         for way, count in WAYS.items():

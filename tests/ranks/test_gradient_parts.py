@@ -535,7 +535,9 @@ def families(rank: int, size: int) -> dict[str, tuple[list[float], dict[str, Ten
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", RANKS)
+@pytest.mark.parametrize(
+    "size", [2, pytest.param(3, marks=pytest.mark.nightly), pytest.param(4, marks=pytest.mark.nightly)]
+)
 def test_a_loop_of_ones_own(size: int) -> None:
     results = run_ranks(families, size)
     for name, table in TABLES.items():

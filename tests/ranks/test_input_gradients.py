@@ -43,7 +43,7 @@ def parallel(rank: int, size: int, example: str, sequence_parallel: bool) -> dic
         embeds = torch.randn(2, 17, 64, requires_grad=example == "needs a gradient")
         batch = {"inputs_embeds": embeds, "labels": batch["labels"]}
     model = parallelize(
-        tiny_model("llama"),
+        tiny_model("llama", num_hidden_layers=1),
         dist.group.WORLD,  # type: ignore[arg-type]
         example_inputs=batch,
         sequence_parallel=sequence_parallel,
@@ -61,7 +61,7 @@ CASES = [
 
 @pytest.mark.parametrize(("example", "sequence_parallel"), CASES)
 def test_gradients_equal_one_process(example: str, sequence_parallel: bool) -> None:
-    wanted = gradients(tiny_model("llama"), projection())
+    wanted = gradients(tiny_model("llama", num_hidden_layers=1), projection())
     for found in run_ranks(parallel, 2, example, sequence_parallel):
         for name, value in wanted.items():
             torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")

@@ -248,7 +248,7 @@ def every_layer(rank: int, ranks: int) -> int:
     return rank
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_layers_equal_those_of_one_process(ranks: int) -> None:
     assert run_ranks(every_layer, ranks) == list(range(ranks))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -75,47 +74,53 @@ CASES = (
 
 def every_case(rank: int, ranks: int) -> int:
     group = TPGroup.of(dist.group.WORLD)
-    done = 0
-    for ownership, (shape, dtype, ties) in itertools.product(ownerships(ranks), CASES):
-        batches = [batch(100 * done + at, shape, dtype, ties) for at in range(2)]
+    owned, done = ownerships(ranks), 0
+    for number, (shape, dtype, ties) in enumerate(CASES):
+        batches = [batch(100 * number + at, shape, dtype, ties) for at in range(2)]
         batches[1] = batches[1][0][:2], batches[1][1][:2]  # a batch of another size
-        what = f"{ownership} on {ranks}, {shape}, {dtype}, ties={ties}"
         for ignore_index in (-100, None, 5):
             if ignore_index != -100:
                 batches = [(logits, target.abs() % VOCAB) for logits, target in batches]
-            compare(group, ownership, batches, ignore_index, ties, what)
-            done += 1
+            compare(group, owned, batches, ignore_index, ties, f"{shape}, {dtype}, ties={ties}")
+            done += len(owned)
     return done
+
+
+def metrics_of(ignore_index: int | None) -> dict[str, Any]:
+    return {
+        "loss": CrossEntropy(ignore_index),
+        "perplexity": Perplexity(ignore_index),
+        **{f"top {k}": TokenAccuracy(k, ignore_index) for k in (1, 2, 5, VOCAB)},
+    }
 
 
 def compare(
     group: TPGroup,
-    ownership: Ownership,
+    owned: list[Ownership],
     batches: list[tuple[Tensor, Tensor]],
     ignore_index: int | None,
     ties: bool,
     what: str,
 ) -> None:
     """Ours on sharded and on whole logits, torchmetrics' on whole ones; batch by batch and over all batches."""
-    ours = {
-        "loss": CrossEntropy(ignore_index),
-        "perplexity": Perplexity(ignore_index),
-        **{f"top {k}": TokenAccuracy(k, ignore_index) for k in (1, 2, 5, VOCAB)},
-    }
-    on_whole = {name: metric.clone() for name, metric in ours.items()}
+    ours, on_whole = [metrics_of(ignore_index) for _ in owned], metrics_of(ignore_index)
     theirs: dict[str, Any] = {"perplexity": TorchPerplexity(ignore_index)} | {
         f"top {k}": MulticlassAccuracy(VOCAB, top_k=k, average="micro", ignore_index=ignore_index) for k in (1, 2, 5)
     }
-    for logits, target in batches:
-        mine = sharded(logits, ownership, group)
-        exact = logits.double() if logits.dtype == torch.float64 else logits.float()
-        for name, metric in ours.items():
-            step = metric(mine, target)
-            assert step.dtype == torch.float32
-            # The sums are made in another order.
+
+    def check(found: list[Tensor], wanted: Tensor, rtol: float, name: str) -> None:
+        for one, ownership in zip(found, owned, strict=True):
             torch.testing.assert_close(
-                on_whole[name](logits, target), step, rtol=1e-6, atol=0, msg=lambda m, n=name: f"{what} {n}: {m}"
+                one, wanted, rtol=rtol, atol=0, msg=lambda m, o=ownership: f"{o}, {what} {name}: {m}"
             )
+
+    for logits, target in batches:
+        parts = [sharded(logits, ownership, group) for ownership in owned]
+        exact = logits.double() if logits.dtype == torch.float64 else logits.float()
+        for name in on_whole:
+            steps = [metrics[name](mine, target) for metrics, mine in zip(ours, parts, strict=True)]
+            assert all(step.dtype == torch.float32 for step in steps)
+            check(steps, on_whole[name](logits, target), 1e-6, name)  # the sums are made in another order
             if name in theirs and not (ties and name != "top 1" and name.startswith("top")):
                 rows = exact.unsqueeze(0) if exact.dim() == 2 else exact
                 truth = (
@@ -123,13 +128,11 @@ def compare(
                     if name == "perplexity"
                     else theirs[name](exact.flatten(0, -2), target.flatten())
                 )
-                torch.testing.assert_close(
-                    step, truth.float(), rtol=2e-6, atol=0, msg=lambda m, n=name: f"{what} {n}: {m}"
-                )
+                check(steps, truth.float(), 2e-6, name)
     whole = torch.cat([logits.flatten(0, -2) for logits, _ in batches])
     target = torch.cat([target.flatten() for _, target in batches])
-    for name, metric in ours.items():
-        total = metric.compute()
+    for name in on_whole:
+        totals = [metrics[name].compute() for metrics in ours]
         if name == "loss":
             ignored = {} if ignore_index is None else {"ignore_index": ignore_index}
             exact = whole.to(torch.promote_types(whole.dtype, torch.float32))
@@ -138,7 +141,8 @@ def compare(
             truth = theirs[name].compute().float()
         else:
             truth = torch.tensor(among_the_best(whole, target, int(name.split()[1]), ignore_index))
-        torch.testing.assert_close(total, truth, rtol=2e-6, atol=0, msg=lambda m, n=name: f"{what} {n}: {m}")
+        check(totals, truth, 2e-6, name)
+        total = torch.stack(totals)
         everyone = [torch.empty_like(total) for _ in range(group.size)]
         dist.all_gather(everyone, total)
         assert all(torch.equal(one, total) for one in everyone), f"{what}: the ranks differ"

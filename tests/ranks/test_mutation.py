@@ -61,7 +61,7 @@ ARCHITECTURES = {
     "t5": "seq2seq",
     "mistral": "causal",
 }
-IN_CI = ("llama", "gpt2", "mistral")
+IN_CI = ("gpt2", "mistral")
 SEQUENCE_PARALLEL = ("mistral",)
 OUTCOMES = "building", "cuts", "trace", "trial", "parity", "equivalent"
 BUILDING, CUTS, TRACE, TRIAL, PARITY, EQUIVALENT = OUTCOMES

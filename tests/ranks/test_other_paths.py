@@ -251,7 +251,7 @@ def outcomes(rank: int, size: int) -> dict[str, tuple[int, str]]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_no_path_is_silently_wrong(ranks: int) -> None:
     for found in run_ranks(outcomes, ranks):
         assert {name: found[name] for name in TRACED} == dict.fromkeys(TRACED, (2, ""))
@@ -597,7 +597,7 @@ def said_of(rank: int, size: int) -> dict[tuple[str, bool, bool], str]:
     return said
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_code_that_no_trace_shows_is_followed_or_compared(ranks: int) -> None:
     for said in run_ranks(said_of, ranks):
         for is_kernel, with_gradients in itertools.product((False, True), (False, True)):

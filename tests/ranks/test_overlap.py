@@ -64,12 +64,20 @@ def order(rank: int, size: int) -> dict[bool, list[str]]:
 
 def order_in_anomaly_mode(rank: int, size: int) -> list[str]:
     torch.autograd.set_detect_anomaly(True)
-    return [*order(rank, size)[False], *order(rank, size)[True]]
+    found = order(rank, size)
+    return [*found[False], *found[True]]
 
 
-def test_weight_gradients_of_a_region_run_while_its_input_gradient_is_summed() -> None:
+@pytest.fixture(scope="module")
+def orders() -> list[dict[bool, list[str]]]:
+    return run_ranks(order, 2)
+
+
+def test_weight_gradients_of_a_region_run_while_its_input_gradient_is_summed(
+    orders: list[dict[bool, list[str]]],
+) -> None:
     """Products for the input, the launch of their sum, products for the weights, the wait."""
-    for found in run_ranks(order, 2):
+    for found in orders:
         names = ", ".join(found[False])
         assert names.count("sum") == 5  # the loss's; gate's and up's; that of q, k and v
         for products in (2, 3):
@@ -77,8 +85,10 @@ def test_weight_gradients_of_a_region_run_while_its_input_gradient_is_summed() -
             assert names.count(", ".join([*of_a_region, "sum", *of_a_region, "wait"])) == 2
 
 
-def test_what_was_gathered_is_gathered_again_while_the_input_gradient_is_computed() -> None:
-    for found in run_ranks(order, 2):
+def test_what_was_gathered_is_gathered_again_while_the_input_gradient_is_computed(
+    orders: list[dict[bool, list[str]]],
+) -> None:
+    for found in orders:
         names = ", ".join(found[True])
         for products in (2, 3):
             of_a_region = ["product"] * products

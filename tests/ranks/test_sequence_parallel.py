@@ -29,8 +29,8 @@ from lightning_autotp.proving.new_calls import UnprovedCall
 from lightning_autotp.solving.cost import Profile
 
 FAMILIES = ("llama", "gemma2", "olmo2", "phi3", "gpt_neox")
-ON_THREE = ("llama", "olmo2")
-"""Families that run on three ranks, the others on two; nightly all run on both."""
+DAILY = (("olmo2", 3), ("gpt_neox", 2))
+"""Uneven tokens and shared key heads, with norms of projections; biases, and attention beside the MLP."""
 BATCHES = ((2, 17), (1, 16), (3, 5), (2, 64))
 BLOCKWISE = {
     "layer_types": ["linear_attention", "full_attention"],
@@ -122,7 +122,7 @@ def parallel(rank: int, size: int, family: str, length: int = 61, changes: dict[
 @pytest.mark.parametrize(
     ("family", "size"),
     [
-        pytest.param(family, size, marks=[] if (size == 3) == (family in ON_THREE) else pytest.mark.nightly)
+        pytest.param(family, size, marks=[] if (family, size) in DAILY else pytest.mark.nightly)
         for family in FAMILIES
         for size in (2, 3)
     ],

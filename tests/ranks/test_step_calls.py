@@ -115,7 +115,7 @@ def small() -> Any:
 
 @pytest.fixture(scope="module")
 def large() -> Any:
-    return run_ranks(counts, 2, 3)
+    return run_ranks(counts, 2, 2)
 
 
 def test_looks_before_a_forward_are_no_more_calls_in_a_larger_model(small: Any, large: Any) -> None:

@@ -152,7 +152,7 @@ def preferred(rank: int, size: int) -> tuple[Tensor, dict[str, Tensor]]:
     return loss.detach(), full_gradients(model)
 
 
-@pytest.mark.parametrize("number", [2, 4])
+@pytest.mark.parametrize("number", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_a_preference_loss(number: int) -> None:
     model = tiny_model("llama", num_attention_heads=6, num_key_value_heads=3, hidden_size=96).double()
     wanted = preference(model)

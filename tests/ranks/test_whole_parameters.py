@@ -379,9 +379,11 @@ def started(task: Task) -> dict[str, Tensor]:
     return {name: parameter.detach().clone() for name, parameter in task.named_parameters()}
 
 
-def real_models(rank: int, size: int) -> dict[tuple[str, str], tuple[Tensor, dict[str, Tensor]]]:
+def real_models(
+    rank: int, size: int, families: tuple[str, ...]
+) -> dict[tuple[str, str], tuple[Tensor, dict[str, Tensor]]]:
     seen = {}
-    for family in FAMILIES:
+    for family in families:
         task = Task(family)
         parallelize(task.model, dist.group.WORLD, example_inputs=token_batch(0))
         assert any(isinstance(meta.layout, Shard) for meta in parallel_state(task.model).metas.values())
@@ -396,11 +398,15 @@ def real_models(rank: int, size: int) -> dict[tuple[str, str], tuple[Tensor, dic
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "number", [pytest.param(2, marks=pytest.mark.nightly), 3, pytest.param(4, marks=pytest.mark.nightly)]
+    ("number", "families"),
+    [
+        (2, ("gpt2", "llama, one key head")),
+        *(pytest.param(number, tuple(FAMILIES), marks=pytest.mark.nightly) for number in (2, 3, 4)),
+    ],
 )
-def test_real_models(number: int) -> None:
-    results = run_ranks(real_models, number)
-    for family in FAMILIES:
+def test_real_models(number: int, families: tuple[str, ...]) -> None:
+    results = run_ranks(real_models, number, families)
+    for family in families:
         task = Task(family)
         start = started(task)
         for name, use in USES.items():
@@ -420,7 +426,7 @@ def test_real_models(number: int) -> None:
 
 def of_copies() -> nn.Module:
     """With tied embeddings, and norms of heads, whose gradients are sums over the ranks."""
-    return tiny_model("qwen3", seed=6, tie_word_embeddings=True)
+    return tiny_model("qwen3", seed=6, num_hidden_layers=1, tie_word_embeddings=True)
 
 
 def over_copies(model: Any, access: Access, start: dict[str, Tensor], batch: Tensor) -> Tensor:

@@ -20,13 +20,14 @@ OTHER_MIXTURES: dict[str, dict[str, Any]] = {
 NO_DROPOUT = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
 
 
-def made(family: str) -> PreTrainedModel:
+def made(family: str, layers: int = 1) -> PreTrainedModel:
     """A small model; attention maps can be returned."""
     torch.manual_seed(0)
+    sizes = {"num_hidden_layers": layers}
     if family in MIXTURES | OTHER_MIXTURES:
-        config = AutoConfig.for_model(family, **(SIZES | (MIXTURES | OTHER_MIXTURES)[family]))
+        config = AutoConfig.for_model(family, **(SIZES | (MIXTURES | OTHER_MIXTURES)[family] | sizes))
     else:
-        config = tiny_config(family, **(NO_DROPOUT if family == "gpt2" else {}))
+        config = tiny_config(family, **sizes, **(NO_DROPOUT if family == "gpt2" else {}))
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager")  # type: ignore[no-any-return]
 
 
