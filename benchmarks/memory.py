@@ -271,19 +271,19 @@ def measure(case: Case) -> tuple[Found, Found]:
         kept = 0
         if meter is not None:
             meter.relabel("other", "activations")
-            kept = meter.live["activations"] + meter.live["copies"] + meter.live["dequantized"]
+            kept = meter.held.live["activations"] + meter.held.live["copies"] + meter.held.live["dequantized"]
         loss.backward()
         del loss
         gradients = sum(_local(each.grad).nbytes for each in trained if each.grad is not None)
         peak = update = 0
         if meter is not None:
-            peak = sum(meter.peak[label] for label in MOVING)
+            peak = sum(meter.held.peak[label] for label in MOVING)
             _settle(case)  # and what is not part of what the optimizer begins with, to be freed while it steps
-            before = meter.live["other"] + meter.live["copies"] + meter.live["activations"]
-            meter.restart_peaks()
+            before = meter.held.live["other"] + meter.held.live["copies"] + meter.held.live["activations"]
+            meter.held.restart_peaks()
             optimizer.step()
-            stepping = meter.peak_without_gradients
-            update = stepping["other"] + stepping["copies"] + stepping["activations"] - before
+            most = meter.held.peak_without_gradients
+            update = most["other"] + most["copies"] + most["activations"] - before
     real = dict(zip(KINDS, (parameters, gradients, states, kept, peak, update), strict=True))
     local = local_model(case.model(), plan, rank)
     if case.checkpointing:

@@ -86,19 +86,20 @@ class _Gathering:
     """
 
     def __init__(self, finish: Callable[[], Tensor], users: int) -> None:
-        self._finish, self._users = finish, users
+        self._finish: Callable[[], Tensor] | None = finish
+        self._users = users
         self._whole: Tensor | None = None
-        self._is_waited_for = False
 
     def end(self) -> None:
         """Wait for what nobody asked for, so that nothing writes into memory that is used again."""
-        if not self._is_waited_for:
+        if self._finish is not None:
             self._finish()
 
     def whole(self) -> Tensor:
         """The whole tensor, which is kept until the last user has it."""
-        whole = self._finish() if self._whole is None else self._whole
-        self._is_waited_for = True
+        whole = self._whole if self._finish is None else self._finish()
+        assert whole is not None  # as often as there are users
+        self._finish = None  # the memory is its own, too
         self._users -= 1
         self._whole = whole if self._users > 0 else None
         return whole
@@ -107,8 +108,9 @@ class _Gathering:
 class _Gathered:
     """How an input was gathered: in a backward pass that is done again, once for all products that need it.
 
+    Nodes keep it until all of the graph is gone, so it keeps no tensor: each product saves this rank's part.
+
     Args:
-        part: this rank's part, ``[..., seq/tp, ...]``.
         source: the layout of the part.
         group: the tensor-parallel group.
 
@@ -116,8 +118,8 @@ class _Gathered:
         users: how many products of each dtype keep the part.
     """
 
-    def __init__(self, part: Tensor, source: Shard, group: TPGroup) -> None:
-        self.part, self.source, self.group = part, source, group
+    def __init__(self, source: Shard, group: TPGroup) -> None:
+        self.source, self.group = source, group
         self.users = Counter[torch.dtype]()
         self._is_of_backward = is_in_backward()
         self._under_way: dict[torch.dtype, _Gathering] = {}
@@ -255,7 +257,7 @@ def replicate(x: Tensor, group: TPGroup, layers: Iterable[nn.Linear], source: In
 def note_gathered(whole: Tensor, part: Tensor, source: Shard, group: TPGroup) -> None:
     """Note on a gathered tensor how to gather it again: then :func:`product` keeps the part. Not collective."""
     if _is_recorded(whole):
-        setattr(whole, _GATHERED, _Gathered(part, source, group))
+        setattr(whole, _GATHERED, (_Gathered(source, group), part))
 
 
 def product(x: Tensor, layer: nn.Linear, group: TPGroup) -> Tensor:
@@ -264,7 +266,8 @@ def product(x: Tensor, layer: nn.Linear, group: TPGroup) -> Tensor:
     Not collective, but where the layer computes in float8; the backward pass is, if the input was gathered.
     """
     weights: dict[nn.Module, tuple[Tensor, _Left] | tuple[None, None]] = getattr(x, _WEIGHTS, {})
-    gathered = _gathered(x) if _is_recorded(x) and layer.weight.requires_grad else None
+    how = _gathered(x) if _is_recorded(x) and layer.weight.requires_grad else None
+    gathered, part = how or (None, None)
     if layer not in weights and (gathered is None or not _is_split(layer)):
         return local_product(x, layer, ("out",), group, layer.bias)
     weight, left = weights.get(layer, (None, None))
@@ -275,7 +278,6 @@ def product(x: Tensor, layer: nn.Linear, group: TPGroup) -> Tensor:
         # (checkpointing), which must keep the same tensors.
         weights[layer] = None, None
     bias = None if layer.bias is None else _cast(layer.bias)
-    part = None if gathered is None else gathered.part
     if gathered is not None:
         gathered.used(weight.dtype)
     return _Product.apply(_cast(x), part, weight, bias, left, gathered)
@@ -290,8 +292,8 @@ def _is_recorded(x: Tensor) -> bool:
     return torch.is_grad_enabled() and has_values(x) and not torch.compiler.is_compiling()
 
 
-def _gathered(x: Tensor) -> _Gathered | None:
-    """What was noted on a tensor, or on the one that it is a reshaped view of."""
+def _gathered(x: Tensor) -> tuple[_Gathered, Tensor] | None:
+    """What was noted on a tensor, or on the one that it is a reshaped view of: how it was gathered, and the part."""
     base = base_of(x)
     if hasattr(x, _GATHERED) or base is None:
         return getattr(x, _GATHERED, None)

@@ -108,6 +108,68 @@ class Work:
         return sum(flops * count for (flops, _), count in self.products.items())
 
 
+class Moment(NamedTuple):
+    """How far a step is: how many changes of memory and operators there were."""
+
+    changes: int
+    ran: int
+
+
+class Change(NamedTuple):
+    """Some memory is there from now on, or is not any more.
+
+    Attributes:
+        label: what it is.
+        bytes: how much; negative, if it is not there any more.
+        in_block: whether a repeated block runs.
+        made: the number of the change by which it was made.
+    """
+
+    label: Label
+    bytes: int
+    in_block: bool
+    made: int
+
+
+class Held:
+    """What is alive, and what was when it was the most.
+
+    Attributes:
+        live: bytes that are alive now, by label.
+        peak: of the moment at which the most was alive besides parameters and optimizer states: what it was.
+        peak_without_gradients: of the moment at which the most was alive besides these and gradients.
+        peak_in_blocks: of the moment, of those at which a repeated block ran, at which the most was alive besides
+            parameters, also in another dtype, states and gradients.
+    """
+
+    def __init__(self) -> None:
+        self.live: Counter[Label] = Counter()
+        self.restart_peaks()
+
+    def restart_peaks(self) -> None:
+        """Forget the peaks so far."""
+        self.peak: Counter[Label] = Counter(self.live)
+        self.peak_without_gradients: Counter[Label] = Counter(self.live)
+        self.peak_in_blocks: Counter[Label] = Counter()
+
+    def relabel(self, before: Label, after: Label) -> None:
+        """Give all that is alive with one label another one."""
+        self.live[after] += self.live.pop(before, 0)
+
+    def change(self, change: Change) -> None:
+        """Count some memory that comes or goes."""
+        self.live[change.label] += change.bytes
+        if change.bytes <= 0 or change.label not in MOVING:
+            return
+        if _moving(self.live) > _moving(self.peak):
+            self.peak = Counter(self.live)
+        without = _moving(self.live) - self.live["gradients"]
+        if without > _moving(self.peak_without_gradients) - self.peak_without_gradients["gradients"]:
+            self.peak_without_gradients = Counter(self.live)
+        if change.in_block and _of_batch(self.live) > _of_batch(self.peak_in_blocks):
+            self.peak_in_blocks = Counter(self.live)
+
+
 @dataclass(frozen=True)
 class Others:
     """Operators that are neither products nor collectives.
@@ -138,14 +200,15 @@ class Meter(TorchDispatchMode):
         chosen: of tokens' choices of experts, the share that is of this rank's, where tensors are fake.
 
     Attributes:
-        live: bytes that are alive now, by label.
-        peak: of the moment at which the most was alive besides parameters and optimizer states: what it was.
-        peak_without_gradients: of the moment at which the most was alive besides these and gradients.
-        peak_in_blocks: of the moment, of those at which a repeated block ran, at which the most was alive besides
-            parameters, also in another dtype, states and gradients.
+        held: what is alive.
+        changes: of it, in order.
         work: what was done.
         casts: bytes of the whole parameters that autocast has cast, by the repeated block that they were cast in.
         place: the repeated block whose operators run now.
+        begun: when the followed blocks began to run, each by its name, those that a checkpointed one runs again too.
+        left: when they ended to, first.
+        turned: when the backward pass of a followed block began, by its name.
+        is_aside: whether operators run that are no part of the step.
     """
 
     def __init__(self, model: nn.Module, chosen: float = 1.0) -> None:
@@ -156,9 +219,13 @@ class Meter(TorchDispatchMode):
         self.place = ""
         self._left: list[weakref.ref[Tensor]] = []  # what the last block returned
         self._gathered: set[torch.Size] = set()  # shapes of parameters that were
-        self.live: Counter[Label] = Counter()
-        self._alive: dict[int, tuple[Label, int, Any]] = {}
-        self.restart_peaks()
+        self.begun: list[tuple[str, Moment]] = []
+        self.left: dict[str, Moment] = {}
+        self.turned: dict[str, Moment] = {}
+        self.is_aside = False
+        self.held = Held()
+        self.changes: list[Change] = []
+        self._alive: dict[int, tuple[Label, int, Any, int]] = {}
         for parameter in model.parameters():
             if isinstance(parameter, QuantizedWeight):
                 self._add(parameter.in_memory, "quantized")
@@ -174,14 +241,21 @@ class Meter(TorchDispatchMode):
             block.register_forward_pre_hook(partial(self._begin, name), prepend=True, with_kwargs=True)
             block.register_forward_hook(partial(self._leave, name))
 
+    @property
+    def now(self) -> Moment:
+        """How far the step is."""
+        return Moment(len(self.changes), len(self.work.ran))
+
     def _begin(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.place = name
+        self.begun.append((name, self.now))
         for tensor in _with_gradients((args, kwargs)):
             if not any(tensor is left() for left in self._left):  # else the backward pass goes on in the block before
                 tensor.register_hook(partial(self._at, ""))
 
     def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         self.place = ""
+        self.left.setdefault(name, self.now)
         tensors = _with_gradients(output)
         self._left = [weakref.ref(tensor) for tensor in tensors]
         for tensor in tensors:
@@ -189,19 +263,14 @@ class Meter(TorchDispatchMode):
 
     def _at(self, name: str, gradient: Tensor) -> None:
         self.place = name
-
-    def restart_peaks(self) -> None:
-        """Forget the peaks so far."""
-        self.peak: Counter[Label] = Counter(self.live)
-        self.peak_without_gradients: Counter[Label] = Counter(self.live)
-        self.peak_in_blocks: Counter[Label] = Counter()
+        self.turned.setdefault(name, self.now)
 
     def relabel(self, before: Label, after: Label) -> None:
         """Give all that is alive with one label another one."""
-        for key, (label, size, reference) in self._alive.items():
+        for key, (label, *others) in self._alive.items():
             if label == before:
-                self._alive[key] = after, size, reference
-        self.live[after] += self.live.pop(before, 0)
+                self._alive[key] = after, *others
+        self.held.relabel(before, after)
 
     def label(self, tensors: Iterable[Tensor], label: Label) -> None:
         """Say what these tensors are."""
@@ -210,8 +279,8 @@ class Meter(TorchDispatchMode):
             if known is None:
                 self._add([tensor], label)
             elif known[0] != label:
-                self.live[known[0]] -= known[1]
-                self.live[label] += known[1]
+                self._change(known[0], -known[1], known[3])
+                self._change(label, known[1], known[3])
                 self._alive[storage_key(tensor)] = label, *known[1:]
 
     def pack_hook(self, tensor: Tensor) -> tuple[torch.Size, torch.dtype, bool]:
@@ -229,6 +298,8 @@ class Meter(TorchDispatchMode):
         return made
 
     def _copy(self, tensor: Tensor, of_parameters: bool) -> None:
+        if self.is_aside:
+            return
         size = tensor.numel() * tensor.itemsize
         self.work.ran.append(Ran("aten.copy_", self.place, size, is_fixed=of_parameters, is_host_copy=True))
 
@@ -249,6 +320,8 @@ class Meter(TorchDispatchMode):
                 return _product_of_dequantized(*args, **kwargs)
         operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         result = _grouped(*operands) if name == _GROUPED and isinstance(args[0], FakeTensor) else func(*args, **kwargs)
+        if self.is_aside:
+            return result
         results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         known = {storage_key(leaf) for leaf in operands}
         labels = {self._alive[key][0] for key in known if key in self._alive}
@@ -297,19 +370,16 @@ class Meter(TorchDispatchMode):
             storage, key = tensor.untyped_storage(), storage_key(tensor)
             if key not in self._alive:
                 reference = weakref.ref(storage, partial(self._end, key))
-                self._alive[key] = label, storage.nbytes(), reference
-                self.live[label] += storage.nbytes()
-        if _moving(self.live) > _moving(self.peak):
-            self.peak = Counter(self.live)
-        without = _moving(self.live) - self.live["gradients"]
-        if without > _moving(self.peak_without_gradients) - self.peak_without_gradients["gradients"]:
-            self.peak_without_gradients = Counter(self.live)
-        if self.place and _of_batch(self.live) > _of_batch(self.peak_in_blocks):
-            self.peak_in_blocks = Counter(self.live)
+                self._alive[key] = label, storage.nbytes(), reference, len(self.changes)
+                self._change(label, storage.nbytes(), len(self.changes))
 
     def _end(self, key: int, _: Any) -> None:
-        label, size, _ = self._alive.pop(key)
-        self.live[label] -= size
+        label, size, _, made = self._alive.pop(key)
+        self._change(label, -size, made)
+
+    def _change(self, label: Label, size: int, made: int) -> None:
+        self.changes.append(Change(label, size, bool(self.place), made))
+        self.held.change(self.changes[-1])
 
     def _note_gradient(self, parameter: Tensor) -> None:
         if parameter.grad is not None:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections import Counter
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from functools import lru_cache, partial
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,8 @@ from lightning_autotp.capture.capture import ExampleCall, meta_copy
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.parameters.quantized_weight import QuantizedWeight
 from lightning_autotp.parameters.state import is_parallel, parallel_state
-from lightning_autotp.planning.meter import Label, Meter, Others, Work
+from lightning_autotp.planning.alike_blocks import NotAlike, Repeats, Sampled, repeats_of
+from lightning_autotp.planning.meter import Held, Label, Meter, Others, Work
 from lightning_autotp.private.fake_tensors_private import RememberingFakeTensorMode
 from lightning_autotp.private.torch_private import tree_map_only, values_in_fake_tensors
 from lightning_autotp.private.transformers_private import fake_tensors_as_ordinary
@@ -73,6 +75,7 @@ class Rehearsal:
         work: of forward and backward pass.
         forward: how many of its operators are the forward pass's: the first ones.
         update_work: of the optimizer's step.
+        left_out: how many blocks were not run, as others do the same.
     """
 
     parameters: int
@@ -94,6 +97,7 @@ class Rehearsal:
     work: Work
     forward: int
     update_work: Work
+    left_out: int = 0
 
     @property
     def divided(self) -> int:
@@ -223,82 +227,138 @@ def rehearse(
     Raises:
         RehearsalError: if its code asks for values.
     """
+    repeats = repeats_of(local)
+    if repeats:
+        try:
+            return _rehearsed(local, batch, precision, optimizer, imbalance, repeats)
+        except (NotAlike, RehearsalError):
+            pass
+    return _rehearsed(local, batch, precision, optimizer, imbalance, [])
+
+
+def _rehearsed(
+    local: nn.Module,
+    batch: Any,
+    precision: Precision,
+    optimizer: Optimizer,
+    imbalance: float,
+    repeats: Sequence[Repeats],
+) -> Rehearsal:
     fake = RememberingFakeTensorMode()
-
-    def stand_in(value: Tensor) -> Tensor:
-        format = format_of(value)
-        with fake:
-            dtype = value.dtype if format is None else format.dtype
-            made = torch.empty_strided(value.shape, value.stride(), dtype=dtype, device="cpu")
-        if format is not None:
-            made = QuantizedWeight.without_values(made, format, value.dtype)
-        return nn.Parameter(made, requires_grad=value.requires_grad) if isinstance(value, nn.Parameter) else made
-
-    model = meta_copy(local, stand_in)
-    given = tree_map_only(Tensor, stand_in, batch)
+    model = meta_copy(local, partial(_stand_in, fake))
+    given = tree_map_only(Tensor, partial(_stand_in, fake), batch)
     blocks = [_bytes(block) for block in blocks_of_their_own(model)]
-    repeated = set(repeated_blocks(model))
     ranks = parallel_state(model).group.size if is_parallel(model) else 1
     meter = Meter(model, min(1.0, imbalance / ranks))
     for module in model.modules():
         if isinstance(module.forward, OffloadedForward):
             module.forward.host = meter
-    meter.follow({path: module for path, module in model.named_modules() if module in repeated})
+    sampled = Sampled(model, repeats, fake, meter)
+    repeated = set(repeated_blocks(model))
+    meter.follow({path: x for path, x in model.named_modules() if x in repeated and path not in sampled.like})
+    with _modes(fake, meter):
+        try:
+            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
+                loss = model(**given).loss
+            meter.relabel("other", "activations")
+            middle = meter.now
+            loss.backward()
+            del loss
+        except NotAlike:
+            raise
+        except Exception as error:
+            raise RehearsalError(
+                f"a step of {type(local).__name__} cannot be rehearsed without values: {type(error).__name__}: {error}"
+            ) from error
+        step, held = sampled.step(middle), Held()
+        for change in step.changes[: step.middle.changes]:
+            held.change(change)
+        held.relabel("other", "activations")
+        kept = Counter(held.live)
+        for change in step.changes[step.middle.changes :]:
+            held.change(change)
+        stepped = sampled.stepped(held)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    peaks = (held.peak, held.peak_without_gradients, held.peak_in_blocks)
+    peak, without, in_blocks = (_told_apart(found, kept["activations"]) for found in peaks)
+    casts = {place: sum(sizes.values()) for place, sizes in meter.casts.items() if place}
+    casts |= {path: casts[other] for path, other in sampled.like.items() if other in casts}
+    update = _update(optimizer, tuple((x.shape, x.stride(), x.dtype) for x in stepped))
+    stored = held.live["parameters"]
+    return Rehearsal(
+        parameters=stored + held.live["quantized"],
+        quantized=held.live["quantized"],
+        gradients=held.live["gradients"],
+        averaged=sum(parameter.numel() * max(parameter.itemsize, 4) for parameter in trained),
+        states=update.states,
+        activations=kept["activations"],
+        copies=kept["copies"],
+        dequantized=kept["dequantized"],
+        peak=peak,
+        peak_without_gradients=without,
+        peak_in_blocks=in_blocks,
+        update=update.most,
+        block=max(blocks, default=0),
+        block_casts=max(casts.values(), default=0),
+        casts=sum(casts.values()),
+        rest=stored - sum(blocks),
+        work=Work(step.ran),
+        forward=step.middle.ran,
+        update_work=update.work,
+        left_out=len(sampled.like),
+    )
+
+
+def _stand_in(fake: RememberingFakeTensorMode, value: Tensor) -> Tensor:
+    format = format_of(value)
+    with fake:
+        dtype = value.dtype if format is None else format.dtype
+        made = torch.empty_strided(value.shape, value.stride(), dtype=dtype, device="cpu")
+    if format is not None:
+        made = QuantizedWeight.without_values(made, format, value.dtype)
+    return nn.Parameter(made, requires_grad=value.requires_grad) if isinstance(value, nn.Parameter) else made
+
+
+@contextmanager
+def _modes(fake: RememberingFakeTensorMode, meter: Meter) -> Iterator[None]:
     with ExitStack() as modes:
         modes.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         for mode in (fake_tensors_as_ordinary(), values_in_fake_tensors(), fake, meter):
             modes.enter_context(mode)
-        try:
-            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
-                loss = model(**given).loss
-            meter.relabel("other", "activations")
-            activations, copies, dequantized = (meter.live[label] for label in ("activations", "copies", "dequantized"))
-            forward = len(meter.work.ran)
-            loss.backward()
-            del loss
-        except Exception as error:
-            raise RehearsalError(
-                f"a step of {type(local).__name__} cannot be rehearsed without values: {type(error).__name__}: {error}"
-            ) from error
-        peaks = (meter.peak, meter.peak_without_gradients, meter.peak_in_blocks)
-        peak, without, in_blocks = (_told_apart(found, activations) for found in peaks)
-        work, meter.work, meter.place = meter.work, Work(), ""
-        casts = [sum(sizes.values()) for place, sizes in meter.casts.items() if place]
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        update = 0
-        if optimizer != "none":
-            stepping = OPTIMIZERS[optimizer](trained)
-            before = meter.live["other"] + meter.live["copies"] + meter.live["activations"]
-            meter.restart_peaks()
-            stepping.step()
-            states = [leaf for state in stepping.state.values() for leaf in state.values() if isinstance(leaf, Tensor)]
-            held = sum(state.numel() * state.itemsize for state in states)
-            most = meter.peak_without_gradients
-            update = max(0, most["other"] + most["copies"] + most["activations"] - before - held)
-            meter.label(states, "states")
-    stored = meter.live["parameters"]
-    return Rehearsal(
-        parameters=stored + meter.live["quantized"],
-        quantized=meter.live["quantized"],
-        gradients=meter.live["gradients"],
-        averaged=sum(parameter.numel() * max(parameter.itemsize, 4) for parameter in trained),
-        states=meter.live["states"],
-        activations=activations,
-        copies=copies,
-        dequantized=dequantized,
-        peak=peak,
-        peak_without_gradients=without,
-        peak_in_blocks=in_blocks,
-        update=update,
-        block=max(blocks, default=0),
-        block_casts=max(casts, default=0),
-        casts=sum(casts),
-        rest=stored - sum(blocks),
-        work=work,
-        forward=forward,
-        update_work=meter.work,
-    )
+        yield
+
+
+class _Update(NamedTuple):
+    """An optimizer's step: bytes of its states, those that it needs for a moment, what it does."""
+
+    states: int
+    most: int
+    work: Work
+
+
+@lru_cache(maxsize=32)
+def _update(optimizer: Optimizer, trained: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]) -> _Update:
+    """The step of parameters with these shapes, strides and dtypes. It is the same for all that a step can be else."""
+    fake = RememberingFakeTensorMode()
+    with fake:
+        parameters = [
+            nn.Parameter(torch.empty_strided(shape, stride, dtype=dtype, device="cpu"))
+            for shape, stride, dtype in trained
+        ]
+        for parameter in parameters:
+            parameter.grad = torch.empty_like(parameter)
+    meter = Meter(nn.ParameterList(parameters))
+    if optimizer == "none":
+        return _Update(0, 0, Work())
+    with _modes(fake, meter):
+        meter.label((parameter.grad for parameter in parameters if parameter.grad is not None), "gradients")
+        stepping = OPTIMIZERS[optimizer](parameters)
+        stepping.step()
+        states = [leaf for state in stepping.state.values() for leaf in state.values() if isinstance(leaf, Tensor)]
+        held = sum(state.numel() * state.itemsize for state in states)
+    most = meter.held.peak_without_gradients
+    return _Update(held, max(0, most["other"] + most["copies"] + most["activations"] - held), meter.work)
 
 
 def _told_apart(found: Counter[Label], activations: int) -> Counter[Label]:

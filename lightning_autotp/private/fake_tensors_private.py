@@ -80,12 +80,16 @@ class RememberingFakeTensorMode(FakeTensorMode):
     Args:
         functional: names of operators of other libraries that make one new tensor, which follows from their operands'
             metadata.
+
+    Attributes:
+        asked: if it is a list, operators and their operands' metadata are put into it.
     """
 
     def __init__(self, functional: Collection[str] = ()) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.functional = frozenset(functional)
         self.remembered: dict[Any, _Results] = {}
+        self.asked: list[Any] | None = None
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -100,9 +104,13 @@ class RememberingFakeTensorMode(FakeTensorMode):
         try:
             operands = self.told(args), tuple((name, self.told(value)) for name, value in kwargs.items())
         except _NotTold:
+            if self.asked is not None:
+                self.asked.append(func)
             return super().__torch_dispatch__(func, types, args, kwargs)
         surroundings = torch.get_default_dtype(), torch._C._get_default_device(), torch.is_inference_mode_enabled()
         key = func, operands, surroundings
+        if self.asked is not None:
+            self.asked.append(key)
         if (known := self.remembered.get(key)) is not None:
             again = [self.again(result, args) for result in known.results]
             return tuple(again) if known.is_tuple else again[0]

@@ -1,0 +1,183 @@
+"""A rehearsal that leaves out blocks says to the byte, and operator by operator, what one of all blocks says."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AutoConfig
+
+from lightning_autotp import make_plan
+from lightning_autotp.building.repeated_blocks import checkpoint_blocks, offload_blocks
+from lightning_autotp.capture.capture import language_model_inputs
+from lightning_autotp.planning import rehearsal as rehearsals
+from lightning_autotp.planning.rehearsal import Precision, Rehearsal, local_model, one_row, rehearse, with_adapters
+
+HEADS = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+MODELS: dict[str, tuple[str, dict[str, Any], int]] = {
+    "llama": ("llama", HEADS | {"vocab_size": 128, "num_hidden_layers": 7}, 3),
+    "tied": ("llama", HEADS | {"vocab_size": 128, "num_hidden_layers": 6, "tie_word_embeddings": True}, 2),
+    "many words": ("llama", HEADS | {"vocab_size": 9000, "num_hidden_layers": 6}, 2),
+    "experts": (
+        "qwen3_moe",
+        HEADS | {"vocab_size": 128, "num_hidden_layers": 6, "num_experts": 4, "num_experts_per_tok": 2,
+                 "moe_intermediate_size": 32},
+        2,
+    ),
+    "experts after dense layers": (
+        "deepseek_v3",
+        {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 4,
+         "vocab_size": 128, "num_hidden_layers": 8, "first_k_dense_replace": 2, "n_routed_experts": 8, "n_group": 2,
+         "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "q_lora_rank": 32,
+         "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16},
+        2,
+    ),
+    "two kinds of attention": (
+        "qwen3_next",
+        HEADS | {"vocab_size": 128, "num_hidden_layers": 11, "num_experts": 4, "num_experts_per_tok": 2,
+                 "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "linear_num_key_heads": 2,
+                 "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+                 "layer_types": [*["linear_attention", "full_attention"] * 5, "linear_attention"]},
+        2,
+    ),
+    "encoder and decoder": (
+        "t5",
+        {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 7, "num_heads": 4, "vocab_size": 128, "dropout_rate": 0.0,
+         "decoder_start_token_id": 0, "pad_token_id": 0, "is_encoder_decoder": True},
+        4,
+    ),
+}  # fmt: skip
+"""Model type, sizes, and how many blocks are left out."""
+
+
+def built(name: str) -> nn.Module:
+    family, sizes, _ = MODELS[name]
+    kind = "AutoModelForSeq2SeqLM" if family == "t5" else "AutoModelForCausalLM"
+    with torch.device("meta"):
+        model: nn.Module = getattr(transformers, kind).from_config(AutoConfig.for_model(family, **sizes))
+    return model
+
+
+def compare(local: nn.Module, row: dict[str, Any], precision: Precision, monkeypatch: pytest.MonkeyPatch) -> Rehearsal:
+    """Rehearse with few blocks and with all, and compare all that is said; the first of them."""
+    found = rehearse(local, row, precision=precision)
+    monkeypatch.setattr(rehearsals, "repeats_of", lambda model: [])
+    whole = rehearse(local, row, precision=precision)
+    assert whole.left_out == 0
+    for field in fields(Rehearsal):
+        if field.name != "left_out":
+            assert getattr(found, field.name) == getattr(whole, field.name), field.name
+    return found
+
+
+def row_of(model: nn.Module) -> dict[str, Any]:
+    return one_row(model, language_model_inputs(model), 48)
+
+
+@pytest.mark.parametrize(
+    ("name", "kept", "ranks", "sequence_parallel", "precision"),
+    [
+        ("llama", None, 1, False, "bf16-mixed"),
+        ("llama", "blocks", 1, False, "bf16-mixed"),
+        ("llama", "offload", 1, False, "bf16-mixed"),
+        ("llama", None, 2, True, "bf16-mixed"),
+        ("llama", "blocks", 2, True, "bf16-true"),
+        ("llama", "offload", 2, False, "32-true"),
+        ("tied", None, 2, False, "bf16-mixed"),
+        ("many words", None, 2, False, "bf16-mixed"),
+        ("experts", None, 2, True, "bf16-mixed"),
+        ("experts", "blocks", 1, False, "bf16-mixed"),
+        ("experts after dense layers", None, 2, False, "bf16-mixed"),
+        ("experts after dense layers", "blocks", 1, False, "bf16-true"),
+        ("two kinds of attention", None, 1, False, "bf16-mixed"),
+        ("two kinds of attention", "blocks", 1, False, "32-true"),
+        ("encoder and decoder", None, 2, False, "bf16-mixed"),
+        ("encoder and decoder", "blocks", 1, False, "32-true"),
+    ],
+)
+def test_blocks_that_are_alike_are_left_out(
+    name: str,
+    kept: str | None,
+    ranks: int,
+    sequence_parallel: bool,
+    precision: Precision,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = rehearsals.as_trained(built(name), precision)
+    plan = make_plan(model, ranks, sequence_parallel=sequence_parallel)[0] if ranks > 1 else None
+    local = local_model(model, plan)
+    if kept is not None:
+        {"blocks": checkpoint_blocks, "offload": offload_blocks}[kept](local)
+    assert compare(local, row_of(model), precision, monkeypatch).left_out == MODELS[name][2]
+
+
+def test_adapters_are_left_out_with_their_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = built("llama")
+    local = local_model(with_adapters(model, "bf16-true", 4), None)
+    assert compare(local, row_of(model), "bf16-true", monkeypatch).left_out == 3
+
+
+class Block(nn.Module):
+    """One of several, which does something of its own."""
+
+    def __init__(self, number: int, odd: int, how: str) -> None:
+        super().__init__()
+        self.linear, self.number, self.odd, self.how = nn.Linear(8, 8), number, odd, how
+
+    def forward(self, x: Tensor, seen: list[Tensor]) -> Tensor:
+        """``[batch, 8]``, twice."""
+        y: Tensor = self.linear(x)
+        if self.how == "all are used later":
+            seen.append(y)
+        if self.number != self.odd:
+            return x + y.relu()
+        if self.how == "one more operator":
+            return x + y.exp().relu()
+        return x + (y.detach() if self.how == "another gradient" else y).relu()
+
+
+class Output:
+    """What has a loss."""
+
+    def __init__(self, loss: Tensor) -> None:
+        self.loss = loss
+
+
+class Stack(nn.Module):
+    """Ten blocks that look alike."""
+
+    def __init__(self, odd: int, how: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(number, odd, how) for number in range(10))
+        self.how = how
+
+    def forward(self, x: Tensor) -> Output:
+        """``[batch, 8]``."""
+        seen: list[Tensor] = []
+        for block in self.blocks:
+            x = block(x, seen)
+            if self.how == "something between":
+                x = x * 2
+        if self.how == "one runs twice":
+            x = self.blocks[5](x, seen)
+        return Output(x.sum() + sum(y.mean() for y in seen))
+
+
+@pytest.mark.parametrize("odd", [1, 2, 3, 6, 9])
+@pytest.mark.parametrize("how", ["one more operator", "another gradient"])
+def test_one_that_is_not_alike_is_seen(how: str, odd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    left_out = compare(Stack(odd, how), {"x": torch.ones(2, 8)}, "32-true", monkeypatch).left_out
+    assert left_out == (6 if (how, odd) == ("one more operator", 9) else 0)  # the last one runs
+
+
+@pytest.mark.parametrize("how", ["all are used later", "something between", "one runs twice"])
+def test_where_blocks_are_not_one_after_the_other_all_run(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert compare(Stack(-1, how), {"x": torch.ones(2, 8)}, "32-true", monkeypatch).left_out == 0
+
+
+def test_of_blocks_that_are_alike_six_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert compare(Stack(-1, "alike"), {"x": torch.ones(2, 8)}, "32-true", monkeypatch).left_out == 6
