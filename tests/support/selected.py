@@ -1,4 +1,4 @@
-"""Which cases of a module's tests run daily, and which are about to run: a fixture that runs many at once runs those."""
+"""Which cases of a module run daily, and which are about to run: a fixture that runs many at once runs only those."""
 
 from __future__ import annotations
 
