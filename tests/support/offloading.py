@@ -216,11 +216,15 @@ def errors() -> dict[str, str]:
     }
 
 
-def with_and_without(directory: str) -> dict[str, Any]:
-    """Each run without and with it, and what goes on from a checkpoint of the other."""
+def with_and_without(directory: str, names: list[str]) -> dict[str, Any]:
+    """Each run of these names without and with it, and what goes on from a checkpoint of the other."""
     folder = Path(directory)
-    seen: dict[str, Any] = {name: [run(offload) for offload in (False, True)] for name, run in RUNS.items()}
+    seen: dict[str, Any] = {
+        name: [run(offload) for offload in (False, True)] for name, run in RUNS.items() if name in names
+    }
     for kind, options in FORMATS.items():
+        if f"resumed from a {kind}" not in names:
+            continue
         sizes = {**COPIES, **options}
         paths = [folder / f"{kind} {offload}.ckpt" for offload in (False, True)]
         for offload, path in zip((False, True), paths, strict=True):

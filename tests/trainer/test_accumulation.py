@@ -15,6 +15,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.fabric import Fabric
+from selected import nightly, selected
 from tiny import tiny_model, token_batch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -259,8 +260,14 @@ CASES: dict[str, tuple[Run, str]] = {
 
 WITHOUT_TOKENS = ("Trainer, read", "Fabric, unread", "Fabric, two models, one into the other")
 """Of the others only runs with sequence parallelism, which sum the gradients of more parameters, are for every day."""
-DAILY = [(case, tokens) for case in CASES for tokens in (False, True) if tokens or case in WITHOUT_TOKENS]
-NIGHTLY = [(case, False) for case in CASES if case not in WITHOUT_TOKENS]
+REPEATS = {
+    "Trainer, compiled", "Trainer, unread", "Trainer, checkpointed", "Trainer, checkpointed, reentrant",
+    "Fabric, read", "Fabric, changed", "Fabric, two models, in turns", "Fabric, two models, steps of their own",
+    "Fabric, two models, never summed",
+}  # fmt: skip
+"""What another of the Trainer and Fabric does, or other pairs."""
+ALL = [(case, tokens) for case in CASES for tokens in (True, False)]
+NIGHTLY = [(case, tokens) for case, tokens in ALL if case in REPEATS or not (tokens or case in WITHOUT_TOKENS)]
 Found = list[dict[tuple[str, bool], dict[str, Any]]]
 
 
@@ -274,13 +281,8 @@ def two_ranks(runs: list[tuple[str, bool]]) -> dict[tuple[str, bool], dict[str, 
 
 
 @pytest.fixture(scope="module")
-def two() -> Found:
-    return run_trainer_ranks(two_ranks, 2, DAILY)
-
-
-@pytest.fixture(scope="module")
-def two_at_night() -> Found:
-    return run_trainer_ranks(two_ranks, 2, NIGHTLY)
+def two(request: pytest.FixtureRequest) -> Found:
+    return run_trainer_ranks(two_ranks, 2, selected(request, "run"))
 
 
 @lru_cache
@@ -295,9 +297,11 @@ def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
         assert worst < 1e-4, f"{name} differs by {worst:.1e}"
 
 
-def assert_one_process_s(case: str, tokens: bool, two: Found) -> None:
-    run, kind = CASES[case]
-    wanted = alone(run, kind if kind in (*CHANGING, *PAIRS) else "read")
+@pytest.mark.parametrize("run", nightly(ALL, NIGHTLY))
+def test_gradients_are_one_process_s_whenever_they_are_read(run: tuple[str, bool], two: Found) -> None:
+    case, tokens = run
+    fitted, kind = CASES[case]
+    wanted = alone(fitted, kind if kind in (*CHANGING, *PAIRS) else "read")
     for found in (seen[case, tokens] for seen in two):
         assert found["summed"] > 0
         assert found["losses"] == pytest.approx(wanted["losses"], rel=1e-5)
@@ -308,17 +312,6 @@ def assert_one_process_s(case: str, tokens: bool, two: Found) -> None:
         for mine, theirs in zip(found["gradients"], wanted["gradients"], strict=True):
             same(mine, theirs)
         same(found["weights"], wanted["weights"])
-
-
-@pytest.mark.parametrize(("case", "tokens"), DAILY)
-def test_gradients_are_one_process_s_whenever_they_are_read(case: str, tokens: bool, two: Found) -> None:
-    assert_one_process_s(case, tokens, two)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(("case", "tokens"), NIGHTLY)
-def test_they_are_without_sequence_parallelism(case: str, tokens: bool, two_at_night: Found) -> None:
-    assert_one_process_s(case, tokens, two_at_night)
 
 
 def test_more_gradients_are_summed_under_sequence_parallelism(two: Found) -> None:

@@ -461,7 +461,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return tmp_path_factory.mktemp("in_common")
 
 
-SIZES = [pytest.param(2, marks=pytest.mark.nightly), 3]
+SIZES = [2, pytest.param(3, marks=pytest.mark.nightly)]
 QUIET = {
     "dropout": (STEPS, STEPS, 0), "validation": (STEPS, 3 * STEPS, 4 + 3 * 40), "scaler": (STEPS, STEPS, 0),
     "stream": (STEPS, STEPS, 0), "combined": (STEPS, STEPS, 0), "manual": (STEPS, STEPS, 0),

@@ -53,46 +53,30 @@ def on_ranks(names: list[str]) -> dict[str, dict[str, Any]]:
     return {name: written("autotp", int(os.environ["WORLD_SIZE"]), name) for name in names}
 
 
-RANKS = {
-    2: [
-        "llama", "fused projection", "experts", "linear attention", "latent attention", "encoder-decoder",
-        "cross-attention from a cache",
-    ],
-    3: ["one key/value head", "three units"],
-}  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def alone() -> dict[str, dict[str, Any]]:
-    """What one process writes."""
-    return {name: written("auto", 1, name) for name in MODELS}
-
-
-@pytest.fixture(scope="module")
-def pair() -> list[dict[str, dict[str, Any]]]:
-    """What two ranks write."""
-    return run_trainer_ranks(on_ranks, 2, RANKS[2])
-
-
-@pytest.fixture(scope="module")
-def trio() -> list[dict[str, dict[str, Any]]]:
-    """What three ranks write."""
-    return run_trainer_ranks(on_ranks, 3, RANKS[3])
-
-
-@pytest.fixture(params=[2, pytest.param(3, marks=pytest.mark.nightly)])
-def together(request: pytest.FixtureRequest) -> tuple[int, list[dict[str, dict[str, Any]]]]:
-    """Both of them."""
-    return request.param, request.getfixturevalue({2: "pair", 3: "trio"}[request.param])
-
-
+DAILY = (2, ("llama", "linear attention", "latent attention", "encoder-decoder", "cross-attention from a cache"))
+NIGHTLY = [(2, ("fused projection", "experts")), (3, ("one key/value head", "three units"))]
 Together = tuple[int, list[dict[str, dict[str, Any]]]]
 Alone = dict[str, dict[str, Any]]
 
 
+@pytest.fixture(
+    scope="module", params=[DAILY, *(pytest.param(models, marks=pytest.mark.nightly) for models in NIGHTLY)]
+)
+def together(request: pytest.FixtureRequest) -> Together:
+    """What so many ranks write, of each model."""
+    ranks, names = request.param
+    return ranks, run_trainer_ranks(on_ranks, ranks, names)
+
+
+@pytest.fixture(scope="module")
+def alone(together: Together) -> Alone:
+    """What one process writes."""
+    return {name: written("auto", 1, name) for name in together[1][0]}
+
+
 def test_every_rank_writes_what_one_process_writes(together: Together, alone: Alone) -> None:
-    ranks, found = together
-    for name in RANKS[ranks]:
+    _, found = together
+    for name in alone:
         for way in WAYS:
             wanted = alone[name][way]
             assert wanted["tokens"].shape[0] == ROWS
@@ -106,7 +90,9 @@ def test_every_rank_writes_what_one_process_writes(together: Together, alone: Al
                 )
 
 
-def test_training_goes_on_after_writing(pair: list[dict[str, dict[str, Any]]], alone: Alone) -> None:
+@pytest.mark.parametrize("together", [DAILY], indirect=True)
+def test_training_goes_on_after_writing(together: Together, alone: Alone) -> None:
+    _, pair = together
     for name in TRAINED:
         wanted = alone[name]
         assert len(wanted["losses"]) == 2
@@ -144,7 +130,7 @@ def test_a_rank_keeps_keys_and_values_of_its_own_heads(together: Together, alone
     ranks, found = together
     heads = {"llama": 2, "one key/value head": 1, "three units": 3, "fused projection": 4, "experts": 2}
     for name, whole in heads.items():
-        if name not in RANKS[ranks]:
+        if name not in alone:
             continue
         for way in ("greedy", "static cache", "sampling", "beams"):
             shapes = [seen[name][way]["cache"] for seen in found]
@@ -156,7 +142,7 @@ def test_a_rank_keeps_keys_and_values_of_its_own_heads(together: Together, alone
                 # Each head is on one rank, or, where there are fewer heads than ranks, each rank has one.
                 assert (sum(held), max(held)) == (max(whole, ranks), -(-whole // ranks)), (name, way)
     for way in ("greedy", "static cache"):
-        if ranks == 2:
+        if "encoder-decoder" in alone:
             full = alone["encoder-decoder"][way]["cache"]
             halves = [(a, b // 2, *rest) for a, b, *rest in full]
             assert len(full) == 2 * 2

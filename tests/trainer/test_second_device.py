@@ -13,13 +13,14 @@ import pytest
 import second_device
 import torch
 import torch.distributed as dist
-from held import WAYS, Way, held
+from held import IN_CI, WAYS, Way, held
 from lightning import Fabric
 from lightning.pytorch.plugins import MixedPrecision
 from mixture_configs import MIXTURES
 from offloading import HALF, STEPS, with_and_without
 from offloading import RUNS as OFFLOADED
 from second_device import BACKEND, NAME, SecondDevice, Waits
+from selected import nightly, selected
 from tiny import tiny_model, token_batch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -213,6 +214,9 @@ RUNS: dict[str, Callable[[], Waits]] = {
     "16-mixed": lambda: in_the_trainer(plugins=[scaled()]),
     "bf16-mixed": lambda: in_the_trainer(plugins=[MixedPrecision("bf16-mixed", NAME)]),
     "broadcast": partial(in_the_trainer, options={"broadcast_batches": True}),
+    "broadcast, accumulation, clipping": partial(
+        in_the_trainer, accumulated=2, options={"broadcast_batches": True}, gradient_clip_val=1.0
+    ),
     "copies": partial(in_the_trainer, options=COPIES),
     "copies, bf16-mixed": lambda: in_the_trainer(
         options=COPIES, plugins=[MixedPrecision("bf16-mixed", NAME)], gradient_clip_val=1.0
@@ -222,28 +226,32 @@ RUNS: dict[str, Callable[[], Waits]] = {
 }
 """How a step is made, in processes as Lightning begins them."""
 
+PARTS_OF_OTHERS = {"plain", "clipping", "accumulation", "bf16-mixed", "broadcast", "copies"}
+"""What other runs do, too, together with more: for nightly tests."""
 
-def runs(directory: str) -> dict[str, Any]:
+
+def runs(directory: str, names: list[str], offloaded: list[str], ways: list[Way]) -> dict[str, Any]:
     second_device.begin()
-    found = {name: run() for name, run in RUNS.items()}
+    found = {name: RUNS[name]() for name in names}
     results = {
         **{name: waits.own for name, waits in found.items()},
         "backend": dist.get_backend(),
         "alone": on_the_device_alone(),
         "planned": planned_for_the_device(),
-        "offloaded": with_and_without(directory),
-        "held": {way: held(way) for way in WAYS},
+        "offloaded": with_and_without(directory, offloaded),
+        "held": {way: held(way) for way in ways},
     }
     atexit._run_exitfuncs()
     return {**results, "is ended": not dist.is_initialized()}
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_launched(runs, 2, str(tmp_path_factory.mktemp("offloaded")))
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    names, offloaded, ways = (selected(request, argument) for argument in ("name", "offloaded", "way"))
+    return run_launched(runs, 2, str(tmp_path_factory.mktemp("offloaded")), names, offloaded, ways)
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", nightly(RUNS, PARTS_OF_OTHERS))
 def test_a_step_waits_for_no_device(name: str, found: list[dict[str, Any]]) -> None:
     for seen in found:
         assert seen[name] == WAITS.get(name, {})
@@ -283,31 +291,32 @@ def test_a_plan_is_of_the_code_for_its_device(found: list[dict[str, Any]]) -> No
 
 
 RESUMED = dict.fromkeys(["resumed from a file", "resumed from a directory", "Fabric, resumed"], STEPS - HALF)
+REPEATED = {"copies", "accumulation", "used again", "resumed from a file"}
 
 
-@pytest.mark.parametrize("name", [*OFFLOADED, "Fabric", *RESUMED])
-def test_what_is_in_host_memory_is_trained_alike(name: str, found: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("offloaded", nightly([*OFFLOADED, "Fabric", *RESUMED], REPEATED))
+def test_what_is_in_host_memory_is_trained_alike(offloaded: str, found: list[dict[str, Any]]) -> None:
     for seen in found:
-        without, offloaded = seen["offloaded"][name]
-        assert offloaded["losses"]
-        assert len(offloaded["losses"]) == RESUMED.get(name, len(offloaded["losses"]))
+        there, here = seen["offloaded"][offloaded]
+        assert here["losses"]
+        assert len(here["losses"]) == RESUMED.get(offloaded, len(here["losses"]))
         # A penalty is summed in another order.
-        exact: dict[str, float] = {"rtol": 1e-6, "atol": 1e-6} if name == "loop" else {"rtol": 0, "atol": 0}
+        exact: dict[str, float] = {"rtol": 1e-6, "atol": 1e-6} if offloaded == "loop" else {"rtol": 0, "atol": 0}
         for kind in ("losses", "gradients", "weights"):
-            torch.testing.assert_close(offloaded[kind], without[kind], **exact)
+            torch.testing.assert_close(here[kind], there[kind], **exact)
 
 
-@pytest.mark.parametrize("name", [*OFFLOADED, "Fabric", *RESUMED])
-def test_offloaded_are_the_parameters_that_are_sharded(name: str, found: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("offloaded", nightly([*OFFLOADED, "Fabric", *RESUMED], REPEATED))
+def test_offloaded_are_the_parameters_that_are_sharded(offloaded: str, found: list[dict[str, Any]]) -> None:
     for seen in found:
-        without, offloaded = seen["offloaded"][name]
-        assert offloaded.get("computed on", {NAME}) == {NAME}
+        there, here = seen["offloaded"][offloaded]
+        assert here.get("computed on", {NAME}) == {NAME}
         for kind in ("parameters on", "gradients on", "states on"):
-            places = offloaded.get(kind, {})
+            places = here.get(kind, {})
             assert all(device == ("cpu" if is_sharded else NAME) for is_sharded, device in places.values())
-            assert {device for _, device in without.get(kind, {}).values()} <= {NAME}
-        assert sum(is_sharded for is_sharded, _ in offloaded["parameters on"].values()) == 21
-        assert sum(is_sharded for is_sharded, _ in offloaded["states on"].values()) >= 3
+            assert {device for _, device in there.get(kind, {}).values()} <= {NAME}
+        assert sum(is_sharded for is_sharded, _ in here["parameters on"].values()) == 21
+        assert sum(is_sharded for is_sharded, _ in here["states on"].values()) >= 3
 
 
 def test_what_does_not_go_with_host_memory_is_refused(found: list[dict[str, Any]]) -> None:
@@ -319,7 +328,7 @@ def test_what_does_not_go_with_host_memory_is_refused(found: list[dict[str, Any]
         assert 'init_process_group("cpu:gloo,cuda:nccl")' in errors["device alone"]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", nightly(WAYS, {way for way in WAYS if way not in IN_CI}))
 def test_what_is_on_the_device_and_in_host_memory_is_predicted(way: Way, found: list[dict[str, Any]]) -> None:
     for seen in found:
         (most, said), (on_host, said_of_host) = seen["held"][way]
