@@ -31,7 +31,7 @@ def test_an_example_may_take_longer_than_hypothesis_allows(seconds: float) -> No
     time.sleep(seconds)
 
 
-@settings(max_examples=5)
+@settings(max_examples=10)
 @given(st.integers().map(lambda number: (time.sleep(0.3), number)))
 def test_drawing_may_take_longer_than_hypothesis_allows(drawn: tuple[None, int]) -> None:
     assert isinstance(drawn[1], int)
