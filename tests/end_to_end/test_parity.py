@@ -26,6 +26,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "phi3": {"num_hidden_layers": 1},
     "gpt_neox": {"num_attention_heads": 5, "hidden_size": 80, "num_hidden_layers": 1},
 }
+DAILY = ("llama", "gemma2", "gpt_neox")
 
 
 class Task(L.LightningModule):
@@ -71,8 +72,8 @@ def train(family: str, strategy: str, devices: int) -> dict[str, Any]:
     return {"losses": task.losses, "gradients": task.gradients, "state": state, "plan": plan}
 
 
-def train_all(devices: int) -> dict[str, dict[str, Any]]:
-    return {family: train(family, "autotp", devices) for family in SHAPES}
+def train_all(devices: int, families: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+    return {family: train(family, "autotp", devices) for family in families}
 
 
 @lru_cache
@@ -80,18 +81,14 @@ def one_process(family: str) -> dict[str, Any]:
     return train(family, "auto", 1)
 
 
-@lru_cache
-def ranks(number: int) -> list[dict[str, dict[str, Any]]]:
-    return run_trainer_ranks(train_all, number, number)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "number", [pytest.param(2, marks=pytest.mark.nightly), 3, pytest.param(4, marks=pytest.mark.nightly)]
+    ("number", "families"),
+    [(3, DAILY), *(pytest.param(number, tuple(SHAPES), marks=pytest.mark.nightly) for number in (2, 3, 4))],
 )
-def test_twenty_steps_equal_one_process(number: int) -> None:
-    results = ranks(number)
-    for family in SHAPES:
+def test_twenty_steps_equal_one_process(number: int, families: tuple[str, ...]) -> None:
+    results = run_trainer_ranks(train_all, number, number, families)
+    for family in families:
         wanted = one_process(family)
         for found in (result[family] for result in results):
             assert found["plan"].sharded_fraction > 0.98, family

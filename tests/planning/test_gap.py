@@ -85,7 +85,9 @@ class Shifted(nn.Module):
         return self.head(hidden.mean((1, 2))).logsumexp(-1).sum()
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "phi3"])
+@pytest.mark.parametrize(
+    "family", [*(pytest.param(one, marks=pytest.mark.nightly) for one in ("llama", "gemma2")), "phi3"]
+)
 def test_an_integer_program_finds_the_same_price(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With tables too small for most joins, HiGHS solves a good part of a real model's problem."""
     _, eliminated = make_plan(meta_model(family), 2)

@@ -13,15 +13,20 @@ from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.solving.options import PlanOptions
 
 FREE = Profile(matrix_price=0.0)
+FAMILIES = (
+    pytest.param("llama", marks=pytest.mark.nightly),
+    "gpt2",
+    pytest.param("mixtral", marks=pytest.mark.nightly),
+)
 
 
 def layouts(plan: Plan) -> dict[str, object]:
     return {parameter.names[0]: parameter.layout for parameter in plan.parameters}
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_fastest_plan_is_made_where_there_is_room(family: str) -> None:
-    model = meta_model(family)
+    model = meta_model(family, num_hidden_layers=1)
     usual, roomy = make_plan(model, 2)[0], make_plan(model, 2, memory=1e12)[0]
     assert layouts(roomy) == layouts(make_plan(model, 2, profile=FREE)[0])
     assert sum(one.calls for one in roomy.communication) < sum(one.calls for one in usual.communication)
@@ -30,9 +35,9 @@ def test_the_fastest_plan_is_made_where_there_is_room(family: str) -> None:
     assert roomy.of_memory in "\n".join(map(str, roomy._totals()))
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_usual_plan_is_made_where_there_is_no_room(family: str) -> None:
-    model = meta_model(family)
+    model = meta_model(family, num_hidden_layers=1)
     usual, cramped = make_plan(model, 2)[0], make_plan(model, 2, memory=1.0)[0]
     assert replace(cramped, memory_limit=0, memory_needed=0) == usual
     assert cramped.of_memory.startswith("warning: no plan fits: ")

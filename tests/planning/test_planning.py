@@ -74,9 +74,9 @@ KEPT_ON_HOST = replace(
 )
 
 
-def tiny_model() -> nn.Module:
+def tiny_model(layers: int = 2) -> nn.Module:
     with torch.device("meta"):
-        model: nn.Module = AutoModelForCausalLM.from_config(tiny_config("llama"))
+        model: nn.Module = AutoModelForCausalLM.from_config(tiny_config("llama", num_hidden_layers=layers))
     return model
 
 
@@ -250,7 +250,7 @@ def check_lines(found: Recommendation, choice: Choice) -> None:
     ],
 )
 def test_what_is_recommended_can_be_pasted(gpus: str, sizes: set[tuple[int, int, int]]) -> None:
-    found = recommend(tiny_model(), gpus=gpus, tokens_per_step=512 * 16, sequence_length=512)
+    found = recommend(tiny_model(1), gpus=gpus, tokens_per_step=512 * 16, sequence_length=512)
     seen = {(each.tensor_parallel_size, each.data_parallel_size, each.replicas) for each in found.choices}
     assert seen == sizes if gpus == "2xH100" else seen > sizes
     assert {each.activation_checkpointing for each in found.choices} == {None, "blocks"}
@@ -307,7 +307,7 @@ def test_an_overview_is_of_the_rehearsed_step() -> None:
 
 
 def test_adapters_have_few_gradients() -> None:
-    found = recommend(tiny_model(), gpus="1xH100", tokens_per_step=512, sequence_length=512, lora=2)
+    found = recommend(tiny_model(1), gpus="1xH100", tokens_per_step=512, sequence_length=512, lora=2)
     for choice in found.choices:
         assert 0 < choice.memory.states < choice.memory.parameters / 4
 
@@ -379,9 +379,9 @@ def test_a_node_s_memory_is_enough_or_it_does_not_fit() -> None:
 
 def test_a_limit_of_memory_is_kept_and_planned_for() -> None:
     options = {"gpus": "2xH100", "tokens_per_step": 64 * 64, "sequence_length": 64}
-    usual = recommend(tiny_model(), **options)  # type: ignore[arg-type]
+    usual = recommend(tiny_model(1), **options)  # type: ignore[arg-type]
     limit = 1.01 * min(choice.memory.total for choice in usual.choices)
-    found = recommend(tiny_model(), **options, memory=limit)  # type: ignore[arg-type]
+    found = recommend(tiny_model(1), **options, memory=limit)  # type: ignore[arg-type]
     assert found.best is not None
     assert found.best.memory.total <= limit == found.room
     assert found.best.tokens_per_second < usual.best.tokens_per_second  # type: ignore[union-attr]

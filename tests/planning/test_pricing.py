@@ -183,7 +183,13 @@ def attention_work(graph: Graph) -> float:
 # -- the same plan whatever the trace --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt2", "bloom"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=[] if family in ("gpt2", "qwen3_moe") else pytest.mark.nightly)
+        for family in ("llama", "qwen3_moe", "gpt2", "bloom")
+    ],
+)
 def test_the_price_does_not_depend_on_the_trace(family: str) -> None:
     model = meta_model(family)
     first, second = (solve(traced(model, *size), 2, IMPLEMENTATIONS) for size in ((5, 61), (3, 157)))
@@ -191,7 +197,13 @@ def test_the_price_does_not_depend_on_the_trace(family: str) -> None:
     assert second.cost == pytest.approx(first.cost, rel=1e-3)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt2", "bloom"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=[] if family in ("qwen3_moe", "bloom") else pytest.mark.nightly)
+        for family in ("llama", "qwen3_moe", "gpt2", "bloom")
+    ],
+)
 def test_the_plan_does_not_depend_on_the_trace(family: str) -> None:
     """On three ranks, which do not divide the heads: not for a single row, nor as many rows as tokens, nor a cache."""
     model = meta_model(family)
@@ -255,7 +267,9 @@ def by_hand(graph: Graph, rules: dict[str, int | None]) -> dict[str, int | None]
     return pinned
 
 
-@pytest.mark.parametrize(("build", "layers"), [(qwen3_235b, 2), (deepseek_v3, 4)])
+@pytest.mark.parametrize(
+    ("build", "layers"), [(qwen3_235b, 2), pytest.param(deepseek_v3, 4, marks=pytest.mark.nightly)]
+)
 def test_the_cheapest_plan_of_large_mixtures(build: Any, layers: int) -> None:
     """Layers of the real widths on eight ranks."""
     model = build(layers)

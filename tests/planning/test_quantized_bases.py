@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ def llama(**changes: Any) -> Any:
         return AutoModelForCausalLM.from_config(LlamaConfig(**SIZES | changes))
 
 
+@lru_cache
 def rehearsed(quantize: Any = None, precision: Precision = "bf16-true", length: int = 64, **changes: Any) -> Rehearsal:
     model = llama(**changes)
     row = one_row(model, language_model_inputs(model), length)
@@ -54,7 +56,7 @@ def rehearsed(quantize: Any = None, precision: Precision = "bf16-true", length: 
     ("quantize", "stored"),
     [
         ("nf4", ELEMENTS // 2 + ELEMENTS // 64 * 4 + MATRICES * 16 * 4),  # 4 bits, scales of 64, what these stand for
-        ("fp4", ELEMENTS // 2 + ELEMENTS // 64 * 4 + MATRICES * 16 * 4),
+        pytest.param("fp4", ELEMENTS // 2 + ELEMENTS // 64 * 4 + MATRICES * 16 * 4, marks=pytest.mark.nightly),
         ("int8", ELEMENTS + OUTPUTS * 4),
     ],
 )

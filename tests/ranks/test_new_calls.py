@@ -102,7 +102,7 @@ def other_calls(rank: int, size: int, families: list[str], layers: int) -> None:
 @pytest.mark.parametrize(
     ("size", "families", "layers"),
     [
-        (2, ["gpt2", "gpt_oss"], 1),
+        (2, ["gpt_oss"], 1),
         *(
             pytest.param(size, families, 2, marks=pytest.mark.nightly)
             for size, families in (

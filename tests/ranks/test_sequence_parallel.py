@@ -29,8 +29,8 @@ from lightning_autotp.proving.new_calls import UnprovedCall
 from lightning_autotp.solving.cost import Profile
 
 FAMILIES = ("llama", "gemma2", "olmo2", "phi3", "gpt_neox")
-DAILY = (("olmo2", 3), ("gpt_neox", 2))
-"""Uneven tokens and shared key heads, with norms of projections; biases, and attention beside the MLP."""
+DAILY = (("olmo2", 2), ("gpt_neox", 2))
+"""Norms of projections; biases, and attention beside the MLP. In ``test_overlap.py`` there is Llama on three ranks."""
 BATCHES = ((2, 17), (1, 16), (3, 5), (2, 64))
 BLOCKWISE = {
     "layer_types": ["linear_attention", "full_attention"],
@@ -277,7 +277,7 @@ def test_auto_shards_tokens_where_that_costs_no_time() -> None:
 
 
 def test_where_tokens_stay_whole_is_said_calmly() -> None:
-    plan, _ = make_plan(meta_model("gpt2"), 2, sequence_parallel=True)
+    plan, _ = make_plan(meta_model("gpt2", num_hidden_layers=1), 2, sequence_parallel=True)
     assert plan.shards_sequence
     console = Console(width=500, record=True, file=io.StringIO())
     console.print(plan.table())
