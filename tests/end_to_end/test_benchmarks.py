@@ -44,7 +44,7 @@ def test_steps_beside_the_peers(tmp_path: Path) -> None:
 
 def test_published_times(tmp_path: Path) -> None:
     page = tmp_path / "published-times.md"
-    run("published.py", "--page", page, "--only", "[GPT 7.1B, GPT 22B]", "--tiny", "true")
+    run("published.py", "--page", page, "--only", "[GPT 7.1B, GPT 22B]")
     rows = [line for line in page.read_text().splitlines() if line.startswith("| GPT")]
     assert len(rows) == 3
     assert all("(http" in row and " s |" in row and "%" in row for row in rows)
