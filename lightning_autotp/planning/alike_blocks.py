@@ -6,9 +6,9 @@ forward pass after it and in the backward pass before it. So nothing is extrapol
 each moment is counted along all of it.
 
 That is right where the step of such a model is the same sequence over and over, which is seen in the rehearsal: the
-third did exactly what the second did, both ways; each block that is left out runs the same operators in its forward pass,
-on operands of the same shapes, and autograd has the same to do for it; it gets nothing that is differentiated elsewhere;
-and in the end nothing is left that they had. Else :class:`NotAlike` is raised, and all blocks have to be run.
+third did exactly what the second did, both ways; each block that is left out runs the same operators in its forward
+pass, on operands of the same shapes, and autograd has the same to do for it; it gets nothing that is differentiated
+elsewhere; and in the end nothing is left of what it had. Else :class:`NotAlike` is raised, and all have to be run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lightning_autotp.building.quantization import format_of
 from lightning_autotp.building.repeated_blocks import blocks_of_their_own, repeated_blocks
 from lightning_autotp.planning.meter import Change, Held, Meter, Moment, Ran
 from lightning_autotp.private.fake_tensors_private import RememberingFakeTensorMode
-from lightning_autotp.private.torch_private import tree_leaves, tree_map, tree_map_only
+from lightning_autotp.private.torch_private import own_shape, tree_leaves, tree_map, tree_map_only
 
 _Item = TypeVar("_Item")
 
@@ -205,7 +205,7 @@ class Sampled:
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if path not in self.like:
             return self._watched(path, call, args, kwargs, given)
-        apart = {x: x.detach().requires_grad_() for x in given if x.requires_grad}
+        apart = {x: own_shape(x.detach().requires_grad_(), x.shape) for x in given if x.requires_grad}
         args, kwargs = tree_map(lambda x: apart.get(x, x) if isinstance(x, Tensor) else x, (args, kwargs))
         self.meter.is_aside = True
         try:
@@ -257,8 +257,8 @@ class Sampled:
             moments = [*forward, outside[0], middle, outside[1], *backward]
             if moments != sorted(moments) or len(begun) != len(first) or not set(self.like) <= self._seen.keys():
                 raise NotAlike(f"{one[0]} to {last[-1]} do not run one after the other")
-            self._compare(*forward, two, three)
-            self._compare(*backward, three, two)
+            self._compare(forward, two, three)
+            self._compare(backward, three, two)
             for at, (start, end), groups in (
                 (forward[2], forward[1:], repeats.left_out),
                 (backward[0], backward[:2], repeats.left_out[::-1]),
@@ -267,10 +267,10 @@ class Sampled:
                 changes.append((at.changes, [change for more, _ in added for change in more]))
                 ran.append((at.ran, [one for _, more in added for one in more]))
             # What is let go of for all blocks at once, in any order, such as autocast's copies of parameters.
-            for at in range(outside[0].changes, outside[1].changes):
-                change = self.meter.changes[at]
+            for number in range(outside[0].changes, outside[1].changes):
+                change = self.meter.changes[number]
                 if change.bytes < 0 and forward[0].changes <= change.made < forward[1].changes:
-                    changes.append((at + 1, [change] * len(repeats.left_out)))
+                    changes.append((number + 1, [change] * len(repeats.left_out)))
         before = sum(len(more) for at, more in changes if at <= middle.changes)
         ran_before = sum(len(more) for at, more in ran if at <= middle.ran)
         return Step(
@@ -298,7 +298,8 @@ class Sampled:
             raise NotAlike("something of the blocks that were left out is used elsewhere")
         return [parameter for parameter in self.model.parameters() if alike.get(parameter, parameter).grad is not None]
 
-    def _compare(self, start: Moment, middle: Moment, end: Moment, before: Sequence[str], after: Sequence[str]) -> None:
+    def _compare(self, moments: Sequence[Moment], before: Sequence[str], after: Sequence[str]) -> None:
+        start, middle, end = moments
         changes, ran = self._between(start, middle, before, after)
         changes_then, ran_then = self._between(middle, end, after, after)
         if list(map(_without_number, changes)) != list(map(_without_number, changes_then)) or ran != ran_then:

@@ -96,6 +96,7 @@ def row_of(model: nn.Module) -> dict[str, Any]:
         ("two kinds of attention", None, 1, False, "bf16-mixed"),
         ("two kinds of attention", "blocks", 1, False, "32-true"),
         ("encoder and decoder", None, 2, False, "bf16-mixed"),
+        ("encoder and decoder", None, 1, False, "bf16-mixed"),
         ("encoder and decoder", "blocks", 1, False, "32-true"),
     ],
 )
@@ -112,7 +113,10 @@ def test_blocks_that_are_alike_are_left_out(
     local = local_model(model, plan)
     if kept is not None:
         {"blocks": checkpoint_blocks, "offload": offload_blocks}[kept](local)
-    assert compare(local, row_of(model), precision, monkeypatch).left_out == MODELS[name][2]
+    left_out = MODELS[name][2]
+    if name == "encoder and decoder" and ranks > 1:  # products of what the encoder gives begin outside of the blocks
+        left_out = 0
+    assert compare(local, row_of(model), precision, monkeypatch).left_out == left_out
 
 
 def test_adapters_are_left_out_with_their_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
