@@ -114,6 +114,8 @@ class Tables:
         for operator in graph.operators:
             if operator.boundary is not None:
                 self.calls[operator.boundary] = self.calls.get(operator.boundary, 0) + 1
+                if graph.tensors[operator.inputs[0]].is_static:
+                    self.fixed.add(operator.boundary)  # it would change with what another call gives
         self.leaves = static_operands(graph, implementations)
         self.layers = {operator.module for operator in graph.operators if implementations.is_layer(operator)}
         alike: dict[Dims, int] = {}
