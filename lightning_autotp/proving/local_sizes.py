@@ -207,14 +207,11 @@ class _Search:
             if operator.call >= 0:
                 self.calls.setdefault((operator.module, solution.graph.calls[operator.call].site), []).append(operator)
 
-    def find(
-        self, sizes: tuple[SizePlan, ...], ranks: list[int], dead_ends: frozenset[Mismatch] = frozenset()
-    ) -> tuple[SizePlan, ...]:
+    def find(self, sizes: tuple[SizePlan, ...], ranks: list[int]) -> tuple[SizePlan, ...]:
         """Depth-first search from ``sizes`` for sizes with which every rank's trace agrees to its end.
 
         A change that helps one rank may be the wrong one of two that look alike there (a length that falls from 2 to 1
-        on it, but not on another): then the search goes back. Where it comes to one of the ``dead_ends`` again, it goes
-        back further: what was chosen otherwise is not why nothing helps there.
+        on it, but not on another): then the search goes back.
         """
         rank, *rest = ranks
         mismatch = self._trace(sizes, rank)
@@ -222,7 +219,7 @@ class _Search:
             self._solve_by(better)
             mismatch = self._trace(sizes, rank)
         if mismatch is None:
-            return self.find(sizes, rest, dead_ends) if rest else sizes
+            return self.find(sizes, rest) if rest else sizes
         solution = self.solution
         deepest = Unlocalizable(mismatch)
         for change in self._candidates(mismatch, sizes):
@@ -232,12 +229,9 @@ class _Search:
             after = self._trace(tried, rank)
             if after is None or after.position > mismatch.position:
                 try:
-                    return self.find(tried, ranks, dead_ends)
+                    return self.find(tried, ranks)
                 except Unlocalizable as error:
                     self._solve_by(solution)
-                    if error.mismatch in dead_ends:
-                        raise
-                    dead_ends |= {error.mismatch}
                     deepest = error if error.mismatch.position > deepest.mismatch.position else deepest
         raise deepest
 
