@@ -265,7 +265,7 @@ def measure(case: Case) -> tuple[Found, Found]:
         for _ in range(case.passes - 1):
             _loss(model, batch, case).backward()
         if meter is not None:
-            meter.restart_peaks()
+            meter.held.restart_peaks()
         loss = _loss(model, batch, case)
         _settle(case)  # what is not kept for the backward pass goes
         kept = 0

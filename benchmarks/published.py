@@ -4,15 +4,13 @@
     python benchmarks/published.py --only 22B --page null   # a quick look
 
 The rows are data, with their sources. Nothing of the planner or of its machines' files is adapted to them. No weights,
-no processes, no GPU: models are on the meta device, and a step of one rank is rehearsed on fake tensors, with two
-layers and with three. All others are as the third one.
+no processes, no GPU: models are on the meta device, and a step of one rank is rehearsed on fake tensors.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +23,6 @@ from lightning_autotp.building.repeated_blocks import checkpoint_blocks
 from lightning_autotp.capture.capture import language_model_inputs
 from lightning_autotp.planning.estimate import StepTime, step_time
 from lightning_autotp.planning.machines import Machine
-from lightning_autotp.planning.meter import Ran, Work
 from lightning_autotp.planning.rehearsal import Rehearsal, fullest_rank, local_model, one_row, rehearse
 
 PAGE = Path(__file__).parent.parent / "docs" / "published-times.md"
@@ -213,15 +210,13 @@ class Planner:
         planned = row.ranks > 1 and (row.ranks, row.rows, row.sequence_parallel)
         key = repr((row.sizes, row.length, planned, recomputed))
         if key not in self._rehearsed:
-            two, three = (_rehearsed(row, layers, recomputed) for layers in (2, 3))
-            self._rehearsed[key] = with_more_layers(two, three, row.sizes["num_hidden_layers"] - 3)
+            self._rehearsed[key] = _rehearsed(row, recomputed)
         return self._rehearsed[key]
 
 
-def _rehearsed(row: Row, layers: int, recomputed: bool) -> Rehearsal:
+def _rehearsed(row: Row, recomputed: bool) -> Rehearsal:
     with torch.device("meta"):
-        config = AutoConfig.for_model(row.family, **{**row.sizes, "num_hidden_layers": layers})
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(row.family, **row.sizes), dtype=torch.bfloat16)
     batch, plan = language_model_inputs(model), None
     if row.ranks > 1:
         tokens = row.rows, row.length
@@ -230,27 +225,6 @@ def _rehearsed(row: Row, layers: int, recomputed: bool) -> Rehearsal:
     if recomputed:
         checkpoint_blocks(local)
     return rehearse(local, one_row(model, batch, row.length), precision="bf16-true")
-
-
-def with_more_layers(two: Rehearsal, three: Rehearsal, more: int) -> Rehearsal:
-    """A rehearsal with so many layers more than three, each of which does and holds what the third one does."""
-
-    def stretched(few: Work, many: Work) -> Work:
-        of_few, of_many = (Counter(one._replace(place="") for one in work.ran) for work in (few, many))
-        return Work([*many.ran, *list((of_many - of_few).elements()) * more])
-
-    def extended(few: int, many: int) -> int:
-        return many + more * (many - few)
-
-    held = [each.name for each in fields(Rehearsal) if each.type == "int"]
-    # The optimizer's operators take all parameters at once: they move more bytes, and are as many.
-    moved = (sum(one.bytes for one in each.update_work.ran) for each in (two, three))
-    return replace(
-        three,
-        **{name: extended(getattr(two, name), getattr(three, name)) for name in held},
-        work=stretched(two.work, three.work),
-        update_work=Work([Ran("optimizer step", "", extended(*moved))]),
-    )
 
 
 INTRODUCTION = """# Step times, predicted and published

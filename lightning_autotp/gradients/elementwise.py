@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
 from lightning_autotp.gradients.whole_quantities import (
     Handler,
     PartOfGradient,
+    Placed,
     first_part,
     is_in_optimizer,
     misleading,
 )
-from lightning_autotp.parameters.part import PartOf
 from lightning_autotp.private.torch_private import LIST_UPDATES, base_of
 from lightning_autotp.torch_functions import ELEMENTWISE, IN_PLACE
 
-if TYPE_CHECKING:
-    from lightning_autotp.gradients.cut_parts import CutPart
 
-
-def become_part(tensor: Tensor, kind: type[PartOfGradient], part: PartOf | CutPart) -> None:
+def become_part(tensor: Tensor, kind: type[PartOfGradient], part: Placed) -> None:
     """Let a plain tensor, the same object, answer for the whole."""
     tensor.__class__ = kind
     assert isinstance(tensor, PartOfGradient)
