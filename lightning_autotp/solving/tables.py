@@ -85,6 +85,7 @@ class Tables:
     ) -> None:
         self.graph, self.ranks, self.implementations, self.profile = graph, ranks, implementations, profile
         self.fixed: set[Boundary | CallPoint] = set()
+        self.with_constants: set[Boundary | CallPoint] = set()
         relations, self.axes = relate(graph)
         untied = squares(relations, self.axes, graph.parameters)
         if untied:
@@ -114,8 +115,8 @@ class Tables:
         for operator in graph.operators:
             if operator.boundary is not None:
                 self.calls[operator.boundary] = self.calls.get(operator.boundary, 0) + 1
-                if graph.tensors[operator.inputs[0]].is_static:
-                    self.fixed.add(operator.boundary)  # it would change with what another call gives
+                if isinstance(operator.boundary, Boundary) and graph.tensors[operator.inputs[0]].is_static:
+                    self.with_constants.add(operator.boundary)
         self.leaves = static_operands(graph, implementations)
         self.layers = {operator.module for operator in graph.operators if implementations.is_layer(operator)}
         alike: dict[Dims, int] = {}
@@ -587,6 +588,8 @@ class Tables:
         if operator.boundary is None or operator.boundary in self.fixed:
             return
         for (before, after), cost in self._sending(self.bytes[source]):
+            if operator.boundary in self.with_constants and not {before, after} <= {"I", "R"}:
+                continue  # the constant would be cut, gathered or summed with what another call gives
             if operator.module not in self.layers:  # a gather launches kernels of its own, unless a layer does it
                 cost += self.profile.latency if before == "S" else _ELSEWHERE
                 cost += _ELSEWHERE * (operator.boundary.side == "out")

@@ -45,6 +45,7 @@ TROUBLE = ROOT / "docs" / "troubleshooting.md"
 INTERNAL = {
     "Ambiguous",
     "_TooManyRows",
+    "NotAlike",
     "Contradiction",
     "NotFoundInTime",
     "UnknownSize",

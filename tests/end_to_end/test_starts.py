@@ -85,7 +85,7 @@ LINES = [  # of both ranks, and how often at most
     (r"All distributed processes registered\. Starting with 2 processes", 1),
     (
         r"lightning_autotp: planned and proved LlamaForCausalLM for 2 tensor-parallel ranks in \d+\.\d s, traced with"
-        r" the call of the first training step, its batch cut to a few short sentences",
+        r" the call of the first training step, its batch cut to a few short sentences, as on cpu",
         1,
     ),
     (

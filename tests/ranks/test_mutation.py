@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import run_ranks
+from distributed import PATIENCE, run_ranks
 from mutations import PLAN, SOLUTION, Mutation, planted
 from torch import nn
 from zoo.parity import prepare
@@ -150,7 +150,7 @@ def steps(rank: int, world_size: int, name: str) -> list[str]:
     found = []
     for wrong in [(plan, solution), *((mutation.plan, mutation.solution) for mutation in mutations)]:
         dist.barrier()
-        group = dist.new_group(timeout=timedelta(seconds=60))  # of a rank that fails alone the others wait for it
+        group = dist.new_group(timeout=timedelta(seconds=PATIENCE))
         try:
             _step(copy.deepcopy(model), batch, *wrong, group)
         except (PlanMismatch, CallMismatch):
