@@ -28,7 +28,7 @@ def become_part(tensor: Tensor, kind: type[PartOfGradient], part: Placed) -> Non
 
 
 def elementwise(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The handler of a function that does with each element by itself what it does."""
+    """The handler of an elementwise function."""
     gradient = first_part(args, kwargs)
     part, shape, kind = gradient.part, gradient.shape, type(gradient)
     written = args[0] if func in IN_PLACE else kwargs.get("out")
@@ -54,7 +54,7 @@ def elementwise(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
 
 
 def of_lists(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The handler of such a function of lists of tensors, some of them parts."""
+    """The handler of an elementwise function of lists of tensors, some of them parts."""
     lists = [x for x in args if isinstance(x, list | tuple)]
     becoming: list[tuple[Tensor, PartOfGradient]] = []
     if _WRITES_FIRST.fullmatch(func.__name__) and not is_in_optimizer():

@@ -339,7 +339,9 @@ class _Update(NamedTuple):
 
 @lru_cache(maxsize=32)
 def _update(optimizer: Optimizer, trained: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]) -> _Update:
-    """The step of parameters with these shapes, strides and dtypes. It is the same for all that a step can be else."""
+    """The step of parameters with these shapes, strides and dtypes. Nothing else of a model counts."""
+    if optimizer == "none":
+        return _Update(0, 0, Work())
     fake = RememberingFakeTensorMode()
     with fake:
         parameters = [
@@ -349,8 +351,6 @@ def _update(optimizer: Optimizer, trained: tuple[tuple[torch.Size, tuple[int, ..
         for parameter in parameters:
             parameter.grad = torch.empty_like(parameter)
     meter = Meter(nn.ParameterList(parameters))
-    if optimizer == "none":
-        return _Update(0, 0, Work())
     with _modes(fake, meter):
         meter.label((parameter.grad for parameter in parameters if parameter.grad is not None), "gradients")
         stepping = OPTIMIZERS[optimizer](parameters)
