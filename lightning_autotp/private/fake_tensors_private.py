@@ -7,7 +7,7 @@ its operands' metadata, but asking it, and making a tensor of what it has, is ha
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,7 +47,7 @@ class _Made(NamedTuple):
         dtype: its dtype.
         device: where it seems to be.
         shared: which argument's storage it looks at; ``None`` if it has its own.
-        attributes: those of the object.
+        attributes: those of the object, but for its mode.
     """
 
     shape: tuple[int, ...]
@@ -76,6 +76,7 @@ class RememberingFakeTensorMode(FakeTensorMode):
     """A mode that lets an operator run once for all operands with the same metadata.
 
     It remembers what torch's own cache has, and what the ``functional`` operators give; anything else runs each time.
+    As that cache, it remembers for the whole process: a model is traced several times, and many at the same sizes.
 
     Args:
         functional: names of operators of other libraries that make one new tensor, which follows from their operands'
@@ -85,10 +86,11 @@ class RememberingFakeTensorMode(FakeTensorMode):
         asked: if it is a list, operators and their operands' metadata are put into it.
     """
 
+    remembered: ClassVar[dict[Any, _Results]] = {}
+
     def __init__(self, functional: Collection[str] = ()) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.functional = frozenset(functional)
-        self.remembered: dict[Any, _Results] = {}
         self.asked: list[Any] | None = None
 
     @classmethod
@@ -189,7 +191,7 @@ class RememberingFakeTensorMode(FakeTensorMode):
             FakeTensor, memory, False, dispatch_device=True, device_for_backend_keys=result.device
         )
         torch._C._set_throw_on_mutable_data_ptr(made)
-        vars(made).update(result.attributes)
+        vars(made).update(result.attributes, fake_mode=self)
         return made
 
 
@@ -206,7 +208,7 @@ def _made(value: Any, source: _Given | int | None) -> _Made | _Given | None:
         value.dtype,
         value.device,
         source,
-        dict(vars(value)),
+        {name: kept for name, kept in vars(value).items() if name != "fake_mode"},
     )
 
 
