@@ -57,8 +57,11 @@ def test_a_combination_equals_one_process(combination: Combination) -> None:
     [
         "llama-uneven precision=float64 padded=True shapes=tokens frozen=half groups=2 schedule=True accumulate=2"
         " clip=norm sequence_parallel=yes checkpointing=blocks averaging=True evaluation=epoch export=run",
-        "llama-one-key driver=fabric padded=True shapes=rows adapter=dora groups=2 schedule=True accumulate=2"
-        " clip=value checkpointing=blocks evaluation=epoch generates=True resume=directory export=run",
+        pytest.param(
+            "llama-one-key driver=fabric padded=True shapes=rows adapter=dora groups=2 schedule=True accumulate=2"
+            " clip=value checkpointing=blocks evaluation=epoch generates=True resume=directory export=run",
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
 def test_many_options_at_once_equal_one_process(text: str) -> None:

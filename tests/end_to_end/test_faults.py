@@ -153,7 +153,8 @@ def losses(folder: Path) -> list[tuple[int, float]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("kills", [1, 20])
 def test_a_run_killed_many_times_has_the_losses_of_one_that_was_not(tmp_path: Path, kills: int) -> None:
     draw = random.Random(0)
     steps = 12 * kills + 80  # so many that none of those that are killed comes to the end
@@ -209,9 +210,9 @@ def test_nobody_waits_for_a_rank_that_has_gone(tmp_path: Path, how: str) -> None
 
 IN_CI = [
     ("raise, saving, 1", 1, "rank 1 (process … on …) failed: ValueError: planted"),
-    ("SIGTERM, first step, 1", 128 + signal.SIGTERM, "a process of the job got SIGTERM, and all of them end here"),
 ]
 NIGHTLY = [
+    ("SIGTERM, first step, 1", 128 + signal.SIGTERM, "a process of the job got SIGTERM, and all of them end here"),
     ("raise, on_train_end, 1", 1, "rank 1 (process … on …) failed: ValueError: planted"),
     ("sys.exit(0), planning, 0", 1, "rank 0 (process … on …) failed: SystemExit: 0"),
     ("kill -9, teardown, 1", 1, "rank 1 (process … on …) has died"),

@@ -49,7 +49,11 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("kind", "rank", "ranks", "dtype"),
-    [("safe", 0, 1, "float32"), ("safe", 1, 4, "bfloat16"), ("bin", 0, 2, "float32")],
+    [
+        pytest.param("safe", 0, 1, "float32", marks=pytest.mark.nightly),
+        ("safe", 1, 4, "bfloat16"),
+        ("bin", 0, 2, "float32"),
+    ],
 )
 def test_memory_while_loading(large: Path, kind: str, rank: int, ranks: int, dtype: str) -> None:
     """Building, checking and loading together; pages of mapped files count."""

@@ -140,6 +140,7 @@ def test_preferences(tiny: Path, tmp_path: Path) -> None:
         torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.nightly
 def test_a_reward_model(tiny: Path, tmp_path: Path) -> None:
     path = pairs(tmp_path / "pairs.jsonl")
     common = ("--model", str(tiny), "--path", str(path), "--max_steps", "4", "--max_length", "64", "--batch_size", "4")
@@ -160,7 +161,7 @@ def test_a_reward_model(tiny: Path, tmp_path: Path) -> None:
     "name",
     [
         "distillation.py",
-        "trl_losses.py",
+        pytest.param("trl_losses.py", marks=pytest.mark.nightly),
         pytest.param("distillation.py --top_k 20", marks=pytest.mark.nightly),
         pytest.param("trl_losses.py --beta 1", marks=pytest.mark.nightly),
     ],

@@ -36,6 +36,7 @@ print("FOUND", json.dumps({
 """
 
 
+@pytest.mark.nightly
 def test_a_checkout_with_its_environment_inside(tmp_path: Path) -> None:
     """All of a program's paths contain the package's name, and torch's contain ``/torch/`` twice."""
     checkout = tmp_path / "torch" / "lightning_autotp"

@@ -177,7 +177,7 @@ except SystemExit:
     assert imported(program, environment) == []
 
 
-@pytest.mark.parametrize("first", ["lightning_autotp", "lightning"])
+@pytest.mark.parametrize("first", ["lightning_autotp", pytest.param("lightning", marks=pytest.mark.nightly)])
 def test_the_name_is_registered_whatever_is_imported_first(environment: dict[str, str], first: str) -> None:
     program = f"""
 import {first}
@@ -272,6 +272,7 @@ def test_an_error_is_printed_once_without_the_frames_of_libraries(
     assert (len(usual), len(watch.note_printed.call_args_list)) == (3, 7)
 
 
+@pytest.mark.nightly
 def test_without_a_file(environment: dict[str, str]) -> None:
     printed = output(["-c", WITHOUT_A_FILE], environment)
     refused = re.findall(r"^REFUSED (.*)$", printed, re.MULTILINE)

@@ -129,7 +129,8 @@ def dropping(rank: int, size: int, attention: str) -> list[Any]:
     return [*found, dict(counters["graph_break"])]
 
 
-@pytest.mark.parametrize("attention", ["sdpa", pytest.param("eager", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_compiled_blocks_draw_the_numbers_that_uncompiled_ones_draw(attention: str) -> None:
     first, second = run_ranks(dropping, 2, attention)
     for draws, drawn, still, compiled, compiled_still, breaks in (first, second):

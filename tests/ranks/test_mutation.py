@@ -274,9 +274,8 @@ def test_verification_finds_mistakes_of_the_execution(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "qwen3" else pytest.mark.nightly) for name in ARCHITECTURES]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_a_first_step_alone_finds_what_makes_ranks_differ(name: str) -> None:
     """Sums that are left out, of activations and of gradients; layers that were left as they are."""
     mutations = planned(name)[-1]

@@ -131,7 +131,8 @@ def test_training_equals_one_process(family: str, size: int) -> None:
     check(family, size)
 
 
-@pytest.mark.parametrize("length", [128, pytest.param(61, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("length", [128, 61])
 def test_tokens_taken_in_blocks_are_sharded_at_any_length(length: int) -> None:
     """Planned where the tokens divide into blocks, and run where they do not; and the other way round."""
     check("qwen3_next", 2, length, BLOCKWISE)

@@ -7,6 +7,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from selected import nightly, selected
 from torch import Tensor
 from torch._dynamo.utils import counters
 from trainer_ranks import run_trainer_ranks
@@ -17,6 +18,8 @@ from lightning_autotp import AutoTPStrategy, full_state_dict
 
 STEPS = 2
 CASES = ("blocks", "inductor", "whole", "late", "changed calls", "sequence parallel")
+REPEATS = ("inductor", "late")
+"""For nightly tests: the same graphs, compiled by another backend or later."""
 
 
 def config(case: str) -> Any:
@@ -80,16 +83,16 @@ def train(case: str, devices: int) -> dict[str, Any]:
     return task.seen
 
 
-def ranks() -> dict[str, dict[str, Any]]:
-    return {case: train(case, 2) for case in CASES}
+def ranks(cases: list[str]) -> dict[str, dict[str, Any]]:
+    return {case: train(case, 2) for case in cases}
 
 
 @pytest.fixture(scope="module")
-def two() -> list[dict[str, dict[str, Any]]]:
-    return run_trainer_ranks(ranks, 2)
+def two(request: pytest.FixtureRequest) -> list[dict[str, dict[str, Any]]]:
+    return run_trainer_ranks(ranks, 2, selected(request, "case"))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", nightly(CASES, REPEATS))
 def test_compiled_ranks_equal_one_process(case: str, two: list[dict[str, dict[str, Any]]]) -> None:
     wanted = train(case, 1)
     assert wanted["graphs"] == 0
@@ -98,7 +101,7 @@ def test_compiled_ranks_equal_one_process(case: str, two: list[dict[str, dict[st
         assert_parity(seen[case], wanted)
 
 
-@pytest.mark.parametrize("case", ["blocks", "inductor", "sequence parallel"])
+@pytest.mark.parametrize("case", nightly(["blocks", "inductor", "sequence parallel"], REPEATS))
 def test_blocks_are_whole_graphs(case: str, two: list[dict[str, dict[str, Any]]]) -> None:
     for seen in two:
         assert seen[case]["breaks"] == {}
@@ -110,5 +113,5 @@ def test_both_blocks_run_the_same_code(two: list[dict[str, dict[str, Any]]]) -> 
 
 
 def test_names_do_not_tell(two: list[dict[str, dict[str, Any]]]) -> None:
-    for case in CASES:
+    for case in two[0]:
         assert not [name for name in two[0][case]["weights"] if "_orig_mod" in name]

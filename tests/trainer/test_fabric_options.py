@@ -31,8 +31,8 @@ from lightning_autotp.ranks.consistency import ReplicaConsistency
 
 # --- torch.compile ---
 
-WAYS = ("not", "wrapped", "wrapper kept", "blocks before")
-REPEATS = ("in place", "blocks after", "wrapped with tokens")
+WAYS = ("not", "wrapped", "wrapper kept")
+REPEATS = ("in place", "blocks before", "blocks after", "wrapped with tokens")
 """For nightly tests: ``test_compile.py`` has the like of them under the Trainer."""
 
 

@@ -53,8 +53,8 @@ def on_ranks(names: list[str]) -> dict[str, dict[str, Any]]:
     return {name: written("autotp", int(os.environ["WORLD_SIZE"]), name) for name in names}
 
 
-DAILY = (2, ("llama", "linear attention", "latent attention", "encoder-decoder", "cross-attention from a cache"))
-NIGHTLY = [(2, ("fused projection", "experts")), (3, ("one key/value head", "three units"))]
+DAILY = (2, ("llama", "latent attention", "encoder-decoder", "cross-attention from a cache"))
+NIGHTLY = [(2, ("fused projection", "linear attention", "experts")), (3, ("one key/value head", "three units"))]
 Together = tuple[int, list[dict[str, dict[str, Any]]]]
 Alone = dict[str, dict[str, Any]]
 

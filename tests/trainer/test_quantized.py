@@ -20,6 +20,7 @@ from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_t
 from quantized import whole_weights
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from selected import nightly
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from trainer_ranks import run_trainer_ranks
@@ -56,7 +57,7 @@ FORMATS = ["nf4", "double nf4", "fp4 of bfloat16", "int8", "groups", "rows", "fo
 STORED = [f"stored {name}" for name in ("double nf4", "int8", "rows")]
 """Of checkpoints that one process has quantized."""
 
-REPEATS = ["nf4", "four bit rows", "float8"]
+REPEATS = ["nf4", "fp4 of bfloat16", "groups", "four bit rows", "float8", "stored int8"]
 """Those that differ little from others, for nightly tests."""
 
 CASES = [case for case in (*FORMATS, *STORED) if case not in REPEATS]
@@ -375,9 +376,7 @@ def test_models_that_are_quantized_already_are_refused(case: str, folder: Path) 
         make_plan(whole, 2)
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.nightly] if case in REPEATS else []) for case in FORMATS]
-)
+@pytest.mark.parametrize("case", nightly(FORMATS, REPEATS))
 def test_parts_of_quantized_checkpoints_are_read(case: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit those of the weights of one process, cut along rows and along columns, at the blocks' ends."""
     whole = AutoModelForCausalLM.from_pretrained(folder / f"stored {case}")

@@ -226,7 +226,7 @@ RUNS: dict[str, Callable[[], Waits]] = {
 }
 """How a step is made, in processes as Lightning begins them."""
 
-PARTS_OF_OTHERS = {"plain", "clipping", "accumulation", "bf16-mixed", "broadcast", "copies"}
+PARTS_OF_OTHERS = {"plain", "clipping", "accumulation", "16-mixed", "bf16-mixed", "broadcast", "copies"}
 """What other runs do, too, together with more: for nightly tests."""
 
 
@@ -291,7 +291,7 @@ def test_a_plan_is_of_the_code_for_its_device(found: list[dict[str, Any]]) -> No
 
 
 RESUMED = dict.fromkeys(["resumed from a file", "resumed from a directory", "Fabric, resumed"], STEPS - HALF)
-REPEATED = {"copies", "accumulation", "used again", "resumed from a file"}
+REPEATED = {"copies", "one copy", "accumulation", "used again", "resumed from a file", "resumed from a directory"}
 
 
 @pytest.mark.parametrize("offloaded", nightly([*OFFLOADED, "Fabric", *RESUMED], REPEATED))

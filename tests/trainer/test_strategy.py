@@ -383,6 +383,7 @@ trainer("autotp", 2, max_steps=2).fit(Failing("config"), loader())
 """
 
 
+@pytest.mark.nightly
 def test_an_error_in_a_script_whose_ranks_lightning_starts_is_said_briefly(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
