@@ -1,7 +1,7 @@
 """What a decoder block keeps for the backward pass: measured on two ranks, beside the formula of Korthikanti et al.
 
     python benchmarks/activations.py                  # docs/activation-memory.md, in about a minute
-    python benchmarks/activations.py --page null      # print it only
+    python benchmarks/activations.py --page /dev/stdout
 
 Counted are the storages that are made in a forward and that are alive after it, when only the loss is held: that is
 what autograd keeps, whichever way. (Hooks on saved tensors would not see what functions keep themselves, nor the part
@@ -264,20 +264,17 @@ CONCLUSION = """\
 """
 
 
-def main(page: Path | None = PAGE) -> None:
+def main(page: Path = PAGE) -> None:
     """Measure and write the page.
 
     Args:
-        page: where to write it; ``null`` to print it.
+        page: where to write it; ``/dev/stdout`` prints it.
     """
     with tempfile.TemporaryDirectory() as directory:
         results = mp.get_context("spawn").SimpleQueue()
         mp.spawn(_rank, (directory, results), nprocs=RANKS)
         text = to_markdown(results.get())
-    if page is None:
-        print(text)
-    else:
-        page.write_text(text)
+    page.write_text(text)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Memory of a training step by kind: measured in real processes, beside what a rehearsal on fake tensors says.
 
     python benchmarks/memory.py                     # docs/memory-measured.md, in a few minutes
-    python benchmarks/memory.py --only Llama --page null
+    python benchmarks/memory.py --only Llama --page /dev/stdout
 
 Both count storages with the same meter, the real ones of a step that two or four processes take on the processor after
 two others, and those of one that is rehearsed. No GPU is needed, nor said anything of: allocators round and cache.
@@ -399,12 +399,12 @@ is compared. What is gathered, and what is left on a device with parameters or a
 measure on a device that stands in for a GPU and counts what is allocated (`tests/support/held.py`)."""
 
 
-def main(only: list[str] | None = None, page: Path | None = PAGE) -> None:
+def main(only: list[str] | None = None, page: Path = PAGE) -> None:
     """Measure and write the page.
 
     Args:
         only: parts of the names of cases.
-        page: where to write it; ``null`` to print it.
+        page: where to write it; ``/dev/stdout`` prints it.
     """
     found = {}
     for name, case in CASES.items():
@@ -416,10 +416,7 @@ def main(only: list[str] | None = None, page: Path | None = PAGE) -> None:
             else:
                 print(name, *found[name], sep="\n  ", flush=True)
     text = to_markdown(found)
-    if page is None:
-        print(text)
-    else:
-        page.write_text(text)
+    page.write_text(text)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Step times that others have published, beside what the planner predicts for the same settings, and the page about it.
 
-    python benchmarks/published.py                          # docs/published-times.md, in some minutes
-    python benchmarks/published.py --only 22B --page null   # a quick look
+    python benchmarks/published.py                             # docs/published-times.md, in some minutes
+    python benchmarks/published.py --only 22B --page /dev/stdout # a quick look
 
 The rows are data, with their sources. Nothing of the planner or of its machines' files is adapted to them. No weights,
 no processes, no GPU: models are on the meta device, and a step of one rank is rehearsed on fake tensors.
@@ -296,11 +296,11 @@ CONCLUSION = """\
 """
 
 
-def main(page: Path | None = PAGE, only: list[str] | None = None) -> None:
+def main(page: Path = PAGE, only: list[str] | None = None) -> None:
     """Predict and write the page.
 
     Args:
-        page: where to write it; ``null`` to print it.
+        page: where to write it; ``/dev/stdout`` prints it.
         only: parts of the names of models or sources; all by default.
     """
     planner = Planner()
@@ -310,10 +310,7 @@ def main(page: Path | None = PAGE, only: list[str] | None = None) -> None:
             found.append((row, planner.predict(row)))
             print(row.name, row.source, row.gpus, f"{row.published:.3f}", *found[-1][1], flush=True)
     text = to_markdown(found)
-    if page is None:
-        print(text)
-    else:
-        page.write_text(text)
+    page.write_text(text)
 
 
 if __name__ == "__main__":

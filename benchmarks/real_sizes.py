@@ -1,7 +1,7 @@
 """What one layer of a large model sends at TP=8, planned by the solver and by hand, and the page about it.
 
     python benchmarks/real_sizes.py                  # docs/real-sizes.md, in some minutes
-    python benchmarks/real_sizes.py --page null      # print it only
+    python benchmarks/real_sizes.py --page /dev/stdout
 
 No weights and no processes: models are on the meta device, with as many layers as there are kinds of them.
 """
@@ -185,11 +185,11 @@ def _spelled(calls: Counter[str]) -> str:
     return ", ".join(f"{calls[kind]} {name}" for kind, name in names.items() if calls[kind]) or "nothing"
 
 
-def main(page: Path | None = PAGE, only: list[str] | None = None) -> None:
+def main(page: Path = PAGE, only: list[str] | None = None) -> None:
     """Plan the models and write the page.
 
     Args:
-        page: where to write it; ``null`` to print it.
+        page: where to write it; ``/dev/stdout`` prints it.
         only: names of models, or parts of them; all by default.
     """
     lines = [INTRODUCTION]
@@ -224,10 +224,7 @@ def main(page: Path | None = PAGE, only: list[str] | None = None) -> None:
             lines.append(f"* {model.name}, {names}: {more:.1f} ms a layer longer.")
             print(lines[-1], flush=True)
     text = "\n".join(lines) + "\n"
-    if page is None:
-        print(text)
-    else:
-        page.write_text(text)
+    page.write_text(text)
 
 
 if __name__ == "__main__":

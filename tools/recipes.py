@@ -1,7 +1,7 @@
 """Writes docs/recipes.md: for known models and GPUs, the sizes that `recommend` finds, their memory and their YAML.
 
     python tools/recipes.py                                 # the page; half an hour on two cores, as many as --jobs
-    python tools/recipes.py --only Llama-3.1-8B --page null # one model, printed
+    python tools/recipes.py --only Llama-3.1-8B --page /dev/stdout
 
 Models are built from their sizes, without weights; no GPU is needed, and none is measured.
 """
@@ -168,22 +168,19 @@ def to_markdown(sections: Sequence[tuple[str, str]]) -> str:
     return "\n\n".join((INTRODUCTION, "\n".join((HEAD, *rows)), EXPLAINED, adapted, *texts)) + "\n"
 
 
-def main(only: list[str] | None = None, page: Path | None = PAGE, jobs: int = 2) -> None:
+def main(only: list[str] | None = None, page: Path = PAGE, jobs: int = 2) -> None:
     """Find the sizes and write the page.
 
     Args:
         only: parts of the titles of recipes.
-        page: where to write it; ``null`` to print it.
+        page: where to write it; ``/dev/stdout`` prints it.
         jobs: processes that look for sizes.
     """
     chosen = [recipe for recipe in RECIPES if only is None or any(part in recipe.title for part in only)]
     limit = partial(torch.set_num_threads, 1)
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=limit) as pool:
         text = to_markdown(list(pool.map(section, chosen)))
-    if page is None:
-        print(text)
-    else:
-        page.write_text(text)
+    page.write_text(text)
 
 
 if __name__ == "__main__":

@@ -31,12 +31,6 @@ def test_an_example_may_take_longer_than_hypothesis_allows(seconds: float) -> No
     time.sleep(seconds)
 
 
-@settings(max_examples=10)
-@given(st.integers().map(lambda number: (time.sleep(0.3), number)))
-def test_drawing_may_take_longer_than_hypothesis_allows(drawn: tuple[None, int]) -> None:
-    assert isinstance(drawn[1], int)
-
-
 def calls(path: Path) -> Iterator[ast.Call]:
     return (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
 
