@@ -45,7 +45,7 @@ class BatchBoundarySync:
         self, trainer: Trainer, group: dist.ProcessGroup, copies: dist.ProcessGroup, device: torch.device, checked: int
     ) -> None:
         self._trainer, self._group = trainer, group
-        drifts = Drift(self._whole_tensors), Drift(self._whole_states)
+        drifts = Drift(self._whole_tensors, group), Drift(self._whole_states, group)
         self._consistency = ReplicaConsistency(group, device, drifts) if group.size() > 1 else None
         self._copies, self._copy, self._checked = copies.size(), copies.rank(), checked
         self._loop: tuple[Any, ...] = ()

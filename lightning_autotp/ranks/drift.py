@@ -2,12 +2,16 @@
 
 Each rank steps its own copy, with the same gradients. What one rank alone does to its own (a write, a gradient
 clipped by its part's norm, other random numbers) stays unseen otherwise, and so does what kernels that are not
-deterministic add up to. One tensor is compared at a time, so that a step pays for one only.
+deterministic add up to. A few tensors are compared at a time, so that what a step pays does not grow with the model.
 """
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice, zip_longest
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
@@ -17,62 +21,107 @@ from lightning_autotp.ranks.extremes import LOWEST, are_alike, bounds
 from lightning_autotp.ranks.fingerprints import sum_and_norm
 from lightning_autotp.ranks.host_copy import HostCopy
 
+_TENSORS = 16
+"""How many tensors are compared at once, at most."""
+_ELEMENTS = 2**20
+"""How many elements they have, but for those of the last one."""
 _DIFFERENCE = 1e-3
 """How far norms and normalized sums may be apart: rounding that has added up is far less."""
 
 
+class _Seen(NamedTuple):
+    """A tensor as a rank has it."""
+
+    name: str
+    norm: float
+    total: float
+
+    @property
+    def normalized(self) -> float:
+        """Its sum, whatever its size."""
+        return _known(self.total / self.norm) if self.norm else 0.0
+
+    @property
+    def size(self) -> float:
+        """The logarithm of its norm, so that in a sum of several each counts by its relative change."""
+        return math.log(max(_known(self.norm), sys.float_info.min))
+
+
+def _known(value: float) -> float:
+    return math.inf if math.isnan(value) else value
+
+
 class Drift:
-    """Notes one tensor after another, and compares it with that of the other ranks.
+    """Notes some tensors after others, in turn, and compares them with those of the other ranks.
 
     Args:
         tensors: gives the tensors of the moment, by name: on every rank the same, in the same order.
+        group: the tensor-parallel group.
     """
 
-    def __init__(self, tensors: Callable[[], Iterator[tuple[str, Tensor]]]) -> None:
-        self._tensors = tensors
+    def __init__(self, tensors: Callable[[], Iterator[tuple[str, Tensor]]], group: dist.ProcessGroup) -> None:
+        self._tensors, self._ranks = tensors, tuple(dist.get_process_group_ranks(group))
         self._left: Iterator[tuple[str, Tensor]] = iter(())
-        self._noted: tuple[str, HostCopy] | None = None
+        self._noted: list[tuple[str, HostCopy]] = []
 
     def note(self) -> None:
-        """Note the next tensor as it is now. Not collective, and no device is waited for."""
-        found = next(self._left, None)
-        if found is None:
+        """Note the next tensors as they are now. Not collective, and no device is waited for."""
+        self._noted = list(self._next())
+        if not self._noted:
             self._left = self._tensors()
-            found = next(self._left, None)
-        if found is not None:
-            name, tensor = found
-            self._noted = name, HostCopy(sum_and_norm(tensor.detach(), 2))
+            self._noted = list(self._next())
+
+    def _next(self) -> Iterator[tuple[str, HostCopy]]:
+        elements = 0
+        for name, tensor in islice(self._left, _TENSORS):
+            yield name, HostCopy(sum_and_norm(tensor.detach(), 2))
+            elements += tensor.numel()
+            if elements >= _ELEMENTS:
+                return
+
+    def _seen(self) -> list[_Seen]:
+        found = [(name, copied.read().tolist()) for name, copied in self._noted]
+        return [_Seen(name, norm, total) for name, (total, norm) in found]
 
     def bounds(self) -> tuple[int, int, int, int]:
-        """Four numbers of 64 bits, whose largest over the ranks tell the extremes of norm and normalized sum."""
-        if self._noted is None:
+        """Four numbers of 64 bits, whose largest over the ranks tell the extremes of sizes and normalized sums."""
+        if not self._noted:
             return LOWEST, LOWEST, LOWEST, LOWEST
-        total, norm = self._noted[1].read().tolist()
-        return *bounds(norm), *bounds(total / norm if norm else 0.0)
+        seen = self._seen()
+        return *bounds(sum(one.size for one in seen)), *bounds(sum(one.normalized for one in seen))
 
     def settle(self, largest: Sequence[int], everyone: dist.ProcessGroup | None) -> None:
-        """Go on if the tensor is the same on all ranks. Collective over ``everyone`` if it is not.
+        """Go on if the tensors are the same on all ranks. Collective over ``everyone`` if they are not.
 
         Args:
             largest: the largest of all ranks' :meth:`bounds`, for one or several groups after one another.
             everyone: the ranks that have these numbers; ``None`` is every process.
 
         Raises:
-            RuntimeError: on all of these ranks, if it differs within any one group.
+            RuntimeError: on all of these ranks, if one differs within any one group.
         """
-        noted, self._noted = self._noted, None
         if all(
-            are_alike(largest[at : at + 2], _DIFFERENCE)
-            and are_alike(largest[at + 2 : at + 4], _DIFFERENCE, _DIFFERENCE)
+            are_alike(largest[at : at + 2], 0.0, _DIFFERENCE)
+            and are_alike(largest[at + 2 : at + 4], _DIFFERENCE / _TENSORS, _DIFFERENCE)
             for at in range(0, len(largest), 4)
         ):
+            self._noted = []
             return
-        own = ("none", [0.0, 0.0]) if noted is None else (noted[0], noted[1].read().tolist())
-        said = gather_objects(own, everyone)
-        numbers = dist.get_process_group_ranks(everyone)
+        of_groups: dict[tuple[int, ...], list[list[_Seen]]] = {}
+        for ranks, seen in gather_objects((self._ranks, self._seen()), everyone):
+            of_groups.setdefault(ranks, []).append(seen)
+        self._noted = []
+        ranks, worst = max(
+            (
+                (ranks, of_all)
+                for ranks, group in sorted(of_groups.items())
+                for of_all in zip_longest(*group, fillvalue=_Seen("none", 0.0, 0.0))
+            ),
+            key=lambda one: _spread(one[1]),
+        )
         found = [
-            f"  rank {rank}: {name}, of norm {norm:.7g} and sum {total:.7g}"
-            for rank, (name, (total, norm)) in zip(numbers, said, strict=True)
+            f"  rank {rank}: {one.name}, of norm {one.norm:.7g} and sum {one.total:.7g}"
+            for rank, one in zip(ranks, worst, strict=True)
         ]
         raise RuntimeError(
             "a tensor that every rank of a tensor-parallel group has whole has become a different one on each:\n"
@@ -81,3 +130,9 @@ class Drift:
             " gradient that is clipped or scaled by a number of this rank's part, random numbers that are not the"
             " group's; or start again from a checkpoint, if nondeterministic kernels have caused it"
         )
+
+
+def _spread(of_all: Sequence[_Seen]) -> float:
+    """How far a group's ranks are apart in a tensor."""
+    numbers = [one.size for one in of_all], [one.normalized for one in of_all]
+    return max(0.0 if len(set(found)) == 1 else max(found) - min(found) for found in numbers)

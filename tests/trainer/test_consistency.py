@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -27,8 +27,10 @@ from training import error_of, trainer
 
 from lightning_autotp import AutoTPStrategy, full_state_dict
 from lightning_autotp.parameters.local_blocks import fill
+from lightning_autotp.ranks.agreement import largest_of_all
 from lightning_autotp.ranks.consistency import ReplicaConsistency
 from lightning_autotp.ranks.description import LONGEST, ROW, ROWS, checksum, describe, difference
+from lightning_autotp.ranks.drift import Drift
 from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.ranks.random_numbers import own_numbers
 
@@ -161,7 +163,32 @@ def compared(rank: int, world_size: int) -> dict[str, Any]:
     common = ReplicaConsistency(group, cpu)
     common.note(tokens + rank, "batch 9")
     seen["both"] = outcome(common.compare)
+
+    many = {f"tensor {number}": torch.full((3,), 1.0 + number) for number in range(40)}
+    changes: dict[str, Callable[[Tensor], object]] = {
+        "drift of nothing": lambda tensor: None,
+        "drift of a size": lambda tensor: tensor.mul_(1.01),
+        "drift of a value": lambda tensor: tensor[1].neg_(),
+        "drift to zeros": Tensor.zero_,
+        "drift to no number": lambda tensor: tensor.fill_(torch.nan),
+    }
+    for name, change in changes.items():
+        values = {key: tensor.clone() for key, tensor in many.items()}
+        if rank == 2:
+            change(values["tensor 37"])
+        seen[name] = [outcome(comparison) for comparison in drifts(values)]
     return seen
+
+
+def drifts(values: dict[str, Tensor]) -> Iterator[Callable[[], None]]:
+    """So many comparisons that all tensors have their turn, and the first of the next turn."""
+    drift = Drift(lambda: iter(values.items()), dist.group.WORLD)  # type: ignore[arg-type]
+
+    def compare() -> None:
+        drift.note()
+        drift.settle(largest_of_all(drift.bounds(), dist.group.WORLD), dist.group.WORLD)
+
+    return iter([compare] * 4)
 
 
 @lru_cache
@@ -211,6 +238,27 @@ def test_ranks_that_are_not_at_the_same_batch(case: str, expected: str) -> None:
     [message] = {seen[case] for seen in three()}
     assert message.startswith("the ranks of a tensor-parallel group are not at the same batch: " + expected)
     assert "differs between" not in message
+
+
+@pytest.mark.parametrize(
+    ("case", "last"),
+    [
+        ("drift of a size", "of norm 66.47611 and sum 115.14"),
+        ("drift of a value", "of norm 65.81793 and sum 38"),
+        ("drift to zeros", "of norm 0 and sum 0"),
+        ("drift to no number", "of norm nan and sum nan"),
+    ],
+)
+def test_of_many_tensors_the_one_that_has_drifted_apart_is_named(case: str, last: str) -> None:
+    for seen in three():
+        first, second, third, fourth = seen[case]
+        assert first == second == fourth == seen["drift of nothing"][0]
+        assert "tensor 37, of norm 65.81793 and sum 114\n  rank 1: tensor 37" in third
+        assert f"rank 2: tensor 37, {last}\n" in third
+
+
+def test_tensors_that_are_alike_have_not_drifted_apart() -> None:
+    assert {said for seen in three() for said in seen["drift of nothing"]} == {None}
 
 
 def test_streams_that_have_come_apart_are_named() -> None:
@@ -530,7 +578,6 @@ def test_a_loss_that_differs_is_an_error_on_every_rank(world_size: int, case: st
 
 @pytest.mark.parametrize("world_size", SIZES)
 def test_a_whole_tensor_that_differs_is_an_error_on_every_rank(world_size: int, folder: Any) -> None:
-    """There are two in the model, which take turns."""
     [(error, *progress)] = {seen["drift"] for seen in ranks(world_size, folder)}
     assert error.startswith("RuntimeError: a tensor that every rank of a tensor-parallel group has whole has become")
     sums = [float(value) for value in re.findall(r"rank \d: batches, of norm .* and sum ([\d.]+)", error)]
@@ -543,7 +590,6 @@ def test_a_whole_tensor_that_differs_is_an_error_on_every_rank(world_size: int, 
 def test_an_optimizer_state_of_a_whole_tensor_that_differs_is_an_error_on_every_rank(
     world_size: int, folder: Any
 ) -> None:
-    """There are three of the bias, which take turns."""
     [(error, *progress)] = {seen["drift of a state"] for seen in ranks(world_size, folder)}
     assert error.startswith("RuntimeError: a tensor that every rank of a tensor-parallel group has whole has become")
     sums = [float(value) for value in re.findall(r"rank \d: exp_avg of 3.bias, of norm .* and sum (-?[\d.]+)", error)]
