@@ -52,6 +52,21 @@ def test_a_combination_equals_one_process(combination: Combination) -> None:
     check(tried(combination))
 
 
+KEPT = [
+    f"llama {sizes} checkpointing={kept} {other}"
+    for sizes in ("tensor_ranks=3", "copies=2")
+    for kept in ("blocks", "offload")
+    for other in ("compile=blocks", "resume=to-one-process", "resume=from-one-process optimizer=AdamW")
+]
+OFFLOADED = ["gpt2 copies=2 offload=True resume=to-one-process", "llama copies=2 offload=True resume=from-one-process"]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("text", [*KEPT, *OFFLOADED])
+def test_what_saves_memory_goes_with_other_sizes_and_compiled_blocks(text: str) -> None:
+    check(tried(given(text)))
+
+
 @pytest.mark.parametrize(
     "text",
     [
