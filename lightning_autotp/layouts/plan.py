@@ -486,6 +486,12 @@ class Plan:
 
     def remarks(self) -> Iterator[str]:
         """What is different in calls and attributes, what every rank computes whole, and why tensors are whole."""
+        yield from self.differences()
+        whole = [(parameter.names[0], parameter.reason) for parameter in self.parameters if parameter.reason]
+        yield from (f"whole on every rank: {names}: {reason}" for names, reason in by_reason(whole))
+
+    def differences(self) -> Iterator[str]:
+        """What is different in calls and attributes, and what every rank computes whole."""
         lines = [*counted(map(str, self.sizes))]
         lines += [f"after a forward each rank has its part of the attribute {name}" for name in self.kept_parts]
         lines += [
@@ -509,9 +515,7 @@ class Plan:
             f"{one.module or repr(one.module)}: a function that {one.call} calls is given the whole model's indices"
             for one in self.indices
         )
-        whole = [(parameter.names[0], parameter.reason) for parameter in self.parameters if parameter.reason]
         yield from lines
-        yield from (f"whole on every rank: {names}: {reason}" for names, reason in by_reason(whole))
 
     @property
     def layers(self) -> dict[str, str]:

@@ -6,15 +6,17 @@ The page's text is ``page.html.j2``; here is what it shows.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment
+from markupsafe import Markup, escape
 
 from lightning_autotp.layouts.plan import ConversionPlan, ParameterPlan, Plan
-from lightning_autotp.layouts.repeats import rows_of
+from lightning_autotp.layouts.repeats import by_reason, rows_of
 from lightning_autotp.layouts.transitions import TRANSITIONS, Pair
 from lightning_autotp.layouts.types import Replicate, Shard
 from lightning_autotp.layouts.units import in_units
@@ -102,7 +104,7 @@ def page(seen: Overview, sizes: Recommendation | None = None) -> str:
     shown: dict[str, Any] = {
         "plan": plan,
         "seen": seen,
-        "lines": list(seen.lines()),
+        "lines": [_marked(line) for line in seen.lines()],
         "tree": tree(plan),
         "ranks": range(plan.ranks),
         "block": block,
@@ -117,9 +119,10 @@ def page(seen: Overview, sizes: Recommendation | None = None) -> str:
         "step": in_ms(seen.time.total),
         "passes": passes,
         "spans": [(span, 100 * span.start / end, 100 * span.seconds / end, in_ms(span.seconds)) for span in spans],
-        "remarks": list(plan.remarks()),
+        "remarks": list(plan.differences()),
+        "whole": list(by_reason((one.names[0], _reasons(one)) for one in plan.parameters if one.reasons)),
         "sizes": sizes,
-        "choices": [_row(choice, plan) for choice in sizes.choices[:SHOWN]] if sizes is not None else [],
+        "choices": list(_choices(sizes, plan)) if sizes is not None else [],
         "in_units": in_units,
         "hue": lambda rank: round(360 * rank / plan.ranks + 210) % 360,
     }
@@ -247,16 +250,37 @@ def _layout(parameter: ParameterPlan) -> str:
     return "summed" if isinstance(parameter.layout, Replicate) else "whole"
 
 
-def _row(choice: Choice, plan: Plan) -> tuple[bool, Sequence[str]]:
-    """Whether a way to train is the plan's, and what the table says of it."""
-    is_this = (
+def _marked(line: str) -> Markup:
+    """A line in which what stands between backticks is code."""
+    return Markup(re.sub(r"`(.+?)`", r"<code>\1</code>", str(escape(line))))
+
+
+def _reasons(parameter: ParameterPlan) -> str:
+    """Why each dim of a parameter is not cut."""
+    reasons = sorted(parameter.reasons, key=lambda reason: reason.dim)
+    return "; ".join(f"dim {reason.dim} ({reason.length}): {reason}" for reason in reasons)
+
+
+def _choices(sizes: Recommendation, plan: Plan) -> Iterator[tuple[bool, Sequence[str]]]:
+    """Whether each of the best ways to train is the plan's, and what the table says of it; and the plan's in any case."""
+    for number, choice in enumerate(sizes.choices):
+        is_this = _is_of(choice, plan)
+        if is_this or number < SHOWN:
+            yield is_this, _cells(choice)
+
+
+def _is_of(choice: Choice, plan: Plan) -> bool:
+    return (
         choice.tensor_parallel_size == plan.ranks
         and choice.data_parallel_size == 1
         and choice.sequence_parallel == plan.shards_sequence
         and choice.activation_checkpointing is None
         and not choice.cpu_offload
     )
-    cells = (
+
+
+def _cells(choice: Choice) -> Sequence[str]:
+    return (
         named(choice),
         f"{choice.rows} x {choice.passes}",
         in_units(int(choice.memory.total)),
@@ -264,4 +288,3 @@ def _row(choice: Choice, plan: Plan) -> tuple[bool, Sequence[str]]:
         in_ms(choice.time.total),
         f"{choice.tokens_per_second:,.0f}" if choice.fits else "",
     )
-    return is_this, cells

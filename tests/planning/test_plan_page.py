@@ -13,6 +13,7 @@ from tiny import meta_model
 
 from lightning_autotp import make_plan
 from lightning_autotp.capture.capture import language_model_inputs
+from lightning_autotp.layouts.repeats import in_any_layer
 from lightning_autotp.layouts.types import Shard, local_shape
 from lightning_autotp.planning.machines import Machine
 from lightning_autotp.planning.overview import Overview, look_over
@@ -101,8 +102,14 @@ def test_the_page_shows_the_plan(options: dict[str, Any], sizes: Recommendation)
     text = page(seen, sizes)
     words = " ".join(Words(text).text.split())
     assert "http" not in text.replace("http-equiv", ""), "nothing is loaded from elsewhere"
-    for said in (*seen.lines(), *seen.plan.remarks(), seen.plan.summary):
-        assert " ".join(said.split()) in words
+    for said in (*seen.lines(), *seen.plan.differences(), seen.plan.summary):
+        assert " ".join(said.replace("`", "").split()) in words
+    assert "<code>recommend</code>" in text
+    whole = [parameter for parameter in seen.plan.parameters if parameter.reasons]
+    assert whole
+    for parameter in whole:
+        assert in_any_layer(parameter.names[0]) in words
+        assert all(in_any_layer(str(reason)) in words for reason in parameter.reasons)
     assert "layers.0-2 (3x)" in words
     # In the block every change of a layout is said once.
     [*found] = cards(seen.plan, "model.layers.0")
