@@ -262,7 +262,7 @@ def _reasons(parameter: ParameterPlan) -> str:
 
 
 def _choices(sizes: Recommendation, plan: Plan) -> Iterator[tuple[bool, Sequence[str]]]:
-    """Whether each of the best ways to train is the plan's, and what the table says of it; and the plan's in any case."""
+    """The best ways to train, and the plan's in any case: whether it is the plan's, and what the table says of it."""
     for number, choice in enumerate(sizes.choices):
         is_this = _is_of(choice, plan)
         if is_this or number < SHOWN:
