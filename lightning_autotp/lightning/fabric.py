@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -238,6 +239,7 @@ class AutoTPFabricStrategy(AutoTPBase, _ModelParallelStrategy):
             [(optimizer, owner) for optimizer, owner in self._optimizers.items() if owner is not None]
         )
 
+    @wraps(ModelParallelStrategy.backward)  # says that nothing is missing where a loop calls ``loss.backward()``
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         """Compute gradients of a loss, which the ranks compare with later batches."""
         self.passed()

@@ -133,7 +133,8 @@ def assert_same(found: Any, truth: Any) -> None:
         torch.testing.assert_close(found[0][name], truth[0][name], rtol=1e-4, atol=1e-5)
     assert len(found[1]) == len(truth[1])
     for ours, theirs in zip(found[1], truth[1], strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-5)
+        # Rewards are a tenth of differences between log-probabilities of some tens, which float32 has to 4e-6.
+        assert ours == pytest.approx(theirs, rel=1e-5, abs=4e-7)
 
 
 MODELS = {"plain": plain, "adapted": adapted}
