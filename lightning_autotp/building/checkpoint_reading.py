@@ -45,7 +45,7 @@ class MissingFileError(CheckpointError):
 
 
 class DamagedFileError(CheckpointError):
-    """A checkpoint file cannot be read: truncated, not of its format, or holding more than tensors."""
+    """A checkpoint file cannot be read: truncated, or not of its format."""
 
 
 class MismatchError(CheckpointError):
@@ -61,8 +61,8 @@ def load_archive(file: str | os.PathLike[str] | BinaryIO, weights_only: bool | N
         check: whether to compare the file's checksums with its contents, all of which are read.
 
     Raises:
-        DamagedFileError: if the file is compressed, its contents are not those that were written, or ``weights_only``
-            does not allow what it holds.
+        CheckpointError: if ``weights_only`` does not allow what it holds, or a class is not there of which that is.
+        DamagedFileError: if the file is compressed, or its contents are not those that were written.
         Exception: whatever reading something that is no such file raises.
     """
     if not isinstance(file, str | os.PathLike):
@@ -72,7 +72,25 @@ def load_archive(file: str | os.PathLike[str] | BinaryIO, weights_only: bool | N
     try:
         return torch.load(file, map_location="cpu", mmap=True, weights_only=weights_only)
     except pickle.UnpicklingError as error:
-        raise DamagedFileError(_not_plain(file, error)) from error
+        named = _classes_in(file)
+        if not named:
+            reasons = [line for line in str(error).splitlines() if "WeightsUnpickler error" in line]
+            named = (reasons or [first_line(error)])[0].strip()[:200]
+        raise CheckpointError(
+            f"{os.fspath(file)} contains more than tensors and plain values ({named}); nothing else is unpickled, since"
+            " that runs code that the file names. If you trust who wrote it: give these classes to"
+            " torch.serialization.add_safe_globals([...]) before, or weights_only=False to trainer.fit() or"
+            " export_checkpoint(), for instance; --weights-only false for a command. A file of weights alone can be"
+            " loaded once with transformers and saved again with save_pretrained (safetensors)"
+        ) from error
+    except (AttributeError, ModuleNotFoundError) as error:
+        if not (named := _classes_in(file)):
+            raise
+        raise CheckpointError(
+            f"{os.fspath(file)} contains objects of classes that Python looks up by their names ({named}), and one of"
+            f" them is not there: {first_line(error)}. Read it where the module with that class can be imported, and a"
+            " class of the script itself with the script that defines it"
+        ) from error
 
 
 def _check_records(file: str | os.PathLike[str], contents: bool) -> None:
@@ -91,20 +109,12 @@ def _check_records(file: str | os.PathLike[str], contents: bool) -> None:
         )
 
 
-def _not_plain(file: str | os.PathLike[str], error: Exception) -> str:
+def _classes_in(file: str | os.PathLike[str]) -> str:
+    """The classes and functions in a file that are not allowed in one of plain values; empty if that cannot be told."""
     try:
-        named = join_names(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file)))
+        return join_names(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file)))
     except Exception:
-        named = ""
-    if not named:
-        reasons = [line for line in str(error).splitlines() if "WeightsUnpickler error" in line]
-        named = (reasons or [first_line(error)])[0].strip()[:200]
-    return (
-        f"{os.fspath(file)} contains more than tensors and plain values ({named}); nothing else is unpickled, since"
-        " that runs code that the file names. If you trust who wrote it: weights_only=False, in trainer.fit() or"
-        " export_checkpoint(), for instance; --weights-only false for a command. A file of weights alone can be loaded"
-        " once with transformers and saved again with save_pretrained (safetensors)"
-    )
+        return ""
 
 
 def inside(directory: str | os.PathLike[str], name: str) -> str:

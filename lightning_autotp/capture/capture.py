@@ -32,6 +32,7 @@ from lightning_autotp.capture.nested import (
     Copied,
     constants_among,
     copied,
+    is_unused,
     leaves_of,
     map_leaves,
     map_tensors,
@@ -276,13 +277,14 @@ def _capture(
 
     notes = Notes()  # what code asks of numbers
     places: dict[int, str] = {}  # of tensors of integers and flags
+    copies: dict[int, Any] = {}  # of objects that code may write into, such as caches
 
     def given(place: str, leaf: Any) -> Any:
         """A leaf of the arguments as the model gets it."""
         if type(leaf) is int or type(leaf) is float:
             return notes.given(place, leaf)
         if not isinstance(leaf, Tensor):
-            return leaf
+            return copy.deepcopy(leaf, copies) if is_unused(leaf) else leaf
         made = stand_in(leaf)
         if not leaf.is_floating_point():
             places[id(made)] = place

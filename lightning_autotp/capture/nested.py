@@ -79,6 +79,25 @@ def opened(value: Any) -> Opened | None:
     return None
 
 
+_DEEPEST = 8
+"""So many levels of an object are looked into."""
+
+
+def is_unused(value: Any, depth: int = 0) -> bool:
+    """Whether a leaf holds nothing that was computed, but plain values and counts: a cache before its use."""
+    if value is None or isinstance(value, bool | int | float | str | torch.dtype | torch.device | type):
+        return True
+    if isinstance(value, Tensor):
+        return not (value.is_floating_point() or value.is_complex())
+    if type(value) in (list, tuple, dict):
+        inside: Iterable[Any] = value.values() if type(value) is dict else value
+    elif getattr(type(value), "__new__", None) is object.__new__ and hasattr(value, "__dict__") and not callable(value):
+        inside = vars(value).values()  # all of its state: it is of no built-in class
+    else:
+        return False
+    return depth < _DEEPEST and all(is_unused(item, depth + 1) for item in inside)
+
+
 def _unnamed(value: Any, children: list[Any]) -> list[str]:
     """Steps where a class says none: a mapping's keys, where the children are its values; else numbers."""
     values = list(value.values()) if isinstance(value, Mapping) else []

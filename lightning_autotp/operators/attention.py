@@ -23,7 +23,8 @@ def _idle(shapes: Shapes) -> tuple[str, ...]:
 def scaled_dot_product_attention(site: Site) -> Dims | list[Dims]:
     """``query [b, h, s, d]``, ``key [b, h or h_kv, t, d]``, ``value [b, h or h_kv, t, e]`` -> ``[b, h, s, e]``.
 
-    Sequences and the key features stay whole; with dropout, whose mask is ``[b, h, s, t]``, the value features, too.
+    Sequences and the key features stay whole, but for queries that a mask does not tell apart (those of a new token's
+    heads, that code has put there); with dropout, whose mask is ``[b, h, s, t]``, the value features, too.
     With ``enable_gqa`` each key/value head serves ``h / h_kv`` query heads.
     """
     query, key, value = site.dims("query"), site.dims("key"), site.dims("value")
@@ -38,7 +39,9 @@ def scaled_dot_product_attention(site: Site) -> Dims | list[Dims]:
         else:
             site.tie(heads, product([other[-3], site.new(heads.size // other[-3].size)]))
     site.tie(features, key[-1])
-    needed = (length, features, key[-2], value[-2], *(() if mask is None else mask[-2:]))
+    needed = [features, key[-2], value[-2], *(() if mask is None else mask[-2:])]
+    if mask is None or mask[-2].size != 1 or site["is_causal"]:
+        needed.append(length)
     site.keep_whole(*needed, because="attention needs whole sequences and key features")
     if mask is not None and len(mask) > 2 and mask[-3].size != 1:
         site.tie(heads, mask[-3])

@@ -98,6 +98,12 @@ class Launcher(_SubprocessScriptLauncher):
         self.strategy.after_run()
         return result
 
+    def kill(self, signum: int | signal.Signals) -> None:
+        """Send the processes a signal. Those that are ended so, as after Ctrl-C, have not failed, and are forgotten."""
+        super().kill(signum)
+        if signum == signal.SIGKILL:
+            self.procs.clear()
+
     def started(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What is called when the processes have been started."""
         self.strategy.after_start(self.procs)

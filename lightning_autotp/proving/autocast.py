@@ -30,7 +30,7 @@ _SAME_VALUES = {
 def used_in(
     dtype: torch.dtype,
     make: Callable[[], nn.Module],
-    call: ExampleCall,
+    calls: list[ExampleCall],
     *,
     device: torch.device,
     opaque: frozenset[str] = frozenset(),
@@ -41,7 +41,7 @@ def used_in(
     Args:
         dtype: bfloat16 or float16.
         make: makes the model anew, on meta.
-        call: how it is called.
+        calls: how it is called.
         device: the type of device on which it runs.
         opaque: modules that are not looked into; their parameters are not among the result.
         only: parameters that matter; by default all.
@@ -56,7 +56,7 @@ def used_in(
             if name in names:
                 parameter.data = parameter.data.to(dtype)
         with torch.autocast(device.type, dtype):
-            return capture_local(model, call, opaque, training=False, device=str(device))
+            return capture_local(model, calls, opaque, training=False, device=str(device))
 
     try:
         as_stored = traced(())

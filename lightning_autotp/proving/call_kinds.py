@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_autotp.capture.capture import ExampleCall
-from lightning_autotp.capture.nested import leaves_of, map_tensors, opened, steps_of, tensors_in
+from lightning_autotp.capture.nested import is_unused, leaves_of, map_tensors, opened, steps_of, tensors_in
 from lightning_autotp.operators.questions import Question
 from lightning_autotp.parallel.logits import VocabParallelLogits
 from lightning_autotp.private.torch_private import has_values
@@ -43,13 +43,16 @@ class Arguments:
         has_logits_in_parts: whether one of them is what another parallel model has returned in parts.
         integers: those that are given, by where they are; those in a list, at whatever depth, are one value. Without
             gradients not those in other structures than mappings, lists and tuples: a cache counts there.
-        unknown: the classes of objects of whose contents nothing is known.
+        objects: those that are no structures of arguments, such as caches, and objects in them.
+        unknown: the classes of those that hold more than settings and counts: what earlier calls have computed. Others
+            are told apart like structures.
     """
 
     def __init__(self, call: ExampleCall) -> None:
         self.tensors: list[Tensor] = []
         self.has_logits_in_parts = False
         self.integers: dict[str, list[int]] = {}
+        self.objects: list[Any] = []
         self.unknown: list[str] = []
         self._takes_structures = torch.is_grad_enabled()
         self._has_structures = False
@@ -75,7 +78,7 @@ class Arguments:
             is_in_list: whether it is in a list.
         """
         kind = type(value)
-        if value is None or kind is bool or kind is str or isinstance(value, torch.dtype | torch.device):
+        if value is None or kind is bool or kind is str or isinstance(value, torch.dtype | torch.device | type):
             return value
         if isinstance(value, Tensor):
             self.tensors.append(value)
@@ -97,14 +100,17 @@ class Arguments:
                 return kind.__name__, "int", len(value)
             return (kind.__name__, *[self._kind(item, place, True) for item in value])
         else:
+            self._has_structures = True
             if is_dataclass(value) and not isinstance(value, type | nn.Module):
                 items = [(field.name, f".{field.name}", getattr(value, field.name)) for field in fields(value)]
             elif (level := opened(value)) is not None:
                 items = zip(level.steps, level.steps, level.children, strict=True)
             else:
-                self.unknown.append(kind.__name__)
-                return kind.__name__
-            self._has_structures = True
+                self.objects.append(value)
+                if not is_unused(value):
+                    self.unknown.append(kind.__name__)
+                    return kind.__name__
+                items = [(name, f".{name}", item) for name, item in vars(value).items()]
             place = place if self._takes_structures else None
         keeps_place = is_in_list or place is None
         return (

@@ -83,7 +83,7 @@ def find_sizes(
 
 def find_sizes_of_call(
     model: nn.Module,
-    call: ExampleCall,
+    calls: list[ExampleCall],
     plan: Plan,
     changes: Iterable[ConversionPlan],
     solution: Solution,
@@ -95,7 +95,7 @@ def find_sizes_of_call(
 
     Args:
         model: the original model, in the call's modes.
-        call: the call.
+        calls: the call, after the one that it goes on with.
         plan: the plan.
         changes: those of layout, at modules' boundaries, that the call needs beside the plan's.
         solution: the layouts in this call.
@@ -115,7 +115,7 @@ def find_sizes_of_call(
         for change in reversed(tuple(changes)):
             # Before the hooks with which the model collects outputs, as in the traces; each before the one after it.
             hook_boundary(local, BoundaryConversion(change, group), prepend=True)
-        found = capture_local(local, call, solution.graph.opaque, training=False, device=solution.graph.device)
+        found = capture_local(local, calls, solution.graph.opaque, training=False, device=solution.graph.device)
         return compare(found, solution, group.rank)
 
     def differences(solution: Solution, sizes: tuple[SizePlan, ...], _: int) -> dict[int, Mismatch | None]:

@@ -60,6 +60,7 @@ from lightning_autotp.proving.call_kinds import (
     with_rows,
 )
 from lightning_autotp.proving.configs import ConfigWatch
+from lightning_autotp.proving.continued import BegunCalls
 from lightning_autotp.proving.local_sizes import PROVING, Unlocalizable, find_sizes_of_call
 from lightning_autotp.proving.read_plan import read_for_call
 from lightning_autotp.proving.verify import trace
@@ -224,6 +225,7 @@ class CallProver:
         self.met: set[Hashable] = set()
         self.looked_at: set[Hashable] = set()  # which kinds use parameters in autocast's dtype alone, but for autocast
         self.running: Way | None = None
+        self.begun = BegunCalls()
         self.stage = 0
         self.stage_begun: tuple[bool, int] | None = None  # training, and how often weights were loaded
         self.way: Way | None = None  # that the call under way goes, if that is known
@@ -259,31 +261,35 @@ class CallProver:
             call = ExampleCall(*map_tensors(_whole, tuple(call)))
             arguments = Arguments(call)
         is_traced = not all(map(has_values, arguments.tensors))  # another trace is under way
-        if arguments.unknown:
-            if arguments.kind not in self.met and not is_traced:
-                self._meet(arguments.kind)
-            self._say_unknown(arguments.unknown[0])
-            if state.gathers is not None and not is_traced:
-                state.gathers.use(False)
-            return call
+        begun = self.begun.of(arguments.objects) if arguments.unknown else None
+        if begun is not None:
+            arguments.kind = begun.kind, *arguments.kind
         modes, sizes = bytes(map(_TRAINING, self.modules)), self._sizes(arguments)
         # Together for all numbers in the arguments: each would bring as many sizes.
         kind = self._kind(call, arguments, modes)
         are_few = self.few_sizes.told(_but_for_numbers(kind), sizes) == sizes
         known = self.known.get(kind)
         way = known.way(sizes, are_few) if known is not None else None
+        if way is None and arguments.unknown and (begun is None or not begun.is_last):
+            if arguments.kind not in self.met and not is_traced:
+                self._meet(arguments.kind)
+            self._say_unknown(arguments.unknown[0])
+            if state.gathers is not None and not is_traced:
+                state.gathers.use(False)
+            return self._on(self.running, call)  # what it goes on with is likely to be of the call before it
         if way is None and not is_traced:
             self._meet((arguments.kind, modes, sizes))
+            calls = [with_rows(one) for one in ([call] if begun is None else begun.with_next(call))]
             # The user's modes see what the model computes, not the traces.
             with (
                 without_modes(),
                 relaxed_gc(),
                 raise_together(self.group.process_group, PROVING),
             ):
-                way = self._prove(with_rows(call))
+                way = self._prove(calls)
                 # Now it is known what its code asks for.
                 kind = self._kind(call, arguments, modes)
-                is_lowered = self._is_lowered(with_rows(call), kind, way)
+                is_lowered = self._is_lowered(calls, kind, way)
             known = self._know(kind, sizes, way)
             known.is_lowered &= is_lowered
         if state.gathers is not None and known is not None:
@@ -297,9 +303,17 @@ class CallProver:
             self.is_compared = True
             if modes[0] and torch.is_grad_enabled():
                 self.trained_with = _without_values(call)
-        for change in way.inputs:
+        if begun is not None:
+            begun.is_last = False
+        elif arguments.objects and way.graph is not None:
+            self.begun.note(call, kind, arguments.objects)
+        return self._on(way, call)
+
+    def _on(self, way: Way | None, call: ExampleCall) -> ExampleCall:
+        """What the model is to be called with on a way, on which its own attributes are set."""
+        for change in way.inputs if way is not None else ():
             call = ExampleCall(*change.before(self.model, *call))
-        for size in way.sizes:
+        for size in way.sizes if way is not None else ():
             size.set(self.model)
         return call
 
@@ -380,10 +394,10 @@ class CallProver:
         self.original.train()
         modes = bytes([True] * len(self.modules))
         self.looked_at = {self._kind(call, Arguments(call), modes)[:-1] for call in self.examples}
-        return frozenset.intersection(*(self._used_in(dtype, device, call) for call in self.examples))
+        return frozenset.intersection(*(self._used_in(dtype, device, [call]) for call in self.examples))
 
     def _used_in(
-        self, dtype: torch.dtype, device: torch.device, call: ExampleCall, only: Collection[str] | None = None
+        self, dtype: torch.dtype, device: torch.device, calls: list[ExampleCall], only: Collection[str] | None = None
     ) -> frozenset[str]:
         def local() -> nn.Module:
             model = meta_copy(self.original)
@@ -392,11 +406,11 @@ class CallProver:
 
         def names() -> frozenset[str]:
             with without_modes(), relaxed_gc():
-                return used_in(dtype, local, call, device=device, opaque=frozenset(self.plan.opaque), only=only)
+                return used_in(dtype, local, calls, device=device, opaque=frozenset(self.plan.opaque), only=only)
 
         return frozenset.intersection(*made_together(self.group.process_group, PROVING, names))
 
-    def _is_lowered(self, call: ExampleCall, kind: tuple[Hashable, ...], way: Way) -> bool:
+    def _is_lowered(self, calls: list[ExampleCall], kind: tuple[Hashable, ...], way: Way) -> bool:
         """Whether what FSDP2 may gather in 16 bits is used in these alone in a call that goes a way. Collective."""
         gathers = parallel_state(self.model).gathers
         device = device_of(self.model)
@@ -404,7 +418,7 @@ class CallProver:
             return False
         if kind[:-1] in self.looked_at:  # under the same autocast
             return True
-        return self._used_in(gathers.dtype, torch.device(device), call, gathers.names) == gathers.names
+        return self._used_in(gathers.dtype, torch.device(device), calls, gathers.names) == gathers.names
 
     def is_running(self, way: Way) -> bool:
         """Whether a module runs in a call that goes this way, be it again in a backward pass (checkpointing).
@@ -431,19 +445,19 @@ class CallProver:
                 self.with_gradients, self.was_backward = set(), False
             self.with_gradients.add(way)
 
-    def _prove(self, call: ExampleCall) -> Way:
-        """Prove a call: where code asks whether it is compiled, and is, with both answers.
+    def _prove(self, calls: list[ExampleCall]) -> Way:
+        """Prove a call, the last one: where code asks whether it is compiled, and is, with both answers.
 
         For what the compiler leaves as it is written gets the other one.
         """
-        way = self._prove_way(call)
+        way = self._prove_way(calls)
         told = self._told()
         if not told:
             return way
         why = ""
         try:
             with as_compiled(told):
-                other = self._prove_way(call)
+                other = self._prove_way(calls)
         except UnprovedCall as error:
             why = str(error.__cause__)
         else:
@@ -458,8 +472,10 @@ class CallProver:
             " its code do the same with both answers, or do not compile it"
         )
 
-    def _prove_way(self, call: ExampleCall) -> Way:
+    def _prove_way(self, calls: list[ExampleCall]) -> Way:
         """Trace the original model in a call, and the local one, too, if that goes a way that is not known; compare.
+
+        Where it goes on with another one, both are traced, and the last one is what it is about.
 
         The first rank traces the original one for all. What else every rank needs is worked out on each, so that all
         come to the same.
@@ -468,11 +484,11 @@ class CallProver:
         for module, copied in zip(self.modules, self.original.modules(), strict=True):
             copied.training = module.training
             keep_values(copied, module)
-        graph = first_makes(self.group.process_group, PROVING, partial(self._traced, call))
+        graph = first_makes(self.group.process_group, PROVING, partial(self._traced, calls))
         if isinstance(graph, CaptureError):
             warnings.warn(
                 f"a call of {self._who()} cannot be traced, so it is not proved that its parts compute what the"
-                f" model does in such a call: {described(call, self.modules[0].training)}. ({graph})",
+                f" model does in such a call: {described(calls[-1], self.modules[0].training)}. ({graph})",
                 stacklevel=2,
             )
             return self._way(parallel_state(self.model).parts)
@@ -480,7 +496,7 @@ class CallProver:
         try:
             graph = constrained_by(graph, self.plan, IMPLEMENTATIONS)
         except PlanMismatch as error:
-            raise self._refusal(call, error) from error
+            raise self._refusal(calls[-1], error) from error
         for way in self.ways:
             pairs = same_way(way.graph, graph) if way.graph is not None else None
             if pairs is not None:
@@ -493,23 +509,25 @@ class CallProver:
             try:
                 changes, solution = read_for_call(self.plan, graph, IMPLEMENTATIONS, fixed)
             except PlanMismatch as error:
-                raise self._refusal(call, first or error) from error
+                raise self._refusal(calls[-1], first or error) from error
             try:
-                sizes, solution = find_sizes_of_call(self.original, call, self.plan, changes, solution, self.group)
+                sizes, solution = find_sizes_of_call(self.original, calls, self.plan, changes, solution, self.group)
                 contradiction = self.code.join(seen_paths(solution, self.group.rank))
                 if contradiction:
-                    raise self._refusal(call, PlanMismatch(contradiction))
+                    raise self._refusal(calls[-1], PlanMismatch(contradiction))
                 break
             except Unlocalizable as error:
                 first = first or error
                 if not changes:
-                    raise self._refusal(call, first) from error
+                    raise self._refusal(calls[-1], first) from error
             # Where sizes in Python code are those of the local model, a tensor cannot be whole: perhaps further on.
             fixed |= {Boundary(change.module, change.side, change.key) for change in changes}
         # Before the hooks with which the model collects outputs, as in the traces; each before the one after it.
         lengths = Lengths()  # of axes of this call's graph
         inputs = [change for change in changes if not change.module and change.side == "in"]
         way = self._way(parts_at_modules(solution), solution, is_as_planned=not changes and not sizes)
+        if len(calls) > 1:
+            way.ran = frozenset()  # some of these in the first call only
         way.inputs = [BoundaryConversion(change, self.group, lengths) for change in inputs]
         for change in reversed(changes):
             if change not in inputs:
@@ -523,12 +541,12 @@ class CallProver:
         allow_runs(self.model, runs_apart(self.plan, solution.graph))
         return way
 
-    def _traced(self, call: ExampleCall) -> Graph | CaptureError:
+    def _traced(self, calls: list[ExampleCall]) -> Graph | CaptureError:
         """The original model's graph in a call."""
         opened = {change.module for change in self.plan.conversions if change.call and change.side == "argument"}
         opaque, device = frozenset(self.plan.opaque), device_of(self.model)
         try:
-            return trace(self.original, call, opaque, training=False, bare=opened, device=device)
+            return trace(self.original, calls, opaque, training=False, bare=opened, device=device)
         except CaptureError as error:
             return error
 

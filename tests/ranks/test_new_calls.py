@@ -244,6 +244,13 @@ def test_what_is_set_in_the_config_reaches_every_copy_of_it() -> None:
     run_ranks(config_copies, 2)
 
 
+class Memory:
+    """What is computed in a call is kept for the next one."""
+
+    def __init__(self, is_long: bool = False) -> None:
+        self.is_long, self.count, self.computed = is_long, torch.tensor(0), list[Tensor]()
+
+
 def test_kinds_of_calls() -> None:
     def kind(value: Any) -> Any:
         return Arguments(ExampleCall((value,), {})).kind
@@ -257,6 +264,12 @@ def test_kinds_of_calls() -> None:
     assert kind({"keep": 5}) == kind({"keep": 7})
     assert kind([True]) != kind([1])
     assert kind((ids, None)) != kind((ids,))
+    memory = Memory()
+    assert kind(memory) == kind(Memory())
+    assert kind(memory) != kind(Memory(is_long=True))
+    assert Arguments(ExampleCall((memory,), {"ids": ids})).unknown == []
+    memory.computed.append(ids.float())
+    assert Arguments(ExampleCall((memory,), {"ids": ids})).unknown == ["Memory"]
 
 
 class Ragged(Normalising):

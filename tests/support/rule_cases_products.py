@@ -70,7 +70,7 @@ def attention(draw: Draw, name: str) -> Any:
     mask = draw.one(None, "operand", "constant")
     causal = mask is None and draw.one(False, True)
     if mask is not None:
-        shape = *draw.narrowed((batch, heads)), queries, keys
+        shape = *draw.narrowed((batch, heads)), draw.one(queries, 1), keys
         mask = draw.operand(*shape) if mask == "operand" else draw.tape.constant(draw.tape.draw(*shape))
     return draw.tape.call(name, query, key, value, mask, draw.one(0.0, 0.5), causal, enable_gqa=groups > 1)
 

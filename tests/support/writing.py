@@ -33,7 +33,7 @@ TOKENS = {"vocab_size": VOCAB, "pad_token_id": 0, "eos_token_id": 2, "decoder_st
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", ONE_LAYER),
-    "one key/value head": ("llama", ONE_LAYER | {"num_key_value_heads": 1, "vocab_size": 67}),
+    "one key/value head": ("llama", ONE_LAYER | {"num_key_value_heads": 1}),
     "three units": ("llama", ONE_LAYER | {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}),
     "fused projection": ("gpt2", GPT2),
     "experts": ("mixtral", ONE_LAYER | {"num_local_experts": 4, "intermediate_size": 96}),
@@ -59,7 +59,7 @@ OF_FAMILY = {"qwen3_next": LINEAR, "deepseek_v3": LATENT}
 
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
-    "static cache": {"do_sample": False, "cache_implementation": "static"},
+    "static cache": {"do_sample": False, "cache_implementation": "static", "attention_mask": None},
     "no cache": {"do_sample": False, "use_cache": False},
     "sampling": {"do_sample": True, "temperature": 1.5, "top_k": 40, "top_p": 0.95},
     "beams": {"do_sample": False, "num_beams": BEAMS},
@@ -92,7 +92,7 @@ class Writer(L.LightningModule):
     def generate(self, batch: dict[str, Tensor], **how: Any) -> Any:
         inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
         options = {"max_new_tokens": NEW, "min_new_tokens": NEW, "return_dict_in_generate": True}
-        return self.model.generate(**inputs, **options, output_logits=True, **how)
+        return self.model.generate(**{**inputs, **options, **how}, output_logits=True)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss: Tensor = self.model(**batch).loss

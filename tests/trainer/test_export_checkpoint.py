@@ -9,7 +9,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,7 +36,12 @@ from training import Task, loader, tiny_config, trainer
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from lightning_autotp import AutoTPStrategy, export_checkpoint
-from lightning_autotp.building.checkpoint_reading import DamagedFileError, MismatchError, MissingFileError
+from lightning_autotp.building.checkpoint_reading import (
+    CheckpointError,
+    DamagedFileError,
+    MismatchError,
+    MissingFileError,
+)
 from lightning_autotp.checkpoints import export
 from lightning_autotp.checkpoints.export import describe_models
 from lightning_autotp.cli import main
@@ -246,8 +251,16 @@ def test_checkpoints_that_cannot_be_exported(saved: Path, tmp_path: Path, monkey
     with pytest.raises(DamagedFileError, match="it may be damaged or be something else"):
         export_checkpoint(tmp_path / "text.ckpt", out)
     torch.save({"state_dict": {}, "task": SimpleNamespace()}, tmp_path / "objects.ckpt")
-    with pytest.raises(DamagedFileError, match=r"SimpleNamespace\); nothing else is unpickled.*--weights-only false"):
+    with pytest.raises(CheckpointError, match=r"SimpleNamespace\); .*safe_globals.*--weights-only false") as refused:
         export_checkpoint(tmp_path / "objects.ckpt", out)
+    assert type(refused.value) is CheckpointError  # the file is not damaged
+    with monkeypatch.context() as context:
+        gone = ModuleType("gone")
+        gone.Settings = type("Settings", (), {"__module__": "gone"})  # type: ignore[attr-defined]
+        context.setitem(sys.modules, "gone", gone)
+        torch.save({"state_dict": {}, "task": gone.Settings()}, tmp_path / "gone.ckpt")
+    with pytest.raises(CheckpointError, match=r"\(gone\.Settings\), and one of them is not there: No module named"):
+        export_checkpoint(tmp_path / "gone.ckpt", out, weights_only=False)
     with pytest.raises(ValueError, match="does not say which model it is of"):
         export_checkpoint(tmp_path / "objects.ckpt", out, weights_only=False)
     (tmp_path / "folder").mkdir()
