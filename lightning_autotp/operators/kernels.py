@@ -27,7 +27,7 @@ def _shipped(
     linear: str = "",
     draws: str = "",
     without: str = "",
-    free: str = "",
+    groups_if: str = "",
     loss: Loss | None = None,
     pack: Pack = tensor_or_tuple,
 ) -> None:
@@ -41,7 +41,7 @@ def _shipped(
         draws=draws,
         flops=flops,
         without=tuple(without.split()),
-        free=tuple(free.split()),
+        groups_if=groups_if,
         loss=loss,
         pack=pack,
         place=f"{caller.f_code.co_filename}:{caller.f_lineno}",
@@ -71,7 +71,7 @@ _shipped(
     "s t d e",
     _SCORES,
     linear="value",
-    free="enable_gqa",
+    groups_if="enable_gqa",
     pack=_with_auxiliary,
 )
 _shipped(
@@ -81,7 +81,7 @@ _shipped(
     "2 h s t (d + e)",
     linear="value",
     without="block_table",
-    free="enable_gqa",
+    groups_if="enable_gqa",
 )
 
 # -- FlashAttention 2 and 3 ------------------------------------------------------------------------------------------
