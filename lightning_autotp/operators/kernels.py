@@ -85,7 +85,7 @@ _shipped(
 )
 
 # -- FlashAttention 2 and 3 ------------------------------------------------------------------------------------------
-# FLOPs of packed sequences are those of one sequence of all their tokens, which is more than the kernel does.
+# FLOPs of packed sequences are those of one sequence of all their tokens; a plan is priced with a sequence in each row.
 
 _PROBABILITIES = "lse[b h s]:float32 if return_attn_probs, p[b h s t] if return_attn_probs"
 _PACKED = "lse[h s]:float32 if return_attn_probs, p[h s t] if return_attn_probs"

@@ -451,12 +451,15 @@ def _repeats(
     ):
         return None
     shape = local.tensors[tensor].shape
-    _, expanded, result = (tuple(link.outputs[0][1]) for link in chain)
+    shapes = tuple(tuple(link.outputs[0][1]) for link in chain)
     for dim in range(len(shape)):
-        times = expanded[dim + 1]
-        if expanded == (*shape[: dim + 1], times, *shape[dim + 1 :]) and result == (
-            *shape[:dim], times * shape[dim], *shape[dim + 1 :],
-        ):  # fmt: skip
+        *before, size = shape[: dim + 1]
+        times, after = shapes[1][dim + 1], shape[dim + 1 :]
+        if shapes == (
+            (*before, size, 1, *after),
+            (*before, size, times, *after),
+            (*before, size * times, *after),
+        ):
             return _Repeated(chain[-1].outputs[0][0], tensor, dim - len(shape))
     return None
 
