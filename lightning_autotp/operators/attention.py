@@ -14,12 +14,12 @@ def _attention_flops(shapes: Shapes) -> float:
     return 2 * prod(scores) * shapes["key"][-2] * (shapes["query"][-1] + features)
 
 
-def _idle(shapes: Shapes) -> tuple[str, ...]:
-    """Where every query head has a key/value head of its own, code that repeats these has nothing to say."""
-    return ("enable_gqa",) if shapes["query"][-3:-2] == shapes["key"][-3:-2] == shapes["value"][-3:-2] else ()
-
-
-@operator("aten.scaled_dot_product_attention.default", flops=_attention_flops, idle=_idle)
+@operator(
+    "aten.scaled_dot_product_attention.default",
+    flops=_attention_flops,
+    groups=(("key", -3, "query", -3), ("value", -3, "query", -3)),
+    groups_if="enable_gqa",
+)
 def scaled_dot_product_attention(site: Site) -> Dims | list[Dims]:
     """``query [b, h, s, d]``, ``key [b, h or h_kv, t, d]``, ``value [b, h or h_kv, t, e]`` -> ``[b, h, s, e]``.
 

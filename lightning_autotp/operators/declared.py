@@ -86,7 +86,7 @@ class Declaration:
         draws: an argument with which, if it is not zero, it draws random numbers for every element.
         flops: the floating-point operations of its forward, as a formula of the dims.
         without: arguments that may not be given: with them it is another function.
-        free: arguments that change nothing where no dim is grouped (``enable_gqa``).
+        groups_if: the flag with which dims may be grouped, and which changes nothing else (``enable_gqa``).
         loss: which loss it is, if it is one.
         pack: what it returns.
         place: file and line of the declaration.
@@ -101,7 +101,7 @@ class Declaration:
     draws: str = ""
     flops: str = ""
     without: tuple[str, ...] = ()
-    free: tuple[str, ...] = ()
+    groups_if: str = ""
     loss: Loss | None = None
     pack: Pack = tensor_or_tuple
     place: str = ""
@@ -283,7 +283,8 @@ def add(made: Declaration, target: Any = None) -> None:
                 for place, dim in enumerate(dims)
                 if dim != NO_INDEX
             ),
-            idle=(lambda shapes: made.free if _is_ungrouped(made, shapes) else ()) if made.free else None,
+            groups=tuple(_groups(made)),
+            groups_if=made.groups_if,
         )
     )
 
@@ -462,10 +463,13 @@ def _sizes(made: Declaration, shapes: Shapes) -> dict[str, float]:
     return made.sizes(dict(shapes.named()), shapes.literal)
 
 
-def _is_ungrouped(made: Declaration, shapes: Shapes) -> bool:
-    """Whether every group has one index in a call."""
-    sizes = _sizes(made, shapes)
-    return all(size == 1 for name, size in sizes.items() if name in made.notation.groups)
+def _groups(made: Declaration) -> Iterator[tuple[str, int, str, int]]:
+    """The arguments with a dim that is grouped, and where the dim is that they group."""
+    for group, name in made.notation.groups.items():
+        for tensors in made.notation.inputs:
+            for at, term in enumerate(tensors.terms):
+                if term.factors == (f"{name}/{group}",):
+                    yield tensors.name, at - len(tensors.terms), *_holder(made, name)
 
 
 def _rule(made: Declaration, site: Site) -> list[Dims]:

@@ -27,7 +27,7 @@ def _shipped(
     linear: str = "",
     draws: str = "",
     without: str = "",
-    free: str = "",
+    groups_if: str = "",
     loss: Loss | None = None,
     pack: Pack = tensor_or_tuple,
 ) -> None:
@@ -41,7 +41,7 @@ def _shipped(
         draws=draws,
         flops=flops,
         without=tuple(without.split()),
-        free=tuple(free.split()),
+        groups_if=groups_if,
         loss=loss,
         pack=pack,
         place=f"{caller.f_code.co_filename}:{caller.f_lineno}",
@@ -71,7 +71,7 @@ _shipped(
     "s t d e",
     _SCORES,
     linear="value",
-    free="enable_gqa",
+    groups_if="enable_gqa",
     pack=_with_auxiliary,
 )
 _shipped(
@@ -81,11 +81,11 @@ _shipped(
     "2 h s t (d + e)",
     linear="value",
     without="block_table",
-    free="enable_gqa",
+    groups_if="enable_gqa",
 )
 
 # -- FlashAttention 2 and 3 ------------------------------------------------------------------------------------------
-# FLOPs of packed sequences are those of one sequence of all their tokens, which is more than the kernel does.
+# FLOPs of packed sequences are those of one sequence of all their tokens; a plan is priced with a sequence in each row.
 
 _PROBABILITIES = "lse[b h s]:float32 if return_attn_probs, p[b h s t] if return_attn_probs"
 _PACKED = "lse[h s]:float32 if return_attn_probs, p[h s t] if return_attn_probs"

@@ -42,7 +42,9 @@ class Record:
             of the whole count as its part is of that dim.
         indices: ``(argument, place, tensor argument, dim)``: functions among its arguments that it calls with an index
             of that dim at that place: a rank's index is turned into the whole model's.
-        idle: arguments that change nothing where a rank's tensors have these shapes: they are free there.
+        groups: ``(argument, dim, whole argument, dim)``: operands each of whose indices along a dim may serve several
+            consecutive ones of another's (key/value heads). That code repeats them before makes no difference.
+        groups_if: the flag with which they may, and which changes nothing else.
         identity: when it gives its first input as it is: ``"always"``, where that has the ``"same dtype"``, or never.
         reshapes: whether the result has the elements of the input in their row-major order, as long as these are as
             many.
@@ -70,7 +72,8 @@ class Record:
     offsets: tuple[tuple[str, str, str], ...] = ()
     shares: tuple[tuple[str, str, int], ...] = ()
     indices: tuple[tuple[str, int, str, int], ...] = ()
-    idle: Callable[[Shapes], tuple[str, ...]] | None = None
+    groups: tuple[tuple[str, int, str, int], ...] = ()
+    groups_if: str = ""
     identity: Literal["", "always", "same dtype"] = ""
     reshapes: bool = False
     uniform: Callable[[Shapes, int], bool] | None = None

@@ -9,18 +9,19 @@ tensor, and no other, must draw the rank's own.
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 from lightning_autotp.layouts.ownership import Ownership
 from lightning_autotp.layouts.places import Boundary, CallPoint
 from lightning_autotp.layouts.transitions import TRANSITIONS
 from lightning_autotp.layouts.types import Invariant, Layout, Shard, local_shape
-from lightning_autotp.operators import Shapes, record
+from lightning_autotp.operators import record
 from lightning_autotp.operators.declared import CalledFunction
 from lightning_autotp.operators.graph import Graph, Operator, Ref, refs, renamed
+from lightning_autotp.operators.registry import Record
 from lightning_autotp.parameters.meta import ParameterMeta
 from lightning_autotp.solving.implementations import DEFERRED_SUM, Use
 from lightning_autotp.solving.solution import Conversion, Solution
@@ -69,7 +70,7 @@ class _Expected:
 
 def compare(local: Graph, solution: Solution, rank: int) -> Mismatch | None:
     """The first difference between ``rank``'s local graph and what the solution says it must be, or ``None``."""
-    tensors: dict[Any, int] = {}
+    tensors: dict[Any, Any] = {}
     names = {name: tensor for tensor, name in local.parameters.items()}
     for tensor, name in solution.graph.parameters.items():
         if name not in names:
@@ -82,6 +83,7 @@ def compare(local: Graph, solution: Solution, rank: int) -> Mismatch | None:
         if has != shape:
             return Mismatch(0, None, f"parameter {name} must have the local shape {list(shape)}, it has {list(has)}")
     tensors |= dict(zip(solution.graph.loose(), local.loose(), strict=False))
+    repeated: dict[Any, _Repeated] = {}
     wanted = list(_localized(solution, rank))
     position = place = 0
     while position < len(wanted):
@@ -95,13 +97,21 @@ def compare(local: Graph, solution: Solution, rank: int) -> Mismatch | None:
         difference = (
             f"the local trace ends here ({local.failure})"
             if found is None
-            else _difference(expected, found, local, tensors)
+            else _difference(expected, found, local, tensors, repeated)
         )
         if difference:
             end = _identity_chain(wanted, position, local, tensors)
-            if end is None:
+            if end is not None:
+                position = end
+            elif (left_out := _repeats(wanted, position, local, tensors)) is not None:
+                key = ("repeated", left_out.result)
+                tensors[left_out.result], repeated[key] = key, left_out
+                position += len(_REPEATING)
+            elif (added := _repeats(_as_found(local, place), 0, local)) is not None:
+                repeated[added.result] = added
+                place += len(_REPEATING)
+            else:
                 return Mismatch(position, expected.origin, difference)
-            position = end
             continue
         position += 1
         place += 1
@@ -285,9 +295,6 @@ def _plain(operator: Operator, shapes: Any, solution: Solution, rank: int) -> _E
         for name, value in operator.arguments
     )
     free = set(known.sizes if sharded else ())
-    if known.idle is not None:
-        here = Shapes(operator.arguments, operator.outputs, lambda tensor: _local_shape(solution, tensor, rank))
-        free.update(known.idle(here))
     return _Expected(operator.name, arguments, shapes, operator, frozenset(free))
 
 
@@ -313,7 +320,9 @@ class _Offset:
         return min(found + size if found < 0 else found, size) == self.local
 
 
-def _difference(expected: _Expected, found: Operator, local: Graph, tensors: dict[Any, int]) -> str:
+def _difference(
+    expected: _Expected, found: Operator, local: Graph, tensors: dict[Any, Any], repeated: Mapping[Any, _Repeated]
+) -> str:
     """What is wrong with the operator found; empty if nothing is, and its outputs are then known."""
     if found.name != expected.name:
         return f"expected {expected.name}, found {found.name}"
@@ -326,8 +335,14 @@ def _difference(expected: _Expected, found: Operator, local: Graph, tensors: dic
         who = ("the group's common", "its own")
         return f"{expected.name}: the rank must draw {who[expected.own_numbers]} random numbers, it draws the others"
     theirs = dict(found.arguments)
+    known = record(found.name)
+    groups = {name: at for name, at, *_ in known.groups} if known is not None else {}
     for name, value in expected.arguments:
         if name in expected.free:
+            continue
+        if known is not None and name == known.groups_if:
+            if not theirs.get(name) and _are_grouped(known, found, local, one_too=bool(value)):
+                return f"{expected.name}: {name} must be set, it is {theirs.get(name)}"
             continue
         if isinstance(value, _Offset):
             size = local.tensors[found.inputs[0]].shape[theirs["dim"]]
@@ -335,6 +350,8 @@ def _difference(expected: _Expected, found: Operator, local: Graph, tensors: dic
                 return f"{expected.name}: {name} must be {value.local}, it is {theirs[name]}"
             continue
         wanted = _translated(value, tensors)
+        if name in groups and isinstance(wanted, Ref):
+            wanted, theirs[name] = (_once(ref, groups[name], repeated) for ref in (wanted, theirs[name]))
         if name not in theirs or not _same(theirs[name], wanted):
             return f"{expected.name}: {name} must be {_text(wanted)}, it is {_text(theirs.get(name))}"
     if len(found.outputs) != len(expected.outputs):
@@ -348,7 +365,7 @@ def _difference(expected: _Expected, found: Operator, local: Graph, tensors: dic
     return ""
 
 
-def _translated(value: Any, tensors: dict[Any, int]) -> Any:
+def _translated(value: Any, tensors: dict[Any, Any]) -> Any:
     """An expected argument with the local trace's tensors."""
     if isinstance(value, Ref):
         return Ref(tensors[value.tensor])
@@ -367,7 +384,7 @@ def _text(value: Any) -> str:
     return "another tensor" if isinstance(value, Ref) else str(value)
 
 
-def _identity_chain(wanted: list[_Expected], start: int, local: Graph, tensors: dict[Any, int]) -> int | None:
+def _identity_chain(wanted: list[_Expected], start: int, local: Graph, tensors: dict[Any, Any]) -> int | None:
     """Where a chain of reshaping operators ends that does nothing locally, and so may be left out there.
 
     Code that repeats key/value heads returns early where each is used once: unsqueeze, expand to no more elements, and
@@ -375,7 +392,7 @@ def _identity_chain(wanted: list[_Expected], start: int, local: Graph, tensors: 
     """
     first = wanted[start]
     source = first.origin.inputs[0] if first.origin.inputs else None
-    if source not in tensors or not _reshapes(first):
+    if not isinstance(tensors.get(source), int) or not _reshapes(first):
         return None
     shape = local.tensors[tensors[source]].shape
     previous: Any = source
@@ -390,6 +407,84 @@ def _identity_chain(wanted: list[_Expected], start: int, local: Graph, tensors: 
             tensors[previous] = tensors[source]
             return end + 1
     return None
+
+
+@dataclass(frozen=True)
+class _Repeated:
+    """A tensor with every index of a dim several times in a row.
+
+    Attributes:
+        result: the tensor.
+        source: the local trace's tensor that it repeats.
+        dim: along which dim, counted from the end.
+    """
+
+    result: Any
+    source: int
+    dim: int
+
+
+_REPEATING = ("aten.unsqueeze.default", "aten.expand.default", "aten.reshape.default")
+"""What repeats a dim's indices: a new dim behind it, expanded, and made one with it."""
+
+
+def _repeats(
+    links: Sequence[_Expected], start: int, local: Graph, tensors: Mapping[Any, Any] | None = None
+) -> _Repeated | None:
+    """What three operators repeat, if they do so: which code may leave out, or add, for a kernel that takes groups.
+
+    transformers repeats key/value heads for FlexAttention where the number of heads is no power of two.
+
+    Args:
+        links: operators.
+        start: the first one's place.
+        local: the local trace.
+        tensors: the local trace's tensors by those of the links, where they are others.
+    """
+    chain = links[start : start + len(_REPEATING)]
+    if tuple(link.name for link in chain) != _REPEATING:
+        return None
+    source = chain[0].origin.inputs[0]
+    tensor = source if tensors is None else tensors.get(source)
+    if not isinstance(tensor, int) or any(
+        link.origin.inputs != (before.outputs[0][0],) for before, link in pairwise(chain)
+    ):
+        return None
+    shape = local.tensors[tensor].shape
+    shapes = tuple(tuple(link.outputs[0][1]) for link in chain)
+    for dim in range(len(shape)):
+        *before, size = shape[: dim + 1]
+        times, after = shapes[1][dim + 1], shape[dim + 1 :]
+        if shapes == (
+            (*before, size, 1, *after),
+            (*before, size, times, *after),
+            (*before, size * times, *after),
+        ):
+            return _Repeated(chain[-1].outputs[0][0], tensor, dim - len(shape))
+    return None
+
+
+def _as_found(local: Graph, place: int) -> list[_Expected]:
+    """The operators of the local trace from a place on that may repeat a dim's indices."""
+    return [
+        _Expected(op.name, op.arguments, tuple((tensor, local.tensors[tensor].shape) for tensor in op.outputs), op)
+        for op in local.operators[place : place + len(_REPEATING)]
+    ]
+
+
+def _once(ref: Any, dim: int, repeated: Mapping[Any, _Repeated]) -> Any:
+    """An operand that an operator takes with groups along a dim as well: what is repeated along that dim, once."""
+    known = repeated.get(ref.tensor) if isinstance(ref, Ref) else None
+    return Ref(known.source) if known is not None and known.dim == dim else ref
+
+
+def _are_grouped(known: Record, found: Operator, local: Graph, *, one_too: bool) -> bool:
+    """Whether an operand has fewer indices than the dim that it groups; a single one may be broadcast instead."""
+    for name, at, whole, dim in known.groups:
+        size, of = (local.tensors[found.argument(key).tensor].shape[place] for key, place in ((name, at), (whole, dim)))
+        if size != of and (one_too or size != 1):
+            return True
+    return False
 
 
 def _reshapes(expected: _Expected) -> bool:

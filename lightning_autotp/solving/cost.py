@@ -5,7 +5,8 @@
 * communication (:func:`Profile.collective`): latency plus bytes over bandwidth. A gather or scatter along an inner
   dim also moves its bytes once more through memory, to bring the ranks' parts into order.
 * computation (:func:`Profile.compute`): forward and backward, the slowest rank's share; products by FLOPs, everything
-  else by the bytes it touches.
+  else by the bytes it touches. Of attention's scores in memory, which a kernel does not have, the mean share counts:
+  they must not drive the plan to evener cuts than a kernel has.
 * held memory (:func:`Profile.memory`): a model is split to make it fit, so a parameter byte that is held has a price.
   It is relative, so that a small model is planned like a large one: a matrix of median size
   (:func:`typical_matrix`) held whole costs as much as ``Profile.matrix_price`` all-reduces of a hidden state of median

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from lightning_autotp.layouts.dims import ONE, Axis, Concat, Dim, Product, leaves
 from lightning_autotp.layouts.step_size import StepSize, TokensPerStep
@@ -93,6 +93,8 @@ class ScaledSizes:
         if self._example.rows > 1:
             rows = self.step.rows / self._example.rows
         self._growth = {_ROWS: rows, _TOKENS: length, _BOTH: rows * length}
+        each = 1 / max(self._example.rows, 1)
+        self._growth_in_row = {_ROWS: each, _TOKENS: length, _BOTH: each * length}
         self._copies = self.step.rows if self._example.rows == 1 else 1
         self._of_a_row = self._computed_from_the_row() if self._copies > 1 else set()
 
@@ -109,41 +111,55 @@ class ScaledSizes:
 
     def shape(self, tensor: int, dims: Dims) -> tuple[float, ...]:
         """The tensor's shape, from its resolved dims."""
-        times, shape = self.times(tensor, dims), self.shape_of_copy(tensor, dims)
+        times, shape = self._times(tensor, dims), self._shape(tensor, dims, self._growth)
         return (times * shape[0], *shape[1:]) if shape else shape
 
-    def shape_of_copy(self, tensor: int, dims: Dims) -> tuple[float, ...]:
-        """The shape of one of the tensor's copies."""
-        if tensor in self._graph.parameters:
-            return self._graph.tensors[tensor].shape
-        sizes, has_rows = [], False
-        for dim in dims:
-            size, has_rows = self._size(dim, has_rows)
-            sizes.append(size)
-        return tuple(sizes)
+    def shape_in_row(self, tensor: int, dims: Dims) -> tuple[float, ...]:
+        """The shape of what a single row of the step has of the tensor."""
+        return self._shape(tensor, dims, self._growth_in_row)
 
-    def times(self, tensor: int, dims: Dims) -> int:
-        """How many copies of the tensor there are, one after the other along its first dim."""
-        return self._copies if dims and tensor in self._of_a_row else 1
+    def rows(self, tensor: int, dims: Dims) -> int:
+        """How many rows of the step have something of their own of the tensor; 1 if it is the same for all."""
+        kinds = {self._kinds.get(axis.id) for dim in dims for axis in leaves(dim)}
+        return self.step.rows if kinds & {_ROWS, _BOTH} else self._times(tensor, dims)
+
+    def is_of_pairs(self, dims: Dims) -> bool:
+        """Whether a tensor has an element for every pair of positions, as attention's scores have."""
+        kinds = [{self._kinds.get(axis.id) for axis in leaves(dim)} for dim in dims]
+        return sum(bool(found & {_TOKENS, _BOTH}) for found in kinds) > 1
 
     def bytes(self, tensor: int, dims: Dims) -> float:
         """The tensor's bytes, from its resolved dims."""
         return self._graph.tensors[tensor].itemsize * math.prod(self.shape(tensor, dims))
 
-    def _size(self, dim: Dim, has_rows: bool) -> tuple[float, bool]:
+    def _times(self, tensor: int, dims: Dims) -> int:
+        """How many copies of the tensor there are, one after the other along its first dim."""
+        return self._copies if dims and tensor in self._of_a_row else 1
+
+    def _shape(self, tensor: int, dims: Dims, growth: Mapping[str, float]) -> tuple[float, ...]:
+        """The shape of one of the tensor's copies, with axes that grow so much."""
+        if tensor in self._graph.parameters:
+            return self._graph.tensors[tensor].shape
+        sizes, has_rows = [], False
+        for dim in dims:
+            size, has_rows = self._size(dim, has_rows, growth)
+            sizes.append(size)
+        return tuple(sizes)
+
+    def _size(self, dim: Dim, has_rows: bool, growth: Mapping[str, float]) -> tuple[float, bool]:
         """A dim's length, and whether the tensor has had its rows by now: other axes as long as they do not grow."""
         if isinstance(dim, Axis):
             kind = self._kinds.get(dim.id)
             if kind is None or (kind == _ROWS and has_rows):
                 return dim.size, has_rows
-            return dim.size * self._growth[kind], has_rows or kind != _TOKENS
+            return dim.size * growth[kind], has_rows or kind != _TOKENS
         if isinstance(dim, Product):
             size = 1.0
             for factor in dim.factors:
-                part, has_rows = self._size(factor, has_rows)
+                part, has_rows = self._size(factor, has_rows, growth)
                 size *= part
             return size, has_rows
-        sections = [self._size(section, has_rows) for section in dim.sections]
+        sections = [self._size(section, has_rows, growth) for section in dim.sections]
         return sum(size for size, _ in sections), any(rows for _, rows in sections)
 
     # -- which axes grow ---------------------------------------------------------------------------------------------

@@ -126,7 +126,7 @@ class Tables:
         self._told: dict[tuple[int, int], bool] = {}
         self.planned: PlanConstraints | None = None
         self.tables: list[Table] = []
-        self._works: dict[int, tuple[float, float]] = {}
+        self._works: dict[int, tuple[float, float, float]] = {}
         self._sent: dict[float, list[tuple[Pair, float]]] = {}
         tensors = graph.tensors
         self.tokens = tokens or TokensPerStep()
@@ -344,10 +344,14 @@ class Tables:
             found = self._fullest[key] = max(self._shares(layout)) if isinstance(layout, Shard) else 1.0
         return found
 
+    def _mean_share(self, tensor: int, number: int) -> float:
+        """The ranks' mean share of a tensor."""
+        layout = self.layout(tensor, number)
+        return sum(self._shares(layout)) / self.ranks if isinstance(layout, Shard) else 1.0
+
     def _is_shared(self, tensor: int, number: int) -> bool:
         """Whether several ranks hold an element that not all of them hold."""
-        layout = self.layout(tensor, number)
-        return isinstance(layout, Shard) and sum(self._shares(layout)) > 1 + 1e-6
+        return (1 + 1e-6) / self.ranks < self._mean_share(tensor, number) < 1
 
     def combinations(self, relation: Relation) -> Iterator[tuple[dict[int, Kind], float]]:
         """Every combination of types the operator may run at, with its cost; those of the plan that is followed."""
@@ -547,18 +551,20 @@ class Tables:
     def _compute(self, relation: Relation, number: int | None) -> float:
         if relation.operator.boundary is not None or self.planned is not None:  # nothing is left to choose by price
             return 0.0
-        share = 1.0
+        (flops, touched, scores), share = self.work(relation), 1.0
         if number is not None:
-            shares = [
-                self._largest_share(tensor, number)
-                for tensor in (*relation.inputs, *relation.outputs)
-                if tensor in self.dims and number in self.touching[tensor]
-            ]
-            share = min(shares, default=1.0)  # a key head that several ranks hold meets each one's own query heads
+            dims = relation.inputs | relation.outputs
+            cut = [tensor for tensor in dims if tensor in self.dims and number in self.touching[tensor]]
+            # A key head that several ranks hold meets each one's own query heads.
+            share = min((self._largest_share(tensor, number) for tensor in cut), default=1.0)
             known = record(relation.operator.name)
             if known is not None and known.is_by_choice:
                 share = self.profile.busiest(share)
-        return self.profile.compute(*self.work(relation), share)
+            elif flops:  # a part of the values does not divide the scores
+                flops = self._flops(relation, number) / share
+            if scores and cut:  # a kernel has none: those in memory are no reason to share heads more evenly
+                touched -= scores * (1 - min(self._mean_share(tensor, number) for tensor in cut) / share)
+        return self.profile.compute(flops, touched, share)
 
     def _updating(self, relation: Relation, axes: Collection[int]) -> float:
         """The price of gathering what the operator writes into its static operands, a part of them on each rank."""
@@ -572,17 +578,33 @@ class Tables:
         tensors = {name: value.tensor for name, value in arguments if isinstance(value, Ref)}
         return {name: self.sizes.shape(tensor, relation.inputs[tensor]) for name, tensor in tensors.items()}
 
-    def work(self, relation: Relation) -> tuple[float, float]:
-        """Floating-point operations of an operator, and the bytes it touches, both for whole tensors."""
+    def work(self, relation: Relation) -> tuple[float, float, float]:
+        """Floating-point operations of an operator and the bytes it touches on whole tensors, and those of scores."""
         position = self.position[id(relation.operator)]
         if position not in self._works:
-            operator, dims, sizes = relation.operator, relation.inputs | relation.outputs, self.sizes
-            touched = count_touched(operator, lambda tensor: sizes.shape(tensor, dims[tensor]), self.graph)
-            flops = count_flops(operator, lambda tensor: sizes.shape_of_copy(tensor, dims[tensor]))
-            if flops:  # each row attends to itself
-                flops *= max(sizes.times(tensor, found) for tensor, found in dims.items())
-            self._works[position] = flops, touched
+            dims, sizes = relation.inputs | relation.outputs, self.sizes
+            shapes = {tensor: sizes.shape(tensor, found) for tensor, found in dims.items()}
+            others = shapes | {tensor: (0,) for tensor, found in dims.items() if sizes.is_of_pairs(found)}
+            touched, rest = (count_touched(relation.operator, s.__getitem__, self.graph) for s in (shapes, others))
+            self._works[position] = self._flops(relation), touched, touched - rest
         return self._works[position]
+
+    def _flops(self, relation: Relation, number: int | None = None) -> float:
+        """Floating-point operations of an operator on whole tensors; on shards, those of the rank with the most."""
+        dims = relation.inputs | relation.outputs
+        shapes = {tensor: self.sizes.shape_in_row(tensor, found) for tensor, found in dims.items()}
+        flops = count_flops(relation.operator, shapes.__getitem__)
+        if flops and number is not None:
+            parts = {t: self.layout(t, number) if t in self.dims else self._shard(dims[t], number) for t in dims}
+            cut = [(t, dim, owned) for t, part in parts.items() if isinstance(part, Shard) for dim, owned in part.dims]
+            flops = 0.0
+            for lengths in {tuple(owned.local_size(rank) for *_, owned in cut) for rank in range(self.ranks)}:
+                local = {tensor: list(shape) for tensor, shape in shapes.items()}
+                for (tensor, dim, owned), length in zip(cut, lengths, strict=True):
+                    local[tensor][dim] = length * (local[tensor][dim] / owned.size)  # what grows does so in parts, too
+                flops = max(flops, count_flops(relation.operator, local.__getitem__))
+        # Each row attends to itself.
+        return flops and flops * max(self.sizes.rows(tensor, found) for tensor, found in dims.items())
 
     def _conversions(self, operator: Operator, source: int, target: int) -> Iterator[tuple[dict[int, Kind], float]]:
         if operator.boundary is None or operator.boundary in self.fixed:

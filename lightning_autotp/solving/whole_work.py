@@ -31,7 +31,7 @@ def whole_work(tables: Tables, layouts: Mapping[int, Layout]) -> tuple[float, tu
         operator = relation.operator
         if operator.boundary is not None:
             continue
-        work, touched = tables.work(relation)
+        work, touched, _ = tables.work(relation)
         total += work
         is_unknown = _is_unknown(relation)
         share = min(_share(layouts.get(tensor)) for tensor in (*operator.inputs, *operator.outputs))

@@ -206,7 +206,7 @@ def draw_by_head(rank: int, size: int) -> dict[str, Any]:
         for layer in (whole.q, whole.k, whole.v, whole.o):
             layer.weight.copy_(torch.eye(4).repeat(layer.out_features // 4, 12) / 12)
     x = torch.ones(2, 23, 48)
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"heads": train_heads(((6, 3), (5, 1), (6, 6)))}
     ways: dict[str, dict[str, Any]] = {
         "plain": {},
         "again": {"use_reentrant": False},
@@ -225,11 +225,25 @@ def draw_by_head(rank: int, size: int) -> dict[str, Any]:
     return found
 
 
+def train_heads(heads: tuple[tuple[int, int], ...]) -> dict[tuple[str, str, str], tuple[Any, float]]:
+    """As :func:`train_families`, with numbers of heads with which kernels are called otherwise on some of the ranks.
+
+    transformers repeats key/value heads for FlexAttention where the query heads are no power of two.
+    """
+    found = {}
+    for queries, keys in heads:
+        sizes = {"num_attention_heads": queries, "num_key_value_heads": keys, "hidden_size": 16 * queries}
+        for attention in ("sdpa", *KERNELS):
+            trained_so = trained("llama", attention, batches()["plain"], num_hidden_layers=1, **sizes)
+            found[f"llama with {queries}/{keys} heads", attention, "plain"] = trained_so
+    return found
+
+
 def train_families(
     rank: int, size: int, families: tuple[str, ...], sizes: dict[str, int]
 ) -> dict[tuple[str, str, str], tuple[Any, float]]:
     with_kernels()
-    found = train_by_head()
+    found = train_by_head() | train_heads(((12, 4), (8, 1)))
     for attention in ("sdpa", FLASH_2):  # before the kernel has been tried
         found["llama", attention, "again"] = trained("llama", attention, batches()["plain"], again=True, **sizes)
     for family in families:
@@ -261,15 +275,31 @@ def test_every_kernel_is_divided_as_plain_attention_is(
     ranks: int, families: tuple[str, ...], sizes: dict[str, int]
 ) -> None:
     for found in run_ranks(train_families, ranks, families, sizes):
-        for (family, attention, batch), (communication, far) in found.items():
-            assert far < 1e-6, (family, attention, batch)
-            if family != "by head":
-                assert communication == found[family, "sdpa", batch][0], (family, attention, batch)
+        compare_with_sdpa(found)
+
+
+def compare_with_sdpa(found: dict[tuple[str, str, str], tuple[Any, float]]) -> None:
+    for (family, attention, batch), (communication, far) in found.items():
+        assert far < 1e-6, (family, attention, batch)
+        if family != "by head":
+            assert communication == found[family, "sdpa", batch][0], (family, attention, batch)
+
+
+@lru_cache
+def on_two_ranks() -> list[dict[str, Any]]:
+    """What both tests below look at, from one start."""
+    return run_ranks(draw_by_head, 2)
+
+
+def test_ranks_may_call_a_kernel_in_other_ways() -> None:
+    """One repeats key/value heads for it, another has as few query heads as it takes groups of, or one head alone."""
+    for found in on_two_ranks():
+        compare_with_sdpa(found["heads"])
 
 
 def test_each_rank_drops_in_a_kernel_what_it_draws_itself() -> None:
     """Heads stay divided with dropout in a kernel; the ranks' common numbers go on alike."""
-    one, other = run_ranks(draw_by_head, 2)
+    one, other = on_two_ranks()
     states = [rank[how][0] for rank in (one, other) for how in ("plain", "again", "reentrant")]
     assert all(torch.equal(states[0], state) for state in states)
     assert not torch.equal(one["plain"][1], other["plain"][1]), "all heads would be dropped from alike"

@@ -386,6 +386,49 @@ def test_flex_attention_whose_scores_depend_on_the_head() -> None:
         read_plan(replace(plan, indices=()), solution.graph, IMPLEMENTATIONS)
 
 
+class RepeatedHeads:
+    """Attention that repeats key/value heads for its kernel, where there are so many query heads, and else groups them.
+
+    Args:
+        heads: with how many it repeats them.
+        dim: before which dim it repeats: 2 for each head several times in a row, 1 for all of them several times.
+        flag: whether it says so where heads are grouped.
+    """
+
+    def __init__(self, heads: int, dim: int = 2, flag: bool = True) -> None:
+        self.heads, self.dim, self.flag = heads, dim, flag
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        is_grouped = q.shape[1] != self.heads
+        if not is_grouped:
+            k, v = (self.repeated(x, q.shape[1] // x.shape[1]) for x in (k, v))
+        return flex_attention(q, k, v, enable_gqa=is_grouped and self.flag).transpose(1, 2)
+
+    def repeated(self, x: Tensor, times: int) -> Tensor:
+        several = x.unsqueeze(self.dim)
+        shape = [*several.shape]
+        shape[self.dim] = times
+        return several.expand(shape).reshape(x.shape[0], -1, *x.shape[2:])
+
+
+@pytest.mark.parametrize("heads", [8, 4])
+def test_key_value_heads_that_only_the_model_or_only_a_rank_repeats(heads: int) -> None:
+    """8 query heads are 4 on a rank. To repeat all key/value heads in order is another computation."""
+    by_heads, in_order = (planned(RepeatedHeads(heads, dim)) for dim in (2, 1))
+    assert [(sent.kind, sent.calls) for sent in by_heads.communication] == [("all_reduce", 1)]
+    assert any(sent.kind == "all_gather" for sent in in_order.communication)
+
+
+def test_grouped_heads_need_the_flag() -> None:
+    assert any(sent.kind == "all_gather" for sent in planned(RepeatedHeads(8, flag=False)).communication)
+
+
+def planned(attend: Any) -> Plan:
+    plan, _ = make_plan(Attention(attend), 2, example_inputs=torch.zeros(3, 7, 32))
+    return plan
+
+
 @pytest.mark.parametrize("runs", [((3, 7),), ((0, 2), (5, 6), (8, 11))])
 def test_indices_of_the_whole_model(runs: tuple[tuple[int, int], ...]) -> None:
     """Of a rank's first index, its second, ..., as integers and as tensors."""
