@@ -99,13 +99,14 @@ def embeddings_of_their_own(model: nn.Module) -> Iterator[VocabParallelEmbedding
     is needed for the loss. They are parallel layers as they are: it is certain that code calls them, and that their
     backward pass does not read the rows.
     """
-    uses = Counter(parameter for module in model.modules() for parameter in module.parameters(recurse=False))
+    uses = Counter[Tensor](each for module in model.modules() for each in module.parameters(recurse=False))
     inside = {parameter for block in blocks_of_their_own(model) for parameter in block.parameters()}
     outside = sum(parameter.nbytes for parameter in uses if parameter not in inside)
-    for module in model.modules():
-        is_alone = type(module) is VocabParallelEmbedding and uses[module.weight] == 1
-        if is_alone and module.weight not in inside and 4 * module.weight.nbytes >= outside:
-            yield module
+    lookups = [module for module in model.modules() if type(module) is VocabParallelEmbedding]
+    for embedding in lookups:
+        weight = embedding.weight
+        if uses[weight] == 1 and weight not in inside and 4 * weight.nbytes >= outside:
+            yield embedding
 
 
 def _gathered_together(
