@@ -3,8 +3,9 @@
     python benchmarks/loss_memory.py                  # 8,192 tokens x 128,256 words, four processes, some minutes
     python benchmarks/loss_memory.py --hidden 512
 
-FSDP2 gathers the head of each copy for the forward and the backward pass. The loss, a sum or a mean, has its gradients
-made in the forward pass, so the parts are there then; in the backward pass FSDP2 sums the gradients over the copies.
+FSDP2 gathers the head of each copy for the forward and the backward pass, and the embedding while it runs. The loss, a
+sum or a mean, has its gradients made in the forward pass, so the parts are there then; in the backward pass FSDP2 sums
+the gradients over the copies.
 Counted is what the system says of the whole process (resident memory at most, in each pass), less what it had before
 there was a model. It needs Linux, and no GPU.
 """
@@ -35,7 +36,7 @@ def measure(copies: int, tokens: int, words: int, hidden: int) -> tuple[int, int
     before = _status("VmRSS")
     mesh = init_device_mesh("cpu", (copies, RANKS), mesh_dim_names=("data", "tensor"))
     config = AutoConfig.for_model(
-        "llama", hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=1, num_attention_heads=8,
+        "llama", hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=2, num_attention_heads=8,
         num_key_value_heads=8, vocab_size=words, max_position_embeddings=tokens,
     )  # fmt: skip
     torch.manual_seed(0)
@@ -88,7 +89,7 @@ def main(tokens: int = 8192, words: int = 128_256, hidden: int = 256) -> None:
     Args:
         tokens: of a batch of one copy.
         words: of the vocabulary, which two ranks divide.
-        hidden: width of the model, which has one layer.
+        hidden: width of the model, which has two layers.
     """
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**20)  # memory that is freed is given back
     found: list[tuple[int, ...]] = []

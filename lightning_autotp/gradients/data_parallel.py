@@ -1,15 +1,15 @@
 """Tensor parallelism times data parallelism: FSDP2 cuts a parallel model's parameters again, over the data axis.
 
-It is PyTorch's own engine (``torch.distributed.fsdp.fully_shard``), applied to each repeated block and then to the
-model. To FSDP2 a rank's tensor-parallel part is an ordinary parameter: its rows are sharded over the copies, gathered
-before the block runs, and its gradients come back averaged over the copies. The cut is made while the parameters are
-on meta, so that no rank ever has its whole tensor-parallel part in memory.
+It is PyTorch's own engine (``torch.distributed.fsdp.fully_shard``), applied to each repeated block, to a large
+embedding, and then to the model. To FSDP2 a rank's tensor-parallel part is an ordinary parameter: its rows are sharded
+over the copies, gathered before the block runs, and its gradients come back averaged over the copies. The cut is made
+while the parameters are on meta, so that no rank ever has its whole tensor-parallel part in memory.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any, cast
@@ -23,6 +23,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from lightning_autotp.building.repeated_blocks import blocks_of_their_own
 from lightning_autotp.gradients.sums import hook_gradient
+from lightning_autotp.parallel.embedding import VocabParallelEmbedding
 from lightning_autotp.parallel.head import VocabParallelHead
 from lightning_autotp.parallel.head_product import compute_undone
 from lightning_autotp.parallel.logits import VocabParallelLogits
@@ -69,10 +70,11 @@ def shard_over_data(
     low, done = names.keys() - summed, frozenset[str]()
     stays = {place.parameter for place in state.places(model) if place.meta.format is not None}
     stays |= {parameter for parameter in model.parameters() if parameter.dim() == 0}
-    # Before FSDP2's own hook on what the model returns. The weights in no block are gathered from the model's forward
-    # to the end of its backward pass.
+    # Before FSDP2's own hook on what the model returns. The other weights in no block are gathered from the model's
+    # forward to the end of its backward pass.
     model.register_forward_hook(_compute_while_gathered, prepend=True)
-    for block in [*blocks_of_their_own(model), model]:
+    embeddings = list(embeddings_of_their_own(model))
+    for block in [*blocks_of_their_own(model), *embeddings, model]:
         for module, gathered in _gathered_together(block, stays, low if block is not model else set()):
             for head in module.modules() if module is not model else ():
                 if isinstance(head, VocabParallelHead):
@@ -85,7 +87,26 @@ def shard_over_data(
                 done |= {names[parameter] for parameter in gathered}
             others = {*module.parameters()} - gathered
             fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=memory, ignored_params=others)
+            if module in embeddings:
+                cast(FSDPModule, module).set_unshard_in_backward(False)
     return done
+
+
+def embeddings_of_their_own(model: nn.Module) -> Iterator[VocabParallelEmbedding]:
+    """The embeddings in no repeated block that FSDP2 gathers only while they look up rows, not until the backward pass.
+
+    Each has at least a quarter of what is in no block, and shares its rows with nothing: what a tied head multiplies
+    is needed for the loss. They are parallel layers as they are: it is certain that code calls them, and that their
+    backward pass does not read the rows.
+    """
+    uses = Counter[Tensor](each for module in model.modules() for each in module.parameters(recurse=False))
+    inside = {parameter for block in blocks_of_their_own(model) for parameter in block.parameters()}
+    outside = sum(parameter.nbytes for parameter in uses if parameter not in inside)
+    lookups = [module for module in model.modules() if type(module) is VocabParallelEmbedding]
+    for embedding in lookups:
+        weight = embedding.weight
+        if uses[weight] == 1 and weight not in inside and 4 * weight.nbytes >= outside:
+            yield embedding
 
 
 def _gathered_together(

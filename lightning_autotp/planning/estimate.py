@@ -4,10 +4,11 @@ Parameters, gradients and states are divided by the copies (FSDP2 cuts them), or
 parameters are not. What the forward pass keeps, and what is there for a moment, grows with the rows; the numbers that
 quantized parameters stand for do not.
 
-Where FSDP2 shards, what is in no block is gathered from the forward to the end of the backward pass. While a block runs
-backward, it and the next one are there, its gradients, those of what is in no block that are known by then, and those
-of the block before on their way to the other copies, with what comes of them. In the end what is in no block and its
-gradients are there, and those of the first block on their way.
+Where FSDP2 shards, what is in no block is gathered from the forward to the end of the backward pass; a large embedding
+only while it runs. While a block runs backward, it and the next one are there, its gradients, those of what is in no
+block that are known by then, and those of the block before on their way to the other copies, with what comes of them.
+In the end what is in no block and its gradients are there, and those of the first block on their way; the gradients of
+a large embedding go last.
 
 With what it shards in host memory (``cpu_offload``) the same is gathered, and nothing is stored on the device.
 ``docs/memory-measured.md`` compares it.
@@ -122,15 +123,16 @@ def memory(
         moments = [passing(peak, of_passes, 0, 0.0, "loss and backward pass")]
     else:
         # FSDP2 gathers in 16 bits what autocast would cast, and has its gradients in them until they are averaged.
-        block, rest, casts = rehearsal.block - rehearsal.block_casts, rehearsal.rest, rehearsal.casts
+        block, casts = rehearsal.block - rehearsal.block_casts, rehearsal.casts
+        rest = rehearsal.rest - rehearsal.looked_up
         trained = rehearsal.gradients / max(rehearsal.divided, 1)
         computed, sent = trained * block, rehearsal.averaged / max(rehearsal.divided, 1) * rehearsal.block
         ahead = block if copies > 1 else 0  # a copy of its own is fetched when it is needed
         before = gradients if accumulates else 0.0
-        by_then = gradients if accumulates else gradients * (1 - rest / max(rehearsal.divided, 1))
+        by_then = gradients if accumulates else gradients * (1 - rehearsal.rest / max(rehearsal.divided, 1))
         within = rehearsal.peak_in_blocks
         in_block = rest + within["gradients"] + block + ahead + computed + sent + sent / copies
-        in_the_end = rest + trained * rest + sent + trained * ahead
+        in_the_end = max(rest, rehearsal.looked_up) + trained * (rehearsal.rest + ahead) + sent
         moments = [
             passing(rehearsal.peak_without_gradients, before, casts, rest + ahead, "loss"),
             passing(within, before, casts, in_block, "backward pass of a block"),

@@ -23,6 +23,7 @@ from lightning_autotp.applying.replace import apply_plan
 from lightning_autotp.building.quantization import format_of, library_of, note_quantization
 from lightning_autotp.building.repeated_blocks import OffloadedForward, blocks_of_their_own, repeated_blocks
 from lightning_autotp.capture.capture import ExampleCall, meta_copy
+from lightning_autotp.gradients.data_parallel import embeddings_of_their_own
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.parameters.quantized_weight import QuantizedWeight
 from lightning_autotp.parameters.state import is_parallel, parallel_state
@@ -72,6 +73,7 @@ class Rehearsal:
         block_casts: of those of its parameters that autocast casts, cast.
         casts: of all blocks' such parameters.
         rest: of the parameters in no repeated block, quantized ones aside.
+        looked_up: of the embeddings among these that copies of the model gather only while they run.
         work: of forward and backward pass.
         forward: how many of its operators are the forward pass's: the first ones.
         update_work: of the optimizer's step.
@@ -94,6 +96,7 @@ class Rehearsal:
     block_casts: int
     casts: int
     rest: int
+    looked_up: int
     work: Work
     forward: int
     update_work: Work
@@ -302,6 +305,7 @@ def _rehearsed(
         block_casts=max(casts.values(), default=0),
         casts=sum(casts.values()),
         rest=stored - sum(blocks),
+        looked_up=sum(map(_bytes, embeddings_of_their_own(model))),
         work=Work(step.ran),
         forward=step.middle.ran,
         update_work=update.work,

@@ -48,6 +48,7 @@ REHEARSAL = Rehearsal(
     block_casts=5,
     casts=15,
     rest=10,
+    looked_up=0,
     work=Work(
         [
             *[Ran("aten.mm", "layers.0", 1000, 1e12)] * 3,
@@ -138,6 +139,11 @@ def test_copies_gather_blocks_and_what_is_in_none(cpu_offload: bool) -> None:
     if cpu_offload:
         assert (last.moment, last.total) == ("end of the backward pass", 80 + 80 + 2 * 10 + 10)
     assert last.total >= stored + gradients + 80 + 80 + 2 * 10 + 10
+    # What is looked up is there while it is; its gradient goes last.
+    apart = memory(replace(REHEARSAL, rest=60, looked_up=50), rows=10, copies=2, cpu_offload=cpu_offload)
+    assert apart.total == several.total
+    apart = memory(replace(wide, looked_up=50), copies=2, cpu_offload=cpu_offload)
+    assert apart.total == last.total - (80 - 50)
 
 
 def test_what_is_in_host_memory_is_not_on_the_device() -> None:

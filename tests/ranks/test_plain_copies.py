@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from rows_of_copies import data
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_autotp import full_gradients, full_state_dict, parallelize, pipeline
@@ -24,6 +26,7 @@ from lightning_autotp.building.pretrained import meta_model
 from lightning_autotp.capture.capture import language_model_inputs
 from lightning_autotp.gradients.data_parallel import gather_if_uneven, in_parts_again
 from lightning_autotp.layouts.plan import Plan
+from lightning_autotp.parameters.local_blocks import is_cut
 from lightning_autotp.proving.verify import trace
 from lightning_autotp.solving.options import PlanOptions
 
@@ -44,12 +47,12 @@ class Found(NamedTuple):
     lowered: dict[str, Any]
 
 
-def tiny() -> LlamaForCausalLM:
+def tiny(*, tied: bool = True) -> LlamaForCausalLM:
     torch.manual_seed(0)
     return LlamaForCausalLM(
         LlamaConfig(
             hidden_size=60, intermediate_size=90, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=1,
-            head_dim=16, vocab_size=101, bos_token_id=1, eos_token_id=2, tie_word_embeddings=True,
+            head_dim=16, vocab_size=101, bos_token_id=1, eos_token_id=2, tie_word_embeddings=tied,
         )
     )  # fmt: skip
 
@@ -170,6 +173,49 @@ def peak(mesh: DeviceMesh) -> int:
     return peak_of(make)[1]
 
 
+class Sent(TorchDispatchMode):
+    """Counts FSDP2's collectives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.calls["gather" if "gather" in str(func) else "reduce" if "reduce" in str(func) else str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Untied(NamedTuple):
+    losses: list[float]
+    gradients: list[dict[str, torch.Tensor]]
+    is_cut: list[tuple[bool, bool]]
+    forward: Counter[str]
+    backward: Counter[str]
+
+
+def untied(rank: int, world_size: int) -> Untied:
+    """With an embedding that shares nothing with the head, after rows that only some copies have."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    copy, at_the_head = mesh["data"].get_local_rank(), list[tuple[bool, bool]]()
+    model = tiny(tied=False)
+    parallelize(model, mesh["tensor"].get_group(), data_mesh=mesh["data"], plan_cache=False)
+    embedding, head = model.model.embed_tokens, model.lm_head
+    head.register_forward_hook(lambda *_: at_the_head.append((is_cut(embedding.weight), is_cut(head.weight))))
+    mine = data()[:, 2 * copy : 2 * copy + 2]
+    gather_if_uneven(model, [copy], mesh["data"].get_group())
+    with torch.no_grad():
+        for _ in range(1 + copy):
+            model(input_ids=mine[0])
+    in_parts_again(model)
+    losses, gradients = train(model, full_gradients, mine)
+    with Sent() as forward:
+        loss = model(input_ids=mine[0], labels=mine[0]).loss
+    with Sent() as backward:
+        loss.backward()
+    return Untied(losses, gradients, at_the_head[1 + copy :], forward.calls, backward.calls)
+
+
 def planned_for_a_limit(rank: int, world_size: int) -> tuple[int, int]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
@@ -217,6 +263,25 @@ def test_two_copies_equal_one_process(found: list[Found]) -> None:
             torch.testing.assert_close(one.state[name], value, rtol=1e-4, atol=1e-5)
         assert one.tied
         assert one.managed == 3
+
+
+def test_a_large_embedding_is_gathered_only_while_it_runs() -> None:
+    """Once in a step: its gradient does not need its rows. The head is there until the backward pass."""
+    model = tiny(tied=False)
+    losses, gradients = train(
+        model, lambda model: {name: value.grad.clone() for name, value in model.named_parameters()}, data()
+    )
+    found: list[Untied] = run_ranks(untied, 4)
+    for first, second in ((found[0], found[2]), (found[1], found[3])):
+        halves = [(one + other) / 2 for one, other in zip(first.losses, second.losses, strict=True)]
+        torch.testing.assert_close(halves, losses, rtol=1e-5, atol=0)
+    for one in found:
+        for mine, theirs in zip(one.gradients, gradients, strict=True):
+            for name in theirs:
+                torch.testing.assert_close(mine[name], theirs[name], rtol=1e-4, atol=1e-6)
+        assert one.is_cut == [(True, False)] * len(one.is_cut)
+        # The embedding, two blocks, the rest; two blocks again, and the gradients of all four.
+        assert (one.forward, one.backward) == (Counter(gather=4), Counter(gather=2, reduce=4))
 
 
 def test_no_rank_ever_has_its_whole_tensor_parallel_part(found: list[Found]) -> None:

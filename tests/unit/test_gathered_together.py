@@ -1,4 +1,4 @@
-"""Which parameters of a block FSDP2 gathers together: trained ones of one dtype, all in 16 bits or none."""
+"""Which parameters FSDP2 gathers together: a block's trained ones of one dtype, all in 16 bits or none; embeddings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_autotp.gradients.data_parallel import _gathered_together
+from lightning_autotp.gradients.data_parallel import _gathered_together, embeddings_of_their_own
+from lightning_autotp.layouts.ownership import Ownership
+from lightning_autotp.parallel.embedding import VocabParallelEmbedding
+from lightning_autotp.ranks.group import TPGroup
 
 WIDTH = 8
 
@@ -92,3 +95,34 @@ def test_what_is_gathered_together(case: str) -> None:
     assert {paths[module]: {names[parameter] for parameter in gathered} for module, gathered in found} == wanted
     assert found[-1][0] is block
     assert {names[parameter] for parameter in stays} == whole
+
+
+class Scaled(VocabParallelEmbedding):
+    """Does more than look up rows."""
+
+
+def embedding(words: int, kind: type[VocabParallelEmbedding] = VocabParallelEmbedding) -> VocabParallelEmbedding:
+    return kind(words, WIDTH, Ownership.even(words, 2), TPGroup("", 0, 2), device="meta")
+
+
+class Texts(nn.Module):
+    """Words, positions, two blocks (the first of which has an embedding, too), and a head that may be tied."""
+
+    def __init__(self, words: nn.Module, positions: nn.Module, tied: bool = False) -> None:
+        super().__init__()
+        self.words, self.positions = words, positions
+        self.layers = nn.ModuleList([nn.Sequential(embedding(99)), nn.Sequential(nn.Linear(WIDTH, WIDTH))])
+        self.head = nn.Linear(WIDTH, 32, bias=False)
+        if tied:
+            self.head.weight = words.weight
+
+
+def test_which_embeddings_are_gathered_for_their_own_calls() -> None:
+    """Those with a quarter of what is in no block that do nothing but look up rows, which they share with nothing."""
+    model = Texts(embedding(64), embedding(16))
+    assert list(embeddings_of_their_own(model)) == [model.words]
+    model = Texts(embedding(64), embedding(64))
+    assert list(embeddings_of_their_own(model)) == [model.words, model.positions]
+    for words in (embedding(64, Scaled), nn.Embedding(64, WIDTH)):
+        assert list(embeddings_of_their_own(Texts(words, embedding(16)))) == []
+    assert list(embeddings_of_their_own(Texts(embedding(64), embedding(16), tied=True))) == []
