@@ -239,7 +239,8 @@ class AutoTPFabricStrategy(AutoTPBase, _ModelParallelStrategy):
             [(optimizer, owner) for optimizer, owner in self._optimizers.items() if owner is not None]
         )
 
-    @wraps(ModelParallelStrategy.backward)  # says that nothing is missing where a loop calls ``loss.backward()``
+    # Wrapped, it says to Lightning that nothing is missing where a loop calls ``loss.backward()``.
+    @wraps(ModelParallelStrategy.backward)  # type: ignore[override]
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         """Compute gradients of a loss, which the ranks compare with later batches."""
         self.passed()
