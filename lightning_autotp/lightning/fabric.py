@@ -240,8 +240,10 @@ class AutoTPFabricStrategy(AutoTPBase, _ModelParallelStrategy):
         )
 
     # Wrapped, it says to Lightning that nothing is missing where a loop calls ``loss.backward()``.
-    @wraps(ModelParallelStrategy.backward)  # type: ignore[override]
-    def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+    @wraps(ModelParallelStrategy.backward)
+    def backward(  # type: ignore[override]
+        self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any
+    ) -> None:
         """Compute gradients of a loss, which the ranks compare with later batches."""
         self.passed()
         if self._notes is not None:
