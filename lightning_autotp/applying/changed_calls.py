@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from types import MappingProxyType
+from types import FrameType, MappingProxyType
 from typing import Any
 
 import torch
@@ -26,12 +26,19 @@ from lightning_autotp.capture.call_sites import (
     call_key,
     call_leaves,
     calling_frame,
+    frames_from,
     key_while_compiling,
 )
 from lightning_autotp.capture.seen_functions import DeclaredFunction
 from lightning_autotp.layouts.places import EVERY, CallSite
 from lightning_autotp.parameters.forwards import forward_of, wrapped_in
-from lightning_autotp.private.torch_private import FakeTensor, has_values, never_compile, recomputing
+from lightning_autotp.private.torch_private import (
+    FakeTensor,
+    has_values,
+    is_compiled_call,
+    never_compile,
+    recomputing,
+)
 from lightning_autotp.ranks.compiled_draws import draw_in_compiled_code
 from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.ranks.random_numbers import own_numbers
@@ -253,7 +260,8 @@ class _LocalCalls(TorchFunctionMode):
         if torch.compiler.is_compiling():
             key = key_while_compiling(func)
         else:
-            key = call_key(calling_frame(func, sys._getframe(1)), func)
+            caller = calling_frame(func, sys._getframe(1))
+            key = call_key(caller, func)
             if key[0] == __name__:  # what is run again is the function itself, which torch's checkpoint called
                 lines = (line for line in self.owner.lines if line[0] == checkpoint.__module__ and line[2] == key[2])
                 key = next(lines, key)
@@ -268,6 +276,8 @@ class _LocalCalls(TorchFunctionMode):
             changes = self.owner.changes.get(site)
         if changes is None:
             return func(*args, **kwargs)
+        if site not in self.seen and not torch.compiler.is_compiling():
+            _let_run_as_written(caller)
         self.seen.add(site)
         given = args, kwargs
         try:
@@ -289,6 +299,19 @@ class _LocalCalls(TorchFunctionMode):
                 f"was traced ({error}): give example_inputs that are passed as your training step passes them"
             ) from None
         return result
+
+
+def _let_run_as_written(caller: FrameType) -> None:
+    """Let no function be compiled apart from the module that calls it, and in which this frame's calls change.
+
+    In such a function the mode would not see them. The trace of the local model, which runs all as it is written, comes
+    before the first call.
+    """
+    for frame in frames_from(caller):
+        if frame.f_globals is globals():
+            return
+        if is_compiled_call(frame.f_back):
+            never_compile(frame.f_code, with_calls=True)
 
 
 def _told_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import repeat
 from operator import attrgetter, is_not
-from types import CodeType, FunctionType, SimpleNamespace
+from types import CodeType, FrameType, FunctionType, SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -636,9 +636,15 @@ def recomputing(again: Callable[[Callable[..., Any]], Callable[..., Any]]) -> It
         namespace.update(_checkpoint_without_reentrant_generator=generator, CheckpointFunction=function)
 
 
-def never_compile(code: CodeType) -> None:
-    """Let ``torch.compile`` run frames of this code as they are; what they call it compiles all the same."""
-    set_code_exec_strategy(code, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
+def never_compile(code: CodeType, with_calls: bool = False) -> None:
+    """Let ``torch.compile`` run frames of this code as they are; what they call it compiles, if that is not said."""
+    calls = _FrameAction.SKIP if with_calls else _FrameAction.DEFAULT
+    set_code_exec_strategy(code, _FrameExecStrategy(_FrameAction.SKIP, calls))
+
+
+def is_compiled_call(frame: FrameType | None) -> bool:
+    """Whether a frame is that of ``torch.compile`` around a function."""
+    return frame is not None and frame.f_globals.get("__name__") == "torch._dynamo.eval_frame"
 
 
 def put_below(mode: TorchFunctionMode) -> None:

@@ -25,6 +25,7 @@ class AttributeWatch:
     def __init__(self, here: Mapping[str, nn.Module], original: nn.Module, sizes: Iterable[SizePlan]) -> None:
         self._here = here
         self._there: dict[str, nn.Module] = dict(original.named_modules())
+        self._had = {path: vars(module).keys() - vars(self._there[path]).keys() for path, module in here.items()}
         self._own = {(size.module, size.attribute) for size in sizes}
         self._watched: dict[tuple[str, str], tuple[nn.Module, str, Any]] = {}
         self._few = FewValues()
@@ -54,8 +55,14 @@ class AttributeWatch:
         return tuple(changed)
 
     def bring(self) -> None:
-        """Let the original model have the values that the local one has now."""
+        """Let the original model have the values that the local one has now, and functions that it was given later."""
         for (path, _), (module, name, value) in self._watched.items():
             now = getattr(module, name, value)
             if getattr(self._there[path], name, value) is not now:
                 setattr(self._there[path], name, now)
+        for path, module in self._here.items():
+            for name in vars(module).keys() - vars(self._there[path]).keys() - self._had[path]:
+                value = getattr(module, name)
+                # Of what every module may have, the original has its own: it is not compiled, say.
+                if callable(value) and not isinstance(value, nn.Module) and not hasattr(nn.Module, name):
+                    setattr(self._there[path], name, value)

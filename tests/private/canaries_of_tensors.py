@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,7 @@ from canaries import canary
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_autotp.private.torch_private import never_compile, recomputing, set_compiler
+from lightning_autotp.private.torch_private import is_compiled_call, never_compile, recomputing, set_compiler
 
 # --- torch: tensors and their memory ---
 
@@ -181,6 +182,26 @@ def _(generator: Any) -> None:
         assert runs == wanted
         assert x.grad is not None
     assert torch.utils.checkpoint._checkpoint_without_reentrant_generator is generator
+
+
+@canary("torch._dynamo.eval_frame")
+def _(_: Any) -> None:
+    """What is around a compiled function is of this module; and a frame may keep what it calls from being compiled."""
+    around: list[bool] = []
+    compiled: list[bool] = []
+
+    def inner(x: Tensor) -> Tensor:
+        compiled.append(torch.compiler.is_compiling())
+        return x.sin()
+
+    def outer(x: Tensor) -> Tensor:
+        around.append(is_compiled_call(sys._getframe(1)))
+        return inner(x)
+
+    outer(torch.ones(2))
+    never_compile(outer.__code__, with_calls=True)
+    torch.compile(outer, backend="eager")(torch.ones(2))
+    assert (around, compiled) == ([False, True], [False, False])
 
 
 @canary(

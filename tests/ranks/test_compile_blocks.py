@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+import inspect
+from functools import lru_cache, partial
 from typing import Any
 
 import pytest
@@ -201,6 +202,27 @@ def test_a_planned_call_that_compiled_code_does_not_make_is_an_error() -> None:
         torch.compile(module, backend="eager", fullgraph=True)(x, without=True)
     with pytest.raises(CallMismatch, match="calling did not make the call"):
         torch.compile(module, backend="eager")(x, without=True)
+
+
+@partial(torch.compile, backend="eager")
+def squared(x: Tensor) -> Tensor:
+    return (x + 1).square()
+
+
+class Helped(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = squared(x)
+        return y
+
+
+def test_a_function_that_is_compiled_by_itself_runs_as_it_is_written_where_its_calls_change() -> None:
+    module, x = Helped(), torch.ones(3)
+    line = inspect.unwrap(squared).__code__.co_firstlineno + 2
+    site = CallSite(__name__, line, "square", 0)
+    LocalForward(module, "helped", {site: CallChanges(results=[(0, lambda y: y * 3)])}).take_over()
+    with torch.compiler.set_stance("force_eager"):  # as the trace of a local model
+        assert torch.equal(module(x), 12 * x)
+    assert torch.equal(module(x), 12 * x)
 
 
 class Transposed(nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -238,6 +239,13 @@ def config_copies(rank: int, size: int) -> None:
     model.config.rope_scaling_note = 3
     model(input_ids=IDS, labels=IDS)
     assert all(config.set_later == "yes" for config in configs.values())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.gradient_checkpointing_enable()  # an attribute that was there, and a function that was not
+        model.train()(input_ids=IDS, labels=IDS).loss.backward()
+        model.gradient_checkpointing_disable()
+        model(input_ids=IDS, labels=IDS).loss.backward()
+    assert not [text for text in map(str, caught) if "not proved" in text]
 
 
 def test_what_is_set_in_the_config_reaches_every_copy_of_it() -> None:
