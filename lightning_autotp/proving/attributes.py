@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping
+from functools import partial
 from operator import is_
+from types import FunctionType
 from typing import Any
 
 from torch import nn
@@ -62,7 +64,16 @@ class AttributeWatch:
                 setattr(self._there[path], name, now)
         for path, module in self._here.items():
             for name in vars(module).keys() - vars(self._there[path]).keys() - self._had[path]:
-                value = getattr(module, name)
-                # Of what every module may have, the original has its own: it is not compiled, say.
-                if callable(value) and not isinstance(value, nn.Module) and not hasattr(nn.Module, name):
-                    setattr(self._there[path], name, value)
+                value, there = getattr(module, name), self._there[path]
+                # What stands for a method is for the local model alone.
+                if _is_plain_function(value) and not hasattr(type(there), name):
+                    setattr(there, name, value)
+
+
+def _is_plain_function(value: Any) -> bool:
+    """Whether it is a function, perhaps with some arguments, that belongs to no model."""
+    if isinstance(value, partial):
+        return _is_plain_function(value.func) and all(
+            type(one) in PLAIN for one in (*value.args, *value.keywords.values())
+        )
+    return isinstance(value, FunctionType)

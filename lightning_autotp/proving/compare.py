@@ -337,11 +337,13 @@ def _difference(
     theirs = dict(found.arguments)
     known = record(found.name)
     groups = {name: at for name, at, *_ in known.groups} if known is not None else {}
+    operands = [_translated(value, tensors) for name, value in expected.arguments if name in groups]
+    is_left_out = any(isinstance(ref, Ref) and not isinstance(ref.tensor, int) for ref in operands)
     for name, value in expected.arguments:
         if name in expected.free:
             continue
         if known is not None and name == known.groups_if:
-            if not theirs.get(name) and _are_grouped(known, found, local, one_too=bool(value)):
+            if not theirs.get(name) and _are_grouped(known, found, local, one_too=bool(value) or is_left_out):
                 return f"{expected.name}: {name} must be set, it is {theirs.get(name)}"
             continue
         if isinstance(value, _Offset):
