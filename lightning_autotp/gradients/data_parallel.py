@@ -158,6 +158,7 @@ def _is_called_for_its_own(module: nn.Module) -> bool:
     return is_called and {*module.parameters()} == {*module.parameters(recurse=False)}
 
 
+@torch.compiler.disable  # hooks on tensors, which dynamo fails to inline
 def _compute_while_gathered(model: nn.Module, args: Any, output: Any) -> None:
     """Let the logits that somebody has yet when the backward pass ends be computed there."""
 

@@ -62,6 +62,12 @@ OFFLOADED = ["gpt2 copies=2 offload=True resume=to-one-process", "llama copies=2
 
 
 @pytest.mark.nightly
+def test_a_compiled_model_of_several_copies_is_evaluated() -> None:
+    text = "mpt copies=2 driver=fabric precision=bf16-mixed loss=z-loss compile=whole evaluation=batch"
+    check(tried(given(text)))
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("text", [*KEPT, *OFFLOADED])
 def test_what_saves_memory_goes_with_other_sizes_and_compiled_blocks(text: str) -> None:
     check(tried(given(text)))
