@@ -94,10 +94,13 @@ class ParameterPlan:
 
     def described(self) -> str:
         """Its layout or, where it is whole, every dim's reason, one a line."""
-        reasons = [f"dim {r.dim} ({r.length}): {r}" for r in sorted(self.reasons, key=lambda reason: reason.dim)]
         cuts = [f"dim {dim}" + (f" ({', '.join(owned.notes)})" if owned.notes else "") for dim, owned in self._cuts]
         how = f"cut along {', '.join(cuts)}" if cuts else "whole"
-        return "\n  ".join([f"{self.names[0]}: {how}", *reasons])
+        return "\n  ".join([f"{self.names[0]}: {how}", *self.reason_of_each_dim()])
+
+    def reason_of_each_dim(self) -> list[str]:
+        """Why it is not cut along its dims, in their order; empty where it is cut."""
+        return [f"dim {r.dim} ({r.length}): {r}" for r in sorted(self.reasons, key=lambda reason: reason.dim)]
 
     @property
     def in_common(self) -> int:

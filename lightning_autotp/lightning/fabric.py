@@ -239,7 +239,7 @@ class AutoTPFabricStrategy(AutoTPBase, _ModelParallelStrategy):
             [(optimizer, owner) for optimizer, owner in self._optimizers.items() if owner is not None]
         )
 
-    # Wrapped, it says to Lightning that nothing is missing where a loop calls ``loss.backward()``.
+    # Lightning refuses ``loss.backward()`` under a strategy with a ``backward`` of its own, which a wrapped one is not.
     @wraps(ModelParallelStrategy.backward)
     def backward(  # type: ignore[override]
         self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any

@@ -120,7 +120,9 @@ def page(seen: Overview, sizes: Recommendation | None = None) -> str:
         "passes": passes,
         "spans": [(span, 100 * span.start / end, 100 * span.seconds / end, in_ms(span.seconds)) for span in spans],
         "remarks": list(plan.differences()),
-        "whole": list(by_reason((one.names[0], _reasons(one)) for one in plan.parameters if one.reasons)),
+        "whole": list(
+            by_reason((one.names[0], "; ".join(one.reason_of_each_dim())) for one in plan.parameters if one.reasons)
+        ),
         "sizes": sizes,
         "choices": list(_choices(sizes, plan)) if sizes is not None else [],
         "in_units": in_units,
@@ -253,12 +255,6 @@ def _layout(parameter: ParameterPlan) -> str:
 def _marked(line: str) -> Markup:
     """A line in which what stands between backticks is code."""
     return Markup(re.sub(r"`(.+?)`", r"<code>\1</code>", str(escape(line))))
-
-
-def _reasons(parameter: ParameterPlan) -> str:
-    """Why each dim of a parameter is not cut."""
-    reasons = sorted(parameter.reasons, key=lambda reason: reason.dim)
-    return "; ".join(f"dim {reason.dim} ({reason.length}): {reason}" for reason in reasons)
 
 
 def _choices(sizes: Recommendation, plan: Plan) -> Iterator[tuple[bool, Sequence[str]]]:

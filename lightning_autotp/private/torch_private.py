@@ -637,7 +637,7 @@ def recomputing(again: Callable[[Callable[..., Any]], Callable[..., Any]]) -> It
 
 
 def never_compile(code: CodeType, with_calls: bool = False) -> None:
-    """Let ``torch.compile`` run frames of this code as they are; what they call it compiles, if that is not said."""
+    """Let ``torch.compile`` run frames of this code as they are, and ``with_calls`` also what they call."""
     calls = _FrameAction.SKIP if with_calls else _FrameAction.DEFAULT
     set_code_exec_strategy(code, _FrameExecStrategy(_FrameAction.SKIP, calls))
 

@@ -51,7 +51,8 @@ class BegunCalls:
 
     def note(self, call: ExampleCall, kind: Hashable, objects: list[Any]) -> None:
         """Note a call with objects in which nothing was computed yet."""
-        given = {id(one): copy.deepcopy(one) for one in objects}
+        memo: dict[int, Any] = {}  # an object in another one is copied once
+        given = {id(one): copy.deepcopy(one, memo) for one in objects}
 
         def kept(_: str, leaf: Any) -> Any:
             if isinstance(leaf, Tensor):  # of integers and flags the values may be asked for

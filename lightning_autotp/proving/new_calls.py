@@ -311,9 +311,11 @@ class CallProver:
 
     def _on(self, way: Way | None, call: ExampleCall) -> ExampleCall:
         """What the model is to be called with on a way, on which its own attributes are set."""
-        for change in way.inputs if way is not None else ():
+        if way is None:
+            return call
+        for change in way.inputs:
             call = ExampleCall(*change.before(self.model, *call))
-        for size in way.sizes if way is not None else ():
+        for size in way.sizes:
             size.set(self.model)
         return call
 

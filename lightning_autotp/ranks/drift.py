@@ -79,15 +79,11 @@ class Drift:
             if elements >= _ELEMENTS:
                 return
 
-    def _seen(self) -> list[_Seen]:
-        found = [(name, copied.read().tolist()) for name, copied in self._noted]
-        return [_Seen(name, norm, total) for name, (total, norm) in found]
-
     def bounds(self) -> tuple[int, int, int, int]:
         """Four numbers of 64 bits, whose largest over the ranks tell the extremes of sizes and normalized sums."""
         if not self._noted:
             return LOWEST, LOWEST, LOWEST, LOWEST
-        seen = self._seen()
+        seen = _read(self._noted)
         return *bounds(sum(one.size for one in seen)), *bounds(sum(one.normalized for one in seen))
 
     def settle(self, largest: Sequence[int], everyone: dist.ProcessGroup | None) -> None:
@@ -100,17 +96,16 @@ class Drift:
         Raises:
             RuntimeError: on all of these ranks, if one differs within any one group.
         """
+        noted, self._noted = self._noted, []
         if all(
             are_alike(largest[at : at + 2], 0.0, _DIFFERENCE)
             and are_alike(largest[at + 2 : at + 4], _DIFFERENCE / _TENSORS, _DIFFERENCE)
             for at in range(0, len(largest), 4)
         ):
-            self._noted = []
             return
         of_groups: dict[tuple[int, ...], list[list[_Seen]]] = {}
-        for ranks, seen in gather_objects((self._ranks, self._seen()), everyone):
+        for ranks, seen in gather_objects((self._ranks, _read(noted)), everyone):
             of_groups.setdefault(ranks, []).append(seen)
-        self._noted = []
         ranks, worst = max(
             (
                 (ranks, of_all)
@@ -130,6 +125,11 @@ class Drift:
             " gradient that is clipped or scaled by a number of this rank's part, random numbers that are not the"
             " group's; or start again from a checkpoint, if nondeterministic kernels have caused it"
         )
+
+
+def _read(noted: Sequence[tuple[str, HostCopy]]) -> list[_Seen]:
+    found = [(name, copied.read().tolist()) for name, copied in noted]
+    return [_Seen(name, norm, total) for name, (total, norm) in found]
 
 
 def _spread(of_all: Sequence[_Seen]) -> float:

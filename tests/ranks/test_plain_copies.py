@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from edited_plans import without_an_mlp
 from loading import peak_of
 from mixed_dtypes import Half, Mixed, half_gradients, made, mixed_gradients, rows
 from rows_of_copies import data
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -247,11 +248,8 @@ def found(folder: Path, plans: tuple[Plan, Plan]) -> list[Found]:
     return results
 
 
-def test_two_copies_equal_one_process(found: list[Found]) -> None:
-    model = tiny()
-    losses, gradients = train(
-        model, lambda model: {name: value.grad.clone() for name, value in model.named_parameters()}, data()
-    )
+def assert_as_alone(found: Sequence[Found | Untied], losses: list[Any], gradients: list[dict[str, Tensor]]) -> None:
+    """The copies' mean losses, and every rank's gradients, are those of one process."""
     for first, second in ((found[0], found[2]), (found[1], found[3])):
         halves = [(one + other) / 2 for one, other in zip(first.losses, second.losses, strict=True)]
         torch.testing.assert_close(halves, losses, rtol=1e-5, atol=0)
@@ -259,6 +257,15 @@ def test_two_copies_equal_one_process(found: list[Found]) -> None:
         for mine, theirs in zip(one.gradients, gradients, strict=True):
             for name in theirs:
                 torch.testing.assert_close(mine[name], theirs[name], rtol=1e-4, atol=1e-6)
+
+
+def test_two_copies_equal_one_process(found: list[Found]) -> None:
+    model = tiny()
+    losses, gradients = train(
+        model, lambda model: {name: value.grad.clone() for name, value in model.named_parameters()}, data()
+    )
+    assert_as_alone(found, losses, gradients)
+    for one in found:
         for name, value in model.state_dict().items():
             torch.testing.assert_close(one.state[name], value, rtol=1e-4, atol=1e-5)
         assert one.tied
@@ -272,13 +279,8 @@ def test_a_large_embedding_is_gathered_only_while_it_runs() -> None:
         model, lambda model: {name: value.grad.clone() for name, value in model.named_parameters()}, data()
     )
     found: list[Untied] = run_ranks(untied, 4)
-    for first, second in ((found[0], found[2]), (found[1], found[3])):
-        halves = [(one + other) / 2 for one, other in zip(first.losses, second.losses, strict=True)]
-        torch.testing.assert_close(halves, losses, rtol=1e-5, atol=0)
+    assert_as_alone(found, losses, gradients)
     for one in found:
-        for mine, theirs in zip(one.gradients, gradients, strict=True):
-            for name in theirs:
-                torch.testing.assert_close(mine[name], theirs[name], rtol=1e-4, atol=1e-6)
         assert one.is_cut == [(True, False)] * len(one.is_cut)
         # The embedding, two blocks, the rest; two blocks again, and the gradients of all four.
         assert (one.forward, one.backward) == (Counter(gather=4), Counter(gather=2, reduce=4))
