@@ -98,6 +98,7 @@ class LocalForward:
         self.runs: tuple[frozenset[CallSite], ...] = ()  # of traced ones without all planned calls: those they make
         self.running: list[_LocalCalls] = []
         self.known: set[Line] | None = None  # calls of runs with all planned ones
+        self.as_written: set[CallSite] = set()  # planned calls around which nothing is compiled by itself
         for child in module.children():
             child.register_forward_pre_hook(self._pause)
             child.register_forward_hook(self._go_on)
@@ -276,8 +277,9 @@ class _LocalCalls(TorchFunctionMode):
             changes = self.owner.changes.get(site)
         if changes is None:
             return func(*args, **kwargs)
-        if site not in self.seen and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and site not in self.owner.as_written:
             _let_run_as_written(caller)
+            self.owner.as_written.add(site)
         self.seen.add(site)
         given = args, kwargs
         try:
