@@ -286,10 +286,6 @@ class FirstSteps:
         self._seen[kind] += is_one
         return is_one
 
-    def begin_again(self) -> None:
-        """All of them are to come."""
-        self._seen.clear()
-
 
 class CheckedCalls:
     """Forward pre-hook of models in a loop that nobody knows: from their first calls to the next one code is checked.

@@ -95,6 +95,9 @@ class AutoTPBase(StrategyInternals):
             (``"cpu:gloo,cuda:nccl"``): what ranks agree on between steps is on the host, and goes over gloo without
             waiting for the device.
         timeout: of collectives.
+        models: names of the models to divide in the module that is trained (``["student"]``). By default those of a
+            LightningModule are its Hugging Face models or, without any, its children with parameters; under Fabric any
+            other module is divided as a whole.
     """
 
     def __init__(
@@ -119,6 +122,7 @@ class AutoTPBase(StrategyInternals):
         cpu_offload: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
+        models: Sequence[str] = (),
     ) -> None:
         self._replicas, copies = copies_of(data_parallel_size)
         super().__init__(  # type: ignore[call-arg]  # Lightning's, of the Trainer or of Fabric
@@ -138,7 +142,7 @@ class AutoTPBase(StrategyInternals):
             sequence_parallel=sequence_parallel,
             async_tensor_parallel=async_tensor_parallel,
         )
-        self.example_inputs = example_inputs
+        self.example_inputs, self.models = example_inputs, models
         self.checked_batches, self.checked_steps = checked_batches, checked_steps
         if activation_checkpointing not in (None, "blocks", "offload", "auto"):
             raise ValueError(

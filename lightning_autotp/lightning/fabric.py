@@ -191,8 +191,8 @@ class AutoTPFabricStrategy(AutoTPBase, _ModelParallelStrategy):
         return given
 
     def _models_of(self, module: nn.Module) -> list[tuple[nn.Module, Any]]:
-        if isinstance(module, LightningModule):
-            return find_models(module, self.example_inputs)
+        if self.models or isinstance(module, LightningModule):
+            return find_models(module, self.example_inputs, self.models)
         given = self.example_inputs
         inputs = given() if callable(given) else given
         return [(module, inputs if inputs is not None else getattr(module, "example_input_array", None))]

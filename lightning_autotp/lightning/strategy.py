@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -37,7 +36,6 @@ from lightning_autotp.gradients.data_parallel import gather_if_uneven, in_parts_
 from lightning_autotp.gradients.norms import clip_gradients_norm, clip_gradients_value
 from lightning_autotp.gradients.sums import postponed_sums
 from lightning_autotp.guard.checked import FirstSteps, checked
-from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.lightning.averaging import refuse_whole_copies
 from lightning_autotp.lightning.base import AutoTPBase
 from lightning_autotp.lightning.batch_boundary import BatchBoundarySync
@@ -51,7 +49,6 @@ from lightning_autotp.parameters.host_memory import states_to_parameters
 from lightning_autotp.private.lightning_private import (
     DeferredSignals,
     add_worker_init_fn,
-    default_pg_timeout,
     summarize_as_before,
     summarize_with,
     syncs_batch_norms,
@@ -78,8 +75,6 @@ class AutoTPStrategy(AutoTPBase, ModelParallelStrategy):
             :func:`lightning_autotp.checked`: an error where the LightningModule's own code takes this rank's part of a
             parameter for the whole one. A negative number checks all; 0 none. Models that ``torch.compile`` has
             compiled are not checked.
-        models: names of the LightningModule's models to divide (``["student"]``), where it should not be all: its
-            Hugging Face models or, without any, its children with parameters.
 
     Raises:
         ValueError: if ``tokens_per_step`` is no positive number; when the Trainer is made, if the sizes do not multiply
@@ -88,61 +83,13 @@ class AutoTPStrategy(AutoTPBase, ModelParallelStrategy):
             be found.
     """
 
-    def __init__(
-        self,
-        tensor_parallel_size: int | Literal["auto"] = "auto",
-        data_parallel_size: int | tuple[int, int] | Literal["auto"] = "auto",
-        example_inputs: Any = None,
-        checked_batches: int = 2,
-        checked_steps: int = 1,
-        broadcast_batches: bool = False,
-        save_distributed_checkpoint: bool = False,
-        save_async: bool = False,
-        tokens_per_step: int | tuple[int, int] | None = None,
-        keep_whole: Iterable[str] = (),
-        cut: Mapping[str, int] | None = None,
-        memory: float | None = None,
-        plan: Plan | str | os.PathLike[str] | None = None,
-        plan_cache: bool | str | os.PathLike[str] = True,
-        sequence_parallel: bool | Literal["auto"] = False,
-        async_tensor_parallel: bool = False,
-        activation_checkpointing: Literal["blocks", "offload", "auto"] | None = None,
-        cpu_offload: bool = False,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = default_pg_timeout,
-        models: Sequence[str] = (),
-    ) -> None:
-        super().__init__(
-            tensor_parallel_size=tensor_parallel_size,
-            data_parallel_size=data_parallel_size,
-            example_inputs=example_inputs,
-            checked_batches=checked_batches,
-            checked_steps=checked_steps,
-            broadcast_batches=broadcast_batches,
-            save_distributed_checkpoint=save_distributed_checkpoint,
-            save_async=save_async,
-            tokens_per_step=tokens_per_step,
-            keep_whole=keep_whole,
-            cut=cut,
-            memory=memory,
-            plan=plan,
-            plan_cache=plan_cache,
-            sequence_parallel=sequence_parallel,
-            async_tensor_parallel=async_tensor_parallel,
-            activation_checkpointing=activation_checkpointing,
-            cpu_offload=cpu_offload,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-        )
-        self._models = models
-        self._first_steps = FirstSteps(checked_steps)
-        self._exchange: BatchBoundarySync | None = None
-        self._averaging: list[RemovableHandle] = []
-        self._signals: DeferredSignals | None = None
-        self._watch: checked | None = None  # from a training step to the next one
-        self._interrupted_by: BaseException | None = None
-        self._callbacks: list[Callback] = []
-        self._as_before = ExitStack()  # puts back what a run has changed of the user's
+    _exchange: BatchBoundarySync | None = None
+    _signals: DeferredSignals | None = None
+    _watch: checked | None = None  # from a training step to the next one
+    _interrupted_by: BaseException | None = None
+    _averaging: Sequence[RemovableHandle] = ()
+    _callbacks: Sequence[Callback] = ()
+    _as_before = ExitStack()  # puts back what a run has changed of the user's; each run has its own
 
     @property
     def _module(self) -> LightningModule:
@@ -192,12 +139,13 @@ class AutoTPStrategy(AutoTPBase, ModelParallelStrategy):
         """Make the models local, put them on the device, then make the optimizers."""
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
+        self._as_before = ExitStack()
         module = self._module
         precision, is_fitting = str(self.precision_plugin.precision), trainer.state.fn == TrainerFn.FITTING
         # Before the models are traced, with inputs of the precision's dtype, and before their parameters take memory.
         self.model = self.precision_plugin.convert_module(module)
         with raise_together(None, "looking for the model to parallelize"):
-            models = find_models(module, self.example_inputs, self._models)
+            models = find_models(module, self.example_inputs, self.models)
             self.prepare((model for model, _ in models), precision)
         if self.activation_checkpointing == "auto" and len(models) > 1:
             raise ValueError(
@@ -232,7 +180,7 @@ class AutoTPStrategy(AutoTPBase, ModelParallelStrategy):
             # One copy of the model sees all the data, in the order one process would: Lightning's distributed sampler
             # would only shuffle it, even where the user's does not.
             self._as_before.callback(use_distributed_sampler, trainer, use_distributed_sampler(trainer, False))
-        self._first_steps.begin_again()
+        self._first_steps = FirstSteps(self.checked_steps)
         summarize_with(ParallelSummary, self._callbacks)
         self._as_before.callback(summarize_as_before, self._callbacks)
         share_batches(self._callbacks, self.tensor_parallel_group.size())

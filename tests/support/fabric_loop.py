@@ -27,6 +27,7 @@ from lightning_autotp import (
     full_state_dict,
     save_pretrained,
 )
+from lightning_autotp.parameters.state import is_parallel
 
 STATEFUL: dict[str, Any] = {"kind": "Adagrad", "initial_accumulator_value": 0.1, "in_memory": True}
 """An optimizer that makes its state when it is made."""
@@ -320,6 +321,10 @@ def mistakes(fabric: Fabric, folder: Path, rank: int) -> dict[str, Any]:
         nn.init.ones_(model.head.weight)
         given.setup(model)
 
+    chosen = two(AutoTPFabricStrategy(example_inputs=lambda: (inputs,), models=["student"]))
+    pair = chosen.setup_module(nn.ModuleDict({"student": Plain(), "teacher": Plain()}))
+    seen["chosen"] = [is_parallel(model) for model in pair.module.values()]
+    seen["no such model"] = error_of(chosen.setup_module, nn.ModuleDict({"teacher": Plain()}))
     seen["no inputs"] = error_of(fabric.setup_module, Other())
     seen["twice"] = error_of(given.setup_module, small.module)
     seen["foreign"] = error_of(given.setup, Plain(), torch.optim.Adam([nn.Parameter(torch.ones(2))]))

@@ -251,6 +251,10 @@ def test_a_report_has_what_a_step_takes(found: list[dict[str, Any]]) -> None:
         assert seen["passes"] == 2
 
 
+def test_of_several_models_those_that_are_named_are_divided(found: list[dict[str, Any]]) -> None:
+    assert all(seen["chosen"] == [True, False] for seen in found)
+
+
 def test_other_precisions(alone: dict[str, Any], found: list[dict[str, Any]]) -> None:
     for precision in ("bf16-mixed", "bf16-true", "16-mixed"):
         assert found[0][precision] == found[1][precision] == pytest.approx(alone["own"]["losses"], rel=1e-2)
@@ -261,6 +265,7 @@ def test_other_precisions(alone: dict[str, Any], found: list[dict[str, Any]]) ->
     ("case", "words"),
     [
         ("no inputs", ["CaptureError", "takes pictures", "AutoTPFabricStrategy(example_inputs=...)"]),
+        ("no such model", ["models= names 'student', which ModuleDict does not have"]),
         ("twice", ["was set up already", "fabric.setup_module once"]),
         ("foreign", ["optimizer 0, Adam, has no parameter of Plain", "fabric.setup_optimizers"]),
         ("quadratic", ["LBFGS computes its update from whole tensors"]),
