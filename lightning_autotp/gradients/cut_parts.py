@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,50 +19,12 @@ from lightning_autotp.gradients.counted import counted_elements
 from lightning_autotp.gradients.elementwise import EACH_ELEMENT, become_part
 from lightning_autotp.gradients.whole_quantities import QUANTITIES, PartOfGradient
 from lightning_autotp.parameters.local_blocks import counted_blocks, plain, shard_group
-from lightning_autotp.parameters.meta import ParameterMeta
 from lightning_autotp.ranks.group import TPGroup
-
-
-@dataclass(frozen=True)
-class CutPart:
-    """What a gradient is a part of that FSDP2 has cut; a hook that marks it says so. Plain data.
-
-    Attributes:
-        meta: what the parameter is.
-        group: the tensor-parallel group.
-    """
-
-    meta: ParameterMeta
-    group: TPGroup
-
-    @property
-    def name(self) -> str:
-        """The name of the parameter."""
-        return self.meta.name
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the whole gradient."""
-        return self.meta.shape
-
-    def is_laid_out_as(self, other: CutPart) -> bool:
-        """Whether a process's elements are at the same places in both whole tensors."""
-        alike = (self.meta.shape, self.meta.layout, self.group) == (other.meta.shape, other.meta.layout, other.group)
-        return self is other or alike
-
-    def accumulated(self, parameter: Tensor) -> None:
-        """A hook for when the parameter's gradient has been made; FSDP2 adds later ones to the same object."""
-        if type(parameter.grad) is DTensor:
-            become_part(parameter.grad, CutGradientPart, self)
-
-    given = accumulated
-    """Mark what somebody has put there."""
 
 
 class CutGradientPart(PartOfGradient, DTensor):
     """This process's part of a gradient, or of what was computed from one elementwise."""
 
-    part: CutPart
     plain = DTensor
 
     @property
@@ -81,7 +42,7 @@ class CutGradientPart(PartOfGradient, DTensor):
 
     def counted(self) -> Tensor:
         """The elements that this process owns."""
-        return counted_elements(plain(self), counted_blocks(self, self.part.meta, self.part.group))
+        return counted_elements(plain(self), counted_blocks(self, self.part, self.part.group))
 
     def like(self, tensor: Tensor) -> Tensor:
         """The same object, marked as a part of the same whole; not a parameter, which ``type_as`` gives as it is."""

@@ -11,16 +11,16 @@ from torch import Tensor, nn
 from lightning_autotp.gradients.whole_quantities import (
     Handler,
     PartOfGradient,
-    Placed,
     first_part,
     is_in_optimizer,
     misleading,
 )
+from lightning_autotp.parameters.part import PartOf
 from lightning_autotp.private.torch_private import LIST_UPDATES, base_of
 from lightning_autotp.torch_functions import ELEMENTWISE, IN_PLACE
 
 
-def become_part(tensor: Tensor, kind: type[PartOfGradient], part: Placed) -> None:
+def become_part(tensor: Tensor, kind: type[PartOfGradient], part: PartOf) -> None:
     """Let a plain tensor, the same object, answer for the whole."""
     tensor.__class__ = kind
     assert isinstance(tensor, PartOfGradient)

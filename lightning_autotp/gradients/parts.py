@@ -28,8 +28,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_autotp.gradients.counted import counted_elements, from_every_rank
+from lightning_autotp.gradients.cut_parts import CutGradientPart
 from lightning_autotp.gradients.elementwise import EACH_ELEMENT, become_part, elementwise
 from lightning_autotp.gradients.whole_quantities import (
     QUANTITIES,
@@ -45,13 +47,8 @@ from lightning_autotp.torch_functions import DRAWN_INTO, DRAWN_LIKE, functions
 
 
 class GradientPart(PartOfGradient):
-    """This rank's part of a gradient, or of what was computed from one elementwise; made by :func:`marked`.
+    """This rank's part of a gradient, or of what was computed from one elementwise; made by :func:`marked`."""
 
-    Attributes:
-        part: what it is a part of.
-    """
-
-    part: PartOf
     plain = Tensor
 
     @property
@@ -105,13 +102,17 @@ class Mark:
 
     def accumulated(self, parameter: Tensor) -> None:
         """A hook for when it has been accumulated: autograd keeps the object it adds to, but not the first one."""
-        if parameter.grad is not None and type(parameter.grad) is not GradientPart:
+        if type(parameter.grad) is DTensor:
+            self.given(parameter)
+        elif parameter.grad is not None and not isinstance(parameter.grad, PartOfGradient):
             parameter.grad = marked(parameter.grad, self.part)
 
     def given(self, parameter: Tensor) -> None:
         """Mark a plain tensor that somebody has put there, under whatever other name it has."""
-        if type(parameter.grad) is Tensor:
-            become_part(parameter.grad, GradientPart, self.part)
+        gradient = parameter.grad
+        for kind in (GradientPart, CutGradientPart):
+            if gradient is not None and type(gradient) is kind.plain:
+                become_part(gradient, kind, self.part)
 
 
 # --- handlers: (function, its arguments) -> its result. Subclasses are not asked while they run. ---
@@ -121,7 +122,7 @@ def _operand(x: Tensor, part: PartOf) -> Tensor:
     if x.requires_grad and torch.is_grad_enabled():
         sizes = x.shape[max(0, x.dim() - len(part.shape)) :]
         before = len(part.shape) - len(sizes)
-        is_part = all(dim >= before and sizes[dim - before] == part.local_shape[dim] for dim, _ in part.layout.dims)
+        is_part = all(dim >= before and sizes[dim - before] == part.local_shape[dim] for dim, _ in part.dims)
         if not is_part:
             x = copy_to_tensor_parallel(x, part.group)  # every rank has all of it
     return part.take(x)
@@ -185,7 +186,7 @@ def _set_window(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
         raise misleading(func, gradient, f", with {_said(index)}")
     # A single index, a step, a list or a mask, along one sharded dim: those of its elements that are here.
     (dim,) = chosen
-    if gradient.part.layout.ownership(dim) is None:
+    if gradient.part.ownership(dim) is None:
         func(gradient, (*[slice(None)] * dim, items[dim]), value)
         return
     selected = torch.zeros(gradient.part.shape[dim], dtype=torch.bool, device=gradient.device)

@@ -25,7 +25,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_autotp.gradients.buckets import BucketedSum, GradientBuckets, as_summed
-from lightning_autotp.gradients.cut_parts import CutPart
 from lightning_autotp.gradients.linear_maps import linear, same
 from lightning_autotp.gradients.parts import Mark, marked_like
 from lightning_autotp.layouts.blocks import index
@@ -136,19 +135,21 @@ def synchronize_gradients(model: nn.Module, only: Collection[str] | None = None)
         if shared:
             parts = tuple((blocks, groups[ranks]) for ranks, blocks in sorted(shared.items()))
             state.gradient_sums[meta.name] = GradientSum(parts, not isinstance(meta.layout, Shard), meta.name, buckets)
-        mark = None
-        if isinstance(meta.layout, Shard):
-            mark = Mark(PartOf(meta.name, meta.shape, meta.layout, state.group))
-        if shared or mark:
+        if shared or meta.is_parallel:
+            mark = _mark(meta, state.group) if meta.is_parallel else None
             hooks[meta.name] = GradientHooks(state.gradient_sums.get(meta.name), mark)
     handles: list[RemovableHandle] = []
     for parameter, meta in {place.parameter: place.meta for place in places}.items():  # tied ones once
         if is_cut(parameter):
-            handles.append(_hook_accumulated(parameter, CutPart(meta, state.group).accumulated))
+            handles.append(_hook_accumulated(parameter, _mark(meta, state.group).accumulated))
         elif meta.name in hooks:
             state.gradient_hooks[meta.name] = hooks[meta.name]
             handles += hooks[meta.name](parameter)
     return handles
+
+
+def _mark(meta: ParameterMeta, group: TPGroup) -> Mark:
+    return Mark(PartOf(meta.name, meta.shape, meta.layout, group))
 
 
 @contextmanager
@@ -277,7 +278,7 @@ def mark_gradients(parameters: Iterable[Tensor]) -> None:
         if type(parameter.grad) in (Tensor, DTensor):
             _, after = hook_tables([parameter])
             for mark in (getattr(hook, "__self__", None) for hook in (after or {}).values()):
-                if isinstance(mark, Mark | CutPart):
+                if isinstance(mark, Mark):
                     mark.given(parameter)
 
 

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from torch.overrides import resolve_name
 
 from lightning_autotp.gradients.counted import from_every_rank, whole_norms
 from lightning_autotp.parameters.local_blocks import plain
+from lightning_autotp.parameters.part import PartOf
 from lightning_autotp.parameters.pending_gradient import PendingGradient
 from lightning_autotp.private.torch_private import (
     check_and_unscale,
@@ -34,21 +35,6 @@ from lightning_autotp.torch_functions import NOT_READING, functions, getters
 
 Handler = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
 """Takes a function and its arguments, and gives its result. Subclasses of tensors are not asked while it runs."""
-
-
-class Placed(Protocol):
-    """Which part of a whole gradient a tensor is."""
-
-    @property
-    def name(self) -> str:
-        """The name of the parameter."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the whole gradient."""
-
-    def is_laid_out_as(self, other: Any) -> bool:
-        """Whether a process's elements are at the same places in both whole tensors."""
 
 
 class PartOfGradient(Tensor):
@@ -68,7 +54,7 @@ class PartOfGradient(Tensor):
     is_sparse = False
     handlers: ClassVar[Mapping[Callable[..., Any], Handler]]
     plain: ClassVar[type[Tensor]]
-    part: Placed
+    part: PartOf
 
     @property
     def said(self) -> str:

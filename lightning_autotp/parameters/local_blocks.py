@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from lightning_autotp.layouts.blocks import Block, blocks_of, chunk, index, owned_by
 from lightning_autotp.layouts.names import join_names
 from lightning_autotp.parameters.meta import ParameterMeta
+from lightning_autotp.parameters.part import PartOf
 from lightning_autotp.parameters.pending_gradient import PendingGradient
 from lightning_autotp.parameters.quantized_weight import QuantizedWeight
 from lightning_autotp.private.torch_private import without_subclasses
@@ -81,12 +82,12 @@ def shard_group(*tensors: Tensor) -> dist.ProcessGroup | None:
     return next((mesh.get_group(mesh.ndim - 1) for mesh in meshes), None)
 
 
-def held_blocks(tensor: Tensor, meta: ParameterMeta | None, ranks: int) -> tuple[Block, ...]:
+def held_blocks(tensor: Tensor, meta: ParameterMeta | PartOf | None, ranks: int) -> tuple[Block, ...]:
     """The blocks of the original tensor that are in this process, and where they lie in :func:`plain` of it.
 
     Args:
         tensor: a parameter, or what lies over the ranks as one does.
-        meta: the parameter's.
+        meta: the parameter's, or what the tensor is a part of.
         ranks: the tensor-parallel group's size.
 
     Returns:
@@ -100,7 +101,7 @@ def held_blocks(tensor: Tensor, meta: ParameterMeta | None, ranks: int) -> tuple
     return tuple(kept for block in blocks if (kept := block.cut(0, rows)) is not None)
 
 
-def counted_blocks(tensor: Tensor, meta: ParameterMeta | None, group: TPGroup) -> tuple[Block, ...]:
+def counted_blocks(tensor: Tensor, meta: ParameterMeta | PartOf | None, group: TPGroup) -> tuple[Block, ...]:
     """Those of :func:`held_blocks` that this rank owns: every element of the original has one owner.
 
     (One in each tensor-parallel group: a tensor that FSDP2 does not manage is in every copy of the model.)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_autotp.layouts.blocks import Block, blocks_of, owned_by
 from lightning_autotp.layouts.ownership import Ownership, merge_runs
-from lightning_autotp.layouts.types import Shard, local_shape
+from lightning_autotp.layouts.types import Layout, Shard, local_shape
 from lightning_autotp.ranks.group import TPGroup
 
 
@@ -29,8 +29,17 @@ class PartOf:
 
     name: str
     shape: tuple[int, ...]
-    layout: Shard
+    layout: Layout
     group: TPGroup
+
+    @property
+    def dims(self) -> tuple[tuple[int, Ownership], ...]:
+        """The sharded dims, and which indices of each the ranks have."""
+        return self.layout.dims if isinstance(self.layout, Shard) else ()
+
+    def ownership(self, dim: int) -> Ownership | None:
+        """Which indices of a dim the ranks have; ``None`` where each has all."""
+        return self.layout.ownership(dim) if isinstance(self.layout, Shard) else None
 
     @cached_property
     def local_shape(self) -> tuple[int, ...]:
@@ -38,10 +47,14 @@ class PartOf:
         return local_shape(self.shape, self.layout, self.group.rank)
 
     @cached_property
+    def mapping(self) -> tuple[Block, ...]:
+        """The blocks of this rank's part, where they lie in the whole tensor, and who holds them."""
+        return blocks_of(self.shape, self.layout, self.group.rank, self.group.size)
+
+    @cached_property
     def counted(self) -> tuple[Block, ...]:
         """The blocks of this rank's part that it owns: every element has one owner."""
-        rank, ranks = self.group.rank, self.group.size
-        return owned_by(blocks_of(self.shape, self.layout, rank, ranks), rank)
+        return owned_by(self.mapping, self.group.rank)
 
     @cached_property
     def counts_all(self) -> bool:
@@ -57,7 +70,7 @@ class PartOf:
 
         A dim in which it has this rank's size already is left as it is.
         """
-        for dim, ownership in self.layout.dims:
+        for dim, ownership in self.dims:
             at = dim + whole.dim() - len(self.shape)
             if at >= 0 and whole.shape[at] == ownership.size != self.local_shape[dim]:
                 whole = whole.index_select(at, self.indices(dim, whole.device))
@@ -65,7 +78,7 @@ class PartOf:
 
     def indices(self, dim: int, device: torch.device) -> Tensor:
         """The indices of a sharded dim that this rank has, in its order: ``[local size]``."""
-        ownership = self.layout.ownership(dim)
+        ownership = self.ownership(dim)
         assert ownership is not None
         return torch.tensor(ownership.indices(self.group.rank), dtype=torch.long, device=device)
 
@@ -85,7 +98,7 @@ class PartOf:
         rank = self.group.rank
         for dim, size in enumerate(self.shape):
             item = items[dim] if dim < len(items) else slice(None)
-            ownership = self.layout.ownership(dim)
+            ownership = self.ownership(dim)
             if ownership is None:
                 local.append(item)
                 if isinstance(item, slice):
