@@ -35,6 +35,7 @@ from lightning_autotp.gradients.norms import clip_gradients_norm
 from lightning_autotp.optimizers.on_parts import check_optimizer
 from lightning_autotp.parallel.embedding import VocabParallelEmbedding
 from lightning_autotp.parameters.state import ParameterTable, model_group, parallel_models
+from lightning_autotp.private.torch_private import replaced
 from lightning_autotp.private.transformers_private import TrainerSteps
 from lightning_autotp.ranks.agreement import raise_together
 from lightning_autotp.ranks.consistency import ReplicaConsistency
@@ -94,12 +95,8 @@ class AutoTPTrainerMixin(TrainerSteps):
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """As one process makes it: workers of all ranks draw the same random numbers."""
-        alone: Any = PartialState()
-        own, alone.process_index = alone.process_index, 0
-        try:
+        with replaced(PartialState(), process_index=0):
             return super().get_train_dataloader()
-        finally:
-            alone.process_index = own
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *others: Any) -> Tensor:
         """A step on a batch, which is compared over the ranks first, and so are the random generators; its loss later.
@@ -159,28 +156,17 @@ class AutoTPTrainerMixin(TrainerSteps):
 
     def save_training_state(self, directory: str) -> None:
         """Write the optimizer's state of whole tensors, and the scheduler's. Collective."""
-        own = self.optimizer
-        state = full_optimizer_state(_innermost(own), self.model, keep=self.args.should_save)
-        with raise_together(None, f"writing the optimizer's state to {directory}"):
-            try:
-                self.optimizer = SimpleNamespace(state_dict=lambda: state)
-                super().save_training_state(directory)
-            finally:
-                self.optimizer = own
+        state = full_optimizer_state(_innermost(self.optimizer), self.model, keep=self.args.should_save)
+        whole = SimpleNamespace(state_dict=lambda: state)
+        with raise_together(None, f"writing the optimizer's state to {directory}"), replaced(self, optimizer=whole):
+            super().save_training_state(directory)
 
     def load_training_state(self, directory: str | None) -> None:
         """Load this rank's part of the optimizer's state, and the scheduler's. Collective."""
-        own = self.optimizer
-
-        def load(state: Mapping[str, Any]) -> None:
-            load_full_optimizer_state(_innermost(own), state, self.model)
-
-        with raise_together(None, f"loading the optimizer's state from {directory}"):
-            try:
-                self.optimizer = SimpleNamespace(load_state_dict=load)
-                super().load_training_state(directory)
-            finally:
-                self.optimizer = own
+        own = _innermost(self.optimizer)
+        part = SimpleNamespace(load_state_dict=lambda state: load_full_optimizer_state(own, state, self.model))
+        with raise_together(None, f"loading the optimizer's state from {directory}"), replaced(self, optimizer=part):
+            super().load_training_state(directory)
 
     def save_random_state(self, directory: str) -> None:
         """Write the first rank's: it is every rank's. Collective."""

@@ -42,6 +42,7 @@ from lightning_autotp.building.quantization import (
 from lightning_autotp.building.quantized_files import KeptWeights
 from lightning_autotp.building.recorder import Recorder
 from lightning_autotp.building.weight_conversion import same_values
+from lightning_autotp.private.torch_private import replaced
 from lightning_autotp.private.transformers_private import (
     PreTrainedModel,
     convert_and_load_state_dict_in_model,
@@ -132,11 +133,8 @@ def _refusing_kernels() -> Iterator[None]:
             )
         set_use_kernels(model, use_kernels, *args, **kwargs)
 
-    PreTrainedModel.set_use_kernels = refuse  # type: ignore[method-assign, assignment]
-    try:
+    with replaced(PreTrainedModel, set_use_kernels=refuse):
         yield
-    finally:
-        PreTrainedModel.set_use_kernels = set_use_kernels  # type: ignore[method-assign]
 
 
 @dataclasses.dataclass(frozen=True)

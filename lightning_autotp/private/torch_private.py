@@ -142,6 +142,7 @@ __all__ = [
     "quiet_fake_tensors",
     "recomputing",
     "registered_children",
+    "replaced",
     "running_data_parallel",
     "schema_of",
     "set_compiler",
@@ -164,6 +165,22 @@ __all__ = [
     "writes_into",
     "writing",
 ]
+
+
+@contextmanager
+def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Within it an object, a class or a module has these attributes of its own; then those that it had, if any."""
+    before = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
+    try:
+        for name, attribute in attributes.items():
+            setattr(owner, name, attribute)
+        yield
+    finally:
+        for name in attributes:
+            if name in before:
+                setattr(owner, name, before[name])
+            else:
+                delattr(owner, name)
 
 
 # --- nested values ---
@@ -325,20 +342,9 @@ def with_tensors(
     from torch._dynamo.trace_rules import get_tensor_method
 
     get_tensor_method()
-    original = nn.Parameter.__dict__["__new__"]
-    before = {name: Tensor.__dict__[name] for name in attributes if name in Tensor.__dict__}
-    try:
-        nn.Parameter.__new__ = staticmethod(new_parameter(original.__func__))  # type: ignore[method-assign, assignment]
-        for name, attribute in attributes.items():
-            setattr(Tensor, name, attribute)
+    made = staticmethod(new_parameter(nn.Parameter.__dict__["__new__"].__func__))
+    with replaced(nn.Parameter, __new__=made), replaced(Tensor, **attributes):
         yield
-    finally:
-        nn.Parameter.__new__ = original  # type: ignore[method-assign]
-        for name in attributes:
-            if name in before:
-                setattr(Tensor, name, before[name])
-            else:
-                delattr(Tensor, name)
 
 
 # --- operators ---
@@ -628,12 +634,9 @@ def recomputing(again: Callable[[Callable[..., Any]], Callable[..., Any]]) -> It
     def apply(run: Callable[..., Any], *args: Any) -> Any:
         return function.apply(again(run), *args)
 
-    namespace = vars(checkpointing)
-    namespace.update(_checkpoint_without_reentrant_generator=pausing, CheckpointFunction=SimpleNamespace(apply=apply))
-    try:
+    function_here = SimpleNamespace(apply=apply)
+    with replaced(checkpointing, _checkpoint_without_reentrant_generator=pausing, CheckpointFunction=function_here):
         yield
-    finally:
-        namespace.update(_checkpoint_without_reentrant_generator=generator, CheckpointFunction=function)
 
 
 def never_compile(code: CodeType, with_calls: bool = False) -> None:
@@ -673,12 +676,8 @@ def _taken_off() -> list[TorchFunctionMode]:
 @contextmanager
 def quiet_fake_tensors() -> Iterator[None]:
     """Within it fake tensors that fail log nothing: the exception says it all."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, logger.disabled = logger.disabled, True
-    try:
+    with replaced(logging.getLogger("torch._subclasses.fake_tensor"), disabled=True):
         yield
-    finally:
-        logger.disabled = before
 
 
 # --- compiling ---

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from lightning_autotp.private.torch_private import replaced
+
 # transformers imports torchao wherever that is installed, and with it come warnings, from each process, of kernels for
 # other devices than this machine's, and of what torch will do without one day.
 _TALKATIVE = {logger: logger.level for logger in map(logging.getLogger, ("torchao", "torch.utils._pytree"))}
@@ -108,12 +110,9 @@ def with_loading_step(replace: Callable[[Callable[..., Any]], Callable[..., Any]
     returns a ``LoadStateDictInfo``, from which ``from_pretrained`` goes on to initialize, tie and report, and one thing
     more.
     """
-    before = PreTrainedModel.__dict__["_load_pretrained_model"]
-    try:
-        PreTrainedModel._load_pretrained_model = staticmethod(replace(before.__func__))  # type: ignore[method-assign]
+    made = staticmethod(replace(PreTrainedModel._load_pretrained_model))
+    with replaced(PreTrainedModel, _load_pretrained_model=made):
         yield
-    finally:
-        PreTrainedModel._load_pretrained_model = before  # type: ignore[method-assign]
 
 
 def asks_hub_by_own_functions() -> bool:
@@ -134,15 +133,14 @@ def with_hub_functions(
         has_file: of ``has_file(path_or_repo, filename, ...)``.
         commit: of ``HfApi.resolve_revision(repo_id, revision=..., ...)``, if there is one: older versions have none.
     """
-    api, before = hub.hf_api(), (hub.cached_files, modeling_utils.has_file)
-    try:
-        hub.cached_files, modeling_utils.has_file = files(before[0]), has_file(before[1])
-        if hasattr(api, "resolve_revision"):
-            api.resolve_revision = commit(api.resolve_revision)  # type: ignore[method-assign]
+    api = hub.hf_api()
+    asked = {"resolve_revision": commit(api.resolve_revision)} if hasattr(api, "resolve_revision") else {}
+    with (
+        replaced(hub, cached_files=files(hub.cached_files)),
+        replaced(modeling_utils, has_file=has_file(modeling_utils.has_file)),
+        replaced(api, **asked),
+    ):
         yield
-    finally:
-        hub.cached_files, modeling_utils.has_file = before
-        vars(api).pop("resolve_revision", None)
 
 
 def conversions_of(model: nn.Module) -> list[Any] | None:
@@ -179,12 +177,8 @@ def set_waits_for_copies(model: Any, waits: bool) -> None:
 @contextmanager
 def fake_tensors_as_ordinary() -> Iterator[None]:
     """Within it models take the ways that they take in training, though tensors are fake: no masks for all cases."""
-    before = import_utils.is_fake_tensor
-    import_utils.is_fake_tensor = lambda x: False
-    try:
+    with replaced(import_utils, is_fake_tensor=lambda x: False):
         yield
-    finally:
-        import_utils.is_fake_tensor = before
 
 
 class TrainerSteps(Trainer):
