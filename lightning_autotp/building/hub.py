@@ -96,25 +96,21 @@ class _Calls:
 
     def files(self, fetch: Callable[..., list[str] | None]) -> Callable[..., list[str] | None]:
         """What stands for the function that fetches files into the cache: it does so once per machine."""
-
-        def once(*args: Any, **kwargs: Any) -> list[str] | None:
-            given = _named(fetch, args, kwargs)
-            repository, files = str(given["path_or_repo_id"]), given["filenames"]
-            if _is_local(repository, given):
-                return fetch(*args, **kwargs)
-            return self._once(f"fetching {', '.join(files)} of {repository}", fetch, args, kwargs)[0]
-
-        return once
+        return self._shared(fetch, "fetching {filenames} of {path_or_repo_id}")
 
     def has_file(self, ask: Callable[..., bool]) -> Callable[..., bool]:
         """What stands for the function that asks whether a repository has a file."""
+        return self._shared(ask, "asking whether {path_or_repo} has {filename}")
 
-        def once(*args: Any, **kwargs: Any) -> bool:
-            given = _named(ask, args, kwargs)
-            repository = str(given["path_or_repo"])
-            if _is_local(repository, given):
-                return ask(*args, **kwargs)
-            return self._once(f"asking whether {repository} has {given['filename']}", ask, args, kwargs)[0]
+    def _shared(self, function: Callable[..., Any], doing: str) -> Callable[..., Any]:
+        """A function of a repository, its first argument, called once per machine; ``doing`` has its arguments."""
+
+        def once(*args: Any, **kwargs: Any) -> Any:
+            given = _named(function, args, kwargs)
+            if _is_local(str(next(iter(given.values()))), given):
+                return function(*args, **kwargs)
+            texts = {name: ", ".join(value) if isinstance(value, list) else value for name, value in given.items()}
+            return self._once(doing.format(**texts), function, args, kwargs)[0]
 
         return once
 
