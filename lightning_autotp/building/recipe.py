@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_autotp.private.torch_private import changes, neg_view, tree_leaves, tree_map_only
+from lightning_autotp.ranks.random_numbers import default_generator
 
 
 class Source(Protocol):
@@ -113,35 +114,22 @@ class RecipeStep:
         """Run on real tensors, in the surroundings it was recorded in; global state is put back."""
         args, kwargs = tree_map_only(View, tensor, (self.args, self.kwargs))
         default_dtype = torch.get_default_dtype()
-        restore: Tensor | None = None
+        generator: torch.Generator | None = None
         try:
             torch.set_default_dtype(self.default_dtype)
             if self.random is not None:
                 device, state = self.random
                 if kwargs.get("generator") is not None:
-                    kwargs["generator"] = torch.Generator(device)
-                    kwargs["generator"].set_state(state)
+                    generator = kwargs["generator"] = torch.Generator(device)
                 else:
-                    restore = rng_state(device)
-                    set_rng_state(device, state)
+                    generator = default_generator(device)
+                restore = generator.get_state()
+                generator.set_state(state)
             return tree_leaves(self.func(*args, **kwargs))
         finally:
             torch.set_default_dtype(default_dtype)
-            if self.random is not None and restore is not None:
-                set_rng_state(self.random[0], restore)
-
-
-def rng_state(device: torch.device) -> Tensor:
-    """State of a device's default generator."""
-    return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
-
-
-def set_rng_state(device: torch.device, state: Tensor) -> None:
-    """Set the state of a device's default generator."""
-    if device.type == "cpu":
-        torch.set_rng_state(state)
-    else:
-        torch.get_device_module(device).set_rng_state(state, device)
+            if generator is not None:
+                generator.set_state(restore)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_autotp.building.recipe import Leaf, Recipe, RecipeStep, Source, View, leave_recipe, rng_state
+from lightning_autotp.building.recipe import Leaf, Recipe, RecipeStep, Source, View, leave_recipe
 from lightning_autotp.private.torch_private import (
     TO,
     StorageWeakRef,
@@ -33,6 +33,7 @@ from lightning_autotp.private.torch_private import (
     tree_leaves,
     tree_map_only,
 )
+from lightning_autotp.ranks.random_numbers import default_generator
 
 _EMPTY = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"}
 _GEOMETRY_ONLY = _EMPTY | {"zeros_like", "new_zeros", "ones_like", "new_ones", "full_like", "new_full"}
@@ -260,8 +261,8 @@ class Recorder(TorchDispatchMode):
         generator = kwargs.get("generator")
         random = None
         if torch.Tag.nondeterministic_seeded in func.tags:
-            drawn_on = device if generator is None else generator.device
-            random = (drawn_on, rng_state(drawn_on) if generator is None else generator.get_state())
+            drawn_with = default_generator(device) if generator is None else generator
+            random = (drawn_with.device, drawn_with.get_state())
         out: Any = None
         if lazy:
             try:

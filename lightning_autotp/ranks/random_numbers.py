@@ -88,8 +88,8 @@ def default_generator(device: torch.device) -> torch.Generator:
     if device.type == "cpu":
         return torch.default_generator
     module = torch.get_device_module(device)
-    index = module.current_device() if device.index is None else device.index
-    generator: torch.Generator = module.default_generators[index]
+    current = module.current_device()  # asked in any case: before a device is used there are no generators
+    generator: torch.Generator = module.default_generators[current if device.index is None else device.index]
     return generator
 
 
