@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from importlib import import_module
 from traceback import walk_tb
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,20 +45,12 @@ _INSTEAD = (
 )
 
 
+AsStored = tuple["Format", Mapping[str, Tensor]]
+"""A weight's format as a checkpoint has it, and deferred tensors ``[out, n]`` by the names in :attr:`Format.stored`."""
+
+
 class QuantizationError(CheckpointError):
     """A model is quantized in a way in which it cannot be cut into parts; the message says what can be done instead."""
-
-
-class Stored(NamedTuple):
-    """What a checkpoint has of a weight that is quantized.
-
-    Attributes:
-        format: its format, as the checkpoint has it.
-        tensors: deferred tensors ``[out, n]``, by the names in :attr:`Format.stored`.
-    """
-
-    format: Format
-    tensors: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -113,7 +105,7 @@ class Format(ABC):
         return list(self.tensors(layer).values())
 
     @abstractmethod
-    def as_stored(self, parts: Mapping[str, Tensor], shape: tuple[int, ...], described: Mapping[str, Any]) -> Stored:
+    def as_stored(self, parts: Mapping[str, Tensor], shape: tuple[int, ...], described: Mapping[str, Any]) -> AsStored:
         """What a checkpoint has of a weight of this format.
 
         Args:
@@ -207,7 +199,7 @@ class FourBit(Format):
         weight: Any = layer.weight
         return [*super().in_memory(layer), weight.quant_state.code]
 
-    def as_stored(self, parts: Mapping[str, Tensor], shape: tuple[int, ...], described: Mapping[str, Any]) -> Stored:
+    def as_stored(self, parts: Mapping[str, Tensor], shape: tuple[int, ...], described: Mapping[str, Any]) -> AsStored:
         """Scales that are quantized again are not any more: bitsandbytes makes them of all of a matrix."""
         functional: Any = library_of("bitsandbytes").functional
         numbers, scales, code = (_part(parts, name) for name in ("weight", "weight.absmax", "weight.quant_map"))
@@ -227,7 +219,7 @@ class FourBit(Format):
             scales = scales + torch.tensor(described["nested_offset"])
         grids = {"numbers": numbers.reshape(shape[0], -1), "scales": scales.reshape(shape[0], -1)}
         dtype = getattr(torch, described["dtype"])
-        return Stored(replace(self, dtype=dtype, block=block, is_double=False), grids)
+        return replace(self, dtype=dtype, block=block, is_double=False), grids
 
 
 @dataclass(frozen=True)
@@ -285,12 +277,12 @@ class EightBit(Format):
         state: Any = layer.state
         return {"numbers": state.CB, "scales": state.SCB.view(-1, 1)}
 
-    def as_stored(self, parts: Mapping[str, Tensor], shape: tuple[int, ...], described: Mapping[str, Any]) -> Stored:
+    def as_stored(self, parts: Mapping[str, Tensor], shape: tuple[int, ...], described: Mapping[str, Any]) -> AsStored:
         """As they are."""
         numbers, scales = _part(parts, "weight"), _part(parts, "SCB")
         if (numbers.shape, numbers.dtype) != (shape, torch.int8):
             raise QuantizationError(f"it is {tuple(numbers.shape)} of {numbers.dtype}")
-        return Stored(self, {"numbers": numbers, "scales": scales.reshape(-1, 1)})
+        return self, {"numbers": numbers, "scales": scales.reshape(-1, 1)}
 
 
 @dataclass(frozen=True)
@@ -346,7 +338,7 @@ class WeightOnly(Format):
         names, _ = weight.__tensor_flatten__()
         return {name: getattr(weight, name) for name in names}
 
-    def as_stored(self, parts: Mapping[str, Tensor], shape: tuple[int, ...], described: Mapping[str, Any]) -> Stored:
+    def as_stored(self, parts: Mapping[str, Tensor], shape: tuple[int, ...], described: Mapping[str, Any]) -> AsStored:
         """As they are."""
         prefix = "_weight_"
         found = {name.removeprefix(prefix): tensor for name, tensor in parts.items()}
@@ -355,7 +347,7 @@ class WeightOnly(Format):
             raise QuantizationError(f"it consists of {join_names(sorted(parts))}, for a weight {shape}")
         if any(tensor.shape[0] != shape[0] for tensor in found.values()):
             raise QuantizationError("its scales are not of rows or of groups in a row")
-        return Stored(replace(self, dtype=getattr(torch, data["dtype"]["_data"])), found)
+        return replace(self, dtype=getattr(torch, data["dtype"]["_data"])), found
 
 
 def format_of(parameter: Tensor) -> Format | None:

@@ -85,15 +85,15 @@ class KeptWeights:
     def _stored(self, name: str, format: Format, origin: str) -> Format:
         parts = self._found.get(name, {})
         try:
-            stored = format.as_stored(parts, self._shapes[name], self._described(name, parts))
+            as_kept, tensors = format.as_stored(parts, self._shapes[name], self._described(name, parts))
         except QuantizationError as error:
             raise QuantizationError(
                 f"{origin}: the checkpoint is quantized, and {name} cannot be read part by part: {error}. Quantize a"
                 " checkpoint that is not quantized while it is loaded (quantization_config), or save this one again"
                 " with transformers"
             ) from error
-        recipes = {part: self._recorder.recipe_of(tensor) for part, tensor in stored.tensors.items()}
-        return replace(stored.format, stored=recipes)
+        recipes = {part: self._recorder.recipe_of(tensor) for part, tensor in tensors.items()}
+        return replace(as_kept, stored=recipes)
 
     def _described(self, name: str, parts: Mapping[str, Tensor]) -> Mapping[str, Any]:
         """What the files say of a weight in words: in a tensor, or in a header."""
