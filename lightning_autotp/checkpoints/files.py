@@ -196,14 +196,18 @@ def read_stored(checkpoint: dict[str, Any]) -> None:
             whole[id(value)] = value.read()
         return whole[id(value)]
 
+    for table in _tables(checkpoint):
+        table |= {key: read(value) for key, value in table.items()}
+
+
+def _tables(checkpoint: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """What tensors are in, by their keys: state dicts, and what optimizers have of each parameter."""
     for values in checkpoint.values():
-        states = values if isinstance(values, list) else [values]
-        for state in states:
+        for state in values if isinstance(values, list) else [values]:
             if is_optimizer_state(state):
-                for of_parameter in state["state"].values():
-                    of_parameter |= {key: read(value) for key, value in of_parameter.items()}
+                yield from state["state"].values()
             elif state is values and isinstance(state, dict):
-                state |= {key: read(value) for key, value in state.items()}
+                yield state
 
 
 def check_checkpoint(path: Path, weights_only: bool = True) -> int:
@@ -219,18 +223,11 @@ def check_checkpoint(path: Path, weights_only: bool = True) -> int:
     Raises:
         CheckpointError: if it is not what was saved.
     """
-    stored = list({id(value): value for value in _stored_in(read_checkpoint(path, weights_only))}.values())
-    for value in stored:
+    values = (value for table in _tables(read_checkpoint(path, weights_only)) for value in table.values())
+    stored = {id(value): value for value in values if isinstance(value, StoredTensor)}
+    for value in stored.values():
         value.check()
     return len(stored)
-
-
-def _stored_in(values: Any) -> Iterator[StoredTensor]:
-    if isinstance(values, StoredTensor):
-        yield values
-    elif isinstance(values, dict | list):
-        for value in values.values() if isinstance(values, dict) else values:
-            yield from _stored_in(value)
 
 
 class Background:
@@ -321,16 +318,19 @@ def _split(checkpoint: dict[str, Any]) -> tuple[dict[str, HeldTensor], dict[str,
 
 def _join(rest: dict[str, Any], where: dict[str, Any], tensors: dict[str, StoredTensor]) -> dict[str, Any]:
     """The inverse of :func:`_split`: a checkpoint with stored tensors."""
-    optimizers = where.pop("optimizer_states", ())
-    of_optimizers = list(zip(rest.get("optimizer_states", ()), optimizers, strict=True))
-    for name, places in where.items():
-        if is_optimizer_state(rest[name]):
-            of_optimizers.append((rest[name], places))
+
+    def put(values: Any, places: Any) -> None:
+        if isinstance(places, list):
+            for state, of_state in zip(values, places, strict=True):
+                put(state, of_state)
+        elif is_optimizer_state(values):
+            for number, names in places.items():
+                put(values["state"][number], names)
         else:
-            rest[name] |= {key: tensors[stored] for key, stored in places.items()}
-    for state, places in of_optimizers:
-        for number, names in places.items():
-            state["state"][number] |= {key: tensors[name] for key, name in names.items()}
+            values |= {key: tensors[stored] for key, stored in places.items()}
+
+    for name, places in where.items():
+        put(rest[name], places)
     return rest
 
 
