@@ -223,16 +223,7 @@ class HeadProduct:
         """
         self._uses.prepare_backward(grad)
         self.check()
-        with torch.enable_grad():
-            # Under other objects: hooks on the parameters are called when these gradients arrive there, not now, too.
-            features, weight = self.features.view_as(self.features), self.weight.view_as(self.weight)
-            bias = None if self.bias is None else self.bias.view_as(self.bias)
-            value = self._computed(features, weight, bias)
-        sources = [
-            x for x, is_wanted in zip((features, weight, bias), wanted, strict=True) if is_wanted and x is not None
-        ]
-        found = iter(torch.autograd.grad(value, sources, grad, create_graph=torch.is_grad_enabled()))
-        return [next(found) if is_wanted else None for is_wanted in wanted]
+        return gradients_of(self._computed, (self.features, self.weight, self.bias), grad, wanted)
 
     def check(self) -> None:
         """Raise if the values cannot be computed any more.
@@ -297,6 +288,27 @@ class HeadProduct:
             )
         self.value()
         self._uses.is_hooked = True
+
+
+def gradients_of(
+    function: Callable[..., Tensor], sources: Sequence[Tensor | None], grad: Tensor, wanted: Sequence[bool]
+) -> list[Tensor | None]:
+    """The gradients of tensors from that of what a function makes of them, computed anew; differentiable if recorded.
+
+    Args:
+        function: takes all of ``sources``; collective if it is.
+        sources: these tensors.
+        grad: the gradient of the result.
+        wanted: of which of the tensors.
+    """
+    is_recorded = torch.is_grad_enabled()  # under create_graph=True
+    with torch.enable_grad():
+        # Under other objects: hooks on the parameters are called when these gradients arrive there, not now, too.
+        views = [None if x is None else x.view_as(x) for x in sources]
+        value = function(*views)
+    asked = [x for x, is_wanted in zip(views, wanted, strict=True) if is_wanted and x is not None]
+    found = iter(torch.autograd.grad(value, asked, grad, create_graph=is_recorded))
+    return [next(found) if is_wanted else None for is_wanted in wanted]
 
 
 _all: weakref.WeakSet[HeadProduct] = weakref.WeakSet()

@@ -35,7 +35,7 @@ from torch.nn import functional as F
 
 from lightning_autotp.layouts.ownership import Ownership
 from lightning_autotp.parallel.cross_entropy import Targets, check, prepared, reduced, token_losses
-from lightning_autotp.parallel.head_product import ElementwiseStep, HeadProduct
+from lightning_autotp.parallel.head_product import ElementwiseStep, HeadProduct, gradients_of
 from lightning_autotp.ranks.group import TPGroup
 
 PART_TOKENS = 1024
@@ -339,10 +339,9 @@ def _differentiable(
     work: _Work, features: Tensor, weight: Tensor, bias: Tensor | None, grad: Tensor, *, is_summed: bool
 ) -> Sequence[Tensor | None]:
     """The gradients as differentiable functions of everything, from all logits at once. Collective."""
-    # Under other objects: hooks on the parameters are called when these gradients arrive there, and not now, too.
-    features, weight = features.view_as(features), weight.view_as(weight)
-    bias = None if bias is None else bias.view_as(bias)
-    losses = token_losses(work.logits(features, weight, bias), 1, work.targets)
-    sources = [x for x, wanted in zip((features, weight, bias), work.wanted, strict=True) if wanted and x is not None]
-    found = iter(torch.autograd.grad(losses.sum() if is_summed else losses, sources, grad, create_graph=True))
-    return [next(found) if wanted else None for wanted in work.wanted]
+
+    def loss(features: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        losses = token_losses(work.logits(features, weight, bias), 1, work.targets)
+        return losses.sum() if is_summed else losses
+
+    return gradients_of(loss, (features, weight, bias), grad, work.wanted)
