@@ -29,7 +29,7 @@ from torch.utils.data import DistributedSampler
 
 from lightning_autotp.private.distributed_private import device_of_objects
 from lightning_autotp.private.torch_private import LoaderOfLoader
-from lightning_autotp.ranks.agreement import PeerError
+from lightning_autotp.ranks.agreement import in_words, peer_error
 from lightning_autotp.ranks.random_numbers import default_generator
 
 LARGE = 1 << 20
@@ -205,7 +205,7 @@ def read_once(read: Callable[[], Any], group: dist.ProcessGroup, device: torch.d
         except Exception as caught:
             error = caught
         changed = {name: state for name, state in _random_states(device).items() if state != before[name]}
-        header = _Header(content, tensors, changed, f"{type(error).__name__}: {error}" if error is not None else None)
+        header = _Header(content, tensors, changed, in_words(error) if error is not None else None)
     headers = [header]
     source = dist.get_process_group_ranks(group)[0]
     dist.broadcast_object_list(headers, src=source, group=group)
@@ -216,7 +216,7 @@ def read_once(read: Callable[[], Any], group: dist.ProcessGroup, device: torch.d
     if error is not None:
         raise error
     if header.error is not None:
-        raise PeerError(f"rank 0 of {dist.get_world_size(group)} failed while {phase}: {header.error}")
+        raise peer_error({0: header.error}, dist.get_world_size(group), phase)
     if not reads:
         flats = [torch.empty(tensor.bytes, dtype=torch.uint8, device=there) for tensor in header.tensors]
     _broadcast_bytes(flats, source, group)

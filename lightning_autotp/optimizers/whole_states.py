@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_autotp.optimizers.stepping import stepped_by
 from lightning_autotp.optimizers.whole_matrices import WholeMatrixOptimizer
+from lightning_autotp.parameters.local_blocks import plain
 from lightning_autotp.parameters.state import parallel_state
 
 
@@ -30,4 +31,4 @@ def whole_states(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, 
     for parameter in stepped_by(optimizer):
         for key, value in list(optimizer.state.get(parameter, {}).items()) if parameter in names else ():
             if type(value) in (Tensor, DTensor) and value.is_floating_point():
-                yield f"{key} of {names[parameter]}", value.to_local() if isinstance(value, DTensor) else value
+                yield f"{key} of {names[parameter]}", plain(value)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_autotp.parameters.local_blocks import plain
 from lightning_autotp.parameters.state import dotted, own_modules, parallel_state
 
 
@@ -33,7 +34,7 @@ def whole_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for place in state.places(model):
         parameter = place.parameter
         if not place.meta.is_parallel and parameter.is_floating_point():
-            yield place.name, parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
+            yield place.name, plain(parameter)
     for path, module in own_modules(model):
         for name, buffer in list(module.named_buffers(recurse=False)):  # one may be added before the next is asked for
             full_name = dotted(path, name)
