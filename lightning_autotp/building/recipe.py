@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_autotp.private.torch_private import changes, neg_view, tree_leaves, tree_map_only
-from lightning_autotp.ranks.random_numbers import default_generator
+from lightning_autotp.ranks.generators import default_generator
 
 
 class Source(Protocol):

@@ -33,7 +33,7 @@ from lightning_autotp.private.torch_private import (
     tree_leaves,
     tree_map_only,
 )
-from lightning_autotp.ranks.random_numbers import default_generator
+from lightning_autotp.ranks.generators import default_generator
 
 _EMPTY = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"}
 _GEOMETRY_ONLY = _EMPTY | {"zeros_like", "new_zeros", "ones_like", "new_ones", "full_like", "new_full"}

@@ -30,7 +30,7 @@ from torch.utils.data import DistributedSampler
 from lightning_autotp.private.distributed_private import device_of_objects
 from lightning_autotp.private.torch_private import LoaderOfLoader
 from lightning_autotp.ranks.agreement import in_words, peer_error
-from lightning_autotp.ranks.random_numbers import default_generator
+from lightning_autotp.ranks.generators import default_generator
 
 LARGE = 1 << 20
 """Bytes from which on a tensor is sent by itself."""

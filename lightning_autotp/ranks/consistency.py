@@ -28,9 +28,9 @@ from torch import Tensor
 from lightning_autotp.ranks.agreement import gather_objects, largest_of_all
 from lightning_autotp.ranks.description import DescribedItem, combined, describe, difference
 from lightning_autotp.ranks.drift import Drift
+from lightning_autotp.ranks.generators import default_generator
 from lightning_autotp.ranks.host_copy import HostCopy
 from lightning_autotp.ranks.losses import Losses
-from lightning_autotp.ranks.random_numbers import default_generator
 
 
 class Noted(NamedTuple):

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_autotp.ranks.generators import default_generator
 from lightning_autotp.ranks.group import TPGroup
 
 _SEEDS = 2**63 - 1
@@ -81,16 +82,6 @@ def share_random_state(group: TPGroup, device: torch.device) -> None:
 def are_own_numbers_noted() -> bool:
     """Whether a trace is inside :func:`own_numbers`."""
     return _noted.get()
-
-
-def default_generator(device: torch.device) -> torch.Generator:
-    """The generator that a device draws from by default."""
-    if device.type == "cpu":
-        return torch.default_generator
-    module = torch.get_device_module(device)
-    current = module.current_device()  # asked in any case: before a device is used there are no generators
-    generator: torch.Generator = module.default_generators[current if device.index is None else device.index]
-    return generator
 
 
 def _accelerator(device: torch.device) -> str:
