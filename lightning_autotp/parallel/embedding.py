@@ -21,9 +21,9 @@ from lightning_autotp.capture import recording
 from lightning_autotp.layouts.ownership import Ownership, owner_of
 from lightning_autotp.layouts.plan import ImplementationPlan
 from lightning_autotp.layouts.types import Shard
-from lightning_autotp.parallel.collectives import all_reduce, owner_rows, take_owned
+from lightning_autotp.parallel.collectives import all_reduce, owner_rows
 from lightning_autotp.parallel.layer_runs import NotesRuns
-from lightning_autotp.parallel.local_parameters import LocalParameters, become, localize_parameter
+from lightning_autotp.parallel.local_parameters import LocalParameters, become, localize_parameter, take_parts
 from lightning_autotp.private.torch_private import assert_async, has_values
 from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.solving.implementations import DEFERRED_SUM, Implementation
@@ -152,17 +152,9 @@ class VocabParallelEmbedding(nn.Embedding, NotesRuns):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if ownership.size != num_embeddings or ownership.ranks != group.size:
-            raise ValueError(
-                f"the ownership map ({ownership} over {ownership.ranks} ranks) does not fit "
-                f"num_embeddings={num_embeddings} in a group of {group.size}"
-            )
-        # On meta nn.Embedding makes nothing; it checks and normalizes the arguments.
-        super().__init__(num_embeddings, embedding_dim, padding_idx, device="meta")
-        self.weight = nn.Parameter(
-            torch.empty(ownership.local_size(group.rank), embedding_dim, device=device, dtype=dtype)
-        )
-        self.ownership, self.group, self.reduce_output = ownership, group, reduce_output
+        super().__init__(num_embeddings, embedding_dim, padding_idx, device="meta", dtype=dtype)
+        self._divide(ownership, group, reduce_output)
+        self.to_empty(device=device or torch.get_default_device())
 
     @classmethod
     def convert(
@@ -196,23 +188,22 @@ class VocabParallelEmbedding(nn.Embedding, NotesRuns):
                     f"an embedding with {option} cannot be cut over its vocabulary: turn it off, or leave it replicated"
                 )
         layer = become(embedding, cls, nn.Embedding)
-        localize_parameter(layer, "weight", 0, ownership, group, local)
-        layer.ownership, layer.group, layer.reduce_output = ownership, group, reduce_output
+        layer._divide(ownership, group, reduce_output, local)
         return layer
+
+    def _divide(
+        self, ownership: Ownership, group: TPGroup, reduce_output: bool, local: LocalParameters | None = None
+    ) -> None:
+        localize_parameter(self, "weight", 0, ownership, group, local)
+        self.ownership, self.group, self.reduce_output = ownership, group, reduce_output
 
     def reset_parameters(self) -> None:
         """Fill in this rank's part of what ``nn.Embedding`` would draw with the same seed, by drawing all of it."""
-        if self.weight.is_meta:
-            return
-        whole = nn.Embedding(
-            self.num_embeddings,
-            self.embedding_dim,
-            self.padding_idx,
-            device=self.weight.device,
-            dtype=self.weight.dtype,
-        )
-        with torch.no_grad():
-            self.weight.copy_(take_owned(whole.weight, 0, self.ownership, self.group.rank))
+        like = self.weight
+        if not like.is_meta:
+            sizes = self.num_embeddings, self.embedding_dim, self.padding_idx
+            whole = nn.Embedding(*sizes, device=like.device, dtype=like.dtype)
+            take_parts(self, whole, 0, self.ownership, self.group)
 
     def forward(self, input: Tensor) -> Tensor:
         """``[batch, ...] -> [batch, ..., hidden]``. Collective unless ``reduce_output=False``."""

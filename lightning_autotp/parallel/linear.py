@@ -22,7 +22,7 @@ are ``nn.Linear``s (libraries look for that) whose ``in_features`` and ``out_fea
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -36,11 +36,10 @@ from lightning_autotp.parallel.collectives import (
     all_reduce,
     keep_once,
     scatter,
-    take_owned,
 )
 from lightning_autotp.parallel.float8 import local_product
 from lightning_autotp.parallel.layer_runs import NotesRuns
-from lightning_autotp.parallel.local_parameters import LocalParameters, become, localize_parameter
+from lightning_autotp.parallel.local_parameters import LocalParameters, become, localize_parameter, take_parts
 from lightning_autotp.parallel.overlap import product, replicate
 from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.solving.implementations import DEFERRED_SUM, Implementation
@@ -49,7 +48,22 @@ _Column = TypeVar("_Column", bound="ColumnParallelLinear")
 _Row = TypeVar("_Row", bound="RowParallelLinear")
 
 
-class ColumnParallelLinear(nn.Linear, NotesRuns):
+class _CutLinear(nn.Linear, NotesRuns):
+    """A linear layer of whose weight every rank has some along :attr:`cut_dim`, by an ownership map."""
+
+    cut_dim: ClassVar[int]
+    ownership: Ownership
+    group: TPGroup
+
+    def reset_parameters(self) -> None:
+        """Fill in this rank's part of what ``nn.Linear`` would draw with the same seed, by drawing all of it."""
+        like = self.weight
+        if not like.is_meta:
+            whole = nn.Linear(self.in_features, self.out_features, self.bias is not None, like.device, like.dtype)
+            take_parts(self, whole, self.cut_dim, self.ownership, self.group)
+
+
+class ColumnParallelLinear(_CutLinear):
     """A linear layer of which every rank computes some output features.
 
     ================  ======================================================  ===========================
@@ -88,8 +102,7 @@ class ColumnParallelLinear(nn.Linear, NotesRuns):
         torch.Size([2, 5, 56])
     """
 
-    ownership: Ownership
-    group: TPGroup
+    cut_dim = 0
 
     def __init__(
         self,
@@ -104,14 +117,9 @@ class ColumnParallelLinear(nn.Linear, NotesRuns):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        # Not nn.Linear.__init__, which would make and initialize the whole weight.
-        nn.Module.__init__(self)
-        _check_map(ownership, out_features, "out_features", group)
-        self.in_features, self.out_features = in_features, out_features
-        local = ownership.local_size(group.rank)
-        self.weight = nn.Parameter(torch.empty(local, in_features, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(local, device=device, dtype=dtype)) if bias else None  # type: ignore[assignment]
-        self._configure(ownership, group, gather_output, input_is_replicated)
+        super().__init__(in_features, out_features, bias, device="meta", dtype=dtype)
+        self._divide(ownership, group, gather_output, input_is_replicated)
+        self.to_empty(device=device or torch.get_default_device())
 
     @classmethod
     def convert(
@@ -142,31 +150,21 @@ class ColumnParallelLinear(nn.Linear, NotesRuns):
             ValueError: if the ownership map does not fit it.
         """
         layer = become(linear, cls, nn.Linear)
-        for name in ("weight",) if linear.bias is None else ("weight", "bias"):
-            localize_parameter(layer, name, 0, ownership, group, local)
-        layer._configure(ownership, group, gather_output, input_is_replicated)
+        layer._divide(ownership, group, gather_output, input_is_replicated, local)
         return layer
 
-    def _configure(
+    def _divide(
         self,
         ownership: Ownership,
         group: TPGroup,
         gather_output: bool,
         input_is_replicated: bool,
+        local: LocalParameters | None = None,
     ) -> None:
+        for name in ("weight",) if self.bias is None else ("weight", "bias"):
+            localize_parameter(self, name, 0, ownership, group, local)
         self.ownership, self.group = ownership, group
-        self.gather_output = gather_output
-        self.input_is_replicated = input_is_replicated
-
-    def reset_parameters(self) -> None:
-        """Fill in this rank's part of what ``nn.Linear`` would draw with the same seed, by drawing all of it."""
-        whole = nn.Linear(
-            self.in_features, self.out_features, self.bias is not None, self.weight.device, self.weight.dtype
-        )
-        with torch.no_grad():
-            self.weight.copy_(take_owned(whole.weight, 0, self.ownership, self.group.rank))
-            if self.bias is not None:
-                self.bias.copy_(take_owned(whole.bias, 0, self.ownership, self.group.rank))
+        self.gather_output, self.input_is_replicated = gather_output, input_is_replicated
 
     def forward(self, input: Tensor) -> Tensor:
         """``[batch, ..., in] -> [batch, ..., out/tp]``; see the class for the flags. Collective."""
@@ -189,7 +187,7 @@ class ColumnParallelLinear(nn.Linear, NotesRuns):
         return text + _in_float8(self)
 
 
-class RowParallelLinear(nn.Linear, NotesRuns):
+class RowParallelLinear(_CutLinear):
     """A linear layer of which every rank has some input features; the ranks' products add up.
 
     ================  ======================================================  ===========================
@@ -227,8 +225,7 @@ class RowParallelLinear(nn.Linear, NotesRuns):
         torch.Size([2, 5, 64])
     """
 
-    ownership: Ownership
-    group: TPGroup
+    cut_dim = 1
 
     def __init__(
         self,
@@ -243,14 +240,9 @@ class RowParallelLinear(nn.Linear, NotesRuns):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        nn.Module.__init__(self)
-        _check_map(ownership, in_features, "in_features", group)
-        self.in_features, self.out_features = in_features, out_features
-        self.weight = nn.Parameter(
-            torch.empty(out_features, ownership.local_size(group.rank), device=device, dtype=dtype)
-        )
-        self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None  # type: ignore[assignment]
-        self._configure(ownership, group, input_is_parallel, reduce_output)
+        super().__init__(in_features, out_features, bias, device="meta", dtype=dtype)
+        self._divide(ownership, group, input_is_parallel, reduce_output)
+        self.to_empty(device=device or torch.get_default_device())
 
     @classmethod
     def convert(
@@ -268,35 +260,25 @@ class RowParallelLinear(nn.Linear, NotesRuns):
         Arguments, result and errors are :meth:`ColumnParallelLinear.convert`'s, with this class's flags.
         """
         layer = become(linear, cls, nn.Linear)
-        localize_parameter(layer, "weight", 1, ownership, group, local)
-        layer._configure(ownership, group, input_is_parallel, reduce_output)
+        layer._divide(ownership, group, input_is_parallel, reduce_output, local)
         return layer
 
-    def _configure(
+    def _divide(
         self,
         ownership: Ownership,
         group: TPGroup,
         input_is_parallel: bool,
         reduce_output: bool,
+        local: LocalParameters | None = None,
     ) -> None:
         if ownership.is_shared:
             raise ValueError(
                 f"a row-parallel layer needs one owner for every input feature, but the map {ownership} shares some: "
                 "their products would be added more than once"
             )
+        localize_parameter(self, "weight", 1, ownership, group, local)
         self.ownership, self.group = ownership, group
-        self.input_is_parallel = input_is_parallel
-        self.reduce_output = reduce_output
-
-    def reset_parameters(self) -> None:
-        """Fill in this rank's part of what ``nn.Linear`` would draw with the same seed, by drawing all of it."""
-        whole = nn.Linear(
-            self.in_features, self.out_features, self.bias is not None, self.weight.device, self.weight.dtype
-        )
-        with torch.no_grad():
-            self.weight.copy_(take_owned(whole.weight, 1, self.ownership, self.group.rank))
-            if self.bias is not None:
-                self.bias.copy_(whole.bias)
+        self.input_is_parallel, self.reduce_output = input_is_parallel, reduce_output
 
     def forward(self, input: Tensor) -> Tensor:
         """``[batch, ..., in/tp] -> [batch, ..., out]``; see the class for the flags. Collective."""
@@ -328,14 +310,6 @@ def _in_float8(layer: nn.Linear) -> str:
 
 def _sizes(ownership: Ownership, group: TPGroup) -> str:
     return f"{ownership.size} -> {ownership.local_size(group.rank)}"
-
-
-def _check_map(ownership: Ownership, size: int, what: str, group: TPGroup) -> None:
-    if ownership.size != size or ownership.ranks != group.size:
-        raise ValueError(
-            f"the ownership map ({ownership} over {ownership.ranks} ranks) does not fit {what}={size} "
-            f"in a group of {group.size}: make it with that size and number of ranks"
-        )
 
 
 def _build_column(

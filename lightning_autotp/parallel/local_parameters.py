@@ -10,6 +10,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any, TypeVar, cast
 
+import torch
 from torch import nn
 
 from lightning_autotp.layouts.ownership import Ownership
@@ -74,6 +75,15 @@ def localize_parameter(
             f"({cut}, wanted {layout}): tied parameters need one layout"
         )
     setattr(module, name, new)
+
+
+def take_parts(module: nn.Module, whole: nn.Module, dim: int, ownership: Ownership, group: TPGroup) -> None:
+    """Copy this rank's parts of a whole module's parameters, cut along a dim, into a parallel one. Not collective."""
+    with torch.no_grad():
+        for name, own in module.named_parameters(recurse=False):
+            values = parameters_of(whole)[name]
+            assert values is not None
+            own.copy_(values if values.shape == own.shape else take_owned(values, dim, ownership, group.rank))
 
 
 def become(module: nn.Module, parallel: type[_Parallel], base: type[nn.Module]) -> _Parallel:
