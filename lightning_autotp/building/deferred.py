@@ -3,7 +3,7 @@
 Inside :func:`deferred_init` ordinary code builds an ordinary model, except that every ``nn.Parameter`` lies on the meta
 device. Everything else (buffers, temporaries) is real. A dispatch mode writes down each operation that makes or changes
 a tensor's memory; at the end every parameter gets a :class:`~lightning_autotp.building.recipe.Recipe` at
-``parameter.meta.init_fn``, from which :mod:`~lightning_autotp.loading.parameters` makes this rank's part of it.
+``parameter.autotp_recipe``, from which :mod:`~lightning_autotp.loading.parameters` makes this rank's part of it.
 
 How it stays exact:
 
@@ -39,7 +39,7 @@ _active: Recorder | None = None
 def deferred_init() -> Iterator[Recorder]:
     """Within it, parameters are made on the meta device and how to initialize them is recorded.
 
-    On leaving, every parameter made within has ``parameter.meta.init_fn``, which returns the whole tensor with the
+    On leaving, every parameter made within has ``parameter.autotp_recipe``, which makes the whole tensor with the
     values that ordinary execution would have given it, and torch's generator is where it would have been. Nested uses
     join the outermost one. ``torch`` is as before afterwards, also after an exception (then nothing has a recipe).
 

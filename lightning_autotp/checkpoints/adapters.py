@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 def find_adapted(module: nn.Module) -> PeftModel | None:
     """The first PEFT model that ``module`` is or holds, ``None`` without one (or without PEFT)."""
-    peft = sys.modules.get("peft")  # if nobody imported it, nobody made a model with it
+    peft = sys.modules.get("peft")  # if it was not imported, no model was made with it
     if peft is None:
         return None
     return next((child for child in module.modules() if isinstance(child, peft.PeftModel)), None)

@@ -345,7 +345,7 @@ def _beside(path: Path, what: str) -> Path:
 
 @contextmanager
 def alone(path: Path, lock: Path) -> Iterator[None]:
-    """Within it no other process writes to a place; one that is killed keeps nobody out.
+    """Within it no other process writes to a place; one that is killed keeps no other out.
 
     Args:
         path: the place, for the message.

@@ -11,11 +11,11 @@ does not sum each of them where it comes up:
    large: :func:`~lightning_autotp.layouts.buckets.in_buckets`), summed over the ranks, and put back; what was put aside
    is added.
 
-Within :meth:`GradientBuckets.postponed` step 3 is left to the first pass outside of it, or to whoever reads one of the
-gradients before: under gradient accumulation there is one sum for an optimizer step, and what is read is what one
+Within :meth:`GradientBuckets.postponed` step 3 is left to the first pass outside of it, or to code that reads one of
+the gradients before: under gradient accumulation there is one sum for an optimizer step, and what is read is what one
 process would have accumulated so far.
 
-A parameter's gradient is summed where it comes up if someone else sees it before the pass is over
+A parameter's gradient is summed where it comes up if other code sees it before the pass is over
 (other hooks on the parameter, ``DistributedDataParallel``, FSDP2), if it is not accumulated (``torch.autograd.grad``),
 and under ``create_graph=True``.
 """
@@ -49,7 +49,7 @@ class GradientBuckets:
     """The gradients of a model that wait to be summed; copies of the model share it.
 
     Attributes:
-        at_once: whether nothing waits, since someone unknown sees the gradients while a pass runs.
+        at_once: whether nothing waits, since other code sees the gradients while a pass runs.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class GradientBuckets:
 
     @contextmanager
     def postponed(self) -> Iterator[None]:
-        """Leave the sums of backward passes within to the first one that is not, or to who reads. Not collective."""
+        """Leave the sums of backward passes within to the first one outside, or to code that reads. Not collective."""
         self._postponed += 1
         try:
             yield
@@ -108,7 +108,7 @@ class GradientBuckets:
                 parameter.grad.sum_all = self.read
 
     def read(self, name: str) -> None:
-        """Somebody reads the gradient of this name: sum all that wait. Collective.
+        """The gradient of this name is read: sum all that wait. Collective.
 
         Raises:
             RuntimeError: if other ranks do not read.

@@ -160,7 +160,7 @@ def _is_called_for_its_own(module: nn.Module) -> bool:
 
 @torch.compiler.disable  # hooks on tensors, which dynamo fails to inline
 def _compute_while_gathered(model: nn.Module, args: Any, output: Any) -> None:
-    """Let the logits that somebody has yet when the backward pass ends be computed there."""
+    """Let logits that code still refers to when the backward pass ends be computed then."""
 
     def end() -> None:
         compute_undone(model.parameters())

@@ -108,7 +108,7 @@ class Mark:
             parameter.grad = marked(parameter.grad, self.part)
 
     def given(self, parameter: Tensor) -> None:
-        """Mark a plain tensor that somebody has put there, under whatever other name it has."""
+        """Mark a plain tensor that code has put there, whatever other names it has."""
         gradient = parameter.grad
         for kind in (GradientPart, CutGradientPart):
             if gradient is not None and type(gradient) is kind.plain:

@@ -156,8 +156,8 @@ def _mark(meta: ParameterMeta, group: TPGroup) -> Mark:
 def postponed_sums(module: nn.Module) -> Iterator[None]:
     """Within it, backward passes leave the gradients of parameters that every rank holds unsummed. Not collective.
 
-    The first backward pass after it sums them, with all that was accumulated, or whoever reads one of them before. For
-    the passes of a gradient accumulation but the last one.
+    The first backward pass after it sums them, with all that was accumulated, or code that reads one of them before.
+    For the passes of a gradient accumulation but the last one.
 
     Args:
         module: a parallel model, or a module that holds some.
@@ -273,7 +273,7 @@ def keep_hooked(parameter: Tensor, hook: Hook | None) -> None:
 
 
 def mark_gradients(parameters: Iterable[Tensor]) -> None:
-    """Let gradients that somebody has put on parameters answer for the whole, as those of backward passes do."""
+    """Let gradients that code has put on parameters answer for the whole, as those of backward passes do."""
     for parameter in parameters:
         if type(parameter.grad) in (Tensor, DTensor):
             _, after = hook_tables([parameter])

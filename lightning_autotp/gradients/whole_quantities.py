@@ -135,8 +135,8 @@ def misleading(func: Callable[..., Any], gradient: PartOfGradient, detail: str =
 def is_in_optimizer() -> bool:
     """Whether an optimizer of torch calls a function, seen from its handler: the states that it writes stay plain.
 
-    They are nobody else's, and in each step a subclass would take a call for each function of each of them. Compiled
-    code is taken for one: nobody sees who calls there.
+    No other code reads them, and in each step a subclass would take a call for each function of each of them. Compiled
+    code is taken for one: who calls cannot be seen there.
     """
     if torch.compiler.is_compiling():
         return True

@@ -288,7 +288,7 @@ class FirstSteps:
 
 
 class CheckedCalls:
-    """Forward pre-hook of models in a loop that nobody knows: from their first calls to the next one code is checked.
+    """Forward pre-hook of models in a loop of the user's own: from their first calls to the next one code is checked.
 
     So the whole of a loop is looked at, also what it does before it calls a model in its second turn. Not collective.
     Models that are compiled are not checked. A copy of the hook, on a copy of a model, checks nothing.

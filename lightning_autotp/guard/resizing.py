@@ -144,7 +144,7 @@ def _refuse_optimized(model: nn.Module, places: Iterable[ParameterPlace]) -> Non
     replaced = {id(place.parameter): place.name for place in places}
     found = _optimized(replaced)
     if found:
-        gc.collect()  # one that nobody can use any more may be left in a cycle
+        gc.collect()  # one that cannot be reached any more may be left in a cycle
         found = _optimized(replaced)
     if found:
         optimizer, name = found

@@ -61,7 +61,7 @@ class Original(NamedTuple):
 
     Attributes:
         optimizer: the optimizer.
-        names: of its groups' parameters in the model; ``None`` for those of nobody or of others.
+        names: of its groups' parameters in the model; ``None`` for those that are not in it.
         state: its state dict, of whole tensors, if it has a state.
     """
 
@@ -118,7 +118,7 @@ def move_to_local(original: Original, module: nn.Module) -> None:
 
 
 def owner_of(optimizer: Optimizer, modules: Sequence[nn.Module]) -> nn.Module | None:
-    """The module that has an optimizer's parameters, a list of several, or ``None`` where all are of nobody.
+    """The module that has an optimizer's parameters, a list of several, or ``None`` where none is in any.
 
     Raises:
         ValueError: for parameters that a model had before it was made local.

@@ -92,8 +92,8 @@ class WholeExperts:
         return [*(own[name] for name in sorted(own)), *(parameter for _, parameter in sorted(others))]  # type: ignore[list-item]
 
 
-def deal_out(module: nn.Module, use: ImplementationPlan, layout: Shard, group: TPGroup, local: LocalParameters) -> None:
-    """Leave a module those of its stacked experts that this rank has."""
+def keep_own(module: nn.Module, use: ImplementationPlan, layout: Shard, group: TPGroup, local: LocalParameters) -> None:
+    """Leave a module only those of its stacked experts that this rank has."""
     ((dim, ownership),) = layout.dims
     for name in list(parameters_of(module)):
         localize_parameter(module, name, dim, ownership, group, local)
@@ -110,5 +110,5 @@ WHOLE_EXPERTS = Implementation(
     outputs=(DEFERRED_SUM,),
     primitive="whole_experts",
     reads=("hidden_states", "index", "weights", "weight", "stacked", "others"),
-    build=deal_out,
+    build=keep_own,
 )

@@ -1,4 +1,4 @@
-"""The product of hidden states with a head's weight, left undone until somebody needs its values.
+"""The product of hidden states with a head's weight, left undone until its values are needed.
 
 A loss can be computed from the hidden states a few tokens at a time
 (:mod:`~lightning_autotp.parallel.linear_cross_entropy`), so that the logits of all tokens are never in memory. What
@@ -327,9 +327,9 @@ def note_written(tensors: Iterable[Tensor]) -> None:
 
 
 def compute_undone(weights: Iterable[Tensor] | None = None) -> None:
-    """Compute the logits that somebody still has, because weights are about to change or to go. Not collective.
+    """Compute the logits that code still refers to, because weights are about to change or to be freed. Not collective.
 
-    Those that nobody has are gone, and cost nothing.
+    Those without a reference are gone, and cost nothing.
 
     Args:
         weights: these; by default all that an optimizer may change.

@@ -91,7 +91,7 @@ class _Gathering:
         self._whole: Tensor | None = None
 
     def end(self) -> None:
-        """Wait for what nobody asked for, so that nothing writes into memory that is used again."""
+        """Wait for what was not asked for, so that nothing writes into memory that is used again."""
         if self._finish is not None:
             self._finish()
 

@@ -1,4 +1,4 @@
-"""A gradient whose sum over the ranks is still to come: whoever reads it gets the sum, which is made then."""
+"""A gradient whose sum over the ranks is still to come: code that reads it gets the sum, which is made then."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class PendingGradient(Tensor):
     Attributes:
         before: what had been summed before, to which the sum is to be added.
         origin: the parameter's name in the original model.
-        sum_all: sums it with all others that wait, because somebody reads the one of this name. Collective. ``None``
+        sum_all: sums it with all others that wait, because code reads the one of this name. Collective. ``None``
             while its backward pass runs, and after one that failed.
     """
 

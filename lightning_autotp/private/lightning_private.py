@@ -67,7 +67,7 @@ __all__ = [
 
 
 class Launcher(_SubprocessScriptLauncher):
-    """Lightning's, with a word when all hooks of a run are over. Its last public hook is before some of them.
+    """Lightning's, which tells the strategy when all hooks of a run are over. No public hook comes after the others.
 
     Args:
         strategy: whose it is: the Trainer's, or Fabric's.
@@ -84,7 +84,7 @@ class Launcher(_SubprocessScriptLauncher):
         return True
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        """Call the function on every rank; where nobody else starts processes, and none were started, start them."""
+        """Call the function on every rank; where no launcher starts processes, and none were started, start them."""
         try:
             if self.cluster_environment.creates_processes_externally:
                 result = function(*args, **kwargs)
@@ -297,7 +297,7 @@ def training_data(trainer: Trainer) -> Callable[[], Any]:
 
 
 class WeightAveraging(callbacks.WeightAveraging):
-    """Lightning's, with the average, what it is made of, and a word before it is copied from or to the model."""
+    """Lightning's, with the average, what it is made of, and a hook around each copy from or to the model."""
 
     @property
     def average(self) -> AveragedModel | None:

@@ -103,7 +103,7 @@ def _carried_out(
         search = fitting or search_with(options.hardware)
     plan, solution = search.with_whole_tokens()
     plans = [(_with_refused(plan, found), solution)]
-    if options.sequence_parallel and ranks > 1:  # one rank has nobody to share tokens with
+    if options.sequence_parallel and ranks > 1:  # one rank has no other to share tokens with
         plans.append(search.with_sharded_tokens(*plans[0]))
     return [(_with_limit(plan, search, options), solution) for plan, solution in plans]
 

@@ -158,7 +158,7 @@ class _Kind:
         Args:
             stage: the number of the stage.
             meet: waits for the other ranks, where the stage alone is why: one that is new to a rank alone would let
-                this one compare with nobody.
+                this one has nothing to compare with.
         """
         self.calls += 1
         is_first, self.stage = stage != self.stage, stage

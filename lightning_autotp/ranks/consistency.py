@@ -1,7 +1,7 @@
 """What the ranks of a tensor-parallel group must have in common for the whole run: batches, random numbers, losses.
 
 Ranks that are given different batches compute nonsense without any error. So do ranks whose common stream of random
-numbers has come apart: they drop other elements of what each of them holds whole, and the weights that every rank has
+numbers has diverged: they drop other elements of what each of them holds whole, and the weights that every rank has
 drift apart with it. Both is told by two numbers per rank and step, which may go along with any other reduction: a
 fingerprint, and its complement. If the largest of the first is the complement of the largest of the second, there is
 one fingerprint only. What it is that differs is exchanged when something does. The losses that they compute, and what

@@ -234,10 +234,10 @@ class PeerWatch:
     def wait_for_others(self) -> None:
         """Wait until all others have stopped watching, or something has happened to one of them.
 
-        For the rank that has the store: when it ends, nobody can say any more that all is well.
+        For the rank that has the store: when it ends, no rank can say any more that all is well.
         """
         done = [f"done/{peer.rank}" for peer in self._peers if peer != self._own]
-        with suppress(RuntimeError):  # the store is gone, and with it everybody's reason to wait
+        with suppress(RuntimeError):  # the store is gone, and with it the reason to wait
             while self._cause is None and not self._store.check(done):
                 time.sleep(ANSWER / 30)
 
@@ -251,7 +251,7 @@ class PeerWatch:
         if self._cause is not None:
             self._kill_stopped()
         if not self._thread.is_alive():
-            with suppress(RuntimeError):  # without the store there is nobody to tell
+            with suppress(RuntimeError):  # without the store no rank can be told
                 self._ask(patience, self._store.set, f"done/{self._own.rank}", "")
 
     def _watch(self) -> None:
@@ -288,7 +288,7 @@ class PeerWatch:
         return _within(seconds, ask, *args)
 
     def _without_store(self) -> str:
-        """What has happened to the rank that has the store; nobody can be told."""
+        """What has happened to the rank that has the store; no rank can be told."""
         self._has_lost_store = True
         keeper = self._peers[0]
         if keeper in self._neighbours and keeper.is_stopped():

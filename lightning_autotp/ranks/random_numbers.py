@@ -2,7 +2,7 @@
 
 All ranks of a tensor-parallel group share one stream of random numbers: what they hold whole they drop alike. A call
 that draws for a sharded tensor must draw other numbers on every rank, and as many as the rank's part needs, without
-the common stream falling apart. So it runs on a generator seeded for this call and this rank, and afterwards
+the common streams diverging. So it runs on a generator seeded for this call and this rank, and afterwards
 the common stream goes on as if it had given one seed per rank (Megatron keeps a second stream in a tracker object for
 this, which checkpoints of activations must save and restore as well).
 

@@ -43,11 +43,11 @@ def let_threads_finish_at_end() -> None:
 def let_threads_finish() -> None:
     """Wait until no thread of this process has anything to do.
 
-    A worker thread of a process group lets go of a collective's tensors after everybody knows that it is done. On a
-    busy machine that may be when the interpreter ends already, and to let go of a tensor is to ask the interpreter.
-    That then ends the thread, where it must not end, and so the process is aborted ("terminate called without an active
-    exception"). Not for longer than :data:`FINISHING`, and for hardly any time where the system does not tell what
-    threads do.
+    A worker thread of a process group drops its references to a collective's tensors after all ranks know that it is
+    done. On a busy machine the interpreter may be ending by then, and dropping a tensor takes the interpreter's lock.
+    The interpreter then ends the thread, where it must not end, and so the process is aborted ("terminate called
+    without an active exception"). Not for longer than :data:`FINISHING`, and for hardly any time where the system does
+    not tell what threads do.
     """
     deadline = time.monotonic() + FINISHING
     idle = 0

@@ -10,7 +10,7 @@
 * held memory (:func:`Profile.memory`): a model is split to make it fit, so a parameter byte that is held has a price.
   It is relative, so that a small model is planned like a large one: a matrix of median size
   (:func:`typical_matrix`) held whole costs as much as ``Profile.matrix_price`` all-reduces of a hidden state of median
-  size. A parameter so much smaller that nobody would communicate to divide it (a router, a norm's weight) is held for
+  size. A parameter so small that dividing it is worth no communication (a router, a norm's weight) is held for
   nothing. A sharded parameter counts as an even share: units that do not divide, or that several ranks share, cost
   time, but must not drive the plan to odder cuts.
 """

@@ -177,7 +177,7 @@ def seen_paths(solution: Solution, rank: int) -> dict[str, SeenPath]:
     types = _Types(graph, solution.layouts, rank)
     seen = {path: SeenPath() for path in graph.branching}
     tops = _outermost(graph)
-    for call in (*graph.calls, *graph.inspections):  # also calls whose operators nobody's result depends on
+    for call in (*graph.calls, *graph.inspections):  # also calls on whose operators no result depends
         if call.module not in graph.branching:
             continue
         line = (call.site.file, call.site.line, call.site.function)

@@ -264,7 +264,7 @@ class Tables:
             problem.add((self.first.get(tensor, tensor),), {(codes[tensor][kind],): 0.0 for kind in allowed})
         if self.profile.activation_price and self.planned is None:
             for tensor in self._kept & self.producer.keys() - self.first.keys():
-                # What a boundary gives is what it was given, whose price that is, unless nobody has taken a sum yet.
+                # What a boundary gives is what it was given, whose price that is, unless no sum was taken yet.
                 priced = codes[tensor] if self.producer[tensor].operator.boundary is None else (P,)
                 held = {kind: self._held(tensor, kind) if kind in priced else 0.0 for kind in codes[tensor]}
                 problem.add((tensor,), {(codes[tensor][kind],): cost for kind, cost in held.items()})

@@ -253,7 +253,7 @@ class GatheredLogits(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if VocabParallelLogits in types:
-            return NotImplemented  # theirs is the say
+            return NotImplemented  # their class decides
         kwargs = dict(kwargs or {})
         _refuse_mutation(func, args, kwargs)
         with without_subclasses():
@@ -282,7 +282,7 @@ def _read_only(result: Any, gathered: Sequence[Tensor]) -> Any:
 
 
 class _Wrap(Function):
-    """Local → wrapper (S → I in types, but nothing is gathered until somebody asks): backward takes the slice."""
+    """Local → wrapper (S → I in types, but nothing is gathered until it is needed): backward takes the slice."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, dim: int, ownership: Ownership, group: TPGroup) -> VocabParallelLogits:
@@ -389,7 +389,7 @@ def _retain_grad(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str
     kept, where = weakref.ref(logits), (logits.shape, logits.vocab_dim, logits.ownership, logits.group)
 
     def keep(gradient: Tensor) -> None:
-        # Also where nobody has the logits any more: that may be so on one rank only.
+        # Also where the logits are gone: that may be so on one rank only.
         whole = _summed_over_ranks(gradient, *where)
         if (kept_by := kept()) is not None:
             with without_subclasses():
