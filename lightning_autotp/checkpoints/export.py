@@ -33,17 +33,9 @@ from lightning_autotp.layouts.names import join_names
 from lightning_autotp.parameters.gathering import whole_tensor
 from lightning_autotp.parameters.state import ParameterTable, is_parallel, parallel_models, parallel_state
 from lightning_autotp.private.transformers_private import (
-    ADDED_TOKENS_FILE,
-    CHAT_TEMPLATE_DIR,
-    CHAT_TEMPLATE_FILE,
-    FEATURE_EXTRACTOR_NAME,
-    FULL_TOKENIZER_FILE,
-    LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE,
-    PROCESSOR_NAME,
     SAFE_WEIGHTS_INDEX_NAME,
-    SPECIAL_TOKENS_MAP_FILE,
     TOKENIZER_CONFIG_FILE,
-    VIDEO_PROCESSOR_NAME,
+    TOKENIZER_FILES,
     PreTrainedModel,
     conversions_of,
     custom_object_save,
@@ -64,11 +56,6 @@ ENTRY = "lightning_autotp"
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 _STAGING = ".export.part"
 _LOCK = ".export.lock"
-_TOKENIZER_FILES = {
-    TOKENIZER_CONFIG_FILE, FULL_TOKENIZER_FILE, SPECIAL_TOKENS_MAP_FILE, ADDED_TOKENS_FILE, CHAT_TEMPLATE_FILE,
-    LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE, CHAT_TEMPLATE_DIR, FEATURE_EXTRACTOR_NAME, PROCESSOR_NAME,
-    VIDEO_PROCESSOR_NAME,
-}  # fmt: skip
 
 
 class Exported(NamedTuple):
@@ -369,7 +356,7 @@ def tokenizer_of(tokenizer: Any, source: str | None) -> Any:
 
 def tokenizer_files(directory: Path) -> list[Path]:
     """The files and directories of a tokenizer or processor in a directory, which need not exist."""
-    names = set(_TOKENIZER_FILES)
+    names = set(TOKENIZER_FILES)
     described = directory / TOKENIZER_CONFIG_FILE
     if described.is_file():
         # Vocabularies are called as the tokenizer's class says.

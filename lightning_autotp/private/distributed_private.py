@@ -25,22 +25,6 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_autotp.private.torch_private import writing
 
-__all__ = [
-    "FileSystemWriter",
-    "FusedProducts",
-    "GatherDtype",
-    "collectives",
-    "communicates",
-    "default_store",
-    "device_of_objects",
-    "device_to_send",
-    "is_lost_connection",
-    "is_outermost",
-    "prepares_backward",
-    "process_group",
-    "share_memory",
-]
-
 collectives = torch.ops._c10d_functional
 """Collectives as operators on a group's name, which torch.compile knows; ``torch.distributed``'s own write in place."""
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-__all__ = ["only_looks"]
-
 _LOOKS = "lightning.fabric.wrappers._backward_hook"
 
 

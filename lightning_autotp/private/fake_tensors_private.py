@@ -22,8 +22,6 @@ from torch._subclasses.fake_tensor import (
     extract_tensor_metadata,
 )
 
-__all__ = ["RememberingFakeTensorMode"]
-
 _DEVICE = torch.ops.prim.device.default
 _SHARING = torch.ops.aten._unsafe_view.default
 """Gives its operand's memory, of which its schema says nothing: torch's cache leaves it out for that."""

@@ -46,23 +46,12 @@ from torch.optim.swa_utils import AveragedModel
 
 __all__ = [
     "NOT_APPLICABLE",
-    "BackwardSync",
-    "DeferredSignals",
-    "ModelSummary",
-    "StrategyInternals",
-    "WeightAveraging",
     "add_worker_init_fn",
     "collect_rng_states",
     "default_pg_timeout",
     "get_human_readable_count",
     "make_optimizers",
     "set_rng_states",
-    "summarize_as_before",
-    "summarize_with",
-    "syncs_batch_norms",
-    "throughputs_of",
-    "training_data",
-    "use_distributed_sampler",
 ]
 
 

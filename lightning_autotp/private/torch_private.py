@@ -89,81 +89,25 @@ from torch.utils._pytree import (
 from torch.utils.weak import WeakIdKeyDictionary
 
 __all__ = [
-    "HANDING_OVER",
-    "HOOKS_OF_ALL_MODULES",
-    "LIST_UPDATES",
-    "TO",
-    "VIEW_GETTERS",
-    "BeforeClipping",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
-    "GradScaler",
-    "LoaderOfLoader",
-    "PreDispatchMode",
     "StorageWeakRef",
     "TorchDispatchMode",
     "TransformType",
     "WeakIdKeyDictionary",
-    "accumulated_hooks",
-    "after_backward",
-    "allow_foreach",
-    "assert_async",
-    "base_of",
-    "buffers_of",
-    "call_by_call",
-    "changes",
-    "check_and_unscale",
-    "children_of",
     "custom_function_call",
-    "data_of",
-    "decided_while_compiling",
-    "device_of",
     "dispatch_functorch",
     "enable_python_dispatcher",
-    "fake_like",
-    "foreach_multiply",
-    "foreach_norm",
-    "forward_hooks",
     "get_interpreter_stack",
     "get_unwrapped",
-    "gradient_hooks",
-    "has_values",
-    "hook_tables",
     "is_functorch_wrapped_tensor",
-    "is_meta",
-    "module_like",
-    "neg_view",
-    "never_compile",
-    "own_shape",
-    "parameters_of",
-    "put_below",
-    "quiet_fake_tensors",
-    "recomputing",
-    "registered_children",
-    "replaced",
-    "running_data_parallel",
-    "schema_of",
     "set_compiler",
-    "set_data_of",
-    "storage_behind",
-    "storage_key",
-    "take_out",
-    "traced_frames",
     "tree_leaves",
     "tree_map",
     "tree_map_only",
-    "uncompiled",
     "unset_fake_temporarily",
-    "will_accumulate",
-    "with_autograd",
-    "with_tensors",
-    "without_modes",
-    "without_subclasses",
-    "wrapper",
-    "writes_into",
-    "writing",
 ]
 
 
@@ -728,12 +672,17 @@ def with_autograd() -> Iterator[None]:
 
 
 class LoaderOfLoader:
-    """Stands for another loader, :attr:`loader`, also where Lightning ends the workers of a ``DataLoader``.
+    """Stands for another loader, :attr:`loader`, whose attributes it has, also where Lightning ends a loader's workers.
 
-    It does so through the loader's private iterator, and has no other way.
+    Lightning does so through the private iterator of a ``DataLoader``, and has no other way.
     """
 
     loader: Any
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":  # an object that is being copied has none yet
+            raise AttributeError(name)
+        return getattr(self.loader, name)
 
     @property
     def _iterator(self) -> Any:

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["casts_on_the_wire", "is_float8_layer", "largest", "make_plain", "to_float8"]
-
 
 def is_float8_layer(module: nn.Module) -> bool:
     """Whether ``convert_to_float8_training`` has made a module, which is no subclass of what that makes."""

@@ -12,8 +12,6 @@ import torch
 import torchmetrics
 from torch import Tensor
 
-__all__ = ["Metric"]
-
 
 class Metric(torchmetrics.Metric):
     """A metric whose states named in :attr:`exact` keep their dtype, whatever a model is converted to.

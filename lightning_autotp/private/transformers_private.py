@@ -62,41 +62,27 @@ from transformers.utils import (
 from transformers.utils.hub import CHAT_TEMPLATE_DIR, CHAT_TEMPLATE_FILE, LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE
 
 __all__ = [
-    "ADDED_TOKENS_FILE",
-    "CHAT_TEMPLATE_DIR",
-    "CHAT_TEMPLATE_FILE",
-    "FEATURE_EXTRACTOR_NAME",
-    "FULL_TOKENIZER_FILE",
-    "INITIALIZES",
-    "LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE",
-    "PROCESSOR_NAME",
     "SAFE_WEIGHTS_INDEX_NAME",
-    "SPECIAL_TOKENS_MAP_FILE",
     "TOKENIZER_CONFIG_FILE",
-    "VIDEO_PROCESSOR_NAME",
-    "TrainerSteps",
-    "asks_hub_by_own_functions",
-    "conversion_key",
-    "conversions_of",
     "convert_and_load_state_dict_in_model",
     "custom_object_save",
-    "fake_tensors_as_ordinary",
     "get_model_conversion_mapping",
-    "names_not_saved",
     "remove_tied_weights_from_state_dict",
     "revert_weight_conversion",
-    "set_conversions_of",
-    "set_waits_for_copies",
     "tokenizer_class_from_name",
-    "waits_for_copies",
-    "with_hub_functions",
-    "with_loading_step",
 ]
 
 if TYPE_CHECKING:
     from transformers import Trainer
 else:
     Trainer = object  # derived classes choose which
+
+TOKENIZER_FILES = frozenset({
+    TOKENIZER_CONFIG_FILE, FULL_TOKENIZER_FILE, SPECIAL_TOKENS_MAP_FILE, ADDED_TOKENS_FILE, CHAT_TEMPLATE_FILE,
+    LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE, CHAT_TEMPLATE_DIR, FEATURE_EXTRACTOR_NAME, PROCESSOR_NAME,
+    VIDEO_PROCESSOR_NAME,
+})  # fmt: skip
+"""The files and directories of tokenizers and processors, but for vocabularies."""
 
 INITIALIZES = ("_init_weights",)
 """A model's method that fills in a module's weights: what all others that do so call, and ``model.apply`` is given."""

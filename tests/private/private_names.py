@@ -102,11 +102,26 @@ def shadowed(module: ModuleType) -> Iterator[str]:
                 yield from (f"{kind.__name__}.{name} is {base.__name__}'s" for name in sorted(own & theirs))
 
 
+def passed_on(tree: ast.Module) -> list[str]:
+    """What a module imports for others."""
+    assignments = [node for node in tree.body if isinstance(node, ast.Assign)]
+    lists = [ast.literal_eval(node.value) for node in assignments if ast.unparse(node.targets[0]) == "__all__"]
+    return [name for names in lists for name in names]
+
+
+def offered(file: Path) -> set[str]:
+    """The public names that a module has for others: what it passes on, and what it defines."""
+    tree = ast.parse(file.read_text())
+    targets = [ast.unparse(node.targets[0]) for node in tree.body if isinstance(node, ast.Assign)]
+    targets += [ast.unparse(node.target) for node in tree.body if isinstance(node, ast.AnnAssign)]
+    targets += [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    return {name for name in (*passed_on(tree), *targets) if not name.startswith("_")}
+
+
 def symbols(file: Path) -> set[str]:
     """What a module of the folder takes from its library: imports by their full names, other private names alone."""
     tree = ast.parse(file.read_text())
-    assignments = [node for node in tree.body if isinstance(node, ast.Assign)]
-    [exported] = [ast.literal_eval(node.value) for node in assignments if ast.unparse(node.targets[0]) == "__all__"]
+    exported = passed_on(tree)
     own = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     names = set()
     for node in ast.walk(tree):
