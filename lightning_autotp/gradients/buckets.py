@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
@@ -132,31 +133,27 @@ class _Pass(dict[Tensor, "tuple[BucketedSum, Tensor | None]"]):
     """A backward pass that is running: the parameters whose gradients come next, with what had been summed before."""
 
 
+@dataclass(eq=False)
 class BucketedSum:
     """Tensor hook of one parameter that every rank holds: its gradient is summed with the others' at the pass's end.
 
     Equal to another one for the same parameter.
 
-    Args:
+    Attributes:
         parameter: the parameter, a leaf.
         name: its name in the original model, which orders the buckets.
         group: the ranks that sum.
         at_once: sums what a pass contributes, where it cannot wait. Collective.
         buckets: where it waits.
-        allowed: kinds of other hooks on the parameter that may see a term of the sum, because they are linear.
+        allowed: classes of other hooks on the parameter that may see a term of the sum, because they are linear.
     """
 
-    def __init__(
-        self,
-        parameter: Tensor,
-        name: str,
-        group: TPGroup,
-        at_once: Callable[[Tensor], Tensor],
-        buckets: GradientBuckets,
-        allowed: tuple[type, ...],
-    ) -> None:
-        self.parameter, self.name, self.group = parameter, name, group
-        self.at_once, self.buckets, self._allowed = at_once, buckets, allowed
+    parameter: Tensor
+    name: str
+    group: TPGroup
+    at_once: Callable[[Tensor], Tensor]
+    buckets: GradientBuckets
+    allowed: tuple[type, ...]
 
     def __call__(self, gradient: Tensor) -> Tensor:
         """What the pass contributes: this rank's term of it, or the sum where that cannot wait. Collective then."""
@@ -172,7 +169,7 @@ class BucketedSum:
             return False
         during, after = hook_tables([self.parameter])
         return (
-            all(hook is self or isinstance(hook, self._allowed) for hook in (during or {}).values())
+            all(hook is self or isinstance(hook, self.allowed) for hook in (during or {}).values())
             and any(hook is self for hook in (during or {}).values())
             and list((after or {}).values()) == [self.buckets.accumulated]
             and will_accumulate(self.parameter)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -101,6 +101,7 @@ class _Uses:
             prepare(grad)
 
 
+@dataclass(eq=False, repr=False)
 class HeadProduct:
     """``steps(features @ weight^T + bias)`` of this rank's classes, not computed yet.
 
@@ -116,25 +117,20 @@ class HeadProduct:
         differentiable: whether gradients were recorded, then and at every step.
     """
 
-    def __init__(
-        self,
-        features: Tensor,
-        dim: int,
-        weight: Tensor,
-        bias: Tensor | None,
-        dtype: torch.dtype,
-        like: Tensor,
-        steps: tuple[ElementwiseStep, ...],
-        autocast: Autocast,
-        differentiable: bool,
-        sources: tuple[_Source, ...],
-        uses: _Uses,
-    ) -> None:
-        self.features, self.dim, self.weight, self.bias = features, dim, weight, bias
-        self.dtype, self.like, self.steps = dtype, like, steps
-        self.autocast, self.differentiable = autocast, differentiable
-        self._sources, self._uses = sources, uses
-        self._value: Tensor | None = None
+    features: Tensor
+    dim: int
+    weight: Tensor
+    bias: Tensor | None
+    dtype: torch.dtype
+    like: Tensor
+    steps: tuple[ElementwiseStep, ...]
+    autocast: Autocast
+    differentiable: bool
+    _sources: tuple[_Source, ...]
+    _uses: _Uses
+    _value: Tensor | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
         _all.add(self)
 
     @classmethod
@@ -154,19 +150,8 @@ class HeadProduct:
         )
 
     def _after(self, features: Tensor, dim: int, like: Tensor, *steps: ElementwiseStep) -> HeadProduct:
-        return HeadProduct(
-            features,
-            dim,
-            self.weight,
-            self.bias,
-            self.dtype,
-            like,
-            (*self.steps, *steps),
-            self.autocast,
-            self.differentiable and torch.is_grad_enabled(),
-            self._sources,
-            self._uses,
-        )
+        is_differentiable, done = self.differentiable and torch.is_grad_enabled(), (*self.steps, *steps)
+        return replace(self, features=features, dim=dim, like=like, steps=done, differentiable=is_differentiable)
 
     def viewed(self, features: Tensor, dim: int, like: Tensor) -> HeadProduct:
         """A view that leaves the classes whole: the same view of the features, with its dim, and of :attr:`like`."""
