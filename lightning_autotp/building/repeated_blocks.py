@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -105,26 +105,15 @@ class CheckpointedForward(_BlockForward):
         return checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
 
 
-class HostMemory(Protocol):
-    """Takes tensors and gives them back, as torch's ``save_on_cpu``."""
-
-    @property
-    def pack_hook(self) -> Any:
-        """Takes a tensor."""
-
-    @property
-    def unpack_hook(self) -> Any:
-        """Gives it back."""
-
-
 class OffloadedForward(_BlockForward):
     """Keeps what the block computes in host memory; its parameters stay on the device.
 
     Attributes:
-        host: in place of the host's memory, where nothing is computed.
+        host: what takes tensors (``pack_hook``) and gives them back (``unpack_hook``) in place of the host's memory,
+            where nothing is computed.
     """
 
-    host: HostMemory | None = None
+    host: Any = None
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """What the block returns, in training."""

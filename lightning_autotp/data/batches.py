@@ -62,11 +62,6 @@ class BroadcastLoader(LoaderOfLoader):
         self._reads = dist.get_rank(group) == 0
         self._length: int | None = self._once(self._own_length, "asking a dataloader for its length")
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "loader":  # an object that is being copied has none yet
-            raise AttributeError(name)
-        return getattr(self.loader, name)
-
     def __len__(self) -> int:
         if self._length is None:
             raise TypeError(f"{type(self.loader).__name__} has no length")

@@ -122,11 +122,6 @@ class NotedLoader(LoaderOfLoader):
         self._notes, self._name = notes, name
         self._epoch = 0
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "loader":  # an object that is being copied has none yet
-            raise AttributeError(name)
-        return getattr(self.loader, name)
-
     def __len__(self) -> int:
         return len(self.loader)
 
