@@ -9,7 +9,6 @@ from lightning_autotp.parallel.collectives import (
     copy_to_tensor_parallel,
     reduce_scatter,
     scatter,
-    slice_replicate,
 )
 from lightning_autotp.parallel.cross_entropy import VocabParallelCrossEntropyLoss, vocab_parallel_cross_entropy
 from lightning_autotp.parallel.embedding import VocabParallelEmbedding, vocab_parallel_lookup
@@ -34,7 +33,6 @@ __all__ = [
     "localize_parameter",
     "reduce_scatter",
     "scatter",
-    "slice_replicate",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_lookup",
 ]

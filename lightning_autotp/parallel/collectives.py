@@ -12,11 +12,11 @@ function                              types  forward                   backward
 :func:`all_gather`                    S → I  all-gather                slice
 :func:`all_gather_replicate`          S → R  all-gather                reduce-scatter
 :func:`scatter`                       I → S  slice                     all-gather
-:func:`slice_replicate`               R → S  slice                     zero-padding
+``convert`` alone                     R → S  slice                     zero-padding
 :func:`reduce_scatter`                P → S  reduce-scatter            all-gather
 :func:`keep_once`                     I → P  zeros but on one rank     identity
-:func:`keep_once_replicate`           R → P  zeros but on one rank     zeros but on one rank
-:func:`gradient_once`                 R → I  identity                  zeros but on one rank
+``convert`` alone                     R → P  zeros but on one rank     zeros but on one rank
+``convert`` alone                     R → I  identity                  zeros but on one rank
 ====================================  =====  ========================  ==========================
 
 A shard's one sharded dim may be uneven, have several runs a rank, or be shared: where several ranks hold an index they
@@ -29,8 +29,8 @@ before which all dims have length 1, is written where it stays, and a reduce-sca
 is. Along a dim further in, the ranks' parts do not lie one after the other in memory, which takes one copy; so do
 uneven shards, which travel padded to the longest.
 
-All of these are collective (every rank of the group must call them in the same order) except ``slice_replicate`` and
-those that keep once, in forward or backward as the table says. Without values each records itself as one node of the
+All of these are collective (every rank of the group must call them in the same order) except R → S and those that keep
+once, in forward or backward as the table says. Without values each records itself as one node of the
 trace (its name is the conversion, ``"partial_to_invariant"`` and so on) and communicates nothing.
 
 Each backward is a linear map whose own backward is the forward again, so derivatives of derivatives (gradient
@@ -405,11 +405,6 @@ def scatter(x: Tensor, group: TPGroup, shard: Shard) -> Tensor:
     return convert(x, Invariant(), shard, group)
 
 
-def slice_replicate(x: Tensor, group: TPGroup, shard: Shard) -> Tensor:
-    """R → S: ``[..., size, ...] -> [..., local size, ...]``; backward: Partial, zeros around the slice."""
-    return convert(x, Replicate(), shard, group)
-
-
 def reduce_scatter(x: Tensor, group: TPGroup, shard: Shard) -> Tensor:
     """P → S: this rank's part of the sum, ``[..., size, ...] -> [..., local size, ...]``; backward: all-gather."""
     return convert(x, Partial(), shard, group)
@@ -418,16 +413,6 @@ def reduce_scatter(x: Tensor, group: TPGroup, shard: Shard) -> Tensor:
 def keep_once(x: Tensor, group: TPGroup) -> Tensor:
     """I → P: an addend that counts once in a sum over the ranks (a bias): the tensor on rank 0, zeros elsewhere."""
     return convert(x, Invariant(), Partial(), group)
-
-
-def keep_once_replicate(x: Tensor, group: TPGroup) -> Tensor:
-    """R → P: as :func:`keep_once`; only rank 0's use counts for the gradient, too."""
-    return convert(x, Replicate(), Partial(), group)
-
-
-def gradient_once(x: Tensor, group: TPGroup) -> Tensor:
-    """R → I: the tensor itself (no copy) for ranks that will do the same with it; one rank returns its gradient."""
-    return convert(x, Replicate(), Invariant(), group)
 
 
 def _only_dim(shard: Shard, x: Tensor, group: TPGroup) -> tuple[int, Ownership]:
