@@ -49,12 +49,11 @@ from lightning_autotp.parameters.host_memory import states_to_parameters
 from lightning_autotp.private.lightning_private import (
     DeferredSignals,
     add_worker_init_fn,
-    summarize_as_before,
     summarize_with,
     syncs_batch_norms,
-    use_distributed_sampler,
+    without_distributed_sampler,
 )
-from lightning_autotp.private.torch_private import is_compiled
+from lightning_autotp.private.torch_private import is_compiled, replaced
 from lightning_autotp.private.transformers_private import PreTrainedModel
 from lightning_autotp.proving.call_kinds import Arguments
 from lightning_autotp.ranks.agreement import raise_together
@@ -179,10 +178,9 @@ class AutoTPStrategy(AutoTPBase, ModelParallelStrategy):
         if self.data_ranks == 1:
             # One copy of the model sees all the data, in the order one process would: Lightning's distributed sampler
             # would only shuffle it, even where the user's does not.
-            self._as_before.callback(use_distributed_sampler, trainer, use_distributed_sampler(trainer, False))
+            self._as_before.enter_context(without_distributed_sampler(trainer))
         self._first_steps = FirstSteps(self.checked_steps)
-        summarize_with(ParallelSummary, self._callbacks)
-        self._as_before.callback(summarize_as_before, self._callbacks)
+        self._as_before.enter_context(summarize_with(ParallelSummary, self._callbacks))
         share_batches(self._callbacks, self.tensor_parallel_group.size())
         self.barrier()
         if is_fitting:
@@ -212,10 +210,8 @@ class AutoTPStrategy(AutoTPBase, ModelParallelStrategy):
         """Let gradients be clipped by the whole model's norm, and loss scaling be agreed on."""
         super().setup_precision_plugin()
         plugin = self.precision_plugin
-        plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
-        plugin.clip_grad_by_value = self._clip_by_value  # type: ignore[method-assign]
-        for patched in ("clip_grad_by_norm", "clip_grad_by_value"):
-            self._as_before.callback(vars(plugin).pop, patched, None)
+        clips = {"clip_grad_by_norm": self._clip_by_norm, "clip_grad_by_value": self._clip_by_value}
+        self._as_before.enter_context(replaced(plugin, **clips))
         if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
             self._as_before.callback(_go_on_with, plugin, plugin.scaler)
             plugin.scaler = AgreedGradScaler(plugin.scaler)

@@ -50,11 +50,6 @@ class ParameterMeta:
         return isinstance(self.layout, Shard)
 
     @property
-    def dim(self) -> int | None:
-        """The (first) dim that is sharded."""
-        return self.layout.dims[0][0] if isinstance(self.layout, Shard) else None
-
-    @property
     def local_shape(self) -> tuple[int, ...]:
         """Shape of this rank's parameter."""
         return local_shape(self.shape, self.layout, self.rank)

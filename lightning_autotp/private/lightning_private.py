@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from subprocess import Popen
@@ -43,6 +43,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.swa_utils import AveragedModel
+
+from lightning_autotp.private.torch_private import replaced
 
 __all__ = [
     "NOT_APPLICABLE",
@@ -200,15 +202,15 @@ class DeferredSignals:
         self.trainer, self.any_rank = trainer, any_rank
         self.asked_to_end = self.asked_to_requeue = False
         self.requeue = trainer._signal_connector._slurm_sigusr_handler_fn
-        trainer._signal_connector._sigterm_notifier_fn = self.note_end  # type: ignore[assignment,method-assign]
-        trainer._signal_connector._slurm_sigusr_handler_fn = self.note_requeue  # type: ignore[assignment,method-assign]
-        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = self.between_batches  # type: ignore[method-assign]
+        handlers = {"_sigterm_notifier_fn": self.note_end, "_slurm_sigusr_handler_fn": self.note_requeue}
+        self._replaced = ExitStack()
+        self._replaced.enter_context(replaced(trainer._signal_connector, **handlers))
+        exchange = {"_broadcast_sigterm_tensor": self.between_batches}
+        self._replaced.enter_context(replaced(trainer.fit_loop.epoch_loop, **exchange))
 
     def restore(self) -> None:
         """Put Lightning's own back."""
-        for name in ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"):
-            vars(self.trainer._signal_connector).pop(name, None)
-        vars(self.trainer.fit_loop.epoch_loop).pop("_broadcast_sigterm_tensor", None)
+        self._replaced.close()
 
     def between_batches(self, everyone: bool = True) -> None:
         """Do what was asked for. Collective.
@@ -259,14 +261,9 @@ class BackwardSync:
             yield
 
 
-def use_distributed_sampler(trainer: Trainer, use: bool) -> bool:
-    """Whether dataloaders that are made from now on get a distributed sampler, and whether those until now did.
-
-    Publicly an argument of the Trainer.
-    """
-    connector = trainer._accelerator_connector
-    before, connector.use_distributed_sampler = connector.use_distributed_sampler, use
-    return before
+def without_distributed_sampler(trainer: Trainer) -> AbstractContextManager[None]:
+    """Within it dataloaders that are made get no distributed sampler. Publicly an argument of the Trainer."""
+    return replaced(trainer._accelerator_connector, use_distributed_sampler=False)
 
 
 def syncs_batch_norms(strategy: strategies.ModelParallelStrategy) -> bool:
@@ -352,22 +349,19 @@ class ModelSummary(model_summary.ModelSummary):
         return self.columns(super()._get_summary_data())
 
 
-def summarize_with(make: Callable[..., model_summary.ModelSummary], used: Iterable[Any]) -> None:
-    """Let the ModelSummary callbacks among ``used`` (Lightning adds one) show ``make(module, max_depth=...)``.
+@contextmanager
+def summarize_with(make: Callable[..., model_summary.ModelSummary], used: Iterable[Any]) -> Iterator[None]:
+    """Within it the ModelSummary callbacks among ``used`` (Lightning adds one) show ``make(module, max_depth=...)``.
 
     Publicly a callback of one's own class would have to be given to the Trainer.
     """
-    for callback in used:
-        if isinstance(callback, callbacks.ModelSummary):
-            callback._summary = partial(_summary, make, callback._max_depth)  # type: ignore[method-assign]
+    with ExitStack() as stack:
+        for callback in used:
+            if isinstance(callback, callbacks.ModelSummary):
+                summary = partial(_summary, make, callback._max_depth)
+                stack.enter_context(replaced(callback, _summary=summary))
+        yield
 
 
 def _summary(make: Callable[..., Any], depth: int, trainer: Trainer, module: LightningModule) -> Any:
     return make(module, max_depth=depth)
-
-
-def summarize_as_before(used: Iterable[Any]) -> None:
-    """Undo :func:`summarize_with`."""
-    for callback in used:
-        if isinstance(callback, callbacks.ModelSummary):
-            vars(callback).pop("_summary", None)

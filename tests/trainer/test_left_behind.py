@@ -14,7 +14,6 @@ from torchmetrics import SumMetric
 from trainer_ranks import run_trainer_ranks
 
 from lightning_autotp.lightning.strategy import AutoTPStrategy
-from lightning_autotp.private.lightning_private import use_distributed_sampler
 
 
 class Small(LightningModule):
@@ -71,7 +70,7 @@ def two_runs() -> dict[str, object]:
     seen: dict[str, object] = {
         "scaler": precision.scaler is scaler,
         "scale": scaler.get_scale(),
-        "sampler": use_distributed_sampler(first, True),
+        "sampler": first._accelerator_connector.use_distributed_sampler,
     }
     trainer("auto", plugins=[precision]).fit(Small(), data)
     return {**seen, "second scaler": precision.scaler is scaler, "second scale": scaler.get_scale()}
