@@ -29,11 +29,10 @@ from lightning_autotp.building.checkpoint_reading import (
     read_headers,
 )
 from lightning_autotp.building.deferred import deferred_init
+from lightning_autotp.building.formats import Format, QuantizationError
 from lightning_autotp.building.hub import cached_files_once
 from lightning_autotp.building.quantization import (
     LIBRARIES,
-    Format,
-    QuantizationError,
     Rounding,
     formats_asked_for,
     note_formats,
@@ -73,7 +72,7 @@ def meta_model() -> Iterator[None]:
     Raises:
         FetchError: from ``from_pretrained``, if files cannot be fetched from the Hub.
         CheckpointError: from ``from_pretrained``, if a file is missing or damaged or does not fit the configuration, or
-            if the weights would stay quantized; a :class:`~lightning_autotp.building.quantization.QuantizationError` if
+            if the weights would stay quantized; a :class:`~lightning_autotp.building.formats.QuantizationError` if
             they cannot be quantized part by part.
         ValueError: from ``from_pretrained(use_kernels=True)``, with what to write instead.
     """

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_autotp.building.quantization import Format, QuantizationError
+from lightning_autotp.building.formats import Format, QuantizationError
 from lightning_autotp.building.recorder import Recorder
 
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_autotp.building.quantization import QuantizationError
+from lightning_autotp.building.formats import QuantizationError
 from lightning_autotp.checkpoints.checksums import CHECKSUMS, checksums_text, sha256_of
 from lightning_autotp.checkpoints.files import alone
 from lightning_autotp.checkpoints.reversal import ExportPlan, ReversalStep, describe_conversions, plan_export, skeleton

@@ -25,7 +25,7 @@ from lightning_autotp.building.checkpoint_reading import (
     files_kept_open,
     read_headers,
 )
-from lightning_autotp.building.quantization import QuantizationError
+from lightning_autotp.building.formats import QuantizationError
 from lightning_autotp.building.recipe import Recipe
 from lightning_autotp.building.weight_conversion import RecipeReader
 from lightning_autotp.layouts.blocks import Block, Box, in_units, index, whole_box

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from lightning_autotp.applying.replace import apply_plan
-from lightning_autotp.building.quantization import format_of, library_of, note_quantization
+from lightning_autotp.building.formats import library_of
+from lightning_autotp.building.quantization import format_of, note_quantization
 from lightning_autotp.building.repeated_blocks import OffloadedForward, blocks_of_their_own, repeated_blocks
 from lightning_autotp.capture.capture import ExampleCall, meta_copy
 from lightning_autotp.gradients.data_parallel import embeddings_of_their_own

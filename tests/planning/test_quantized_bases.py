@@ -14,7 +14,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, TorchAoConfig
 
 from lightning_autotp import cli, meta_model, recommend
-from lightning_autotp.building.quantization import QuantizationError, format_of
+from lightning_autotp.building.formats import QuantizationError
+from lightning_autotp.building.quantization import format_of
 from lightning_autotp.capture.capture import language_model_inputs
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.planning.asked import model_of

@@ -28,7 +28,7 @@ from lightning_autotp import (
     parallelize,
 )
 from lightning_autotp.building.float8 import float8_of, note_float8
-from lightning_autotp.building.quantization import QuantizationError
+from lightning_autotp.building.formats import QuantizationError
 from lightning_autotp.layouts.ownership import Ownership
 from lightning_autotp.layouts.types import Invariant, Partial, Replicate, Shard
 from lightning_autotp.parallel import float8

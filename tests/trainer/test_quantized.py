@@ -37,7 +37,8 @@ from lightning_autotp import (
     save_pretrained,
 )
 from lightning_autotp.building.checkpoint_reading import CheckpointTensor
-from lightning_autotp.building.quantization import QuantizationError, format_of
+from lightning_autotp.building.formats import QuantizationError
+from lightning_autotp.building.quantization import format_of
 from lightning_autotp.capture.capture import language_model_inputs
 from lightning_autotp.layouts.ownership import Ownership
 from lightning_autotp.layouts.types import Invariant, Layout, Shard
