@@ -155,6 +155,7 @@ class AutoTPBase(StrategyInternals):
                 ' say "blocks", "offload" or None'
             )
         self._broadcast_batches = broadcast_batches
+        self.patience = (timeout or default_pg_timeout).total_seconds()  # with a rank that is stopped
         self.checked_optimizers = CheckedOptimizers()
         self.saving = CheckpointWriter(save_distributed_checkpoint, save_async)
         self.peers: PeerWatch | None = None
@@ -216,11 +217,6 @@ class AutoTPBase(StrategyInternals):
         set_rng_states(self.broadcast(collect_rng_states(include_cuda=False)))
         if self.root_device.type == "cuda":
             torch.cuda.set_rng_state(self.broadcast(torch.cuda.get_rng_state(self.root_device)), self.root_device)
-
-    @property
-    def patience(self) -> float:
-        """Seconds that a rank waits for one that is stopped."""
-        return (self.timeout or default_pg_timeout).total_seconds()
 
     # --- groups, and the collectives of Lightning's API ---
 

@@ -329,7 +329,7 @@ class AutoTPFabricStrategy(AutoTPBase, _ModelParallelStrategy):
             ValueError: for a URL, ``storage_options``, or a ``filter`` of a distributed checkpoint.
         """
         target = self._local_path(path)
-        if storage_options is not None or (filter and self.writes_directories):
+        if storage_options is not None or (filter and self.saving.directories):
             raise ValueError(
                 "checkpoints are written without a CheckpointIO, so there are no storage_options; and filter= is for"
                 " one file only: use save_distributed_checkpoint=False"

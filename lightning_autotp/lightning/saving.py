@@ -31,23 +31,24 @@ class CheckpointWriter:
         in_background: whether training goes on while one is written.
 
     Attributes:
+        directories: see above.
         background: what writes later.
     """
 
     def __init__(self, directories: bool, in_background: bool) -> None:
-        self._directories, self._in_background = directories, in_background
+        self.directories, self._in_background = directories, in_background
         self.background = Background()
         self._group: dist.ProcessGroup | None = None
 
     def state_of(self, module: nn.Module) -> dict[str, Any]:
         """The state to write of a module with parallel models: whole on rank 0 and empty elsewhere, or held tensors."""
-        if self._directories:
+        if self.directories:
             return held_state(module, copy=self._in_background)
         return full_state_dict(module, keep=dist.get_rank() == 0)
 
     def state_of_optimizer(self, optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
         """The state to write of an optimizer of the module's parameters: whole on rank 0, or held tensors."""
-        if self._directories:
+        if self.directories:
             return held_optimizer_state(optimizer, module, copy=self._in_background)
         return full_optimizer_state(optimizer, module, keep=dist.get_rank() == 0)
 
@@ -56,7 +57,7 @@ class CheckpointWriter:
 
         It is the background's own, and for the CPU: what is saved is there.
         """
-        if self._directories and self._group is None:
+        if self.directories and self._group is None:
             self._group = new_group(None, "gloo")
 
     def finish(self) -> None:
@@ -99,7 +100,7 @@ class CheckpointWriter:
         self.background.close()
 
     def _write(self, checkpoint: dict[str, Any], path: Path) -> None:
-        if self._directories:
+        if self.directories:
             assert self._group is not None
             save_directory(checkpoint, path, self._group)
         elif dist.get_rank() == 0:
@@ -111,4 +112,4 @@ class CheckpointWriter:
         They tell each other of errors while they do. A rank with an error of another kind must not wait for peers that
         wait for it in there: it raises at once, and they are ended.
         """
-        return nullcontext() if self._directories else raise_together(None, phase)
+        return nullcontext() if self.directories else raise_together(None, phase)

@@ -373,7 +373,7 @@ class AutoTPStrategy(AutoTPBase, ModelParallelStrategy):
         checkpoint[ENTRY] = describe_models(self._module)
         if "://" in str(path) or type(self.checkpoint_io) is not TorchCheckpointIO or storage_options is not None:
             with raise_together(None, f"writing the checkpoint {path}"):
-                if self.writes_directories:
+                if self.saving.directories:
                     raise ValueError(
                         f"a distributed checkpoint is written to a directory that all ranks see, not to {path} or by a"
                         " CheckpointIO plugin: use save_distributed_checkpoint=False"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from datetime import timedelta
 from functools import partial
 from subprocess import Popen
 from typing import Any, Literal
@@ -117,8 +116,6 @@ class StrategyInternals:
     broadcast: Callable[..., Any]
     _tensor_parallel_size: int | Literal["auto"]
     _data_parallel_size: int | Literal["auto"]
-    _save_distributed_checkpoint: bool
-    _timeout: timedelta | None
     _process_group_backend: str | None
 
     @property
@@ -134,11 +131,6 @@ class StrategyInternals:
     def set_sizes(self, tensor_ranks: int, data_ranks: int) -> None:
         """Decide on both, before there are processes."""
         self._tensor_parallel_size, self._data_parallel_size = tensor_ranks, data_ranks
-
-    @property
-    def writes_directories(self) -> bool:
-        """Whether a checkpoint is a directory, to which each rank writes. Lightning has it only as an argument."""
-        return self._save_distributed_checkpoint
 
     def before_launch(self) -> None:
         """Called when the number of devices is known, before processes start. No public hook is."""
@@ -163,11 +155,6 @@ class StrategyInternals:
         backend: str = super()._get_process_group_backend()  # type: ignore[misc]
         kind = self.root_device.type
         return backend if is_asked_for or kind == "cpu" else f"cpu:gloo,{kind}:{backend}"
-
-    @property
-    def timeout(self) -> timedelta | None:
-        """Of collectives. Lightning has it only as an argument."""
-        return self._timeout
 
     def _configure_launcher(self) -> None:
         self.before_launch()

@@ -132,14 +132,12 @@ def _(_: Any) -> None:
 @canary(
     "lightning.pytorch.strategies.ModelParallelStrategy._data_parallel_size",
     "lightning.pytorch.strategies.ModelParallelStrategy._tensor_parallel_size",
-    "lightning.pytorch.strategies.ModelParallelStrategy._save_distributed_checkpoint",
 )
 def _(_: Any) -> None:
     from lightning.pytorch.strategies import ModelParallelStrategy
 
     made = ModelParallelStrategy(2, "auto", False)
     assert (made._data_parallel_size, made._tensor_parallel_size) == (2, "auto")
-    assert made._save_distributed_checkpoint is False
 
 
 @canary(
@@ -388,15 +386,11 @@ def _(kind: Any) -> None:
     assert sent == [9]
 
 
-@canary(
-    "lightning.pytorch.strategies.Strategy._launcher", "lightning.pytorch.strategies.ModelParallelStrategy._timeout"
-)
+@canary("lightning.pytorch.strategies.Strategy._launcher")
 def _(_: Any) -> None:
-    from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
     from lightning.pytorch.strategies import ModelParallelStrategy
 
     made: Any = ModelParallelStrategy()
-    assert made._timeout == default_pg_timeout
     made._launcher = "mine"
     assert made.launcher == "mine"
 
@@ -470,11 +464,9 @@ def _(look: Any) -> None:
         look(True, None)
 
 
-@canary("lightning.fabric.strategies.ModelParallelStrategy._timeout")
+@canary("lightning.fabric.strategies.ModelParallelStrategy._data_parallel_size")
 def _(_: Any) -> None:
     """What is private of the Trainer's strategy has the same names in Fabric's, which is told of devices alike."""
-    from datetime import timedelta
-
     from lightning.fabric import Fabric
     from lightning.fabric.strategies import ModelParallelStrategy
 
@@ -483,8 +475,8 @@ def _(_: Any) -> None:
     class Strategy(ModelParallelStrategy):
         def _configure_launcher(self) -> None:
             told.append((self.num_nodes * self.num_processes, self._data_parallel_size, self._tensor_parallel_size))
-            told.append((self._save_distributed_checkpoint, self._timeout, self._launcher))
+            told.append(self._launcher)
 
-    strategy = Strategy(lambda module, mesh: module, 2, "auto", False, None, timedelta(seconds=7))
+    strategy = Strategy(lambda module, mesh: module, 2, "auto")
     Fabric(strategy=strategy, devices=2, accelerator="cpu")
-    assert told == [(2, 2, "auto"), (False, timedelta(seconds=7), None)]
+    assert told == [(2, 2, "auto"), None]
