@@ -60,9 +60,9 @@ class Format(ABC):
                 ``[out, 2]``.
         """
 
-    @abstractmethod
     def layer_without_values(self, values: Tensor) -> nn.Module:
-        """Like :meth:`layer` for a fake tensor, of which the library's classes of parameters cannot be made."""
+        """Like :meth:`layer` for a fake tensor, of which a library's class of parameters may refuse to be made."""
+        return self.layer(values)
 
     @abstractmethod
     def dequantized(self, layer: nn.Module) -> Tensor:
@@ -297,10 +297,6 @@ class WeightOnly(Format):
         if extremes is not None:
             made.weight = nn.Parameter(made.weight.detach()[:, :columns], requires_grad=False)
         return made
-
-    def layer_without_values(self, values: Tensor) -> nn.Module:
-        """As with values."""
-        return self.layer(values)
 
     def dequantized(self, layer: nn.Module) -> Tensor:
         """By torchao."""

@@ -120,7 +120,7 @@ class RecipeReader:
             return self._joined(step.name, inputs, dim, box, at)
         dtypes = {operand.dtype for operand in step.args if isinstance(operand, View)}
         if step.name in _ARITHMETIC and len(step.args) == 2 and not step.kwargs and dtypes == {base.dtype}:
-            operands = [self._operand(operand, base, box, at) for operand in step.args]
+            operands = [self._operand(operand, box, at) for operand in step.args]
             result: Tensor = getattr(torch, step.name)(*operands)
             return result
         return self._cut_from_whole(base, box, at + 1)
@@ -139,7 +139,7 @@ class RecipeReader:
         joined: Tensor = pieces[0] if name == "cat" and len(pieces) == 1 else getattr(torch, name)(pieces, dim=dim)
         return joined
 
-    def _operand(self, operand: Any, result: View, box: Box, at: int) -> Any:
+    def _operand(self, operand: Any, box: Box, at: int) -> Any:
         """What a box of an elementwise result needs of an operand."""
         if not isinstance(operand, View):
             return operand

@@ -53,7 +53,7 @@ def grad_norms(module: nn.Module, norm_type: float | int | str = 2.0, group_sepa
     Args:
         module: a parallel model after a backward pass, or a module that holds one.
         norm_type: any positive number, or infinity.
-        group_separator: stands between the kind of norm and the parameter's name.
+        group_separator: stands between the norm's name and the parameter's.
 
     Returns:
         Scalars, float32 or wider, the same on every rank. Parameters without a gradient are absent.

@@ -52,7 +52,7 @@ class _LocalAverages(private.WeightAveraging):
         """Copy this rank's parameters.
 
         Raises:
-            ValueError: if the averages are to be on another kind of device, where the ranks could not gather them.
+            ValueError: if the averages are to be on another type of device, where the ranks could not gather them.
         """
         super().on_fit_start(trainer, pl_module)
         if not _is_parallel(trainer):

@@ -157,7 +157,7 @@ class _Bytes:
         self._content, self._read = content, 0
 
     def take(self, like: Tensor) -> Tensor:
-        """The next elements, as many and of such a kind as ``like`` has."""
+        """The next elements, as many as ``like`` has, of its dtype."""
         begin, self._read = self._read, self._read + like.numel() * like.element_size()
         # A copy: a view of another dtype must begin at a multiple of its size.
         return self._content[begin : self._read].clone().view(like.dtype).view(like.shape)

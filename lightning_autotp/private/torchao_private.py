@@ -34,7 +34,7 @@ def make_plain(layer: Any) -> tuple[Any, Any]:
 
 
 def casts_on_the_wire(layer: Any) -> bool:
-    """Whether a layer's weight is another kind of tensor, which FSDP2 gathers in float8."""
+    """Whether a layer's weight is a tensor of another class, which FSDP2 gathers in float8."""
     return bool(layer.config.enable_fsdp_float8_all_gather)
 
 

@@ -39,7 +39,7 @@ class Noted(NamedTuple):
     Attributes:
         where: which one.
         parts: what is in it.
-        checksums: of all its tensors, one for each kind of device that has some.
+        checksums: of all its tensors, one for each type of device that has some.
     """
 
     where: str

@@ -85,5 +85,5 @@ def are_own_numbers_noted() -> bool:
 
 
 def _accelerator(device: torch.device) -> str:
-    """The kind of device whose generators are kept besides the CPU's; any will do where there are none to keep."""
+    """The type of device whose generators are kept besides the CPU's; any will do where there are none to keep."""
     return "cuda" if device.type == "cpu" else device.type
