@@ -179,6 +179,7 @@ class DeferredSignals:
 
     Attributes:
         agreed: the exception that was raised for SIGTERM on all ranks, if it was.
+        replaced: puts Lightning's own back when it is closed.
     """
 
     ENDED = 128 + signal.SIGTERM
@@ -190,14 +191,14 @@ class DeferredSignals:
         self.asked_to_end = self.asked_to_requeue = False
         self.requeue = trainer._signal_connector._slurm_sigusr_handler_fn
         handlers = {"_sigterm_notifier_fn": self.note_end, "_slurm_sigusr_handler_fn": self.note_requeue}
-        self._replaced = ExitStack()
-        self._replaced.enter_context(replaced(trainer._signal_connector, **handlers))
+        self.replaced = ExitStack()
+        self.replaced.enter_context(replaced(trainer._signal_connector, **handlers))
         exchange = {"_broadcast_sigterm_tensor": self.between_batches}
-        self._replaced.enter_context(replaced(trainer.fit_loop.epoch_loop, **exchange))
+        self.replaced.enter_context(replaced(trainer.fit_loop.epoch_loop, **exchange))
 
     def restore(self) -> None:
         """Put Lightning's own back."""
-        self._replaced.close()
+        self.replaced.close()
 
     def between_batches(self, everyone: bool = True) -> None:
         """Do what was asked for. Collective.
