@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from importlib.metadata import version
 from typing import Any, Literal
@@ -41,7 +40,7 @@ from lightning_autotp.proving.feasible import feasible_plan
 from lightning_autotp.proving.new_calls import CallProver
 from lightning_autotp.proving.read_plan import read_plan
 from lightning_autotp.proving.verify import trace, verify
-from lightning_autotp.ranks.agreement import first_makes, raise_together
+from lightning_autotp.ranks.agreement import first_makes, raise_along, raise_together
 from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.ranks.meeting import announce
 from lightning_autotp.solving.cost import Profile
@@ -263,14 +262,14 @@ def make_local(
     groups = [process_group, *(data_mesh.get_all_groups() if data_mesh is not None else [])]
     message: list[Any] = [None]
     with says_plan(model), relaxed_gc():
-        with _raise_together(groups, "planning"):
+        with raise_along(groups, "planning"):
             # The first rank's, for all of them: what a plan is proved against is one computation.
             graph = first_makes(process_group, "planning", lambda: trace(model, inputs, device=options.device))
             if all(dist.get_rank(axis) == 0 for axis in groups):
                 message = [find_plan(model, graph, inputs, group.size, options).to_json()]
         for axis in reversed(groups):  # to the first ranks of the copies, and from them to the others
             dist.broadcast_object_list(message, group_src=0, group=axis)
-        with _raise_together(groups, "building the local model"):
+        with raise_along(groups, "building the local model"):
             # The solver runs again on every rank, held to the plan: a plan is a claim, whoever made it, and it does
             # not say how tensors lie that are no parameters.
             graph, plan, solution = _read(Plan.from_json(message[0]), model, graph, inputs)
@@ -283,15 +282,6 @@ def make_local(
     if fused is not None:
         model.register_forward_pre_hook(ProductReport(fused))
         weakref.finalize(model, fused.end)
-
-
-@contextmanager
-def _raise_together(groups: Iterable[dist.ProcessGroup], phase: str) -> Iterator[None]:
-    """:func:`raise_together` over each group, which together are axes of a mesh: an error reaches all of its ranks."""
-    with ExitStack() as stack:
-        for group in groups:
-            stack.enter_context(raise_together(group, phase))
-        yield
 
 
 def find_plan(model: nn.Module, graph: Graph, inputs: Any, ranks: int, options: PlanOptions) -> Plan:

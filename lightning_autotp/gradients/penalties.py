@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from lightning_autotp.parallel.collectives import all_reduce
 from lightning_autotp.parameters.choosing import parameter_names
 from lightning_autotp.parameters.local_blocks import counted_blocks, is_cut, plain, shard_group
 from lightning_autotp.parameters.state import ParameterTable
-from lightning_autotp.ranks.agreement import raise_together
+from lightning_autotp.ranks.agreement import raise_along
 from lightning_autotp.ranks.group import TPGroup
 
 Terms = Callable[[str, Tensor], Tensor]
@@ -61,10 +60,8 @@ def penalty(module: nn.Module, function: Terms, *, parameters: Iterable[Tensor |
     data = shard_group(*chosen.values())
     whole = torch.zeros((), device=next((parameter.device for parameter in chosen.values()), None))
     cut = whole
-    with ExitStack() as stack:
-        for process_group in (data, table.group.process_group):
-            if process_group is not None:
-                stack.enter_context(raise_together(process_group, "computing the terms of a penalty"))
+    groups = [group for group in (data, table.group.process_group) if group is not None]
+    with raise_along(groups, "computing the terms of a penalty"):
         for name, parameter in chosen.items():
             total = _counted_sum(name, parameter, function, table)
             whole, cut = (whole, cut + total) if is_cut(parameter) else (whole + total, cut)

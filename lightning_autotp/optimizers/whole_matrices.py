@@ -16,7 +16,6 @@ import functools
 import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +30,7 @@ from lightning_autotp.optimizers.stepping import needs_closure, plain_step, step
 from lightning_autotp.optimizers.trial import Unknown, difference, first_that_runs, moving, updates
 from lightning_autotp.parameters.local_blocks import is_cut, plain, shard_group
 from lightning_autotp.parameters.state import ParameterTable, parallel_models
-from lightning_autotp.ranks.agreement import gather_objects, largest_of_all, raise_together
+from lightning_autotp.ranks.agreement import gather_objects, largest_of_all, raise_along
 from lightning_autotp.ranks.group import TPGroup
 
 ALONE = TPGroup("", 0, 1)
@@ -146,9 +145,8 @@ class WholeMatrixOptimizer(Optimizer):
         errors: list[Exception] = []
         for wholes in self._rounds():
             self._step_round(wholes, errors)
-        with ExitStack() as guards:
-            for group in self._groups():
-                guards.enter_context(raise_together(group.process_group, f"stepping whole tensors with {self.kind}"))
+        groups = [group.process_group for group in self._groups()]
+        with raise_along(groups, f"stepping whole tensors with {self.kind}"):
             if errors:
                 raise errors[0]
         return loss

@@ -6,8 +6,8 @@ nonsense without any error. Both are found here at once, with a message that say
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -84,6 +84,15 @@ def raise_together(group: dist.ProcessGroup | None, phase: str) -> Iterator[None
     except Exception as caught:
         error = caught
     _agree(error, None, group, phase)
+
+
+@contextmanager
+def raise_along(groups: Iterable[dist.ProcessGroup], phase: str) -> Iterator[None]:
+    """:func:`raise_together` over each group, which together are axes of a mesh: an error reaches all of its ranks."""
+    with ExitStack() as stack:
+        for group in groups:
+            stack.enter_context(raise_together(group, phase))
+        yield
 
 
 def made_together(group: dist.ProcessGroup | None, phase: str, make: Callable[[], Made]) -> list[Made]:
