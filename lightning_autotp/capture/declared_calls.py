@@ -26,13 +26,13 @@ from lightning_autotp.capture.seen_functions import (
     Function,
     forward_of,
     is_autograd_function,
-    patched,
 )
 from lightning_autotp.capture.tracer import Tracer
 from lightning_autotp.capture.trials import try_declaration
 from lightning_autotp.capture.whole_indices import has_dim, whole_indices_of, whole_object
 from lightning_autotp.operators.declared import RETURNED, CalledFunction, Results, targets
 from lightning_autotp.operators.notation import NO_INDEX
+from lightning_autotp.private.torch_private import replaced
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -94,7 +94,7 @@ def _noted(declared: DeclaredFunction, tracer: Tracer) -> Iterator[None]:
     with ExitStack() as stack:
         if is_autograd_function(declared.target):  # also where code has kept its apply
             forward = staticmethod(calls.in_place_of(forward_of(declared.target)))
-            stack.enter_context(patched(declared.target, forward=forward, setup_context=Function.setup_context))
+            stack.enter_context(replaced(declared.target, forward=forward, setup_context=Function.setup_context))
         stack.enter_context(declared.seen(calls))
         yield
 

@@ -25,7 +25,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from lightning_autotp.capture.call_sites import STAND_IN, call_leaves
 from lightning_autotp.operators.declared import Declaration, targets
-from lightning_autotp.private.torch_private import never_compile, set_compiler
+from lightning_autotp.private.torch_private import never_compile, replaced, set_compiler
 
 Function = torch.autograd.Function
 MakeCall = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -80,7 +80,7 @@ class DeclaredFunction:
         target = self.target
         with ExitStack() as stack:
             if is_autograd_function(target):
-                stack.enter_context(patched(target, apply=SeenFunction(self, target.apply, run)))
+                stack.enter_context(replaced(target, apply=SeenFunction(self, target.apply, run)))
             elif isinstance(target, FunctionType):
                 code, defaults, closure = target.__code__, target.__defaults__, target.__closure__
                 original = FunctionType(code, target.__globals__, target.__name__, defaults, closure)
@@ -228,20 +228,3 @@ def forward_of(function: type[Function]) -> Callable[..., Any]:
         return result
 
     return both
-
-
-@contextmanager
-def patched(target: type[Function], **attributes: Any) -> Iterator[None]:
-    """Within it an autograd function has other attributes."""
-    with ExitStack() as stack:
-        for name, value in attributes.items():
-            stack.callback(_put_back, target, name, vars(target).get(name))
-            setattr(target, name, value)
-        yield
-
-
-def _put_back(target: type, name: str, value: Any) -> None:
-    if value is None:  # it is inherited
-        delattr(target, name)
-    else:
-        setattr(target, name, value)
