@@ -42,10 +42,9 @@ from lightning_autotp.private.torch_private import (
 from lightning_autotp.ranks.compiled_draws import draw_in_compiled_code
 from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.ranks.random_numbers import own_numbers
+from lightning_autotp.solving.paths import Line
 
 Change = Callable[[Any], Any]
-Line = tuple[str, int, str]
-"""File, line and function of a call."""
 
 
 @dataclass
