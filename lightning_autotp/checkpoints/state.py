@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lightning_autotp.checkpoints.stored import HeldTensor, StoredTensor, original_shape
 from lightning_autotp.layouts.types import local_shape
 from lightning_autotp.optimizers.whole_matrices import WholeMatrixOptimizer
-from lightning_autotp.parameters.gathering import gather_to_cpu
+from lightning_autotp.parameters.gathering import each_once, gather_to_cpu
 from lightning_autotp.parameters.known_writes import known_writes
 from lightning_autotp.parameters.local_blocks import fill, is_cut
 from lightning_autotp.parameters.meta import ParameterMeta
@@ -63,7 +63,8 @@ def full_state_dict(model: nn.Module, *, keep: bool = True) -> dict[str, Any]:
         RuntimeError: if no parallel model is found.
     """
     table = ParameterTable(model)
-    state = _each_once(model, lambda value: gather_to_cpu(value, table.meta(value), table.group, keep))
+    named = model.state_dict(keep_vars=True).items()
+    state = each_once(named, lambda value: gather_to_cpu(value, table.meta(value), table.group, keep))
     return state if keep else {}
 
 
@@ -170,7 +171,7 @@ def held_state(model: nn.Module, *, copy: bool = False) -> dict[str, Any]:
             return value
         return HeldTensor.spoken_for(value, table.meta(value), table.group, copy=copy)
 
-    return _each_once(model, hold)
+    return each_once(model.state_dict(keep_vars=True).items(), hold)
 
 
 def held_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, *, copy: bool = False) -> dict[str, Any]:
@@ -240,17 +241,6 @@ def load_full_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[s
             elif optimizer.is_home(parameter):
                 local_state[numbers[name]] = {key: _whole_value(value) for key, value in values.items()}
     optimizer.load_state_dict({"state": local_state, "param_groups": groups})
-
-
-def _each_once(model: nn.Module, make: Callable[[Any], Any]) -> dict[str, Any]:
-    """What ``make`` gives for each value of the state dict; for tied ones it is called once."""
-    made: dict[int, Any] = {}
-    state: dict[str, Any] = {}
-    for name, value in model.state_dict(keep_vars=True).items():
-        if id(value) not in made:
-            made[id(value)] = make(value)
-        state[name] = made[id(value)]
-    return state
 
 
 def _group_names(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_autotp.gradients.counted import counted_elements, whole_norms
-from lightning_autotp.parameters.gathering import gather_to_cpu
+from lightning_autotp.parameters.gathering import each_once, gather_to_cpu
 from lightning_autotp.parameters.local_blocks import counted_blocks, is_cut, plain, shard_group
 from lightning_autotp.parameters.state import ParameterTable
 from lightning_autotp.private.torch_private import foreach_multiply
@@ -146,16 +146,13 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor]:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     present = gather_objects([n for n, p in parameters.items() if p.grad is not None], group.process_group)
     wanted = {name for names in present for name in names}
-    gathered: dict[int, Tensor] = {}
-    gradients: dict[str, Tensor] = {}
-    for name, parameter in parameters.items():
-        if name not in wanted:
-            continue
-        if id(parameter) not in gathered:
-            gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-            gathered[id(parameter)] = gather_to_cpu(gradient, table.meta(parameter), group)
-        gradients[name] = gathered[id(parameter)]
-    return gradients
+
+    def whole(parameter: nn.Parameter) -> Tensor:
+        gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+        gathered: Tensor = gather_to_cpu(gradient, table.meta(parameter), group)
+        return gathered
+
+    return each_once(((name, parameter) for name, parameter in parameters.items() if name in wanted), whole)
 
 
 def _norms(parameters: Sequence[Tensor], table: ParameterTable, norm_type: float) -> Tensor:

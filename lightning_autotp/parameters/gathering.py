@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -70,3 +71,14 @@ def gather_to_cpu(value: Any, meta: ParameterMeta | None, group: TPGroup, keep: 
         value = whole_tensor(value, meta, group)
         return value.to("cpu", copy=not is_new) if keep else None
     return copy.deepcopy(value) if keep else None
+
+
+def each_once(named: Iterable[tuple[str, Any]], make: Callable[[Any], Any]) -> dict[str, Any]:
+    """What ``make`` gives for values, by their names; it is called once for those that are one object (tied ones)."""
+    made: dict[int, Any] = {}
+    found: dict[str, Any] = {}
+    for name, value in named:
+        if id(value) not in made:
+            made[id(value)] = make(value)
+        found[name] = made[id(value)]
+    return found
