@@ -11,6 +11,7 @@ import contextlib
 import copy
 import inspect
 import os
+import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -353,6 +354,7 @@ def _run(
         context.enter_context(torch.jit.optimized_execution(False))
         # Experts are noted by what they are given after the marks, and what they return before them.
         marks = (noting_experts(traced, tracer), _marked_boundaries(traced, tracer))
+        tracer.outside.begin(sys._getframe())
         context.callback(tracer.outside.put_back)
         quiet = quiet_fake_tensors(), fake_tensors_as_ordinary(), under_way()
         as_written = torch.compiler.set_stance("force_eager")  # also what code compiles while it is traced
