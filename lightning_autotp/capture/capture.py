@@ -11,6 +11,7 @@ import contextlib
 import copy
 import inspect
 import os
+import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -33,7 +34,6 @@ from lightning_autotp.capture.nested import (
     constants_among,
     copied,
     is_unused,
-    leaves_of,
     map_leaves,
     map_tensors,
     tensors_in,
@@ -353,6 +353,7 @@ def _run(
         context.enter_context(torch.jit.optimized_execution(False))
         # Experts are noted by what they are given after the marks, and what they return before them.
         marks = (noting_experts(traced, tracer), _marked_boundaries(traced, tracer))
+        tracer.outside.begin(sys._getframe())
         context.callback(tracer.outside.put_back)
         quiet = quiet_fake_tensors(), fake_tensors_as_ordinary(), under_way()
         as_written = torch.compiler.set_stance("force_eager")  # also what code compiles while it is traced
@@ -629,21 +630,23 @@ def _marked_boundaries(model: nn.Module, tracer: Tracer) -> Iterator[None]:
                 found[key] = number, number
         return tuple((key, before, after) for key, (before, after) in found.items())
 
-    def mark(path: str, side: str, values: Any) -> Any:
+    def mark(path: str, side: str, values: Any) -> tuple[Any, range, list[tuple[str, Any]]]:
+        """A value with its tensors marked, the marks, and the leaves as they were."""
+        first, leaves = len(tracer.graph.operators), list[tuple[str, Any]]()
+
         def one(key: str, leaf: Any) -> Any:
+            leaves.append((key, leaf))
             return tracer.boundary(path, side, key, leaf) if _is_marked(leaf) else leaf
 
-        return map_leaves(one, values)
+        marked = map_leaves(one, values)
+        return marked, range(first, len(tracer.graph.operators)), leaves
 
     def before(path: str) -> Callable[..., Any]:
         def hook(_: nn.Module, args: Any, kwargs: Any) -> Any:
             if transforms.are_active():
                 return None
             tracer.enter(path)
-            first = len(tracer.graph.operators)
-            marked = mark(path, "in", (args, kwargs))
-            marks = range(first, len(tracer.graph.operators))
-            leaves = list(leaves_of((args, kwargs)))
+            marked, marks, leaves = mark(path, "in", (args, kwargs))
             inputs.append(numbered(leaves, marks))
             constants.append(constants_among(leaves))
             given.append((marks, list(copied((args, kwargs), marked))))
@@ -661,11 +664,8 @@ def _marked_boundaries(model: nn.Module, tracer: Tracer) -> Iterator[None]:
                 if container.is_changed():  # who gave it sees that
                     container.put_back()
                     tracer.take_back(container.path, marks)
-            first = len(tracer.graph.operators)
-            marked = mark(path, "out", output)
-            leaves = list(leaves_of(output))
-            returned = numbered(leaves, range(first, len(tracer.graph.operators)))
-            run = ModuleRun(path, tracer.modules[-1], inputs.pop(), returned, constants.pop())
+            marked, marks, leaves = mark(path, "out", output)
+            run = ModuleRun(path, tracer.modules[-1], inputs.pop(), numbered(leaves, marks), constants.pop())
             tracer.graph.runs.append(run)
             if any(isinstance(leaf, int | float) for _, leaf in leaves):
                 tracer.number_returning[path] = run.caller

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_autotp.capture.call_sites import frames_from, is_user_code
+from lightning_autotp.capture.call_sites import is_user_code
 
 _Cache = type(lru_cache(lambda: None))
 _LARGEST = 10_000
@@ -33,16 +33,24 @@ class KeptOutside:
     def __init__(self) -> None:
         self._seen: dict[int, Any] = {}  # by id, and so alive
         self._undo: list[Callable[[], None]] = []
+        self._around = 0  # id of the frame that the trace began in
+
+    def begin(self, frame: FrameType) -> None:
+        """Note what the code around the trace can reach, whose innermost frame this is: it runs all the time."""
+        self.look(frame)
+        self._around = id(frame)
 
     def look(self, frame: FrameType | None) -> None:
         """Note what all code that is running can reach."""
-        for running in frames_from(frame):
-            names = running.f_globals
-            if id(names) not in self._seen:
-                if is_user_code(running.f_code.co_filename):
+        seen = self._seen
+        while frame is not None and id(frame) != self._around:
+            names = frame.f_globals
+            if id(names) not in seen:
+                if is_user_code(frame.f_code.co_filename):
                     self._keep(names, 0)
                     self._keep_attributes(names)
-                self._seen[id(names)] = names
+                seen[id(names)] = names
+            frame = frame.f_back
 
     def put_back(self) -> None:
         """Let everything be as it was."""

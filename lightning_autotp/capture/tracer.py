@@ -138,9 +138,8 @@ class Tracer(PreDispatchMode):
 
     # -- what is recorded --------------------------------------------------------------------------------------------
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def see(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run the operator and note it."""
-        kwargs = kwargs or {}
         if communicates(func):  # also where a module that is not traced is run
             raise RuntimeError(
                 f"the model's own code communicates with other processes ({func}), but one process alone traces it:"
@@ -383,6 +382,15 @@ class Tracer(PreDispatchMode):
     def without_values(self, real: Tensor, device: torch.device | str | None = None) -> Tensor:
         """A tensor of the trace in the place of one with values, on its device if no other is said."""
         return torch.empty(real.shape, dtype=real.dtype, device=device or self.device)
+
+    def constant(self, real: Tensor, device: torch.device | str) -> Tensor:
+        """A tensor of the trace for one that Python's numbers make, in the graph as torch makes it: it detaches one."""
+        with self.pause():
+            first, made = self.without_values(real, device), self.without_values(real, device)
+        ref = self._read(first)
+        self.evaluator.known[ref.tensor] = real
+        self._note("aten.detach.default", (("self", ref),), made, [])
+        return made
 
     def _asks(self, asked: Sequence[Ref]) -> None:
         """Note that the running module's code asks for the values of these tensors, and whether any were made up."""
@@ -666,8 +674,10 @@ class Calls(TorchFunctionMode):
         except NoValue:
             return func(*args, **kwargs)
         given = (*args, *kwargs.values())
-        in_list = bool(_tensors(given)) and not any(isinstance(value, Tensor) for value in given)
         device = kwargs.get("device") or torch.get_default_device()
+        if not _tensors(given) and not kwargs.get("requires_grad"):
+            return self.tracer.constant(real, device)
+        in_list = bool(_tensors(given)) and not any(isinstance(value, Tensor) for value in given)
         made: Tensor = self.tracer.without_values(real, device) if in_list else func(*args, **kwargs)
         self.tracer.evaluator.known.setdefault(self.tracer._read(made).tensor, real)
         return made

@@ -13,10 +13,11 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import repeat
 from operator import attrgetter, is_not
 from types import CodeType, FrameType, FunctionType, SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch._jit_internal
@@ -324,19 +325,68 @@ def schema_of(operator: Any) -> Any:
     return operator._schema
 
 
+_PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
+
+
 class PreDispatchMode(SchemaCheckMode):
     """A dispatch mode that sees operators as they are called, before autograd takes them apart.
 
     torch lets only its own classes do so; SchemaCheckMode is the plainest of them and is a base for its type alone.
+    torch takes a fifth of a trace to bring a call to such a mode: it looks for tensors in all arguments, and makes a
+    context manager. So while the mode is on, the operators that were seen have a shorter way, in torch's own table of
+    what an operator does at a dispatch key.
     """
 
+    seen: ClassVar[set[torch._ops.OpOverload[Any, Any]]] = set()
+
     def __init__(self) -> None:
-        TorchDispatchMode.__init__(self, _dispatch_key=torch._C.DispatchKey.PreDispatch)
+        TorchDispatchMode.__init__(self, _dispatch_key=_PRE_DISPATCH)
+        self.entered = 0
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         """Whether ``torch.compile`` is held off at each operator, which takes time: a trace runs it never."""
         return False
+
+    def see(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What a call of an operator gives; within it, this mode is off."""
+        raise NotImplementedError
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """The way that torch knows."""
+        self.seen.add(func)
+        func._dispatch_cache[_PRE_DISPATCH] = partial(self.directly, func)
+        return self.see(func, args, kwargs or {})
+
+    def directly(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """The same without detours."""
+        if torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.Python):  # no mode is to see it
+            with without_python_dispatcher():
+                return func(*args, **kwargs)
+        modes = torch._ops.mode_stack_state_for_pre_dispatch()
+        modes._schema_check_mode = None
+        torch._C._dispatch_tls_set_dispatch_key_included(_PRE_DISPATCH, False)
+        try:
+            return self.see(func, args, kwargs)
+        finally:
+            modes._schema_check_mode = self
+            torch._C._dispatch_tls_set_dispatch_key_included(_PRE_DISPATCH, True)
+
+    def __enter__(self) -> PreDispatchMode:
+        """Switch it on."""
+        super().__enter__()
+        self.entered += 1
+        for func in self.seen:
+            func._dispatch_cache[_PRE_DISPATCH] = partial(self.directly, func)
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        """Switch it off, and leave nothing in torch's tables."""
+        super().__exit__(*raised)
+        self.entered -= 1
+        if not self.entered:
+            for func in self.seen:
+                func._uncache_dispatch(_PRE_DISPATCH)
 
 
 without_python_dispatcher = torch._C._DisablePythonDispatcher

@@ -97,7 +97,7 @@ def compare(local: Graph, solution: Solution, rank: int) -> Mismatch | None:
         difference = (
             f"the local trace ends here ({local.failure})"
             if found is None
-            else _difference(expected, found, local, tensors, repeated)
+            else _difference(expected, found, local, solution.graph, tensors, repeated)
         )
         if difference:
             end = _identity_chain(wanted, position, local, tensors)
@@ -321,7 +321,12 @@ class _Offset:
 
 
 def _difference(
-    expected: _Expected, found: Operator, local: Graph, tensors: dict[Any, Any], repeated: Mapping[Any, _Repeated]
+    expected: _Expected,
+    found: Operator,
+    local: Graph,
+    original: Graph,
+    tensors: dict[Any, Any],
+    repeated: Mapping[Any, _Repeated],
 ) -> str:
     """What is wrong with the operator found; empty if nothing is, and its outputs are then known."""
     if found.name != expected.name:
@@ -363,6 +368,8 @@ def _difference(
             return (
                 f"{expected.name} must give the local shape {list(shape)}, it gives {list(local.tensors[tensor].shape)}"
             )
+        if isinstance(key, int) and local.tensors[tensor].dtype != (dtype := original.tensors[key].dtype):
+            return f"{expected.name} must give {dtype}, it gives {local.tensors[tensor].dtype}"
         tensors[key] = tensor
     return ""
 

@@ -156,10 +156,10 @@ def _(_: Any) -> None:
             return func(*args, **(kwargs or {}))
 
     class Operators(PreDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def see(self, func: Any, args: Any, kwargs: Any) -> Any:
             seen.append(str(func))
             with without_python_dispatcher():
-                return func(*args, **(kwargs or {}))
+                return func(*args, **kwargs)
 
     x = torch.ones(2, 2, requires_grad=True)
     with enable_python_dispatcher(), Operators(), Functions():
@@ -235,6 +235,54 @@ def _(_: Any) -> None:
         layer(x)
     assert "aten.linear.default" not in seen[0]
     assert seen[1] == ["aten.linear.default"]
+
+
+@canary(
+    "torch._ops.OpOverload._dispatch_cache",
+    "torch._ops.OpOverload._uncache_dispatch",
+    "torch._ops.mode_stack_state_for_pre_dispatch",
+    "torch._ops._ModeStackStateForPreDispatch._schema_check_mode",
+    "torch._C._dispatch_tls_is_dispatch_key_excluded",
+    "torch._C._dispatch_tls_set_dispatch_key_included",
+)
+def _(_: Any) -> None:
+    from torch._dispatch.python import enable_python_dispatcher
+
+    from lightning_autotp.private.torch_private import PreDispatchMode
+
+    seen: list[str] = []
+    state = torch._ops.mode_stack_state_for_pre_dispatch()
+
+    class Operators(PreDispatchMode):
+        def see(self, func: Any, args: Any, kwargs: Any) -> Any:
+            assert state._schema_check_mode is None
+            assert not torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch)
+            seen.append(f"{self.name}: {func}")
+            return func(*args, **kwargs)
+
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.name, self.detours = name, 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.detours += 1
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    linear, outer, x = torch.ops.aten.linear.default, Operators("outer"), torch.ones(1, 2)
+    layer = nn.Linear(2, 2)
+    for _ in range(2):
+        with enable_python_dispatcher(), outer:
+            layer(x), layer(x)
+    assert outer.detours <= 1  # torch's own way is gone once
+    with enable_python_dispatcher(), outer:
+        with torch._C._DisableTorchDispatch():
+            layer(x)  # nobody is to see it
+        layer(x)
+        assert state._schema_check_mode is outer
+    assert seen == ["outer: aten.linear.default"] * 5
+    assert torch._C.DispatchKey.PreDispatch not in linear._dispatch_cache
+    layer(x)
+    assert len(seen) == 5
 
 
 @canary("torch._ops.OpOverload._schema")

@@ -38,6 +38,8 @@ SCRIPT_ENVIRONMENT = {**ENVIRONMENT, "PYTHONPATH": f"{SUPPORT}{os.pathsep}{SUPPO
 
 PRELOADED = [
     "pytest",
+    "jsonargparse",
+    "peft",
     "lightning.pytorch",
     "torch.distributed.fsdp",
     "transformers.models.llama.modeling_llama",

@@ -96,6 +96,16 @@ def test_missing_all_reduce() -> None:
         check("llama", lambda plan: plan, forget)
 
 
+def test_another_dtype() -> None:
+    """Each operator is the same one, on tensors of the same shapes."""
+
+    def more_digits(model: nn.Module) -> None:
+        model.double()
+
+    with pytest.raises(VerificationError, match=r"must give float32, it gives float64[\s\S]*module model.embed_tokens"):
+        check("llama", lambda plan: plan, more_digits)
+
+
 def test_collective_done_twice() -> None:
     def repeat(plan: Plan) -> Plan:
         twice = (replace(use, input=("I", "R")) if use.name == "column" else use for use in plan.implementations)

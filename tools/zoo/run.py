@@ -109,7 +109,9 @@ class Ranks:
         return verdict
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        # Forked from a process that has imported everything; what uses CUDA cannot be forked from.
+        context: Any = multiprocessing.get_context("forkserver" if self.device == "cpu" else "spawn")
+        context.set_forkserver_preload([__name__])
         self._directory = tempfile.TemporaryDirectory()
         store = Path(self._directory.name) / "store"
         with _environment(OMP_NUM_THREADS="1", TRANSFORMERS_VERBOSITY="error", TOKENIZERS_PARALLELISM="false"):
