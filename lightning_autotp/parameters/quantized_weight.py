@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_autotp.building.formats import Format, QuantizationError
-from lightning_autotp.private.torch_private import TO, schema_of, without_subclasses, wrapper
+from lightning_autotp.private.torch_private import TO, schema_of, tree_map_only, without_subclasses, wrapper
 
 
 class QuantizedWeight(Tensor):
@@ -100,7 +100,7 @@ class QuantizedWeight(Tensor):
                     f"{func} would write into a weight that is quantized, {tuple(first.shape)}: such weights cannot"
                     " be changed. Train adapters beside them"
                 )
-        args = [value.values() if isinstance(value, QuantizedWeight) else value for value in args]
+        args, kwargs = tree_map_only(QuantizedWeight, QuantizedWeight.values, (args, kwargs))
         return func(*args, **kwargs)
 
     def moved(self, device: torch.device | str, dtype: torch.dtype) -> Tensor:

@@ -454,7 +454,7 @@ def test_quantized_checkpoints_that_lack_something_are_refused(
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
-def test_a_quantized_weight_is_not_written(folder: Path) -> None:
+def test_a_quantized_weight_is_read_as_the_values_it_stands_for_and_not_written(folder: Path) -> None:
     values = torch.randn(4, 128)
     with meta_model():
         base = AutoModelForCausalLM.from_pretrained(folder / "source", quantization_config=config("nf4"))
@@ -469,6 +469,7 @@ def test_a_quantized_weight_is_not_written(folder: Path) -> None:
     with pytest.raises(QuantizationError, match="would write into a weight that is quantized"):
         weight.mul_(2)
     assert torch.equal(weight.values(), before)
+    assert torch.equal(torch.cat([weight, values]), torch.cat([before, values]))
     assert type(weight.to("meta")) is Tensor
     moved = nn.Linear(128, 4, bias=False)
     moved.weight = weight
