@@ -25,7 +25,7 @@ def plan(  # noqa: D417 (the other options are PlanOptions')
     tokens: int | None = None,
     keep_whole: Iterable[str] = (),
     cut: Mapping[str, int] | None = None,
-    memory: float | None = None,
+    memory: float | Literal["device"] | None = "device",
     why: str | None = None,
     sequence_parallel: bool | Literal["auto"] = False,
     gpus: str = "H100",
