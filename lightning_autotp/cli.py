@@ -25,7 +25,7 @@ def plan(  # noqa: D417 (the other options are PlanOptions')
     tokens: int | None = None,
     keep_whole: Iterable[str] = (),
     cut: Mapping[str, int] | None = None,
-    memory: float | None = None,
+    memory: float | Literal["device"] | None = "device",
     why: str | None = None,
     sequence_parallel: bool | Literal["auto"] = False,
     gpus: str = "H100",
@@ -216,7 +216,7 @@ def recommended(
     except (CaptureError, CheckpointError, RehearsalError, ImportError, OSError, ValueError) as error:
         raise SystemExit(f"lightning-autotp recommend: {error}") from error
     console.print(table(found))
-    console.print("GB of a GPU and ms of an optimizer step by kind; rows: of a pass, times passes", highlight=False)
+    console.print("GiB of a GPU and ms of an optimizer step by kind; rows: of a pass, times passes", highlight=False)
     for line in reasons(found):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     if found.best is not None:
@@ -281,6 +281,7 @@ def export(
 
     from lightning_autotp.building.checkpoint_reading import CheckpointError
     from lightning_autotp.checkpoints.export_checkpoint import export_checkpoint
+    from lightning_autotp.layouts.units import in_units
 
     started = time.perf_counter()
     wanted = getattr(torch, dtype, None) if dtype is not None else None
@@ -300,7 +301,7 @@ def export(
     except (CheckpointError, OSError, ValueError) as error:
         raise SystemExit(f"lightning-autotp export: {error}") from error
     lines = [
-        f"{directory}: {exported.nbytes / 1e9:.3f} GB in {len(exported.weights)} file(s),"
+        f"{directory}: {in_units(exported.nbytes)} in {len(exported.weights)} file(s),"
         f" {time.perf_counter() - started:.1f} s",
         "tokenizer: " + ", ".join(exported.tokenizer)
         if exported.tokenizer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from importlib.metadata import version
 from typing import Any, Literal
@@ -51,6 +51,9 @@ from lightning_autotp.solving.planned import PlanMismatch
 from lightning_autotp.solving.solution import Solution
 from lightning_autotp.start_report import says_plan, says_weights
 
+FindPlan = Callable[[nn.Module, Graph, Any, int, PlanOptions], Plan]
+"""How to come by a plan, with the arguments of :func:`find_plan`."""
+
 MADE_UP = "a made-up batch"
 """What was traced, where no batch was given."""
 
@@ -65,7 +68,7 @@ def make_plan(  # noqa: D417 (the options are PlanOptions')
     keep_whole: Iterable[str] = (),
     cut: Mapping[str, int] | None = None,
     profile: Profile | None = None,
-    memory: float | None = None,
+    memory: float | Literal["device"] | None = "device",
     sequence_parallel: bool | Literal["auto"] = False,
     device: torch.device | str | None = None,
 ) -> tuple[Plan, Solution]:
@@ -145,7 +148,7 @@ def parallelize(  # noqa: D417 (the options are PlanOptions', and example_inputs
     keep_whole: Iterable[str] = (),
     cut: Mapping[str, int] | None = None,
     profile: Profile | None = None,
-    memory: float | None = None,
+    memory: float | Literal["device"] | None = "device",
     plan: Plan | str | os.PathLike[str] | None = None,
     plan_cache: bool | str | os.PathLike[str] = True,
     sequence_parallel: bool | Literal["auto"] = False,
@@ -242,10 +245,11 @@ def make_local(
     example_inputs: Any,
     options: PlanOptions,
     data_mesh: DeviceMesh | None = None,
+    find: FindPlan | None = None,
 ) -> None:
     """The first half of :func:`parallelize`: plan, cut, prove. Parameters on meta stay there.
 
-    Collective over both axes: the first rank of the first copy plans for all.
+    Collective over both axes: the first rank of the first copy plans for all, by ``find`` or else :func:`find_plan`.
     """
     if parallel_models(model):
         raise RuntimeError(
@@ -257,8 +261,8 @@ def make_local(
         refuse_unfit(model)
         fused = overlap_products(process_group) if options.async_tensor_parallel else None
     inputs, options = _example(model, example_inputs, options)
-    if options.memory is not None and data_mesh is not None:  # FSDP2 divides what a rank of a copy stores
-        options = replace(options, memory=data_mesh.shape[-1] * options.memory)
+    if options.limit is not None and data_mesh is not None:  # FSDP2 divides what a rank of a copy stores
+        options = replace(options, memory=data_mesh.shape[-1] * options.limit)
     groups = [process_group, *(data_mesh.get_all_groups() if data_mesh is not None else [])]
     message: list[Any] = [None]
     with says_plan(model), relaxed_gc():
@@ -266,7 +270,7 @@ def make_local(
             # The first rank's, for all of them: what a plan is proved against is one computation.
             graph = first_makes(process_group, "planning", lambda: trace(model, inputs, device=options.device))
             if all(dist.get_rank(axis) == 0 for axis in groups):
-                message = [find_plan(model, graph, inputs, group.size, options).to_json()]
+                message = [(find or find_plan)(model, graph, inputs, group.size, options).to_json()]
         for axis in reversed(groups):  # to the first ranks of the copies, and from them to the others
             dist.broadcast_object_list(message, group_src=0, group=axis)
         with raise_along(groups, "building the local model"):
@@ -294,7 +298,7 @@ def find_plan(model: nn.Module, graph: Graph, inputs: Any, ranks: int, options: 
         options.keep_whole,
         options.cut,
         options.hardware,
-        options.memory,
+        options.limit,
         options.sequence_parallel,
         options.traced_with,
         graph.device,

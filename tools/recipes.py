@@ -21,6 +21,7 @@ from jsonargparse import auto_cli
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_autotp import recommend
+from lightning_autotp.layouts.units import GIB
 from lightning_autotp.planning.machines import Machine
 from lightning_autotp.planning.recommend import Recommendation
 from lightning_autotp.planning.rehearsal import Quantization
@@ -134,7 +135,7 @@ a model's parameters, but not those that are [quantized](lora.md#quantized-bases
 parallelism alone. Of Qwen3-30B-A3B nearly all parameters are experts, which are no linear layers: neither adapters
 nor bitsandbytes reach them."""
 
-HEAD = """| | TP x copies | rows x passes | GB of a GPU | of | tokens/s |
+HEAD = """| | TP x copies | rows x passes | GiB of a GPU | of | tokens/s |
 | --- | --- | --- | --- | ---: | ---: |"""
 
 
@@ -148,13 +149,13 @@ def section(recipe: Recipe) -> tuple[str, str]:
         return f"| [{recipe.title}](#{anchor}) | nothing fits | | | | |", f"## {recipe.title}\n\n{said}"
     kept = best.memory
     kinds = (kept.parameters, kept.gradients, kept.states, kept.activations, kept.temporary + kept.gathered)
-    sizes = " + ".join(f"{kind / 1e9:.1f}" for kind in kinds) + f" = {kept.total / 1e9:.0f}"
+    sizes = " + ".join(f"{kind / GIB:.1f}" for kind in kinds) + f" = {kept.total / GIB:.0f}"
     cells = (
         f"[{recipe.title}](#{anchor})",
         in_short(best).replace("x", " x "),
         f"{best.rows} x {best.passes}",
         sizes,
-        f"{found.room / 1e9:.0f}",
+        f"{found.room / GIB:.0f}",
         f"{best.tokens_per_second:,.0f}",
     )
     lines = yaml_lines(found, best).rstrip("\n")

@@ -317,7 +317,9 @@ class Plan:
             where there are none.
         whole_work: the operators of which every rank computes all, the largest first.
         memory_limit: bytes of a rank that it was made for; 0 without a limit.
-        memory_needed: bytes that parameters, gradients and optimizer states take, where there is a limit.
+        memory_needed: bytes that parameters, gradients and optimizer states take, where there is a limit; of one that
+            is of a device, those of a training step.
+        limit_of: whose memory the limit is, where nobody gave one.
     """
 
     model: str
@@ -344,6 +346,7 @@ class Plan:
     whole_work: tuple[WholeWork, ...] = ()
     memory_limit: int = 0
     memory_needed: int = 0
+    limit_of: str = ""
 
     @property
     def shards_sequence(self) -> bool:
@@ -389,6 +392,7 @@ class Plan:
                 whole_work=tuple(_decode(WholeWork, item) for item in data.get("whole_work", ())),
                 memory_limit=data.get("memory_limit", 0),
                 memory_needed=data.get("memory_needed", 0),
+                limit_of=data.get("limit_of", ""),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"this is not a plan written by Plan.to_json: {error!r}") from error
@@ -450,6 +454,9 @@ class Plan:
         if not self.memory_limit:
             return ""
         needed, limit = in_units(self.memory_needed), in_units(self.memory_limit)
+        if self.limit_of:
+            taken = f"a training step takes about {needed} of {limit} of {self.limit_of}"
+            return f"made to fit: {taken} (predicted, with AdamW)"
         what = f"parameters, gradients and optimizer states take {needed} of {limit} on a tensor-parallel rank"
         if self.memory_needed <= self.memory_limit:
             return f"made to fit: {what}"

@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from subprocess import Popen
 from typing import Any, Literal, cast, get_args
 
@@ -36,8 +37,8 @@ from lightning_autotp.lightning.tracebacks import print_errors_briefly
 from lightning_autotp.parallel.collectives import all_gather_replicate
 from lightning_autotp.parameters.host_memory import to_device
 from lightning_autotp.parameters.state import parallel_models
-from lightning_autotp.pipeline import find_plan, materialize, refuse_offload, refuse_unfit
-from lightning_autotp.planning.checkpointing import KeptActivations, choose, memory_of
+from lightning_autotp.pipeline import FindPlan, find_plan, materialize, refuse_offload, refuse_unfit
+from lightning_autotp.planning.checkpointing import KeptActivations, choose, fitting_plan, smallest_memory
 from lightning_autotp.planning.rehearsal import Precision
 from lightning_autotp.private.distributed_private import default_store
 from lightning_autotp.private.lightning_private import (
@@ -113,7 +114,7 @@ class AutoTPBase(StrategyInternals):
         tokens_per_step: int | tuple[int, int] | None = None,
         keep_whole: Iterable[str] = (),
         cut: Mapping[str, int] | None = None,
-        memory: float | None = None,
+        memory: float | Literal["device"] | None = "device",
         plan: Plan | str | os.PathLike[str] | None = None,
         plan_cache: bool | str | os.PathLike[str] = True,
         sequence_parallel: bool | Literal["auto"] = False,
@@ -142,6 +143,7 @@ class AutoTPBase(StrategyInternals):
             sequence_parallel=sequence_parallel,
             async_tensor_parallel=async_tensor_parallel,
         )
+        self._memory: float | None = None
         self.example_inputs, self.models = example_inputs, models
         self.checked_batches, self.checked_steps = checked_batches, checked_steps
         if activation_checkpointing not in (None, "blocks", "offload", "auto"):
@@ -199,6 +201,7 @@ class AutoTPBase(StrategyInternals):
         if self.root_device.type != "cpu":
             atexit.register(end_processes)  # which Lightning does for nccl alone
         self.saving.begin()
+        self._memory = smallest_memory(self.root_device)
         self._watch_peers()
         self.share_random_state()
 
@@ -321,7 +324,7 @@ class AutoTPBase(StrategyInternals):
         shards = self.copies.shape[-1] if self.copies is not None else 1
 
         def chosen() -> KeptActivations:
-            limit = options.memory or memory_of(self.root_device)
+            limit = options.limit or self._memory
             unknown = {
                 "how much memory a training step may take (give memory=, the bytes of a GPU)": limit is None,
                 "what a training step is given (give example_inputs= of its size)": example is None,
@@ -337,7 +340,7 @@ class AutoTPBase(StrategyInternals):
             if ranks > 1:
                 small = in_small(model, as_call(example))
                 graph = trace(model, small, device=options.device)
-                of_copy = None if options.memory is None else shards * options.memory
+                of_copy = None if options.limit is None else shards * options.limit
                 plan = find_plan(model, graph, small, ranks, replace(options, memory=of_copy))
             known = cast(Precision, precision)
             return choose(model, plan, example, limit, precision=known, copies=shards, accumulates=accumulates)
@@ -346,6 +349,20 @@ class AutoTPBase(StrategyInternals):
         if found.are_recomputed:
             checkpoint_blocks(model)
         say_kept(type(model).__name__, str(found), found.warnings)
+
+    def finder(self, example: Any, precision: str, accumulates: bool = False) -> FindPlan:
+        """How to come by the plan of the one model that is trained: for the memory of the device, if that is asked for.
+
+        Args:
+            example: its arguments in a training step, of the step's own size; ``None`` where they are not known.
+            precision: of the step, as Lightning has it.
+            accumulates: whether it adds to gradients.
+        """
+        limit, is_known = self._memory, example is not None and precision in get_args(Precision)
+        if limit is None or self.copies is not None or not is_known:
+            return find_plan
+        known = cast(Precision, precision)
+        return partial(fitting_plan, example=example, limit=limit, precision=known, accumulates=accumulates)
 
     # --- steps ---
 

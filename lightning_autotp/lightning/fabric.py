@@ -47,7 +47,7 @@ from lightning_autotp.optimizers.stepping import steps_some_of
 from lightning_autotp.parallel.head_product import compute_undone
 from lightning_autotp.parameters.host_memory import states_to_parameters
 from lightning_autotp.parameters.state import is_parallel, parallel_models
-from lightning_autotp.pipeline import make_local
+from lightning_autotp.pipeline import FindPlan, make_local
 from lightning_autotp.private.lightning_private import BackwardSync
 from lightning_autotp.private.torch_private import uncompiled
 from lightning_autotp.ranks.agreement import check_same_weights, raise_together
@@ -180,7 +180,8 @@ class AutoTPFabricStrategy(AutoTPBase, _ModelParallelStrategy):
         for model, inputs in models:
             check_same_weights(model, None)
             self.fit_into_memory(model, inputs, precision)
-            self._make_local(model, inputs)
+            is_only = len(models) == 1 and not self._modules  # as far as is known: others take memory, too
+            self._make_local(model, inputs, self.finder(inputs if is_only else None, precision))
         self.fill(module, [model for model, _ in models], precision)
         for model, _ in models:
             if self._notes is not None:
@@ -197,9 +198,9 @@ class AutoTPFabricStrategy(AutoTPBase, _ModelParallelStrategy):
         inputs = given() if callable(given) else given
         return [(module, inputs if inputs is not None else getattr(module, "example_input_array", None))]
 
-    def _make_local(self, model: nn.Module, inputs: Any) -> None:
+    def _make_local(self, model: nn.Module, inputs: Any, find: FindPlan) -> None:
         try:
-            make_local(model, self.tensor_parallel_group, inputs, self.options_here, self.copies)
+            make_local(model, self.tensor_parallel_group, inputs, self.options_here, self.copies, find)
         except CaptureError as error:
             if inputs is not None or is_parallel(model):
                 raise

@@ -16,7 +16,7 @@ from lightning_autotp.capture.capture import CaptureError, ExampleCall, in_small
 from lightning_autotp.layouts.step_size import TokensPerStep
 from lightning_autotp.lightning.first_step import FirstStep, first_step
 from lightning_autotp.parameters.state import is_parallel
-from lightning_autotp.pipeline import make_local
+from lightning_autotp.pipeline import FindPlan, make_local
 from lightning_autotp.proving.new_calls import with_rows
 from lightning_autotp.ranks.agreement import PeerError, check_same_weights, raise_together
 from lightning_autotp.solving.options import PlanOptions
@@ -28,7 +28,7 @@ def make_models_local(
     group: dist.ProcessGroup,
     copies: DeviceMesh | None,
     options: PlanOptions,
-    before: Callable[[nn.Module, Any], object],
+    before: Callable[[nn.Module, Any], FindPlan],
 ) -> None:
     """Plan for, cut and prove these models. Collective over all processes.
 
@@ -41,7 +41,7 @@ def make_models_local(
         group: the tensor-parallel group.
         copies: the ranks that have the same part of the other copies of the models, if there are several copies.
         options: for the plans. Without a number of tokens, they are priced for the first batch.
-        before: what is done with each model and its example before it is planned for. Collective.
+        before: what is done with each model and its example before it is planned for; tells how to plan. Collective.
 
     Raises:
         PeerError: on every rank, if any rank fails.
@@ -59,11 +59,11 @@ def make_models_local(
     calls = dict(zip(asked, step.calls, strict=True))
     for model, inputs in models:
         check_same_weights(model, None)
-        before(model, calls.get(model, inputs))
+        find = before(model, calls.get(model, inputs))
         if model in calls:
-            _make_local_for_call(model, calls[model], step.why, group, copies, options)
+            _make_local_for_call(model, calls[model], step.why, group, copies, options, find)
         else:
-            make_local(model, group, inputs, options, copies)
+            make_local(model, group, inputs, options, copies, find)
 
 
 def _make_local_for_call(
@@ -73,11 +73,12 @@ def _make_local_for_call(
     group: dist.ProcessGroup,
     copies: DeviceMesh | None,
     options: PlanOptions,
+    find: FindPlan,
 ) -> None:
     """Make a model local for the call of the training step; where that is not known or not traced, for one made up."""
     for example, source in _examples(model, call):
         try:
-            make_local(model, group, example, replace(options, traced_with=source), copies)
+            make_local(model, group, example, replace(options, traced_with=source), copies, find)
             return
         except (CaptureError, PeerError) as error:  # the first rank traces, and the others hear of it
             kinds = error.kinds if isinstance(error, PeerError) else {CaptureError.__name__}
@@ -86,7 +87,7 @@ def _make_local_for_call(
             why = str(error)
     source = f"a made-up batch ({why.splitlines()[0]})"
     try:
-        make_local(model, group, None, replace(options, traced_with=source), copies)
+        make_local(model, group, None, replace(options, traced_with=source), copies, find)
     except CaptureError as error:
         if why == str(error):
             raise

@@ -46,6 +46,7 @@ from lightning_autotp.lightning.summary import ParallelSummary
 from lightning_autotp.lightning.throughput import share_batches
 from lightning_autotp.optimizers.scaler import AgreedGradScaler
 from lightning_autotp.parameters.host_memory import states_to_parameters
+from lightning_autotp.pipeline import FindPlan, find_plan
 from lightning_autotp.private.lightning_private import (
     DeferredSignals,
     add_worker_init_fn,
@@ -162,9 +163,11 @@ class AutoTPStrategy(AutoTPBase, ModelParallelStrategy):
             self._signals = DeferredSignals(trainer, self._exchange)
         accumulates = trainer.accumulate_grad_batches > 1
 
-        def fit_into_memory(model: nn.Module, example: Any) -> None:
-            if is_fitting:
-                self.fit_into_memory(model, example, precision, accumulates)
+        def fit_into_memory(model: nn.Module, example: Any) -> FindPlan:
+            if not is_fitting:
+                return find_plan
+            self.fit_into_memory(model, example, precision, accumulates)
+            return self.finder(example if len(models) == 1 else None, precision, accumulates)
 
         group, options = self.tensor_parallel_group, self.options_here
         make_models_local(trainer, models, group, self.copies, options, fit_into_memory)

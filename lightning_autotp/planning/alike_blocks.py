@@ -8,7 +8,8 @@ each moment is counted along all of it.
 That is right where the step of such a model is the same sequence over and over, which is seen in the rehearsal: the
 third did exactly what the second did, both ways; each block that is left out runs the same operators in its forward
 pass, on operands of the same shapes, and autograd has the same to do for it; it gets nothing that is differentiated
-elsewhere; and in the end nothing is left of what it had. Else :class:`NotAlike` is raised, and all have to be run.
+elsewhere; and in the end nothing is left of what it had. Else :class:`NotAlike` is raised, and all have to be run. That
+blocks run the same operators is not asked again of a model of which it is known, and which only keeps less of them.
 """
 
 from __future__ import annotations
@@ -170,6 +171,37 @@ def _graph(output: Any, given: Sequence[Tensor]) -> list[Any]:
     return found
 
 
+@dataclass(frozen=True)
+class _Given:
+    """One of the tensors that a block is given.
+
+    Attributes:
+        number: which one.
+    """
+
+    number: int
+
+
+def _instead(path: str, output: Any, given: Sequence[Tensor]) -> Any:
+    """What a block returns, with tensors that it is given in place of those that it makes."""
+    known = {tensor: number for number, tensor in enumerate(given)}
+    unused = [number for number, tensor in enumerate(given) if tensor.requires_grad]
+
+    def one(leaf: Tensor) -> _Given:
+        if leaf in known:
+            return _Given(known[leaf])
+        at = next((at for at, number in enumerate(unused) if _metadata(given[number]) == _metadata(leaf)), None)
+        if at is None:
+            raise NotAlike(f"{path} returns something else than it is given")
+        return _Given(unused.pop(at))
+
+    return tree_map_only(Tensor, one, output)
+
+
+def _filled(returned: Any, given: Sequence[Tensor]) -> Any:
+    return tree_map_only(_Given, lambda one: given[one.number], returned)
+
+
 class Sampled:
     """A rehearsal in which blocks are left out.
 
@@ -178,17 +210,24 @@ class Sampled:
         repeats: from :func:`repeats_of`.
         fake: the mode that its operators run in.
         meter: the one that counts them; it is to follow the blocks that are not :attr:`like` others.
+        are_alike: whether it is known that blocks that are left out run the same operators.
 
     Attributes:
         like: the block that each left-out one is taken to be like, by their paths.
     """
 
     def __init__(
-        self, model: nn.Module, repeats: Sequence[Repeats], fake: RememberingFakeTensorMode, meter: Meter
+        self,
+        model: nn.Module,
+        repeats: Sequence[Repeats],
+        fake: RememberingFakeTensorMode,
+        meter: Meter,
+        are_alike: bool = False,
     ) -> None:
-        self.model, self.repeats, self.fake, self.meter = model, repeats, fake, meter
+        self.model, self.repeats, self.fake, self.meter, self.are_alike = model, repeats, fake, meter, are_alike
         self.like = dict(pair for found in repeats for pair in found.alike())
         self._seen: dict[str, Any] = {}
+        self._returned: dict[str, Any] = {}
         self._asked: list[Any] = []
         if self.like:
             fake.asked = self._asked
@@ -204,28 +243,28 @@ class Sampled:
             raise NotAlike(f"{path} runs twice")
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if path not in self.like:
-            return self._watched(path, call, args, kwargs, given)
+            output = self._watched(path, call, args, kwargs, given)
+            if self.are_alike:
+                self._returned[path] = [_metadata(x) for x in given], _instead(path, output, given)
+            return output
+        sample = self.like[path]
+        if self.are_alike and sample in self._returned:
+            expected, returned = self._returned[sample]
+            if [_metadata(x) for x in given] != expected:
+                raise NotAlike(f"{path} is given something else than {sample}")
+            self._seen[path] = self._seen[sample]
+            return _filled(returned, given)
         apart = {x: own_shape(x.detach().requires_grad_(), x.shape) for x in given if x.requires_grad}
         args, kwargs = tree_map(lambda x: apart.get(x, x) if isinstance(x, Tensor) else x, (args, kwargs))
         self.meter.is_aside = True
+        others = [apart.get(x, x) for x in given]
         try:
-            output = self._watched(path, call, args, kwargs, [apart.get(x, x) for x in given])
+            output = self._watched(path, call, args, kwargs, others)
         finally:
             self.meter.is_aside = False
-        if self._seen[path] != self._seen.get(self.like[path]):
-            raise NotAlike(f"{path} does something else than {self.like[path]}")
-        known = {apart.get(x, x): x for x in given}
-        unused = [x for x in given if x.requires_grad]
-
-        def instead(leaf: Tensor) -> Tensor:
-            if leaf in known:
-                return known[leaf]
-            at = next((at for at, x in enumerate(unused) if _metadata(x) == _metadata(leaf)), None)
-            if at is None:
-                raise NotAlike(f"{path} returns something else than it is given")
-            return unused.pop(at)
-
-        return tree_map_only(Tensor, instead, output)
+        if self._seen[path] != self._seen.get(sample):
+            raise NotAlike(f"{path} does something else than {sample}")
+        return _filled(_instead(path, output, others), given)
 
     def _watched(self, path: str, call: Callable[..., Any], args: Any, kwargs: Any, given: Sequence[Tensor]) -> Any:
         begun = len(self._asked)

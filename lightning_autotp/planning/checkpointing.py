@@ -1,20 +1,32 @@
-"""Whether a training step fits into a GPU as it is, or the repeated blocks have to be computed again."""
+"""What fits into a GPU: the fastest plan, and whether the repeated blocks have to be computed again."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from lightning_autotp.building.repeated_blocks import checkpoint_blocks
-from lightning_autotp.capture.capture import as_call
+from lightning_autotp.capture.capture import as_call, step_size
+from lightning_autotp.capture.nested import tensors_in
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.layouts.units import in_units
+from lightning_autotp.operators.graph import Graph
+from lightning_autotp.pipeline import find_plan
 from lightning_autotp.planning.estimate import memory
 from lightning_autotp.planning.machines import machine_called
-from lightning_autotp.planning.rehearsal import Precision, fullest_rank, local_model, named_arguments, rehearse
+from lightning_autotp.planning.rehearsal import (
+    Precision,
+    RehearsalError,
+    fullest_rank,
+    local_model,
+    named_arguments,
+    rehearse,
+)
+from lightning_autotp.ranks.agreement import largest_of_all
+from lightning_autotp.solving.options import PlanOptions
 
 _SHARE = 0.92
 """Of the memory of a GPU of which nothing is known: the rest is no tensor's."""
@@ -63,6 +75,15 @@ def memory_of(device: torch.device) -> float | None:
     return total - known.reserved if known is not None else _SHARE * total
 
 
+def smallest_memory(device: torch.device) -> float | None:
+    """Bytes that tensors may take on the rank that has the least; ``None`` where that is not known.
+
+    Collective over all processes.
+    """
+    free = memory_of(device)
+    return None if free is None else -largest_of_all([-int(free)], None)[0]
+
+
 def choose(
     model: nn.Module,
     plan: Plan | None,
@@ -89,9 +110,7 @@ def choose(
         ValueError: if it has no repeated blocks, and does not fit.
     """
     given = named_arguments(model, as_call(example))
-    local = local_model(model, plan, 0 if plan is None else fullest_rank(plan))
-    if precision == "bf16-true":
-        local = local.to(torch.bfloat16)
+    local = _local(model, plan, precision)
 
     def needed() -> float:
         return memory(rehearse(local, given, precision=precision), 1, copies, accumulates).total
@@ -101,3 +120,60 @@ def choose(
         return KeptActivations(False, limit, otherwise, otherwise)
     checkpoint_blocks(local)
     return KeptActivations(True, limit, needed(), otherwise)
+
+
+def fitting_plan(
+    model: nn.Module,
+    graph: Graph,
+    inputs: Any,
+    ranks: int,
+    options: PlanOptions,
+    *,
+    example: Any,
+    limit: float,
+    precision: Precision,
+    accumulates: bool = False,
+) -> Plan:
+    """The fastest plan with which a training step with AdamW fits into a device; the usual one where none does.
+
+    It is the usual one, too, where it is not known what a step takes: its code asks for values, or the example is less
+    than the plan is priced for.
+
+    Args:
+        model: the model, whole yet.
+        graph: of it.
+        inputs: the batch that was traced.
+        ranks: size of the tensor-parallel group.
+        options: what the plan is made for; where they give a plan, a limit or that there is none, that counts.
+        example: its arguments in a training step, of the step's own size.
+        limit: bytes of the device that a step may take.
+        precision: as the Trainer has it.
+        accumulates: whether gradients of earlier forward passes are there.
+    """
+    usual = find_plan(model, graph, inputs, ranks, options)
+    given, priced = step_size(tensors_in(tuple(as_call(example)))), options.tokens
+    tokens = priced.number if priced.size is None else priced.size.rows * max(priced.size.longest, 1)
+    if options.plan is not None or options.memory != "device" or given.rows * max(given.longest, 1) < tokens:
+        return usual
+    room = limit
+    while room > 0:
+        plan = find_plan(model, graph, inputs, ranks, replace(options, memory=room))
+        alike = [one.layout for one in plan.parameters] == [one.layout for one in usual.parameters]
+        if alike or plan.memory_needed > room:
+            break
+        try:
+            arguments = named_arguments(model, as_call(example))
+            rehearsal = rehearse(_local(model, plan, precision), arguments, precision=precision)
+        except RehearsalError:
+            break
+        needed = memory(rehearsal, accumulates=accumulates).total
+        if needed <= limit:
+            return replace(plan, memory_limit=int(limit), memory_needed=int(needed), limit_of="the device")
+        room = plan.memory_needed - (needed - limit)
+    return usual
+
+
+def _local(model: nn.Module, plan: Plan | None, precision: Precision) -> nn.Module:
+    """The part of the rank that has the most, as it is trained."""
+    local = local_model(model, plan, 0 if plan is None else fullest_rank(plan))
+    return local.to(torch.bfloat16) if precision == "bf16-true" else local

@@ -11,7 +11,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from math import ceil, prod
 from typing import Any, Literal, NamedTuple
 
@@ -41,6 +41,9 @@ _COLLECTIVES: dict[str, Collective] = {
     "_c10d_functional.all_gather_into_tensor": "all_gather",
     "_c10d_functional.reduce_scatter_tensor": "reduce_scatter",
 }
+FUNCTIONAL = [f"{name}.default" for name in (*_COLLECTIVES, "_c10d_functional.wait_tensor")]
+"""Operators that communicate. Each makes a tensor of its own, on fake ones waiting for another, too."""
+_DEVICE = torch.ops.prim.device.default
 _CAST = "aten._to_copy"
 _VALUE = "aten._local_scalar_dense"
 _WHERE = "aten.nonzero"
@@ -151,6 +154,9 @@ class Held:
         self.peak: Counter[Label] = Counter(self.live)
         self.peak_without_gradients: Counter[Label] = Counter(self.live)
         self.peak_in_blocks: Counter[Label] = Counter()
+        self._most = sum(self.live[label] for label in MOVING)
+        self._most_without_gradients = self._most - self.live["gradients"]
+        self._most_in_blocks = 0
 
     def relabel(self, before: Label, after: Label) -> None:
         """Give all that is alive with one label another one."""
@@ -158,16 +164,19 @@ class Held:
 
     def change(self, change: Change) -> None:
         """Count some memory that comes or goes."""
-        self.live[change.label] += change.bytes
+        live = self.live
+        live[change.label] += change.bytes
         if change.bytes <= 0 or change.label not in MOVING:
             return
-        if _moving(self.live) > _moving(self.peak):
-            self.peak = Counter(self.live)
-        without = _moving(self.live) - self.live["gradients"]
-        if without > _moving(self.peak_without_gradients) - self.peak_without_gradients["gradients"]:
-            self.peak_without_gradients = Counter(self.live)
-        if change.in_block and _of_batch(self.live) > _of_batch(self.peak_in_blocks):
-            self.peak_in_blocks = Counter(self.live)
+        of_batch = live["activations"] + live["other"] + live["dequantized"]
+        without = of_batch + live["copies"]
+        moving = without + live["gradients"]
+        if moving > self._most:
+            self.peak, self._most = Counter(live), moving
+        if without > self._most_without_gradients:
+            self.peak_without_gradients, self._most_without_gradients = Counter(live), without
+        if change.in_block and of_batch > self._most_in_blocks:
+            self.peak_in_blocks, self._most_in_blocks = Counter(live), of_batch
 
 
 @dataclass(frozen=True)
@@ -306,11 +315,13 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator and count."""
         kwargs = kwargs or {}
-        if func.namespace == "prim":  # asks a fake tensor for its device: more often than anything else
+        if func is _DEVICE and isinstance(args[0], FakeTensor):  # more often than anything else
+            return args[0].device
+        if func.namespace == "prim":
             return func(*args, **kwargs)
         if any(not issubclass(kind, Tensor) or kind not in (Tensor, nn.Parameter, FakeTensor) for kind in types):
             return NotImplemented  # a subclass takes it apart, and the parts come here
-        name = str(func.overloadpacket)
+        name = _name(func)
         if name == _VALUE and isinstance(args[0], FakeTensor) and args[0].dtype == torch.bool:
             return True  # checks of the batch: whether all of it is valid
         if name == _WHERE and isinstance(args[0], FakeTensor) and args[0].dtype == torch.bool:
@@ -318,8 +329,11 @@ class Meter(TorchDispatchMode):
         if name == _QUANTIZED_PRODUCT and isinstance(args[0], FakeTensor):
             with self:
                 return _product_of_dequantized(*args, **kwargs)
+        is_grouped = name == _GROUPED and isinstance(args[0], FakeTensor)
+        if self.is_aside and not is_grouped:
+            return func(*args, **kwargs)
         operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        result = _grouped(*operands) if name == _GROUPED and isinstance(args[0], FakeTensor) else func(*args, **kwargs)
+        result = _grouped(*operands) if is_grouped else func(*args, **kwargs)
         if self.is_aside:
             return result
         results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
@@ -344,7 +358,7 @@ class Meter(TorchDispatchMode):
         makes: bool,
         of_parameters: bool,
     ) -> None:
-        name = str(func.overloadpacket)
+        name = _name(func)
         results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         moved = sum(leaf.numel() * leaf.itemsize for leaf in {id(x): x for x in (*operands, *results)}.values())
         ran = partial(Ran, name, self.place)
@@ -386,6 +400,12 @@ class Meter(TorchDispatchMode):
             self.label([parameter.grad], "gradients")
 
 
+@cache
+def _name(operator: Any) -> str:
+    """An operator's name without that of its overload."""
+    return str(operator.overloadpacket)
+
+
 def _with_gradients(values: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.requires_grad]
 
@@ -413,13 +433,3 @@ def _product_of_dequantized(
     """What bitsandbytes does on a GPU for more than a few tokens: the matrix is dequantized, then multiplied."""
     weight = torch.ops.bitsandbytes.dequantize_4bit(numbers, scales, block, kind, shape, input.dtype)
     return input.reshape(-1, shape[1]).mm(weight.t()).view(*input.shape[:-1], shape[0])
-
-
-def _moving(live: Counter[Label]) -> int:
-    """Bytes that come and go in a step."""
-    return sum(live[label] for label in MOVING)
-
-
-def _of_batch(live: Counter[Label]) -> int:
-    """Bytes that come with a batch."""
-    return live["activations"] + live["other"] + live["dequantized"]

@@ -351,7 +351,11 @@ class _Search:
             except ValueError:
                 known[kept] = None
             else:
-                known[kept] = rehearse(local, self.row, precision=self.precision, optimizer=self.optimizer)
+                plain = self._rehearsal(plan, None) if kept is not None else None
+                are_alike = plain is not None and plain.left_out > 0
+                known[kept] = rehearse(
+                    local, self.row, precision=self.precision, optimizer=self.optimizer, are_alike=are_alike
+                )
         return known[kept]
 
     def _powers(self, copies: int) -> Iterator[int]:

@@ -29,7 +29,7 @@ from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.parameters.quantized_weight import QuantizedWeight
 from lightning_autotp.parameters.state import is_parallel, parallel_state
 from lightning_autotp.planning.alike_blocks import NotAlike, Repeats, Sampled, repeats_of
-from lightning_autotp.planning.meter import Held, Label, Meter, Others, Work
+from lightning_autotp.planning.meter import FUNCTIONAL, Held, Label, Meter, Others, Work
 from lightning_autotp.private.fake_tensors_private import RememberingFakeTensorMode
 from lightning_autotp.private.torch_private import tree_map_only, values_in_fake_tensors
 from lightning_autotp.private.transformers_private import fake_tensors_as_ordinary
@@ -218,6 +218,7 @@ def rehearse(
     precision: Precision = "bf16-mixed",
     optimizer: Optimizer = "adamw",
     imbalance: float = Profile().imbalance,
+    are_alike: bool = False,
 ) -> Rehearsal:
     """Run a step of a local model without values.
 
@@ -227,6 +228,7 @@ def rehearse(
         precision: ``"bf16-mixed"`` runs it under autocast.
         optimizer: a name in :data:`OPTIMIZERS`, or ``"none"``.
         imbalance: by how much more tokens than an even share choose this rank's experts, where it has whole ones.
+        are_alike: whether blocks were left out of a rehearsal of the same model that keeps something else of them.
 
     Raises:
         RehearsalError: if its code asks for values.
@@ -234,7 +236,7 @@ def rehearse(
     repeats = repeats_of(local)
     if repeats:
         try:
-            return _rehearsed(local, batch, precision, optimizer, imbalance, repeats)
+            return _rehearsed(local, batch, precision, optimizer, imbalance, repeats, are_alike)
         except (NotAlike, RehearsalError):
             pass
     return _rehearsed(local, batch, precision, optimizer, imbalance, [])
@@ -247,8 +249,9 @@ def _rehearsed(
     optimizer: Optimizer,
     imbalance: float,
     repeats: Sequence[Repeats],
+    are_alike: bool = False,
 ) -> Rehearsal:
-    fake = RememberingFakeTensorMode()
+    fake = RememberingFakeTensorMode(functional=FUNCTIONAL)
     model = meta_copy(local, partial(_stand_in, fake))
     given = tree_map_only(Tensor, partial(_stand_in, fake), batch)
     blocks = [_bytes(block) for block in blocks_of_their_own(model)]
@@ -257,7 +260,7 @@ def _rehearsed(
     for module in model.modules():
         if isinstance(module.forward, OffloadedForward):
             module.forward.host = meter
-    sampled = Sampled(model, repeats, fake, meter)
+    sampled = Sampled(model, repeats, fake, meter, are_alike)
     repeated = set(repeated_blocks(model))
     meter.follow({path: x for path, x in model.named_modules() if x in repeated and path not in sampled.like})
     with _modes(fake, meter):

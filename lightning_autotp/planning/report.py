@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from lightning_autotp.layouts.units import GIB, in_units
 from lightning_autotp.planning.recommend import Choice, Recommendation
 from lightning_autotp.planning.rehearsal import bitsandbytes_options, dtype_of
 
@@ -32,7 +33,7 @@ KINDS = {
 
 
 def table(found: Recommendation) -> Table:
-    """The ranking: GB of a GPU by kind, milliseconds of an optimizer step by kind. Fits 80 columns."""
+    """The ranking: GiB of a GPU by kind, milliseconds of an optimizer step by kind. Fits 80 columns."""
     from rich.table import Table
 
     title = (
@@ -41,7 +42,7 @@ def table(found: Recommendation) -> Table:
     )
     made = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
     made.add_column("TPxcopies", no_wrap=True)
-    for name in ("rows", "par", "grad", "opt", "act", "tmp", "GB", "prod", "oth", "comm", "tok/s", "MFU"):
+    for name in ("rows", "par", "grad", "opt", "act", "tmp", "GiB", "prod", "oth", "comm", "tok/s", "MFU"):
         made.add_column(name, justify="right", no_wrap=True)
     made.add_column("limit", no_wrap=True)
     for choice in found.choices[:SHOWN]:
@@ -51,7 +52,7 @@ def table(found: Recommendation) -> Table:
         made.add_row(
             in_short(choice),
             f"{choice.rows}x{choice.passes}",
-            *(_digits(size / 1e9) for size in (*sizes, kept.total)),
+            *(_digits(size / GIB) for size in (*sizes, kept.total)),
             *(f"{1e3 * each:.0f}" for each in seconds),
             f"{choice.tokens_per_second:.0f}" if choice.fits else "-",
             f"{choice.mfu:.0%}" if choice.fits else "-",
@@ -86,22 +87,22 @@ def reasons(found: Recommendation) -> Iterator[str]:
             if least.memory.total <= found.room:
                 why = "but more host memory than a node has: more nodes, LoRA, or an optimizer with fewer states (sgd)"
             yield (
-                f"nothing fits{_tried(found)}: {named(least)} needs the least, {_gb(least.memory.total)} of"
-                f" {_gb(found.room)} of a GPU, {why}"
+                f"nothing fits{_tried(found)}: {named(least)} needs the least, {in_units(least.memory.total)} of"
+                f" {in_units(found.room)} of a GPU, {why}"
             )
             yield from _of_host(found, least)
     else:
         yield (
             f"recommended: {named(best)}, {best.tokens_per_second:.0f} tokens/s,"
-            f" {_gb(best.memory.total)} of {_gb(found.room)} of a GPU"
+            f" {in_units(best.memory.total)} of {in_units(found.room)} of a GPU"
         )
         if best.uses_host:
             least = min(
                 (choice for choice in found.choices if not choice.uses_host), key=lambda each: each.memory.total
             )
             yield (
-                f"nothing fits without host memory: {named(least)} needs {_gb(least.memory.total)} of a GPU, most of it"
-                f" {least.memory.largest}"
+                f"nothing fits without host memory: {named(least)} needs {in_units(least.memory.total)} of a GPU,"
+                f" most of it {least.memory.largest}"
             )
             yield from _of_host(found, best)
         yield from _compared(found, best)
@@ -126,11 +127,11 @@ def _tried(found: Recommendation) -> str:
 def _of_host(found: Recommendation, choice: Choice) -> Iterator[str]:
     """The memory of a node, where a way to train uses it."""
     if choice.uses_host:
-        there, needed = found.machine.host_memory, _gb(choice.host_memory)
+        there, needed = found.machine.host_memory, in_units(choice.host_memory)
         if there is None:
             yield f"host memory: {needed} of a node; how much it has is not known"
         else:
-            yield f"host memory: {needed} of {_gb(there)} of a node"
+            yield f"host memory: {needed} of {in_units(there)} of a node"
 
 
 def _compared(found: Recommendation, best: Choice) -> Iterator[str]:
@@ -150,8 +151,8 @@ def _compared(found: Recommendation, best: Choice) -> Iterator[str]:
         elif divided:
             least = min(divided, key=lambda each: each.memory.total)
             yield (
-                f"without tensor parallelism it does not fit: {named(least)} needs {_gb(least.memory.total)}"
-                f" of {_gb(found.room)}"
+                f"without tensor parallelism it does not fit: {named(least)} needs {in_units(least.memory.total)}"
+                f" of {in_units(found.room)}"
             )
 
 
@@ -279,7 +280,3 @@ def named(choice: Choice) -> str:
 def _digits(number: float) -> str:
     """Two or three digits."""
     return f"{number:.1f}" if number < 9.95 else f"{number:.0f}"
-
-
-def _gb(size: float) -> str:
-    return f"{size / 1e9:.1f} GB"

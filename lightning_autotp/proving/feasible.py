@@ -94,10 +94,10 @@ def _carried_out(
         search = _Search(model, graph, inputs, ranks, priced)
         return _cheaper(search, _Search(model, whole, inputs, ranks, priced, found.sizes)) if found.sizes else search
 
-    if options.memory is None:
+    limit = options.limit
+    if limit is None:
         search = search_with(options.hardware)
     else:
-        limit = options.memory
         searches = (search_with(profile) for profile in profiles(options.hardware))
         fitting = next((search for search in searches if search.stored() <= limit), None)
         search = fitting or search_with(options.hardware)
@@ -110,10 +110,10 @@ def _carried_out(
 
 def _with_limit(plan: Plan, search: _Search, options: PlanOptions) -> Plan:
     """The plan, which says of a limit of memory what it takes of it."""
-    if options.memory is None:
+    if options.limit is None:
         return plan
     layouts = {parameter.names[0]: parameter.layout for parameter in plan.parameters}
-    return replace(plan, memory_limit=int(options.memory), memory_needed=search.stored(layouts))
+    return replace(plan, memory_limit=int(options.limit), memory_needed=search.stored(layouts))
 
 
 def _cheaper(divided: _Search, whole: _Search) -> _Search:

@@ -196,14 +196,16 @@ def _side_by_side(tensors: Collection[tuple[Dim, ...]]) -> Iterator[tuple[int, .
 
     Not two that are factors of one product somewhere: cut along both, it would be no box.
     """
-    products = [{axis.id for axis in leaves(Product(p))} for dims in tensors for dim in dims for p in _products(dim)]
+    beside: dict[int, set[int]] = {}
+    for product in (product for dims in tensors for dim in dims for product in _products(dim)):
+        together = {axis.id for axis in leaves(Product(product))}
+        for axis in together:
+            beside.setdefault(axis, set()).update(together)
     for dim in dict.fromkeys(dim for dims in tensors for dim in dims if isinstance(dim, Concat)):
         axes: list[int] = []
         for section in dim.sections:
             outer = next(iter(section.factors), section) if isinstance(section, Product) else section
-            if isinstance(outer, Axis) and not any(
-                outer.id in together and not together.isdisjoint(axes) for together in products
-            ):
+            if isinstance(outer, Axis) and beside.get(outer.id, set()).isdisjoint(axes):
                 axes.append(outer.id)
         yield tuple(axes)
 

@@ -7,7 +7,8 @@
 * computation (:func:`Profile.compute`): forward and backward, the slowest rank's share; products by FLOPs, everything
   else by the bytes it touches. Of attention's scores in memory, which a kernel does not have, the mean share counts:
   they must not drive the plan to evener cuts than a kernel has.
-* held memory (:func:`Profile.memory`): a model is split to make it fit, so a parameter byte that is held has a price.
+* held memory (:func:`Profile.memory`): a model is split to make it fit, so a parameter byte that is held has a price,
+  at least the time in which an optimizer steps it.
   It is relative, so that a small model is planned like a large one: a matrix of median size
   (:func:`typical_matrix`) held whole costs as much as ``Profile.matrix_price`` all-reduces of a hidden state of median
   size. A parameter so small that dividing it is worth no communication (a router, a norm's weight) is held for
@@ -78,7 +79,8 @@ class Profile:
         """
         if size * _NEXT_TO_NOTHING <= matrix:
             return 0.0
-        return self.matrix_price * self.collective("all_reduce", hidden, ranks) * share * size / matrix
+        stepped = _STEPPED * size / self.memory_bandwidth
+        return share * max(self.matrix_price * self.collective("all_reduce", hidden, ranks) * size / matrix, stepped)
 
     def activation(self, size: float, share: float, ranks: int) -> float:
         """Seconds charged for holding ``share`` of an activation of ``size`` bytes."""
@@ -99,5 +101,6 @@ def typical_matrix(parameters: Sequence[tuple[tuple[int, ...], int]]) -> float:
     return statistics.median((broad if 2 * len(broad) < len(matrices) else [size for _, size in matrices]) or [1])
 
 
+_STEPPED = 7  # AdamW reads a parameter, its gradient and its two states, and writes all but the gradient
 _NEXT_TO_NOTHING = 8  # so many times smaller than the median matrix, a parameter is held for nothing
 _SLIVER = 8  # a matrix is one if its second-largest dim is so many times smaller than that of the model's widest

@@ -32,7 +32,11 @@ class PlanOptions:
         profile: the hardware to plan for.
         memory: bytes of a GPU that parameters, gradients and optimizer states (two, as AdamW has) may take. Then the
             matrices are stored whole where that is faster and there is room, and the plan says what it takes; where no
-            plan fits, there is a warning. Left out, a matrix that is stored whole has a price in any case.
+            plan fits, there is a warning. With ``None`` no limit is assumed: a matrix that is stored whole has a price
+            in any case. ``"device"`` is for the strategies: as much as lets the first training step, rehearsed without
+            values and with AdamW, fit into the GPU that has the least memory. It is as ``None`` where that is not known
+            (on CPUs; where nothing is trained, or several models are; without a batch of a step's own size), and with
+            several copies, since a plan does not price what is sent between them.
         plan: a plan to follow, or its file, instead of making one: of this model for so many ranks, made by
             :func:`~lightning_autotp.make_plan` or ``lightning-autotp plan --json``, perhaps edited since. It is proved
             like any other. The first rank's counts, so only there the file is needed.
@@ -57,7 +61,7 @@ class PlanOptions:
     keep_whole: Iterable[str] = ()
     cut: Mapping[str, int] | None = None
     profile: Profile | None = None
-    memory: float | None = None
+    memory: float | Literal["device"] | None = "device"
     plan: Plan | str | os.PathLike[str] | None = None
     plan_cache: bool | str | os.PathLike[str] = True
     sequence_parallel: bool | Literal["auto"] = False
@@ -77,18 +81,25 @@ class PlanOptions:
         names = (self.keep_whole,) if isinstance(self.keep_whole, str) else tuple(self.keep_whole)
         object.__setattr__(self, "keep_whole", names)
         object.__setattr__(self, "cut", dict(self.cut or {}))
-        if self.plan is not None and (self.keep_whole or self.cut or self.memory is not None):
+        if self.plan is not None and (self.keep_whole or self.cut or self.limit is not None):
             raise ValueError(
                 "plan= is followed as it is: give keep_whole=, cut= and memory= when the plan is made, or edit it"
             )
-        if self.memory is not None and not self.memory > 0:
-            raise ValueError(f"memory is {self.memory!r}: it must be a positive number of bytes, such as 60e9")
+        if self.memory not in ("device", None) and not (self.limit or 0) > 0:
+            raise ValueError(
+                f'memory is {self.memory!r}: it must be a positive number of bytes, such as 60e9, "device" or None'
+            )
         TokensPerStep.given(self.tokens_per_step)
 
     @property
     def tokens(self) -> TokensPerStep:
         """The step that the plan is to be the cheapest for."""
         return TokensPerStep.given(self.tokens_per_step)
+
+    @property
+    def limit(self) -> float | None:
+        """Bytes that parameters, gradients and optimizer states may take, if there is a limit yet."""
+        return None if isinstance(self.memory, str) else self.memory
 
     @property
     def hardware(self) -> Profile:

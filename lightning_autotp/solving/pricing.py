@@ -40,6 +40,7 @@ NOMINAL_LENGTH = 4_096
 """Longest sequence that is assumed where only the number of tokens is known."""
 
 _ROWS, _TOKENS, _BOTH = "rows", "tokens", "rows and tokens"
+_OF_TOKENS = frozenset({_TOKENS, _BOTH})
 
 
 class ScaledSizes:
@@ -125,8 +126,8 @@ class ScaledSizes:
 
     def is_of_pairs(self, dims: Dims) -> bool:
         """Whether a tensor has an element for every pair of positions, as attention's scores have."""
-        kinds = [{self._kinds.get(axis.id) for axis in leaves(dim)} for dim in dims]
-        return sum(bool(found & {_TOKENS, _BOTH}) for found in kinds) > 1
+        kinds = self._kinds
+        return sum(any(kinds.get(axis.id) in _OF_TOKENS for axis in leaves(dim)) for dim in dims) > 1
 
     def bytes(self, tensor: int, dims: Dims) -> float:
         """The tensor's bytes, from its resolved dims."""

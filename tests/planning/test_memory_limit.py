@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from tiny import meta_model
@@ -73,8 +74,8 @@ def test_the_limit_is_in_the_plans_file_and_older_files_are_read() -> None:
     assert Plan.from_json(json.dumps(data)) == replace(plan, memory_limit=0, memory_needed=0)
 
 
-@pytest.mark.parametrize("wrong", [0, -1.0, float("nan")])
-def test_a_limit_is_a_positive_number(wrong: float) -> None:
+@pytest.mark.parametrize("wrong", [0, -1.0, float("nan"), "all"])
+def test_a_limit_is_a_positive_number(wrong: Any) -> None:
     with pytest.raises(ValueError, match=r"memory is .*: it must be a positive number of bytes"):
         PlanOptions(memory=wrong)
 

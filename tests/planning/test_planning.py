@@ -20,6 +20,7 @@ from lightning_autotp import make_plan, recommend
 from lightning_autotp.building.repeated_blocks import checkpoint_blocks
 from lightning_autotp.capture.capture import language_model_inputs
 from lightning_autotp.layouts.plan import Plan
+from lightning_autotp.layouts.units import in_units
 from lightning_autotp.planning.estimate import LAUNCH, host_memory, memory, step_time
 from lightning_autotp.planning.machines import Machine, known_machines
 from lightning_autotp.planning.meter import Meter, Ran, Work
@@ -244,7 +245,9 @@ def check_lines(found: Recommendation, choice: Choice) -> None:
     assert (strategy.data_ranks, strategy._replicas) == (choice.data_parallel_size, choice.replicas)
     assert strategy.activation_checkpointing == choice.activation_checkpointing
     assert strategy.cpu_offload == choice.cpu_offload
-    planned = PlanOptions((choice.rows, found.length), memory=found.limit, sequence_parallel=choice.sequence_parallel)
+    planned = PlanOptions(
+        (choice.rows, found.length), memory=found.limit or "device", sequence_parallel=choice.sequence_parallel
+    )
     assert strategy.plan_options == planned
 
 
@@ -362,9 +365,9 @@ def test_host_memory_is_used_where_nothing_fits_without(nothing_fits: Recommenda
     assert best.uses_host
     said = "\n".join(reasons(found))
     assert "nothing fits without host memory: " in said
-    assert f"host memory: {best.host_memory / 1e9:.1f} GB of 1000.0 GB of a node" in said
+    assert f"host memory: {in_units(best.host_memory)} of 931 GiB of a node" in said
     unknown = replace(found, machine=replace(small, host_memory=None))
-    assert "GB of a node; how much it has is not known" in "\n".join(reasons(unknown))
+    assert " of a node; how much it has is not known" in "\n".join(reasons(unknown))
     for choice in found.choices:
         check_lines(found, choice)
     console = Console(width=80, record=True)

@@ -161,7 +161,7 @@ def test_the_command(
     words = (saved / "file.ckpt", tmp_path / "half", "--max-shard-size", "20KB", "--dtype=bfloat16")
     assert command(monkeypatch, *words) == "done"
     printed = capsys.readouterr().out
-    assert f"0.000 GB in {len(weights(tmp_path / 'half'))} file(s)" in printed
+    assert f" KiB in {len(weights(tmp_path / 'half'))} file(s)" in printed
     assert "tokenizer: additional_chat_templates, chat_template.jinja, merges.txt" in printed
     AutoModelForCausalLM.from_pretrained(saved / "file exported", dtype=torch.bfloat16).save_pretrained(
         tmp_path / "theirs", max_shard_size="20KB"

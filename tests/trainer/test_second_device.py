@@ -7,6 +7,7 @@ import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import pytest
@@ -41,6 +42,7 @@ from lightning_autotp import (
 from lightning_autotp.checkpoints.state import full_optimizer_state
 from lightning_autotp.data.batches import read_once
 from lightning_autotp.layouts.plan import Plan
+from lightning_autotp.planning import checkpointing
 
 pytestmark = [
     pytest.mark.slow,
@@ -197,6 +199,23 @@ def planned_for_the_device() -> dict[str, Any]:
     }
 
 
+def planned_for_its_memory() -> dict[str, Plan]:
+    """Plans of a strategy where the device's memory is known, and rank 1 has the least."""
+    found: dict[str, Plan] = {}
+    limits: dict[str, tuple[Any, float]]
+    limits = {"room": ("device", 1e12), "no room": ("device", 1.0), "no limit": (None, 1e12), "limit": (3e11, 1e12)}
+    for name, (given, there) in limits.items():
+        with mock.patch.object(checkpointing, "memory_of", lambda _, there=there: there / (1 + dist.get_rank())):
+            trainer = L.Trainer(
+                accelerator=SecondDevice(), devices=2, strategy=AutoTPStrategy(memory=given), max_steps=1,
+                logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+            )  # fmt: skip
+            task = Task({"family": "gpt2"})
+            trainer.fit(task, rows())
+            found[name] = task.model.autotp.plan
+    return found
+
+
 def third(step: Callable[[], None]) -> Waits:
     step()
     step()
@@ -238,6 +257,7 @@ def runs(directory: str, names: list[str], offloaded: list[str], ways: list[Way]
         "backend": dist.get_backend(),
         "alone": on_the_device_alone(),
         "planned": planned_for_the_device(),
+        "memory": planned_for_its_memory(),
         "offloaded": with_and_without(directory, offloaded),
         "held": {way: held(way) for way in ways},
     }
@@ -288,6 +308,18 @@ def test_a_plan_is_of_the_code_for_its_device(found: list[dict[str, Any]]) -> No
             "other operators than when the plan was made, which was traced as on cpu and is here as on"
             in planned["other"]
         )
+
+
+def test_a_plan_is_for_the_memory_of_the_device_that_has_the_least(found: list[dict[str, Any]]) -> None:
+    for seen in found:
+        plans = seen["memory"]
+        calls = {name: sum(one.calls for one in plan.communication) for name, plan in plans.items()}
+        assert calls["room"] == calls["limit"] < calls["no room"] == calls["no limit"]
+        assert plans["room"].memory_limit == 5e11
+        assert "of 466 GiB of the device (predicted, with AdamW)" in plans["room"].of_memory
+        assert (plans["limit"].memory_limit, plans["limit"].limit_of) == (3e11, "")
+        assert plans["no room"] == plans["no limit"]
+        assert not plans["no limit"].of_memory
 
 
 RESUMED = dict.fromkeys(["resumed from a file", "resumed from a directory", "Fabric, resumed"], STEPS - HALF)
