@@ -22,6 +22,7 @@ class Begun:
     Attributes:
         call: the call, with a copy of the object as it was.
         kind: what the call is known by.
+        sizes: those of its tensors.
         given: copies of this and all other objects that it was given, by the ids of these.
         tokens: how many there were in this call.
         all_tokens: how many there were in it and in all calls that went on with it.
@@ -30,6 +31,7 @@ class Begun:
 
     call: ExampleCall
     kind: Hashable
+    sizes: tuple[int, ...] | None
     given: dict[int, Any]
     tokens: int
     all_tokens: int
@@ -63,8 +65,13 @@ class BegunCalls:
         """The one with which the first of these began that is known."""
         return next((self._begun[one] for one in objects if one in self._begun), None)
 
-    def note(self, call: ExampleCall, kind: Hashable, objects: list[Any], tokens: int) -> None:
-        """Note a call with objects in which nothing was computed yet."""
+    def note(
+        self, call: ExampleCall, kind: Hashable, sizes: tuple[int, ...] | None, objects: list[Any], tokens: int
+    ) -> None:
+        """Note a call with objects in which nothing was computed yet; once, if they stay empty and it comes again."""
+        known = self.of(objects)
+        if known is not None and sizes is not None and (known.kind, known.sizes) == (kind, sizes):
+            return
         memo: dict[int, Any] = {}  # an object in another one is copied once
         given = {id(one): copy.deepcopy(one, memo) for one in objects}
 
@@ -73,7 +80,7 @@ class BegunCalls:
                 return on_meta(leaf) if leaf.is_floating_point() else leaf.detach().clone()
             return given.get(id(leaf), leaf)
 
-        begun = Begun(ExampleCall(*map_leaves(kept, tuple(call))), kind, given, tokens, tokens)
+        begun = Begun(ExampleCall(*map_leaves(kept, tuple(call))), kind, sizes, given, tokens, tokens)
         for one in objects:
             self._begun[one] = begun
 

@@ -308,7 +308,7 @@ class CallProver:
             begun.way = way
             begun.all_tokens += arguments.tokens
         elif begun is None and arguments.objects and way.graph is not None:
-            self.begun.note(call, kind, arguments.objects, arguments.tokens)
+            self.begun.note(call, kind, arguments.sizes, arguments.objects, arguments.tokens)
         return self._on(way, call)
 
     def take_back(self) -> None:

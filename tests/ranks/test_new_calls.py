@@ -25,6 +25,7 @@ from lightning_autotp.parallel import TPGroup
 from lightning_autotp.private.distributed_private import default_store
 from lightning_autotp.proving import new_calls
 from lightning_autotp.proving.call_kinds import Arguments
+from lightning_autotp.proving.continued import Begun, BegunCalls
 from lightning_autotp.ranks import meeting
 
 
@@ -498,6 +499,19 @@ class Attending(nn.Module):
                 q = q - q.mean(1, keepdim=True)
         out: Tensor = self.out(((q @ k.transpose(-1, -2)).softmax(-1) @ v).transpose(1, 2).flatten(2))
         return out
+
+
+def test_an_object_that_stays_empty_is_noted_once() -> None:
+    begun, kept = BegunCalls(), Kept()
+
+    def noted(length: int, kind: str = "training") -> Begun | None:
+        begun.note(ExampleCall((torch.zeros(2, length), kept), {}), kind, (2, length), [kept], length)
+        return begun.of([kept])
+
+    first = noted(3)
+    assert noted(3) is first
+    assert noted(4) is not first
+    assert noted(4) is not noted(4, "evaluation")
 
 
 def continued(rank: int, size: int) -> None:
