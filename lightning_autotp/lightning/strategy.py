@@ -345,7 +345,7 @@ class AutoTPStrategy(AutoTPBase, ModelParallelStrategy):
         After the last one of an epoch hooks of the epoch and of validation come, so it is another kind.
         """
         self._end_watch()
-        if self._is_watched(f"training, {self._module.trainer.is_last_batch}", args):  # type: ignore[attr-defined]
+        if self._is_watched(f"training, {self._module.trainer.is_last_batch}", args):
             self._watch = checked(self._module)
             self._watch.begin(hooks=str(calls_of_hooks.__file__))
         output = super().training_step(*self._noting(args), **kwargs)
