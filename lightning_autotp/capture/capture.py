@@ -279,18 +279,22 @@ def _capture(
     places: dict[int, str] = {}  # of tensors of integers and flags
     copies: dict[int, Any] = {}  # of objects that code may write into, such as caches
 
+    examples = as_calls(example_inputs)
+    goes_on = len(examples) > 1 and not until_failure
+
     def given(place: str, leaf: Any) -> Any:
         """A leaf of the arguments as the model gets it."""
         if type(leaf) is int or type(leaf) is float:
             return notes.given(place, leaf)
         if not isinstance(leaf, Tensor):
-            return copy.deepcopy(leaf, copies) if is_unused(leaf) else leaf
+            made = copy.deepcopy(leaf, copies) if is_unused(leaf) else leaf
+            return notes.counting(made) if goes_on and made is not leaf else made
         made = stand_in(leaf)
         if not leaf.is_floating_point():
             places[id(made)] = place
         return made
 
-    calls = [ExampleCall(*map_leaves(given, tuple(call))) for call in as_calls(example_inputs)]
+    calls = [ExampleCall(*map_leaves(given, tuple(call))) for call in examples]
     traced = meta_copy(model, stand_in)
     note_float8(traced)
     if training:
@@ -301,11 +305,13 @@ def _capture(
     for path in opaque:
         module = traced.get_submodule(path)
         module.forward = OpaqueForward(module, tracer)
+    if copies and goes_on:  # with what is in these objects
+        tracer.notes_on_sizes = notes
     if not until_failure:
         note_attributes(traced, tracer.graph, lambda: tracer.modules[-1])
     _run(traced, calls, tracer, fake, until_failure)
     # Copies: such numbers may live on, and other ranks have what was asked until now.
-    tracer.graph.numbers, tracer.graph.questions = set(notes.told), dict(notes.questions)
+    tracer.graph.numbers, tracer.graph.questions = set(notes.told), notes.questions | notes.of_sizes
     tracer.graph.static_on_demand()
     in_float8 = {layer.weight: how for layer in traced.modules() if (how := float8_of(layer)) is not None}
     parameters = dict(traced.named_parameters())
@@ -366,6 +372,8 @@ def _run(
         result: list[Any] = []
         try:
             for call in calls:
+                if tracer.notes_on_sizes is not None:
+                    tracer.notes_on_sizes.of_sizes.clear()
                 result.append(traced(*call.args, **call.kwargs))
         except Exception as error:
             if until_failure:

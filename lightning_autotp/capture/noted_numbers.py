@@ -11,7 +11,9 @@ import operator
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from lightning_autotp.operators.questions import Number, Question
+import torch
+
+from lightning_autotp.operators.questions import SIZE, Number, Question
 
 _T = TypeVar("_T")
 
@@ -36,20 +38,37 @@ class Notes:
 
     Attributes:
         questions: what it compares, in the order in which it was asked first.
+        of_sizes: those with sizes of tensors, of the call under way.
         told: the places of numbers of which it asks what they are.
     """
 
     def __init__(self) -> None:
         self.questions: dict[Question, None] = {}
+        self.of_sizes: dict[Question, None] = {}
         self.told: set[str] = set()
 
     def given(self, place: str, value: Number) -> Number:
         """A number of the arguments that is noted."""
         return _noted(value, place, 1, self)
 
+    def sized(self, told: Any) -> Any:
+        """What a tensor says of its shape, noted: of a call that goes on with a cache, in which sizes grow."""
+        if type(told) is torch.Size:
+            return torch.Size([self.sized(size) for size in told])
+        return self.given(f"{SIZE}{told}", told) if type(told) is int else told
+
+    def counting(self, value: Any) -> Any:
+        """An object in which code counts its calls, say: its integers are noted like sizes."""
+        for name, count in getattr(value, "__dict__", {}).items():
+            if type(count) is int:
+                setattr(value, name, self.sized(count))
+        return value
+
     def ask(self, function: str, given: tuple[Any, ...]) -> None:
         """Code asks for this comparison."""
-        self.questions[Question(function, tuple(map(_operand, given)))] = None
+        question = Question(function, tuple(map(_operand, given)))
+        has_size = any(place.startswith(SIZE) for place in question.places())
+        (self.of_sizes if has_size else self.questions)[question] = None
 
     def computed(self, function: str, given: tuple[Any, ...], result: Any) -> Any:
         """What code has computed, noted as well."""

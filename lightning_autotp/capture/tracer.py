@@ -31,7 +31,7 @@ from lightning_autotp.capture.call_sites import (
     source_line,
 )
 from lightning_autotp.capture.kept_outside import KeptOutside
-from lightning_autotp.capture.noted_numbers import plain
+from lightning_autotp.capture.noted_numbers import Notes, plain
 from lightning_autotp.capture.recording import RECORD
 from lightning_autotp.capture.schemas import name_of, named_arguments, written_arguments, written_through
 from lightning_autotp.capture.static_values import NoValue, StaticEvaluator
@@ -119,6 +119,7 @@ class Tracer(PreDispatchMode):
         self.calls = Calls(self)
         self.outside = KeptOutside()
         self.paused = False
+        self.notes_on_sizes: Notes | None = None
         self.evaluator = StaticEvaluator(self.graph)
         self.real, self.places = real, places
         self.device = device
@@ -644,6 +645,12 @@ class Calls(TorchFunctionMode):
             inspection = TorchCall(module, site, leaves, (), groups, made, instruction=instruction, run=run)
             self.tracer.graph.inspections.append(inspection)
             del calls[number:]
+            if (
+                self.tracer.notes_on_sizes is not None
+                and func in _MEASURING
+                and is_user_code(caller.f_code.co_filename)
+            ):
+                return self.tracer.notes_on_sizes.sized(result)
             return result
         # A tensor that Python's numbers alone made is recorded where it is read first: now it is known.
         after = [self._leaf(leaf) for leaf in given]

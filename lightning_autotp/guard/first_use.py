@@ -47,11 +47,11 @@ def use_of_module(model: nn.Module) -> None:
 def _refuse(model: nn.Module, names: Sequence[str]) -> None:
     if names:
         raise RuntimeError(
-            f"{join_names(names)} of the parallel"
-            f" {type(model).__name__} were written in place after it was divided, when each rank has only a part of"
-            " them, by code that was not checked: rows by their index or random numbers would be others in the"
-            " whole tensor. Write while the model is whole, in configure_model() or before parallelize(); or write into"
-            " a whole tensor (lightning_autotp.full_tensor(model, name).detach().clone()) and load it with"
+            f"{join_names(names)} of the parallel {type(model).__name__} were written in place after it was divided,"
+            " or given other values by another tensor, when each rank has only a part of them, by code that was not"
+            " checked: rows by their index or random numbers would be others in the whole tensor. Write while the"
+            " model is whole, in configure_model() or before parallelize(); or write into a whole tensor"
+            " (lightning_autotp.full_tensor(model, name).detach().clone()) and load it with"
             " lightning_autotp.load_full_state_dict(model, {name: tensor}, strict=False). What does the same with each"
             " element is right: run it inside `with lightning_autotp.checked(model):`"
         )

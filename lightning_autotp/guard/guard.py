@@ -157,6 +157,8 @@ class Guard:
                 self._has_returned = False
                 for check in self.after_forward:
                     check(output)
+            else:
+                self.calls.take_back()
         finally:
             self.compared.end()
             self.bypasses.let_go()

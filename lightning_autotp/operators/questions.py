@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 Number = int | float
 
+SIZE = "size "
+"""Begins the place of a size that code asked a tensor for; then comes the size."""
+
 
 @dataclass(frozen=True)
 class Question:

@@ -9,8 +9,9 @@ From set-up to the first use of the model the parts' values have checksums, so a
 Later checksums would take as long as a step, but tensors count the writes into them, and a write that is neither known
 nor an optimizer's is a warning. (Writes through ``.data`` or numpy are not counted.)
 
-Another tensor in the place of a part (``p.data = x``, ``module.to(...)``, a new ``nn.Parameter``) is no write: it must
-have the part's shape, so who made it knows what it is.
+Another tensor in the place of a part (``p.data = x``, a new ``nn.Parameter``) is a write, too, unless its values are
+the same but for rounding (``module.to(...)``): ``torch.randn(p.shape)`` has the part's shape, but not the whole's
+numbers.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import warnings
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from lightning_autotp.layouts.names import join_names
@@ -36,10 +38,27 @@ class _Values(NamedTuple):
     Attributes:
         memory: what its values were in. (Not the parameter: a weak reference would keep ``module.to()`` from swapping.)
         sum: their checksum.
+        some: a few of them.
     """
 
     memory: StorageWeakRef
     sum: Tensor
+    some: Tensor
+
+    def are_others(self, now: _Values) -> bool:
+        """Whether the part has other values now; in other memory, whether they differ by more than by rounding."""
+        if now.memory == self.memory:
+            return int(now.sum) != int(self.sum)
+        is_like = self.some.shape == now.some.shape
+        return not (is_like and torch.allclose(now.some, self.some, _ROUNDING, _SMALL, equal_nan=True))
+
+
+_SOME = 64
+"""How many values of a part are kept."""
+_ROUNDING = 2.0**-6
+"""By how much of itself a value may change where it is converted, to any format of 8 bits or more and back."""
+_SMALL = 1e-7
+"""By how much besides: float16 has no small numbers."""
 
 
 class Writes:
@@ -136,12 +155,12 @@ class Writes:
     def _changed(self, parts: Parts) -> list[str]:
         changed = []
         for name in filter(self._values.__contains__, parts):
-            before, now = self._values[name], _values(parts[name])
-            if now.memory == before.memory and int(now.sum) != int(before.sum):
+            if self._values[name].are_others(_values(parts[name])):
                 changed.append(name)
         return changed
 
 
 def _values(parameter: nn.Parameter) -> _Values:
     values = plain(parameter)
-    return _Values(StorageWeakRef(values.untyped_storage()), checksum(values))
+    some = values.detach().flatten()[:: max(1, values.numel() // _SOME)].to("cpu", torch.float64)
+    return _Values(StorageWeakRef(values.untyped_storage()), checksum(values), some)

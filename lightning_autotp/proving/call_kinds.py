@@ -7,7 +7,7 @@ Values of tensors do not count, and of sizes only whether they are 1: other size
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_autotp.capture.capture import ExampleCall
 from lightning_autotp.capture.nested import is_unused, leaves_of, map_tensors, opened, steps_of, tensors_in
-from lightning_autotp.operators.questions import Question
+from lightning_autotp.operators.questions import SIZE, Number, Question
 from lightning_autotp.parallel.logits import VocabParallelLogits
 from lightning_autotp.private.torch_private import has_values
 
@@ -63,8 +63,13 @@ class Arguments:
         )
 
     @property
+    def tokens(self) -> int:
+        """How many tokens of each row are given, as far as second dims tell; a mask may have more, or heads there."""
+        return min([tensor.shape[1] for tensor in self.tensors if tensor.ndim in (2, 3)], default=1)
+
+    @property
     def sizes(self) -> tuple[int, ...] | None:
-        """Lengths of the dims of the tensors, and how many positions each has; ``None`` with a cache, which grows."""
+        """Lengths of the dims of the tensors, and how many positions each has; ``None`` with a cache that has grown."""
         if self._has_structures:
             return None
         return tuple([size for tensor in self.tensors for size in (*tensor.shape, tensor.shape[:2].numel())])
@@ -100,14 +105,16 @@ class Arguments:
                 return kind.__name__, "int", len(value)
             return (kind.__name__, *[self._kind(item, place, True) for item in value])
         else:
-            self._has_structures = True
             if is_dataclass(value) and not isinstance(value, type | nn.Module):
+                self._has_structures = True
                 items = [(field.name, f".{field.name}", getattr(value, field.name)) for field in fields(value)]
             elif (level := opened(value)) is not None:
+                self._has_structures = True
                 items = zip(level.steps, level.steps, level.children, strict=True)
             else:
                 self.objects.append(value)
                 if not is_unused(value):
+                    self._has_structures = True
                     self.unknown.append(kind.__name__)
                     return kind.__name__
                 items = [(name, f".{name}", item) for name, item in vars(value).items()]
@@ -177,17 +184,41 @@ class Asked:
     def __init__(self) -> None:
         self.untold: set[str] = set()
         self._groups: dict[tuple[str, ...], list[Question]] = {}
+        self._growing: dict[tuple[Question, int, int], None] = {}
         self.few = FewValues()
 
-    def heed(self, questions: Iterable[Question]) -> None:
-        """Tell calls apart by these, too."""
+    def heed(self, questions: Iterable[Question], tokens: Sequence[int]) -> None:
+        """Tell calls apart by these, too.
+
+        Args:
+            questions: those of a trace.
+            tokens: how many were in each of its calls.
+        """
         for question in questions:
             places = set(question.places())
+            if any(place.startswith(SIZE) for place in places):
+                self._growing[question, sum(tokens), tokens[-1]] = None
+                continue
             group = self._groups.setdefault(tuple(sorted(set(map(_number_or_list, places)))), [])
             if question not in group and len(group) < _MOST_QUESTIONS:
                 group.append(question)
             elif question not in group:
                 self.untold |= places
+
+    def answers_with(self, call: ExampleCall, tokens: int) -> Hashable:
+        """What follows from those about sizes where calls go on until there were so many tokens.
+
+        Which of these sizes grow with the tokens is not known: all of them do, or a single one. But none that is not
+        larger than the tokens of the traced call alone.
+        """
+        numbers = {place: leaf for place, leaf in leaves_of(tuple(call)) if type(leaf) is int or type(leaf) is float}
+        found: list[Number | None] = []
+        for question, before, last in self._growing:
+            sizes = {place: int(place.removeprefix(SIZE)) for place in question.places() if place.startswith(SIZE)}
+            grown = {place: size + tokens - before for place, size in sizes.items() if not 0 < size <= last}
+            for one in (grown, *({place: size} for place, size in grown.items() if len(grown) > 1)):
+                found.append(question.answer({**numbers, **sizes, **one}))
+        return tuple(found)
 
     def answers(self, call: ExampleCall) -> Hashable:
         """What follows from them of a call: exactly for a single number, and few answers for lists, whose are many."""

@@ -86,6 +86,7 @@ def compare(local: Graph, solution: Solution, rank: int) -> Mismatch | None:
     repeated: dict[Any, _Repeated] = {}
     wanted = list(_localized(solution, rank))
     position = place = 0
+    doubted: dict[int, Mismatch] = {}  # by places: what is left out there, or else is the operator that is at fault
     while position < len(wanted):
         expected = wanted[position]
         if not expected.name:  # a place at which nothing happens: the tensor goes on as it is
@@ -102,6 +103,8 @@ def compare(local: Graph, solution: Solution, rank: int) -> Mismatch | None:
         if difference:
             end = _identity_chain(wanted, position, local, tensors)
             if end is not None:
+                if found is not None and found.name == expected.name:
+                    doubted.setdefault(place, Mismatch(position, expected.origin, difference))
                 position = end
             elif (left_out := _repeats(wanted, position, local, tensors)) is not None:
                 key = ("repeated", left_out.result)
@@ -111,7 +114,7 @@ def compare(local: Graph, solution: Solution, rank: int) -> Mismatch | None:
                 repeated[added.result] = added
                 place += len(_REPEATING)
             else:
-                return Mismatch(position, expected.origin, difference)
+                return doubted.get(place) or Mismatch(position, expected.origin, difference)
             continue
         position += 1
         place += 1

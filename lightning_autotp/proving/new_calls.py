@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import compress
@@ -60,7 +60,7 @@ from lightning_autotp.proving.call_kinds import (
     with_rows,
 )
 from lightning_autotp.proving.configs import ConfigWatch
-from lightning_autotp.proving.continued import BegunCalls
+from lightning_autotp.proving.continued import Begun, BegunCalls
 from lightning_autotp.proving.local_sizes import PROVING, Unlocalizable, find_sizes_of_call
 from lightning_autotp.proving.read_plan import read_for_call
 from lightning_autotp.proving.verify import trace
@@ -229,13 +229,14 @@ class CallProver:
         self.stage = 0
         self.stage_begun: tuple[bool, int] | None = None  # training, and how often weights were loaded
         self.way: Way | None = None  # that the call under way goes, if that is known
+        self.counted: _Kind | None = None  # that has counted the call under way
         self.is_compared = False  # whether that call is compared with what was proved
         self.trained_with: ExampleCall | None = None  # the last of these calls in training, without values
         self.with_gradients: set[Way] = set()  # whose backward passes may be still to come
         self.was_backward = False
         state.parts, state.given = parts_at_modules(solution), inputs_of_modules(solution.graph)
         self.code.follow(seen_paths(solution, self.group.rank))
-        self._heed(solution.graph)
+        self._heed(solution.graph, self.examples)
         if len(self.examples) == 1:
             (call,) = self.examples
             arguments = Arguments(call)
@@ -255,22 +256,20 @@ class CallProver:
             UnprovedCall: if the parts do not compute what the model does in a call like this.
             PeerError: on ranks where they do, if they do not on another one.
         """
-        self.way, self.is_compared = None, False
+        self.way, self.counted, self.is_compared = None, None, False
         state, arguments = parallel_state(self.model), Arguments(call)
         if arguments.has_logits_in_parts:
             call = ExampleCall(*map_tensors(_whole, tuple(call)))
             arguments = Arguments(call)
         is_traced = not all(map(has_values, arguments.tensors))  # another trace is under way
         begun = self.begun.of(arguments.objects) if arguments.unknown else None
-        if begun is not None:
-            arguments.kind = begun.kind, *arguments.kind
         modes, sizes = bytes(map(_TRAINING, self.modules)), self._sizes(arguments)
         # Together for all numbers in the arguments: each would bring as many sizes.
-        kind = self._kind(call, arguments, modes)
+        kind = self._kind(call, arguments, modes, begun)
         are_few = self.few_sizes.told(_but_for_numbers(kind), sizes) == sizes
         known = self.known.get(kind)
         way = known.way(sizes, are_few) if known is not None else None
-        if way is None and arguments.unknown and (begun is None or not begun.is_last):
+        if way is None and arguments.unknown and begun is None:
             if arguments.kind not in self.met and not is_traced:
                 self._meet(arguments.kind)
             self._say_unknown(arguments.unknown[0])
@@ -286,9 +285,10 @@ class CallProver:
                 relaxed_gc(),
                 raise_together(self.group.process_group, PROVING),
             ):
-                way = self._prove(calls)
+                before = begun.way if begun is not None else None
+                way = self._prove(calls) if before is None else self._prove_next(calls, before)
                 # Now it is known what its code asks for.
-                kind = self._kind(call, arguments, modes)
+                kind = self._kind(call, arguments, modes, begun)
                 is_lowered = self._is_lowered(calls, kind, way)
             known = self._know(kind, sizes, way)
             known.is_lowered &= is_lowered
@@ -299,15 +299,23 @@ class CallProver:
         if way is None:
             return call
         state.parts = way.parts
-        if known is not None and not is_traced and known.is_compared(self._stage_of(modes[0]), self._meet_in_stage):
-            self.is_compared = True
-            if modes[0] and torch.is_grad_enabled():
+        if known is not None and not is_traced:
+            self.counted = known
+            self.is_compared = known.is_compared(self._stage_of(modes[0]), self._meet_in_stage)
+            if self.is_compared and modes[0] and torch.is_grad_enabled():
                 self.trained_with = _without_values(call)
-        if begun is not None:
-            begun.is_last = False
-        elif arguments.objects and way.graph is not None:
-            self.begun.note(call, kind, arguments.objects)
+        if begun is not None and not is_traced:
+            begun.way = way
+            begun.all_tokens += arguments.tokens
+        elif begun is None and arguments.objects and way.graph is not None:
+            self.begun.note(call, kind, arguments.sizes, arguments.objects, arguments.tokens)
         return self._on(way, call)
+
+    def take_back(self) -> None:
+        """The call under way has failed: the next one of its kind is compared in its place."""
+        if self.counted is not None:
+            self.counted.calls -= 1
+            self.counted = None
 
     def _on(self, way: Way | None, call: ExampleCall) -> ExampleCall:
         """What the model is to be called with on a way, on which its own attributes are set."""
@@ -336,12 +344,25 @@ class CallProver:
             self.stage_begun, self.stage = now, self.stage + 1
         return self.stage
 
-    def _kind(self, call: ExampleCall, arguments: Arguments, modes: bytes) -> tuple[Hashable, ...]:
-        """What a call is known by, but for its sizes; gradients and autocast come last."""
+    def _kind(
+        self, call: ExampleCall, arguments: Arguments, modes: bytes, begun: Begun | None = None
+    ) -> tuple[Hashable, ...]:
+        """What a call is known by, but for its sizes; gradients and autocast come last.
+
+        Args:
+            call: the call.
+            arguments: what it is given.
+            modes: of all modules, whether they are in training mode.
+            begun: the call that it goes on with: then sizes that code asks for count as well.
+        """
         numbers: list[tuple[str, list[Any]]] = [*arguments.integers.items(), *floats_of(call, self.numbers).items()]
         told = tuple([(place, self.few.told(place, tuple(values))) for place, values in numbers])
+        goes_on: tuple[Hashable, ...] = ()
+        if begun is not None:
+            answers = self.questions.answers_with(call, begun.all_tokens + arguments.tokens)
+            goes_on = begun.kind, self.few.told(begun.kind, answers)
         return (
-            arguments.kind,
+            (*goes_on, *arguments.kind),
             told,
             self.questions.answers(call),
             tuple(full_ones_of(call, self.asked)),
@@ -357,10 +378,10 @@ class CallProver:
         # A trace runs modules that are opaque, on the CPU: not for each size of a real batch.
         return None if self.plan.opaque else arguments.sizes
 
-    def _heed(self, graph: Graph) -> None:
-        """Know calls by what their code asked for in this trace, too."""
+    def _heed(self, graph: Graph, calls: Iterable[ExampleCall]) -> None:
+        """Know calls by what their code asked for in this trace of some, too."""
         self.attributes.watch(graph.settings)
-        self.questions.heed(graph.questions)
+        self.questions.heed(graph.questions, [Arguments(call).tokens for call in calls])
         self.numbers |= graph.numbers | self.questions.untold
         self.asked |= graph.asked
         self.compiling |= graph.compiling
@@ -447,19 +468,36 @@ class CallProver:
                 self.with_gradients, self.was_backward = set(), False
             self.with_gradients.add(way)
 
-    def _prove(self, calls: list[ExampleCall]) -> Way:
+    def _prove_next(self, calls: list[ExampleCall], before: Way) -> Way:
+        """Prove a call that goes on with several, which are traced as one: its way, or else that of the call before.
+
+        As one they may be something else. So what cannot be proved is no error here, but the first call that goes on so
+        is compared, and code that was not seen before is an error there.
+        """
+        try:
+            way = self._prove(calls, before)
+        except UnprovedCall:
+            way = before
+        is_proved = all(made_together(self.group.process_group, PROVING, lambda: way is not before))
+        return way if is_proved else before
+
+    def _prove(self, calls: list[ExampleCall], before: Way | None = None) -> Way:
         """Prove a call, the last one: where code asks whether it is compiled, and is, with both answers.
 
         For what the compiler leaves as it is written gets the other one.
+
+        Args:
+            calls: the call, after the one that it goes on with.
+            before: the way that it is to be taken to go where it cannot be traced.
         """
-        way = self._prove_way(calls)
+        way = self._prove_way(calls, before)
         told = self._told()
         if not told:
             return way
         why = ""
         try:
             with as_compiled(told):
-                other = self._prove_way(calls)
+                other = self._prove_way(calls, before)
         except UnprovedCall as error:
             why = str(error.__cause__)
         else:
@@ -474,7 +512,7 @@ class CallProver:
             " its code do the same with both answers, or do not compile it"
         )
 
-    def _prove_way(self, calls: list[ExampleCall]) -> Way:
+    def _prove_way(self, calls: list[ExampleCall], before: Way | None) -> Way:
         """Trace the original model in a call, and the local one, too, if that goes a way that is not known; compare.
 
         Where it goes on with another one, both are traced, and the last one is what it is about.
@@ -487,6 +525,8 @@ class CallProver:
             copied.training = module.training
             keep_values(copied, module)
         graph = first_makes(self.group.process_group, PROVING, partial(self._traced, calls))
+        if isinstance(graph, CaptureError) and before is not None:
+            return before
         if isinstance(graph, CaptureError):
             warnings.warn(
                 f"a call of {self._who()} cannot be traced, so it is not proved that its parts compute what the"
@@ -494,7 +534,7 @@ class CallProver:
                 stacklevel=2,
             )
             return self._way(parallel_state(self.model).parts)
-        self._heed(graph)
+        self._heed(graph, calls)
         try:
             graph = constrained_by(graph, self.plan, IMPLEMENTATIONS)
         except PlanMismatch as error:

@@ -79,6 +79,7 @@ class ReplicaConsistency:
         self._group, self._device = group, device
         self._losses, self._drifts, self._where = Losses(), drifts, "a step"
         self._noted: list[Noted] = []
+        self._sizes: list[int] = []  # how many of the last numbers are of batches, of losses, and of each drift
         self._streams: tuple[tuple[str, str], ...] = ()
         self._before: str | None = None
 
@@ -110,7 +111,9 @@ class ReplicaConsistency:
         Not collective. Of a device only what it was given before the last batch was noted is waited for, or before the
         last comparison.
         """
-        return [*self._fingerprint(), *self._losses.bounds(), *(n for drift in self._drifts for n in drift.bounds())]
+        parts = [self._fingerprint(), self._losses.bounds(), *(drift.bounds() for drift in self._drifts)]
+        self._sizes = [len(part) for part in parts]
+        return [number for part in parts for number in part]
 
     def _fingerprint(self) -> tuple[int, int]:
         """Of the batches since the last comparison and of the generators as they are now."""
@@ -135,11 +138,10 @@ class ReplicaConsistency:
         Raises:
             RuntimeError: on all of these ranks, if those of any one group differ.
         """
-        sizes = [2, 2, *(4 for _ in self._drifts)]
-        of_batches, of_losses, *of_drifts = parts = [list[int]() for _ in sizes]
+        of_batches, of_losses, *of_drifts = parts = [list[int]() for _ in self._sizes]
         rest = iter(largest)
-        for _ in range(len(largest) // sum(sizes)):
-            for part, size in zip(parts, sizes, strict=True):
+        for _ in range(len(largest) // sum(self._sizes)):
+            for part, size in zip(parts, self._sizes, strict=True):
                 part += islice(rest, size)
         self._settle_batches(of_batches, everyone)
         for drift, of_all in zip(self._drifts, of_drifts, strict=True):

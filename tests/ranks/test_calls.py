@@ -73,6 +73,31 @@ class Model(nn.Module):
         return self.back(total).square().sum()
 
 
+def heads(x: Tensor, number: int) -> Tensor:
+    return x.view(*x.shape[:2], number, 4).transpose(1, 2)
+
+
+def repeated(x: Tensor) -> Tensor:
+    return heads(x, 2).repeat_interleave(2, dim=1)
+
+
+def merged(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).reshape(x.shape[0], x.shape[2], 16)
+
+
+class Grouped(nn.Module):
+    """Four query heads and two of keys and values; all these numbers are written in functions of no module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(24, size, bias=False) for size in (16, 8, 8))
+        self.out = nn.Linear(16, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = heads(self.q(x), 4), repeated(self.k(x)), repeated(self.v(x))
+        return x + self.out(merged(F.scaled_dot_product_attention(q, k, v, is_causal=True)))
+
+
 class Mixing(nn.Module):
     """A token mixed with the one before it, by bare weights; beside a layer, or not."""
 
@@ -119,6 +144,16 @@ def test_loss_and_gradients_equal_one_process(ranks: int) -> None:
     sharded = run_ranks(parity, ranks)[0]
     assert {f"block.{part}.weight" for part in ("qkv", "out", "up", "down")} <= set(sharded)
     assert {"square.weight", "gate.weight", "back.weight"} <= set(sharded)
+
+
+def test_heads_are_repeated_as_often_as_a_rank_needs() -> None:
+    """With more ranks than heads of keys and values the number of repetitions becomes local, in the code itself."""
+    plan, _ = make_plan(Grouped(), 4, example_inputs=batch())
+    assert {(size.call.function, size.local) for size in plan.sizes if size.call is not None} == {
+        ("view", (1,) * 4),
+        ("repeat_interleave", (1,) * 4),
+        ("reshape", (4,) * 4),
+    }
 
 
 def test_a_bias_after_a_sum_counts_once() -> None:

@@ -19,12 +19,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, PreTrainedModel
 
-from lightning_autotp import PeerError, UnprovedCall, parallelize
+from lightning_autotp import PeerError, UnprovedCall, UnseenPath, parallelize
 from lightning_autotp.capture.capture import ExampleCall
 from lightning_autotp.parallel import TPGroup
 from lightning_autotp.private.distributed_private import default_store
 from lightning_autotp.proving import new_calls
 from lightning_autotp.proving.call_kinds import Arguments
+from lightning_autotp.proving.continued import Begun, BegunCalls
 from lightning_autotp.ranks import meeting
 
 
@@ -466,9 +467,81 @@ def cached_in_evaluation(rank: int, size: int) -> None:
             assert model.features == 12
 
 
+class Kept:
+    """Keys and values of the calls before, and how many these were."""
+
+    def __init__(self) -> None:
+        self.calls, self.keys, self.values = 0, list[Tensor](), list[Tensor]()
+
+
+class Attending(nn.Module):
+    """Attention with a cache, in which something else is done with it when it has become long.
+
+    Args:
+        then: what.
+    """
+
+    def __init__(self, then: str) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(16, 16) for _ in range(4))
+        self.then, self.window = then, 5
+
+    def forward(self, x: Tensor, kept: Kept | None = None) -> Tensor:
+        q, k, v = (layer(x).unflatten(-1, (-1, 4)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        if kept is not None:
+            kept.calls += 1
+            kept.keys.append(k)
+            kept.values.append(v)
+            k, v = torch.cat(kept.keys, 2), torch.cat(kept.values, 2)
+            if self.then == "the last ones" and k.shape[2] > self.window:
+                k, v = k[:, :, -self.window :], v[:, :, -self.window :]
+            if (self.then == "long" and k.shape[2] > self.window) or (self.then == "often" and kept.calls > 3):
+                q = q - q.mean(1, keepdim=True)
+        out: Tensor = self.out(((q @ k.transpose(-1, -2)).softmax(-1) @ v).transpose(1, 2).flatten(2))
+        return out
+
+
+def test_an_object_that_stays_empty_is_noted_once() -> None:
+    begun, kept = BegunCalls(), Kept()
+
+    def noted(length: int, kind: str = "training") -> Begun | None:
+        begun.note(ExampleCall((torch.zeros(2, length), kept), {}), kind, (2, length), [kept], length)
+        return begun.of([kept])
+
+    first = noted(3)
+    assert noted(3) is first
+    assert noted(4) is not first
+    assert noted(4) is not noted(4, "evaluation")
+
+
+def continued(rank: int, size: int) -> None:
+    """A call with a cache that has become long is proved; or it is refused, as often as it is made."""
+    for then in ("the last ones", "long", "often"):
+        torch.manual_seed(0)
+        model, reference = Attending(then), Attending(then)
+        reference.load_state_dict(model.state_dict())
+        inputs = torch.randn(2, 3, 16)
+        parallelize(model, dist.group.WORLD, example_inputs=inputs)
+        for _ in range(2):
+            both = (model.eval(), Kept()), (reference.eval(), Kept())
+            with torch.no_grad():
+                for call in range(5):
+                    step = inputs if call == 0 else inputs[:, :1] * call
+                    if call == 3 and then != "the last ones":
+                        with pytest.raises(UnseenPath, match="it calls mean"):
+                            model(step, both[0][1])
+                        break
+                    found, wanted = (one(step, kept) for one, kept in both)
+                    assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-6), (then, call)
+        if then == "long":  # at once
+            with torch.no_grad(), pytest.raises(UnprovedCall):
+                model(torch.cat([inputs, inputs], 1), Kept())
+
+
 def local_where_needed(rank: int, size: int) -> None:
     local_in_one_kind(rank, size)
     cached_in_evaluation(rank, size)
+    continued(rank, size)
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.nightly)])

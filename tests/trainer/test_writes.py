@@ -50,8 +50,6 @@ def in_checked(write: Callable[[Any], None]) -> Callable[[Any], None]:
 def moved(model: Any) -> None:
     """Nothing is written in place."""
     model.to(torch.float32).half().double()
-    for parameter in model.parameters():
-        parameter.data = parameter.data * 2
 
 
 def back_again(model: Any) -> None:
@@ -193,7 +191,11 @@ def then_known(model: Any) -> None:
         pass
 
 
-WRONG = (last_rows, rows_by_index, rows_of_data, random_numbers, through_numpy, on_one_rank, then_known)
+def another_tensor(model: Any) -> None:
+    weight(model).data = torch.randn(weight(model).shape) * weight(model).std()
+
+
+WRONG = (last_rows, rows_by_index, rows_of_data, random_numbers, through_numpy, another_tensor, on_one_rank, then_known)
 
 
 def refused(run: Callable[[], Any]) -> str:

@@ -197,17 +197,17 @@ def test_integers_are_told_by_where_they_are_and_those_of_lists_together() -> No
 
 def test_answers_are_exact_for_a_number_and_few_for_a_list() -> None:
     asked = Asked()
-    asked.heed(Question("eq", ("[0][0]", number)) for number in range(20))
+    asked.heed([Question("eq", ("[0][0]", number)) for number in range(20)], [1])
     found = {asked.answers(ExampleCall((number,), {})) for number in range(100)}
     assert len(found) == 21
     lengths = [f"[0][0][{at}]" for at in range(9)]
     asked = Asked()
-    asked.heed(Question("lt", pair) for pair in itertools.pairwise(lengths))
+    asked.heed([Question("lt", pair) for pair in itertools.pairwise(lengths)], [1])
     found = {
         asked.answers(ExampleCall(([number >> at & 1 for at in range(9)],), {})) for number in range(1 << len(lengths))
     }
     assert 16 <= len(found) <= 16 + 5
-    asked.heed(Question("eq", ("[1]['strength']", number / 100)) for number in range(100))
+    asked.heed([Question("eq", ("[1]['strength']", number / 100)) for number in range(100)], [1])
     assert asked.untold == {"[1]['strength']"}
 
 
