@@ -39,18 +39,20 @@ class _Values(NamedTuple):
         memory: what its values were in. (Not the parameter: a weak reference would keep ``module.to()`` from swapping.)
         sum: their checksum.
         some: a few of them.
+        shape: of the part; another one where FSDP2 has gathered it, or given its part back.
     """
 
     memory: StorageWeakRef
     sum: Tensor
     some: Tensor
+    shape: torch.Size
 
     def are_others(self, now: _Values) -> bool:
         """Whether the part has other values now; in other memory, whether they differ by more than by rounding."""
         if now.memory == self.memory:
             return int(now.sum) != int(self.sum)
-        is_like = self.some.shape == now.some.shape
-        return not (is_like and torch.allclose(now.some, self.some, _ROUNDING, _SMALL, equal_nan=True))
+        is_comparable = now.shape == self.shape
+        return is_comparable and not torch.allclose(now.some, self.some, _ROUNDING, _SMALL, equal_nan=True)
 
 
 _SOME = 64
@@ -163,4 +165,4 @@ class Writes:
 def _values(parameter: nn.Parameter) -> _Values:
     values = plain(parameter)
     some = values.detach().flatten()[:: max(1, values.numel() // _SOME)].to("cpu", torch.float64)
-    return _Values(StorageWeakRef(values.untyped_storage()), checksum(values), some)
+    return _Values(StorageWeakRef(values.untyped_storage()), checksum(values), some, values.shape)
