@@ -287,12 +287,9 @@ class AutoTPStrategy(AutoTPBase, ModelParallelStrategy):
             in_parts_again(self._module)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """A step; the first of a kind are watched, and hooks until the next one. Batches that it reads are compared.
-
-        After the last one of an epoch hooks of the epoch and of validation come, so it is another kind.
-        """
+        """A step; the first of a kind are watched, and hooks until the next one. Batches that it reads are compared."""
         self._end_watch()
-        if self._is_watched(f"training, {self._module.trainer.is_last_batch}", args):
+        if self._is_watched("training", args):
             self._watch = checked(self._module)
             self._watch.begin(hooks=str(calls_of_hooks.__file__))
         output = super().training_step(*self._noting(args), **kwargs)
