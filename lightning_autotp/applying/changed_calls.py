@@ -97,7 +97,7 @@ class LocalForward:
         self.runs: tuple[frozenset[CallSite], ...] = ()  # of traced ones without all planned calls: those they make
         self.running: list[_LocalCalls] = []
         self.known: set[Line] | None = None  # calls of runs with all planned ones
-        self.as_written: set[CallSite] = set()  # planned calls around which nothing is compiled by itself
+        self.as_written: set[CallSite] = set()  # planned calls whose callers' own torch.compile was switched off
         for child in module.children():
             child.register_forward_pre_hook(self._pause)
             child.register_forward_hook(self._go_on)

@@ -150,8 +150,8 @@ def fitting_plan(
         precision: as the Trainer has it.
         accumulates: whether gradients of earlier forward passes are there.
     """
-    usual = find_plan(model, graph, inputs, ranks, options)
-    given, priced = step_size(tensors_in(tuple(as_call(example)))), options.tokens
+    usual, call = find_plan(model, graph, inputs, ranks, options), as_call(example)
+    given, priced = step_size(tensors_in(tuple(call))), options.tokens
     tokens = priced.number if priced.size is None else priced.size.rows * max(priced.size.longest, 1)
     if options.plan is not None or options.memory != "device" or given.rows * max(given.longest, 1) < tokens:
         return usual
@@ -162,8 +162,7 @@ def fitting_plan(
         if alike or plan.memory_needed > room:
             break
         try:
-            arguments = named_arguments(model, as_call(example))
-            rehearsal = rehearse(_local(model, plan, precision), arguments, precision=precision)
+            rehearsal = rehearse(_local(model, plan, precision), named_arguments(model, call), precision=precision)
         except RehearsalError:
             break
         needed = memory(rehearsal, accumulates=accumulates).total

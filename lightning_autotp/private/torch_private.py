@@ -355,8 +355,12 @@ class PreDispatchMode(SchemaCheckMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """The way that torch knows."""
         self.seen.add(func)
-        func._dispatch_cache[_PRE_DISPATCH] = partial(self.directly, func)
+        self.shorten(func)
         return self.see(func, args, kwargs or {})
+
+    def shorten(self, func: Any) -> None:
+        """Let calls of an operator come here directly from now on."""
+        func._dispatch_cache[_PRE_DISPATCH] = partial(self.directly, func)
 
     def directly(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """The same without detours."""
@@ -377,7 +381,7 @@ class PreDispatchMode(SchemaCheckMode):
         super().__enter__()
         self.entered += 1
         for func in self.seen:
-            func._dispatch_cache[_PRE_DISPATCH] = partial(self.directly, func)
+            self.shorten(func)
         return self
 
     def __exit__(self, *raised: Any) -> None:
