@@ -38,7 +38,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "fused projection": ("gpt2", GPT2),
     "experts": ("mixtral", ONE_LAYER | {"num_local_experts": 4, "intermediate_size": 96}),
     "linear attention": ("qwen3_next", {}),
-    "latent attention": ("deepseek_v3", {}),
+    "latent attention": ("deepseek_v3", ONE_LAYER),
     "encoder-decoder": ("bart", BART | TOKENS),
     "cross-attention from a cache": ("t5", T5 | TOKENS),
 }
@@ -52,7 +52,7 @@ LINEAR: dict[str, Any] = {
 LATENT: dict[str, Any] = {
     "num_key_value_heads": 4, "head_dim": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": HEAD,
     "q_lora_rank": 16, "kv_lora_rank": 16, "n_routed_experts": 8, "n_group": 2, "topk_group": 1,
-    "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 0,
 }  # fmt: skip
 
 OF_FAMILY = {"qwen3_next": LINEAR, "deepseek_v3": LATENT}
