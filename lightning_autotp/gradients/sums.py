@@ -149,7 +149,7 @@ def synchronize_gradients(model: nn.Module, only: Collection[str] | None = None)
 
 
 def _mark(meta: ParameterMeta, group: TPGroup) -> Mark:
-    return Mark(PartOf(meta.name, meta.shape, meta.layout, group))
+    return Mark(PartOf.of(meta, group))
 
 
 @contextmanager

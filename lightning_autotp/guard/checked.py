@@ -33,7 +33,6 @@ from lightning_autotp.layouts.plan import ConversionPlan
 from lightning_autotp.layouts.types import Invariant, Replicate, Shard
 from lightning_autotp.parallel.head_product import note_written
 from lightning_autotp.parameters.known_writes import known_writes
-from lightning_autotp.parameters.meta import ParameterMeta
 from lightning_autotp.parameters.part import PartOf
 from lightning_autotp.parameters.state import parallel_models
 from lightning_autotp.parameters.unchanged import check_unchanged
@@ -46,7 +45,7 @@ from lightning_autotp.private.torch_private import (
     put_below,
     take_out,
 )
-from lightning_autotp.proving.call_kinds import Arguments
+from lightning_autotp.proving.call_kinds import Arguments, is_looked_at
 from lightning_autotp.torch_functions import BY_PLACE, ELEMENTWISE, LISTED, NOT_READING, writes
 
 
@@ -107,6 +106,7 @@ class checked(TorchFunctionMode):
         self._paused = 0
         self._calling_hooks = ""
         self._hooks = ExitStack()
+        self.is_complete = False  # whether an optimizer has stepped since it began
         # Of which ranks have different parts: parameters, their optimizers' states, and what was made of them element
         # by element.
         self._parts = WeakIdKeyDictionary()
@@ -155,10 +155,11 @@ class checked(TorchFunctionMode):
         for model, state in parallel_models(self._module):
             check_unchanged(model)
             for place in state.places(model):
-                if isinstance(place.meta.layout, Replicate):
-                    self._summed[place.parameter] = place.meta
-                elif not isinstance(place.meta.layout, Invariant):
-                    self._parts[place.parameter] = place.meta
+                of = PartOf.of(place.meta, state.group)
+                if isinstance(of.layout, Replicate):
+                    self._summed[place.parameter] = of
+                elif not isinstance(of.layout, Invariant):
+                    self._parts[place.parameter] = of
             parts: dict[str, list[ConversionPlan]] = {}
             for part in state.parts:
                 if part.module and part.module not in state.outer:
@@ -172,11 +173,12 @@ class checked(TorchFunctionMode):
 
     def _note_states(self, optimizer: Optimizer, *_: Any) -> None:
         """The states of a part are parts, too."""
+        self.is_complete = True
         for parameter, state in optimizer.state.items():
-            meta = self._parts.get(parameter)
-            for value in state.values() if meta is not None and isinstance(state, dict) else ():
-                if isinstance(value, Tensor) and tuple(value.shape) == meta.local_shape:
-                    self._parts[value] = meta
+            of = self._parts.get(parameter)
+            for value in state.values() if of is not None and isinstance(state, dict) else ():
+                if isinstance(value, Tensor) and tuple(value.shape) == of.local_shape:
+                    self._parts[value] = of
 
     def _pause(self, *_: Any) -> None:
         self._paused += 1
@@ -216,16 +218,18 @@ class checked(TorchFunctionMode):
             raise self._refusal(name, self._summed[summed], _SUMMED)
         if part is None:
             return self._noted(name, args, func(*args, **kwargs), is_by_place)
-        meta = self._parts[part]
-        if name not in _ELEMENTWISE:
-            raise self._refusal(name, meta, _PART)
+        of = self._parts[part]
+        if name not in _ELEMENTWISE and name != "equal":
+            raise self._refusal(name, of, _PART)
         result = func(*args, **kwargs)
+        if name == "equal" and not self._is_so_of_wholes(tensors, result):
+            raise self._refusal(name, of, _PART)
         if writes(name):
             note_written(leaf for leaf in call_leaves(args[:1]) if leaf in self._parts)
         for made in call_leaves(result):
             # Of several tensors the others may be whole; of one, what it was broadcast to is a part, too.
-            if isinstance(made, Tensor) and (not name.startswith("_foreach") or tuple(made.shape) == meta.local_shape):
-                self._parts[made] = meta
+            if isinstance(made, Tensor) and (not name.startswith("_foreach") or tuple(made.shape) == of.local_shape):
+                self._parts[made] = of
         return result
 
     def _noted(self, name: str, args: Sequence[Any], result: Any, is_by_place: bool) -> Any:
@@ -239,7 +243,7 @@ class checked(TorchFunctionMode):
                         self._by_place[base] = True
         return result
 
-    def _beside(self, tensors: Sequence[Tensor], differing: Sequence[Tensor]) -> ParameterMeta | PartOf | None:
+    def _beside(self, tensors: Sequence[Tensor], differing: Sequence[Tensor]) -> PartOf | None:
         """Of what there is a part among the tensors along whose cut one of the others has another number by place."""
         for tensor in tensors:
             of = tensor.part if isinstance(tensor, GradientPart) else self._parts.get(tensor)
@@ -249,6 +253,23 @@ class checked(TorchFunctionMode):
                 if size not in (1, of.shape[dim]) and any(x.shape[-from_end:][:1] == (size,) for x in differing):
                     return of
         return None
+
+    def _is_so_of_wholes(self, tensors: Sequence[Tensor], are_equal: bool) -> bool:
+        """Whether ``torch.equal`` says the same of two tensors, parts at least one of them, as of the wholes.
+
+        A tensor is equal to itself, and wholes differ where what this rank has of both does: Lightning's
+        ``BaseFinetuning`` looks so for a parameter among an optimizer's.
+        """
+        if len(set(map(id, tensors))) == 1 or any(isinstance(tensor, PartOfGradient) for tensor in tensors):
+            return True
+        parts = [self._parts.get(tensor) for tensor in tensors]
+        known = [part for part in parts if part is not None]
+        if known[0].shape == known[-1].shape:
+            if any(known[0].ownership(dim) not in (None, ownership) for dim, ownership in known[-1].dims):
+                return False  # cut along the same dim in two ways
+            tensors = [x if part is None else part.take(x) for x, part in zip(tensors, reversed(parts), strict=True)]
+            are_equal = torch.equal(*tensors)
+        return not are_equal
 
     def _is_users(self, func: Any) -> bool:
         """Whether neither torch nor this package nor an optimizer's step calls the function.
@@ -262,7 +283,7 @@ class checked(TorchFunctionMode):
         files = (frame.f_code.co_filename for frame in frames_from(caller))
         return next((file for file in files if file in (_STEPPING, self._calling_hooks)), None) != _STEPPING
 
-    def _refusal(self, name: str, of: ParameterMeta | PartOf, why: str, instead: str = "") -> UnsoundUse:
+    def _refusal(self, name: str, of: PartOf, why: str, instead: str = "") -> UnsoundUse:
         return UnsoundUse(
             f"{name} on {of.name}, or on what was made of it, outside of the model: {why.format(of.layout)}"
             f"\n  at {source_line(sys._getframe(2))}\n{(instead or _WHOLE).format(of.name, list(of.shape))}"
@@ -270,10 +291,10 @@ class checked(TorchFunctionMode):
 
 
 class FirstSteps:
-    """Tells which steps are among the first with a kind of batch.
+    """Tells which steps of a kind are watched: the first ones, the 10th, the 100th, the 1,000th and every 1,000th.
 
     Args:
-        number: how many are, for each kind; a negative number: all.
+        number: how many of the first ones; a negative number: all of them; 0: none, not the later ones either.
     """
 
     def __init__(self, number: int) -> None:
@@ -281,16 +302,17 @@ class FirstSteps:
         self._seen = Counter[Hashable]()
 
     def has_one(self, kind: Hashable) -> bool:
-        """Whether the step that begins, with this kind of batch, is one."""
-        is_one = self._seen[kind] != self._number
-        self._seen[kind] += is_one
-        return is_one
+        """Whether the step that begins, with this kind of batch and of what comes after it, is one."""
+        self._seen[kind] += 1
+        seen = self._seen[kind]
+        return self._number < 0 or seen <= self._number or (self._number > 0 and is_looked_at(seen))
 
 
 class CheckedCalls:
     """Forward pre-hook of models in a loop of the user's own: from their first calls to the next one code is checked.
 
-    So the whole of a loop is looked at, also what it does before it calls a model in its second turn. Not collective.
+    So the whole of a loop is looked at, also what it does before it calls a model in its second turn. Where gradients
+    are accumulated, that is the call after an optimizer's step. Not collective.
     Models that are compiled are not checked. A copy of the hook, on a copy of a model, checks nothing.
 
     Args:
@@ -313,14 +335,16 @@ class CheckedCalls:
         """
         if torch.compiler.is_compiling():
             return
-        if CheckedCalls._running is not None:
+        if CheckedCalls._running is not None and CheckedCalls._running.is_complete:
             CheckedCalls._running.end()
             CheckedCalls._running = None
         arguments = Arguments(ExampleCall(args, kwargs)).kind
         kind = ref(model), model.training, torch.is_grad_enabled(), arguments
-        if self._first.has_one(kind) and not any(map(is_compiled, self._models)):
+        is_first = self._first.has_one(kind)
+        if is_first and CheckedCalls._running is None and not any(map(is_compiled, self._models)):
             watch = checked(nn.ModuleList(self._models))
             watch.begin(in_call=True)
+            watch.is_complete = not (model.training and torch.is_grad_enabled())
             CheckedCalls._running = watch
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -8,9 +8,10 @@ same random numbers (dropout on Invariant tensors must agree), and the data-para
 
 from __future__ import annotations
 
+import math
 import os
 import sys
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -287,9 +288,17 @@ class AutoTPStrategy(AutoTPBase, ModelParallelStrategy):
             in_parts_again(self._module)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """A step; the first of a kind are watched, and hooks until the next one. Batches that it reads are compared."""
-        self._end_watch()
-        if self._is_watched("training", args):
+        """A step; the first of a kind are watched, and hooks until the next one. Batches that it reads are compared.
+
+        Of batches whose gradients are accumulated, the next one is that after the optimizer's step. Where hooks of an
+        epoch's end or of validation come after a batch, it is of another kind.
+        """
+        trainer = self._module.trainer
+        if self._watch is not None and self._watch.is_complete:
+            self._end_watch()
+        batches = trainer.fit_loop.epoch_loop.batch_idx + 1
+        next_hooks = trainer.is_last_batch, batches % (trainer.val_check_batch or math.inf) == 0
+        if self._watch is None and self._is_watched(("training", *next_hooks), args):
             self._watch = checked(self._module)
             self._watch.begin(hooks=str(calls_of_hooks.__file__))
         output = super().training_step(*self._noting(args), **kwargs)
@@ -326,9 +335,9 @@ class AutoTPStrategy(AutoTPBase, ModelParallelStrategy):
         """A watch over the step, if it is one of the first with such a batch in its stage."""
         return checked(self._module) if self._is_watched(stage, args) else nullcontext()
 
-    def _is_watched(self, stage: str, args: Any) -> bool:
+    def _is_watched(self, when: Hashable, args: Any) -> bool:
         kind = Arguments(ExampleCall(args[:1], {})).kind
-        return self._first_steps.has_one((stage, kind)) and not is_compiled(self._module)
+        return self._first_steps.has_one((when, kind)) and not is_compiled(self._module)
 
     def _end_watch(self) -> None:
         if self._watch is not None:

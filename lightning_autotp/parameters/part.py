@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_autotp.layouts.blocks import Block, blocks_of, owned_by
 from lightning_autotp.layouts.ownership import Ownership, merge_runs
 from lightning_autotp.layouts.types import Layout, Shard, local_shape
+from lightning_autotp.parameters.meta import ParameterMeta
 from lightning_autotp.ranks.group import TPGroup
 
 
@@ -31,6 +32,11 @@ class PartOf:
     shape: tuple[int, ...]
     layout: Layout
     group: TPGroup
+
+    @classmethod
+    def of(cls, meta: ParameterMeta, group: TPGroup) -> PartOf:
+        """What this rank's parameter is a part of."""
+        return cls(meta.name, meta.shape, meta.layout, group)
 
     @property
     def dims(self) -> tuple[tuple[int, Ownership], ...]:

@@ -129,6 +129,11 @@ class Arguments:
         )
 
 
+def is_looked_at(number: int) -> bool:
+    """Whether a call of a kind is looked at, by its number: the 1st, 10th, 100th, 1,000th and every 1,000th."""
+    return number in (1, 10, 100) or number % 1000 == 0
+
+
 def surroundings(device: str) -> tuple[bool, torch.dtype | None]:
     """Whether gradients are recorded, and in which precision autocast computes on a device; ``None`` if it is off."""
     kind = device.partition(":")[0]

@@ -56,6 +56,7 @@ from lightning_autotp.proving.call_kinds import (
     described,
     floats_of,
     full_ones_of,
+    is_looked_at,
     surroundings,
     with_rows,
 )
@@ -80,8 +81,6 @@ from lightning_autotp.solving.planned import PlanMismatch
 from lightning_autotp.solving.solution import Solution
 
 _TRAINING = attrgetter("training")
-_COMPARED = 1, 10, 100, 1000
-"""Which calls of a kind are compared with what was proved, and then every so many."""
 _AGAIN, _ONE_IN = 10, 100
 """The first call of a kind in a later stage is compared, too, until there were so many, and one in so many calls."""
 
@@ -162,7 +161,7 @@ class _Kind:
         """
         self.calls += 1
         is_first, self.stage = stage != self.stage, stage
-        found = self.calls in _COMPARED or self.calls % _COMPARED[-1] == 0
+        found = is_looked_at(self.calls)
         if is_first and not found and self.compared < _AGAIN + self.calls // _ONE_IN:
             found = True
             meet()

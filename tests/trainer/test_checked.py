@@ -381,8 +381,20 @@ def lars(weight: nn.Parameter) -> None:
     weight.grad *= weight.norm() / weight.grad.norm()
 
 
+def look_for(weight: nn.Parameter) -> None:
+    """As BaseFinetuning looks for a parameter among those of an optimizer."""
+    assert torch.equal(weight, weight)
+    assert not torch.equal(weight, weight.detach() + 1.0)
+    assert not torch.equal(weight, torch.ones(weight.shape))
+
+
 HOOKS: dict[str, tuple[str, Callable[[nn.Parameter], Any], str]] = {
     "LARS": ("on_before_optimizer_step", lars, "norm on"),
+    "LARS, with accumulation": ("on_before_optimizer_step", lars, "norm on"),
+    "each epoch": ("on_train_epoch_end", lambda p: p.data[-3:].zero_(), "__getitem__ on"),
+    "a later validation": ("on_validation_end", lambda p: p.mean(), "mean on"),
+    "comparing": ("on_train_batch_end", look_for, ""),
+    "equal parts": ("on_train_batch_end", lambda p: torch.equal(p, p.clone()), "equal on"),
     "noise": ("on_train_batch_end", lambda p: p.data.add_(torch.randn_like(p)), "randn_like on"),
     "before validation": ("on_validation_start", lambda p: p.mean(), "mean on"),
     "a gradient's part": ("on_train_batch_end", lambda p: OPTIMIZERS[-1].state[p]["momentum_buffer"].mean(), ""),
@@ -403,12 +415,14 @@ class Normed(torch.optim.SGD):
         return loss
 
 
-def fit(at: int, checked_steps: int, outside: Outside | None = None, optimizer: Any = torch.optim.SGD) -> str:
+def fit(
+    at: int, checked_steps: int, outside: Outside | None = None, optimizer: Any = torch.optim.SGD, **options: Any
+) -> str:
     trainer = L.Trainer(
         strategy=AutoTPStrategy(checked_steps=checked_steps),
         accelerator="cpu", devices=2, max_steps=3, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, callbacks=[outside] if outside else None,
-        val_check_interval=1,
+        **{"val_check_interval": 1} | options,
     )  # fmt: skip
     task = Penalised(at, optimizer)
     try:
@@ -421,7 +435,12 @@ def fit(at: int, checked_steps: int, outside: Outside | None = None, optimizer: 
 
 
 def fits() -> list[Any]:
-    hooked = {name: fit(3, 1, Outside(hook, use)) for name, (hook, use, _) in HOOKS.items()}
+    options: dict[str, Any] = {
+        "LARS, with accumulation": {"accumulate_grad_batches": 2},
+        "each epoch": {"limit_train_batches": 2},
+        "a later validation": {"val_check_interval": 2, "num_sanity_val_steps": 0},
+    }
+    hooked = {name: fit(3, 1, Outside(hook, use), **options.get(name, {})) for name, (hook, use, _) in HOOKS.items()}
     return [fit(0, 1), fit(2, 1), fit(2, -1), fit(0, 0), hooked | {"an optimizer": fit(3, 1, None, Normed)}]
 
 
