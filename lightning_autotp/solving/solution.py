@@ -18,7 +18,6 @@ from lightning_autotp.solving.elimination import Assignment
 from lightning_autotp.solving.implementations import Use, operand_of
 from lightning_autotp.solving.reasons import Reasons
 from lightning_autotp.solving.tables import Kind, Tables
-from lightning_autotp.solving.whole_work import whole_work
 
 
 @dataclass(frozen=True)
@@ -58,8 +57,9 @@ class Solution:
         step: the size of the step that they are priced for.
         step_source: who said so.
         kinds: the layouts as the solver knows them: types, and numbers of candidates.
-        divided_work: the share of the forward's floating-point operations that is divided; negative without any.
-        whole_work: the operators of which every rank computes all.
+        divided_work: the share of the forward's floating-point operations that is divided; negative without any, and
+            where a plan was followed, which says it.
+        whole_work: the operators of which every rank computes all; none where a plan was followed.
     """
 
     graph: Graph
@@ -108,7 +108,6 @@ def read_solution(tables: Tables, kinds: dict[int, Kind], found: Assignment) -> 
     layouts = {tensor: tables.layout(tensor, kind) for tensor, kind in kinds.items()}
     solution = Solution(tables.graph, tables.ranks, layouts, cost=found.cost, bound=found.bound, kinds=kinds)
     solution.step, solution.step_source = tables.sizes.step, tables.tokens.source
-    solution.divided_work, solution.whole_work = whole_work(tables, layouts)
     seen: set[Boundary | CallPoint] = set()
     for relation in tables.relations:
         operator = relation.operator

@@ -23,6 +23,7 @@ from lightning_autotp.solving.planned import PlanMismatch
 from lightning_autotp.solving.reasons import Reasons
 from lightning_autotp.solving.solution import Solution, read_solution
 from lightning_autotp.solving.tables import Kind, Tables
+from lightning_autotp.solving.whole_work import whole_work
 
 
 class NothingToShard(RuntimeError):
@@ -139,6 +140,7 @@ def _solve_once(tables: Tables, pinned: Mapping[str, int | None], kept: Mapping[
     solution = read_solution(tables, kinds | {twin: kinds[tensor] for twin, tensor in tables.first.items()}, found)
     if tables.planned is None:
         solution.reasons = Reasons(tables, problem, domains, pinned, found.cost)
+        solution.divided_work, solution.whole_work = whole_work(tables, solution.layouts)
     return solution
 
 
