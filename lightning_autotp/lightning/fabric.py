@@ -74,9 +74,10 @@ class AutoTPFabricStrategy(AutoTPBase, _ModelParallelStrategy):
         checked_batches: how many batches of each pass over a loader are compared over the ranks of a copy before the
             model is called with them in training; later ones are compared in ``optimizer.step()``, before anything is
             changed. A negative number: all.
-        checked_steps: how many calls of each model with each kind of arguments begin a watch over the loop, until the
-            next call: an error where its code takes this rank's part of a parameter for the whole one
-            (:func:`lightning_autotp.checked`). A negative number watches always; 0 never.
+        checked_steps: how many calls of each model with each kind of arguments begin a watch over the loop, as do the
+            10th, the 100th, the 1,000th and every 1,000th, until the next call after a step: an error where its code
+            takes this rank's part of a parameter for the whole one (:func:`lightning_autotp.checked`). A negative
+            number watches always; 0 never.
 
     Raises:
         ValueError: if ``tokens_per_step`` is no positive number; when ``Fabric`` is made, if the sizes do not multiply

@@ -72,10 +72,10 @@ class AutoTPStrategy(AutoTPBase, ModelParallelStrategy):
     Args:
         checked_batches: how many training batches of each epoch are compared over the ranks of a tensor-parallel group
             before they are used. Later ones are compared before the next one, with an exchange that is there anyway.
-        checked_steps: how many steps of each stage, with each kind of batch, run under
-            :func:`lightning_autotp.checked`: an error where the LightningModule's own code takes this rank's part of a
-            parameter for the whole one. A negative number checks all; 0 none. Models that ``torch.compile`` has
-            compiled are not checked.
+        checked_steps: how many of the first steps of each stage, with each kind of batch, run under
+            :func:`lightning_autotp.checked`, as do the 10th, the 100th, the 1,000th and every 1,000th: an error where
+            the LightningModule's own code takes this rank's part of a parameter for the whole one. A negative number
+            checks all; 0 none. Models that ``torch.compile`` has compiled are not checked.
 
     Raises:
         ValueError: if ``tokens_per_step`` is no positive number; when the Trainer is made, if the sizes do not multiply
