@@ -106,7 +106,7 @@ class checked(TorchFunctionMode):
         self._paused = 0
         self._calling_hooks = ""
         self._hooks = ExitStack()
-        self.is_complete = False  # whether an optimizer has stepped since it began
+        self.is_complete = False  # whether the next call ends it: an optimizer has stepped since it began
         # Of which ranks have different parts: parameters, their optimizers' states, and what was made of them element
         # by element.
         self._parts = WeakIdKeyDictionary()
@@ -147,6 +147,10 @@ class checked(TorchFunctionMode):
         take_out(self)
         self._hooks.close()
 
+    def covers(self, model: nn.Module) -> bool:
+        """Whether code that uses this model is checked."""
+        return any(module is model for module in self._module.modules())
+
     def __reduce__(self) -> tuple[Any, ...]:
         """In the hooks of a copy of a model: one that is never on."""
         return checked, (nn.ModuleList(),), {"_paused": 1}
@@ -168,11 +172,11 @@ class checked(TorchFunctionMode):
                 go_on = partial(self._after, parts.get(path, ()))
                 self._hooks.callback(module.register_forward_pre_hook(self._pause, prepend=True).remove)
                 self._hooks.callback(module.register_forward_hook(go_on, always_call=True).remove)
-        self._hooks.callback(register_optimizer_step_post_hook(self._note_states).remove)
+        self._hooks.callback(register_optimizer_step_post_hook(self._stepped).remove)
         self._hooks.enter_context(known_writes(self._module, is_checked=True))
 
-    def _note_states(self, optimizer: Optimizer, *_: Any) -> None:
-        """The states of a part are parts, too."""
+    def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
+        """After an optimizer's step: the states of a part are parts, too."""
         self.is_complete = True
         for parameter, state in optimizer.state.items():
             of = self._parts.get(parameter)
@@ -219,11 +223,9 @@ class checked(TorchFunctionMode):
         if part is None:
             return self._noted(name, args, func(*args, **kwargs), is_by_place)
         of = self._parts[part]
-        if name not in _ELEMENTWISE and name != "equal":
+        if name not in _ELEMENTWISE and not (name == "equal" and self._tells_of_wholes(tensors)):
             raise self._refusal(name, of, _PART)
         result = func(*args, **kwargs)
-        if name == "equal" and not self._is_so_of_wholes(tensors, result):
-            raise self._refusal(name, of, _PART)
         if writes(name):
             note_written(leaf for leaf in call_leaves(args[:1]) if leaf in self._parts)
         for made in call_leaves(result):
@@ -254,8 +256,8 @@ class checked(TorchFunctionMode):
                     return of
         return None
 
-    def _is_so_of_wholes(self, tensors: Sequence[Tensor], are_equal: bool) -> bool:
-        """Whether ``torch.equal`` says the same of two tensors, parts at least one of them, as of the wholes.
+    def _tells_of_wholes(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether ``torch.equal`` of these two, parts at least one of them, gives the answer for the whole tensors.
 
         A tensor is equal to itself, and wholes differ where what this rank has of both does: Lightning's
         ``BaseFinetuning`` looks so for a parameter among an optimizer's.
@@ -268,8 +270,7 @@ class checked(TorchFunctionMode):
             if any(known[0].ownership(dim) not in (None, ownership) for dim, ownership in known[-1].dims):
                 return False  # cut along the same dim in two ways
             tensors = [x if part is None else part.take(x) for x, part in zip(tensors, reversed(parts), strict=True)]
-            are_equal = torch.equal(*tensors)
-        return not are_equal
+        return not torch.equal(*tensors)
 
     def _is_users(self, func: Any) -> bool:
         """Whether neither torch nor this package nor an optimizer's step calls the function.
@@ -321,7 +322,7 @@ class CheckedCalls:
     """
 
     _running: ClassVar[checked | None] = None
-    """The watch that is on: one in a process, for a loop that was left leaves it on until some model is called."""
+    """The watch that is on: one in a process, for a loop that was left leaves it on until another model is called."""
 
     def __init__(self, number: int, models: Iterable[nn.Module] = ()) -> None:
         self._first = FirstSteps(number)
@@ -335,8 +336,9 @@ class CheckedCalls:
         """
         if torch.compiler.is_compiling():
             return
-        if CheckedCalls._running is not None and CheckedCalls._running.is_complete:
-            CheckedCalls._running.end()
+        running = CheckedCalls._running
+        if running is not None and (running.is_complete or not running.covers(model)):
+            running.end()
             CheckedCalls._running = None
         arguments = Arguments(ExampleCall(args, kwargs)).kind
         kind = ref(model), model.training, torch.is_grad_enabled(), arguments

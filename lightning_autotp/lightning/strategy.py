@@ -296,8 +296,9 @@ class AutoTPStrategy(AutoTPBase, ModelParallelStrategy):
         trainer = self._module.trainer
         if self._watch is not None and self._watch.is_complete:
             self._end_watch()
-        batches = trainer.fit_loop.epoch_loop.batch_idx + 1
-        next_hooks = trainer.is_last_batch, batches % (trainer.val_check_batch or math.inf) == 0
+        loop = trainer.fit_loop
+        number = 1 + (loop.total_batch_idx if trainer.check_val_every_n_epoch is None else loop.batch_idx)
+        next_hooks = trainer.is_last_batch, number % (trainer.val_check_batch or math.inf) == 0
         if self._watch is None and self._is_watched(("training", *next_hooks), args):
             self._watch = checked(self._module)
             self._watch.begin(hooks=str(calls_of_hooks.__file__))

@@ -58,7 +58,7 @@ class Solution:
         step_source: who said so.
         kinds: the layouts as the solver knows them: types, and numbers of candidates.
         divided_work: the share of the forward's floating-point operations that is divided; negative without any, and
-            where a plan was followed, which says it.
+            where a plan was followed: the plan has it.
         whole_work: the operators of which every rank computes all; none where a plan was followed.
     """
 

@@ -393,6 +393,7 @@ HOOKS: dict[str, tuple[str, Callable[[nn.Parameter], Any], str]] = {
     "LARS, with accumulation": ("on_before_optimizer_step", lars, "norm on"),
     "each epoch": ("on_train_epoch_end", lambda p: p.data[-3:].zero_(), "__getitem__ on"),
     "a later validation": ("on_validation_end", lambda p: p.mean(), "mean on"),
+    "validation by steps": ("on_validation_end", lambda p: p.mean(), "mean on"),
     "comparing": ("on_train_batch_end", look_for, ""),
     "equal parts": ("on_train_batch_end", lambda p: torch.equal(p, p.clone()), "equal on"),
     "noise": ("on_train_batch_end", lambda p: p.data.add_(torch.randn_like(p)), "randn_like on"),
@@ -439,6 +440,12 @@ def fits() -> list[Any]:
         "LARS, with accumulation": {"accumulate_grad_batches": 2},
         "each epoch": {"limit_train_batches": 2},
         "a later validation": {"val_check_interval": 2, "num_sanity_val_steps": 0},
+        "validation by steps": {
+            "val_check_interval": 3,
+            "check_val_every_n_epoch": None,
+            "num_sanity_val_steps": 0,
+            "limit_train_batches": 2,
+        },
     }
     hooked = {name: fit(3, 1, Outside(hook, use), **options.get(name, {})) for name, (hook, use, _) in HOOKS.items()}
     return [fit(0, 1), fit(2, 1), fit(2, -1), fit(0, 0), hooked | {"an optimizer": fit(3, 1, None, Normed)}]

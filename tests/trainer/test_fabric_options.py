@@ -188,6 +188,12 @@ def misused(at: int, checked_steps: int, around: Callable[[], Any], compiled: bo
     return "no error"
 
 
+def left_before_a_step() -> None:
+    """A loop that ends, as one with an error does, while its gradients are accumulated."""
+    model = two().setup_module(Plain())
+    model(IDS[:4]).float().square().mean().backward()
+
+
 @contextmanager
 def default_device() -> Iterator[None]:
     torch.set_default_device("cpu")
@@ -205,6 +211,7 @@ AROUND: dict[str, Callable[[], Any]] = {
 }
 LOOPS: dict[str, tuple[Any, ...]] = {
     **{f"within {name}": (1, 1, around) for name, around in AROUND.items()},
+    "after another": (1, 1, nullcontext),
     "later": (2, 1, nullcontext),
     "always": (2, -1, nullcontext),
     "never": (1, 0, nullcontext),
@@ -227,6 +234,8 @@ def two_ranks(directory: str) -> dict[str, Any]:
     for number in (2, 0, -1):
         seen[f"batches {number}"] = batches(rank, number)
     for name, arguments in LOOPS.items():
+        if name == "after another":
+            left_before_a_step()
         seen[name] = error_of(misused, *arguments), _len_torch_function_stack()
         fabric_of().seed_everything(0, verbose=False)
     return seen
