@@ -55,10 +55,10 @@ class UnsoundUse(RuntimeError):
 
 _NOT_READING = frozenset({
     *(function.__name__ for function in NOT_READING),  # getters are all called __get__
-    "__delete__", "__format__", "__repr__", "__set__", "backward", "is_tensor", "pin_memory", "requires_grad_",
+    "__delete__", "__format__", "__repr__", "__set__", "backward", "grad", "is_tensor", "pin_memory", "requires_grad_",
     "share_memory_", "type",
 })  # fmt: skip
-"""Functions that compute nothing; getters but that of ``data``, and setters."""
+"""Functions that compute nothing; getters but that of ``data``, setters, and gradients, which answer for the whole."""
 _ELEMENTWISE = frozenset(
     {
         *(function.__name__ for function in ELEMENTWISE | LIST_UPDATES),

@@ -181,12 +181,23 @@ def tracked_memory(model: Any) -> float:
     return loss.item() + float(model.lm_head.weight.grad.norm())
 
 
+def balanced_losses(model: Any) -> float:
+    """As GradNorm weighs two losses, by the norms of their gradients for some weights."""
+    output = model(input_ids=IDS, labels=IDS)
+    losses = output.loss, output.logits.square().mean()
+    weights = [model.model.layers[-1].mlp.down_proj.weight, model.model.norm.weight]
+    one, other = (nn.utils.get_total_norm(torch.autograd.grad(loss, weights, retain_graph=True)) for loss in losses)
+    (losses[0] + one / other * losses[1]).backward()
+    return float(one / other) + float(model.lm_head.weight.grad.norm())
+
+
 AS_IN_ONE_PROCESS: dict[str, Callable[[Any], float]] = {
     "own gradients are clipped": own_gradients,
     "own gradients in a list": own_gradients_in_a_list,
     "own gradients in a step": own_gradients_in_a_step,
     "own buffers": own_buffers,
     "a loss that is computed again": checkpointed_loss,
+    "losses weighed by their gradients": balanced_losses,
     "a tracker of memory": tracked_memory,
 }
 
@@ -314,6 +325,10 @@ def summed(rank: int, size: int) -> None:
         weight.detach().square().sum()
         with torch.no_grad():
             weight.square().sum()
+        loss = model(input_ids=IDS, labels=IDS).loss
+        (gradient,) = torch.autograd.grad(loss, [weight], retain_graph=True)
+        loss.backward()
+        torch.testing.assert_close(gradient, weight.grad)
 
 
 def test_a_penalty_on_a_parameter_whose_gradient_is_summed_would_count_on_every_rank() -> None:
