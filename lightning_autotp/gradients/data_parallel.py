@@ -72,7 +72,7 @@ def shard_over_data(
     stays |= {parameter for parameter in model.parameters() if parameter.dim() == 0}
     # Before FSDP2's own hook on what the model returns. The other weights in no block are gathered from the model's
     # forward to the end of its backward pass.
-    model.register_forward_hook(_compute_while_gathered, prepend=True)
+    model.register_forward_hook(compute_while_gathered, prepend=True)
     embeddings = list(embeddings_of_their_own(model))
     for block in [*blocks_of_their_own(model), *embeddings, model]:
         for module, gathered in _gathered_together(block, stays, low if block is not model else set()):
@@ -159,7 +159,7 @@ def _is_called_for_its_own(module: nn.Module) -> bool:
 
 
 @torch.compiler.disable  # hooks on tensors, which dynamo fails to inline
-def _compute_while_gathered(model: nn.Module, args: Any, output: Any) -> None:
+def compute_while_gathered(model: nn.Module, args: Any, output: Any) -> None:
     """Let logits that code still refers to when the backward pass ends be computed then."""
 
     def end() -> None:

@@ -26,6 +26,7 @@ from lightning_autotp.gradients.sums import hook_parameters, mark_gradients, sum
 from lightning_autotp.guard.bypassed import Bypasses
 from lightning_autotp.guard.compared import ComparedValues
 from lightning_autotp.guard.first_use import first_use
+from lightning_autotp.guard.gathered import GatheredForCall
 from lightning_autotp.guard.given import give_back, take_given
 from lightning_autotp.guard.methods import StandIns
 from lightning_autotp.guard.standalone import ForwardDepth, StandaloneCall, is_outer
@@ -63,6 +64,7 @@ class Guard:
         # Not its state: a deep copy of the model has one of its own.
         self.model, self.calls = model, calls
         self.running = ForwardDepth(model)
+        self.gathered = GatheredForCall(model)
         self._snapshot: Snapshot | None = None
         self._has_returned = False
         self._taken: list[tuple[ParameterPlace, Tensor]] = []
@@ -97,7 +99,7 @@ class Guard:
         for path, module in model.named_modules():
             state.forwards[module] = forward_of(module)
             if path:
-                self._handles += StandaloneCall(self.running, path).attach(module)
+                self._handles += StandaloneCall(self.running, self.gathered, path).attach(module)
         self._handles += [
             StandIns(model, self.calls),
             model.register_state_dict_post_hook(mark_as_part),
@@ -129,6 +131,8 @@ class Guard:
             raise _not_reached(model)
         if torch.compiler.is_compiling():
             return None
+        if self.running.own == 1:
+            self.gathered.begin()
         call = given = ExampleCall(args, kwargs)
         for check in self.before_forward:
             call = check(call) or call
@@ -150,8 +154,7 @@ class Guard:
             give_back(self._taken)
             self._taken = []
         self.followed.end()
-        if (gathers := parallel_state(model).gathers) is not None:
-            gathers.returned()
+        self.gathered.end()
         try:
             if self._has_returned:
                 self._has_returned = False
@@ -323,3 +326,5 @@ def _after_step(optimizer: Optimizer, *_: Any) -> None:
     for guard in list(_live):
         for check in guard.after_step:
             check(optimizer)
+        if isinstance(guard.model, FSDPModule):
+            guard.gathered.after_step(guard.model)

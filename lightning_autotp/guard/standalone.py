@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
 from lightning_autotp.applying.replace import BoundaryConversion
@@ -18,6 +19,7 @@ from lightning_autotp.capture.nested import leaves_of
 from lightning_autotp.gradients.sums import hook_parameters, places_at
 from lightning_autotp.guard.boundaries import parts_at, planned_changes, to_parts, to_whole
 from lightning_autotp.guard.first_use import use_of_module
+from lightning_autotp.guard.gathered import GatheredForCall
 from lightning_autotp.layouts.types import Invariant
 from lightning_autotp.parameters.state import parallel_state
 from lightning_autotp.private.torch_private import is_in_backward
@@ -51,13 +53,15 @@ class StandaloneCall:
 
     Args:
         running: whether it is.
+        gathered: what FSDP2 gathers for the model.
         path: the module.
     """
 
-    def __init__(self, running: ForwardDepth, path: str) -> None:
-        self.running, self.path = running, path
+    def __init__(self, running: ForwardDepth, gathered: GatheredForCall, path: str) -> None:
+        self.running, self.gathered, self.path = running, gathered, path
         self.is_outer = is_outer(path)
         self.shows_whole = path in parallel_state(running.model).outer
+        self.is_whole_call = self.shows_whole or (self.is_outer and isinstance(running.model, FSDPModule))
 
     def attach(self, module: nn.Module) -> list[RemovableHandle]:
         """Hook the module, if there is anything to do for it."""
@@ -66,7 +70,7 @@ class StandaloneCall:
         if not self.is_outer and not any(place.meta.name in hooked for place in places_at(module, model)):
             return []
         handles = [module.register_forward_pre_hook(self.before, with_kwargs=True, prepend=True)]
-        if self.shows_whole:
+        if self.is_whole_call:
             handles.append(module.register_forward_hook(self.end, always_call=True))
             handles.append(module.register_forward_hook(self.after))
         return handles
@@ -90,23 +94,31 @@ class StandaloneCall:
             hook_parameters(running.model, places_at(module, running.model))
             if self.is_outer:
                 use_of_module(running.model)
-        if not self.shows_whole:
+        if not self.is_whole_call:
             return None
         is_inside = self._is_inside
         running.standalone += 1
-        return None if is_inside else self._as_in_model(module, args, kwargs)
+        if is_inside:
+            return None
+        if not torch.compiler.is_compiling():
+            self.gathered.begin_part()
+        return self._as_in_model(module, args, kwargs) if self.shows_whole else None
 
     def end(self, *_: Any) -> None:
         """Forward hook, also of a forward that failed."""
         if self.running.own == 0:
             self.running.standalone = max(0, self.running.standalone - 1)
+            if not self._is_inside:
+                self.gathered.end()
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Forward hook: what the module gives is made whole."""
+        """Forward hook: what the module gives is made whole, and may begin a backward pass."""
         if self._is_inside:
             return None
         model = self.running.model
-        return to_whole(output, parts_at(model, self.path, "out"), parallel_state(model).group)[0]
+        if self.shows_whole:
+            output = to_whole(output, parts_at(model, self.path, "out"), parallel_state(model).group)[0]
+        return output if torch.compiler.is_compiling() else self.gathered.part_returned(output)
 
     def _as_in_model(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         model, state = self.running.model, parallel_state(self.running.model)

@@ -319,8 +319,21 @@ def compute_undone(weights: Iterable[Tensor] | None = None) -> None:
     Args:
         weights: these; by default all that an optimizer may change.
     """
+    for product in _undone(weights):
+        product.value()
+
+
+def are_undone(weights: Iterable[Tensor]) -> bool:
+    """Whether code still refers to logits that these weights are needed for. Not collective."""
+    return bool(_undone(weights))
+
+
+def _undone(weights: Iterable[Tensor] | None) -> list[HeadProduct]:
     these = None if weights is None else set(map(id, weights))
-    for product in list(_all):
-        is_meant = product.weight.requires_grad if these is None else id(product.weight) in these
-        if is_meant and not product.is_done and product.problem() is None:
-            product.value()
+    return [
+        product
+        for product in list(_all)
+        if (product.weight.requires_grad if these is None else id(product.weight) in these)
+        and not product.is_done
+        and product.problem() is None
+    ]

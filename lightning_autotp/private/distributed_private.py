@@ -158,6 +158,19 @@ def is_outermost(module: nn.Module) -> None:
     fully_shard.state(module)._lazy_init()  # type: ignore[attr-defined]
 
 
+def is_gathered(module: FSDPModule) -> bool:
+    """Whether FSDP2 has gathered what it gathers for a module's own call. Nothing public tells it."""
+    return any(group.is_unsharded for group in fully_shard.state(module)._fsdp_param_groups)  # type: ignore[attr-defined]
+
+
+def prepare_backward(module: FSDPModule, output: Any) -> None:
+    """Let FSDP2 gather a module's parameters before the backward pass of this, and average the gradients at its end.
+
+    So it does with what the module itself returns; nothing public does so with what a part of it returns.
+    """
+    fully_shard.state(module)._register_pre_backward_hook(output)  # type: ignore[attr-defined]
+
+
 _GATHERED = "all_gather_outputs", "_unsharded_param"
 """What FSDP2 knows a parameter by that it has gathered once."""
 

@@ -857,6 +857,31 @@ def _(_: Any) -> None:
         assert layer.weight.grad.dtype == torch.float32
 
 
+@canary(
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.is_unsharded",
+    "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._register_pre_backward_hook",
+)
+def _(_: Any) -> None:
+    """What belongs to no block stays gathered after a call, until the end of the backward pass of what is prepared."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from lightning_autotp.private.distributed_private import is_gathered, is_outermost, prepare_backward
+
+    with alone():
+        model: Any = fully_shard(nn.Sequential(nn.Linear(2, 2, bias=False)), mesh=init_device_mesh("cpu", (1,)))
+        is_outermost(model)
+        assert not is_gathered(model)
+        with torch.no_grad():
+            model(torch.ones(1, 2))
+        assert is_gathered(model)
+        result = model[0](torch.ones(1, 2))
+        prepare_backward(model, result)
+        result.sum().backward()
+        assert not is_gathered(model)
+        assert model[0].weight.grad.full_tensor().eq(1).all()
+
+
 @canary("torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._pre_backward")
 def _(_: Any) -> None:
     """FSDP2 puts it on what a module returns; it gives the gradient back as it is."""

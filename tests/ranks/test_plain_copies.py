@@ -26,6 +26,7 @@ from lightning_autotp.building.deferred import deferred_init
 from lightning_autotp.building.pretrained import meta_model
 from lightning_autotp.capture.capture import language_model_inputs
 from lightning_autotp.gradients.data_parallel import gather_if_uneven, in_parts_again
+from lightning_autotp.guard.checked import UnsoundUse, checked
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.parameters.local_blocks import is_cut
 from lightning_autotp.proving.verify import trace
@@ -38,6 +39,7 @@ class Found(NamedTuple):
     losses: list[float]
     gradients: list[dict[str, torch.Tensor]]
     state: dict[str, torch.Tensor]
+    in_parts: dict[str, torch.Tensor]
     tied: bool
     managed: int
     plan: Plan
@@ -72,6 +74,22 @@ def train(model: Any, gradients_of: Any, batches: torch.Tensor) -> tuple[list[fl
     return losses, gradients
 
 
+def train_in_parts(model: Any, batches: torch.Tensor) -> None:
+    """A loop that calls parts of the model, and the model between a backward pass and the step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in batches:
+        rows = model.model.embed_tokens(batch)
+        rows *= 2
+        model(inputs_embeds=rows, labels=batch).loss.backward()
+        model.lm_head(model.model(input_ids=batch).last_hidden_state).square().mean().backward()
+        with torch.no_grad():
+            late = model(input_ids=batch).logits
+            torch.testing.assert_close(model.lm_head(model.model(input_ids=batch).last_hidden_state) + 0, late + 0)
+        model(input_ids=batch)  # a backward pass could come
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def keep_plans(folder: Path) -> tuple[Plan, Plan]:
     """Keep a plan for each copy in a directory of its own. That of the second one leaves an MLP whole."""
     with meta_model():
@@ -92,12 +110,22 @@ def two_by_two(rank: int, world_size: int, folder: Path) -> Found:
     with meta_model():
         model = tiny()
     parallelize(model, mesh["tensor"].get_group(), data_mesh=mesh["data"], plan_cache=folder / str(copy))
-    losses, gradients = train(model, full_gradients, data()[:, 2 * copy : 2 * copy + 2])
+    batches = data()[:, 2 * copy : 2 * copy + 2]
+    losses, gradients = train(model, full_gradients, batches)
+    state = full_state_dict(model)
+    train_in_parts(model, batches)
+    in_parts = full_state_dict(model)
+    weight = model.model.norm.weight
+    with checked(model):
+        with pytest.raises(UnsoundUse, match="torch ignores that"):
+            weight.data = torch.ones(60)
+        with pytest.raises(UnsoundUse, match=r"Take loss\.backward"):
+            torch.autograd.grad(model(input_ids=batches[0], labels=batches[0]).loss, [weight], allow_unused=True)
     tied = model.lm_head.weight is model.model.embed_tokens.weight
     managed = sum(isinstance(module, FSDPModule) for module in model.modules())
     plan = model.autotp.plan  # type: ignore[union-attr]
     others = refused(mesh, folder), mixed_gradients(mesh), half_gradients(), lowered(mesh)
-    return Found(losses, gradients, full_state_dict(model), tied, managed, plan, peak(mesh), *others)
+    return Found(losses, gradients, state, in_parts, tied, managed, plan, peak(mesh), *others)
 
 
 def refused(mesh: DeviceMesh, folder: Path) -> list[str]:
@@ -270,6 +298,10 @@ def test_two_copies_equal_one_process(found: list[Found]) -> None:
             torch.testing.assert_close(one.state[name], value, rtol=1e-4, atol=1e-5)
         assert one.tied
         assert one.managed == 3
+    train_in_parts(model, data())
+    for one in found:
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(one.in_parts[name], value, rtol=1e-4, atol=1e-5)
 
 
 def test_a_large_embedding_is_gathered_only_while_it_runs() -> None:

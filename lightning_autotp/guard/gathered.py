@@ -1,0 +1,89 @@
+"""What FSDP2 gathers for a model's own call, what is in no block, around calls of the model and of parts of it.
+
+FSDP2 gathers that when the model is called, and cuts it again at the end of a backward pass. Until then it is not
+gathered anew, whatever is written meanwhile: code that calls the model between a backward pass and the optimizer's step
+would have the next batch computed with weights of before the step. And what it gathers for the model is missing where
+code calls a part of it instead.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from lightning_autotp.capture.capture import device_of
+from lightning_autotp.capture.nested import map_tensors
+from lightning_autotp.gradients.data_parallel import compute_while_gathered
+from lightning_autotp.parallel.head_product import are_undone
+from lightning_autotp.parameters.state import parallel_state
+from lightning_autotp.private.distributed_private import is_gathered, prepare_backward
+from lightning_autotp.private.torch_private import base_of
+from lightning_autotp.proving.call_kinds import surroundings
+
+
+class GatheredForCall:
+    """Lets it be gathered for such calls, and only as long as a backward pass may come, or an optimizer's step.
+
+    Of a model that FSDP2 has not cut nothing is done.
+
+    Args:
+        model: a parallel model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._is_for_call = False  # whether it is gathered for the call that is under way, alone
+        self._is_for_logits = False  # or for logits that such a call has given, and that are not computed yet
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return GatheredForCall, (self._model,)  # a copy of the model has calls of its own
+
+    def begin(self) -> None:
+        """Before a call of the model or of a part of it. Not collective."""
+        if isinstance(self._model, FSDPModule):
+            self._let_go()
+            self._is_for_call = not torch.is_grad_enabled() and not is_gathered(self._model)
+
+    def begin_part(self) -> None:
+        """Before a call of a part of the model. Collective over the copies."""
+        self.begin()
+        if isinstance(self._model, FSDPModule):
+            if (gathers := parallel_state(self._model).gathers) is not None:
+                gathers.use(surroundings(device_of(self._model))[1] == gathers.dtype)
+            self._model.unshard()
+
+    def part_returned(self, output: Any) -> Any:
+        """After a call of a part that has not failed: what it returns, from which a backward pass may begin."""
+        if not isinstance(self._model, FSDPModule) or not torch.is_grad_enabled():
+            return output
+        output = map_tensors(_of_its_own, output)
+        compute_while_gathered(self._model, (), output)
+        prepare_backward(self._model, output)
+        return output
+
+    def end(self) -> None:
+        """After a call, also one that failed. Not collective."""
+        if (gathers := parallel_state(self._model).gathers) is not None:
+            gathers.returned()
+        if self._is_for_call:
+            self._is_for_call, self._is_for_logits = False, True
+            self._let_go()
+
+    def after_step(self, model: FSDPModule) -> None:
+        """After an optimizer's step: what of the model is still gathered is of before it. Not collective."""
+        model.reshard()
+        self._is_for_logits = False
+
+    def _let_go(self) -> None:
+        """Cut what was gathered for a call without gradients, unless there are logits still to be computed of it."""
+        if self._is_for_logits and isinstance(self._model, FSDPModule) and not are_undone(self._model.parameters()):
+            self._model.reshard()
+            self._is_for_logits = False
+
+
+def _of_its_own(tensor: Tensor) -> Tensor:
+    """The tensor in memory of its own: code that changes a view in place drops the hooks on its gradient."""
+    return tensor.clone() if tensor.requires_grad and base_of(tensor) is not None else tensor
