@@ -93,8 +93,8 @@ def _make_local_for_call(
     try:
         make_local(model, group, None, replace(options, traced_with=source), copies, find)
     except CaptureError as error:
-        if why == str(error):
-            raise
+        if call is not None:  # it is that call which should be traced
+            raise CaptureError(f"self.{name}: {why}") from error
         raise CaptureError(
             f"self.{name}: {error} (The first training step cannot be used instead: {why}. Of several models,"
             f' AutoTPStrategy(example_inputs={{"{name}": ...}}) gives this one its batch. Layers that belong together'
