@@ -390,8 +390,10 @@ def _run(
                 + (
                     f"{kernel}: {advice_on(kernel)}"
                     if kernel
-                    else "The model is traced once, without values: remove what needs a tensor's value (`.item()`, "
-                    "`if tensor:`) from this line, or give example_inputs that the model accepts."
+                    else "The model is traced once, without values: remove what needs a tensor's value (`.item()`,"
+                    " `if tensor:`, pack_padded_sequence) from this line, move it with the layers that belong to it to"
+                    f" an nn.Module of its own inside {type(traced).__name__}, which then stays whole while the rest is"
+                    " divided, or give example_inputs that the model accepts."
                 )
             )
             failure.__cause__ = error

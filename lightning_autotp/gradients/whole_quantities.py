@@ -124,10 +124,10 @@ def misleading(func: Callable[..., Any], gradient: PartOfGradient, detail: str =
     return RuntimeError(
         f"{name} was called on this rank's part of {gradient.said}{detail}: that is not what it would be on the whole"
         f" gradient. lightning_autotp.full_gradients(model)[{gradient.part.name!r}] is the whole one,"
-        " lightning_autotp.clip_gradients_norm(model, max_norm) clips. Elementwise functions, norms and sums over all"
-        " elements are right as they are, and, unless FSDP2 has sharded the model, masks of the whole shape, slices of"
-        " rows or columns, randn_like and rand_like. What is meant for this rank's part alone takes it as a plain"
-        " tensor: gradient.as_subclass(torch.Tensor). An optimizer whose step calls it is one process's in a"
+        " lightning_autotp.clip_gradients_norm(model, max_norm) clips. Elementwise functions, norms, sums and variances"
+        " over all elements are right as they are, and, unless FSDP2 has sharded the model, masks of the whole shape,"
+        " slices of rows or columns, randn_like and rand_like. What is meant for this rank's part alone takes it as a"
+        " plain tensor: gradient.as_subclass(torch.Tensor). An optimizer whose step calls it is one process's in a"
         " lightning_autotp.WholeMatrixOptimizer(module, parameters, kind, lr=...), which gives it whole tensors"
     )
 
@@ -233,6 +233,24 @@ def _mean(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
     return total / math.prod(first_part(args, kwargs).part.shape)
 
 
+def _variance(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    """In two passes, as torch does: the mean first, then the squares of what differs from it."""
+    gradient = first_part(args, kwargs)
+    given: dict[str, Any] = {"unbiased": True} | dict(zip(("input", "unbiased"), args, strict=False)) | dict(kwargs)
+    unbiased = given["unbiased"]
+    correction = given.pop("correction", None if unbiased is True else 0)
+    if len(args) > 2 or not isinstance(unbiased, bool) or given.keys() - {"input", "unbiased"}:
+        raise misleading(func, gradient, ", along some dims or with options")
+    computed, count = torch.promote_types(gradient.dtype, torch.float32), math.prod(gradient.part.shape)
+
+    def total(of_part: Callable[[Tensor], Tensor]) -> Tensor:
+        return _over_all(lambda x: of_part(x.to(computed)).sum(), lambda x: x.sum(0))(func, [gradient], {})
+
+    mean = total(lambda x: x) / count
+    squares = total(lambda x: (x - mean).square())
+    return (squares / max(0, count - (1 if correction is None else correction))).to(gradient.dtype)
+
+
 def _extreme(largest: bool) -> Handler:
     sign = 1 if largest else -1
     over_all = _over_all(
@@ -266,6 +284,8 @@ QUANTITIES: dict[Callable[..., Any], Handler] = {
     **dict.fromkeys((*_P_NORMS, torch.linalg.norm, torch.linalg.vector_norm), _norm),
     **dict.fromkeys(functions("sum"), _SUM),
     **dict.fromkeys(functions("mean"), _mean),
+    **dict.fromkeys(functions("var"), _variance),
+    **dict.fromkeys(functions("std"), lambda *call: _variance(*call).sqrt()),
     **dict.fromkeys(functions("max amax"), _extreme(largest=True)),
     **dict.fromkeys(functions("min amin"), _extreme(largest=False)),
     **dict.fromkeys(functions("any"), _over_all(lambda x: x.any(), lambda x: x.any(0))),

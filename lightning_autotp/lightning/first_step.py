@@ -32,6 +32,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_autotp.capture.capture import ExampleCall, meta_copy, on_meta, step_size
@@ -55,7 +56,7 @@ class FirstStep:
         tokens: how much data it has.
         calls: how it calls each of the models that were asked for; ``None`` where that is not known. Floating-point
             tensors are on the meta device.
-        why: why a call is not known.
+        why: why a call is not known, of those that are not.
     """
 
     tokens: TokensPerStep
@@ -105,7 +106,7 @@ def first_step_with(data: Callable[[], Any], module: LightningModule, models: Se
     else:
         tokens = _unknown(size)
     if isinstance(calls, tuple):
-        return FirstStep(tokens, calls, "training_step does not call it before it needs values of another model")
+        return FirstStep(tokens, *calls)
     return replace(_unseen(str(calls), models), tokens=tokens)
 
 
@@ -230,8 +231,27 @@ def _moved(module: LightningModule, batch: Any) -> Any:
     return module.on_after_batch_transfer(module.on_before_batch_transfer(batch, 0), 0)
 
 
-def _calls(module: LightningModule, models: Sequence[nn.Module], batch: Any) -> tuple[ExampleCall | None, ...]:
-    """How ``training_step`` calls the models, with this batch on the CPU.
+class _WithoutValues(TorchFunctionMode):
+    """What a model returns has no values here, so nor has what is computed of it with other tensors, or its gradients.
+
+    Those that a penalty is computed of (``torch.autograd.grad(critic(x).sum(), x, create_graph=True)``) have the shapes
+    of what they are asked for.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not any(value.is_meta for value in tensors_in((args, kwargs))):
+            return func(*args, **kwargs)
+        if func is torch.autograd.grad:
+            return tuple(on_meta(value).detach().requires_grad_(kwargs["create_graph"]) for value in args[1])
+        args, kwargs = map_tensors(lambda value: value if value.is_meta else on_meta(value), (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _calls(
+    module: LightningModule, models: Sequence[nn.Module], batch: Any
+) -> tuple[tuple[ExampleCall | None, ...], str]:
+    """How ``training_step`` calls the models, with this batch on the CPU; why it does not call those it does not.
 
     Raises:
         BaseException: whatever the step raises before it has called one of them.
@@ -255,27 +275,25 @@ def _calls(module: LightningModule, models: Sequence[nn.Module], batch: Any) -> 
         vars(model)["forward"] = forward
     for name in ("log", "log_dict", "manual_backward", "clip_gradients"):  # there is nothing to log to yet
         vars(module)[name] = lambda *_, **__: None
-    for child in module.children():  # the others, which have no values either
-        if any(parameter.is_meta for parameter in child.parameters()):
-            for inner in set(child.modules()) - {part for model in models for part in model.modules()}:
-                inner.register_forward_pre_hook(_inputs_on_meta, with_kwargs=True)
     if not module.automatic_optimization:
         _give_optimizers(module)
     taken = inspect.signature(module.training_step).parameters
+    why = "training_step does not call it with the first batch"
     try:
-        module.training_step(batch, *([0] if len(taken) > 1 else []))
+        with _WithoutValues():
+            module.training_step(batch, *([0] if len(taken) > 1 else []))
     except _AllCalled:
         pass
-    except BaseException:
+    except BaseException as error:
         if not found:
             raise
+        why = (
+            "training_step was run ahead of time, where what other models return has no values, and raised"
+            f" {type(error).__name__}: {error}"
+        )
     if not found:
         raise RuntimeError("it does not call the model's forward")
-    return tuple(found.get(model) for model in models)
-
-
-def _inputs_on_meta(_: nn.Module, args: Any, kwargs: Any) -> Any:
-    return map_tensors(on_meta, (args, kwargs))
+    return tuple(found.get(model) for model in models), why
 
 
 def _give_optimizers(module: LightningModule) -> None:

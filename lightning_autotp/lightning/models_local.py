@@ -17,6 +17,7 @@ from lightning_autotp.layouts.step_size import TokensPerStep
 from lightning_autotp.lightning.first_step import FirstStep, first_step
 from lightning_autotp.parameters.state import is_parallel
 from lightning_autotp.pipeline import FindPlan, make_local
+from lightning_autotp.private.torch_private import uncompiled
 from lightning_autotp.proving.new_calls import with_rows
 from lightning_autotp.ranks.agreement import PeerError, check_same_weights, raise_together
 from lightning_autotp.solving.options import PlanOptions
@@ -61,12 +62,15 @@ def make_models_local(
         check_same_weights(model, None)
         find = before(model, calls.get(model, inputs))
         if model in calls:
-            _make_local_for_call(model, calls[model], step.why, group, copies, options, find)
+            names = trainer.lightning_module.named_modules()
+            name = next(path for path, module in names if uncompiled(module) is model)
+            _make_local_for_call(name, model, calls[model], step.why, group, copies, options, find)
         else:
             make_local(model, group, inputs, options, copies, find)
 
 
 def _make_local_for_call(
+    name: str,
     model: nn.Module,
     call: ExampleCall | None,
     why: str,
@@ -89,11 +93,12 @@ def _make_local_for_call(
     try:
         make_local(model, group, None, replace(options, traced_with=source), copies, find)
     except CaptureError as error:
-        if why == str(error):
-            raise
+        if call is not None:  # it is that call which should be traced
+            raise CaptureError(f"self.{name}: {why}") from error
         raise CaptureError(
-            f"{error} (The first training step cannot be used instead: {why}. Layers that belong together are divided"
-            f" as one model if they are in one nn.Module; if this {type(model).__name__} need not be divided,"
+            f"self.{name}: {error} (The first training step cannot be used instead: {why}. Of several models,"
+            f' AutoTPStrategy(example_inputs={{"{name}": ...}}) gives this one its batch. Layers that belong together'
+            f" are divided as one model if they are in one nn.Module; if {name} need not be divided,"
             " AutoTPStrategy(models=[...]) names those that should be)"
         ) from error
 

@@ -119,7 +119,8 @@ class Writes:
                 f"{join_names(unknown)} were written in place, not by an optimizer, by code that was not checked. Each"
                 " rank has only a part of them: doing the same with each element is right; rows by index and random"
                 " numbers would differ from those of the whole tensor. Run that code once inside `with"
-                " lightning_autotp.checked(model):`, which reports it",
+                " lightning_autotp.checked(model):`, which reports it; the Trainer's first steps run so, which"
+                " AutoTPStrategy(checked_steps=...) makes more",
                 stacklevel=2,
             )
 

@@ -42,7 +42,8 @@ def whole_work(tables: Tables, layouts: Mapping[int, Layout]) -> tuple[float, tu
         flops[key] += work
         seconds[key] += tables.profile.compute(work, touched, 1.0)
         calls[key] += 1
-        why.setdefault(key, next(iter(relation.whole.values()), "to cut it would cost more"))
+        if key not in why:
+            why[key] = _why_whole(tables, relation)
         if is_unknown:
             unknown.add(key)
     found = [
@@ -50,6 +51,17 @@ def whole_work(tables: Tables, layouts: Mapping[int, Layout]) -> tuple[float, tu
         for key, count in calls.items()
     ]
     return divided / total if total else -1.0, tuple(sorted(found, key=lambda work: (not work.is_unknown, -work.share)))
+
+
+def _why_whole(tables: Tables, relation: Relation) -> str:
+    """What stands against dividing an operator along any dim; where nothing does along one, it was the price."""
+    costs_more = "to cut it would cost more"
+    candidates = {
+        number for tensor in (*relation.inputs, *relation.outputs) for number in tables.touching.get(tensor, ())
+    }
+    found = [tables.sharded(relation, number) for number in sorted(candidates)]
+    refusals = [each for each in found if isinstance(each, str)]
+    return costs_more if len(refusals) < len(found) else next(iter((*relation.whole.values(), *refusals)), costs_more)
 
 
 def _share(layout: Layout | None) -> float:

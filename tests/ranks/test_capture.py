@@ -185,6 +185,25 @@ def test_a_module_that_needs_values_is_one_operator() -> None:
     assert graph.opaque == {"inner"}
 
 
+class Packing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(4, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([3, 2]), batch_first=True)
+        return nn.utils.rnn.pad_packed_sequence(self.rnn(packed)[0], batch_first=True)[0]
+
+
+def test_packed_sequences_are_for_a_module_inside() -> None:
+    x = torch.zeros(2, 3, 4)
+    with pytest.raises(
+        CaptureError, match=r"in module \(root\)\n  at .*_capture.py:\d+[\s\S]*own inside Packing, which"
+    ):
+        capture(Packing(), x)
+    assert capture(Outer(Packing()), x).opaque == {"inner", "inner.rnn"}
+
+
 def test_what_follows_from_the_batch_alone_has_a_value() -> None:
     class Masked(nn.Module):
         def __init__(self) -> None:

@@ -88,6 +88,10 @@ def read(named: Named) -> dict[str, Any]:
                 "norm of a list": lambda g: torch._foreach_norm([g])[0],
                 "sum": lambda g: g.sum(),
                 "mean of sizes": lambda g: g.abs().mean(),
+                "deviation": lambda g: g.std().nan_to_num(),
+                "biased deviation": lambda g: torch.std(g, False),
+                "variance": lambda g: torch.var(input=g, correction=2).nan_to_num(),
+                "biased variance": lambda g: g.var(unbiased=False),
                 "greatest": lambda g: torch.max(g.abs()),
                 "least": lambda g: g.min(),
                 "zeros": lambda g: (g == 0).any(),
@@ -231,7 +235,8 @@ REFUSED: dict[str, Callable[[Any, Any], Any]] = {
     "spectral norm": lambda g, _: torch.linalg.norm(g, 2),
     "norm of order 0": lambda g, _: g.norm(0),
     "largest of rows": lambda g, _: g.max(dim=0),
-    "std": lambda g, _: g.std(),
+    "std along a dim": lambda g, _: g.std(0),
+    "std that keeps dims": lambda g, _: g.std(keepdim=True),
     "median": lambda g, _: g.median(),
     "histogram": lambda g, _: g.float().histc(10),
     "view": lambda g, _: g.view(-1),
@@ -577,6 +582,7 @@ def steps(model: nn.Module) -> list[float]:
         numbers.append(torch.stack([gradient.norm() for gradient in doubled]).norm().item())
         assert all(parameter.type_as(parameter.grad) is parameter for parameter in model.parameters())
         numbers.append(torch.stack([gradient.abs().sum() for gradient in gradients]).sum().item())
+        numbers.append(sum(gradient.std().item() for gradient in gradients))
         numbers.append(float(torch.stack([torch.isnan(gradient).any() for gradient in gradients]).any()))
         numbers.append(
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=(None, True, False)[step]).item()

@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -281,6 +282,21 @@ def distilled(module: Any, batch: Any) -> Tensor:
     return loss + nn.functional.mse_loss(module.student(batch["input_ids"]).logits, taught)
 
 
+def penalized(module: Any, batch: Any) -> Tensor:
+    """Each critic is first called where a gradient is taken, of what was read and of what is half made up."""
+    read = batch[0].flatten(1).requires_grad_()
+    (slope,) = torch.autograd.grad(module.first(read).sum(), read, create_graph=True)
+    loss: Tensor = slope.square().sum(1).mean() - module.first(read).mean()
+    made = module.generator(torch.linspace(-1, 1, 40).view(5, 8))
+    mixed = (0.5 * read + 0.5 * made.detach()).requires_grad_()
+    (slope,) = torch.autograd.grad(module.second(mixed).sum(), mixed, create_graph=True)
+    return loss + 10 * (slope.norm(2, 1) - 1).square().mean() - module.second(made).mean()
+
+
+def layers(*sizes: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(sizes[0], sizes[1]), nn.SiLU(), nn.Linear(sizes[1], sizes[2]))
+
+
 def talks_first(module: Any, batch: Any) -> Tensor:
     """Asks the other ranks before it calls the model: not possible ahead of time, and not in the parent's name."""
     asked = torch.ones(1)
@@ -301,6 +317,10 @@ STEPS: dict[str, tuple[Any, Any, Any, str]] = {
     "distilled": (
         lambda: {"teacher": llama()["model"], "student": llama()["model"]}, distilled, "sentences",
         "its batch cut to a few short sentences",
+    ),
+    "penalized": (
+        lambda: {"generator": layers(8, 32, 48), "first": layers(48, 32, 1), "second": layers(48, 32, 1)}, penalized,
+        "pictures", "the call of the first training step",
     ),
     "talks first": (llama, talks_first, "sentences", "a made-up batch (training_step, run ahead of time, raised"),
     "needs more": (llama, needs_more, "sentences", "its batch cut to a few short sentences"),
@@ -362,6 +382,20 @@ def test_the_process_that_looks_calls_nothing_of_cuda(precision: Any, monkeypatc
     assert modes() == outside
 
 
+def test_why_a_model_is_not_called() -> None:
+    def asks(module: Any, batch: Any) -> Any:
+        return module.second(module.first(batch) * float(module.first(batch).mean()))
+
+    for step, why in ((asks, "raised RuntimeError: Tensor.item()"), (lambda m, x: m.first(x), "not call it")):
+        module = Steps(lambda: {"first": layers(3, 4, 3), "second": layers(3, 4, 3)}, step)
+        module.trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+        module.configure_model()
+        vars(module)["training_step"] = partial(step, module)
+        found = first_step_with(lambda: DataLoader(torch.ones(4, 3)), module, [module.first, module.second])
+        assert [call is None for call in found.calls] == [False, True]
+        assert why in found.why
+
+
 def trained(name: str, ranks: int) -> tuple[list[float], list[tuple[str, int]], int]:
     """The losses of two steps; where each model's traced call is from, and how many kinds of calls were proved."""
     make, step, data, _ = STEPS[name]
@@ -393,6 +427,6 @@ def test_the_call_of_the_first_step_is_the_planned_one() -> None:
         losses, proved, steps = first[name]
         assert losses == pytest.approx(trained(name, 1)[0], rel=1e-5), name
         assert steps == 2, name
-        kinds = {"distilled": [1, 2], "talks first": [2]}.get(name, [1])
+        kinds = {"distilled": [1, 2], "penalized": [1, 1, 1], "talks first": [2]}.get(name, [1])
         assert [kinds for _, kinds in proved] == kinds, name
         assert all(source in said for said, _ in proved), (name, proved)

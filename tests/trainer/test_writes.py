@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,10 +16,18 @@ from distributed import run_ranks
 from tied_families import CLOSE, loss_of, model_of, up
 from torch import Tensor, nn
 from trainer_ranks import run_trainer_ranks
-from training import Task, error_of, loader, tiny_config, trainer
+from training import Task, error_of, fit, loader, tiny_config, trainer
 from transformers import AutoModelForCausalLM
 
-from lightning_autotp import checked, full_gradients, full_state_dict, full_tensor, load_full_state_dict, parallelize
+from lightning_autotp import (
+    AutoTPStrategy,
+    checked,
+    full_gradients,
+    full_state_dict,
+    full_tensor,
+    load_full_state_dict,
+    parallelize,
+)
 from lightning_autotp.parameters.known_writes import parts_of
 from lightning_autotp.parameters.state import parallel_state
 from lightning_autotp.parameters.writes import Writes
@@ -364,11 +373,42 @@ class Writing(Task):
                 load_full_state_dict(self, {"model.lm_head.weight": whole}, strict=False)
 
 
-def fitted() -> list[str]:
-    return [error_of(trainer("autotp", 2).fit, Writing(rows), loader()) for rows in (True, False)]
+class Lookahead(L.Callback):
+    """Every second step the weights go half of the way from where they last were so, element by element."""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.slow = [parameter.detach().clone() for parameter in pl_module.parameters()]
+
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+        if trainer.global_step % 2 == 0:
+            for slow, parameter in zip(self.slow, pl_module.parameters(), strict=True):
+                slow.lerp_(parameter, 0.5)
+                parameter.copy_(slow)
+
+
+def ahead(strategy: Any, devices: int) -> tuple[dict[str, Tensor], list[str]]:
+    """The weights after it, and the warnings of writes."""
+    torch.manual_seed(0)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        seen = fit(strategy, devices, Task("config", 0.1, "SGD"), callbacks=[Lookahead()], max_steps=5)
+    return seen["weights"], [str(one.message) for one in said if "code that was not checked" in str(one.message)]
+
+
+def fitted() -> list[Any]:
+    errors = [error_of(trainer("autotp", 2).fit, Writing(rows), loader()) for rows in (True, False)]
+    return [*errors, *(ahead(AutoTPStrategy(checked_steps=steps), 2) for steps in (1, 2))]
 
 
 def test_the_trainers_model_too() -> None:
-    for wrong, right in run_trainer_ranks(fitted, 2):
+    alone, _ = ahead("auto", 1)
+    for wrong, right, unseen, seen in run_trainer_ranks(fitted, 2):
         assert "lm_head.weight of the parallel LlamaForCausalLM were written in place" in wrong
         assert right == "no error"
+        for weights, _ in (unseen, seen):
+            for name, value in alone.items():
+                torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-6, msg=name)
+        (said,) = unseen[1]
+        assert "AutoTPStrategy(checked_steps=...)" in said
+        assert seen[1] == []

@@ -118,6 +118,24 @@ def test_sections_of_one_matrix_are_cut_along_axes_of_their_own(ranks: int) -> N
     assert [(each.kind, each.calls) for each in plan.communication] == [("all_reduce", 1)]  # of both sums together
 
 
+@pytest.mark.parametrize(("heads", "why"), [(6, "to cut it would cost more"), (1, "attention needs whole sequences")])
+def test_the_reason_for_whole_work_is_the_price_where_it_could_be_divided(heads: int, why: str) -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.out = nn.Linear(36, 3 * 36), nn.Linear(36, 36)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+            found: Tensor = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return self.out(found.transpose(1, 2).flatten(2))
+
+    inputs = torch.zeros(3, 7, 36)
+    plan, _ = make_plan(Attention(), 2, example_inputs=inputs, tokens_per_step=(3, 7), keep_whole=["qkv.*"])
+    (attention,) = [work for work in plan.whole_work if "attention" in work.operator]
+    assert attention.why.startswith(why)
+
+
 def test_the_plan_says_what_every_rank_computes_whole() -> None:
     """A kernel that nobody declared is a warning; so is a product of more than 5 % of the FLOPs."""
     kernel = torch.library.custom_op("autotp_tests::whole_work", mutates_args=())(doubled)
