@@ -43,6 +43,8 @@ from lightning_autotp.private.torch_private import (
     compiled_in_place,
     has_values,
     is_in_backward,
+    next_node,
+    node_in_backward,
     tree_map_only,
     without_modes,
 )
@@ -232,7 +234,7 @@ class CallProver:
         self.is_compared = False  # whether that call is compared with what was proved
         self.trained_with: ExampleCall | None = None  # the last of these calls in training, without values
         self.with_gradients: set[Way] = set()  # whose backward passes may be still to come
-        self.was_backward = False
+        self.was_backward, self.since = False, 0  # before which of autograd's nodes calls went other ways
         state.parts, state.given = parts_at_modules(solution), inputs_of_modules(solution.graph)
         self.code.follow(seen_paths(solution, self.group.rank))
         self._heed(solution.graph, self.examples)
@@ -451,11 +453,12 @@ class CallProver:
         if not is_in_backward():
             return self.running is way
         self.was_backward = True
-        if len(self.with_gradients) > 1:
+        if len(self.with_gradients) > 1 or node_in_backward() < self.since:
             raise UnprovedCall(
                 f"a backward pass computes activations of {self._who()} again (activation checkpointing) after calls of"
                 " different kinds, between which layouts differ, and it is not known which of them it was: call"
-                " backward after each of them, call it in the same way each time, or turn activation checkpointing off"
+                " backward after each of them, call it under torch.no_grad() where no gradient is needed (a reference"
+                " model), call it in the same way each time, or turn activation checkpointing off"
             )
         return way in self.with_gradients
 
@@ -464,6 +467,8 @@ class CallProver:
         self.running = way
         if torch.is_grad_enabled() and way is not None:
             if self.was_backward:
+                if self.with_gradients != {way}:
+                    self.since = next_node()  # a graph that is kept may be passed once more
                 self.with_gradients, self.was_backward = set(), False
             self.with_gradients.add(way)
 
