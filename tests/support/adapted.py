@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
 from torch import Tensor
 from torch.nn import functional as F
 from training import Task
@@ -76,6 +76,21 @@ class Tuning(Task):
         # With Adam a gradient that is zero but for rounding moves its weight as much as any other.
         trained = [p for p in self.parameters() if p.requires_grad]
         return torch.optim.SGD(trained, lr=self.learning_rate, momentum=0.9)
+
+
+class Prefix(Tuning):
+    """Learns keys and values of tokens before the first."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__("lora", folder)
+
+    def build(self) -> Any:
+        return get_peft_model(
+            base_model("lora", self.folder), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+        )
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return super().training_step({**batch, "attention_mask": torch.ones_like(batch["input_ids"])}, batch_idx)
 
 
 class Preference(Tuning):

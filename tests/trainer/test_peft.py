@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from adapted import CASES, LINEARS, Preference, Tuning, adapted, base_model
+from adapted import CASES, LINEARS, Preference, Prefix, Tuning, adapted, base_model
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from torch.utils.data import DataLoader
@@ -91,6 +92,12 @@ def prefer(reference: str, folder: Path, devices: int) -> dict[str, Any]:
     return seen
 
 
+def learn_prefix(folder: Path, devices: int, **options: Any) -> dict[str, Any]:
+    L.seed_everything(3, verbose=False)
+    strategy = AutoTPStrategy(**options) if devices > 1 else "auto"
+    return fitted(Prefix(str(folder)), trainer(strategy, devices, max_steps=2))
+
+
 def ranks(cases: list[str], devices: int, folder: str) -> dict[str, Any]:
     directory = Path(folder)
     seen = {case: tune(case, directory, devices) for case in cases}
@@ -98,6 +105,8 @@ def ranks(cases: list[str], devices: int, folder: str) -> dict[str, Any]:
     if devices == 2:
         half = directory / "half.ckpt"
         tune("lora", directory, 2, save=half, max_steps=STEPS // 2)
+        seen["prefix"] = learn_prefix(directory, 2, keep_whole=["*.self_attn.*"])
+        seen["prefix in parts"] = error_of(learn_prefix, directory, 2)
         seen["no adapter"] = error_of(save_adapter, nn.Linear(2, 2), directory / "none")
     else:
         seen["resumed"] = tune("lora", directory, devices, ckpt_path=directory / "half.ckpt")
@@ -138,12 +147,24 @@ def test_three_ranks_equal_one_process(
 
 @pytest.mark.parametrize("reference", PREFERENCES[1])
 def test_the_model_is_its_own_reference(reference: str, folder: Path, two: Any, three: Any) -> None:
-    """Without its adapter, or with another one: what the plan leaves to an adapter's addition is summed all the same."""
+    """Without its adapter, or with another one: what the plan leaves to an adapter's addition is summed as well."""
     alone = prefer(reference, folder, 1)
     assert alone["losses"][0] != pytest.approx(math.log(2), abs=1e-3)  # the reference is another model
     for seen in (*two, *three):
         assert_parity(seen["preferences"][reference], alone)
         assert len(seen["preferences"][reference]["left"]) == 2
+
+
+def test_a_prefix_is_learned_where_attention_is_whole(folder: Path, two: list[dict[str, Any]]) -> None:
+    alone = learn_prefix(folder, 1)
+    for seen in two:
+        assert_parity(seen["prefix"], alone)
+        assert re.fullmatch(
+            "RuntimeError: Sizes of tensors must match .*[^.]. This call of LlamaForCausalLM was not proved, as nothing"
+            " is known about the DynamicCache that it is given. .* learned \\(prefix tuning\\), that is whole, .* or"
+            " keep the attention whole \\(keep_whole=\\)",
+            seen["prefix in parts"],
+        )
 
 
 @pytest.mark.parametrize("case", TWO_RANKS)
