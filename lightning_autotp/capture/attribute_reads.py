@@ -1,4 +1,4 @@
-"""Which plain attributes the code of each module reads.
+"""Which plain attributes the code of each module reads: single values, and lists and the like of them.
 
 An integer may be a size that must become local, and any of them may decide which way the code goes.
 """
@@ -7,16 +7,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 from torch import nn
 
 from lightning_autotp.capture.noted_numbers import plain
-from lightning_autotp.operators.graph import Constant, Graph
+from lightning_autotp.operators.graph import Graph
 from lightning_autotp.parameters.subclassing import subclass
 
 PLAIN = (int, bool, float, str, type(None))
 """Classes of attributes that hold a single value."""
+OTHER = object()
+"""Stands for attributes that are not plain."""
+_SEVERAL = (list, tuple, set, dict)
 _OF_EVERY_MODULE = {*dir(nn.Module), *vars(nn.Module())}
+
+
+def told(value: Any) -> Any:
+    """What tells a plain attribute from another: the single value that it is, or those that it holds now."""
+    if type(value) in PLAIN:
+        return value
+    if type(value) not in _SEVERAL:
+        return OTHER
+    held = (*value, *value.values()) if type(value) is dict else tuple(value)
+    return held if all(type(one) in PLAIN for one in held) else OTHER
 
 
 def note_attributes(model: nn.Module, graph: Graph, running: Callable[[], str]) -> None:
@@ -31,12 +45,12 @@ def note_attributes(model: nn.Module, graph: Graph, running: Callable[[], str]) 
     modules = dict(model.named_modules())
     configs = {path: vars(module).get("config") for path, module in modules.items()}
 
-    def note_integer(path: str, name: str, value: Constant) -> None:
+    def note_integer(path: str, name: str, value: Any) -> None:
         if type(value) is int:
             graph.integers.setdefault(path, {}).setdefault(name, value)
 
     def watch_module(path: str, module: nn.Module) -> None:
-        def note(name: str, value: Constant) -> None:
+        def note(name: str, value: Any) -> None:
             if name in vars(module):
                 note_integer(path, name, value)
             graph.settings.setdefault(path, {})[name] = None
@@ -46,7 +60,7 @@ def note_attributes(model: nn.Module, graph: Graph, running: Callable[[], str]) 
     def watch_config(config: object) -> None:
         names = getattr(config, "attribute_map", {})
 
-        def note(name: str, value: Constant) -> None:
+        def note(name: str, value: Any) -> None:
             path = running()
             if configs.get(path) is config and name in vars(config):
                 note_integer(path, f"config.{names.get(name, name)}", value)
@@ -59,14 +73,14 @@ def note_attributes(model: nn.Module, graph: Graph, running: Callable[[], str]) 
         watch_module(path, module)
 
 
-def _watch(target: object, note: Callable[[str, Constant], object]) -> None:
+def _watch(target: object, note: Callable[[str, Any], object]) -> None:
     """Report every plain attribute read of ``target`` (the object itself, not its class)."""
     kind = type(target)
     get = kind.__getattribute__
 
     def read(self: object, name: str) -> object:
         value = get(self, name)
-        if name not in _OF_EVERY_MODULE and type(known := plain(value)) in PLAIN:
+        if name not in _OF_EVERY_MODULE and told(known := plain(value)) is not OTHER:
             note(name, known)
         return value
 

@@ -531,6 +531,17 @@ def backward_pass() -> int:
     return torch._C._current_graph_task_id()
 
 
+def next_node() -> int:
+    """The number that the next node of this thread's graph gets: they count up. Nothing public."""
+    return torch._C._autograd._get_sequence_nr()
+
+
+def node_in_backward() -> int:
+    """The number of the node of which a backward pass computes the gradient now; -1 if none is. Nothing public."""
+    node = torch._C._current_autograd_node()
+    return -1 if node is None else node._sequence_nr()
+
+
 def after_backward(callback: Callable[[], None]) -> None:
     """Call this at the end of the backward pass that is running, unless that fails. Nothing public."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)

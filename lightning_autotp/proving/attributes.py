@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping
+from copy import copy
 from functools import partial
-from operator import is_
+from itertools import compress
+from operator import is_not
 from types import FunctionType
 from typing import Any
 
 from torch import nn
 
-from lightning_autotp.capture.attribute_reads import PLAIN
+from lightning_autotp.capture.attribute_reads import OTHER, PLAIN, told
 from lightning_autotp.layouts.plan import SizePlan
 from lightning_autotp.proving.call_kinds import FewValues
 
@@ -42,26 +44,28 @@ class AttributeWatch:
             for name in names:
                 module, place = self._here.get(path), (path, name)
                 if module is not None and place not in self._own and place not in self._watched:
-                    self._watched[place] = module, name, getattr(module, name, None)
+                    value = getattr(module, name, None)
+                    found = told(value)
+                    self._watched[place] = module, name, value if found is OTHER else found
 
     def changes(self) -> Hashable:
         """What is another than when it was watched first: places and values. Takes a few microseconds for a layer."""
         modules, names, values = zip(*self._watched.values(), strict=True) if self._watched else ((), (), ())
-        if all(map(is_, map(getattr, modules, names, values), values)):
-            return ()
+        now = list(map(getattr, modules, names, values))
         changed = []
-        for place, (module, name, value) in self._watched.items():
-            now = getattr(module, name, value)
-            if now is not value and type(now) in PLAIN and now != value:
-                changed.append((place, self._few.told(place, now)))
+        for place, value, one in compress(zip(self._watched, values, now, strict=True), map(is_not, now, values)):
+            found = told(one)
+            if found is not OTHER and found != value:
+                changed.append((place, self._few.told(place, found)))
         return tuple(changed)
 
     def bring(self) -> None:
         """Let the original model have the values that the local one has now, and functions that it was given later."""
         for (path, _), (module, name, value) in self._watched.items():
-            now = getattr(module, name, value)
-            if getattr(self._there[path], name, value) is not now:
-                setattr(self._there[path], name, now)
+            there, now = self._there[path], getattr(module, name, value)
+            before, found = getattr(there, name, value), told(now)
+            if before is not now and (found is OTHER or found != told(before)):  # of a property's value others follow
+                setattr(there, name, now if found is OTHER else copy(now))
         for path, module in self._here.items():
             for name in vars(module).keys() - vars(self._there[path]).keys() - self._had[path]:
                 value, there = getattr(module, name), self._there[path]

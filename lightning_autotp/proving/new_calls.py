@@ -11,6 +11,7 @@ this way only.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
@@ -43,6 +44,8 @@ from lightning_autotp.private.torch_private import (
     compiled_in_place,
     has_values,
     is_in_backward,
+    next_node,
+    node_in_backward,
     tree_map_only,
     without_modes,
 )
@@ -230,9 +233,10 @@ class CallProver:
         self.way: Way | None = None  # that the call under way goes, if that is known
         self.counted: _Kind | None = None  # that has counted the call under way
         self.is_compared = False  # whether that call is compared with what was proved
+        self.unknown = ""  # the class of what it is given, if nothing is known about that
         self.trained_with: ExampleCall | None = None  # the last of these calls in training, without values
         self.with_gradients: set[Way] = set()  # whose backward passes may be still to come
-        self.was_backward = False
+        self.was_backward, self.since = False, 0  # before which of autograd's nodes calls went other ways
         state.parts, state.given = parts_at_modules(solution), inputs_of_modules(solution.graph)
         self.code.follow(seen_paths(solution, self.group.rank))
         self._heed(solution.graph, self.examples)
@@ -255,7 +259,7 @@ class CallProver:
             UnprovedCall: if the parts do not compute what the model does in a call like this.
             PeerError: on ranks where they do, if they do not on another one.
         """
-        self.way, self.counted, self.is_compared = None, None, False
+        self.way, self.counted, self.is_compared, self.unknown = None, None, False, ""
         state, arguments = parallel_state(self.model), Arguments(call)
         if arguments.has_logits_in_parts:
             call = ExampleCall(*map_tensors(_whole, tuple(call)))
@@ -271,7 +275,8 @@ class CallProver:
         if way is None and arguments.unknown and begun is None:
             if arguments.kind not in self.met and not is_traced:
                 self._meet(arguments.kind)
-            self._say_unknown(arguments.unknown[0])
+            self.unknown = arguments.unknown[0]
+            self._say_unknown(self.unknown)
             if state.gathers is not None and not is_traced:
                 state.gathers.use(False)
             return self._on(self.running, call)  # what it goes on with is likely to be of the call before it
@@ -311,10 +316,21 @@ class CallProver:
         return self._on(way, call)
 
     def take_back(self) -> None:
-        """The call under way has failed: the next one of its kind is compared in its place."""
+        """The call under way has failed: the next one of its kind is compared in its place.
+
+        If nothing was known about what it was given, its error tells what may have been wrong with that.
+        """
         if self.counted is not None:
             self.counted.calls -= 1
             self.counted = None
+        error = sys.exc_info()[1]
+        if self.unknown and type(error) is RuntimeError:  # of shapes, as a rule
+            error.args = (
+                f"{str(error).rstrip('.')}. This call of {self._who()} was not proved, as nothing is known about the"
+                f" {self.unknown} that it is given. If the model itself has not computed what that holds, such as keys"
+                " and values that are learned (prefix tuning), that is whole, while a rank computes a part of the"
+                " heads: learn embeddings instead (inputs_embeds), use LoRA, or keep the attention whole (keep_whole=)",
+            )
 
     def _on(self, way: Way | None, call: ExampleCall) -> ExampleCall:
         """What the model is to be called with on a way, on which its own attributes are set."""
@@ -451,11 +467,12 @@ class CallProver:
         if not is_in_backward():
             return self.running is way
         self.was_backward = True
-        if len(self.with_gradients) > 1:
+        if len(self.with_gradients) > 1 or node_in_backward() < self.since:
             raise UnprovedCall(
                 f"a backward pass computes activations of {self._who()} again (activation checkpointing) after calls of"
                 " different kinds, between which layouts differ, and it is not known which of them it was: call"
-                " backward after each of them, call it in the same way each time, or turn activation checkpointing off"
+                " backward after each of them, call it under torch.no_grad() where no gradient is needed (a reference"
+                " model), call it in the same way each time, or turn activation checkpointing off"
             )
         return way in self.with_gradients
 
@@ -464,6 +481,8 @@ class CallProver:
         self.running = way
         if torch.is_grad_enabled() and way is not None:
             if self.was_backward:
+                if self.with_gradients != {way}:
+                    self.since = next_node()  # a graph that is kept may be passed once more
                 self.with_gradients, self.was_backward = set(), False
             self.with_gradients.add(way)
 

@@ -93,6 +93,7 @@ class PlanConstraints:
         self.slices: dict[CallPoint, Layout] = {}
         self._shown: set[Boundary | CallPoint] = set()
         self.runs = {(x.module, x.call): (x.name, x.output) for x in plan.implementations if x.layout is not None}
+        self.sums = {x.module: x.output for x in plan.implementations if x.output is not None and x.output[0] == "P"}
         self.made_local = {(made.module, made.call) for made in plan.made_local}
         crossed = {operator.boundary: operator for operator in graph.operators if operator.boundary is not None}
         for change in plan.conversions:
@@ -136,10 +137,9 @@ class PlanConstraints:
         planned = self.changes.get(place)
         if planned is not None:
             return lambda change: change == planned
-        # Parallel layers change layouts themselves, always alike. And no sum is put off: whether it was taken shows in
-        # no shape, and where activations are computed again in the backward pass it may be another call's turn.
+        # Parallel layers change layouts themselves, always alike: a sum that one leaves is taken further on.
         is_free = self.is_free and isinstance(place, Boundary) and place.module not in self._layers
-        return lambda change: change[0] == change[1] or (is_free and change[0] != "P")
+        return lambda change: is_free or change[0] == change[1]
 
     def may_replace(self, module: str) -> bool:
         """Whether a module may be a parallel layer: in another call of the model those that are none stay none."""

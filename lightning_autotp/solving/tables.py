@@ -371,9 +371,12 @@ class Tables:
     def _is_planned(self, relation: Relation, kinds: Mapping[int, Kind]) -> bool:
         """Whether an operator runs as in the plan where its operands are of these types."""
         assert self.planned is not None
-        operator = relation.operator
+        operator, use = relation.operator, self.use(relation, kinds)
+        sums = use is not None and use.implementation.layer and use.implementation.sums
+        if use is not None and sums and use.output != self.planned.sums.get(operator.module):
+            return False
         if operator.call >= 0:
-            use, call = self.use(relation, kinds), self.graph.calls[operator.call]
+            call = self.graph.calls[operator.call]
             run = (use.implementation.name, use.output) if use is not None and use.implementation.run else None
             if run != self.planned.runs.get((call.module, call.site)) and self._operators_of_calls[operator.call] == 1:
                 return False

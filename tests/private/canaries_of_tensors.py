@@ -457,6 +457,31 @@ def _(task: Any) -> None:
     assert task() == -1
 
 
+@canary("torch._C._autograd._get_sequence_nr")
+def _(next_number: Any) -> None:
+    """Nodes are numbered as they are made."""
+    x = torch.ones(2, requires_grad=True)
+    before = next_number()
+    assert before <= x.exp().grad_fn._sequence_nr() < next_number()
+
+
+@canary("torch._C._current_autograd_node", "torch._C._FunctionBase._sequence_nr")
+def _(_: Any) -> None:
+    """A node is the current one while its saved tensors are asked for."""
+    seen: list[int] = []
+
+    def unpack(kept: Any) -> Any:
+        seen.append(torch._C._current_autograd_node()._sequence_nr())
+        return kept
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), unpack):
+        first = torch.ones(2, requires_grad=True).exp()
+        second = first.cos()
+    second.sum().backward()
+    assert seen == [second.grad_fn._sequence_nr(), first.grad_fn._sequence_nr()]
+    assert torch._C._current_autograd_node() is None
+
+
 @canary("torch.autograd.Variable._execution_engine")
 def _(engine: Any) -> None:
     """A callback runs once, after all gradients of the pass, and not if the pass fails."""

@@ -423,6 +423,11 @@ def local_in_one_kind(rank: int, size: int) -> None:
     both = model(inputs, True) + model(inputs, False)
     with pytest.raises(UnprovedCall, match="after calls of different kinds"):
         both.sum().backward()
+    kept = model(inputs, True)
+    kept.sum().backward(retain_graph=True)
+    model(inputs, False).sum().backward()
+    with pytest.raises(UnprovedCall, match="after calls of different kinds"):  # of which this is not the last one
+        kept.sum().backward()
     model(inputs, True).sum().backward()
 
 

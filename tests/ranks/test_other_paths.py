@@ -60,6 +60,7 @@ class Block(nn.Module):
         super().__init__()
         self.inner, self.out = nn.Linear(WIDTH, 36, bias=False), nn.Linear(36, WIDTH, bias=False)
         self.question, self.calls = question, 0
+        self.flags, self.options = ["first"], {"flag": False}
 
     def forward(self, x: Tensor, task: Any = None) -> Tensor:
         hidden = self.inner(x).relu()
@@ -86,7 +87,8 @@ class Net(nn.Module):
 
     def flip(self) -> None:
         for block in self.blocks:
-            block.flag = True
+            block.flag = block.options["flag"] = True
+            block.flags.append("second")
 
 
 TRACED: dict[str, Question] = {
@@ -104,6 +106,8 @@ KINDS: dict[str, Question] = {
     "tokens divide by 16": lambda block, x, _: x.shape[1] % 16 == 0,
     "more than 20 rows": lambda block, x, _: len(x) > 20,
     "attribute": lambda block, x, _: block.flag,
+    "attribute that is a list": lambda block, x, _: "second" in block.flags,
+    "attribute that is a mapping": lambda block, x, _: block.options["flag"],
     "counter of calls": lambda block, x, _: block.count() > 1,
     "no gradients": lambda block, x, _: not torch.is_grad_enabled(),
     "autocast": lambda block, x, _: torch.is_autocast_enabled("cpu"),
@@ -202,7 +206,7 @@ def steps(name: str, question: Question) -> Iterator[None]:
     for step in range(number_of_steps(name)):
         shape = shapes[step] if shapes else (2, 7)
         given = torch.randn(*shape, WIDTH, generator=generator), *tasks[step : step + 1]
-        if step and name == "attribute":
+        if step and name.startswith("attribute"):
             whole.flip()
             local.flip()
         if step and name.startswith("global flag"):

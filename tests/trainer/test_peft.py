@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from adapted import CASES, LINEARS, Tuning, adapted, base_model
+from adapted import CASES, LINEARS, Preference, Prefix, Tuning, adapted, base_model
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from torch.utils.data import DataLoader
@@ -17,7 +19,7 @@ from trainer_ranks import run_trainer_ranks
 from training import assert_parity, blocks, error_of, tiny_config, trainer
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from lightning_autotp import full_state_dict, make_plan, meta_model
+from lightning_autotp import AutoTPStrategy, full_state_dict, make_plan, meta_model
 from lightning_autotp.checkpoints.adapters import find_adapted, save_adapter
 
 
@@ -44,12 +46,9 @@ def tune(
     L.seed_everything(3, verbose=False)
     task = Tuning(case, str(folder))
     fitting = trainer("autotp" if devices > 1 else "auto", devices, **{"max_steps": STEPS, **options})
-    batches: Any = DataLoader(blocks()[:12], batch_size=4)  # type: ignore[arg-type]
-    fitting.fit(task, batches, ckpt_path=ckpt_path)
+    seen = fitted(task, fitting, ckpt_path)
     if save is not None:
         fitting.save_checkpoint(save)
-    seen = task.seen
-    seen["weights"] = full_state_dict(task) if devices > 1 else {k: v.clone() for k, v in task.state_dict().items()}
     seen["states"] = len(fitting.optimizers[0].state)
     seen["trainable"] = [name for name, parameter in task.named_parameters() if parameter.requires_grad]
     if devices > 1 and save is None and ckpt_path is None:
@@ -58,12 +57,56 @@ def tune(
     return seen
 
 
+def fitted(task: Tuning, fitting: L.Trainer, ckpt_path: Path | None = None) -> dict[str, Any]:
+    batches: Any = DataLoader(blocks()[:12], batch_size=4)  # type: ignore[arg-type]
+    fitting.fit(task, batches, ckpt_path=ckpt_path)
+    parallel = any(hasattr(module, "autotp") for module in task.modules())
+    task.seen["weights"] = full_state_dict(task) if parallel else {k: v.clone() for k, v in task.state_dict().items()}
+    return task.seen
+
+
+PREFERENCES: dict[int, dict[str, tuple[bool, bool, dict[str, Any]]]] = {
+    # by ranks and reference: whether that is called first, whether transformers recomputes, the strategy's options
+    1: dict.fromkeys(("disabled", "adapter"), (False, False, {})),
+    2: {
+        "disabled": (False, False, {}),
+        "adapter": (True, False, {"sequence_parallel": True, "activation_checkpointing": "blocks"}),
+    },
+    3: {
+        "disabled": (True, True, {"sequence_parallel": True}),
+        "adapter": (False, False, {"activation_checkpointing": "blocks"}),
+    },
+}
+
+
+def prefer(reference: str, folder: Path, devices: int) -> dict[str, Any]:
+    L.seed_everything(3, verbose=False)
+    is_first, recomputes, options = PREFERENCES[devices][reference]
+    task = Preference(reference, is_first, recomputes, str(folder))
+    # At this size sums are left to the addition that joins adapter and base.
+    strategy = AutoTPStrategy(tokens_per_step=(4, 4096), **options) if devices > 1 else "auto"
+    seen = fitted(task, trainer(strategy, devices, max_steps=2))
+    if devices > 1:
+        uses = task.model.get_base_model().autotp.plan.implementations
+        seen["left"] = [use.module for use in uses if use.output == ("P", "P") and use.module.endswith(".base_layer")]
+    return seen
+
+
+def learn_prefix(folder: Path, devices: int, **options: Any) -> dict[str, Any]:
+    L.seed_everything(3, verbose=False)
+    strategy = AutoTPStrategy(**options) if devices > 1 else "auto"
+    return fitted(Prefix(str(folder)), trainer(strategy, devices, max_steps=2))
+
+
 def ranks(cases: list[str], devices: int, folder: str) -> dict[str, Any]:
     directory = Path(folder)
     seen = {case: tune(case, directory, devices) for case in cases}
+    seen["preferences"] = {reference: prefer(reference, directory, devices) for reference in PREFERENCES[devices]}
     if devices == 2:
         half = directory / "half.ckpt"
         tune("lora", directory, 2, save=half, max_steps=STEPS // 2)
+        seen["prefix"] = learn_prefix(directory, 2, keep_whole=["*.self_attn.*"])
+        seen["prefix in parts"] = error_of(learn_prefix, directory, 2)
         seen["no adapter"] = error_of(save_adapter, nn.Linear(2, 2), directory / "none")
     else:
         seen["resumed"] = tune("lora", directory, devices, ckpt_path=directory / "half.ckpt")
@@ -100,6 +143,28 @@ def test_three_ranks_equal_one_process(
 ) -> None:
     for seen in three:
         assert_parity(seen[case], wanted[case])
+
+
+@pytest.mark.parametrize("reference", PREFERENCES[1])
+def test_the_model_is_its_own_reference(reference: str, folder: Path, two: Any, three: Any) -> None:
+    """Without its adapter, or with another one: what the plan leaves to an adapter's addition is summed as well."""
+    alone = prefer(reference, folder, 1)
+    assert alone["losses"][0] != pytest.approx(math.log(2), abs=1e-3)  # the reference is another model
+    for seen in (*two, *three):
+        assert_parity(seen["preferences"][reference], alone)
+        assert len(seen["preferences"][reference]["left"]) == 2
+
+
+def test_a_prefix_is_learned_where_attention_is_whole(folder: Path, two: list[dict[str, Any]]) -> None:
+    alone = learn_prefix(folder, 1)
+    for seen in two:
+        assert_parity(seen["prefix"], alone)
+        assert re.fullmatch(
+            "RuntimeError: Sizes of tensors must match .*[^.]. This call of LlamaForCausalLM was not proved, as nothing"
+            " is known about the DynamicCache that it is given. .* learned \\(prefix tuning\\), that is whole, .* or"
+            " keep the attention whole \\(keep_whole=\\)",
+            seen["prefix in parts"],
+        )
 
 
 @pytest.mark.parametrize("case", TWO_RANKS)
