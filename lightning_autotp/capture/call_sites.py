@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -98,6 +99,7 @@ def source_line(frame: FrameType) -> str:
     return f"{file.rsplit('/', 1)[-1]}:{line}: {linecache.getline(file, line).strip()}"
 
 
+@cache
 def is_user_code(file: str) -> bool:
     """Whether a file belongs neither to torch nor to this package, wherever these are installed."""
     return not file.startswith((*_OWN_DIRECTORIES, "<"))

@@ -13,6 +13,7 @@ import inspect
 import os
 import sys
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -584,6 +585,9 @@ def meta_copy(model: nn.Module, stand_in: Callable[[Tensor], Tensor] = on_meta) 
                 memo[id(value)] = stand_in(value)
                 if isinstance(value, nn.Parameter):
                     memo[id(value)].__dict__.update(value.__dict__)
+        for value in vars(module).values():  # every module has some ten that are empty, which deepcopy is slow to make
+            if type(value) in (OrderedDict, set) and not value:
+                memo[id(value)] = type(value)()
     copied = copy.deepcopy(model, memo)
     for module in model.modules():
         if _is_copied_by_itself(module):

@@ -34,6 +34,8 @@ class KeptOutside:
         self._seen: dict[int, Any] = {}  # by id, and so alive
         self._undo: list[Callable[[], None]] = []
         self._around = 0  # id of the frame that the trace began in
+        self._stack: list[FrameType] = []  # the frames that were looked at last, innermost last, and so alive
+        self._depths: dict[int, int] = {}  # by id, where in it they are
 
     def begin(self, frame: FrameType) -> None:
         """Note what the code around the trace can reach, whose innermost frame this is: it runs all the time."""
@@ -42,15 +44,22 @@ class KeptOutside:
 
     def look(self, frame: FrameType | None) -> None:
         """Note what all code that is running can reach."""
-        seen = self._seen
-        while frame is not None and id(frame) != self._around:
+        seen, depths, new = self._seen, self._depths, list[FrameType]()
+        while frame is not None and id(frame) != self._around and id(frame) not in depths:
             names = frame.f_globals
             if id(names) not in seen:
                 if is_user_code(frame.f_code.co_filename):
                     self._keep(names, 0)
                     self._keep_attributes(names)
                 seen[id(names)] = names
+            new.append(frame)
             frame = frame.f_back
+        depth = depths.get(id(frame), -1) + 1  # those further out were looked at with this one
+        for gone in self._stack[depth:]:
+            del depths[id(gone)]
+        self._stack[depth:] = reversed(new)
+        for at in range(depth, len(self._stack)):
+            depths[id(self._stack[at])] = at
 
     def put_back(self) -> None:
         """Let everything be as it was."""

@@ -620,9 +620,9 @@ class Calls(TorchFunctionMode):
         calls = self.tracer.graph.calls
         number = len(calls)
         groups, given = grouped_leaves(args, kwargs)
-        leaves = tuple([self._leaf(leaf) for leaf in given])
+        leaves = [self._leaf(leaf) for leaf in given]
         module, instruction, run = self.tracer.modules[-1], caller.f_lasti, self.runs[-1]
-        calls.append(TorchCall(module, site, leaves, (), groups, instruction=instruction, run=run))
+        calls.append(TorchCall(module, site, tuple(leaves), (), groups, instruction=instruction, run=run))
         outer, self.current = (self.current, self.numbers), (number, self._source(caller))
         self.numbers = _numbers(args[1]) if func is Tensor.__getitem__ else ()
         recorded = len(self.tracer.graph.operators)
@@ -642,7 +642,7 @@ class Calls(TorchFunctionMode):
             if func in _MEASURING and isinstance(leaves[0], Ref) and is_user_code(caller.f_code.co_filename):
                 self.tracer.graph.measured.setdefault(self.tracer.modules[-1], set()).add(leaves[0].tensor)
             made = self._made(result)
-            inspection = TorchCall(module, site, leaves, (), groups, made, instruction=instruction, run=run)
+            inspection = TorchCall(module, site, tuple(leaves), (), groups, made, instruction=instruction, run=run)
             self.tracer.graph.inspections.append(inspection)
             del calls[number:]
             if (
@@ -652,17 +652,18 @@ class Calls(TorchFunctionMode):
             ):
                 return self.tracer.notes_on_sizes.sized(result)
             return result
-        # A tensor that Python's numbers alone made is recorded where it is read first: now it is known.
-        after = [self._leaf(leaf) for leaf in given]
-        old = [self._overwritten(leaf) for leaf in given]
-        written = tuple((at, now) for at, now in enumerate(after) if old[at] is not None and isinstance(now, Ref))
-        arguments = tuple(
-            (now if old[at] is None else old[at]) if ref is None else ref
-            for at, (now, ref) in enumerate(zip(after, leaves, strict=True))
-        )
+        arguments, written = leaves, list[tuple[int, Ref]]()
+        for at, leaf in enumerate(given):
+            if isinstance(leaf, Tensor):
+                now, old = self._leaf(leaf), self._overwritten(leaf)
+                if old is not None and isinstance(now, Ref):
+                    written.append((at, now))
+                if leaves[at] is None:  # it is recorded where it is read first, as what Python's numbers alone make
+                    arguments[at] = now if old is None else old
         results = tuple(self._leaf(leaf) for leaf in call_leaves(result))
         made = self._made(result)
-        calls[number] = TorchCall(module, site, arguments, results, groups, made, written, instruction, run)
+        given_to, overwritten = tuple(arguments), tuple(written)
+        calls[number] = TorchCall(module, site, given_to, results, groups, made, overwritten, instruction, run)
         return result
 
     def _source(self, caller: FrameType) -> str:

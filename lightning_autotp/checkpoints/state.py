@@ -91,8 +91,8 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], strict: boo
     problems, are_parts = [], False
     if strict:
         problems += [f"missing: {name}" for name in missing] + [f"unexpected: {name}" for name in unexpected]
-    for name in own.keys() & state.keys():
-        if isinstance(own[name], Tensor):
+    for name in own:
+        if name in state and isinstance(own[name], Tensor):
             expected = original_shape(own[name], table.meta(own[name]))
             found = tuple(state[name].shape) if isinstance(state[name], Whole) else type(state[name]).__name__
             if found != expected:

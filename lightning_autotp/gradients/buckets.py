@@ -114,7 +114,7 @@ class GradientBuckets:
         Raises:
             RuntimeError: if other ranks do not read.
         """
-        for group in {hook.group for hook in self._waiting.values()}:
+        for group in dict.fromkeys(hook.group for hook in self._waiting.values()):  # on all ranks in the same order
             meet(group, f"the gradient of {name} is read, and with that summed over the ranks")
         self._sum_waiting()
 

@@ -494,7 +494,7 @@ def _rule(made: Declaration, site: Site) -> list[Dims]:
             if not isinstance(value, Ref) and name not in functions and site.is_floating(ref):
                 return site.give_up(f"{made.target} is not declared to divide the tensors in {name}")
             site.keep_whole(*site.relation.inputs[ref.tensor], because=f"{made.target} is not declared to divide it")
-    site.contract(*(dim for name in made.summed for dim in dims.every[name]))
+    site.contract(*(dim for name in sorted(made.summed) for dim in dims.every[name]))
     site.linear_in(*made.linear)
     if made.draws:
         site.draws(when=arguments.get(made.draws))

@@ -293,7 +293,8 @@ def formula(text: str, names: frozenset[str]) -> Callable[[Mapping[str, float]],
     tokens = re.findall(r"\d+\.?\d*|[A-Za-z_]\w*|[-+*/()]", text)
     unknown = {token for token in tokens if token.isidentifier()} - names
     if unknown or "".join(tokens) != text.replace(" ", ""):
-        raise DeclarationError(f"flops {text!r}: not understood{''.join(f', {name} is no dim' for name in unknown)}")
+        said = "".join(f", {name} is no dim" for name in sorted(unknown))
+        raise DeclarationError(f"flops {text!r}: not understood{said}")
     spelled: list[str] = []
     for token in tokens:
         if spelled and spelled[-1] not in "+-*/(" and token not in "+-*/)":

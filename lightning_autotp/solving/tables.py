@@ -156,7 +156,8 @@ class Tables:
         if shard_sequence:
             self.shardings += candidates(self.dims.values(), ranks, self.growing & self.sizes.sequence)
         # A plan that is followed may be from a time, or of a size, at which these cuts were others.
-        others = [one for one in candidates(of_each, ranks, together=together) if one not in self.shardings]
+        known = set(self.shardings)
+        others = [one for one in candidates(of_each, ranks, together=together) if one not in known]
         unaligned = range(len(self.shardings), len(self.shardings) + len(others))
         self.shardings += others
         self.cutting: dict[int, list[int]] = {}
@@ -414,9 +415,10 @@ class Tables:
         inputs = [tensor for tensor in relation.inputs if tensor in self.dims]
         outputs = list(relation.outputs)
         rounds = bool(relation.operator.rounding)
+        computed = self._compute(relation, None)
         for kind in (I,) if rounds else (I, R):
             same: dict[int, Kind] = dict.fromkeys((*inputs, *outputs), kind)
-            yield same, self._compute(relation, None)
+            yield same, computed
         linear = relation.linear
         known = record(relation.operator.name)
         if known is not None and known.zeros:  # of whatever type what lends the shape is: nothing flows back
@@ -426,7 +428,7 @@ class Tables:
                     yield made, 0.0
         if linear and not rounds and all(self._may_be_partial(relation, tensor) for tensor in linear):
             kinds: dict[int, Kind] = {tensor: P if tensor in linear else R for tensor in inputs}
-            yield kinds | dict.fromkeys(outputs, P), self._compute(relation, None) + _ELSEWHERE
+            yield kinds | dict.fromkeys(outputs, P), computed + _ELSEWHERE
         numbers = dict.fromkeys(n for tensor in (*inputs, *outputs) for n in self.touching[tensor])
         for number in numbers:
             found = self.sharded(relation, number)
@@ -586,18 +588,23 @@ class Tables:
         position = self.position[id(relation.operator)]
         if position not in self._works:
             dims, sizes = relation.inputs | relation.outputs, self.sizes
-            shapes = {tensor: sizes.shape(tensor, found) for tensor, found in dims.items()}
-            others = shapes | {tensor: (0,) for tensor, found in dims.items() if sizes.is_of_pairs(found)}
-            touched, rest = (count_touched(relation.operator, s.__getitem__, self.graph) for s in (shapes, others))
+
+            def shape(tensor: int) -> tuple[float, ...]:
+                return sizes.shape(tensor, dims[tensor])
+
+            def without_scores(tensor: int) -> tuple[float, ...]:
+                return (0,) if sizes.is_of_pairs(dims[tensor]) else shape(tensor)
+
+            touched, rest = (count_touched(relation.operator, of, self.graph) for of in (shape, without_scores))
             self._works[position] = self._flops(relation), touched, touched - rest
         return self._works[position]
 
     def _flops(self, relation: Relation, number: int | None = None) -> float:
         """Floating-point operations of an operator on whole tensors; on shards, those of the rank with the most."""
         dims = relation.inputs | relation.outputs
-        shapes = {tensor: self.sizes.shape_in_row(tensor, found) for tensor, found in dims.items()}
-        flops = count_flops(relation.operator, shapes.__getitem__)
+        flops = count_flops(relation.operator, lambda tensor: self.sizes.shape_in_row(tensor, dims[tensor]))
         if flops and number is not None:
+            shapes = {tensor: self.sizes.shape_in_row(tensor, found) for tensor, found in dims.items()}
             parts = {t: self.layout(t, number) if t in self.dims else self._shard(dims[t], number) for t in dims}
             cut = [(t, dim, owned) for t, part in parts.items() if isinstance(part, Shard) for dim, owned in part.dims]
             flops = 0.0
