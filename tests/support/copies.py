@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
-from training import Task, assert_parity, blocks, fit
+from training import SavesAfter, Task, assert_parity, blocks, fit
 
 from lightning_autotp import AutoTPStrategy
 
@@ -26,12 +26,13 @@ class OneKeyHead(Task):
     """One key/value head, so that the ranks of a group share it; tied embeddings; a scalar and a layer outside."""
 
     has_biases = False
+    layers = 2
 
     def build(self) -> Any:
         from transformers import AutoModelForCausalLM, LlamaConfig
 
         config = LlamaConfig(
-            vocab_size=67, hidden_size=32, intermediate_size=50, num_hidden_layers=2, num_attention_heads=4,
+            vocab_size=67, hidden_size=32, intermediate_size=50, num_hidden_layers=self.layers, num_attention_heads=4,
             num_key_value_heads=1, tie_word_embeddings=True, attention_bias=self.has_biases, mlp_bias=self.has_biases,
         )  # fmt: skip
         self.temperature = nn.Parameter(torch.tensor(1.5))
@@ -131,17 +132,6 @@ HYBRID = "1x(2, 2) directory.ckpt"
 NORM = {"gradient_clip_val": 0.1}
 
 
-class SavesHalf(L.Callback):
-    """Saves a checkpoint in the middle of a run, as :class:`~lightning.pytorch.callbacks.ModelCheckpoint` would."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        if trainer.global_step == HALF:
-            trainer.save_checkpoint(self.path)
-
-
 def four_ranks(directory: str, names: list[str]) -> dict[str, Any]:
     """What is always run, and what else is among these names."""
     folder, seen = Path(directory), {}
@@ -151,7 +141,7 @@ def four_ranks(directory: str, names: list[str]) -> dict[str, Any]:
         ("sequence parallel", {"sequence_parallel": True}, "directory"),
     ):
         strategy = AutoTPStrategy(2, 2, **options, **FORMATS[kind])
-        seen[case] = trained(strategy, 4, callbacks=[SavesHalf(paths[kind])])
+        seen[case] = trained(strategy, 4, callbacks=[SavesAfter(HALF, paths[kind])])
     seen["biases"] = trained(AutoTPStrategy(2, 2, sequence_parallel=True), 4, Biased, precision="bf16-mixed")
     for case, (options, clipping) in CLIPPING.items():
         if case in names:
