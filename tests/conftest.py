@@ -14,9 +14,6 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
-from torch.multiprocessing.reductions import StorageWeakRef
-
-from lightning_autotp.operators import declared, registry
 
 settings.register_profile(
     "suite", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
@@ -47,6 +44,8 @@ def counted_references(monkeypatch: pytest.MonkeyPatch) -> None:
 
     Fake tensors refer to such references, so a copy that takes a fake tensor along without need ends here.
     """
+    # Here, not above: what hands the tests out to other processes needs no torch, and they wait for it.
+    from torch.multiprocessing.reductions import StorageWeakRef
 
     def refuse(reference: StorageWeakRef, _: object) -> None:
         raise AssertionError(f"{reference} is copied, though torch does not count copies")
@@ -77,6 +76,8 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="module")
 def declared_here() -> Iterator[None]:
     """What a file's tests declare is forgotten after them: plans of other tests follow from it, and their cache."""
+    from lightning_autotp.operators import declared, registry
+
     tables: list[Any] = [declared._DECLARED, declared._TARGETS, declared._TO_FIND, registry._DECLARED]
     before = [table.copy() for table in tables]
     yield

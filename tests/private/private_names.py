@@ -85,21 +85,28 @@ def private_uses(source: str, known: Set[str]) -> Iterator[tuple[int, str]]:
                 yield node.lineno, repr(node.value)
 
 
+@cache
+def names_of(base: type) -> frozenset[str]:
+    """The private names that a library's class has for itself."""
+    try:
+        text = inspect.getsource(base)
+    except (OSError, TypeError):  # written in C
+        text = ""
+    return frozenset(re.findall(r"(?:self\.|def )(_\w+)", text)) | vars(base).keys()
+
+
 def shadowed(module: ModuleType) -> Iterator[str]:
     """Private names that a class takes although a library's class, from which it is derived, has them for itself."""
     for kind in list(vars(module).values()):
         if not isinstance(kind, type) or kind.__module__ != module.__name__:
             continue
+        bases = [base for base in kind.__mro__ if of_library(base.__module__)]
+        if not bases:
+            continue
         tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
         own = {name for name in defined(tree) if is_private(name)}
-        for base in kind.__mro__:
-            if of_library(base.__module__):
-                try:
-                    text = inspect.getsource(base)
-                except (OSError, TypeError):  # written in C
-                    text = ""
-                theirs = set(re.findall(r"(?:self\.|def )(_\w+)", text)) | vars(base).keys()
-                yield from (f"{kind.__name__}.{name} is {base.__name__}'s" for name in sorted(own & theirs))
+        for base in bases:
+            yield from (f"{kind.__name__}.{name} is {base.__name__}'s" for name in sorted(own & names_of(base)))
 
 
 def passed_on(tree: ast.Module) -> list[str]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
-from training import Task, assert_parity, blocks, fit
+from training import SavesAfter, Task, assert_parity, blocks, fit
 
 from lightning_autotp import AutoTPStrategy
 
@@ -26,12 +26,13 @@ class OneKeyHead(Task):
     """One key/value head, so that the ranks of a group share it; tied embeddings; a scalar and a layer outside."""
 
     has_biases = False
+    layers = 2
 
     def build(self) -> Any:
         from transformers import AutoModelForCausalLM, LlamaConfig
 
         config = LlamaConfig(
-            vocab_size=67, hidden_size=32, intermediate_size=50, num_hidden_layers=2, num_attention_heads=4,
+            vocab_size=67, hidden_size=32, intermediate_size=50, num_hidden_layers=self.layers, num_attention_heads=4,
             num_key_value_heads=1, tie_word_embeddings=True, attention_bias=self.has_biases, mlp_bias=self.has_biases,
         )  # fmt: skip
         self.temperature = nn.Parameter(torch.tensor(1.5))
@@ -93,6 +94,12 @@ CLIPPED = {
 
 BY_VALUE = {**CLIPPED, "gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value", "accumulate_grad_batches": 1}
 
+CLIPPING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    # the strategy's options, and the Trainer's
+    "clipped": ({}, CLIPPED),
+    "by value": ({"cpu_offload": True}, BY_VALUE),
+}
+
 
 def scaling() -> MixedPrecision:
     return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=3))
@@ -125,19 +132,26 @@ HYBRID = "1x(2, 2) directory.ckpt"
 NORM = {"gradient_clip_val": 0.1}
 
 
-def four_ranks(directory: str) -> dict[str, Any]:
+def four_ranks(directory: str, names: list[str]) -> dict[str, Any]:
+    """What is always run, and what else is among these names."""
     folder, seen = Path(directory), {}
-    seen["parity"] = trained(AutoTPStrategy(2, 2), 4)
-    seen["sequence parallel"] = trained(AutoTPStrategy(2, 2, sequence_parallel=True), 4)
+    paths = {name: folder / f"2x2 {name}.ckpt" for name in FORMATS}
+    for case, options, kind in (
+        ("parity", {}, "file"),
+        ("sequence parallel", {"sequence_parallel": True}, "directory"),
+    ):
+        strategy = AutoTPStrategy(2, 2, **options, **FORMATS[kind])
+        seen[case] = trained(strategy, 4, callbacks=[SavesAfter(HALF, paths[kind])])
     seen["biases"] = trained(AutoTPStrategy(2, 2, sequence_parallel=True), 4, Biased, precision="bf16-mixed")
-    seen["clipped"] = trained(AutoTPStrategy(2, 2), 4, **CLIPPED)
-    seen["by value"] = trained(AutoTPStrategy(2, 2, cpu_offload=True), 4, **BY_VALUE)
-    for name, options in FORMATS.items():
-        trained(AutoTPStrategy(2, 2, **options), 4, max_steps=HALF, save=folder / f"2x2 {name}.ckpt")
-        seen[f"resumed {name}"] = trained(AutoTPStrategy(2, 2), 4, ckpt_path=folder / f"2x2 {name}.ckpt")
+    for case, (options, clipping) in CLIPPING.items():
+        if case in names:
+            seen[case] = trained(AutoTPStrategy(2, 2, **options), 4, **clipping)
+    for name, path in paths.items():
+        if name in names:
+            seen[f"resumed {name}"] = trained(AutoTPStrategy(2, 2), 4, ckpt_path=path)
     # Two replicas, each sharded over two ranks; and two of a single rank of each of two tensor-parallel ones.
-    begun = folder / "2x2 file.ckpt"
-    trained(AutoTPStrategy(1, (2, 2), **FORMATS["directory"]), 4, max_steps=HALF, ckpt_path=begun, save=folder / HYBRID)
+    loaded = AutoTPStrategy(1, (2, 2), **FORMATS["directory"])
+    trained(loaded, 4, max_steps=HALF, ckpt_path=paths["file"], save=folder / HYBRID)
     seen["hybrid"] = trained(AutoTPStrategy(1, (2, 2)), 4, ckpt_path=folder / HYBRID, **NORM)
     seen["replicas"] = trained(AutoTPStrategy(2, (2, 1)), 4, **CLIPPED)
     scaled = scaling()

@@ -123,6 +123,17 @@ def fit(
     return task.seen
 
 
+class SavesAfter(L.Callback):
+    """Saves a checkpoint after some step of a run, as Lightning's ``ModelCheckpoint`` would."""
+
+    def __init__(self, step: int, path: Any) -> None:
+        self.step, self.path = step, path
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+
 def drawn() -> tuple[float, float, float]:
     """From each of the generators that ``seed_everything`` seeds."""
     return torch.rand(()).item(), float(np.random.rand()), random.random()

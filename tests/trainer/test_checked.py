@@ -203,7 +203,7 @@ AS_IN_ONE_PROCESS: dict[str, Callable[[Any], float]] = {
 
 
 def read_alike(rank: int, size: int) -> None:
-    model = tiny_model("llama")
+    model = tiny_model("llama", num_hidden_layers=1)
     whole = copy.deepcopy(model)
     parallelize(model, dist.group.WORLD)
     for name, use in AS_IN_ONE_PROCESS.items():
@@ -229,7 +229,7 @@ class ThroughData(torch.optim.SGD):
 
 def late_logits(rank: int, size: int) -> None:
     """Of weights that were written since, so that they cannot be computed any more."""
-    model: Any = tiny_model("llama")
+    model: Any = tiny_model("llama", num_hidden_layers=1)
     parallelize(model, dist.group.WORLD)
     output = model(input_ids=IDS, labels=IDS)
     output.loss.backward()
@@ -258,7 +258,7 @@ class Pair(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.other = tiny_model("llama", seed=1), tiny_model("llama", seed=2)
+        self.one, self.other = (tiny_model("llama", seed, num_hidden_layers=1) for seed in (1, 2))
         self.other.model.embed_tokens.weight = self.one.model.embed_tokens.weight
 
     def forward(self, input_ids: Tensor) -> Tensor:
@@ -290,7 +290,7 @@ def test_gradients_that_code_makes_itself_are_read_as_in_one_process() -> None:
 
 
 def uses(rank: int, size: int) -> None:
-    model: Any = tiny_model("llama")
+    model: Any = tiny_model("llama", num_hidden_layers=1)
     parallelize(model, dist.group.WORLD)
     model(input_ids=IDS, labels=IDS).loss.backward()
     hidden = torch.randn(9, 64)
@@ -316,7 +316,7 @@ def test_uses_of_a_part_are_errors_and_others_go_on() -> None:
 
 def summed(rank: int, size: int) -> None:
     """A norm over heads: every rank has its weight, and its gradients are summed."""
-    model: Any = tiny_model("qwen3")
+    model: Any = tiny_model("qwen3", num_hidden_layers=1)
     parallelize(model, dist.group.WORLD)
     weight = model.model.layers[0].self_attn.q_norm.weight
     with checked(model):
@@ -336,7 +336,7 @@ def test_a_penalty_on_a_parameter_whose_gradient_is_summed_would_count_on_every_
 
 
 def submodules(rank: int, size: int) -> None:
-    model: Any = tiny_model("llama")
+    model: Any = tiny_model("llama", num_hidden_layers=1)
     parallelize(model, dist.group.WORLD)
     with checked(model):
         model.model(input_ids=IDS)  # gives what is whole
@@ -361,7 +361,7 @@ class Penalised(L.LightningModule):
 
     def configure_model(self) -> None:
         if not hasattr(self, "model"):
-            self.model = tiny_model("llama")
+            self.model = tiny_model("llama", num_hidden_layers=1)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss: Tensor = self.model(input_ids=batch, labels=batch).loss

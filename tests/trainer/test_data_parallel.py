@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from copies import (
-    BY_VALUE,
     CLIPPED,
+    CLIPPING,
     FORMATS,
     HALF,
     HYBRID,
@@ -27,6 +27,7 @@ from copies import (
     trained,
 )
 from distributed import PATIENCE
+from selected import nightly, selected
 from torch import nn
 from trainer_ranks import run_trainer_ranks
 from training import assert_parity
@@ -41,9 +42,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def four(folder: Path) -> list[dict[str, Any]]:
+def four(request: pytest.FixtureRequest, folder: Path) -> list[dict[str, Any]]:
     """Two copies on two ranks each."""
-    return run_trainer_ranks(four_ranks, 4, str(folder))
+    return run_trainer_ranks(four_ranks, 4, str(folder), [*selected(request, "case"), *selected(request, "name")])
 
 
 @pytest.mark.parametrize("case", ["parity", "sequence parallel"])
@@ -60,8 +61,9 @@ def test_biases_that_are_summed_stay_in_float32_beside_matrices_in_bfloat16(four
         assert [name for name, (is_cut, _, _) in inside.items() if not is_cut] == []
 
 
-@pytest.mark.parametrize(("case", "options"), [("clipped", CLIPPED), ("by value", BY_VALUE)])
-def test_clipping_goes_over_both_axes(four: list[dict[str, Any]], case: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("case", nightly(CLIPPING, ["by value"]))
+def test_clipping_goes_over_both_axes(four: list[dict[str, Any]], case: str) -> None:
+    _, options = CLIPPING[case]
     wanted = alone(four, case, **options)
     unclipped = alone(four, case, **{**options, "gradient_clip_val": None})
     assert max((wanted["weights"][n] - unclipped["weights"][n]).abs().max() for n in wanted["weights"]) > 1e-3
@@ -95,7 +97,7 @@ def test_parameters_are_cut_over_both_axes(four: list[dict[str, Any]]) -> None:
             assert copies == [torch.Size(shape).numel()] * 2
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", nightly(FORMATS, ["file"]))
 def test_a_run_goes_on_from_its_checkpoint(four: list[dict[str, Any]], folder: Path, name: str) -> None:
     case = f"resumed {name}"
     assert len(four[0][case]["losses"]) == STEPS - HALF

@@ -202,7 +202,7 @@ def linear() -> dict[str, Any]:
     local = parallelize(model, dist.group.WORLD, example_inputs=x)  # type: ignore[arg-type]
     draws = Draws()
     with draws, torch.no_grad():
-        values = torch.stack([local(x) for _ in range(4000)])
+        values = torch.stack([local(x) for _ in range(1500)])
     before = torch.get_rng_state()
     expected = local.eval()(x)
     seen = {"values": values, "expected": expected, "masks": torch.stack(draws.seen)}
@@ -232,7 +232,6 @@ def two_ranks(directory: str) -> dict[str, Any]:
         seen[attention] = fit("autotp", 2, Dropping(attention))
     for attention, reentrant in RECOMPUTED:
         seen[attention, reentrant] = fit("autotp", 2, Dropping(attention, reentrant))
-    seen["again"] = fit("autotp", 2, Dropping())
     path = f"{directory}/half.ckpt"
     options = {"limit_train_batches": 1}  # a mid-epoch resume would begin the loader's order anew
     seen["whole"] = fit("autotp", 2, Dropping(), callbacks=[seed_batches()], **options)
@@ -281,15 +280,15 @@ def test_recomputing_draws_the_same_again(two: list[dict[str, Any]], attention: 
 
 def test_a_seed_fixes_a_run_bit_for_bit(two: list[dict[str, Any]]) -> None:
     for seen in two:
-        assert seen["again"]["losses"] == seen["eager"]["losses"]
-        assert all(torch.equal(w, seen["again"]["weights"][n]) for n, w in seen["eager"]["weights"].items())
+        again = seen["eager", False]
+        assert again["losses"] == seen["eager"]["losses"]
+        assert all(torch.equal(w, again["weights"][n]) for n, w in seen["eager"]["weights"].items())
         assert seen["whole"]["losses"][0] != seen["eager"]["losses"][0]  # other draws, by the callback
 
 
 def test_the_common_numbers_stay_common(two: list[dict[str, Any]]) -> None:
-    for run in ("eager", "sdpa", "again"):
+    for run in ("eager", "sdpa"):
         assert torch.equal(two[0][run]["random"], two[1][run]["random"])
-    assert torch.equal(two[0]["again"]["random"], two[0]["eager"]["random"])
 
 
 def test_a_resumed_run_goes_on_bit_for_bit_with_the_documented_callback(two: list[dict[str, Any]]) -> None:

@@ -100,7 +100,7 @@ BEFORE: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def every_option(rank: int, size: int) -> int:
-    """Every reduction with every smoothing, weights, ignored tokens and what comes before, on each kind of map."""
+    """Every reduction with every smoothing, weights and ignored tokens, on each kind of map; a soft cap before some."""
     group = TPGroup.of(dist.group.WORLD)
     linear_cross_entropy.PART_TOKENS, linear_cross_entropy.PART_LOGITS = 5, 1
     generator = torch.Generator().manual_seed(0)
@@ -118,6 +118,8 @@ def every_option(rank: int, size: int) -> int:
             ("mean", "sum", "none"), (0.0, 0.3, 1.0), (None, weights), targets, ("nothing", "soft cap")
         )
         for reduction, smoothing, weight, ignored, before in combinations:
+            if before == "soft cap" and smoothing != 0.3:
+                continue
             what = f"{name}, {reduction}, {smoothing}, weight {weight is not None}, ignored {ignored}, {before}"
             options: Any = {"reduction": reduction, "label_smoothing": smoothing, "weight": weight}
             found = outcome(divided, targets[ignored], before, options)
@@ -525,7 +527,15 @@ def models(rank: int, size: int, families: list[str], copies: int) -> dict[str, 
     return seen
 
 
-@pytest.mark.parametrize(("copies", "families"), [(1, list(FAMILIES)), (2, ["llama", "cohere"])])
+@pytest.mark.parametrize(
+    ("copies", "families"),
+    [
+        (1, ["gemma2", "granite", "cohere"]),
+        (2, ["cohere"]),
+        pytest.param(1, ["llama", "gpt_neox"], marks=pytest.mark.nightly),
+        pytest.param(2, ["llama"], marks=pytest.mark.nightly),
+    ],
+)
 def test_models_compute_no_logits_for_their_loss(copies: int, families: list[str]) -> None:
     results = run_ranks(models, 2 * copies, families, copies)
     for family in families:

@@ -143,11 +143,10 @@ def wanted() -> Callable[[str], dict[str, dict[str, Any]]]:
 @pytest.mark.parametrize(
     ("family", "ranks"),
     [
-        ("llama", 2),
         ("gpt2", 2),
         *(
             pytest.param(*one, marks=pytest.mark.nightly)
-            for one in [("llama", 4), ("tied llama", 3), ("gpt2", 4), ("phi", 3)]
+            for one in [("llama", 2), ("llama", 4), ("tied llama", 3), ("gpt2", 4), ("phi", 3)]
         ),
     ],
 )

@@ -51,13 +51,13 @@ CONTRACTING = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name in known_operators() if record(name).rule])
-def test_rule(name: str) -> None:
-    if name in ELSEWHERE:
-        return
-    seen = prove(name)
-    if not seen["contracted" if name in CONTRACTING else "sharded"] and name not in WHOLE:  # a rare one in its case
-        seen = prove(name, examples=100)
+@pytest.mark.parametrize("examples", [6, pytest.param(40, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("name", [name for name in known_operators() if record(name).rule and name not in ELSEWHERE])
+def test_rule(name: str, examples: int) -> None:
+    seen = prove(name, examples)
+    while not seen["contracted" if name in CONTRACTING else "sharded"] and name not in WHOLE and examples < 100:
+        examples *= 2  # a rare one in its case
+        seen = prove(name, examples)
     assert (seen["sharded"] + seen["contracted"] > 0) is (name not in WHOLE), seen
     assert (seen["contracted"] > 0) is (name in CONTRACTING), seen
 
