@@ -2,9 +2,10 @@
 
 The proof is of a trace. Running code may go another way for one of two reasons, and is followed accordingly:
 
-* **Values decide**, say which experts a mixture runs. Modules of which the trace knows this, and all in them, are
-  followed in every run. It is proved that each of their steps was seen: :mod:`~lightning_autotp.solving.paths` says why
-  this is enough. A line that was not seen may look at what no parameter went into, and so tell the way, but no more.
+* **Values decide**, say which experts a mixture runs, or random numbers, which layers. Modules of which the trace
+  knows this, and all in them, are followed in every run. It is proved that each of their steps was seen:
+  :mod:`~lightning_autotp.solving.paths` says why this is enough. A line that was not seen may look at what no
+  parameter went into, and so tell the way, but no more.
 * **It asks what no trace shows**: whether a tensor is fake, an environment variable, a global flag. That may be any
   module, so all others are followed in the first call of each kind, and at rare intervals after it. A line that was not
   seen may do what it likes with tensors of which every rank has all, and may take single elements of parts, each with
@@ -108,7 +109,8 @@ class FollowedCode:
         model: the local model.
 
     Attributes:
-        decided: what was seen of the modules that go where values say.
+        decided: what was seen of the modules that go where values say in some kinds of calls.
+        is_decided: whether they do in the call under way.
         others: in a call that is followed, what was seen of all modules in calls that go its way.
         declared: the code of declared functions.
         running: the modules that are running, the innermost last; ``None`` for one of which nothing is known.
@@ -117,6 +119,7 @@ class FollowedCode:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.decided: dict[str, SeenPath] = {}
+        self.is_decided = True
         self.others: Mapping[str, SeenPath] = {}
         self.declared: frozenset[CodeType] = frozenset()
         self.running: list[_Run | None] = []
@@ -135,17 +138,23 @@ class FollowedCode:
             decided: by module, what was seen of its code.
         """
         _undo(self._always)
-        self.decided = dict(decided)
-        self._always += self._put_on({path: self.model.get_submodule(path) for path in decided})
+        self.decided.clear()
+        self.join(decided)
+
+    def attach(self) -> None:
+        """Follow them before all hooks that were put on since: those of FSDP2 give a module other tensors."""
+        _undo(self._always)
+        self._always += self._put_on({path: self.model.get_submodule(path) for path in self.decided})
 
     def join(self, decided: Mapping[str, SeenPath]) -> str:
         """Add what was seen in another kind of call; returns where the two contradict each other, if they do."""
-        for path, found in decided.items():
-            if path not in self.decided:
-                return f"{path or 'the model'}: in other calls its code does not depend on values"
-            contradiction = self.decided[path].join(found)
+        more = {path: seen for path, seen in decided.items() if path not in self.decided}
+        for path in decided.keys() & self.decided.keys():
+            contradiction = self.decided[path].join(decided[path])
             if contradiction:
                 return f"{path or 'the model'}: {contradiction}"
+        self.decided |= more
+        self._always += self._put_on({path: self.model.get_submodule(path) for path in more})
         return ""
 
     def begin(self, others: Mapping[str, SeenPath]) -> None:
@@ -233,7 +242,7 @@ class FollowedCode:
     def _run(self, path: str, given: Any, caller: _Run | None) -> _Run | None:
         """The run that begins; ``None`` if it is not certain which of those that were seen it is like."""
         is_step = isinstance(caller, _DecidedRun)
-        seen = self.decided.get(path)
+        seen = self.decided.get(path) if self.is_decided else None
         kind: type[_Run] = _DecidedRun
         if seen is None or (seen.constants and not is_step):  # or its code goes the same way again
             seen, kind = self.others.get(path), _Run
@@ -550,10 +559,10 @@ class _DecidedRun(_Run):
     def refusal(model: nn.Module, path: str, what: str) -> UnseenPath:
         """The error for a step that was not seen."""
         return UnseenPath(
-            f"{type(model).__name__}: values of this batch lead the code of {path or 'the model'} a way that it did not"
-            " go when the model was traced, and it is not proved that the ranks' parts compute the same there:"
-            f" {what}. Keep that module whole, keep_whole=[{path!r}], or give example_inputs with which it goes this"
-            " way"
+            f"{type(model).__name__}: values of this batch, or random numbers, lead the code of {path or 'the model'} a"
+            " way that it did not go when the model was traced, and it is not proved that the ranks' parts compute the"
+            f" same there: {what}. Keep that module whole, keep_whole=[{path!r}], or give example_inputs with which it"
+            " goes this way"
         )
 
     def _unknown(self, tensor: Tensor) -> Type:

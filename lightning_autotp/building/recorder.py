@@ -24,6 +24,7 @@ from lightning_autotp.private.torch_private import (
     TO,
     StorageWeakRef,
     TorchDispatchMode,
+    base_of,
     changes,
     device_of,
     is_meta,
@@ -385,6 +386,10 @@ class Recorder(TorchDispatchMode):
             if self.is_deferred(parameter):
                 leave_recipe(parameter, self.recipe_of(parameter))
         for result in results.values():
+            if result.grad_fn is not None and base_of(result) is None:
+                result.detach_()  # its graph holds others; a module makes such a tensor anew in each call
+        # Views first: while there are any, others hold what they are views of.
+        for result in sorted(results.values(), key=lambda result: base_of(result) is None):
             if not isinstance(result, nn.Parameter) and self.is_deferred(result):
                 torch.utils.swap_tensors(result, self.recipe_of(result)())
         for number in range(len(self._storages)):

@@ -16,6 +16,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ from lightning_autotp.capture.call_sites import is_user_code
 from lightning_autotp.capture.compiled_code import noting_questions
 from lightning_autotp.capture.declared_calls import autograd_function_in, higher_order_operator_in, noting_declared
 from lightning_autotp.capture.experts import noting_experts
+from lightning_autotp.capture.made_up_draws import HIGH, LOW, led_by_draws
 from lightning_autotp.capture.nested import (
     Copied,
     constants_among,
@@ -66,6 +68,8 @@ from lightning_autotp.private.transformers_private import fake_tensors_as_ordina
 
 _BATCH_PRIMES = (3, 5, 7, 11, 13)
 _SEQUENCE_PRIMES = (61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109, 113, 127, 131, 137, 139)
+_SEEDS = 8
+"""With so many seeds it is tried to run what the highest and the lowest random numbers do not run."""
 _MOST_SIZES = 3
 """How many numbers say how large something is: frames, height and width."""
 
@@ -99,17 +103,17 @@ class ExampleCall(NamedTuple):
 def capture_local(
     model: nn.Module,
     example_inputs: Any,
-    opaque: frozenset[str] = frozenset(),
+    first: Graph | None = None,
     *,
     training: bool = True,
-    device: str = "",
 ) -> Graph:
     """Like :func:`capture`, but where the model's forward raises, the graph of what ran until then.
 
-    For a model that may have been localized wrongly: the comparison then tells where it goes wrong. Modules that were
-    ``opaque`` to the first trace are so to this one.
+    For a model that may have been localized wrongly: the comparison then tells where it goes wrong. What was opaque to
+    the ``first`` trace is so to this one, on the same device, and its code draws the same numbers.
     """
-    return _capture(model, example_inputs, opaque, training, device, until_failure=True)
+    first = first or Graph(draws=(HIGH,), device="")
+    return _capture(model, example_inputs, first.opaque, training, first.device, first.draws, until_failure=True)
 
 
 def capture(
@@ -119,6 +123,7 @@ def capture(
     *,
     training: bool = True,
     device: str = "",
+    led: frozenset[str] = frozenset(),
 ) -> Graph:
     """Trace one forward of ``model``, without values.
 
@@ -132,6 +137,7 @@ def capture(
         training: whether all modules run in training mode; otherwise each in the mode that it is in.
         device: where tensors seem to be, for code that asks; by default where the parameters are, and the CPU for
             those on meta. Also the CPU, where this build of torch has no such devices: :attr:`Graph.device` says it.
+        led: modules that go where values say in other calls.
 
     Returns:
         The graph, with module boundaries marked and operators that compute nothing left out.
@@ -145,7 +151,10 @@ def capture(
     while True:
         untraced = {path: failure.why for path, failure in failures.items() if failure.why}
         try:
-            graph = _capture(model, inputs, opaque, training, device)
+            with_draws = partial(_capture, model, inputs, opaque, training, device)
+            graph = with_draws((HIGH,))
+            if graph.has_drawn:
+                graph = _with_other_draws(model, graph, with_draws)
             if training:
                 _see_all_choices(model, graph)
         except _Untraceable as failure:
@@ -161,8 +170,45 @@ def capture(
             failures |= dict.fromkeys(_modules_like(model, path) - opaque, failure)
             opaque |= _modules_like(model, path)
         else:
+            if led:
+                _note_branching(model, graph, graph.value_dependent | led)
             graph.untraced = untraced
             return graph
+
+
+def _with_other_draws(model: nn.Module, high: Graph, with_draws: Callable[[tuple[int, ...]], Graph]) -> Graph:
+    """A trace in which the model runs with other random numbers, too, if its code goes another way with these.
+
+    Args:
+        model: the model.
+        high: its trace with the highest numbers.
+        with_draws: makes one with others.
+    """
+    draws: tuple[int, ...] = HIGH, LOW
+    try:
+        low = with_draws((LOW,))
+    except _Untraceable:  # it divides by the number that it draws, say
+        draws = HIGH, 0
+        low = with_draws((0,))
+    led, varying = led_by_draws(high, low)
+    graph, read = high, _read(high) | _read(low)
+    if led:
+        inside = tuple(f"{path}." if path else "" for path in led)
+        wanted = {name for name, _ in model.named_parameters() if name.startswith(inside)}
+        for seed in range(_SEEDS):
+            if read >= wanted:
+                break
+            if more := _read(with_draws((seed,))) - read:
+                draws, read = (*draws, seed), read | more
+        graph = with_draws(draws)
+        _note_branching(model, graph, graph.value_dependent | led)
+    graph.varying = frozenset(varying)
+    return graph
+
+
+def _read(graph: Graph) -> set[str]:
+    """The parameters that a trace reads."""
+    return {graph.parameters[at] for operator in graph.operators for at in operator.inputs if at in graph.parameters}
 
 
 def _see_all_choices(model: nn.Module, graph: Graph) -> None:
@@ -171,7 +217,7 @@ def _see_all_choices(model: nn.Module, graph: Graph) -> None:
     Raises:
         _Untraceable: for the first such module.
     """
-    read = {graph.parameters[at] for operator in graph.operators for at in operator.inputs if at in graph.parameters}
+    read = _read(graph)
     for path in sorted(graph.value_reading):
         inside = f"{path}." if path else ""
         unread = [name for name, _ in model.named_parameters() if name.startswith(inside) and name not in read]
@@ -258,6 +304,7 @@ def _capture(
     opaque: frozenset[str],
     training: bool,
     device: str,
+    draws: tuple[int, ...],
     *,
     until_failure: bool = False,
 ) -> Graph:
@@ -295,14 +342,17 @@ def _capture(
             places[id(made)] = place
         return made
 
-    calls = [ExampleCall(*map_leaves(given, tuple(call))) for call in examples]
+    calls = list[tuple[int, ExampleCall]]()
+    for one in draws:
+        copies.clear()
+        calls += [(one, ExampleCall(*map_leaves(given, tuple(call)))) for call in examples]
     traced = meta_copy(model, stand_in)
     note_float8(traced)
     if training:
         traced.train()
     tracer = Tracer(traced, real, places, seeming)
-    tracer.graph.opaque = opaque
-    tracer.graph.example = _size_of_all([step_size(tensors_in(tuple(call))) for call in calls])
+    tracer.graph.opaque, tracer.graph.draws = opaque, draws
+    tracer.graph.example = _size_of_all([step_size(tensors_in(tuple(call))) for _, call in calls])
     for path in opaque:
         module = traced.get_submodule(path)
         module.forward = OpaqueForward(module, tracer)
@@ -332,27 +382,35 @@ def device_of(model: nn.Module) -> str:
 
 
 def _find_branching(model: nn.Module, tracer: Tracer) -> None:
-    """Note which modules' code may run otherwise with other values; their calls are known by where they stand alone."""
-    graph = tracer.graph
-    found = set(graph.value_reading)
+    """Note which modules' code may run otherwise with other values than those that were made up."""
+    found = set(tracer.graph.value_reading)
     pending = list(found)
     while pending:
         caller = tracer.number_returning.get(pending.pop())
         if caller is not None and caller not in found:
             found.add(caller)
             pending.append(caller)
+    _note_branching(model, tracer.graph, frozenset(found))
+
+
+def _note_branching(model: nn.Module, graph: Graph, found: frozenset[str]) -> None:
+    """Note whose code may run otherwise, and all inside of that; their calls are known by where they stand alone."""
     inside = tuple(f"{path}." if path else "" for path in found)
-    branching = {path for path, _ in model.named_modules() if found and f"{path}.".startswith(inside)}
-    graph.value_dependent, graph.branching = frozenset(found), frozenset(branching)
+    branching = frozenset(path for path, _ in model.named_modules() if found and f"{path}.".startswith(inside))
+    graph.value_dependent, graph.branching = found, branching
     for number, call in enumerate(graph.calls):
         if call.module in branching:
             graph.calls[number] = replace(call, site=replace(call.site, occurrence=EVERY))
 
 
 def _run(
-    traced: nn.Module, calls: Sequence[ExampleCall], tracer: Tracer, fake: FakeTensorMode, until_failure: bool
+    traced: nn.Module,
+    calls: Sequence[tuple[int, ExampleCall]],
+    tracer: Tracer,
+    fake: FakeTensorMode,
+    until_failure: bool,
 ) -> None:
-    """Run the model under the tracer, in one call after the other."""
+    """Run the model under the tracer, in one call after the other, each with the random numbers that code gets."""
     with contextlib.ExitStack() as context:
         context.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
@@ -372,10 +430,11 @@ def _run(
         before = {id(tensor) for *_, tensor in _tensors_of_modules(traced)}
         result: list[Any] = []
         try:
-            for call in calls:
+            for one, call in calls:
                 if tracer.notes_on_sizes is not None:
                     tracer.notes_on_sizes.of_sizes.clear()
-                result.append(traced(*call.args, **call.kwargs))
+                with tracer.drawing(one):
+                    result.append(traced(*call.args, **call.kwargs))
         except Exception as error:
             if until_failure:
                 tracer.graph.failure = f"{type(error).__name__}: {first_line(error)}"

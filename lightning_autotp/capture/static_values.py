@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_autotp.capture.made_up_draws import HIGH, extreme
 from lightning_autotp.operators import record
 from lightning_autotp.operators.graph import Graph, Operator, Ref, refs
 from lightning_autotp.private.torch_private import schema_of
@@ -28,10 +29,14 @@ class StaticEvaluator:
 
     Args:
         graph: the graph; it may go on growing.
+
+    Attributes:
+        draws: which numbers operators draw.
     """
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
+        self.draws = HIGH
         self.known: dict[int, Tensor] = {}
         self.synthetic: dict[int, Tensor] = {}
         self._producers: dict[int, Operator] = {}
@@ -124,11 +129,18 @@ class StaticEvaluator:
             if "device" in values:
                 values["device"] = torch.device("cpu")
             positional = [values.pop(a.name) for a in schema_of(function).arguments if not a.kwarg_only]
-            with torch.no_grad():
+
+            def run() -> list[Tensor]:
                 result = function(*positional, **values)
+                return [result] if isinstance(result, Tensor) else list(result)
+
+            with torch.no_grad():
+                if torch.Tag.nondeterministic_seeded not in function.tags:
+                    return run()
+                self.graph.has_drawn = True
+                return extreme(self.draws, run)
         except (AttributeError, RuntimeError, TypeError) as error:
             raise NoValue from error
-        return [result] if isinstance(result, Tensor) else list(result)
 
     def _now(self, tensor: int) -> Tensor:
         return self.known[tensor] if tensor in self.known else self.synthetic[tensor]

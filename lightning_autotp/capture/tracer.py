@@ -31,6 +31,7 @@ from lightning_autotp.capture.call_sites import (
     source_line,
 )
 from lightning_autotp.capture.kept_outside import KeptOutside
+from lightning_autotp.capture.made_up_draws import made_up, states
 from lightning_autotp.capture.noted_numbers import Notes, plain
 from lightning_autotp.capture.recording import RECORD
 from lightning_autotp.capture.schemas import name_of, named_arguments, written_arguments, written_through
@@ -237,6 +238,15 @@ class Tracer(PreDispatchMode):
             yield
         finally:
             self.paused = before
+
+    @contextlib.contextmanager
+    def drawing(self, draws: int) -> Iterator[None]:
+        """Let code that draws random numbers in Python get these, and note whether it does."""
+        self.evaluator.draws = draws
+        with made_up(draws):
+            begun = states()
+            yield
+            self.graph.has_drawn |= states() != begun
 
     def enter(self, module: str) -> None:
         """A module's forward begins."""

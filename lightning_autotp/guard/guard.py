@@ -96,6 +96,7 @@ class Guard:
         model, state = self.model, parallel_state(self.model)
         given = {part.module for part in state.parts}
         state.outer = frozenset(path for path in given if path and is_outer(path))
+        self.calls.code.attach()
         for path, module in model.named_modules():
             state.forwards[module] = forward_of(module)
             if path:

@@ -238,9 +238,13 @@ class Graph:
         overwritten: where tensors enter or leave modules whose memory code goes on to change in place.
         units: of parameters that may be cut along each dim at multiples of a length only: these lengths.
         value_reading: modules whose code asks for values that were made up.
-        value_dependent: the ``value_reading`` ones, and those that get numbers from them.
+        value_dependent: the ``value_reading`` ones, those that get numbers from them, and those that do something else
+            with other random numbers.
         branching: modules whose code may run otherwise with other values than those that were made up: the
             ``value_dependent`` ones and, as what they are given may be other than it was, all inside of these.
+        draws: for each time that the model ran in the trace, which numbers its code got that draws some in Python.
+        has_drawn: whether it does.
+        varying: modules in whose calls integers follow from such numbers.
         runs: the runs of all modules.
         inspections: calls in the model's code that ran no operator: they asked for a shape, say.
         entered: the module of every run, in the order in which they begin; the first is what calls the model.
@@ -270,11 +274,31 @@ class Graph:
     value_reading: set[str] = field(default_factory=set)
     value_dependent: frozenset[str] = frozenset()
     branching: frozenset[str] = frozenset()
+    draws: tuple[int, ...] = ()
+    has_drawn: bool = False
+    varying: frozenset[str] = frozenset()
     runs: list[ModuleRun] = field(default_factory=list)
     inspections: list[TorchCall] = field(default_factory=list)
     entered: list[str] = field(default_factory=lambda: [""])
     device: str = "cpu"
     found: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def is_led(self) -> bool:
+        """Whether values, or random numbers, say where code goes in this call."""
+        return bool(self.value_reading) or len(self.draws) > 1
+
+    @cached_property
+    def run_again(self) -> frozenset[str]:
+        """Modules that run more than once in a call of the model."""
+        found, ran = set[str](), set[str]()
+        for run in self.runs:  # in the order in which they end, the model's own last
+            if not run.module:
+                ran.clear()
+            elif run.module in ran:
+                found.add(run.module)
+            ran.add(run.module)
+        return frozenset(found)
 
     def loose(self) -> list[int]:
         """Tensors that no operator makes and that are no parameters (inputs, buffers, constants), as they are used."""

@@ -56,7 +56,7 @@ def used_in(
             if name in names:
                 parameter.data = parameter.data.to(dtype)
         with torch.autocast(device.type, dtype):
-            return capture_local(model, calls, opaque, training=False, device=str(device))
+            return capture_local(model, calls, Graph(opaque=opaque, device=str(device)), training=False)
 
     try:
         as_stored = traced(())

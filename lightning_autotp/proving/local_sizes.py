@@ -73,7 +73,7 @@ def find_sizes(
     def differences(solution: Solution, sizes: tuple[SizePlan, ...], rank: int) -> dict[int, Mismatch | None]:
         local = meta_copy(model)
         apply_plan(local, plan_with(solution, sizes), TPGroup("", rank, solution.ranks))
-        found = capture_local(local, example_inputs, solution.graph.opaque, device=solution.graph.device)
+        found = capture_local(local, example_inputs, solution.graph)
         return {rank: compare(found, solution, rank)}
 
     search = _Search(model, solution, differences, in_calls=True)
@@ -115,7 +115,7 @@ def find_sizes_of_call(
         for change in reversed(tuple(changes)):
             # Before the hooks with which the model collects outputs, as in the traces; each before the one after it.
             hook_boundary(local, BoundaryConversion(change, group), prepend=True)
-        found = capture_local(local, calls, solution.graph.opaque, training=False, device=solution.graph.device)
+        found = capture_local(local, calls, solution.graph, training=False)
         return compare(found, solution, group.rank)
 
     def differences(solution: Solution, sizes: tuple[SizePlan, ...], _: int) -> dict[int, Mismatch | None]:
@@ -360,7 +360,8 @@ class _Search:
         many parts there are, and the other how long each is.
         """
         call = self.solution.graph.calls[operator.call]
-        if call.module in self.solution.graph.branching:  # the number may be another in another run
+        graph = self.solution.graph
+        if call.module in graph.branching | graph.varying:  # the number may be another in another run
             return
         taken = {(size.module, size.attribute, size.call) for size in sizes}
         is_whole = set(local) == {whole}

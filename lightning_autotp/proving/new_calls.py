@@ -216,6 +216,7 @@ class CallProver:
             hook.remove()
         self.hooks.clear()
         self.attributes = AttributeWatch(here, original, self.plan.sizes)
+        self.led = solution.graph.value_dependent  # modules that go where values say in the examples' calls
         self.numbers: set[str] = set()  # where floats of the arguments are of which code asks what they are
         self.questions = Asked()  # what it asks of numbers
         self.asked: set[str] = set()  # where integers and flags are, in tensors, of which it asks
@@ -479,6 +480,8 @@ class CallProver:
     def _runs(self, way: Way | None) -> None:
         """Note that a call begins that goes this way; ``None`` for a trace."""
         self.running = way
+        # In other calls values do not say where code goes: layers are dropped in training alone.
+        self.code.is_decided = way is None or way.graph is None or way.graph.is_led
         if torch.is_grad_enabled() and way is not None:
             if self.was_backward:
                 if self.with_gradients != {way}:
@@ -606,7 +609,7 @@ class CallProver:
         opened = {change.module for change in self.plan.conversions if change.call and change.side == "argument"}
         opaque, device = frozenset(self.plan.opaque), device_of(self.model)
         try:
-            return trace(self.original, calls, opaque, training=False, bare=opened, device=device)
+            return trace(self.original, calls, opaque, training=False, bare=opened, device=device, led=self.led)
         except CaptureError as error:
             return error
 

@@ -24,12 +24,13 @@ def trace(
     training: bool = True,
     bare: Collection[str] = (),
     device: str = "",
+    led: frozenset[str] = frozenset(),
 ) -> Graph:
     """The model's graph, with every place in it where a layout may change; arguments are those of ``capture``.
 
     ``bare``, as for ``open_calls``: modules of a plan's that another trace has opened.
     """
-    graph = capture(model, example_inputs, opaque, training=training, device=device)
+    graph = capture(model, example_inputs, opaque, training=training, device=device, led=led)
     return open_calls(graph, IMPLEMENTATIONS, bare)
 
 
@@ -42,7 +43,7 @@ def verify(model: nn.Module, solution: Solution, rank: int, example_inputs: Any)
         VerificationError: naming the first parameter, or operator, module and source line that differ.
     """
     difference = cut_differently(parallel_state(model).metas, solution) or compare(
-        capture_local(model, example_inputs, solution.graph.opaque, device=solution.graph.device), solution, rank
+        capture_local(model, example_inputs, solution.graph), solution, rank
     )
     if difference is not None:
         raise VerificationError(f"the local model of rank {rank} is not the same computation: {difference}")

@@ -10,7 +10,7 @@ result is of the type that it had there. Types of whole models follow step by st
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lightning_autotp.layouts.types import Layout, Shard
 from lightning_autotp.operators import record
@@ -103,11 +103,26 @@ class SeenPath:
             for given, outcome in found.items():
                 if mine.setdefault(given, outcome) != outcome:
                     return said_line(line)
-        for run_given, run in other.runs.items():
-            if self.runs.setdefault(run_given, run) != run:
+        for run in other.runs.values():
+            if not self.add(run):
                 return "its entry"
         self.constants |= other.constants
         return ""
+
+    def add(self, run: ModuleTypes) -> bool:
+        """Add a way in which the module is called; whether it agrees with one that is given the same types.
+
+        Beside these it may be given other tensors that no parameter went into.
+        """
+        same = self.runs.setdefault(run.given, run)
+        inside, returned = dict(run.inside), dict(run.returned)
+        self.runs[run.given] = replace(
+            same,
+            inside=tuple({**inside, **dict(same.inside)}.items()),
+            returned=tuple({**returned, **dict(same.returned)}.items()),
+        )
+        agree = all(inside.get(at, kind) == kind for at, kind in same.inside)
+        return agree and same.left == run.left and all(returned.get(at, kind) == kind for at, kind in same.returned)
 
 
 class Ambiguous(Exception):
@@ -188,7 +203,7 @@ def seen_paths(solution: Solution, rank: int) -> dict[str, SeenPath]:
         if run.module not in graph.branching:
             continue
         found = types.run(run)
-        if seen[run.module].runs.setdefault(found.given, found) != found:
+        if not seen[run.module].add(found):
             raise Ambiguous(next(top for top in tops if _is_in(run.module, top)), f"the code of {run.module}")
         if run.module not in graph.value_dependent:
             seen[run.module].constants.add(run.constants)

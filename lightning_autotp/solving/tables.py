@@ -694,11 +694,11 @@ class Tables:
 
         Several modules make it where their results are joined (a head for each codebook).
         """
-        boundary: tuple[Operator, ...] = ()
+        boundary, often = tuple[Operator, ...](), self.graph.run_again
         while (relation := self.producer.get(tensor)) is not None:
             operator = relation.operator
             crossing = operator.boundary
-            if isinstance(crossing, Boundary) and crossing.side == "out" and self.calls[crossing] == 1:
+            if isinstance(crossing, Boundary) and crossing.side == "out" and crossing.module not in often:
                 boundary = (operator,)
             varying = [t for t in relation.inputs if t in self.dims]
             if len(varying) > 1 and operator.name in _JOINS:

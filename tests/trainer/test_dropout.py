@@ -11,6 +11,7 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+from random_ways import BUILT, train
 from rich.console import Console
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -232,6 +233,7 @@ def two_ranks(directory: str) -> dict[str, Any]:
         seen[attention] = fit("autotp", 2, Dropping(attention))
     for attention, reentrant in RECOMPUTED:
         seen[attention, reentrant] = fit("autotp", 2, Dropping(attention, reentrant))
+    seen["ways"] = {name: train(name, 2) for name in BUILT}
     path = f"{directory}/half.ckpt"
     options = {"limit_train_batches": 1}  # a mid-epoch resume would begin the loader's order anew
     seen["whole"] = fit("autotp", 2, Dropping(), callbacks=[seed_batches()], **options)
@@ -255,6 +257,22 @@ def test_one_process_that_drops_the_same_trains_alike(two: list[dict[str, Any]],
         assert_parity(seen[attention], wanted)
     undropped = fit("auto", 1, Dropping(attention))
     assert abs(undropped["losses"][0] - wanted["losses"][0]) > 1e-3
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_code_that_goes_where_random_numbers_say_equals_one_process(two: list[dict[str, Any]], name: str) -> None:
+    wanted = train(name, 1)
+    for seen in two:
+        found = seen["ways"][name]
+        torch.testing.assert_close(found["losses"], wanted["losses"], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found["weights"], wanted["weights"], rtol=1e-4, atol=1e-6)
+        assert found["drawn"] == wanted["drawn"], "a trace has moved a generator"
+        assert found["kinds"] == 2, "each of the ways was traced"
+        assert name == "pruned" or found["divided"] > 0.9
+    if name == "pruned":
+        return
+    rows = wanted["losses"]
+    assert len({round(loss, 4) for loss in rows}) == len(rows)
 
 
 def test_heads_of_different_ranks_are_dropped_from_differently(two: list[dict[str, Any]]) -> None:
