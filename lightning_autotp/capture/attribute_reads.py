@@ -19,18 +19,20 @@ PLAIN = (int, bool, float, str, type(None))
 """Classes of attributes that hold a single value."""
 OTHER = object()
 """Stands for attributes that are not plain."""
-_SEVERAL = (list, tuple, set, dict)
+_SINGLE = frozenset(PLAIN)
+_SEVERAL = frozenset((list, tuple, set, dict))
 _OF_EVERY_MODULE = {*dir(nn.Module), *vars(nn.Module())}
 
 
 def told(value: Any) -> Any:
     """What tells a plain attribute from another: the single value that it is, or those that it holds now."""
-    if type(value) in PLAIN:
+    kind = type(value)
+    if kind in _SINGLE:
         return value
-    if type(value) not in _SEVERAL:
+    if kind not in _SEVERAL:
         return OTHER
-    held = (*value, *value.values()) if type(value) is dict else tuple(value)
-    return held if all(type(one) in PLAIN for one in held) else OTHER
+    held = (*value, *value.values()) if kind is dict else tuple(value)
+    return held if _SINGLE.issuperset(map(type, held)) else OTHER
 
 
 def note_attributes(model: nn.Module, graph: Graph, running: Callable[[], str]) -> None:
@@ -39,7 +41,7 @@ def note_attributes(model: nn.Module, graph: Graph, running: Callable[[], str]) 
     Args:
         model: the module tree, whose modules and configs get classes that note what is read of them.
         graph: gets, by module, the integers that were read (attributes of its own, and as ``config.NAME`` those of its
-            config), and the names of all plain attributes of its own.
+            config), and the names of all plain attributes, also those that are lists and the like.
         running: tells the path of the module that runs.
     """
     modules = dict(model.named_modules())
@@ -80,7 +82,10 @@ def _watch(target: object, note: Callable[[str, Any], object]) -> None:
 
     def read(self: object, name: str) -> object:
         value = get(self, name)
-        if name not in _OF_EVERY_MODULE and told(known := plain(value)) is not OTHER:
+        if name in _OF_EVERY_MODULE or told(known := plain(value)) is OTHER:
+            return value
+        # A list that a property gives is made of attributes, which are noted as it reads them.
+        if type(known) in _SINGLE or not isinstance(getattr(kind, name, None), property):
             note(name, known)
         return value
 

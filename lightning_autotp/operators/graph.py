@@ -227,7 +227,7 @@ class Graph:
         failure: what the model's code raised, where it did not come to its end.
         example: rows and tokens of the batch that was traced.
         integers: by module, the integers that its code read: its own attributes, and as ``config.NAME`` its config's.
-        settings: by module, the names of its own attributes that its code read and that are plain values.
+        settings: by module, the names of its own attributes that its code read: plain values, or lists and the like.
         numbers: where in the arguments those floats are of which code asked what they are.
         questions: the comparisons that code made of integers and floats of the arguments.
         asked: where in the arguments those integers and flags are, in tensors, from which an answer follows that code
