@@ -19,7 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_autotp.operators.graph import Graph, Ref
+from lightning_autotp.operators import record
+from lightning_autotp.operators.graph import Graph
 from lightning_autotp.ranks.random_numbers import seeded
 
 HIGH, LOW = -1, -2
@@ -93,11 +94,15 @@ def led_by_draws(one: Graph, other: Graph) -> tuple[set[str], set[str]]:
 
 
 def _steps(graph: Graph) -> tuple[dict[str, list[object]], dict[str, list[object]]]:
-    """By module, which modules and lines its own code calls, and the integers in its calls."""
+    """By module, which modules and lines its own code calls, and the integers in its operators but for sizes."""
     steps, numbers = defaultdict[str, list[object]](list), defaultdict[str, list[object]](list)
     for run in graph.runs:
         steps[run.caller].append(run.module)
     for call in graph.calls:
         steps[call.module].append((call.site.file, call.site.line, call.site.function))
-        numbers[call.module].append(tuple(value for value in call.arguments if not isinstance(value, Ref)))
+    for operator in graph.operators:
+        known = record(operator.name)
+        if known is not None and not all(graph.tensors[made].is_static for made in operator.outputs):
+            given = [value for name, value in operator.arguments if name not in known.sizes]
+            numbers[operator.module].append((operator.name, *(value for value in given if type(value) is int)))
     return steps, numbers

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import pickle
+import random
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,6 +13,7 @@ import pytest
 import torch
 from compared import assert_same_training
 from distributed import run_ranks
+from lightning import seed_everything
 from tiny import Decoder, decoder_batch, meta_model, tiny_config, tiny_model
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification
@@ -23,6 +26,7 @@ from lightning_autotp.capture.capture import (
     language_model_inputs,
     meta_copy,
 )
+from lightning_autotp.capture.made_up_draws import HIGH, LOW
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.layouts.types import Shard
 from lightning_autotp.operators.graph import OPAQUE
@@ -55,6 +59,52 @@ class Choosing(nn.Module):
             if rows.shape[0]:
                 result = result.index_add(0, rows, expert(x[rows]))
         return result
+
+
+class Skipping(nn.Module):
+    """Skips layers by torch's and Python's random numbers, and takes as many features as numpy's say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.crop, self.last = nn.Module(), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for at, layer in enumerate(self.layers):
+            drawn = torch.rand(1).item() if at % 2 else random.random()
+            if self.training and drawn < 0.5:
+                continue
+            x = x + layer(x)
+        few = int(np.random.randint(1, 5))
+        result: Tensor = self.last(x)[:few]
+        return result
+
+
+def test_random_numbers_are_made_up_and_both_ways_traced() -> None:
+    graphs = []
+    for seed in (0, 1):
+        model = Skipping()
+        seed_everything(seed, verbose=False)
+        before = torch.get_rng_state(), random.getstate(), pickle.dumps(np.random.get_state())
+        graphs.append(capture(model, torch.zeros(7, 8)))
+        assert torch.equal(torch.get_rng_state(), before[0])
+        assert (random.getstate(), pickle.dumps(np.random.get_state())) == before[1:]
+    graph, other = graphs
+    assert graph.operators == other.operators
+    assert graph.draws == (HIGH, LOW)
+    assert graph.value_dependent == {""}
+    ran = [run.module for run in graph.runs]
+    assert ran == [*(f"layers.{at}" for at in range(4)), "last", "", "last", ""]
+    evaluated = capture(Skipping().eval(), torch.zeros(7, 8), training=False)
+    assert (evaluated.draws, evaluated.value_dependent, evaluated.varying) == ((HIGH,), frozenset(), {""})
+
+
+def test_logits_stay_divided_with_several_batches() -> None:
+    batch = {"input_ids": torch.zeros(5, 7, dtype=torch.long), "labels": torch.zeros(5, 7, dtype=torch.long)}
+    plan, _ = make_plan(meta_model("llama"), 2, example_inputs=[batch, batch])
+    (shown,) = [change for change in plan.conversions if change.module == "lm_head"]
+    assert isinstance(shown.source, Shard)
+    assert shown.source == shown.target
 
 
 def test_what_the_trace_asks_of_tensors_is_no_call_of_the_models_code() -> None:

@@ -78,7 +78,7 @@ def pruned() -> nn.Module:
     prune.ln_structured(first, "weight", 0.3, n=2, dim=0)
     prune.l1_unstructured(second, "weight", 0.2)
     prune.custom_from_mask(last, "weight", (torch.rand(6, 32) > 0.3).float())
-    prune.random_structured(last, "bias", 0.2, dim=0)
+    prune.random_unstructured(last, "bias", 0.2)
     prune.global_unstructured([(first, "weight"), (second, "weight")], pruning_method=prune.L1Unstructured, amount=0.4)
     return model
 
@@ -109,6 +109,7 @@ class Training(L.LightningModule):
     def __init__(self, name: str) -> None:
         super().__init__()
         self.name, self.losses = name, list[float]()
+        self.ways = set[tuple[str, ...]]()
 
     def configure_model(self) -> None:
         if not hasattr(self, "model"):
@@ -126,6 +127,9 @@ class Training(L.LightningModule):
     def training_step(self, batch: Tensor) -> Tensor:
         return self.loss(batch)
 
+    def on_after_backward(self) -> None:
+        self.ways.add(tuple(name for name, parameter in self.named_parameters() if parameter.grad is None))
+
     def validation_step(self, batch: Tensor) -> None:
         self.loss(batch)
 
@@ -141,7 +145,7 @@ def train(name: str, devices: int) -> dict[str, Any]:
     options = {"max_steps": 8, "val_check_interval": 2, "limit_val_batches": 1, "num_sanity_val_steps": 0}
     fitting = trainer("autotp" if devices > 1 else "auto", devices, **options)
     fitting.fit(task, loader, loader)
-    seen = {"losses": task.losses, "drawn": drawn()}
+    seen = {"losses": task.losses, "ways": task.ways, "drawn": drawn()}
     if devices > 1:
         calls = parallel_state(task.model).guard.calls  # type: ignore[union-attr]
         seen |= {"kinds": len(calls.known), "weights": full_state_dict(task)}

@@ -268,11 +268,9 @@ def test_code_that_goes_where_random_numbers_say_equals_one_process(two: list[di
         torch.testing.assert_close(found["weights"], wanted["weights"], rtol=1e-4, atol=1e-6)
         assert found["drawn"] == wanted["drawn"], "a trace has moved a generator"
         assert found["kinds"] == 2, "each of the ways was traced"
-        assert name == "pruned" or found["divided"] > 0.9
-    if name == "pruned":
-        return
-    rows = wanted["losses"]
-    assert len({round(loss, 4) for loss in rows}) == len(rows)
+        assert name == "pruned" or found["divided"] > 0.8
+        assert found["ways"] == wanted["ways"]
+    assert len(wanted["ways"]) == 1 if name == "pruned" else len(wanted["ways"]) > 3
 
 
 def test_heads_of_different_ranks_are_dropped_from_differently(two: list[dict[str, Any]]) -> None:
