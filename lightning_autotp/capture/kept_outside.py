@@ -7,6 +7,7 @@ this one has found. So what the code that runs in a trace reaches by its global 
 from __future__ import annotations
 
 import gc
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache, partial
 from types import FrameType
@@ -21,6 +22,8 @@ _LARGEST = 10_000
 """Entries of a container that is looked into: larger ones are data, not caches of tables."""
 _DEEPEST = 3
 """Containers inside each other that are looked into."""
+_RESUMED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+"""Of code whose frame may go on under another caller."""
 
 
 class KeptOutside:
@@ -45,7 +48,9 @@ class KeptOutside:
     def look(self, frame: FrameType | None) -> None:
         """Note what all code that is running can reach."""
         seen, depths, new = self._seen, self._depths, list[FrameType]()
-        while frame is not None and id(frame) != self._around and id(frame) not in depths:
+        while frame is not None and id(frame) != self._around:
+            if id(frame) in depths and not frame.f_code.co_flags & _RESUMED:
+                break  # since it runs, what called it has run
             names = frame.f_globals
             if id(names) not in seen:
                 if is_user_code(frame.f_code.co_filename):
@@ -54,7 +59,7 @@ class KeptOutside:
                 seen[id(names)] = names
             new.append(frame)
             frame = frame.f_back
-        depth = depths.get(id(frame), -1) + 1  # those further out were looked at with this one
+        depth = depths.get(id(frame), -1) + 1  # those further out were looked at with it
         for gone in self._stack[depth:]:
             del depths[id(gone)]
         self._stack[depth:] = reversed(new)

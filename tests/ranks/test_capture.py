@@ -4,7 +4,8 @@ import json
 import pickle
 import random
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +27,11 @@ from lightning_autotp.capture.capture import (
     language_model_inputs,
     meta_copy,
 )
+<<<<<<< HEAD
 from lightning_autotp.capture.made_up_draws import HIGH, LOW
+=======
+from lightning_autotp.capture.kept_outside import KeptOutside
+>>>>>>> plan
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.layouts.types import Shard
 from lightning_autotp.operators.graph import OPAQUE
@@ -729,3 +734,24 @@ def test_meta_copy_copies_no_values() -> None:
     twin = meta_copy(model)
     assert all(tensor.is_meta for tensor in (*twin.parameters(), *twin.buffers()))
     assert twin.lm_head.weight is twin.model.embed_tokens.weight
+
+
+def test_code_that_goes_on_under_another_caller_is_looked_at_with_it() -> None:
+    """A generator's frame is the same in every step, what calls it is not: what its callers keep is put back."""
+    outside = KeptOutside()
+    callers: list[dict[str, Any]] = [{"table": {}}, {"table": {}}]
+    for names in callers:
+        exec(compile("def call(function): function()", "model.py", "exec"), names)
+
+    def steps() -> Iterator[None]:
+        while True:
+            outside.look(sys._getframe())
+            yield
+
+    going_on = steps()
+    outside.begin(sys._getframe())
+    for names in callers:
+        names["call"](going_on.__next__)
+        names["table"]["kept"] = torch.zeros(2)
+    outside.put_back()
+    assert [names["table"] for names in callers] == [{}, {}]
