@@ -114,7 +114,8 @@ def on_ranks(ranks: int, folder: Path) -> dict[str, Any]:
     }
     for kind in KINDS:
         seen[f"{kind} from one process"] = train("llama", kind, ckpt_path=folder / f"one {kind}.ckpt")
-    train("llama", "Adafactor", max_steps=HALF, save=folder / "directory.ckpt", save_distributed_checkpoint=True)
+    half = SavesAfter(HALF, folder / "directory.ckpt")
+    train("llama", "Adafactor", max_steps=HALF, callbacks=[half], save_distributed_checkpoint=True)
     seen["Adafactor from a directory"] = train("llama", "Adafactor", ckpt_path=folder / "directory.ckpt")
     seen["failing"] = error_of(train, "llama", "failing")
     return seen
