@@ -85,7 +85,7 @@ def row_of(model: nn.Module) -> dict[str, Any]:
         ("llama", "blocks", 1, False, "bf16-mixed"),
         pytest.param(*("llama", "offload", 1, False, "bf16-mixed"), marks=pytest.mark.nightly),
         ("llama", None, 2, True, "bf16-mixed"),
-        ("llama", "blocks", 2, True, "bf16-true"),
+        pytest.param(*("llama", "blocks", 2, True, "bf16-true"), marks=pytest.mark.nightly),
         ("llama", "offload", 2, False, "32-true"),
         ("tied", None, 2, False, "bf16-mixed"),
         ("many words", None, 2, False, "bf16-mixed"),

@@ -59,13 +59,14 @@ def run(
     kind: str = "AdamW",
     load: Any = None,
     save: Any = None,
+    save_after: int = STEPS,
     steps: int = STEPS,
     skip: int = 0,
     data: Any = None,
     in_memory: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
-    """A hand-written loop: two batches a step, two groups of parameters, clipping; checkpoints before and after."""
+    """A hand-written loop: two batches a step, two groups of parameters, clipping; checkpoints before and within."""
     fabric.seed_everything(3, verbose=False)
     with nullcontext() if in_memory else fabric.init_module():
         model = AutoModelForCausalLM.from_config(tiny_config()).train()
@@ -103,10 +104,16 @@ def run(
         seen["norms"].append(0.0 if norm is None else norm.item())
         optimizer.step()
         optimizer.zero_grad()
+        if save is not None and step + 1 == save_after:
+            fabric.save(save, {"model": model, "optimizer": optimizer, "step": save_after, "notes": {"seed": 3}})
     seen["weights"] = whole(model)
-    if save is not None:
-        fabric.save(save, {"model": model, "optimizer": optimizer, "step": steps, "notes": {"seed": 3}})
     return seen
+
+
+def runs(fabric: Fabric, half: Path) -> dict[str, Any]:
+    """A loop with each kind of clipping; the first half of that by norm is saved."""
+    seen = {"norm": run(fabric, CLIPS["norm"], save=half, save_after=HALF)}
+    return seen | {name: run(fabric, clip, kind="SGD") for name, clip in CLIPS.items() if name != "norm"}
 
 
 def whole(model: Any) -> dict[str, Tensor]:
@@ -226,14 +233,12 @@ def augmented(rows: list[Any]) -> Tensor:
 
 
 def two_ranks(directory: str) -> dict[str, Any]:
-    folder, seen = Path(directory), {}
+    folder = Path(directory)
     rank = int(os.environ["RANK"])
     fabric = two()
-    for name, clip in CLIPS.items():
-        seen[name] = run(fabric, clip, kind="SGD" if name != "norm" else "AdamW")
-    run(fabric, steps=HALF, save=folder / "half at 2.ckpt")
+    seen = runs(fabric, folder / "half at 2.ckpt")
     parts = two(AutoTPFabricStrategy(save_distributed_checkpoint=True))
-    run(parts, steps=HALF, save=folder / "half in parts")
+    run(parts, steps=HALF, save=folder / "half in parts", save_after=HALF)
     seen["report"], seen["passes"] = parts.strategy.report("8xH100"), parts.strategy._measure.passes  # type: ignore[attr-defined]
     for name in ("half at 1.ckpt", "half at 2.ckpt", "half in parts"):
         seen[name] = run(fabric, load=folder / name, skip=HALF)

@@ -68,11 +68,12 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 class Writer(L.LightningModule):
-    """Generates in every way, and keeps what came out of it."""
+    """Generates in some ways, at first in every one, and keeps what came out of it."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
         self.name = name
+        self.ways = [*WAYS]
         self.seen: dict[str, Any] = {"losses": []}
 
     def configure_model(self) -> None:
@@ -103,9 +104,9 @@ class Writer(L.LightningModule):
         torch.manual_seed(9)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            for way, how in WAYS.items():
+            for way in self.ways:
                 with Wire() as wire:
-                    output = self.generate(batch, **how)
+                    output = self.generate(batch, **WAYS[way])
                 self.seen[way] = {
                     "tokens": output.sequences.clone(),
                     "logits": torch.stack(output.logits).clone(),

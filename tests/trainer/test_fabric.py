@@ -23,6 +23,7 @@ from fabric_loop import (
     order_of,
     own_loss,
     run,
+    runs,
     two_ranks,
     whole_matrices,
     written,
@@ -50,10 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def alone(folder: Path) -> dict[str, Any]:
     """Plain Fabric in this process."""
     fabric = fabric_of()
-    seen: dict[str, Any] = {
-        name: run(fabric, clip, kind="SGD" if name != "norm" else "AdamW") for name, clip in CLIPS.items()
-    }
-    run(fabric, steps=HALF, save=folder / "half at 1.ckpt")
+    seen = runs(fabric, folder / "half at 1.ckpt")
     seen["own"] = own_loss(fabric)
     seen["module"] = lightning_module(fabric)
     seen["with state"] = run(fabric, **STATEFUL)

@@ -313,11 +313,11 @@ def test_a_loop_is_checked_for_one_turn(loop: str, found: list[dict[str, Any]]) 
 SCRIPT = """
 import sys
 import torch
-from fabric_loop import fabric_of
+from lightning.fabric import Fabric
 from lightning_autotp import AutoTPFabricStrategy
 
 folder = sys.argv[1]
-fabric = fabric_of(AutoTPFabricStrategy(save_async=True), 2)
+fabric = Fabric(accelerator="cpu", devices=2, strategy=AutoTPFabricStrategy(save_async=True))
 fabric.launch()
 fabric.save(f"{folder}/good.ckpt", {"ones": torch.ones(3)})
 fabric.save(f"{folder}/good.ckpt/bad.ckpt", {"ones": torch.ones(3)})

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from distributed import run_ranks
 from local_model import Original, cut, layouts, state_of
 from peft import LoraConfig, get_peft_model
+from selected import nightly, selected
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -132,6 +133,8 @@ WAYS: dict[str, Callable[[Any], Any]] = {
     "compiled": compiled,
     "adapted and back": adapted_and_back,
 }
+REPEATS = ("deep copy of a copy", "copied, then cloned", "overwritten", "wrapped, then copied")
+"""For nightly tests: two of the others one after the other, or another way to convert."""
 
 
 def seen_of(module: Any, model: Any, parallel: bool) -> dict[str, Any]:
@@ -224,14 +227,14 @@ LATE: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def on_every_rank(rank: int, world_size: int, directory: str) -> dict[str, Any]:
+def on_every_rank(rank: int, world_size: int, directory: str, ways: list[str]) -> dict[str, Any]:
     seen: dict[str, Any] = {}
-    for name, way in WAYS.items():
+    for name in ways:
         with redirect_stderr(io.StringIO()) as said:
             model = parallelize(model_of_the_original(), dist.group.WORLD)
         seen["said"] = said.getvalue()
         seen["sums"] = sorted(model.autotp.gradient_sums)
-        model = way(model)
+        model = WAYS[name](model)
         holder = nn.ModuleDict({"model": model})
         seen[name] = seen_of(holder, model, parallel=True)
     seen["used from above"] = used_from_above(TPGroup.of(dist.group.WORLD))
@@ -289,8 +292,8 @@ def independent(original: Any) -> bool:
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(on_every_rank, 2, str(tmp_path_factory.mktemp("state")))
+def two(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(on_every_rank, 2, str(tmp_path_factory.mktemp("state")), selected(request, "way"))
 
 
 @pytest.fixture(scope="module")
@@ -299,7 +302,7 @@ def wanted() -> dict[str, Any]:
     return seen_of(nn.ModuleDict({"model": model}), model, parallel=False)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", nightly(WAYS, REPEATS))
 def test_it_is_one_process_whatever_became_of_the_objects(
     way: str, two: list[dict[str, Any]], wanted: dict[str, Any]
 ) -> None:

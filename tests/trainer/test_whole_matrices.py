@@ -14,7 +14,7 @@ from copies import OneKeyHead, alone, trained
 from foreign_optimizers import Clipping, Lamb, NeedsCurvature, Noisy, model_of, parameter
 from torch import Tensor, nn
 from trainer_ranks import run_trainer_ranks
-from training import Task, assert_parity, error_of, fit
+from training import SavesAfter, Task, assert_parity, error_of, fit
 from transformers import Adafactor, AutoModelForCausalLM, LlamaConfig, Phi3Config
 
 from lightning_autotp import AutoTPStrategy, WholeMatrixOptimizer
@@ -108,11 +108,14 @@ def on_ranks(ranks: int, folder: Path) -> dict[str, Any]:
         strategy = AutoTPStrategy(ranks, 1, save_distributed_checkpoint=directories)
         return run(strategy, ranks, model, HEADS[ranks][model], kind, **options)
 
-    seen: dict[str, Any] = {case: train(*arguments) for case, arguments in CASES.items()}
+    seen: dict[str, Any] = {
+        case: train(*arguments, callbacks=[SavesAfter(HALF, folder / f"file {case}.ckpt")])
+        for case, arguments in CASES.items()
+    }
     for kind in KINDS:
         seen[f"{kind} from one process"] = train("llama", kind, ckpt_path=folder / f"one {kind}.ckpt")
-        train("llama", kind, max_steps=HALF, save=folder / f"file {kind}.ckpt")
-    train("llama", "Adafactor", max_steps=HALF, save=folder / "directory.ckpt", save_distributed_checkpoint=True)
+    half = SavesAfter(HALF, folder / "directory.ckpt")
+    train("llama", "Adafactor", max_steps=HALF, callbacks=[half], save_distributed_checkpoint=True)
     seen["Adafactor from a directory"] = train("llama", "Adafactor", ckpt_path=folder / "directory.ckpt")
     seen["failing"] = error_of(train, "llama", "failing")
     return seen
@@ -123,10 +126,11 @@ class Ran:
 
     def __init__(self, ranks: int, folder: Path) -> None:
         self.ranks, self.folder = ranks, folder
-        for kind in KINDS:
-            self.plain("llama", kind, max_steps=HALF, save=folder / f"one {kind}.ckpt")
+        self.plainly: dict[str, dict[str, Any]] = {
+            case: self.plain(*given, callbacks=[SavesAfter(HALF, folder / f"one {case}.ckpt")])
+            for case, given in CASES.items()
+        }
         self.seen = run_trainer_ranks(on_ranks, ranks, ranks, folder)
-        self.plainly: dict[str, dict[str, Any]] = {case: self.plain(*given) for case, given in CASES.items()}
         self.resumed: dict[str, dict[str, Any]] = {
             kind: self.plain("llama", kind, ckpt_path=folder / f"one {kind}.ckpt") for kind in KINDS
         }
