@@ -27,11 +27,8 @@ from lightning_autotp.capture.capture import (
     language_model_inputs,
     meta_copy,
 )
-<<<<<<< HEAD
-from lightning_autotp.capture.made_up_draws import HIGH, LOW
-=======
 from lightning_autotp.capture.kept_outside import KeptOutside
->>>>>>> plan
+from lightning_autotp.capture.made_up_draws import HIGH, LOW
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.layouts.types import Shard
 from lightning_autotp.operators.graph import OPAQUE
