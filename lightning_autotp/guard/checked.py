@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import product
 from types import TracebackType
 from typing import Any, ClassVar
 from weakref import ref
@@ -30,10 +31,12 @@ from lightning_autotp.capture.call_sites import call_leaves, calling_frame, fram
 from lightning_autotp.capture.capture import ExampleCall
 from lightning_autotp.gradients.parts import GradientPart
 from lightning_autotp.gradients.whole_quantities import PartOfGradient
+from lightning_autotp.layouts.blocks import common, index
 from lightning_autotp.layouts.plan import ConversionPlan
 from lightning_autotp.layouts.types import Invariant, Replicate, Shard
 from lightning_autotp.parallel.head_product import note_written
 from lightning_autotp.parameters.known_writes import known_writes
+from lightning_autotp.parameters.local_blocks import held_blocks, plain
 from lightning_autotp.parameters.part import PartOf
 from lightning_autotp.parameters.state import parallel_models
 from lightning_autotp.parameters.unchanged import check_unchanged
@@ -269,12 +272,16 @@ class checked(TorchFunctionMode):
         if len(set(map(id, tensors))) == 1 or any(isinstance(tensor, PartOfGradient) for tensor in tensors):
             return True
         parts = [self._parts.get(tensor) for tensor in tensors]
-        known = [part for part in parts if part is not None]
-        if known[0].shape == known[-1].shape:
-            if any(known[0].ownership(dim) not in (None, ownership) for dim, ownership in known[-1].dims):
-                return False  # cut along the same dim in two ways
-            tensors = [x if part is None else part.take(x) for x, part in zip(tensors, reversed(parts), strict=True)]
-        return not torch.equal(*tensors)
+        ranks = next(part.group.size for part in parts if part is not None)
+        here = [plain(tensor) for tensor in tensors]
+        shapes = {tuple(x.shape) if part is None else part.shape for x, part in zip(tensors, parts, strict=True)}
+        blocks = [held_blocks(tensor, part, ranks) for tensor, part in zip(tensors, parts, strict=True)]
+        differ = len(shapes) > 1 or any(
+            not torch.equal(here[0][index(one.place(shared))], here[1][index(other.place(shared))])
+            for one, other in product(*blocks)
+            if (shared := common(one.original, other.original)) is not None
+        )
+        return differ and not torch.equal(*here)
 
     def _is_users(self, func: Any) -> bool:
         """Whether neither torch nor this package nor an optimizer's step calls the function.

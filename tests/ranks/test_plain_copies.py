@@ -115,8 +115,9 @@ def two_by_two(rank: int, world_size: int, folder: Path) -> Found:
     state = full_state_dict(model)
     train_in_parts(model, batches)
     in_parts = full_state_dict(model)
-    weight = model.model.norm.weight
+    weight, mlp = model.model.norm.weight, model.model.layers[0].mlp
     with checked(model):
+        assert not torch.equal(mlp.gate_proj.weight, mlp.up_proj.weight)
         with pytest.raises(UnsoundUse, match="torch ignores that"):
             weight.data = torch.ones(60)
         with pytest.raises(UnsoundUse, match=r"Take loss\.backward"):
