@@ -112,8 +112,9 @@ def capture_local(
     For a model that may have been localized wrongly: the comparison then tells where it goes wrong. What was opaque to
     the ``first`` trace is so to this one, on the same device, and its code draws the same numbers.
     """
-    first = first or Graph(draws=(HIGH,), device="")
-    return _capture(model, example_inputs, first.opaque, training, first.device, first.draws, until_failure=True)
+    first = first or Graph(device="")
+    draws = first.draws or (HIGH,)
+    return _capture(model, example_inputs, first.opaque, training, first.device, draws, until_failure=True)
 
 
 def capture(
