@@ -15,11 +15,10 @@ from lightning_autotp.capture.noted_numbers import plain
 from lightning_autotp.operators.graph import Graph
 from lightning_autotp.parameters.subclassing import subclass
 
-PLAIN = (int, bool, float, str, type(None))
+PLAIN = frozenset((int, bool, float, str, type(None)))
 """Classes of attributes that hold a single value."""
 OTHER = object()
 """Stands for attributes that are not plain."""
-_SINGLE = frozenset(PLAIN)
 _SEVERAL = frozenset((list, tuple, set, dict))
 _OF_EVERY_MODULE = {*dir(nn.Module), *vars(nn.Module())}
 
@@ -27,12 +26,12 @@ _OF_EVERY_MODULE = {*dir(nn.Module), *vars(nn.Module())}
 def told(value: Any) -> Any:
     """What tells a plain attribute from another: the single value that it is, or those that it holds now."""
     kind = type(value)
-    if kind in _SINGLE:
+    if kind in PLAIN:
         return value
     if kind not in _SEVERAL:
         return OTHER
     held = (*value, *value.values()) if kind is dict else tuple(value)
-    return held if _SINGLE.issuperset(map(type, held)) else OTHER
+    return held if PLAIN.issuperset(map(type, held)) else OTHER
 
 
 def note_attributes(model: nn.Module, graph: Graph, running: Callable[[], str]) -> None:
@@ -85,7 +84,7 @@ def _watch(target: object, note: Callable[[str, Any], object]) -> None:
         if name in _OF_EVERY_MODULE or told(known := plain(value)) is OTHER:
             return value
         # A list that a property gives is made of attributes, which are noted as it reads them.
-        if type(known) in _SINGLE or not isinstance(getattr(kind, name, None), property):
+        if type(known) in PLAIN or not isinstance(getattr(kind, name, None), property):
             note(name, known)
         return value
 

@@ -47,10 +47,11 @@ from lightning_autotp.private.torch_private import (
     is_compiled,
     is_in_backward,
     put_below,
+    set_data_of,
     take_out,
 )
 from lightning_autotp.proving.call_kinds import Arguments, is_looked_at
-from lightning_autotp.torch_functions import BY_PLACE, ELEMENTWISE, LISTED, NOT_READING, setters, writes
+from lightning_autotp.torch_functions import BY_PLACE, ELEMENTWISE, LISTED, NOT_READING, writes
 
 
 class UnsoundUse(RuntimeError):
@@ -75,7 +76,6 @@ _ELEMENTWISE = frozenset(
 
 _BY_PLACE = frozenset(function.__name__ for function in BY_PLACE)
 _LISTED = frozenset(function.__name__ for function in LISTED)
-(_SET_DATA,) = setters("data")
 _STEPPING = str(sys.modules["torch.optim.optimizer"].__file__)
 """Where torch's code is that calls the step of every optimizer, whoever wrote it."""
 _FOR_OTHERS = tuple(os.path.join(path, "") for path in nn.__path__)
@@ -218,7 +218,8 @@ class checked(TorchFunctionMode):
         differing = [tensor for tensor in tensors if tensor in self._by_place]
         if differing and name != "__get__" and (beside := self._beside(tensors, differing)) and self._is_users(func):
             raise self._refusal(name, beside, _BY_PLACE_TOO, _WHOLE_SHAPE)
-        if any(isinstance(x, DTensor) for x in tensors) and (why := _of_cut(func)) and self._is_users(func):
+        why = _NOT_OF_CUT.get(func)
+        if why is not None and any(isinstance(x, DTensor) for x in tensors) and self._is_users(func):
             raise UnsoundUse(f"{why}\n  at {source_line(sys._getframe(1))}")
         if name in _NOT_READING:
             return func(*args, **kwargs)
@@ -364,6 +365,18 @@ class CheckedCalls:
         return CheckedCalls, (0,)
 
 
+_NOT_OF_CUT: dict[Any, str] = {
+    set_data_of: (
+        "another tensor is put in the place of a parameter's data, where FSDP2 has cut the parameter over the copies of"
+        " the model: torch ignores that. Write its elements: parameter.data.copy_(tensor)"
+    ),
+    torch.autograd.grad: (
+        "torch.autograd.grad is asked for the gradient of a parameter that FSDP2 has cut over the copies of the model:"
+        " what the model computes with is another tensor, which FSDP2 gathers. Take loss.backward() and parameter.grad,"
+        " or train with one copy of the model (data_parallel_size=1, no data_mesh)"
+    ),
+}
+"""What does nothing for a parameter that FSDP2 has cut, and what to do instead."""
 _PART = "this rank has a part of it only ({})"
 _BY_PLACE_TOO = (
     "this rank has a part of it only ({}), and what is beside it was drawn, or counted, in the part's shape: the whole"
@@ -380,22 +393,6 @@ _WHOLE_SHAPE = (
     " numbers); of a parameter, write lightning_autotp.full_tensor(model, {0!r}) and load it with"
     " lightning_autotp.load_full_state_dict(model, {{{0!r}: whole}}, strict=False)"
 )
-
-
-def _of_cut(func: Any) -> str:
-    """Why a function does nothing for a parameter that FSDP2 has cut, and what to do; empty for other functions."""
-    if func == _SET_DATA:
-        return (
-            "another tensor is put in the place of a parameter's data, where FSDP2 has cut the parameter over the"
-            " copies of the model: torch ignores that. Write its elements: parameter.data.copy_(tensor)"
-        )
-    if func is torch.autograd.grad:
-        return (
-            "torch.autograd.grad is asked for the gradient of a parameter that FSDP2 has cut over the copies of the"
-            " model: what the model computes with is another tensor, which FSDP2 gathers. Take loss.backward() and"
-            " parameter.grad, or train with one copy of the model (data_parallel_size=1, no data_mesh)"
-        )
-    return ""
 
 
 def _is_all(index: Any) -> bool:

@@ -35,8 +35,7 @@ class GatheredForCall:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._is_for_call = False  # whether it is gathered for the call that is under way, alone
-        self._is_for_logits = False  # or for logits that such a call has given, and that are not computed yet
+        self._is_for_call = False  # whether it is gathered for a call without gradients alone, and its logits
 
     def __reduce__(self) -> tuple[Any, ...]:
         return GatheredForCall, (self._model,)  # a copy of the model has calls of its own
@@ -45,7 +44,8 @@ class GatheredForCall:
         """Before a call of the model or of a part of it. Not collective."""
         if isinstance(self._model, FSDPModule):
             self._let_go()
-            self._is_for_call = not torch.is_grad_enabled() and not is_gathered(self._model)
+            goes = self._is_for_call or not is_gathered(self._model)
+            self._is_for_call = goes and not torch.is_grad_enabled()
 
     def begin_part(self) -> None:
         """Before a call of a part of the model. Collective over the copies."""
@@ -68,20 +68,18 @@ class GatheredForCall:
         """After a call, also one that failed. Not collective."""
         if (gathers := parallel_state(self._model).gathers) is not None:
             gathers.returned()
-        if self._is_for_call:
-            self._is_for_call, self._is_for_logits = False, True
-            self._let_go()
+        self._let_go()
 
     def after_step(self, model: FSDPModule) -> None:
         """After an optimizer's step: what of the model is still gathered is of before it. Not collective."""
         model.reshard()
-        self._is_for_logits = False
+        self._is_for_call = False
 
     def _let_go(self) -> None:
         """Cut what was gathered for a call without gradients, unless there are logits still to be computed of it."""
-        if self._is_for_logits and isinstance(self._model, FSDPModule) and not are_undone(self._model.parameters()):
+        if self._is_for_call and isinstance(self._model, FSDPModule) and not are_undone(self._model.parameters()):
             self._model.reshard()
-            self._is_for_logits = False
+            self._is_for_call = False
 
 
 def _of_its_own(tensor: Tensor) -> Tensor:

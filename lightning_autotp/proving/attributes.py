@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterable, Mapping
 from copy import copy
 from functools import partial
 from itertools import compress
-from operator import is_, is_not
+from operator import is_not
 from types import FunctionType
 from typing import Any
 
@@ -54,8 +54,6 @@ class AttributeWatch:
         now = list(map(getattr, modules, names, values))
         changed = []
         for place, value, one in compress(zip(self._watched, values, now, strict=True), map(is_not, now, values)):
-            if type(one) is list and type(value) is tuple and len(one) == len(value) and all(map(is_, one, value)):
-                continue  # as it was: for a hundred adapters' lists told takes half a millisecond
             found = told(one)
             if found is not OTHER and found != value:
                 changed.append((place, self._few.told(place, found)))

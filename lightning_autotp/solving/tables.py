@@ -111,12 +111,9 @@ class Tables:
                 if not graph.tensors[tensor].is_static:
                     self.dims.setdefault(tensor, dims)
         self.producer = {tensor: relation for relation in self.relations for tensor in relation.outputs}
-        self.calls: dict[Boundary | CallPoint, int] = {}
         for operator in graph.operators:
-            if operator.boundary is not None:
-                self.calls[operator.boundary] = self.calls.get(operator.boundary, 0) + 1
-                if isinstance(operator.boundary, Boundary) and graph.tensors[operator.inputs[0]].is_static:
-                    self.with_constants.add(operator.boundary)
+            if isinstance(operator.boundary, Boundary) and graph.tensors[operator.inputs[0]].is_static:
+                self.with_constants.add(operator.boundary)
         self.leaves = static_operands(graph, implementations)
         self.layers = {operator.module for operator in graph.operators if implementations.is_layer(operator)}
         alike: dict[Dims, int] = {}
