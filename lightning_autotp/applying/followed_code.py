@@ -138,13 +138,12 @@ class FollowedCode:
             decided: by module, what was seen of its code.
         """
         _undo(self._always)
-        self.decided.clear()
+        self.decided = {}
         self.join(decided)
 
     def attach(self) -> None:
         """Follow them before all hooks that were put on since: those of FSDP2 give a module other tensors."""
-        _undo(self._always)
-        self._always += self._put_on({path: self.model.get_submodule(path) for path in self.decided})
+        self.follow(self.decided)
 
     def join(self, decided: Mapping[str, SeenPath]) -> str:
         """Add what was seen in another kind of call; returns where the two contradict each other, if they do."""

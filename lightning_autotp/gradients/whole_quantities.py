@@ -238,7 +238,7 @@ def _variance(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
     gradient = first_part(args, kwargs)
     given: dict[str, Any] = {"unbiased": True} | dict(zip(("input", "unbiased"), args, strict=False)) | dict(kwargs)
     unbiased = given["unbiased"]
-    correction = given.pop("correction", None if unbiased is True else 0)
+    correction = given.pop("correction", None)
     if len(args) > 2 or not isinstance(unbiased, bool) or given.keys() - {"input", "unbiased"}:
         raise misleading(func, gradient, ", along some dims or with options")
     computed, count = torch.promote_types(gradient.dtype, torch.float32), math.prod(gradient.part.shape)
@@ -248,7 +248,7 @@ def _variance(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
 
     mean = total(lambda x: x) / count
     squares = total(lambda x: (x - mean).square())
-    return (squares / max(0, count - (1 if correction is None else correction))).to(gradient.dtype)
+    return (squares / max(0, count - (unbiased if correction is None else correction))).to(gradient.dtype)
 
 
 def _extreme(largest: bool) -> Handler:
