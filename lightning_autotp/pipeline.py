@@ -20,7 +20,7 @@ from lightning_autotp.building.quantization import refuse_quantized
 from lightning_autotp.capture.capture import as_calls, language_model_inputs, meta_copy, refuse_scripted
 from lightning_autotp.capture.fingerprint import fingerprint
 from lightning_autotp.capture.garbage import relaxed_gc
-from lightning_autotp.gradients.data_parallel import generate_together, hook_gathered, shard_over_data
+from lightning_autotp.gradients.data_parallel import hook_gathered, shard_over_data
 from lightning_autotp.gradients.sums import average_gradients, synchronize_gradients
 from lightning_autotp.guard.guard import Guard, guard_of
 from lightning_autotp.layouts.plan import Plan
@@ -34,7 +34,7 @@ from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
 from lightning_autotp.parameters.local_blocks import refuse_cut
 from lightning_autotp.parameters.lowered_gathers import LoweredGathers
 from lightning_autotp.parameters.state import parallel_models, parallel_state
-from lightning_autotp.private.distributed_private import device_of_objects, device_to_send
+from lightning_autotp.private.distributed_private import device_of_objects, device_to_send, is_outermost
 from lightning_autotp.proving.experts import prove_experts
 from lightning_autotp.proving.feasible import feasible_plan
 from lightning_autotp.proving.new_calls import CallProver
@@ -365,7 +365,7 @@ def materialize(
         for axis in data_mesh.get_all_groups():  # of copies, and of replicas
             average_gradients(model, axis)
         hook_gathered(model)
-        generate_together(model)
+        is_outermost(model)  # an encoder, say, may be called before the model itself
         if names and autocast is not None:
             parallel_state(model).gathers = LoweredGathers(model, names, autocast)
     guard_of(model).attach()

@@ -145,6 +145,11 @@ class FollowedCode:
         """Follow them before all hooks that were put on since: those of FSDP2 give a module other tensors."""
         self.follow(self.decided)
 
+    def detach(self) -> None:
+        """Leave nothing on the model: its code is not followed any more. Not collective."""
+        self.end()
+        _undo(self._always)
+
     def join(self, decided: Mapping[str, SeenPath]) -> str:
         """Add what was seen in another kind of call; returns where the two contradict each other, if they do."""
         more = {path: seen for path, seen in decided.items() if path not in self.decided}

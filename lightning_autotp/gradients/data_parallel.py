@@ -29,9 +29,8 @@ from lightning_autotp.parallel.head_product import compute_undone
 from lightning_autotp.parallel.logits import VocabParallelLogits
 from lightning_autotp.parameters.local_blocks import fsdp_modules, is_cut, is_offloaded, plain, reshard
 from lightning_autotp.parameters.state import is_parallel, parallel_state
-from lightning_autotp.private.distributed_private import is_outermost
 from lightning_autotp.private.torch_private import accumulated_hooks, after_backward, tree_leaves
-from lightning_autotp.private.transformers_private import set_waits_for_copies, waits_for_copies
+from lightning_autotp.private.transformers_private import WAITS_FOR_COPIES
 from lightning_autotp.ranks.agreement import gather_objects
 
 
@@ -197,17 +196,6 @@ def hook_gathered(model: nn.Module) -> None:
             module.reshard()
 
 
-def generate_together(model: nn.Module) -> None:
-    """Let ``model.generate()`` take as many steps in every copy as in the one whose texts are the longest.
-
-    Every copy must call it equally often: FSDP2 lets them wait for each other at every block. Not collective.
-    """
-    # Its encoder may be called before the model itself, and would take itself for the outermost module.
-    is_outermost(model)
-    if hasattr(model, "generate"):
-        set_waits_for_copies(model, True)
-
-
 def beside_fsdp(gradient: Tensor) -> Tensor:
     """A hook for gradients on their way to parameters that FSDP2 has cut, past FSDP2. Not collective.
 
@@ -257,7 +245,7 @@ def _add_gradient(parameter: Tensor, gradient: Tensor) -> None:
 
 def generate_gathered(model: Any, *args: Any, **kwargs: Any) -> Any:
     """``model.generate()``, with the parameters that belong to no block gathered: an encoder runs past the model."""
-    in_parts = waits_for_copies(model)
+    in_parts = getattr(model, WAITS_FOR_COPIES)
     if in_parts:
         model.unshard()
     try:
@@ -294,7 +282,8 @@ def in_parts_again(module: nn.Module) -> None:
 def _hold(module: nn.Module, gathered: bool) -> None:
     for part in fsdp_modules(module):
         if is_parallel(part):  # a model, whose own parameters stay gathered until its backward pass
-            set_waits_for_copies(part, not gathered)
+            if hasattr(part, WAITS_FOR_COPIES):
+                setattr(part, WAITS_FOR_COPIES, not gathered)
             if (gathers := parallel_state(cast(nn.Module, part)).gathers) is not None:
                 gathers.hold(gathered)
         else:

@@ -41,7 +41,6 @@ from lightning_autotp.gradients.whole_quantities import (
 )
 from lightning_autotp.parallel.collectives import copy_to_tensor_parallel
 from lightning_autotp.parameters.part import PartOf
-from lightning_autotp.private.torch_private import allow_foreach
 from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.torch_functions import DRAWN_INTO, DRAWN_LIKE, functions
 
@@ -73,9 +72,6 @@ class GradientPart(PartOfGradient):
     def operand(self, x: Tensor) -> Tensor:
         """What goes with this part: a plain tensor of its shape, or of the whole shape, or broadcast to these."""
         return _operand(x, self.part)
-
-
-allow_foreach(GradientPart)
 
 
 def marked(tensor: Tensor, part: PartOf) -> GradientPart:

@@ -24,13 +24,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
 
 from lightning_autotp.capture.call_sites import call_leaves, calling_frame, frames_from, is_user_code, source_line
 from lightning_autotp.capture.capture import ExampleCall
 from lightning_autotp.gradients.parts import GradientPart
 from lightning_autotp.gradients.whole_quantities import PartOfGradient
+from lightning_autotp.guard.guard import after_steps
 from lightning_autotp.layouts.blocks import common, index
 from lightning_autotp.layouts.plan import ConversionPlan
 from lightning_autotp.layouts.types import Invariant, Replicate, Shard
@@ -177,7 +177,7 @@ class checked(TorchFunctionMode):
                 go_on = partial(self._after, parts.get(path, ()))
                 self._hooks.callback(module.register_forward_pre_hook(self._pause, prepend=True).remove)
                 self._hooks.callback(module.register_forward_hook(go_on, always_call=True).remove)
-        self._hooks.callback(register_optimizer_step_post_hook(self._stepped).remove)
+        self._hooks.enter_context(after_steps(self._stepped))
         self._hooks.enter_context(known_writes(self._module, is_checked=True))
 
     def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
@@ -322,11 +322,11 @@ class FirstSteps:
 
 
 class CheckedCalls:
-    """Forward pre-hook of models in a loop of the user's own: from their first calls to the next one code is checked.
+    """In a loop of the user's own: from the first calls of models to the next one code is checked.
 
     So the whole of a loop is looked at, also what it does before it calls a model in its second turn. Where gradients
     are accumulated, that is the call after an optimizer's step. Not collective.
-    Models that are compiled are not checked. A copy of the hook, on a copy of a model, checks nothing.
+    Models that are compiled are not checked, nor are copies of a model.
 
     Args:
         number: how many calls of each model with each kind of arguments, in training and without gradients.
@@ -340,19 +340,22 @@ class CheckedCalls:
         self._first = FirstSteps(number)
         self._models = models
 
-    def __call__(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        """End an earlier watch, and begin one if this call is among the first.
+    def remove(self) -> None:
+        """End the watch that is on."""
+        if CheckedCalls._running is not None:
+            CheckedCalls._running.end()
+            CheckedCalls._running = None
+
+    def before(self, model: nn.Module, call: ExampleCall) -> None:
+        """Before a forward of a model: end an earlier watch, and begin one if this call is among the first.
 
         Raises:
             RuntimeError: if a model was changed after it was divided.
         """
-        if torch.compiler.is_compiling():
-            return
         running = CheckedCalls._running
         if running is not None and (running.is_complete or not running.covers(model)):
-            running.end()
-            CheckedCalls._running = None
-        arguments = Arguments(ExampleCall(args, kwargs)).kind
+            self.remove()
+        arguments = Arguments(call).kind
         kind = ref(model), model.training, torch.is_grad_enabled(), arguments
         is_first = self._first.has_one(kind)
         if is_first and CheckedCalls._running is None and not any(map(is_compiled, self._models)):

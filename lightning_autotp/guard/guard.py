@@ -8,8 +8,9 @@ pair of ``load_state_dict``, and what stands for methods that know only whole te
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary, finalize
 
 import torch
@@ -18,10 +19,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from lightning_autotp.capture import vmap as transforms
 from lightning_autotp.capture.capture import ExampleCall
+from lightning_autotp.gradients.parts import GradientPart
 from lightning_autotp.gradients.sums import hook_parameters, mark_gradients, sum_at_once_in_ddp
 from lightning_autotp.guard.bypassed import Bypasses
 from lightning_autotp.guard.compared import ComparedValues
@@ -39,8 +40,15 @@ from lightning_autotp.parameters.known_writes import parts_before_use, parts_of
 from lightning_autotp.parameters.snapshot import Snapshot
 from lightning_autotp.parameters.state import ParameterPlace, parallel_state
 from lightning_autotp.parameters.unchanged import check_unchanged
-from lightning_autotp.private.torch_private import BeforeClipping
+from lightning_autotp.private.torch_private import AllowedInLists, BeforeClipping
 from lightning_autotp.proving.new_calls import CallProver
+
+
+class Removable(Protocol):
+    """What is there until it is removed: a hook, say."""
+
+    def remove(self) -> None:
+        """End it."""
 
 
 class Guard:
@@ -70,7 +78,7 @@ class Guard:
         self._taken: list[tuple[ParameterPlace, Tensor]] = []
         self._user_hooks = UserHooks(model)
         self.bypasses, self.compared, self.followed = Bypasses(model), ComparedValues(model), calls.code
-        self._handles: list[RemovableHandle | StandIns] = []
+        self._handles: list[Removable] = []
 
         # A check gets the call. The proof may return another one, where an argument is to be in another layout. Before
         # them, and in compiled code alone: that no function transform is around the call.
@@ -113,15 +121,29 @@ class Guard:
         state.writes.begin(parts_of(model))
         _guard_steps(self)
 
+    def join(self, check: Callable[[ExampleCall], None], watch: Removable | None = None) -> None:
+        """Check one thing more before each forward, after all others.
+
+        Args:
+            check: gets the call.
+            watch: is removed with the guard.
+        """
+        self.before_forward += (check,)
+        if watch is not None:
+            self._handles.append(watch)
+
     def remove(self) -> None:
-        """Take away what :meth:`attach` has put on the model: nothing is checked any more. Not collective."""
+        """Take away what :meth:`attach` and calls since have put on the model: nothing is checked any more.
+
+        What its parts compute is as it was, in calls that go the plan's way. Not collective.
+        """
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self._user_hooks.unwrap()
         self.bypasses.end()
         self.compared.end()
-        self.followed.end()
+        self.calls.detach()
         _live.pop(self, None)
         _forget_steps()
 
@@ -140,7 +162,10 @@ class Guard:
         return None if call is given else call
 
     def _returned(self, model: nn.Module, args: Any, output: Any) -> None:
-        """Forward hook of the model, before anything is done with what its own code returns."""
+        """Forward hook of the model, before anything is done with what its own code returns.
+
+        Not in :meth:`_after`, which comes last: what hooks of FSDP2 or a user give instead is not what the code gave.
+        """
         if self.running.own == 1:
             for check in self.on_return:
                 check(output)
@@ -288,7 +313,9 @@ _live: WeakKeyDictionary[Guard, None] = WeakKeyDictionary()
 
 They are in the order in which they came, the same on all ranks: some of their checks are collective.
 """
-_steps: list[RemovableHandle | BeforeClipping] = []
+_steps: list[Removable] = []
+_watches: list[Callable[[Optimizer], None]] = []
+"""What else is called after each step, once."""
 _one_by_one: WeakKeyDictionary[Optimizer, list[dict[str, Any]]] = WeakKeyDictionary()
 """The groups of optimizers that are stepping which are taken one by one meanwhile."""
 
@@ -296,7 +323,7 @@ _one_by_one: WeakKeyDictionary[Optimizer, list[dict[str, Any]]] = WeakKeyDiction
 def _guard_steps(guard: Guard) -> None:
     if not _steps:
         _steps.extend((register_optimizer_step_pre_hook(_before_step), register_optimizer_step_post_hook(_after_step)))
-        _steps.append(BeforeClipping(_mark_gradients))
+        _steps.extend((BeforeClipping(_mark_gradients), AllowedInLists(GradientPart)))
     _live[guard] = None
     finalize(guard, _forget_steps)
 
@@ -306,6 +333,16 @@ def _forget_steps() -> None:
     if next(iter(_live), None) is None:
         while _steps:
             _steps.pop().remove()
+
+
+@contextmanager
+def after_steps(watch: Callable[[Optimizer], None]) -> Iterator[None]:
+    """Within it this is called after each optimizer's step, as long as any guard is alive."""
+    _watches.append(watch)
+    try:
+        yield
+    finally:
+        _watches.remove(watch)
 
 
 def _mark_gradients() -> None:
@@ -329,3 +366,5 @@ def _after_step(optimizer: Optimizer, *_: Any) -> None:
             check(optimizer)
         if isinstance(guard.model, FSDPModule):
             guard.gathered.after_step(guard.model)
+    for watch in list(_watches):
+        watch(optimizer)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from types import MethodType
@@ -24,7 +24,7 @@ from lightning_autotp.parallel.linear import ColumnParallelLinear, RowParallelLi
 from lightning_autotp.parameters.known_writes import known_writes
 from lightning_autotp.parameters.local_blocks import fsdp_modules
 from lightning_autotp.parameters.state import parallel_state
-from lightning_autotp.private.transformers_private import INITIALIZES
+from lightning_autotp.private.transformers_private import INITIALIZES, WAITS_FOR_COPIES
 from lightning_autotp.proving.new_calls import CallProver
 
 ON_WHOLE_TENSORS = (
@@ -96,8 +96,8 @@ class StandIns:
                 vars(module)[name] = before
 
 
-def _methods(model: nn.Module, calls: CallProver) -> Iterator[tuple[nn.Module, str, Callable[..., Any]]]:
-    """Every method that something is to stand for: the module, its name, and what."""
+def _methods(model: nn.Module, calls: CallProver) -> Iterator[tuple[nn.Module, str, Any]]:
+    """Every method that something is to stand for, and what ``generate`` asks for: the module, its name, and what."""
     for module in model.modules():
         if _has(module, "save_pretrained"):
             yield module, "save_pretrained", partial(_save_whole_only, module)
@@ -118,6 +118,8 @@ def _methods(model: nn.Module, calls: CallProver) -> Iterator[tuple[nn.Module, s
         yield model, "generate", MethodType(partial(_refuse, model, "generate", _NEEDS_ALL_TOKENS), model)
     elif fsdp_modules(model) and hasattr(model, "generate"):
         yield model, "generate", MethodType(generate_gathered, model)
+        # As many steps in every copy as in the one whose texts are the longest: FSDP2 lets them wait at every block.
+        yield model, WAITS_FOR_COPIES, True
     if (tuners := sys.modules.get("peft.tuners.tuners_utils")) is not None:  # else there are no adapters
         for module in model.modules():
             if isinstance(module, tuners.BaseTunerLayer):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -35,7 +35,7 @@ from lightning_autotp.checkpoints.state import (
 from lightning_autotp.gradients.norms import clip_gradients_norm, clip_gradients_value
 from lightning_autotp.gradients.sums import postponed_sums
 from lightning_autotp.guard.checked import CheckedCalls
-from lightning_autotp.guard.guard import guarded_models
+from lightning_autotp.guard.guard import guard_of, guarded_models
 from lightning_autotp.guard.state_dicts import refuse_whole_optimizer_states
 from lightning_autotp.lightning.base import AutoTPBase
 from lightning_autotp.lightning.discovery import find_models
@@ -185,9 +185,10 @@ class AutoTPFabricStrategy(AutoTPBase, _ModelParallelStrategy):
             self._make_local(model, inputs, self.finder(inputs if is_only else None, precision))
         self.fill(module, [model for model, _ in models], precision)
         for model, _ in models:
+            guard = guard_of(model)
             if self._notes is not None:
-                model.register_forward_pre_hook(ComparedFirst(self._notes))
-            model.register_forward_pre_hook(self._checked_calls, with_kwargs=True)
+                guard.join(partial(ComparedFirst(self._notes).before, model))
+            guard.join(partial(self._checked_calls.before, model), self._checked_calls)
         self._modules[module] = None
         self.measure_steps([model for part in self._modules for model, _ in parallel_models(part)], precision)
         return given

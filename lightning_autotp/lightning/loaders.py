@@ -15,6 +15,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch import Tensor, nn
 
+from lightning_autotp.capture.capture import ExampleCall
 from lightning_autotp.private.torch_private import LoaderOfLoader
 from lightning_autotp.ranks.consistency import ReplicaConsistency
 
@@ -82,9 +83,7 @@ class CountedNotes:
 
 
 class ComparedFirst:
-    """Forward pre-hook of a parallel model: what was read is compared before the model is given it.
-
-    Not in a compiled model. A copy of the model does not compare.
+    """Before a forward of a parallel model: what was read is compared. A copy of the model does not compare.
 
     Args:
         notes: what was read.
@@ -93,13 +92,13 @@ class ComparedFirst:
     def __init__(self, notes: CountedNotes | None) -> None:
         self._notes = notes
 
-    def __call__(self, model: nn.Module, args: Any) -> None:
+    def before(self, model: nn.Module, call: ExampleCall) -> None:
         """Compare, where it is time. Collective over the tensor-parallel group then.
 
         Raises:
             RuntimeError: on every rank, if any two ranks differ.
         """
-        if self._notes is not None and not torch.compiler.is_compiling():
+        if self._notes is not None:
             self._notes.called(model.training and torch.is_grad_enabled())
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -438,15 +438,23 @@ LIST_UPDATES = frozenset(
 """Elementwise functions of lists of tensors, as torch's optimizers and its clipping use them. None is public."""
 
 
-def allow_foreach(kind: type[Tensor]) -> None:
-    """Let torch's clipping use functions of lists also for gradients of this class. Nothing public.
+class AllowedInLists:
+    """Lets torch's clipping use functions of lists for gradients of a class, too, until it is removed. Nothing public.
 
-    For the whole process, and not undone: torch asks for a tensor's exact class, so that nothing changes for tensors of
-    other classes, and any code may clip at any time. Without it a norm of each gradient is taken by itself, which is
-    one collective for each.
+    torch asks for a tensor's exact class, so that nothing changes for tensors of other classes. Without it a norm of
+    each gradient is taken by itself, which is one collective for each.
+
+    Args:
+        kind: the class.
     """
-    if kind not in _foreach_supported_types:
+
+    def __init__(self, kind: type[Tensor]) -> None:
+        self.kind = kind
         _foreach_supported_types.append(kind)
+
+    def remove(self) -> None:
+        """End it."""
+        _foreach_supported_types.remove(self.kind)
 
 
 class BeforeClipping:

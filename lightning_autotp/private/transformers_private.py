@@ -150,14 +150,11 @@ def names_not_saved(model: PreTrainedModel) -> set[str]:
     return set(model._keys_to_ignore_on_save or ())
 
 
-def waits_for_copies(model: nn.Module) -> bool:
-    """Whether ``model.generate()`` goes on until every copy of the model has its text, as with FSDP."""
-    return bool(getattr(model, "_is_fsdp_managed_module", False))
+WAITS_FOR_COPIES = "_is_fsdp_managed_module"
+"""The attribute by which ``model.generate()`` goes on until every copy of the model has its text, as with FSDP.
 
-
-def set_waits_for_copies(model: Any, waits: bool) -> None:
-    """Let it do so, or not. ``generate(synced_gpus=...)`` is public and would do, if it were given with every call."""
-    model._is_fsdp_managed_module = waits
+``generate(synced_gpus=...)`` is public and would do, if it were given with every call.
+"""
 
 
 @contextmanager

@@ -212,9 +212,7 @@ class CallProver:
         self.plan, self.original = state.plan, original
         here = dict(zip((path for path, _ in original.named_modules()), self.modules, strict=True))
         self.configs = ConfigWatch(here, original, self.plan.sizes)
-        for hook in self.hooks:
-            hook.remove()
-        self.hooks.clear()
+        self.detach()
         self.attributes = AttributeWatch(here, original, self.plan.sizes)
         self.led = solution.graph.value_dependent  # modules that go where values say in the examples' calls
         self.numbers: set[str] = set()  # where floats of the arguments are of which code asks what they are
@@ -248,6 +246,13 @@ class CallProver:
             way = self._way(state.parts, solution, is_as_planned=True)
             if not self._told():
                 self._know(kind, self._sizes(arguments), way)
+
+    def detach(self) -> None:
+        """Change nothing any more in calls that go other ways than the plan's, and follow no code. Not collective."""
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks.clear()
+        self.code.detach()
 
     def prove(self, call: ExampleCall) -> ExampleCall:
         """Before a forward of the model.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,7 +15,9 @@ import torch
 import torch.distributed as dist
 from distributed import run_ranks
 from tiny import tiny_model, token_batch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 import lightning_autotp
@@ -58,35 +61,145 @@ def is_hooked(module: nn.Module) -> bool:
     return any(isinstance(getattr(hook, "__self__", None), StandaloneCall) for hook in hooks)
 
 
-TABLES = [
-    "_forward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called", "_forward_hooks_with_kwargs",
-    "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_state_dict_hooks", "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-]  # fmt: skip
+TABLES = [name for name in vars(nn.Module()) if "hooks" in name]
+"""Of a module's hooks: of its forward, its backward pass, its state dict, before and after."""
 
 
 def hooks_and_attributes(model: nn.Module) -> dict[str, Any]:
-    """Of every module, by path; and of all optimizers."""
-    found: dict[str, Any] = {
-        path: (set(vars(module)), [dict(getattr(module, table)) for table in TABLES])
-        for path, module in model.named_modules()
-    }
-    found["optimizers"] = [dict(hooks) for hooks in (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)]
+    """All attributes of every module, by path and name, and the hooks in its tables; and those of all optimizers."""
+    found: dict[str, Any] = {}
+    for path, module in model.named_modules():
+        found |= {f"{path}.{name}": value for name, value in vars(module).items()}
+        found |= {f"{path}.{name} {key}": hook for name in TABLES for key, hook in getattr(module, name).items()}
+    for name, hooks in {"before": _global_optimizer_pre_hooks, "after": _global_optimizer_post_hooks}.items():
+        found |= {f"{name} steps {key}": hook for key, hook in hooks.items()}
     return found
+
+
+def differing(model: nn.Module, before: dict[str, Any]) -> list[str]:
+    """What is not the same object as before; the order of hooks counts."""
+    now = hooks_and_attributes(model)
+    if list(now) != list(before):
+        return [*(now.keys() ^ before.keys()), "order"]
+    plain = int, float, str, type(None)
+    return [at for at, it in now.items() if it is not before[at] and not (isinstance(it, plain) and it == before[at])]
+
+
+@contextmanager
+def noted_before_attaching(hooked: str) -> Iterator[dict[str, Any]]:
+    """The hooks and attributes of a model that is divided within it, before its guard puts anything on it.
+
+    Args:
+        hooked: a module that somebody puts a hook on before that.
+    """
+    unguarded: dict[str, Any] = {}
+
+    def noted(guard: Guard) -> None:
+        guard.calls.detach()
+        if hooked:
+            guard.model.get_submodule(hooked).register_forward_hook(seen)
+        unguarded.update(hooks_and_attributes(guard.model))
+        attach(guard)
+
+    attach = Guard.attach
+    with mock.patch.object(Guard, "attach", noted):
+        yield unguarded
+
+
+SEEN: list[tuple[int, ...]] = []
+"""The shapes that a user's hook has seen."""
+
+
+def seen(module: nn.Module, args: Any, output: Tensor) -> None:
+    SEEN.append(tuple(output.shape))
+
+
+class Inner(nn.Module):
+    """Gives its inner activation, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 48), nn.Linear(48, 32)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        inner = self.up(x).relu()
+        return self.down(inner), inner
+
+
+class Routed(nn.Module):
+    """Experts in a loop, which values lead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(32, 4)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 32)) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.router(x).softmax(-1).topk(2)
+        mixed = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            token, place = torch.where(chosen == number)
+            if token.numel():
+                mixed = mixed.index_add(0, token, expert(x[token]) * weights[token, place, None])
+        return mixed
+
+
+class Mixed(nn.Module):
+    """Experts beside a layer whose inner activation may be collected; gives the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.norm = nn.Embedding(61, 32), nn.LayerNorm(32)
+        self.routed, self.beside, self.head = Routed(), Inner(), nn.Linear(32, 61)
+
+    def forward(self, ids: Tensor, is_collected: bool = False) -> Tensor:
+        x = self.norm(self.table(ids)).flatten(0, 1)
+        beside, inner = self.beside(x)
+        loss = F.cross_entropy(self.head(x + self.routed(x) + beside), ids.flatten())
+        return loss + inner.cumsum(-1).square().mean() if is_collected else loss
+
+
+def without_a_guard(rank: int, size: int) -> dict[str, Any]:
+    """Of a model after its guard was removed: what is left on it, and how many hooks there had been meanwhile."""
+    found: dict[str, Any] = {}
+    ids = torch.arange(34).reshape(2, 17)
+    for copies in (False, True):
+        torch.manual_seed(0)
+        model, options = Mixed(), {}
+        if copies:
+            options["data_mesh"] = init_device_mesh("cpu", (1, size), mesh_dim_names=("data", "tensor"))["data"]
+        with noted_before_attaching("beside.up") as unguarded:
+            model = parallelize(model, dist.group.WORLD, example_inputs=(ids,), **options)
+        loss = model(ids)
+        loss.backward()
+        model(ids, is_collected=True).backward()
+        guard = guard_of(model)
+        meanwhile = differing(model, unguarded)
+        hooks = len(guard.calls.hooks)
+        guard.remove()
+        found[f"copies {copies}"] = {
+            "meanwhile": meanwhile,
+            "of another way": hooks,
+            "left behind": differing(model, unguarded),
+            "losses": (loss.item(), model(ids).item()),
+        }
+    inputs = token_batch(1) | {"use_cache": False}
+    with noted_before_attaching("") as unguarded:
+        model = parallelize(
+            tiny_model("llama", num_hidden_layers=1), dist.group.WORLD, example_inputs=inputs, **options
+        )
+    model(**inputs).loss.backward()
+    stands_in = sorted({"generate", "_is_fsdp_managed_module"} & vars(model).keys())
+    guard_of(model).remove()
+    found["generate"] = stands_in, differing(model, unguarded)
+    return {**found, "shapes": SEEN}
 
 
 def counts(rank: int, size: int, layers: int) -> dict[str, Any]:
     """Of a step that is like the one before it."""
     inputs = token_batch(1) | {"use_cache": False}
     model = tiny_model("llama", num_hidden_layers=layers)
-    unguarded: dict[str, Any] = {}
-
-    def noted(guard: Guard) -> None:
-        unguarded.update(hooks_and_attributes(guard.model))
-        attach(guard)
-
-    attach = Guard.attach
-    with mock.patch.object(Guard, "attach", noted):
+    with noted_before_attaching("") as unguarded:
         model = parallelize(model, dist.group.WORLD, example_inputs=inputs)
     for _ in range(2):  # the first one is compared between the ranks
         model(**inputs).loss.backward()
@@ -103,7 +216,7 @@ def counts(rank: int, size: int, layers: int) -> dict[str, Any]:
             found[f"{name}, {foreach}"] = dict(python_calls(optimizer.step))
     found["clipping"] = dict(python_calls(lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
     guard_of(model).remove()
-    found["left behind"] = [path for path, there in hooks_and_attributes(model).items() if there != unguarded[path]]
+    found["left behind"] = differing(model, unguarded)
     found["loss"] = model(**inputs).loss.item(), model.save_pretrained.__name__
     return found
 
@@ -170,3 +283,18 @@ def test_a_guard_that_is_removed_leaves_nothing_behind(small: Any) -> None:
     for found in small:
         assert found["left behind"] == []
         assert found["loss"] == (small[0]["loss"][0], "save_pretrained")  # runs, and the methods are its own again
+
+
+def test_a_guard_that_is_removed_takes_with_it_what_calls_have_put_on() -> None:
+    """Of a second kind of call, of experts that values lead, of a user's hook, and with FSDP2."""
+    for found in run_ranks(without_a_guard, 2):
+        for copies in (False, True):
+            seen = found[f"copies {copies}"]
+            assert seen["of another way"] > 0
+            assert any(
+                at.startswith("routed.experts.0._forward_pre_hooks") for at in seen["meanwhile"]
+            )  # its code is followed
+            assert seen["left behind"] == []
+            assert seen["losses"][0] == seen["losses"][1]
+        assert found["generate"] == (["_is_fsdp_managed_module", "generate"], [])
+        assert set(found["shapes"]) == {(34, 48), (34, 24)}  # whole, but for the calls after its guard was removed
