@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet, finalize
 
 import torch
 import torch.distributed as dist
@@ -51,8 +52,8 @@ class AutoTPTrainerMixin(TrainerSteps):
 
         class Trainer(AutoTPTrainerMixin, transformers.Trainer): ...
 
-    All processes share one copy of the model. Start them with ``torchrun``. After this has been made, accelerate takes
-    each process for the only one, but still only the first one for the main process, which logs and writes.
+    All processes share one copy of the model. Start them with ``torchrun``. While there is one of these, accelerate
+    takes each process for the only one, but still only the first one for the main process, which logs and writes.
 
     Args:
         model: a parallel model.
@@ -76,10 +77,7 @@ class AutoTPTrainerMixin(TrainerSteps):
                 f" called with, not a {type(model).__name__} as it is"
             )
         _refuse_settings(args, model)
-        alone: Any = PartialState()
-        alone.distributed_type = DistributedType.NO
-        alone.num_processes = 1
-        alone.process_index = dist.get_rank()
+        _take_for_alone(self)
         loading: Any = args.accelerator_config
         loading.dispatch_batches = False  # one process would read streams for all
         super().__init__(model, args=args, **options)
@@ -182,6 +180,27 @@ class AutoTPTrainerMixin(TrainerSteps):
         """
         with raise_together(None, f"loading the weights from {directory}"):
             _load_weights(self.model, Path(directory))
+
+
+_TRAINERS = WeakSet[AutoTPTrainerMixin]()
+_AS_SEVERAL: dict[str, Any] = {}
+"""What accelerate had recorded before the first of them."""
+
+
+def _take_for_alone(trainer: AutoTPTrainerMixin) -> None:
+    """Let accelerate take each process for the only one, as long as there is such a Trainer."""
+    alone = {"distributed_type": DistributedType.NO, "num_processes": 1, "process_index": dist.get_rank()}
+    record = vars(PartialState())  # shared by all of its instances
+    if not _TRAINERS:
+        _AS_SEVERAL.update({name: record[name] for name in alone})
+    record.update(alone)
+    finalize(trainer, _as_several_again)  # called after what a set registers later
+    _TRAINERS.add(trainer)
+
+
+def _as_several_again() -> None:
+    if not _TRAINERS:
+        vars(PartialState()).update(_AS_SEVERAL)
 
 
 def _refuse_settings(args: TrainingArguments, model: nn.Module) -> None:

@@ -28,12 +28,11 @@ from lightning_autotp.layouts.ownership import Ownership
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.layouts.types import Shard
 from lightning_autotp.lightning.discovery import copies_of, fill_remaining, parallel_sizes
-from lightning_autotp.lightning.models_local import count_copies_once
 from lightning_autotp.lightning.optimizers import CheckedOptimizers
 from lightning_autotp.lightning.saving import CheckpointWriter
 from lightning_autotp.lightning.starting import check_start
 from lightning_autotp.lightning.step_report import StepMeasure, StepReport
-from lightning_autotp.lightning.tracebacks import print_errors_briefly
+from lightning_autotp.lightning.tracebacks import BriefErrors
 from lightning_autotp.parallel.collectives import all_gather_replicate
 from lightning_autotp.parameters.host_memory import to_device
 from lightning_autotp.parameters.state import parallel_models
@@ -168,7 +167,7 @@ class AutoTPBase(StrategyInternals):
     def before_launch(self) -> None:
         """Decide on the sizes; let this process end without a thread at work, and say briefly with which error."""
         let_threads_finish_at_end()
-        print_errors_briefly()
+        BriefErrors.begin(self)
         devices = self.num_nodes * self.num_processes
         self.set_sizes(*parallel_sizes(devices, self.tensor_ranks, self.data_ranks))
 
@@ -414,7 +413,7 @@ class AutoTPBase(StrategyInternals):
     def fill(self, module: nn.Module, models: Iterable[nn.Module], precision: str) -> list[RemovableHandle]:
         """Give local models this rank's part of their values, on its device; then average gradients over the copies.
 
-        Metrics in the module count each copy once. Collective over all processes; every backward pass is afterwards.
+        Collective over all processes; every backward pass is afterwards.
 
         Args:
             module: is one of the models, or holds them.
@@ -430,7 +429,6 @@ class AutoTPBase(StrategyInternals):
             fill_remaining(module)
         self.share_random_state()
         to_device(module, self.root_device)
-        count_copies_once(module, self.data_parallel_group)
         averaged = {parameter for model, _ in parallel_models(module) for parameter in model.parameters()}
         return average_gradients(module, self.data_parallel_group, averaged)
 

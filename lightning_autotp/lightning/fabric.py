@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from lightning.fabric.plugins import MixedPrecision
 from lightning.fabric.strategies import ModelParallelStrategy
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
@@ -42,7 +41,7 @@ from lightning_autotp.lightning.discovery import find_models
 from lightning_autotp.lightning.loaders import ComparedFirst, CountedNotes, NotedLoader, seed_workers_by
 from lightning_autotp.lightning.models_local import count_copies_once
 from lightning_autotp.lightning.optimizers import move_to_local, originals, owner_of, then_compute
-from lightning_autotp.optimizers.scaler import AgreedGradScaler
+from lightning_autotp.optimizers.scaler import agreed_scaling
 from lightning_autotp.optimizers.stepping import steps_some_of
 from lightning_autotp.parallel.head_product import compute_undone
 from lightning_autotp.parameters.host_memory import states_to_parameters
@@ -106,9 +105,6 @@ class AutoTPFabricStrategy(AutoTPBase, _ModelParallelStrategy):
             at_end_of_process(self.saving.close, self._end_watch)
         if self.tensor_parallel_group.size() > 1:
             self._notes = CountedNotes(self.tensor_parallel_group, self.root_device, self.checked_batches)
-        precision = self.precision
-        if isinstance(precision, MixedPrecision) and not isinstance(precision.scaler, AgreedGradScaler | None):
-            precision.scaler = AgreedGradScaler(precision.scaler)
 
     def _end_watch(self, error: BaseException | None) -> None:
         """Stop watching, because this process ends; tell the others if it is because of an error. Not collective."""
@@ -184,6 +180,7 @@ class AutoTPFabricStrategy(AutoTPBase, _ModelParallelStrategy):
             is_only = len(models) == 1 and not self._modules  # as far as is known: others take memory, too
             self._make_local(model, inputs, self.finder(inputs if is_only else None, precision))
         self.fill(module, [model for model, _ in models], precision)
+        count_copies_once(module, self.data_parallel_group)
         for model, _ in models:
             guard = guard_of(model)
             if self._notes is not None:
@@ -262,7 +259,8 @@ class AutoTPFabricStrategy(AutoTPBase, _ModelParallelStrategy):
             compute_undone()  # logits that the loop still has
         else:
             kwargs["closure"] = then_compute(optimizer, closure)
-        result = super().optimizer_step(optimizer, **kwargs)
+        with agreed_scaling(self.precision):
+            result = super().optimizer_step(optimizer, **kwargs)
         self.stepped(optimizer)
         return result
 
@@ -275,14 +273,18 @@ class AutoTPFabricStrategy(AutoTPBase, _ModelParallelStrategy):
         error_if_nonfinite: bool = True,
     ) -> Tensor:
         """Clip by the whole model's norm, over all ranks. Collective."""
-        self.precision.unscale_gradients(optimizer)
+        self._unscale(optimizer)
         parameters = self.precision.main_params(optimizer)
         return clip_gradients_norm(module, max_norm, float(norm_type), error_if_nonfinite, parameters=parameters)
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float | int) -> None:
         """Clamp every element."""
-        self.precision.unscale_gradients(optimizer)
+        self._unscale(optimizer)
         clip_gradients_value(self.precision.main_params(optimizer), clip_val)
+
+    def _unscale(self, optimizer: Optimizer) -> None:
+        with agreed_scaling(self.precision):
+            self.precision.unscale_gradients(optimizer)
 
     # --- collectives ---
 

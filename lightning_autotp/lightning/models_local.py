@@ -120,14 +120,39 @@ def count_copies_once(module: nn.Module, group: dist.ProcessGroup) -> list[Metri
     Returns:
         The metrics that had none.
     """
-    found = [each for each in module.modules() if isinstance(each, Metric) and each.process_group is None]
+    metrics = [each for each in module.modules() if isinstance(each, Metric)]
+    for metric in metrics:
+        if isinstance(vars(metric).get("reset"), _AsBeforeWhenReset):  # of an earlier run
+            _over_all_ranks(metric)
+    found = [metric for metric in metrics if metric.process_group is None]
     for metric in found:
         metric.process_group = group
     return found
 
 
 def count_as_before(metrics: Iterable[Metric]) -> None:
-    """Let metrics be synchronized over all ranks again; not one that still counts what it has seen of the copies."""
+    """Let metrics be synchronized over all ranks again; one that has counted something of the copies, when it is reset.
+
+    Until then what it has counted is to be computed.
+    """
     for metric in metrics:
-        if not metric.update_called:
-            metric.process_group = None
+        if metric.update_called:
+            vars(metric)["reset"] = _AsBeforeWhenReset(metric)
+        else:
+            _over_all_ranks(metric)
+
+
+class _AsBeforeWhenReset:
+    """Stands for a metric's own ``reset``, once."""
+
+    def __init__(self, metric: Metric) -> None:
+        self._metric = metric
+
+    def __call__(self) -> None:
+        _over_all_ranks(self._metric)
+        self._metric.reset()
+
+
+def _over_all_ranks(metric: Metric) -> None:
+    vars(metric).pop("reset", None)
+    metric.process_group = None

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.plugins import MixedPrecision, TorchCheckpointIO
+from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from lightning.pytorch.trainer import call as calls_of_hooks
 from lightning.pytorch.trainer.states import TrainerFn
@@ -45,7 +45,7 @@ from lightning_autotp.lightning.models_local import count_as_before, count_copie
 from lightning_autotp.lightning.optimizers import then_compute
 from lightning_autotp.lightning.summary import ParallelSummary
 from lightning_autotp.lightning.throughput import share_batches
-from lightning_autotp.optimizers.scaler import AgreedGradScaler
+from lightning_autotp.optimizers.scaler import agreed_scaling
 from lightning_autotp.parameters.host_memory import states_to_parameters
 from lightning_autotp.pipeline import FindPlan, find_plan
 from lightning_autotp.private.lightning_private import (
@@ -176,7 +176,7 @@ class AutoTPStrategy(AutoTPBase, ModelParallelStrategy):
             handle.remove()
         self._averaging = self.fill(module, [model for model, _ in models], precision)
         self._callbacks = trainer.callbacks  # type: ignore[attr-defined]
-        for held in (value for callback in self._callbacks for value in vars(callback).values()):
+        for held in (module, *(value for callback in self._callbacks for value in vars(callback).values())):
             if isinstance(held, nn.Module):
                 self._as_before.callback(count_as_before, count_copies_once(held, self.data_parallel_group))
         if self.data_ranks == 1:
@@ -216,9 +216,7 @@ class AutoTPStrategy(AutoTPBase, ModelParallelStrategy):
         plugin = self.precision_plugin
         clips = {"clip_grad_by_norm": self._clip_by_norm, "clip_grad_by_value": self._clip_by_value}
         self._as_before.enter_context(replaced(plugin, **clips))
-        if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
-            self._as_before.callback(_go_on_with, plugin, plugin.scaler)
-            plugin.scaler = AgreedGradScaler(plugin.scaler)
+        self._as_before.enter_context(agreed_scaling(plugin))
 
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other ranks, which may be waiting for this one."""
@@ -449,10 +447,3 @@ class AutoTPStrategy(AutoTPBase, ModelParallelStrategy):
                 " trainer.strategy.save_pretrained(directory, model=module.model)"
             )
         save_pretrained(models[0], directory, write=write, every_process=True, **kwargs)
-
-
-def _go_on_with(plugin: MixedPrecision, scaler: torch.amp.GradScaler) -> None:
-    """Give the user's scaler back, with the scale that ours has come to: a checkpoint may be written afterwards."""
-    assert plugin.scaler is not None
-    scaler.load_state_dict(plugin.scaler.state_dict())
-    plugin.scaler = scaler

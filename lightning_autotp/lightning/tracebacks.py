@@ -10,11 +10,12 @@ import os
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
-from functools import cache, partial
 from itertools import groupby
 from pathlib import Path
 from traceback import FrameSummary, StackSummary, TracebackException, walk_tb
 from types import TracebackType
+from typing import Any, ClassVar
+from weakref import WeakSet, finalize
 
 from lightning_autotp.ranks.agreement import PeerError, Raised
 from lightning_autotp.ranks.peers import PeerWatch
@@ -28,14 +29,39 @@ WHOLE = "TORCH_DISTRIBUTED_DEBUG"
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], None]
 
 
-@cache
-def print_errors_briefly() -> None:
-    """Print uncaught errors so, from now on in this process.
+class BriefErrors:
+    """Prints uncaught errors so while a strategy is there: as ``sys.excepthook``, or called by what has replaced it.
 
-    Those are errors that passed through this package, and any that only another rank's failure is the cause of.
-    Where a process group is made later, torch puts the rank before each line.
+    Those are errors that passed through this package, and any that only another rank's failure is the cause of. A
+    strategy's models are used after a run, too (``save_pretrained``). Where a process group is made later, torch puts
+    the rank before each line, and calls this.
     """
-    sys.excepthook = partial(_print, sys.excepthook)
+
+    _one: ClassVar[BriefErrors | None] = None
+    """The one of this process."""
+
+    def __init__(self) -> None:
+        self._usual: Hook = sys.excepthook
+        self._strategies = WeakSet[Any]()
+
+    @classmethod
+    def begin(cls, strategy: object) -> None:
+        """Print them so from now on, until this strategy is gone, and all others."""
+        if cls._one is None:
+            cls._one = sys.excepthook = cls()
+        finalize(strategy, cls._one._end)  # called after what a set registers later
+        cls._one._strategies.add(strategy)
+
+    def _end(self) -> None:
+        if not self._strategies and sys.excepthook is self:
+            sys.excepthook, BriefErrors._one = self._usual, None
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Print an error, as usual where there is no strategy any more."""
+        if self._strategies:
+            _print(self._usual, kind, error, trace)
+        else:
+            self._usual(kind, error, trace)
 
 
 def _print(usual: Hook, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

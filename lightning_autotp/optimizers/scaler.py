@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from lightning_autotp.optimizers.stepping import stepped_by
 from lightning_autotp.parameters.local_blocks import plain
-from lightning_autotp.private.torch_private import GradScaler
+from lightning_autotp.private.torch_private import GradScaler, replaced
 
 
 class AgreedGradScaler(GradScaler):
@@ -21,7 +22,7 @@ class AgreedGradScaler(GradScaler):
     collective over all processes. (torch's sharded scaler for FSDP does the same.)
 
     Args:
-        scaler: whose device, scale and growth to go on with.
+        scaler: whose state it has, all of it: what one of the two is told, the other one knows.
     """
 
     def unscale_gradients(
@@ -42,3 +43,12 @@ class AgreedGradScaler(GradScaler):
             agreed = torch.maximum(agreed, torch.stack([infinite.to(agreed.device), torch.ones_like(found_infinite)]))
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
         return {agreed.device: agreed[0]} if found or agreed[1] else {}
+
+
+def agreed_scaling(plugin: Any) -> AbstractContextManager[None]:
+    """Within it all ranks skip the same steps, where this precision plugin of Lightning's scales losses.
+
+    The scale is that of its own scaler, also afterwards.
+    """
+    scaler = getattr(plugin, "scaler", None)
+    return nullcontext() if scaler is None else replaced(plugin, scaler=AgreedGradScaler(scaler))

@@ -792,13 +792,11 @@ class GradScaler(torch.amp.GradScaler):
     """torch's, of which :meth:`unscale_gradients` may be overridden. Only whole scalers are public.
 
     Args:
-        scaler: whose device, scale and growth to go on with.
+        scaler: whose state it has, all of it: what one of the two is told, the other one knows.
     """
 
     def __init__(self, scaler: torch.amp.GradScaler) -> None:
-        super().__init__(scaler._device, enabled=scaler.is_enabled())
-        if scaler.is_enabled():
-            self.load_state_dict(scaler.state_dict())
+        self.__dict__ = vars(scaler)
 
     def unscale_gradients(self, optimizer: Any, *args: Any) -> dict[torch.device, Tensor]:
         """Divide by the scale in place; whether some gradient was not finite, by device."""

@@ -251,6 +251,7 @@ class PeerWatch:
         if self._cause is not None:
             self._kill_stopped()
         if not self._thread.is_alive():
+            self._before_end = lambda: None  # keeps nothing alive
             with suppress(RuntimeError):  # without the store no rank can be told
                 self._ask(patience, self._store.set, f"done/{self._own.rank}", "")
 

@@ -17,11 +17,12 @@ import pytest
 import torch
 from distributed import PATIENCE, SCRIPT_ENVIRONMENT
 from tiny import tiny_model
+from torch import nn
 
 import lightning_autotp
 from lightning_autotp.capture.nested import map_tensors
 from lightning_autotp.lightning.starting import check_start
-from lightning_autotp.lightning.tracebacks import print_errors_briefly
+from lightning_autotp.lightning.tracebacks import BriefErrors
 from lightning_autotp.ranks.agreement import PeerError, Raised
 from lightning_autotp.ranks.peers import PeerWatch
 
@@ -228,7 +229,9 @@ def test_an_error_is_printed_once_without_the_frames_of_libraries(
     watch = mock.Mock(**{"explains.return_value": False})
     monkeypatch.setattr(PeerWatch, "latest", watch)
     monkeypatch.setattr(sys, "excepthook", lambda *given: usual.append(given))
-    print_errors_briefly.__wrapped__()
+    monkeypatch.setattr(BriefErrors, "_one", None)
+    hook, strategy = sys.excepthook, nn.Identity()
+    BriefErrors.begin(strategy)
 
     def printed(error: BaseException, how: Raised | None = None) -> list[str]:
         def fail(_: Any) -> Any:
@@ -270,6 +273,15 @@ def test_an_error_is_printed_once_without_the_frames_of_libraries(
     watch.explains.return_value = True
     assert printed(ValueError("another rank failed")) == []
     assert (len(usual), len(watch.note_printed.call_args_list)) == (3, 7)
+    del strategy
+    assert sys.excepthook is hook
+    BriefErrors.begin(strategy := nn.Identity())
+    ours = sys.excepthook
+    monkeypatch.setattr(sys, "excepthook", lambda *given: ours(*given))  # as torch's calls the one that was there
+    del strategy
+    watch.explains.return_value = False
+    assert printed(ValueError("without a strategy")) == []
+    assert len(usual) == 4
 
 
 @pytest.mark.nightly

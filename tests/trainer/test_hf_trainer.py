@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from accelerate import PartialState
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
@@ -194,6 +196,10 @@ def refusals(folder: Path) -> dict[str, str]:
     said["losses"] = _said(OwnLoss(model=model, args=chosen, train_dataset=Sequences()).train)
     (folder / "other").mkdir(exist_ok=True)
     said["no files"] = _said(lambda: adafactor.load_weights(str(folder / "other")))
+    said["processes"] = str(PartialState().num_processes)
+    del adafactor
+    gc.collect()
+    said["processes afterwards"] = str(PartialState().num_processes)
     return said
 
 
@@ -217,6 +223,7 @@ def test_what_cannot_work_is_said(tmp_path: Path) -> None:
     assert "RuntimeError: the ranks of a tensor-parallel group have different losses" in said["losses"]
     assert "(of a batch of step 1)" in said["losses"]
     assert "has no *.safetensors files" in said["no files"]
+    assert (said["processes"], said["processes afterwards"]) == ("1", "2")
 
 
 # --- TRL ---

@@ -69,6 +69,9 @@ StandaloneCall.before model.layers.0.mlp.gate_proj
 StandaloneCall.before model.layers.0.mlp.up_proj
 StandaloneCall.before model.layers.0.mlp.down_proj
 StandaloneCall.before model.norm
+""".strip().splitlines()
+"""Every hook in a forward of the model of these tests, with its module; of the model itself without one."""
+AT_THE_HEAD = """
 StandaloneCall.before lm_head
 BoundaryConversion.after lm_head
 StandaloneCall.end lm_head
@@ -76,7 +79,19 @@ StandaloneCall.after lm_head
 Guard._returned
 Guard._after
 """.strip().splitlines()
-"""Every hook in a forward of the model of these tests, with its module; of the model itself without one."""
+"""The last of them."""
+BEFORE_THE_HEAD = """
+BoundaryConversion.after model
+StandaloneCall.end model
+StandaloneCall.after model
+StandaloneCall.before lm_head
+BoundaryConversion.before lm_head
+StandaloneCall.end lm_head
+StandaloneCall.after lm_head
+Guard._returned
+Guard._after
+""".strip().splitlines()
+"""The last of them, by the plan for the Trainer's batches."""
 STEPS = {
     "loop": [
         *BEFORE_A_FORWARD,
@@ -246,7 +261,7 @@ def test_a_step_calls_in_this_order(way: str, found: Any) -> None:
     for seen in found:
         functions, forward = seen[way]
         assert functions == STEPS[way]
-        assert forward == FORWARD
+        assert forward == FORWARD + (BEFORE_THE_HEAD if way == "Trainer" else AT_THE_HEAD)
 
 
 @pytest.mark.parametrize("way", STEPS)
