@@ -75,7 +75,7 @@ def load_archive(file: str | os.PathLike[str] | BinaryIO, weights_only: bool | N
         named = _classes_in(file)
         if not named:
             reasons = [line for line in str(error).splitlines() if "WeightsUnpickler error" in line]
-            named = (reasons or [first_line(error)])[0].strip()[:200]
+            named = (reasons or [in_short(error)])[0].strip()[:200]
         raise CheckpointError(
             f"{os.fspath(file)} contains more than tensors and plain values ({named}); nothing else is unpickled, since"
             " that runs code that the file names. If you trust who wrote it: give these classes to"
@@ -88,7 +88,7 @@ def load_archive(file: str | os.PathLike[str] | BinaryIO, weights_only: bool | N
             raise
         raise CheckpointError(
             f"{os.fspath(file)} contains objects of classes that Python looks up by their names ({named}), and one of"
-            f" them is not there: {first_line(error)}. Read it where the module with that class can be imported, and a"
+            f" them is not there: {in_short(error)}. Read it where the module with that class can be imported, and a"
             " class of the script itself with the script that defines it"
         ) from error
 
@@ -277,8 +277,7 @@ def _explained(path: str) -> Iterator[None]:
         if "mmap can only be used" in str(error):
             advice = "it has torch.save's old format: load it once and save it again with save_pretrained (safetensors)"
         raise DamagedFileError(
-            f"{path} ({os.path.getsize(path)} bytes) cannot be read, it may be truncated: {advice}. "
-            f"({first_line(error)})"
+            f"{path} ({os.path.getsize(path)} bytes) cannot be read, it may be truncated: {advice}. ({in_short(error)})"
         ) from error
 
 
@@ -327,8 +326,8 @@ def files_kept_open() -> Iterator[None]:
         cache.close()
 
 
-def first_line(error: Exception) -> str:
-    """What an error says, for a message of one's own: 200 characters at most, or its class."""
+def in_short(error: Exception) -> str:
+    """What an error says first, for a message of one's own: 200 characters at most, or its class."""
     return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 

@@ -9,7 +9,6 @@ model with both. The user's own random state is left as it was.
 
 from __future__ import annotations
 
-import pickle
 import random
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from lightning_autotp.operators import record
 from lightning_autotp.operators.graph import Graph
-from lightning_autotp.ranks.random_numbers import seeded
+from lightning_autotp.ranks.random_numbers import host_random_states, seeded, set_host_random_states
 
 HIGH, LOW = -1, -2
 """The highest, or the lowest, numbers that generators give; other numbers are seeds."""
@@ -40,7 +39,7 @@ def made_up(draws: int) -> Iterator[None]:
 
     Of torch's generator that is a seed in any case: see :func:`extreme`.
     """
-    in_python, in_numpy = random.getstate(), np.random.get_state()
+    before = host_random_states()
     try:
         with seeded(max(draws, 0), _CPU):
             random.seed(max(draws, 0))
@@ -51,13 +50,12 @@ def made_up(draws: int) -> Iterator[None]:
             np.random.set_state(("MT19937", np.array(words[:-1], np.uint32), words[-1], 0, 0.0))
             yield
     finally:
-        random.setstate(in_python)
-        np.random.set_state(in_numpy)
+        set_host_random_states(before)
 
 
 def states() -> Hashable:
     """What Python's and numpy's generators give next."""
-    return random.getstate(), pickle.dumps(np.random.get_state())
+    return tuple(host_random_states().values())
 
 
 def extreme(draws: int, draw: Callable[[], list[Tensor]]) -> list[Tensor]:

@@ -33,7 +33,7 @@ from lightning_autotp.building.checkpoint_reading import (
     CheckpointError,
     DamagedFileError,
     MissingFileError,
-    first_line,
+    in_short,
     inside,
     load_archive,
 )
@@ -434,5 +434,5 @@ def _read(path: Path, weights_only: bool | None, check: bool) -> Any:
     except Exception as error:  # what a damaged file raises is anything
         raise DamagedFileError(
             f"the checkpoint file {path} ({path.stat().st_size} bytes) cannot be read, it may be damaged or be"
-            f" something else: copy it again, or resume from an earlier one. ({first_line(error)})"
+            f" something else: copy it again, or resume from an earlier one. ({in_short(error)})"
         ) from error

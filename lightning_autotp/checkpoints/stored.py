@@ -30,7 +30,7 @@ from lightning_autotp.building.checkpoint_reading import (
     CheckpointError,
     DamagedFileError,
     MissingFileError,
-    first_line,
+    in_short,
     inside,
     load_archive,
 )
@@ -221,7 +221,7 @@ def explained(directory: Path, file: str) -> Iterator[None]:
     except Exception as error:  # what a damaged file raises is anything
         raise DamagedFileError(
             f"the checkpoint {directory} cannot be read: its file {file} is damaged, truncated or from another save"
-            f" ({first_line(error)}). Copy the directory again, or resume from an earlier one"
+            f" ({in_short(error)}). Copy the directory again, or resume from an earlier one"
         ) from error
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import io
 import pickle
-import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +30,7 @@ from lightning_autotp.private.distributed_private import device_of_objects
 from lightning_autotp.private.torch_private import LoaderOfLoader
 from lightning_autotp.ranks.agreement import in_words, peer_error
 from lightning_autotp.ranks.generators import default_generator
+from lightning_autotp.ranks.random_numbers import host_random_states, set_host_random_states
 
 LARGE = 1 << 20
 """Bytes from which on a tensor is sent by itself."""
@@ -326,11 +326,7 @@ def _broadcast_bytes(flats: list[Tensor], source: int, group: dist.ProcessGroup)
 
 def _random_states(device: torch.device) -> dict[str, Any]:
     """The states of the generators, in a form that compares by value."""
-    states = {
-        "torch": torch.get_rng_state().numpy().tobytes(),
-        "random": random.getstate(),
-        "numpy": pickle.dumps(np.random.get_state(legacy=False)),
-    }
+    states = {"torch": torch.get_rng_state().numpy().tobytes(), **host_random_states()}
     if device.type != "cpu":
         states["device"] = default_generator(device).get_state().numpy().tobytes()
     return states
@@ -339,9 +335,6 @@ def _random_states(device: torch.device) -> dict[str, Any]:
 def _set_random_states(states: dict[str, Any], device: torch.device) -> None:
     if "torch" in states:
         torch.set_rng_state(torch.frombuffer(bytearray(states["torch"]), dtype=torch.uint8))
-    if "random" in states:
-        random.setstate(states["random"])
-    if "numpy" in states:
-        np.random.set_state(pickle.loads(states["numpy"]))
+    set_host_random_states(states)
     if "device" in states:
         default_generator(device).set_state(torch.frombuffer(bytearray(states["device"]), dtype=torch.uint8))

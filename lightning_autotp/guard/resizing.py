@@ -60,7 +60,7 @@ def resize_together(model: nn.Module, module: nn.Module, calls: CallProver, /, *
         module: it, or the module in it whose method this stands for.
         calls: proves the model's new kinds of calls.
         *args: as for the model's own method (``new_num_tokens``, ``pad_to_multiple_of``, ``mean_resizing``).
-        **kwargs: likewise.
+        **kwargs: those that are given by name.
 
     Returns:
         The module of the input embeddings.

@@ -202,7 +202,7 @@ class AutoTPBase(StrategyInternals):
         self.saving.begin()
         self._memory = smallest_memory(self.root_device)
         self._watch_peers()
-        self.share_random_state()
+        self._share_all_random_states()
 
     def _watch_peers(self) -> None:
         """Watch over the other processes, if there are any, from now on with this watch alone. Collective."""
@@ -214,7 +214,7 @@ class AutoTPBase(StrategyInternals):
             run = self.broadcast(uuid.uuid4().hex)
             self.peers = PeerWatch(peers, self.global_rank, default_store(), run, self.patience, self.kill_processes)
 
-    def share_random_state(self) -> None:
+    def _share_all_random_states(self) -> None:
         """Rank 0's random state for every rank: in one process it would have been the only one. Collective."""
         set_rng_states(self.broadcast(collect_rng_states(include_cuda=False)))
         if self.root_device.type == "cuda":
@@ -427,7 +427,7 @@ class AutoTPBase(StrategyInternals):
             materialize(model, self.root_device, self.copies, _AUTOCAST.get(precision), self.cpu_offload)
         with raise_together(None, f"initializing the {type(module).__name__}'s own parameters"):
             fill_remaining(module)
-        self.share_random_state()
+        self._share_all_random_states()
         to_device(module, self.root_device)
         averaged = {parameter for model, _ in parallel_models(module) for parameter in model.parameters()}
         return average_gradients(module, self.data_parallel_group, averaged)

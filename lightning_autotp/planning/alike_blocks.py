@@ -116,7 +116,7 @@ def _metadata(tensor: Tensor) -> Any:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
 
 
-class Step(NamedTuple):
+class RanStep(NamedTuple):
     """A forward and backward pass.
 
     Attributes:
@@ -272,7 +272,7 @@ class Sampled:
         self._seen[path] = self._asked[begun:], _graph(output, given)
         return output
 
-    def step(self, middle: Moment) -> Step:
+    def step(self, middle: Moment) -> RanStep:
         """The step as if all blocks had run.
 
         Args:
@@ -312,7 +312,7 @@ class Sampled:
                     changes.append((number + 1, [change] * len(repeats.left_out)))
         before = sum(len(more) for at, more in changes if at <= middle.changes)
         ran_before = sum(len(more) for at, more in ran if at <= middle.ran)
-        return Step(
+        return RanStep(
             _inserted(self.meter.changes, changes),
             _inserted(self.meter.work.ran, ran),
             Moment(middle.changes + before, middle.ran + ran_before),

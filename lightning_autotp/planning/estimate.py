@@ -34,7 +34,7 @@ class Memory:
 
     Attributes:
         parameters: as they are stored.
-        gradients: likewise.
+        gradients: of all parameters that are trained, once all are there.
         states: the optimizer's.
         activations: kept for the backward pass, parameters in another dtype (autocast's) included.
         temporary: what the loss, an operator, a collective or the optimizer's step needs for a moment; the numbers that

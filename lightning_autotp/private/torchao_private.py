@@ -65,7 +65,7 @@ def to_float8(x: Tensor, largest: Tensor, cast: Any, dim: int, role: str, config
         dim: as for :func:`largest`.
         role: ``"input"``, ``"weight"`` or ``"grad_output"``.
         config: as :func:`make_plain` gives it.
-        products: likewise.
+        products: how the three products run, as :func:`make_plain` gives it.
     """
     from torchao.float8 import GemmInputRole
     from torchao.float8.float8_scaling_utils import get_maybe_axiswise_dim

@@ -154,12 +154,12 @@ class _Kind:
                 return way
         return found
 
-    def is_compared(self, stage: int, meet: Callable[[], object]) -> bool:
+    def is_compared(self, stage: int, wait: Callable[[], object]) -> bool:
         """Count a call in this stage; whether it is to be compared with what was proved.
 
         Args:
             stage: the number of the stage.
-            meet: waits for the other ranks, where the stage alone is why: one that is new to a rank alone would let
+            wait: waits for the other ranks, where the stage alone is why: one that is new to a rank alone would let
                 this one has nothing to compare with.
         """
         self.calls += 1
@@ -167,7 +167,7 @@ class _Kind:
         found = is_looked_at(self.calls)
         if is_first and not found and self.compared < _AGAIN + self.calls // _ONE_IN:
             found = True
-            meet()
+            wait()
         self.compared += found
         return found
 

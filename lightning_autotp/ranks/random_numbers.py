@@ -12,10 +12,14 @@ that a recomputation draws the same mask.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import pickle
+import random
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -77,6 +81,19 @@ def share_random_state(group: TPGroup, device: torch.device) -> None:
     dist.broadcast_object_list(states, group_src=0, group=group.process_group)
     for generator, state in zip(generators, states, strict=True):
         generator.set_state(state)
+
+
+def host_random_states() -> dict[str, Any]:
+    """What Python's and numpy's generators give next, in a form that is compared by value, hashed and pickled."""
+    return {"random": random.getstate(), "numpy": pickle.dumps(np.random.get_state(legacy=False))}
+
+
+def set_host_random_states(states: Mapping[str, Any]) -> None:
+    """Let those of them go on so that are among these."""
+    if "random" in states:
+        random.setstate(states["random"])
+    if "numpy" in states:
+        np.random.set_state(pickle.loads(states["numpy"]))
 
 
 def are_own_numbers_noted() -> bool:

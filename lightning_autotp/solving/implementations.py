@@ -2,8 +2,8 @@
 
 An :class:`Implementation` is one declaration, made beside the module or function that runs
 (:mod:`~lightning_autotp.parallel.implementations` has the list). The solver picks among them like among layouts, the
-plan names the one picked, replacement builds it, and the proof looks for it in the trace. No other place knows one by
-name.
+plan names the one picked, replacement builds it, and the proof looks for it in the trace. One place more knows one by
+name: :attr:`~lightning_autotp.layouts.plan.Plan.losses_in_parts`, ``"column"``.
 """
 
 from __future__ import annotations

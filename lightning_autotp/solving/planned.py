@@ -19,6 +19,7 @@ from lightning_autotp.solving.candidates import Sharding
 from lightning_autotp.solving.implementations import Implementations
 
 Kind = str | int
+"""The type of a tensor: ``I``, ``R``, ``P``, or the number of the candidate that cuts it."""
 Change = tuple[Kind, Kind]
 """The kinds before and after."""
 

@@ -26,7 +26,8 @@ from lightning_autotp.operators import Dims
 from lightning_autotp.operators.graph import Operator
 from lightning_autotp.solving.elimination import Elimination, NoAssignment, Row
 from lightning_autotp.solving.integer_program import NotFoundInTime
-from lightning_autotp.solving.tables import Kind, Tables
+from lightning_autotp.solving.planned import Kind
+from lightning_autotp.solving.tables import Tables
 
 _PRICED = 4
 """Cuts of whole matrices whose price is worked out, the largest matrices first: each is solved for once more."""

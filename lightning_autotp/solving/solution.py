@@ -16,8 +16,9 @@ from lightning_autotp.operators.declared import CalledFunction
 from lightning_autotp.operators.graph import Graph, Operator
 from lightning_autotp.solving.elimination import Assignment
 from lightning_autotp.solving.implementations import Use, operand_of
+from lightning_autotp.solving.planned import Kind
 from lightning_autotp.solving.reasons import Reasons
-from lightning_autotp.solving.tables import Kind, Tables
+from lightning_autotp.solving.tables import Tables
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ from lightning_autotp.solving.cost import Profile
 from lightning_autotp.solving.elimination import MOST_SECONDS, Elimination, NoAssignment
 from lightning_autotp.solving.implementations import Implementations
 from lightning_autotp.solving.integer_program import NotFoundInTime
-from lightning_autotp.solving.planned import PlanMismatch
+from lightning_autotp.solving.planned import Kind, PlanMismatch
 from lightning_autotp.solving.reasons import Reasons
 from lightning_autotp.solving.solution import Solution, read_solution
-from lightning_autotp.solving.tables import Kind, Tables
+from lightning_autotp.solving.tables import Tables
 from lightning_autotp.solving.whole_work import whole_work
 
 

@@ -29,13 +29,10 @@ from lightning_autotp.solving.cost import Profile, typical_matrix
 from lightning_autotp.solving.elimination import Elimination, Table
 from lightning_autotp.solving.implementations import DEFERRED_SUM, Implementation, Implementations, Use, operand_of
 from lightning_autotp.solving.kept_parts import kept_in_parts
-from lightning_autotp.solving.planned import PlanConstraints
+from lightning_autotp.solving.planned import Kind, PlanConstraints
 from lightning_autotp.solving.pricing import ScaledSizes
 from lightning_autotp.solving.repeated_modules import twins
 from lightning_autotp.solving.residual import residual_axes
-
-Kind = str | int
-"""The type of a tensor: ``I``, ``R``, ``P``, or the number of the candidate that cuts it."""
 
 I, R, P = "I", "R", "P"  # noqa: E741 (the field's own names for the types)
 _TYPES: dict[str, Layout] = {I: Invariant(), R: Replicate(), P: Partial()}

@@ -179,7 +179,13 @@ def test_a_trainer_gives_what_one_process_gives(ranks: int, tmp_path: Path) -> N
 
 
 def refusals(folder: Path) -> dict[str, str]:
-    """What is said of models and settings that do not go together."""
+    """What is said of models and settings that do not go together, and what accelerate has recorded afterwards."""
+    said = refused(folder)
+    gc.collect()
+    return {**said, "processes afterwards": str(PartialState().num_processes)}
+
+
+def refused(folder: Path) -> dict[str, str]:
     model = plain()
     said = {"whole": _said(lambda: Trainer(model=model, args=TrainingArguments(**settings(folder))))}
     parallelize(model, dist.group.WORLD)
@@ -197,9 +203,6 @@ def refusals(folder: Path) -> dict[str, str]:
     (folder / "other").mkdir(exist_ok=True)
     said["no files"] = _said(lambda: adafactor.load_weights(str(folder / "other")))
     said["processes"] = str(PartialState().num_processes)
-    del adafactor
-    gc.collect()
-    said["processes afterwards"] = str(PartialState().num_processes)
     return said
 
 

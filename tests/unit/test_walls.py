@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from functools import cache
@@ -114,6 +115,16 @@ def test_no_circles() -> None:
     for module in FILES:
         visit(module, ())
     assert len(done) > 60
+
+
+def test_no_test_imports_another() -> None:
+    """What tests share is in ``tests/support``."""
+    tests = {path.stem: path for path in Path(__file__).parents[1].rglob("test_*.py")}
+    named = {
+        name: re.findall(r"^\s*(?:from|import) (\w+)", path.read_text(), re.MULTILINE) for name, path in tests.items()
+    }
+    assert "folders" in named["test_walls"]
+    assert {name: wrong for name, found in named.items() if (wrong := tests.keys() & found)} == {}
 
 
 def test_the_picture_shows_these_imports(tmp_path: Path) -> None:
