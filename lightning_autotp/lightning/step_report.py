@@ -6,6 +6,7 @@ import statistics
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, cast, get_args
+from weakref import ref
 
 import torch
 from torch import nn
@@ -96,7 +97,7 @@ def _compared(what: str, predicted: float | None, measured: float | None, said: 
 
 
 class StepMeasure:
-    """Notes when an optimizer has stepped.
+    """Notes when an optimizer has stepped. Keeps neither it nor the model alive.
 
     Args:
         model: a parallel model.
@@ -109,9 +110,9 @@ class StepMeasure:
     """
 
     def __init__(self, model: nn.Module, device: torch.device, copies: int, precision: str) -> None:
-        self.model, self.device, self.copies, self.precision = model, device, copies, precision
+        self._model, self.device, self.copies, self.precision = ref(model), device, copies, precision
         self.passes, self._passed = 1, 0
-        self._optimizer: Optimizer | None = None
+        self._optimizer: ref[Optimizer] | None = None
         self._ends: list[float] = []
         self._steps = 0
         self._rehearsal: Rehearsal | None = None
@@ -123,8 +124,8 @@ class StepMeasure:
 
     def stepped(self, optimizer: Optimizer) -> bool:
         """After a step of an optimizer; whether it is time to say what its steps take. Of several, the first counts."""
-        self._optimizer = self._optimizer or optimizer
-        if optimizer is not self._optimizer:
+        self._optimizer = self._optimizer or ref(optimizer)
+        if optimizer is not self._optimizer():
             return False
         self._steps += 1
         self.passes, self._passed = max(self._passed, 1), 0
@@ -141,16 +142,19 @@ class StepMeasure:
 
         Raises:
             ValueError: for a machine that is not known.
+            RuntimeError: if the model is gone.
         """
+        if (model := self._model()) is None:
+            raise RuntimeError("strategy.report() is of a model that is there, and this one is not any more")
         found = Machine.of(machine) if machine is not None else self._machine()
-        rehearsal = self._rehearsed()
+        rehearsal = self._rehearsed(model)
         timed = [later - before for before, later in zip(self._ends, self._ends[1:], strict=False)]
         predicted = seconds = None
         if rehearsal is not None:
             predicted = memory(rehearsal, 1, self.copies, self.passes > 1).total
             if found is not None:
                 in_bf16 = self.precision != "32-true"
-                ranks = parallel_state(self.model).group.size
+                ranks = parallel_state(model).group.size
                 seconds = step_time(
                     rehearsal, found, ranks, in_bf16=in_bf16, copies=self.copies, passes=self.passes
                 ).total
@@ -164,19 +168,20 @@ class StepMeasure:
             unknown=unknown,
         )
 
-    def _rehearsed(self) -> Rehearsal | None:
+    def _rehearsed(self, model: nn.Module) -> Rehearsal | None:
         """A rehearsal of the forward and backward pass that was compared last, and of a step."""
-        state, optimizer = parallel_state(self.model), _known_optimizer(self._optimizer)
+        state, stepped = parallel_state(model), None if self._optimizer is None else self._optimizer()
+        optimizer = _known_optimizer(stepped)
         prover = cast(Guard, state.guard).calls
         call, precision = prover.trained_with, self.precision
         if self._rehearsal is not None:
             return self._rehearsal
-        if call is None or self._optimizer is None:
+        if call is None or stepped is None:
             self._unknown = "the model has not been trained yet"
         elif precision not in get_args(Precision):
             self._unknown = f"precision {precision} is not predicted"
         elif optimizer is None:
-            self._unknown = f"the states of {type(self._optimizer).__name__} are not predicted"
+            self._unknown = f"the states of {type(stepped).__name__} are not predicted"
         else:
             local = local_model(prover.original, state.plan, state.group.rank)
             try:
