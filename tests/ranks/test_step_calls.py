@@ -232,6 +232,15 @@ def large() -> Any:
 
 
 def test_looks_before_a_forward_are_no_more_calls_in_a_larger_model(small: Any, large: Any) -> None:
+    assert_as_many_looks(small, large)
+
+
+@pytest.mark.nightly
+def test_nor_are_they_with_32_layers_where_16_have_as_many() -> None:
+    assert_as_many_looks(*(run_ranks(counts, 2, layers) for layers in (16, 32)))
+
+
+def assert_as_many_looks(small: Any, large: Any) -> None:
     for few, many in zip(small, large, strict=True):
         hooked = ("guard/standalone.py", "StandaloneCall.before")
         assert few["forward"].pop(hooked) == few["hooked modules"]  # nothing but that call in each
