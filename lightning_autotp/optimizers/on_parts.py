@@ -16,12 +16,13 @@ the piece wherever the optimizer keeps them, and an optimizer that cannot be tak
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import functools
 import itertools
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -39,6 +40,8 @@ from lightning_autotp.parameters.state import ParameterTable
 
 STEPS = 32
 """Enough for preconditioners that are recomputed every tenth step, or first used after 25."""
+FEW_STEPS = 2
+"""Enough for most optimizers that are refused: the others need not be run for long."""
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 """Greatest difference between two updates that are the same, relative to the greatest update."""
 ATTEMPTS = (
@@ -81,8 +84,11 @@ def check_optimizer(optimizer: Optimizer, module: nn.Module) -> None:
     unknown: str | None = None
     for number, group in enumerate(optimizer.param_groups):
         for (_, dims), parameter in _sharded(group["params"], table).items():
+            known = _known_by(optimizer, group, parameter, dims)
             try:
-                apart = _difference(optimizer, parameter, parameter.dim(), dims)
+                apart = _FOUND[known] if known in _FOUND else _difference(optimizer, parameter, parameter.dim(), dims)
+                if known is not None:
+                    _FOUND[known] = apart
             except Unknown as error:
                 unknown = unknown or str(error)
                 continue
@@ -104,6 +110,25 @@ def check_optimizer(optimizer: Optimizer, module: nn.Module) -> None:
             " element's update from that element's own gradients",
             stacklevel=2,
         )
+
+
+_FOUND: dict[Hashable, float | None] = {}
+"""What trials of torch's own optimizers found, for the next one with the same options."""
+
+
+def _known_by(
+    optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor, dims: tuple[int, ...]
+) -> Hashable | None:
+    """What the result of a trial depends on; ``None`` for an optimizer whose code or state may be of any kind."""
+    if type(optimizer).__module__.partition(".")[0] != "torch" or optimizer.state.get(parameter):
+        return None
+    options = tuple(sorted((name, value) for name, value in group.items() if name not in ("params", "param_names")))
+    known = (type(optimizer), options, parameter.dim(), dims, parameter.device)
+    try:
+        hash(known)
+    except TypeError:
+        return None
+    return known
 
 
 def _sharded(parameters: Iterable[Tensor], table: ParameterTable) -> dict[Kind, Tensor]:
@@ -135,6 +160,10 @@ def _difference(optimizer: Optimizer, parameter: Tensor, ndim: int, dims: tuple[
         make = functools.partial(_Copier, optimizer, parameter, portable=portable, new=new)
         for start, gradients in _trials(ndim):
             values = start.to(parameter.device, dtype), gradients.to(parameter.device, dtype)
+            with contextlib.suppress(Unknown):  # its first steps may be no update, as in a warm-up
+                apart = _compare(make, values[0], values[1][:FEW_STEPS], dims, with_closure)
+                if not apart <= TOLERANCE[dtype]:
+                    return apart
             apart = _compare(make, *values, dims, with_closure)
             if not apart <= TOLERANCE[dtype]:
                 return apart

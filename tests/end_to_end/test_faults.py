@@ -192,7 +192,8 @@ def test_a_run_killed_many_times_has_the_losses_of_one_that_was_not(tmp_path: Pa
         assert loss == pytest.approx(wanted[step], rel=1e-5)
 
 
-@pytest.mark.parametrize("how", [pytest.param("fails", marks=pytest.mark.nightly), "interrupted"])
+@pytest.mark.nightly  # the daily fault below ends a job, too
+@pytest.mark.parametrize("how", ["fails", "interrupted"])
 def test_nobody_waits_for_a_rank_that_has_gone(tmp_path: Path, how: str) -> None:
     job = Job(tmp_path, how, steps=100_000)
     pids = job.wait_for_training()
@@ -274,7 +275,7 @@ def end_on_signal(folder: str, where: str) -> dict[str, Any]:
     return {"code": raised.value.code, "received": fitting.received_sigterm, "step": fitting.global_step}
 
 
-@pytest.mark.parametrize("where", ["fit", "predict"])
+@pytest.mark.parametrize("where", ["fit", pytest.param("predict", marks=pytest.mark.nightly)])
 def test_a_rank_that_gets_sigterm_ends_all_at_the_same_batch(tmp_path: Path, where: str) -> None:
     found = run_trainer_ranks(end_on_signal, 2, str(tmp_path), where)
     assert found == 2 * [{"code": 143, "received": True, "step": 3 if where == "fit" else 0}]

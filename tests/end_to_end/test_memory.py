@@ -52,7 +52,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         pytest.param("safe", 0, 1, "float32", marks=pytest.mark.nightly),
         ("safe", 1, 4, "bfloat16"),
-        ("bin", 0, 2, "float32"),
+        pytest.param("bin", 0, 2, "float32", marks=pytest.mark.nightly),
     ],
 )
 def test_memory_while_loading(large: Path, kind: str, rank: int, ranks: int, dtype: str) -> None:

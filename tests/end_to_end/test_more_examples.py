@@ -118,6 +118,7 @@ def pairs(path: Path) -> Path:
     return path
 
 
+@pytest.mark.nightly  # test_peft.py trains with this loss daily
 def test_preferences(tiny: Path, tmp_path: Path) -> None:
     path = pairs(tmp_path / "pairs.jsonl")
     data = Pairs(str(tiny), str(path), max_length=64, batch_size=4)

@@ -266,7 +266,7 @@ NIGHTLY = pytest.mark.nightly
 @pytest.mark.parametrize(
     ("ranks", "families", "sizes", "heads"),
     [
-        pytest.param(3, ("llama", "gemma3_text"), {"num_hidden_layers": 1}, ((8, 1),), id="3"),
+        pytest.param(3, ("llama",), {"num_hidden_layers": 1}, ((8, 1),), id="3"),
         pytest.param(2, FAMILIES, {}, ((12, 4), (8, 1)), id="2-all", marks=NIGHTLY),
         pytest.param(3, FAMILIES, {}, ((12, 4), (8, 1)), id="3-all", marks=NIGHTLY),
     ],

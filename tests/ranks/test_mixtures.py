@@ -265,9 +265,8 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return directory / "large", directory / "tiny"
 
 
-@pytest.mark.parametrize(
-    ("layout", "rank", "ranks"), [pytest.param("fused_rows", 1, 2, marks=pytest.mark.nightly), ("grid", 2, 4)]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("layout", "rank", "ranks"), [("fused_rows", 1, 2), ("grid", 2, 4)])
 def test_memory_while_merging_experts(large: tuple[Path, Path], layout: str, rank: int, ranks: int) -> None:
     peak, shard, largest = run(PEAK, *large, layout, rank, ranks)
     assert largest > 125e6

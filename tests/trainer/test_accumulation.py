@@ -262,7 +262,8 @@ WITHOUT_TOKENS = ("Trainer, read", "Fabric, unread", "Fabric, two models, one in
 """Of the others only runs with sequence parallelism, which sum the gradients of more parameters, are for every day."""
 REPEATS = {
     "Trainer, compiled", "Trainer, unread", "Trainer, checkpointed", "Trainer, checkpointed, reentrant",
-    "Fabric, read", "Fabric, changed", "Fabric, two models, in turns", "Fabric, two models, steps of their own",
+    "Fabric, read", "Fabric, changed", "Fabric, compiled", "Fabric, two models, in turns",
+    "Fabric, two models, steps of their own", "Fabric, two models, sums of one postponed",
     "Fabric, two models, never summed",
 }  # fmt: skip
 """What another of the Trainer and Fabric does, or other pairs."""

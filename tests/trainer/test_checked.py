@@ -450,7 +450,11 @@ def fit(
     return f"{len(task.losses)} steps"
 
 
-def fits() -> list[Any]:
+SIMILAR_HOOKS = {"a later validation", "before validation", "decay", "an average", "noise"}
+"""Much like others, for nightly tests."""
+
+
+def fits(names: list[str]) -> list[Any]:
     options: dict[str, Any] = {
         "LARS, with accumulation": {"accumulate_grad_batches": 2},
         "each epoch": {"limit_train_batches": 2},
@@ -462,12 +466,19 @@ def fits() -> list[Any]:
             "limit_train_batches": 2,
         },
     }
-    hooked = {name: fit(3, 1, Outside(hook, use), **options.get(name, {})) for name, (hook, use, _) in HOOKS.items()}
+    hooked = {name: fit(3, 1, Outside(*HOOKS[name][:2]), **options.get(name, {})) for name in names}
     return [fit(0, 1), fit(2, 1), fit(2, -1), fit(0, 0), hooked | {"an optimizer": fit(3, 1, None, Normed)}]
 
 
-def test_first_steps_of_training_are_checked() -> None:
-    for first, later, always, never, hooked in run_trainer_ranks(fits, 2):
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param([name for name in HOOKS if name not in SIMILAR_HOOKS], id="daily"),
+        pytest.param(sorted(SIMILAR_HOOKS), id="similar", marks=pytest.mark.nightly),
+    ],
+)
+def test_first_steps_of_training_are_checked(names: list[str]) -> None:
+    for first, later, always, never, hooked in run_trainer_ranks(fits, 2, names):
         assert hooked.pop("an optimizer") == "3 steps"
         for name, error in hooked.items():
             said = HOOKS[name][2]

@@ -16,6 +16,7 @@ import pytest
 import torch
 from distributed import PATIENCE, SCRIPT_ENVIRONMENT
 from fabric_loop import IDS, Plain, assert_same, fabric_of, two, whole
+from selected import nightly, selected
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.overrides import TorchFunctionMode, _len_torch_function_stack
@@ -31,8 +32,8 @@ from lightning_autotp.ranks.consistency import ReplicaConsistency
 
 # --- torch.compile ---
 
-WAYS = ("not", "wrapped", "wrapper kept")
-REPEATS = ("in place", "blocks before", "blocks after", "wrapped with tokens")
+WAYS = ("not", "wrapped")
+REPEATS = ("wrapper kept", "in place", "blocks before", "blocks after", "wrapped with tokens")
 """For nightly tests: ``test_compile.py`` has the like of them under the Trainer."""
 
 
@@ -226,24 +227,24 @@ def repeats(directory: str) -> dict[str, Any]:
     }
 
 
-def two_ranks(directory: str) -> dict[str, Any]:
+def two_ranks(directory: str, loops: list[str]) -> dict[str, Any]:
     folder, rank = Path(directory), int(os.environ["RANK"])
     seen: dict[str, Any] = {way: compiled(two(), way, folder) for way in WAYS}
     for directories in (False, True):
         seen[f"saved {directories}"] = saved(folder, directories)
     for number in (2, 0, -1):
         seen[f"batches {number}"] = batches(rank, number)
-    for name, arguments in LOOPS.items():
+    for name in loops:
         if name == "after another":
             left_before_a_step()
-        seen[name] = error_of(misused, *arguments), _len_torch_function_stack()
+        seen[name] = error_of(misused, *LOOPS[name]), _len_torch_function_stack()
         fabric_of().seed_everything(0, verbose=False)
     return seen
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_trainer_ranks(two_ranks, 2, str(tmp_path_factory.mktemp("options")))
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_trainer_ranks(two_ranks, 2, str(tmp_path_factory.mktemp("options")), selected(request, "loop"))
 
 
 @pytest.fixture(scope="module")
@@ -297,7 +298,7 @@ def test_batches_are_compared_before_the_model_or_before_the_step(found: list[di
             assert "batch 1 of dataloader 1 " in seen[f"batches {number}"][1]
 
 
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("loop", nightly(LOOPS, ["within a device", "within a default device", "always"]))
 def test_a_loop_is_checked_for_one_turn(loop: str, found: list[dict[str, Any]]) -> None:
     for seen in found:
         said, modes = seen[loop]

@@ -37,7 +37,7 @@ CASES: dict[str, tuple[str, str, int]] = {
     "copies, 16-mixed": ("16-mixed", "AdamW", 1),
 }
 """A precision, an optimizer, and how many ranks share a copy of the model."""
-REPEATS = {name for name in CASES if name not in ("bf16-mixed", "whole matrices, 16-mixed", "copies, 32-true")}
+REPEATS = {name for name in CASES if name not in ("whole matrices, 16-mixed", "copies, 32-true")}
 """Nightly: the others have each precision's, optimizer's and copies' parts once."""
 
 

@@ -137,6 +137,7 @@ def test_two_ranks_equal_one_process(case: str, two: list[dict[str, Any]], wante
         assert set(seen[case]["gradients"][0]) == set(wanted[case]["trainable"])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", THREE_RANKS)
 def test_three_ranks_equal_one_process(
     case: str, three: list[dict[str, Any]], wanted: dict[str, dict[str, Any]]
@@ -145,12 +146,15 @@ def test_three_ranks_equal_one_process(
         assert_parity(seen[case], wanted[case])
 
 
+@pytest.mark.parametrize("ranks", ["two", pytest.param("three", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("reference", PREFERENCES[1])
-def test_the_model_is_its_own_reference(reference: str, folder: Path, two: Any, three: Any) -> None:
+def test_the_model_is_its_own_reference(
+    reference: str, ranks: str, folder: Path, request: pytest.FixtureRequest
+) -> None:
     """Without its adapter, or with another one: what the plan leaves to an adapter's addition is summed as well."""
     alone = prefer(reference, folder, 1)
     assert alone["losses"][0] != pytest.approx(math.log(2), abs=1e-3)  # the reference is another model
-    for seen in (*two, *three):
+    for seen in request.getfixturevalue(ranks):
         assert_parity(seen["preferences"][reference], alone)
         assert len(seen["preferences"][reference]["left"]) == 2
 

@@ -323,7 +323,7 @@ def test_a_plan_is_for_the_memory_of_the_device_that_has_the_least(found: list[d
 
 
 RESUMED = dict.fromkeys(["resumed from a file", "resumed from a directory", "Fabric, resumed"], STEPS - HALF)
-REPEATED = {"copies", "one copy", "accumulation", "used again", "resumed from a file", "resumed from a directory"}
+REPEATED = {*OFFLOADED, "Fabric", *RESUMED} - {"bf16-mixed", "loop"}
 
 
 @pytest.mark.parametrize("offloaded", nightly([*OFFLOADED, "Fabric", *RESUMED], REPEATED))

@@ -134,8 +134,8 @@ WAYS: dict[str, Callable[[Any], Any]] = {
     "compiled": compiled,
     "adapted and back": adapted_and_back,
 }
-REPEATS = ("deep copy of a copy", "copied, then cloned", "overwritten", "wrapped, then copied")
-"""For nightly tests: two of the others one after the other, or another way to convert."""
+REPEATS = ("deep copy of a copy", "shallow copy", "copied, then cloned", "overwritten", "wrapped, then copied")
+"""For nightly tests: two of the others one after the other, another way to convert, or less than a deep copy."""
 
 
 def seen_of(module: Any, model: Any, parallel: bool) -> dict[str, Any]:
