@@ -151,6 +151,14 @@ for _package in ("flash_attn_interface.", "kernels-community/flash-attn3:", "ker
         "s t d e b",
         "2 h s t (d + e)",
     )
+for _package in ("flash_attn_interface.", "kernels-community/flash-attn3:"):  # not with all heads in one dim
+    _shipped(
+        f"{_package}flash_attn_qkvpacked_func",
+        "qkv[b s 3 h d], q_descale[b h], k_descale[b h], v_descale[b h]"
+        " -> out[b s h d], lse[b h s]:float32 if return_attn_probs",
+        "s d",
+        "4 b h s s d",
+    )
 _shipped(
     "flash_attn.layers.rotary.ApplyRotaryEmb",
     "x[b s h d], x[s h d] -> out[b s h d] if not cu_seqlens, out[s h d] if cu_seqlens",

@@ -163,6 +163,27 @@ def flash_attn_3_func(
     return (out, lse) if return_attn_probs else out
 
 
+def flash_attn_3_qkvpacked_func(
+    qkv: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    num_heads_q: int | None = None,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Any:
+    """``qkv [b, s, 3, h, d]``."""
+    scales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    options = {"window_size": window_size, "softcap": softcap, "return_attn_probs": return_attn_probs}
+    return flash_attn_3_func(*qkv.unbind(2), softmax_scale, causal, **scales, **options)
+
+
 def flash_attn_3_varlen_func(
     q: Tensor,
     k: Tensor,

@@ -312,6 +312,22 @@ def test_an_operator_of_torch_library() -> None:
         assert cuts(Attention(kernel)) == BY_HEADS
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("kind", ["flash", "efficient", "cudnn"])
+def test_what_torch_s_attention_runs_may_be_called_by_its_own_name(kind: str, device: str) -> None:
+    run = getattr(torch.ops.aten, f"_scaled_dot_product_{kind}_attention")
+    options: Any = (0.0, True) if kind == "flash" else (None, True, 0.0, True)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k.repeat_interleave(2, 2), v.repeat_interleave(2, 2)))
+        out: Tensor = run(q, k, v, *options, scale=0.5)[0]
+        return out.transpose(1, 2)
+
+    plan, _ = make_plan(Attention(attend), 2, example_inputs=torch.zeros(3, 7, 32), device=device)
+    assert {p.names[0]: str(p.layout) for p in plan.parameters} == BY_HEADS
+    assert [(sent.kind, sent.calls) for sent in plan.communication] == [("all_reduce", 1)]
+
+
 FLEX = torch.ops.higher_order.flex_attention
 
 

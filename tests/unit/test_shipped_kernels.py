@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import flex_attention as flex
 
-from lightning_autotp import make_plan
+from lightning_autotp import DeclarationError, make_plan
 from lightning_autotp.capture.trials import _Trial
 from lightning_autotp.operators.declared import _DECLARED, Declaration
 
@@ -83,6 +83,12 @@ def varlen_in_two() -> Calls:
 def flash_3() -> Calls:
     yield heads(causal=True, return_attn_probs=True)
     yield heads(**{f"{name}_descale": random(B, H // G) for name in "qkv"})
+
+
+def flash_3_packed_in_one() -> Calls:
+    yield {"qkv": random(B, S, 3, H, D), "causal": True}
+    scales = {f"{name}_descale": random(B, H) for name in "qkv"}
+    yield {"qkv": random(B, S, 3, H, D), "return_attn_probs": True, "softcap": 5.0, **scales}
 
 
 def varlen_3() -> Calls:
@@ -307,6 +313,10 @@ CASES |= {
     }.items()
 }
 CASES |= {f"{package}flash_attn_func": (attention.flash_attn_3_func, flash_3) for package in FLASH_3}
+CASES |= {
+    f"{package}flash_attn_qkvpacked_func": (attention.flash_attn_3_qkvpacked_func, flash_3_packed_in_one)
+    for package in FLASH_3[:2]
+}
 CASES |= {f"{package}flash_attn_varlen_func": (attention.flash_attn_3_varlen_func, varlen_3) for package in FLASH_3}
 CASES |= {
     f"{package}.causal_conv1d_fn": (sequences.causal_conv1d_fn, convolution)
@@ -378,6 +388,13 @@ def test_parts_are_parts_of_the_whole(target: str) -> None:
             wrong, made = trial(SHIPPED[target], function, call)
             assert wrong == "", call.keys()
             assert made.is_tried == (target not in NOTHING_IS_DIVIDED), call.keys()
+
+
+def test_heads_of_queries_keys_and_values_in_one_dim_are_refused() -> None:
+    """FlashAttention 3 takes them side by side, too: a rank's part of that dim would be other ones."""
+    declared = SHIPPED["flash_attn_interface.flash_attn_qkvpacked_func"]
+    with pytest.raises(DeclarationError, match=r"qkv has 4 dims where qkv\[b s 3 h d\] is declared"):
+        declared.results({"qkv": (B, S, H + H // G + H // G, D)}, {"num_heads_q": H}.get)
 
 
 @pytest.mark.parametrize("target", sorted(NOTHING_IS_DIVIDED))
