@@ -167,12 +167,17 @@ _shipped(
 )
 
 # -- xformers --------------------------------------------------------------------------------------------------------
+# Masks of its own are objects, or tensors of no dims; one that holds a tensor is a tensor of that one's dims, or stays
+# whole. In the form of five dims heads stand in groups, for key/value heads.
 
 _shipped(
     "xformers.ops.memory_efficient_attention",
-    "query[b s h d], key[b t h d], value[b t h e], attn_bias[b h s t] -> out[b s h e]",
+    "query[b s h d], key[b t h d], value[b t h e], attn_bias[b h s t],"
+    " query[b s m h d], key[b t m h d], value[b t m h e], attn_bias[b m h s t],"
+    " query[b s d], key[b t d], value[b t e], attn_bias[b s t], attn_bias[]"
+    " -> out[b s h e] if query.ndim=4, out[b s m h e] if query.ndim=5, out[b s e] if query.ndim=3",
     "s t d e",
-    _SCORES,
+    "2 b m h s t (d + e)",
     draws="p",
 )
 

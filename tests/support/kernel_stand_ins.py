@@ -204,20 +204,60 @@ def flash_attn_3_varlen_func(
     return flash_attn_varlen_func(q, k, v, *ends, softmax_scale=softmax_scale, causal=causal)
 
 
+class LowerTriangularMask(Tensor):
+    """xformers' causal mask: a tensor of no dims."""
+
+    @staticmethod
+    def __new__(cls) -> LowerTriangularMask:
+        return Tensor._make_wrapper_subclass(cls, [])
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(f"{func} of a mask")
+
+
+class BlockDiagonalCausalMask:
+    """xformers' mask of sequences one after another, here of one row.
+
+    Args:
+        lengths: of the sequences.
+        bias: numbers ``[b, h, s, t]`` that are added to the scores.
+    """
+
+    def __init__(self, lengths: list[int], bias: Tensor | None = None) -> None:
+        self.lengths, self.bias = lengths, bias
+
+    def materialize(self) -> Tensor:
+        """``[s, s]``."""
+        sequence = torch.arange(len(self.lengths)).repeat_interleave(torch.tensor(self.lengths))
+        seen = (sequence[:, None] == sequence) & torch.ones(len(sequence), len(sequence)).tril().bool()
+        made = torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)
+        return made if self.bias is None else made + self.bias
+
+
 def memory_efficient_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_bias: Tensor | None = None,
+    attn_bias: Any = None,
     p: float = 0.0,
     scale: float | None = None,
     *,
     op: Any = None,
     output_dtype: Any = None,
 ) -> Tensor:
-    """xformers: ``query [b, s, h, d]``, ``key [b, t, h, d]``, ``attn_bias [b, h, s, t]``."""
-    heads = (x.transpose(1, 2) for x in (query, key, value))
-    return F.scaled_dot_product_attention(*heads, attn_mask=attn_bias, dropout_p=p, scale=scale).transpose(1, 2)
+    """xformers: ``query [b, s, h, d]``, ``key [b, t, h, d]``, ``attn_bias [b, h, s, t]``.
+
+    Also with groups of heads (``[b, s, m, h, d]``), and without heads.
+    """
+    _needs_values(query, key, value)
+    causal = isinstance(attn_bias, LowerTriangularMask)
+    mask = attn_bias.materialize() if isinstance(attn_bias, BlockDiagonalCausalMask) else None if causal else attn_bias
+    heads = (x.movedim(1, -2) for x in (query, key, value))
+    found = F.scaled_dot_product_attention(*heads, attn_mask=mask, dropout_p=p, is_causal=causal, scale=scale)
+    return found.movedim(-2, 1)
 
 
 def flash_attn_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:

@@ -117,10 +117,12 @@ def rotary() -> Calls:
 
 
 def efficient() -> Calls:
-    yield {"query": random(B, S, H, D), "key": random(B, T, H, D), "value": random(B, T, H, E)}
-    yield {"query": random(B, S, H, D), "key": random(B, T, H, D), "value": random(B, T, H, E)} | {
-        "attn_bias": random(B, H, S, T)
-    }
+    """With heads, with groups of them, and without."""
+    for independent in ((H,), (H // G, G), ()):
+        shapes = {"query": (S, D), "key": (T, D), "value": (T, E)}
+        given = {name: random(B, length, *independent, size) for name, (length, size) in shapes.items()}
+        yield given
+        yield given | {"attn_bias": random(B, *independent, S, T)}
 
 
 def norm(**more: Any) -> Callable[[], Calls]:
@@ -487,6 +489,48 @@ class DeltaNet(nn.Module):
         scanned, _ = chunk_gated_delta_rule(q, k, v, -self.g(x).exp(), self.beta(x).sigmoid())
         out: Tensor = self.out(scanned.flatten(2))
         return out
+
+
+class Efficient(nn.Module):
+    """8 query heads and 4 key/value heads of 4, in groups, through xformers.
+
+    Args:
+        bias: of the scores, or what makes it.
+    """
+
+    def __init__(self, bias: Any) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(16, size, bias=False) for size in (32, 16, 16))
+        self.out, self.bias = nn.Linear(32, 16, bias=False), bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        from xformers.ops import memory_efficient_attention
+
+        q = self.q(x).unflatten(-1, (-1, 2, 4))
+        k, v = (layer(x).unflatten(-1, (-1, 1, 4)).expand(*q.shape) for layer in (self.k, self.v))
+        bias = self.bias() if callable(self.bias) else self.bias
+        out: Tensor = self.out(memory_efficient_attention(q, k, v, attn_bias=bias).flatten(2))
+        return out
+
+
+@pytest.mark.parametrize("bias", [None, "causal", "blocks", "numbers"])
+def test_masks_of_xformers_and_heads_in_groups(bias: str | None) -> None:
+    """A mask without numbers leaves heads divided; one that holds numbers of the heads is whole, as all around it."""
+    masks: dict[str | None, Any] = {
+        None: None,
+        "causal": attention.LowerTriangularMask,
+        "blocks": attention.BlockDiagonalCausalMask([3, 4]),
+        "numbers": attention.BlockDiagonalCausalMask([3, 4], torch.randn(3, 4, 2, 7, 7)),
+    }
+    with mock.patch.dict(sys.modules):
+        attention.module("xformers.ops", memory_efficient_attention=attention.memory_efficient_attention)
+        plan, _ = make_plan(Efficient(masks[bias]), 2, example_inputs=torch.zeros(3, 7, 16))
+    cuts = {parameter.names[0]: str(parameter.layout) for parameter in plan.parameters}
+    by_heads = {"q.weight": "S(0: 32 -> 16)", "out.weight": "S(1: 32 -> 16)"}
+    by_heads |= dict.fromkeys(("k.weight", "v.weight"), "S(0: 16 -> 8)")
+    assert (cuts == by_heads) is (bias != "numbers")
+    said = "\n".join(plan.remarks())
+    assert ("is not declared to divide the tensors in attn_bias" in said) is (bias == "numbers")
 
 
 @pytest.mark.parametrize("kind", [GatedMLP, Mixer, DeltaNet])
