@@ -373,6 +373,7 @@ class CalledFunction:
         name: its name.
         leaf: which leaf of the call's arguments it is, or the object that has it; negative if none of them.
         attribute: the object's attribute that it is; empty if it is among the arguments itself.
+        computes: the functions of torch that it runs, and the numbers that it gives them: of the whole model on a rank.
         reads: the places of indices that it reads, or along which the object's tensors are not broadcast, and which
             indices of the whole model those of a rank are there, as runs; without runs they are what they are.
         tensors: the tensors that it reads.
@@ -381,6 +382,7 @@ class CalledFunction:
     name: str
     leaf: int
     attribute: str
+    computes: tuple[str, ...]
     reads: tuple[tuple[int, tuple[Run, ...]], ...]
     tensors: tuple[Any, ...]
 
@@ -389,13 +391,13 @@ class CalledFunction:
         """What an operator's argument says of it."""
         if not isinstance(argument, tuple):
             return None
-        name, leaf, attribute, reads, *tensors = argument
-        return cls(name, leaf, attribute, reads, tuple(tensors))
+        name, leaf, attribute, computes, reads, *tensors = argument
+        return cls(name, leaf, attribute, computes, reads, tuple(tensors))
 
     @property
     def argument(self) -> tuple[Any, ...]:
         """It as an operator's argument."""
-        return self.name, self.leaf, self.attribute, self.reads, *self.tensors
+        return self.name, self.leaf, self.attribute, self.computes, self.reads, *self.tensors
 
 
 RETURNED = "->"

@@ -123,17 +123,19 @@ class AttentionByHead(nn.Module):
 
     Args:
         kernel: ``"slopes"`` for FlashAttention with slopes, ``"scores"`` for FlexAttention with a function of the
-            head's index that reads a parameter and a constant, ``"mask"`` for FlexAttention with a window of another
-            length for each head, ``"compiled scores"`` and ``"compiled mask"`` for these compiled, ``"dropout"`` for
+            head's index that reads a parameter and a constant, ``"number"`` for one that reads how many heads there
+            are, as the code around it does, ``"mask"`` for FlexAttention with a window of another length for each head,
+            ``"compiled scores"`` and ``"compiled mask"`` for these compiled, ``"dropout"`` for
             FlashAttention with dropout.
     """
 
-    heads, features = 12, 4
+    features = 4
     again: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, kernel: str) -> None:
         super().__init__()
-        self.kernel, width = kernel, self.heads * self.features
+        self.kernel, self.heads = kernel, 12
+        width = self.heads * self.features
         self.q, self.k, self.v = (nn.Linear(width, width // groups, bias=False) for groups in (1, 2, 2))
         self.o = nn.Linear(width, width, bias=False)
         self.slopes = 2.0 ** -torch.arange(1.0, self.heads + 1)
@@ -141,7 +143,11 @@ class AttentionByHead(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[batch, seq, hidden]`` to the same."""
-        q, k, v = (layer(x).unflatten(-1, (-1, self.features)) for layer in (self.q, self.k, self.v))
+        if self.kernel == "number":
+            q = self.q(x).unflatten(-1, (self.heads, -1))
+            k, v = (layer(x).unflatten(-1, (self.heads // 2, -1)) for layer in (self.k, self.v))
+        else:
+            q, k, v = (layer(x).unflatten(-1, (-1, self.features)) for layer in (self.q, self.k, self.v))
         return self.o(self.attend(q, k, v).flatten(2))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -158,6 +164,9 @@ class AttentionByHead(nn.Module):
         def score(score: Tensor, b: Tensor, h: Tensor, s: Tensor, t: Tensor) -> Tensor:
             return score - self.slopes[h] * (s - t).abs() + self.bias[h, (s - t).abs()]
 
+        def number(score: Tensor, b: Tensor, h: Tensor, s: Tensor, t: Tensor) -> Tensor:
+            return score - torch.exp2(-8 * (h + 1) / self.heads) * (s - t).abs()
+
         windows = torch.arange(2, 2 * self.heads + 2, 2)
 
         def mask(b: Tensor, h: Tensor, s: Tensor, t: Tensor) -> Tensor:
@@ -168,6 +177,8 @@ class AttentionByHead(nn.Module):
             flex = torch.compile(flex, backend=compiled_alone)
         if "scores" in self.kernel:
             option: dict[str, Any] = {"score_mod": score}
+        elif self.kernel == "number":
+            option = {"score_mod": number}
         else:
             rows, length = q.shape[:2]
             made = flex_attention.create_block_mask(mask, rows, self.heads, length, length, "cpu", BLOCK_SIZE=8)
@@ -180,7 +191,7 @@ def train_by_head() -> dict[tuple[str, str, str], tuple[Any, float]]:
     found = {}
     x = torch.randn(2, 23, 48, generator=torch.Generator().manual_seed(0))
     torch.compiler.set_stance("default")  # otherwise FlexAttention does not see what the function reads
-    for kernel in ("slopes", "scores", "compiled scores", "mask", "compiled mask"):
+    for kernel in ("slopes", "scores", "compiled scores", "number", "mask", "compiled mask"):
         torch.manual_seed(1)
         whole = AttentionByHead(kernel)
         model = copy.deepcopy(whole)

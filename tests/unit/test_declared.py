@@ -402,6 +402,27 @@ def test_flex_attention_whose_scores_depend_on_the_head() -> None:
         read_plan(replace(plan, indices=()), solution.graph, IMPLEMENTATIONS)
 
 
+def test_a_function_of_flex_attention_that_cannot_be_seen_through() -> None:
+    """A rank's number of heads in the place of the model's keeps heads whole; what has no values, reads all indices."""
+
+    def of_number(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        heads = q.shape[2]
+        return through(lambda score, b, h, i, j: score - (h + 1) / heads, q, k, v)
+
+    def by_value(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        raise RuntimeError("not without values")
+
+    def through(modification: Any, *heads: Tensor) -> Tensor:
+        return flex_attention(*(x.transpose(1, 2) for x in heads), score_mod=modification, enable_gqa=True).transpose(
+            1, 2
+        )
+
+    assert any(sent.kind == "all_gather" for sent in planned(of_number).communication)
+    plan = planned(functools.partial(through, by_value))
+    assert {p.names[0]: str(p.layout) for p in plan.parameters} == BY_HEADS
+    assert [(read.attribute, read.place) for read in plan.indices] == [("", 2)]
+
+
 class RepeatedHeads:
     """Attention that repeats key/value heads for its kernel, where there are so many query heads, and else groups them.
 
