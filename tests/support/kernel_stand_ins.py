@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-FLASH_2 = "flash_attention_2"
+FLASH_2, FLASH_3 = "flash_attention_2", "flash_attention_3"
 
 
 def _needs_values(*tensors: Tensor) -> None:
@@ -301,7 +301,7 @@ def module(name: str, **functions: Any) -> ModuleType:
 
 
 def install_flash_attention() -> None:
-    """Let transformers' FlashAttention 2 be the one here, in this process."""
+    """Let transformers' FlashAttention 2 and 3 be those here, in this process."""
     from transformers import modeling_flash_attention_utils as flash
 
     names: dict[str, Callable[..., Any]] = {
@@ -311,6 +311,8 @@ def install_flash_attention() -> None:
     }
     module("flash_attn", **names)
     module("flash_attn.bert_padding", pad_input=flash._pad_input, unpad_input=flash._unpad_input)
+    three = {"flash_attn_func": flash_attn_3_func, "flash_attn_varlen_func": flash_attn_3_varlen_func}
+    module("flash_attn_interface", **(names | three))
     flash.is_flash_attn_2_available = lambda: True
 
 
@@ -324,7 +326,7 @@ def installed_flash_attention() -> Iterator[None]:
         try:
             yield
         finally:
-            for name in ("flash_attn.bert_padding", "flash_attn"):
+            for name in ("flash_attn.bert_padding", "flash_attn", "flash_attn_interface"):
                 del sys.modules[name]
 
 
