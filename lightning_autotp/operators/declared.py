@@ -540,7 +540,8 @@ class _NamedDims:
 
     def _tie(self, name: str, dim: Dim) -> None:
         if name.isdigit():
-            self.site.keep_whole(dim, because=f"a dim of {name}")
+            if dim.size > 1:
+                self.site.keep_whole(dim, because=f"a dim of {name}")
             return
         self.every[name].append(dim)
         known = self._tied.get(name, ONE)

@@ -271,6 +271,7 @@ for _package in ("mamba_ssm.ops.selective_scan_interface.", _HUB_MAMBA[0]):
         "xz[b w l], conv1d_weight[i 1 k], x_proj_weight[m i], delta_proj_weight[i r], out_proj_weight[o i], A[i n]"
         " -> out[b l o]",
         "w l i k m r o n",
+        "2 b l i (k + m + r + 2 n + o)",
     )
 for _package in ("mamba_ssm.ops.triton.ssd_combined.", _HUB_MAMBA[0]):
     _shipped(
@@ -287,6 +288,7 @@ for _package in ("mamba_ssm.ops.triton.ssd_combined.", _HUB_MAMBA[0]):
         " outproj_weight[o (h p)]"
         " -> out[b l o] if outproj_weight, out[b l (h p)] if not outproj_weight",
         "w l c k h p o",
+        "2 b l (c k + h p o)",
         without="return_final_states",
     )
 

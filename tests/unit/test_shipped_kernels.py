@@ -21,6 +21,7 @@ from torch.nn.attention import flex_attention as flex
 
 from lightning_autotp import DeclarationError, make_plan
 from lightning_autotp.capture.trials import _Trial
+from lightning_autotp.layouts.types import Shard
 from lightning_autotp.operators.declared import _DECLARED, Declaration
 
 B, S, T, H, G, D, E = 2, 6, 7, 4, 2, 8, 3
@@ -553,6 +554,41 @@ def test_layers_around_kernels_are_column_and_row_parallel(kind: type[nn.Module]
         wanted = ("S(1", "I") if name.startswith(("out", "down")) else ("S(0",)
         assert cut.startswith(wanted), (name, cut)
     assert [(sent.kind, sent.calls) for sent in plan.communication] == [("all_reduce", 1)]
+
+
+class WholeMixer(nn.Module):
+    """Mamba 1 as its package has it: one kernel from the input projection's result on, output projection included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.conv = nn.Linear(16, 16, bias=False), nn.Conv1d(8, 8, 3, groups=8)
+        self.x, self.dt, self.out = (nn.Linear(*sizes, bias=False) for sizes in ((8, 8), (2, 8), (8, 16)))
+        self.A, self.D = nn.Parameter(torch.zeros(8, 3)), nn.Parameter(torch.ones(8))
+        self.mlp = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        from mamba_ssm.ops.selective_scan_interface import mamba_inner_fn
+
+        weights = self.conv.weight, self.conv.bias, self.x.weight, self.dt.weight, self.out.weight, None
+        mixed = mamba_inner_fn(self.up(x).transpose(1, 2), *weights, self.A, D=self.D)
+        out: Tensor = self.mlp(mixed)
+        return out
+
+
+def test_a_kernel_that_computes_an_output_projection_too_gets_it_whole() -> None:
+    """Not silently a part of it: every rank runs all of the kernel, of gathered parameters, and the plan says so."""
+    name = "mamba_ssm.ops.selective_scan_interface"
+    with mock.patch.dict(sys.modules):
+        attention.module(name, mamba_inner_fn=without_meta(sequences.mamba_inner_fn))
+        plan, solution = make_plan(WholeMixer(), 2, example_inputs=torch.zeros(3, 7, 16))
+    (kernel,) = [one for one in solution.graph.operators if one.name == f"{name}.mamba_inner_fn"]
+    assert not any(isinstance(solution.layouts.get(tensor), Shard) for tensor in kernel.outputs)
+    (warning,) = plan.warnings
+    assert re.match(
+        rf"{kernel.name} in the model, .*% of the FLOPs, .*: {kernel.name} (needs|is not declared)", warning
+    )
+    cuts = {parameter.names[0]: str(parameter.layout) for parameter in plan.parameters}
+    assert (cuts["mlp.0.weight"], cuts["mlp.2.weight"]) == ("S(0: 64 -> 32)", "S(1: 64 -> 32)")
 
 
 @pytest.mark.parametrize(
