@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_autotp.capture import vmap as transforms
 from lightning_autotp.capture.call_sites import call_leaves
+from lightning_autotp.capture.noted_numbers import plain
 from lightning_autotp.capture.seen_functions import (
     DeclaredFunction,
     Function,
@@ -151,7 +152,8 @@ class _Calls:
     def _called(self, given: Any, attribute: str, dims: Sequence[str], leaves: Sequence[Any]) -> CalledFunction:
         """A function that the kernel calls with indices of these dims: what it reads.
 
-        It is called once with indices. Of one that cannot be called so, all indices count as read.
+        It is called once with indices. Of one that cannot be called so, all indices count as read. The numbers that it
+        computes with are part of what it is: a rank's number of heads, for the model's, would go on silently.
 
         Args:
             given: the function, or the object that has it.
@@ -165,6 +167,7 @@ class _Calls:
         with self.tracer.pause(), _Reads() as reads:
             indices = [torch.zeros(1, dtype=torch.float32 if dim == NO_INDEX else torch.long) for dim in dims]
             reads.seen.clear()
+            reads.computed.clear()
             try:
                 original(*indices)
             except Exception:  # whatever it raises without values
@@ -176,7 +179,8 @@ class _Calls:
             and (any(leaf is indices[place] for leaf in reads.seen) or any(has_dim(value, place) for value in own))
         ]
         tensors = {id(leaf): leaf for leaf in reads.seen if self.tracer.known(leaf) is not None}
-        return CalledFunction(_name_of(original), at, attribute, tuple(read), tuple(tensors.values()))
+        computes = tuple(reads.computed)
+        return CalledFunction(_name_of(original), at, attribute, computes, tuple(read), tuple(tensors.values()))
 
     def _results(self, given: Mapping[str, Any]) -> Results:
         shapes = {name: value.shape for name, value in given.items() if isinstance(value, Tensor)}
@@ -221,12 +225,16 @@ def _name_of(value: Any) -> str:
 
 
 class _Reads(TorchFunctionMode):
-    """Notes the tensors that torch functions are given."""
+    """Notes the torch functions that run: the tensors that they are given, and each with the numbers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[Tensor] = []
+        self.computed: list[str] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen += [leaf for leaf in call_leaves((args, kwargs or {})) if isinstance(leaf, Tensor)]
+        leaves = [plain(leaf) for leaf in call_leaves((args, kwargs or {}))]
+        self.seen += [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        numbers = (str(leaf) for leaf in leaves if isinstance(leaf, bool | int | float))
+        self.computed.append(f"{getattr(func, '__name__', func)}({', '.join(numbers)})")
         return func(*args, **(kwargs or {}))

@@ -123,7 +123,8 @@ def misleading(func: Callable[..., Any], gradient: PartOfGradient, detail: str =
     name = resolve_name(func) or getattr(func, "__name__", str(func))
     return RuntimeError(
         f"{name} was called on this rank's part of {gradient.said}{detail}: that is not what it would be on the whole"
-        f" gradient. lightning_autotp.full_gradients(model)[{gradient.part.name!r}] is the whole one,"
+        f" gradient. lightning_autotp.full_gradients(model)[{gradient.part.name!r}] is the whole one (for histograms,"
+        " too: TensorBoard's add_histogram, wandb.watch),"
         " lightning_autotp.clip_gradients_norm(model, max_norm) clips. Elementwise functions, norms, sums and variances"
         " over all elements are right as they are, and, unless FSDP2 has sharded the model, masks of the whole shape,"
         " slices of rows or columns, randn_like and rand_like. What is meant for this rank's part alone takes it as a"

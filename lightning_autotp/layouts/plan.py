@@ -427,12 +427,16 @@ class Plan:
 
     @property
     def summary(self) -> str:
-        """The plan in one line."""
+        """The plan in one line: the work and memory that are divided, and what is computed whole costs."""
         whole = sum(not isinstance(parameter.layout, Shard) for parameter in self.parameters)
         calls = sum(one.calls for one in self.communication)
-        work = f"{self.divided_work:.1%} of the FLOPs and " if self.divided_work >= 0 else ""
+        of_work = f"{self.divided_work:.1%} of the FLOPs and " if self.divided_work >= 0 else ""
+        divided = f"{of_work}{self.sharded_fraction:.1%} of the parameters are divided"
+        every = sum(one.calls for one in self.whole_work)
+        spent = f"{1e3 * sum(one.seconds for one in self.whole_work):.2g} ms of a step"
+        cost = f" (every rank computes all of {every} operators, about {spent})" if every else ""
         return (
-            f"{self.model} on {self.ranks} ranks: {work}{self.sharded_fraction:.1%} of the parameters are divided,"
+            f"{self.model} on {self.ranks} ranks: {divided}{cost},"
             f" {whole} of {len(self.parameters)} tensors stay whole; rank 0 stores"
             f" {in_units(self.bytes(0))} of {in_units(self.whole_bytes)}; {calls} collectives in a step"
         )

@@ -123,7 +123,7 @@ class Declaration:
                 f"{self.target}: no result has {' '.join(sorted(open_dims))}: say whether it is summed over (sum=) or"
                 " needed whole (whole=)"
             )
-        self.count(dict.fromkeys(dims, 1.0))
+        self.count({})
 
     @cached_property
     def notation(self) -> Notation:
@@ -146,8 +146,9 @@ class Declaration:
         return _operator_name(self.target) if self.is_operator else self.target
 
     def count(self, sizes: Mapping[str, float]) -> float:
-        """Floating-point operations with dims of these sizes."""
-        return formula(self.flops, self.notation.dims)(sizes) if self.flops else 0.0
+        """Floating-point operations with dims of these sizes; one that no tensor has counts as one index."""
+        dims = self.notation.dims
+        return formula(self.flops, dims)({**dict.fromkeys(dims, 1.0), **sizes}) if self.flops else 0.0
 
     def results(self, shapes: Mapping[str, Any], value_of: Callable[[str], Any]) -> Results:
         """The results of a call, each with its shape, or ``None`` for one that is ``None``.
@@ -372,6 +373,7 @@ class CalledFunction:
         name: its name.
         leaf: which leaf of the call's arguments it is, or the object that has it; negative if none of them.
         attribute: the object's attribute that it is; empty if it is among the arguments itself.
+        computes: the functions of torch that it runs, and the numbers that it gives them: of the whole model on a rank.
         reads: the places of indices that it reads, or along which the object's tensors are not broadcast, and which
             indices of the whole model those of a rank are there, as runs; without runs they are what they are.
         tensors: the tensors that it reads.
@@ -380,6 +382,7 @@ class CalledFunction:
     name: str
     leaf: int
     attribute: str
+    computes: tuple[str, ...]
     reads: tuple[tuple[int, tuple[Run, ...]], ...]
     tensors: tuple[Any, ...]
 
@@ -388,13 +391,13 @@ class CalledFunction:
         """What an operator's argument says of it."""
         if not isinstance(argument, tuple):
             return None
-        name, leaf, attribute, reads, *tensors = argument
-        return cls(name, leaf, attribute, reads, tuple(tensors))
+        name, leaf, attribute, computes, reads, *tensors = argument
+        return cls(name, leaf, attribute, computes, reads, tuple(tensors))
 
     @property
     def argument(self) -> tuple[Any, ...]:
         """It as an operator's argument."""
-        return self.name, self.leaf, self.attribute, self.reads, *self.tensors
+        return self.name, self.leaf, self.attribute, self.computes, self.reads, *self.tensors
 
 
 RETURNED = "->"
@@ -478,22 +481,22 @@ def _rule(made: Declaration, site: Site) -> list[Dims]:
     given = {name: site.dims(name) for name, value in arguments.items() if isinstance(value, Ref)}
     sizes = made.sizes({name: [dim.size for dim in dims] for name, dims in given.items()}, arguments.get)
     dims = _NamedDims(site, sizes)
+    named = {tensors.name for tensors in made.notation.inputs} & given.keys()  # not an object with tensors in it
     for tensors in made.notation.given({name: len(several) for name, several in given.items()}):
         if not dims.read(tensors, given[tensors.name]):
             return site.give_up(f"{tensors} of {made.target} is cut across the parts of its dims")
-    dims.tie_groups(made.notation.groups)
-    dims.keep_whole(made.whole, f"{made.target} needs it whole{_why_itself(made, arguments)}")
-    for name, indices in made.notation.functions:
-        called = CalledFunction.of(arguments.get(name))
-        if called is not None and (called.leaf < 0 or site.operator.call < 0):  # it is not seen in the running model
-            dims.keep_whole([indices[place] for place, _ in called.reads], f"{name} reads its index")
-    named = {tensors.name for tensors in made.notation.inputs}
     functions = {name for name, _ in made.notation.functions}
     for name, value in arguments.items():
         for ref in refs(value) if name not in named else ():
             if not isinstance(value, Ref) and name not in functions and site.is_floating(ref):
                 return site.give_up(f"{made.target} is not declared to divide the tensors in {name}")
             site.keep_whole(*site.relation.inputs[ref.tensor], because=f"{made.target} is not declared to divide it")
+    dims.tie_groups(made.notation.groups)
+    dims.keep_whole(made.whole, f"{made.target} needs it whole{_why_itself(made, arguments)}")
+    for name, indices in made.notation.functions:
+        called = CalledFunction.of(arguments.get(name))
+        if called is not None and (called.leaf < 0 or site.operator.call < 0):  # it is not seen in the running model
+            dims.keep_whole([indices[place] for place, _ in called.reads], f"{name} reads its index")
     site.contract(*(dim for name in sorted(made.summed) for dim in dims.every[name]))
     site.linear_in(*made.linear)
     if made.draws:
@@ -537,7 +540,8 @@ class _NamedDims:
 
     def _tie(self, name: str, dim: Dim) -> None:
         if name.isdigit():
-            self.site.keep_whole(dim, because=f"a dim of {name}")
+            if dim.size > 1:
+                self.site.keep_whole(dim, because=f"a dim of {name}")
             return
         self.every[name].append(dim)
         known = self._tied.get(name, ONE)

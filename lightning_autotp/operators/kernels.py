@@ -151,6 +151,14 @@ for _package in ("flash_attn_interface.", "kernels-community/flash-attn3:", "ker
         "s t d e b",
         "2 h s t (d + e)",
     )
+for _package in ("flash_attn_interface.", "kernels-community/flash-attn3:"):  # not with all heads in one dim
+    _shipped(
+        f"{_package}flash_attn_qkvpacked_func",
+        "qkv[b s 3 h d], q_descale[b h], k_descale[b h], v_descale[b h]"
+        " -> out[b s h d], lse[b h s]:float32 if return_attn_probs",
+        "s d",
+        "4 b h s s d",
+    )
 _shipped(
     "flash_attn.layers.rotary.ApplyRotaryEmb",
     "x[b s h d], x[s h d] -> out[b s h d] if not cu_seqlens, out[s h d] if cu_seqlens",
@@ -159,12 +167,17 @@ _shipped(
 )
 
 # -- xformers --------------------------------------------------------------------------------------------------------
+# Masks of its own are objects, or tensors of no dims; one that holds a tensor is a tensor of that one's dims, or stays
+# whole. In the form of five dims heads stand in groups, for key/value heads.
 
 _shipped(
     "xformers.ops.memory_efficient_attention",
-    "query[b s h d], key[b t h d], value[b t h e], attn_bias[b h s t] -> out[b s h e]",
+    "query[b s h d], key[b t h d], value[b t h e], attn_bias[b h s t],"
+    " query[b s m h d], key[b t m h d], value[b t m h e], attn_bias[b m h s t],"
+    " query[b s d], key[b t d], value[b t e], attn_bias[b s t], attn_bias[]"
+    " -> out[b s h e] if query.ndim=4, out[b s m h e] if query.ndim=5, out[b s e] if query.ndim=3",
     "s t d e",
-    _SCORES,
+    "2 b m h s t (d + e)",
     draws="p",
 )
 
@@ -258,6 +271,7 @@ for _package in ("mamba_ssm.ops.selective_scan_interface.", _HUB_MAMBA[0]):
         "xz[b w l], conv1d_weight[i 1 k], x_proj_weight[m i], delta_proj_weight[i r], out_proj_weight[o i], A[i n]"
         " -> out[b l o]",
         "w l i k m r o n",
+        "2 b l i (k + m + r + 2 n + o)",
     )
 for _package in ("mamba_ssm.ops.triton.ssd_combined.", _HUB_MAMBA[0]):
     _shipped(
@@ -274,6 +288,7 @@ for _package in ("mamba_ssm.ops.triton.ssd_combined.", _HUB_MAMBA[0]):
         " outproj_weight[o (h p)]"
         " -> out[b l o] if outproj_weight, out[b l (h p)] if not outproj_weight",
         "w l c k h p o",
+        "2 b l (c k + h p o)",
         without="return_final_states",
     )
 

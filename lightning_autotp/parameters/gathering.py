@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_autotp.layouts.blocks import blocks_of, index
+from lightning_autotp.layouts.ownership import Run
 from lightning_autotp.layouts.types import Shard, local_shape
 from lightning_autotp.parameters.local_blocks import joined
 from lightning_autotp.parameters.meta import ParameterMeta
@@ -43,16 +45,37 @@ def gather_parameter(tensor: Tensor, meta: ParameterMeta, group: TPGroup) -> Ten
     # As bytes: not every backend knows every dtype.
     if whole.numel() and len(dims) == 1 and dims[0][0] == 0 and dims[0][1].is_even:
         dist.all_gather_single(_bytes(whole), _bytes(own), process_group)
-        return whole.to(tensor.device)
-    for rank in range(group.size):  # one after the other: all of them at once would take the memory of another whole
-        shape = local_shape(meta.shape, meta.layout, rank)
-        part = own if rank == group.rank else own.new_empty(shape)
-        if part.numel() == 0:
-            continue
-        dist.broadcast(_bytes(part), dist.get_global_rank(process_group, rank), process_group)
-        for block in blocks_of(meta.shape, meta.layout, rank, group.size):
-            whole[index(block.original)] = part[index(block.local)]
+    else:
+        shapes = [local_shape(meta.shape, meta.layout, rank) for rank in range(group.size)]
+        for rows in _rows_together(shapes, own.element_size()):
+            _gather_rows(whole, own, rows, meta, group)
     return whole.to(tensor.device)
+
+
+_TOGETHER = 2**28
+"""Bytes up to which the ranks' parts are gathered at once: they are there beside the whole until they are copied."""
+
+
+def _rows_together(shapes: Sequence[Sequence[int]], itemsize: int) -> Iterator[Run]:
+    """The indices of the parts' first dim that are gathered at once; for most tensors, all of them."""
+    longest, row = max(shape[0] for shape in shapes), max(prod(shape[1:]) for shape in shapes)
+    step = max(_TOGETHER // max(row * itemsize * len(shapes), 1), 1)
+    yield from ((start, start + step) for start in range(0, longest if row else 0, step))
+
+
+def _gather_rows(whole: Tensor, own: Tensor, rows: Run, meta: ParameterMeta, group: TPGroup) -> None:
+    """Write what all parts have at these indices of their first dim: one collective, of pieces of one length."""
+    shapes = [local_shape(meta.shape, meta.layout, rank) for rank in range(group.size)]
+    pieces = [(len(range(shape[0])[slice(*rows)]), *shape[1:]) for shape in shapes]
+    width = max(map(prod, pieces))
+    sent, received = own.new_empty(width), own.new_empty(group.size * width)
+    sent[: prod(pieces[group.rank])] = own[slice(*rows)].flatten()
+    dist.all_gather_single(_bytes(received), _bytes(sent), group.process_group)
+    for rank, shape in enumerate(pieces):
+        piece = received[rank * width :][: prod(shape)].view(shape)
+        for block in blocks_of(meta.shape, meta.layout, rank, group.size):
+            if (part := block.cut(0, (rows[0], rows[0] + shape[0]))) is not None:
+                whole[index(part.original)] = piece[index(part.local)]
 
 
 def _bytes(tensor: Tensor) -> Tensor:

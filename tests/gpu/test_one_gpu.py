@@ -9,6 +9,7 @@ from __future__ import annotations
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -49,6 +50,8 @@ class Run:
         checkpointing: whether blocks are computed again in the backward pass.
         compiled: whether blocks are compiled.
         clip: largest norm of the gradients.
+        own_stream: whether it runs on another stream than the device's first, and memory that is free there is written
+            over with NaN whenever a gradient is there, while others are summed.
     """
 
     family: str = "llama"
@@ -60,6 +63,7 @@ class Run:
     checkpointing: bool = False
     compiled: bool = False
     clip: float | None = None
+    own_stream: bool = False
 
 
 WIDE = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 8, "num_key_value_heads": 4}
@@ -82,6 +86,7 @@ RUNS = {
     "16-mixed": Run(sizes=WIDE, precision="16-mixed", tolerance=HALF),
     "sequence parallel": Run(options={"sequence_parallel": True}),
     "clipping": Run(clip=0.1),
+    "own stream": Run(own_stream=True),
     "checkpointing": Run(checkpointing=True),
     "checkpointing, sequence parallel": Run(checkpointing=True, options={"sequence_parallel": True}),
     "compiled blocks": Run(compiled=True),
@@ -100,6 +105,12 @@ class SharedGPU(CUDAAccelerator):
     @staticmethod
     def parse_devices(devices: Any) -> Any:
         return devices
+
+
+def write_over(parameter: Tensor) -> None:
+    """Take memory that is free, write NaN, and give it back."""
+    for size in (parameter.numel(), 2**22):
+        torch.full((size,), torch.nan, device=parameter.device)
 
 
 class Task(L.LightningModule):
@@ -122,6 +133,10 @@ class Task(L.LightningModule):
         if self.run.compiled:
             for layer in self.model.model.layers:
                 layer.compile()
+
+    def on_fit_start(self) -> None:
+        for parameter in self.model.parameters() if self.run.own_stream else ():
+            parameter.register_post_accumulate_grad_hook(write_over)
 
     def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
         loss: Tensor = self.model(**batch, use_cache=False).loss
@@ -161,7 +176,8 @@ def train(run: Run, devices: int) -> dict[str, Any]:
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         gradient_clip_val=run.clip, callbacks=[Waits()], **precision,
     )  # fmt: skip
-    with warnings.catch_warnings(record=True) as caught:
+    stream = torch.cuda.stream(torch.cuda.Stream()) if run.own_stream else nullcontext()
+    with warnings.catch_warnings(record=True) as caught, stream:
         warnings.simplefilter("always")
         trainer.fit(task, DataLoader([token_batch(seed) for seed in range(STEPS)], batch_size=None))
     parallel = hasattr(task.model, "autotp")

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from distributed import run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
+from mixture_configs import MIXTURES
 from tiny import tiny_model, token_batch
 from torch import nn
 
@@ -21,10 +22,12 @@ from lightning_autotp.layouts.types import Shard
 SIZES = {"num_hidden_layers": 1, "vocab_size": 1600, "intermediate_size": 1603}
 
 
-def parts(plan: Plan, name: str) -> list[int]:
+def parts(plan: Plan, name: str, dim: int = 0) -> list[int]:
     layout = next(parameter.layout for parameter in plan.parameters if name in parameter.names)
     assert isinstance(layout, Shard)
-    return list(layout.dims[0][1].local_sizes)
+    ((cut, owned),) = layout.dims
+    assert cut == dim
+    return list(owned.local_sizes)
 
 
 @given(st.integers(2, 200_000), st.integers(2, 64))
@@ -68,6 +71,26 @@ def test_where_a_vocabulary_is_cut(vocabulary: int, ranks: int, wanted: list[int
         model = Head(vocabulary)
     plan, _ = make_plan(model, ranks, example_inputs=torch.zeros(3, 7, dtype=torch.long))
     assert parts(plan, "table.weight") == parts(plan, "head.weight") == parts(plan, "head.bias") == wanted
+
+
+@pytest.mark.parametrize(
+    ("size", "ranks", "wanted", "noted"),
+    [
+        (1408, 3, [472, 472, 464], False),  # 22 times 64, which would give one rank 9 % more
+        (14400, 7, [2064, *[2056] * 6], False),
+        (1410, 2, [705, 705], True),  # it divides: as it is, and said
+        (1411, 4, [353, 353, 353, 352], True),
+    ],
+)
+def test_where_experts_are_cut(size: int, ranks: int, wanted: list[int], noted: bool) -> None:
+    """As a gated layer's features are, in both halves of what is fused; a plan says what is at no multiple of 8."""
+    with torch.device("meta"):
+        model = tiny_model("mixtral", **MIXTURES["mixtral"], num_hidden_layers=1, intermediate_size=size)
+    plan, _ = make_plan(model, ranks, example_inputs=token_batch(0))
+    assert parts(plan, "model.layers.0.mlp.experts.down_proj", 2) == wanted
+    assert parts(plan, "model.layers.0.mlp.experts.gate_up_proj", 1) == [2 * part for part in wanted]
+    experts = next(parameter for parameter in plan.parameters if "down_proj" in parameter.names[0])
+    assert ("not at multiples of 8" in experts.local_of_whole(0)) is noted
 
 
 def take_steps(model: Any, vocabulary: int) -> None:

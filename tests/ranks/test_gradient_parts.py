@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
+import tempfile
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +18,8 @@ from local_model import Original, local_model
 from tiny import tiny_model, token_batch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.tensorboard import SummaryWriter
 
 from lightning_autotp import clip_gradients_norm, full_gradients, full_state_dict, grad_norms, parallelize
 from lightning_autotp.gradients.parts import GradientPart, marked
@@ -209,6 +213,7 @@ def on_every_rank(rank: int, size: int) -> dict[str, Any]:
         seen[f"{what}, and another pass"] = full_gradients(model)
     seen["refused"] = refused(part_of_original(rank))
     seen["norms"] = norms_agree(part_of_original(rank))
+    seen["multiplied"] = multiplied_by_clipping(part_of_original(rank))
     seen["hooks"] = own_hooks(rank)
     seen["copies"] = copies(part_of_original(rank))
     seen["scaled"] = scaled(part_of_original(rank))
@@ -239,6 +244,7 @@ REFUSED: dict[str, Callable[[Any, Any], Any]] = {
     "std that keeps dims": lambda g, _: g.std(keepdim=True),
     "median": lambda g, _: g.median(),
     "histogram": lambda g, _: g.float().histc(10),
+    "histogram of TensorBoard": lambda g, _: SummaryWriter(tempfile.mkdtemp()).add_histogram("gradient", g),
     "view": lambda g, _: g.view(-1),
     "transposed": lambda g, _: g.T,
     "product": lambda g, _: g @ g,
@@ -261,6 +267,26 @@ REFUSED: dict[str, Callable[[Any, Any], Any]] = {
     "summed over these ranks": lambda g, _: dist.all_reduce(g),
     "as gradients of others": lambda g, _: g.__array__(),
 }
+
+
+class Products(TorchDispatchMode):
+    """Counts the operators that multiply in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten.mul_, torch.ops.aten._foreach_mul_):
+            self.calls[str(func.overloadpacket)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def multiplied_by_clipping(model: nn.Module) -> dict[str, int]:
+    """What multiplies gradients where they are clipped."""
+    with Products() as products:
+        clip_gradients_norm(model, 1e-3)
+    return dict(products.calls)
 
 
 def norms_agree(model: nn.Module) -> list[float]:
@@ -403,13 +429,20 @@ def test_what_would_mislead_is_refused(ranks: list[dict[str, Any]], what: str) -
         text = seen["refused"][what]
         assert "was called on this rank's part of the gradient of even (" in text
         assert f"] of [12, 3], S(0: 12 -> {12 // len(ranks)})" in text
-        assert "lightning_autotp.full_gradients(model)['even'] is the whole one" in text
+        assert (
+            "lightning_autotp.full_gradients(model)['even'] is the whole one (for histograms, too: TensorBoard's"
+            in text
+        )
         assert "lightning_autotp.WholeMatrixOptimizer(module, parameters, kind, lr=...)" in text
 
 
 def test_norms_are_the_same_in_three_ways(ranks: list[dict[str, Any]]) -> None:
     for seen in ranks:
         assert seen["norms"] == pytest.approx([seen["norms"][0]] * 3, rel=1e-12)
+
+
+def test_gradients_are_clipped_in_one_product_of_all(ranks: list[dict[str, Any]]) -> None:
+    assert all(seen["multiplied"] == {"aten._foreach_mul_": 1} for seen in ranks)
 
 
 def test_hooks_of_the_users_see_parts_that_answer_for_the_whole(ranks: list[dict[str, Any]]) -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from distributed import run_ranks
 from hub_kernels import install_flash_attention_of_the_hub
-from kernel_stand_ins import FLASH_2, install_flash_attention, varlen_attn
+from kernel_stand_ins import FLASH_2, FLASH_3, install_flash_attention, varlen_attn
 from tiny import tiny_model, token_batch
 from torch import Tensor, nn
 from torch.fx import GraphModule
@@ -28,17 +28,26 @@ FAMILIES = (
 )  # fmt: skip
 KERNELS = ("eager", FLASH_2, "flex_attention", "varlen")
 HUB_FLASH = "kernels-community/flash-attn2"
-OTHER_NAMES = ("paged|sdpa", HUB_FLASH)
-"""For caches of pages, which there are none of in training; and as transformers loads it from the Hub."""
+OTHER_NAMES = ("paged|sdpa", HUB_FLASH, FLASH_3)
+"""For caches of pages, which there are none of in training; as transformers loads it from the Hub; the next version."""
+PACKED = {
+    "packed": ("sdpa", "eager", FLASH_2, FLASH_3, "flex_attention"),
+    "lengths": ("sdpa", FLASH_2, FLASH_3, "varlen"),
+    "documents": ("sdpa", "eager", "flex_attention"),
+    "padded": ("sdpa", "eager", FLASH_2, "flex_attention"),
+}
+"""Batches of several sequences in a row, and padded ones, each with the attention that understands it."""
 VARLEN = "torch.nn.attention.varlen.varlen_attn"
 
 
 def attend_in_one_sequence(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, scaling: float, **_: Any
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, scaling: float, **given: Any
 ) -> tuple[Tensor, None]:
-    """An attention function for transformers that calls ``varlen_attn`` with the rows as sequences."""
+    """An attention function for transformers that calls ``varlen_attn`` with the sequences, or else with the rows."""
     rows, _, length, _ = query.shape
-    ends = torch.arange(rows + 1, dtype=torch.int32, device=query.device) * length
+    ends = given.get("cu_seq_lens_q")
+    if ends is None:
+        ends = torch.arange(rows + 1, dtype=torch.int32, device=query.device) * length
     packed = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
     out = torch.nn.attention.varlen.varlen_attn(  # type: ignore[attr-defined]
         *packed, ends, ends, length, length, scale=scaling, window_size=(-1, 0),
@@ -61,26 +70,45 @@ def with_kernels() -> None:
     AttentionMaskInterface.register("varlen", lambda *_, **__: None)
 
 
+Found = tuple[Any, float, float]
+
+
 @lru_cache
-def batches() -> dict[str, dict[str, Tensor]]:
-    """Rows of one length; two sequences in one row; a row that ends early."""
+def batches() -> dict[str, dict[str, Any]]:
+    """Rows of one length; two sequences in a row, told by positions, lengths or a mask; a row that ends early."""
     plain = token_batch(0)
-    ids = plain["input_ids"]
-    positions = torch.cat([torch.arange(6), torch.arange(11)])[None]
-    mask = torch.ones_like(ids)
+    ids, mask = plain["input_ids"], torch.ones_like(plain["input_ids"])
     mask[0, 10:] = 0
-    labels = plain["labels"].masked_fill(mask == 0, -100)
+    row: dict[str, Any] = {"input_ids": ids[:1], "labels": plain["labels"][:1]}
+    row["position_ids"] = torch.cat([torch.arange(6), torch.arange(11)])[None]
+    row["use_cache"] = False  # with one, transformers takes no positions for a beginning
+    ends = torch.tensor([0, 6, 17], dtype=torch.int32)
+    lengths = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 11, "max_length_k": 11}
+    document = (torch.arange(17) >= 6).long()
+    seen = (document[:, None] == document) & torch.ones(17, 17, dtype=torch.bool).tril()
     return {
         "plain": plain,
-        "packed": {"input_ids": ids[:1], "labels": plain["labels"][:1], "position_ids": positions},
-        "padded": {"input_ids": ids, "labels": labels, "attention_mask": mask},
-    }
+        "packed": row,
+        "lengths": {**row, **lengths},
+        "documents": {**row, "attention_mask": torch.zeros(1, 1, 17, 17).masked_fill(~seen, -torch.inf)},
+        "padded": {
+            "input_ids": ids, "labels": plain["labels"].masked_fill(mask == 0, -100), "attention_mask": mask,
+        },
+    }  # fmt: skip
 
 
-def trained(
-    family: str, attention: str, batch: dict[str, Tensor], again: bool = False, **changes: Any
-) -> tuple[Any, float]:
-    """What is communicated in a step, and how far its gradients are from one process's.
+def block_mask() -> Any:
+    """The mask of ``"documents"`` for FlexAttention."""
+    document = (torch.arange(17) >= 6).long()
+
+    def seen(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (q >= k) & (document[q] == document[k])
+
+    return flex_attention.create_block_mask(seen, None, None, 17, 17, "cpu")
+
+
+def trained(family: str, attention: str, batch: dict[str, Any], again: bool = False, **changes: Any) -> Found:
+    """What is communicated in a step, how far its gradients are from one process's, and the loss of that one.
 
     Args:
         family: of the model.
@@ -99,13 +127,14 @@ def trained(
         model.config._attn_implementation = attention
     whole = copy.deepcopy(model)
     parallelize(model, dist.group.WORLD, example_inputs=batch)  # type: ignore[arg-type]
-    for one in (whole, model):
-        one(**batch).loss.backward()
+    losses = [one(**batch).loss for one in (whole, model)]
+    for loss in losses:
+        loss.backward()
     gradients = full_gradients(model)
     wanted = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
     assert wanted.keys() <= gradients.keys()
     far = max(float((gradients[name] - gradient).abs().max()) for name, gradient in wanted.items())
-    return model.autotp.plan.communication, far
+    return model.autotp.plan.communication, far, float(losses[0])
 
 
 def compiled_alone(graph: GraphModule, _: Any) -> Any:
@@ -123,17 +152,19 @@ class AttentionByHead(nn.Module):
 
     Args:
         kernel: ``"slopes"`` for FlashAttention with slopes, ``"scores"`` for FlexAttention with a function of the
-            head's index that reads a parameter and a constant, ``"mask"`` for FlexAttention with a window of another
-            length for each head, ``"compiled scores"`` and ``"compiled mask"`` for these compiled, ``"dropout"`` for
+            head's index that reads a parameter and a constant, ``"number"`` for one that reads how many heads there
+            are, as the code around it does, ``"mask"`` for FlexAttention with a window of another length for each head,
+            ``"compiled scores"`` and ``"compiled mask"`` for these compiled, ``"dropout"`` for
             FlashAttention with dropout.
     """
 
-    heads, features = 12, 4
+    features = 4
     again: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, kernel: str) -> None:
         super().__init__()
-        self.kernel, width = kernel, self.heads * self.features
+        self.kernel, self.heads = kernel, 12
+        width = self.heads * self.features
         self.q, self.k, self.v = (nn.Linear(width, width // groups, bias=False) for groups in (1, 2, 2))
         self.o = nn.Linear(width, width, bias=False)
         self.slopes = 2.0 ** -torch.arange(1.0, self.heads + 1)
@@ -141,7 +172,11 @@ class AttentionByHead(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[batch, seq, hidden]`` to the same."""
-        q, k, v = (layer(x).unflatten(-1, (-1, self.features)) for layer in (self.q, self.k, self.v))
+        if self.kernel == "number":
+            q = self.q(x).unflatten(-1, (self.heads, -1))
+            k, v = (layer(x).unflatten(-1, (self.heads // 2, -1)) for layer in (self.k, self.v))
+        else:
+            q, k, v = (layer(x).unflatten(-1, (-1, self.features)) for layer in (self.q, self.k, self.v))
         return self.o(self.attend(q, k, v).flatten(2))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -158,6 +193,9 @@ class AttentionByHead(nn.Module):
         def score(score: Tensor, b: Tensor, h: Tensor, s: Tensor, t: Tensor) -> Tensor:
             return score - self.slopes[h] * (s - t).abs() + self.bias[h, (s - t).abs()]
 
+        def number(score: Tensor, b: Tensor, h: Tensor, s: Tensor, t: Tensor) -> Tensor:
+            return score - torch.exp2(-8 * (h + 1) / self.heads) * (s - t).abs()
+
         windows = torch.arange(2, 2 * self.heads + 2, 2)
 
         def mask(b: Tensor, h: Tensor, s: Tensor, t: Tensor) -> Tensor:
@@ -168,6 +206,8 @@ class AttentionByHead(nn.Module):
             flex = torch.compile(flex, backend=compiled_alone)
         if "scores" in self.kernel:
             option: dict[str, Any] = {"score_mod": score}
+        elif self.kernel == "number":
+            option = {"score_mod": number}
         else:
             rows, length = q.shape[:2]
             made = flex_attention.create_block_mask(mask, rows, self.heads, length, length, "cpu", BLOCK_SIZE=8)
@@ -175,12 +215,12 @@ class AttentionByHead(nn.Module):
         return flex(*(x.transpose(1, 2) for x in (q, k, v)), **option, enable_gqa=True).transpose(1, 2)
 
 
-def train_by_head() -> dict[tuple[str, str, str], tuple[Any, float]]:
+def train_by_head() -> dict[tuple[str, str, str], Found]:
     """As :func:`train_families`, with kernels that compute something else for each head."""
     found = {}
     x = torch.randn(2, 23, 48, generator=torch.Generator().manual_seed(0))
     torch.compiler.set_stance("default")  # otherwise FlexAttention does not see what the function reads
-    for kernel in ("slopes", "scores", "compiled scores", "mask", "compiled mask"):
+    for kernel in ("slopes", "scores", "compiled scores", "number", "mask", "compiled mask"):
         torch.manual_seed(1)
         whole = AttentionByHead(kernel)
         model = copy.deepcopy(whole)
@@ -191,7 +231,7 @@ def train_by_head() -> dict[tuple[str, str, str], tuple[Any, float]]:
         far = max(float((gradients[name] - p.grad).abs().max()) for name, p in whole.named_parameters())
         cut = [str(parameter.layout) for parameter in model.autotp.plan.parameters if parameter.names[0] != "bias"]
         assert all(layout.startswith("S(") for layout in cut), cut
-        found["by head", kernel, "plain"] = model.autotp.plan.communication, far
+        found["by head", kernel, "plain"] = model.autotp.plan.communication, far, 0.0
     torch.compiler.set_stance("force_eager")
     assert set(COMPILED) == {"flex_attention"}
     return found
@@ -225,7 +265,7 @@ def draw_by_head(rank: int, size: int) -> dict[str, Any]:
     return found
 
 
-def train_heads(heads: tuple[tuple[int, int], ...]) -> dict[tuple[str, str, str], tuple[Any, float]]:
+def train_heads(heads: tuple[tuple[int, int], ...]) -> dict[tuple[str, str, str], Found]:
     """As :func:`train_families`, with numbers of heads with which kernels are called otherwise on some of the ranks.
 
     transformers repeats key/value heads for FlexAttention where the query heads are no power of two.
@@ -241,7 +281,7 @@ def train_heads(heads: tuple[tuple[int, int], ...]) -> dict[tuple[str, str, str]
 
 def train_families(
     rank: int, size: int, families: tuple[str, ...], sizes: dict[str, int], heads: tuple[tuple[int, int], ...]
-) -> dict[tuple[str, str, str], tuple[Any, float]]:
+) -> dict[tuple[str, str, str], Found]:
     with_kernels()
     found = train_by_head() | train_heads(heads)
     for attention in ("sdpa", FLASH_2):  # before the kernel has been tried
@@ -254,9 +294,12 @@ def train_families(
         "cohere2", "sdpa", batches()["plain"], num_attention_heads=size, num_key_value_heads=1, hidden_size=48,
         layer_types=["sliding_attention", "full_attention"], sliding_window=8,
     )  # fmt: skip
-    for kind in ("packed", "padded"):
-        for attention in ("sdpa", *KERNELS[:-1]):
-            found["llama", attention, kind] = trained("llama", attention, batches()[kind], **sizes)
+    for kind, understanding in PACKED.items():
+        for attention in understanding:
+            batch = batches()[kind]
+            if (attention, kind) == ("flex_attention", "documents"):
+                batch = {**batch, "attention_mask": block_mask()}
+            found["llama", attention, kind] = trained("llama", attention, batch, **sizes)
     return found
 
 
@@ -278,11 +321,13 @@ def test_every_kernel_is_divided_as_plain_attention_is(
         compare_with_sdpa(found)
 
 
-def compare_with_sdpa(found: dict[tuple[str, str, str], tuple[Any, float]]) -> None:
-    for (family, attention, batch), (communication, far) in found.items():
+def compare_with_sdpa(found: dict[tuple[str, str, str], Found]) -> None:
+    for (family, attention, batch), (communication, far, loss) in found.items():
         assert far < 1e-6, (family, attention, batch)
         if family != "by head":
             assert communication == found[family, "sdpa", batch][0], (family, attention, batch)
+        if batch in ("packed", "lengths", "documents"):
+            assert abs(loss - found[family, "sdpa", "packed"][2]) < 1e-5, (attention, batch, "not these sequences")
 
 
 @lru_cache

@@ -60,6 +60,7 @@ class Block(nn.Module):
         super().__init__()
         self.inner, self.out = nn.Linear(WIDTH, 36, bias=False), nn.Linear(36, WIDTH, bias=False)
         self.question, self.calls = question, 0
+        self.has_gpu, self.is_on_gpu = torch.cuda.is_available(), self.out.weight.is_cuda
         self.flags, self.options = ["first"], {"flag": False}
 
     def forward(self, x: Tensor, task: Any = None) -> Tensor:
@@ -96,6 +97,10 @@ TRACED: dict[str, Question] = {
     "device of a weight": lambda block, x, _: block.out.weight.device.type == "cpu",
     "not on meta": lambda block, x, _: not x.is_meta,
     "no accelerator": lambda block, x, _: not torch.cuda.is_available(),
+    "no accelerator as it was made": lambda block, x, _: not block.has_gpu,
+    "input on no GPU": lambda block, x, _: not x.is_cuda,
+    "weight on no GPU": lambda block, x, _: not block.out.weight.is_cuda,
+    "weight on no GPU as it was made": lambda block, x, _: not block.is_on_gpu,
     "dtype": lambda block, x, _: x.dtype == torch.float64,
 }
 """In a trace the answer is that of the run."""

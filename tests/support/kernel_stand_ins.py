@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-FLASH_2 = "flash_attention_2"
+FLASH_2, FLASH_3 = "flash_attention_2", "flash_attention_3"
 
 
 def _needs_values(*tensors: Tensor) -> None:
@@ -163,6 +163,27 @@ def flash_attn_3_func(
     return (out, lse) if return_attn_probs else out
 
 
+def flash_attn_3_qkvpacked_func(
+    qkv: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    num_heads_q: int | None = None,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Any:
+    """``qkv [b, s, 3, h, d]``."""
+    scales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    options = {"window_size": window_size, "softcap": softcap, "return_attn_probs": return_attn_probs}
+    return flash_attn_3_func(*qkv.unbind(2), softmax_scale, causal, **scales, **options)
+
+
 def flash_attn_3_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -183,20 +204,60 @@ def flash_attn_3_varlen_func(
     return flash_attn_varlen_func(q, k, v, *ends, softmax_scale=softmax_scale, causal=causal)
 
 
+class LowerTriangularMask(Tensor):
+    """xformers' causal mask: a tensor of no dims."""
+
+    @staticmethod
+    def __new__(cls) -> LowerTriangularMask:
+        return Tensor._make_wrapper_subclass(cls, [])
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(f"{func} of a mask")
+
+
+class BlockDiagonalCausalMask:
+    """xformers' mask of sequences one after another, here of one row.
+
+    Args:
+        lengths: of the sequences.
+        bias: numbers ``[b, h, s, t]`` that are added to the scores.
+    """
+
+    def __init__(self, lengths: list[int], bias: Tensor | None = None) -> None:
+        self.lengths, self.bias = lengths, bias
+
+    def materialize(self) -> Tensor:
+        """``[s, s]``."""
+        sequence = torch.arange(len(self.lengths)).repeat_interleave(torch.tensor(self.lengths))
+        seen = (sequence[:, None] == sequence) & torch.ones(len(sequence), len(sequence)).tril().bool()
+        made = torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)
+        return made if self.bias is None else made + self.bias
+
+
 def memory_efficient_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_bias: Tensor | None = None,
+    attn_bias: Any = None,
     p: float = 0.0,
     scale: float | None = None,
     *,
     op: Any = None,
     output_dtype: Any = None,
 ) -> Tensor:
-    """xformers: ``query [b, s, h, d]``, ``key [b, t, h, d]``, ``attn_bias [b, h, s, t]``."""
-    heads = (x.transpose(1, 2) for x in (query, key, value))
-    return F.scaled_dot_product_attention(*heads, attn_mask=attn_bias, dropout_p=p, scale=scale).transpose(1, 2)
+    """xformers: ``query [b, s, h, d]``, ``key [b, t, h, d]``, ``attn_bias [b, h, s, t]``.
+
+    Also with groups of heads (``[b, s, m, h, d]``), and without heads.
+    """
+    _needs_values(query, key, value)
+    causal = isinstance(attn_bias, LowerTriangularMask)
+    mask = attn_bias.materialize() if isinstance(attn_bias, BlockDiagonalCausalMask) else None if causal else attn_bias
+    heads = (x.movedim(1, -2) for x in (query, key, value))
+    found = F.scaled_dot_product_attention(*heads, attn_mask=mask, dropout_p=p, is_causal=causal, scale=scale)
+    return found.movedim(-2, 1)
 
 
 def flash_attn_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
@@ -240,7 +301,7 @@ def module(name: str, **functions: Any) -> ModuleType:
 
 
 def install_flash_attention() -> None:
-    """Let transformers' FlashAttention 2 be the one here, in this process."""
+    """Let transformers' FlashAttention 2 and 3 be those here, in this process."""
     from transformers import modeling_flash_attention_utils as flash
 
     names: dict[str, Callable[..., Any]] = {
@@ -250,6 +311,8 @@ def install_flash_attention() -> None:
     }
     module("flash_attn", **names)
     module("flash_attn.bert_padding", pad_input=flash._pad_input, unpad_input=flash._unpad_input)
+    three = {"flash_attn_func": flash_attn_3_func, "flash_attn_varlen_func": flash_attn_3_varlen_func}
+    module("flash_attn_interface", **(names | three))
     flash.is_flash_attn_2_available = lambda: True
 
 
@@ -263,7 +326,7 @@ def installed_flash_attention() -> Iterator[None]:
         try:
             yield
         finally:
-            for name in ("flash_attn.bert_padding", "flash_attn"):
+            for name in ("flash_attn.bert_padding", "flash_attn", "flash_attn_interface"):
                 del sys.modules[name]
 
 

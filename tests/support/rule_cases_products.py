@@ -75,6 +75,21 @@ def attention(draw: Draw, name: str) -> Any:
     return draw.tape.call(name, query, key, value, mask, draw.one(0.0, 0.5), causal, enable_gqa=groups > 1)
 
 
+@case(*(f"aten._scaled_dot_product_{kind}_attention.default" for kind in ("flash", "efficient", "cudnn")))
+def variant_of_attention(draw: Draw, name: str) -> Any:
+    batch, heads = draw.one(1, 2), draw.one(1, 2, 3, 4, 6)
+    queries, keys, features = draw.one(2, 3), draw.one(2, 3), draw.one(2, 4)
+    out = features if "flash" in name else draw.one(3, 4)
+    query = draw.operand(batch, heads, queries, features)
+    tensors = [query, draw.operand(batch, heads, keys, features), draw.operand(batch, heads, keys, out)]
+    p, causal = draw.one(0.0, 0.5), draw.one(False, True)
+    if "flash" in name:
+        return draw.tape.call(name, *tensors, p, causal)
+    shape = *draw.narrowed((batch, heads)), draw.one(queries, 1), keys
+    bias = draw.one(None, draw.operand(*shape), draw.tape.constant(draw.tape.draw(*shape)))
+    return draw.tape.call(name, *tensors, None if causal else bias, True, p, causal)
+
+
 @case("transformers.grouped_mm_fallback.default", "aten._grouped_mm.default")
 def grouped(draw: Draw, name: str) -> Any:
     ends = draw.one([2, 5], [0, 5], [5], [1, 2, 5])

@@ -117,7 +117,7 @@ class Tape:
         numbered, keywords = pytree.tree_map_only(Tensor, lambda t: Ref(self.number(t)), (args, kwargs))
         draft = Operator(name, named_arguments(function, numbered, keywords), (), "", name, layer)
         static = all(self.graph.tensors[tensor].is_static for tensor in draft.inputs)
-        result = function(*args, **kwargs)
+        result = FOR_GPUS.get(name, function)(*args, **kwargs)
         results = [result] if isinstance(result, Tensor) else list(result)
         results = [self._note(value.detach().resolve_conj().contiguous(), static) for value in results]
         operator = Operator(
@@ -367,8 +367,42 @@ def _attention(
     return _dropped((scores if attn_mask is None else scores + attn_mask).softmax(-1), dropout_p) @ value
 
 
+def _flash(
+    query: Tensor, key: Tensor, value: Tensor, dropout_p: float, is_causal: bool, *_: Any, scale: float | None = None
+) -> tuple[Tensor, ...]:
+    return _efficient(query, key, value, None, True, dropout_p, is_causal, scale=scale)
+
+
+def _efficient(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | None,
+    compute_log_sumexp: bool,
+    dropout_p: float,
+    is_causal: bool,
+    *_: Any,
+    scale: float | None = None,
+) -> tuple[Tensor, ...]:
+    """With the scores' sums, padded as kernels do, and where its random numbers begin."""
+    out = _attention(query, key, value, attn_bias, dropout_p, is_causal, scale=scale, enable_gqa=False)
+    scores = query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5
+    if is_causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), -torch.inf)
+    sums = (scores if attn_bias is None else scores + attn_bias).logsumexp(-1)
+    return out, torch.nn.functional.pad(sums, (0, 32 - sums.shape[-1])), torch.zeros(2, dtype=torch.int64)
+
+
+# No CPU runs these.
+FOR_GPUS: dict[str, Callable[..., Any]] = {
+    "aten._scaled_dot_product_flash_attention.default": _flash,
+    "aten._scaled_dot_product_efficient_attention.default": _efficient,
+    "aten._scaled_dot_product_cudnn_attention.default": _efficient,
+}
+
 # What these leave in memory is not defined, or has no derivative, or is random: what a model means by them.
 MEANT: dict[str, Callable[..., Any]] = {
+    **FOR_GPUS,
     "aten.empty.memory_format": lambda size, **_: torch.zeros(size),
     "aten.empty_like.default": lambda self, **_: torch.zeros_like(self),
     "aten.new_empty.default": lambda self, size, **_: self.new_zeros(size),

@@ -312,6 +312,22 @@ def test_an_operator_of_torch_library() -> None:
         assert cuts(Attention(kernel)) == BY_HEADS
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("kind", ["flash", "efficient", "cudnn"])
+def test_what_torch_s_attention_runs_may_be_called_by_its_own_name(kind: str, device: str) -> None:
+    run = getattr(torch.ops.aten, f"_scaled_dot_product_{kind}_attention")
+    options: Any = (0.0, True) if kind == "flash" else (None, True, 0.0, True)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k.repeat_interleave(2, 2), v.repeat_interleave(2, 2)))
+        out: Tensor = run(q, k, v, *options, scale=0.5)[0]
+        return out.transpose(1, 2)
+
+    plan, _ = make_plan(Attention(attend), 2, example_inputs=torch.zeros(3, 7, 32), device=device)
+    assert {p.names[0]: str(p.layout) for p in plan.parameters} == BY_HEADS
+    assert [(sent.kind, sent.calls) for sent in plan.communication] == [("all_reduce", 1)]
+
+
 FLEX = torch.ops.higher_order.flex_attention
 
 
@@ -384,6 +400,27 @@ def test_flex_attention_whose_scores_depend_on_the_head() -> None:
     assert Plan.from_json(plan.to_json()) == plan
     with pytest.raises(PlanMismatch, match="where the plan gives a function the whole model's indices"):
         read_plan(replace(plan, indices=()), solution.graph, IMPLEMENTATIONS)
+
+
+def test_a_function_of_flex_attention_that_cannot_be_seen_through() -> None:
+    """A rank's number of heads in the place of the model's keeps heads whole; what has no values, reads all indices."""
+
+    def of_number(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        heads = q.shape[2]
+        return through(lambda score, b, h, i, j: score - (h + 1) / heads, q, k, v)
+
+    def by_value(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        raise RuntimeError("not without values")
+
+    def through(modification: Any, *heads: Tensor) -> Tensor:
+        return flex_attention(*(x.transpose(1, 2) for x in heads), score_mod=modification, enable_gqa=True).transpose(
+            1, 2
+        )
+
+    assert any(sent.kind == "all_gather" for sent in planned(of_number).communication)
+    plan = planned(functools.partial(through, by_value))
+    assert {p.names[0]: str(p.layout) for p in plan.parameters} == BY_HEADS
+    assert [(read.attribute, read.place) for read in plan.indices] == [("", 2)]
 
 
 class RepeatedHeads:

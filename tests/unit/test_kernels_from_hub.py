@@ -125,17 +125,18 @@ def needs_cuda(x: Tensor, weight: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("in_kernel", [False, True], ids=["in its own code", "in its kernel"])
-def test_layers_of_transformer_engine_are_named_with_what_to_write(in_kernel: bool) -> None:
-    name = "transformer_engine.pytorch.module.linear"
-    kernel = hub.autograd_function("_Linear", needs_cuda)
-    kind = type("Linear", (OnCuda,), {"__module__": name})
-    kernels.module(name, Linear=kind, _Linear=kernel)
+@pytest.mark.parametrize("layer", ["Linear", "RMSNorm", "LayerNorm"])
+def test_layers_of_transformer_engine_are_named_with_what_to_write(layer: str, in_kernel: bool) -> None:
+    name = f"transformer_engine.pytorch.module.{layer.lower()}"
+    kernel = hub.autograd_function(f"_{layer}", needs_cuda)
+    kind = type(layer, (OnCuda,), {"__module__": name})
+    kernels.module(name, **{layer: kind, f"_{layer}": kernel})
     kernel.__module__ = name
     with pytest.raises(CaptureError) as error:
         make_plan(Net(kind(kernel if in_kernel else None)), 2, example_inputs=torch.zeros(3, 16))
     said = str(error.value)
     assert "in module  -> inner\n" in said
-    assert f"{name}.{'_Linear' if in_kernel else 'Linear'}: use torch.nn's layers" in said
+    assert f"{name}.{'_' * in_kernel}{layer}: use torch.nn's layers (Linear, RMSNorm, LayerNorm)" in said
     assert "convert_to_float8_training" in said
     assert ".item()" not in said
 

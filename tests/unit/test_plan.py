@@ -161,6 +161,8 @@ def test_the_plan_says_what_every_rank_computes_whole() -> None:
     inputs = torch.zeros(3, 7, 32)
     plan, _ = make_plan(Net(), 2, example_inputs=inputs)
     assert "100.0% of the FLOPs and" in plan.summary
+    assert "computes all of 3 operators, about" in plan.summary
+    assert "computes all" not in make_plan(nn.Linear(32, 64), 2, example_inputs=inputs)[0].summary
     (warning,) = plan.warnings
     assert warning.startswith("3 x autotp_tests.whole_work.default in layers.*: autotp_tests.whole_work.default has no")
     assert "lightning_autotp.declare" in warning
@@ -177,6 +179,8 @@ def test_the_plan_says_what_every_rank_computes_whole() -> None:
     up = next(work for work in plan.whole_work if work.module == "layers.*.up")
     touched = 2 * (tokens * (32 + 64) + 32 * 64 + 64) * 4
     assert up.seconds == pytest.approx(profile.compute(2 * tokens * 2 * 32 * 64, touched, 1.0), rel=1e-2)
+    spent = 1e3 * sum(work.seconds for work in plan.whole_work)
+    assert f" are divided (every rank computes all of 8 operators, about {spent:.2g} ms of a step), " in plan.summary
     assert f"30.8% of the FLOPs, about {1e3 * up.seconds:.2g} ms of a step: " in str(up)
     assert len(plan.warnings) == 4
     assert Plan.from_json(plan.to_json()) == plan

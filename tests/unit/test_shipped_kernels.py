@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import flex_attention as flex
 
-from lightning_autotp import make_plan
+from lightning_autotp import DeclarationError, make_plan
 from lightning_autotp.capture.trials import _Trial
+from lightning_autotp.layouts.types import Shard
 from lightning_autotp.operators.declared import _DECLARED, Declaration
 
 B, S, T, H, G, D, E = 2, 6, 7, 4, 2, 8, 3
@@ -85,6 +86,12 @@ def flash_3() -> Calls:
     yield heads(**{f"{name}_descale": random(B, H // G) for name in "qkv"})
 
 
+def flash_3_packed_in_one() -> Calls:
+    yield {"qkv": random(B, S, 3, H, D), "causal": True}
+    scales = {f"{name}_descale": random(B, H) for name in "qkv"}
+    yield {"qkv": random(B, S, 3, H, D), "return_attn_probs": True, "softcap": 5.0, **scales}
+
+
 def varlen_3() -> Calls:
     yield packed(causal=True)
 
@@ -111,10 +118,12 @@ def rotary() -> Calls:
 
 
 def efficient() -> Calls:
-    yield {"query": random(B, S, H, D), "key": random(B, T, H, D), "value": random(B, T, H, E)}
-    yield {"query": random(B, S, H, D), "key": random(B, T, H, D), "value": random(B, T, H, E)} | {
-        "attn_bias": random(B, H, S, T)
-    }
+    """With heads, with groups of them, and without."""
+    for independent in ((H,), (H // G, G), ()):
+        shapes = {"query": (S, D), "key": (T, D), "value": (T, E)}
+        given = {name: random(B, length, *independent, size) for name, (length, size) in shapes.items()}
+        yield given
+        yield given | {"attn_bias": random(B, *independent, S, T)}
 
 
 def norm(**more: Any) -> Callable[[], Calls]:
@@ -307,6 +316,10 @@ CASES |= {
     }.items()
 }
 CASES |= {f"{package}flash_attn_func": (attention.flash_attn_3_func, flash_3) for package in FLASH_3}
+CASES |= {
+    f"{package}flash_attn_qkvpacked_func": (attention.flash_attn_3_qkvpacked_func, flash_3_packed_in_one)
+    for package in FLASH_3[:2]
+}
 CASES |= {f"{package}flash_attn_varlen_func": (attention.flash_attn_3_varlen_func, varlen_3) for package in FLASH_3}
 CASES |= {
     f"{package}.causal_conv1d_fn": (sequences.causal_conv1d_fn, convolution)
@@ -378,6 +391,13 @@ def test_parts_are_parts_of_the_whole(target: str) -> None:
             wrong, made = trial(SHIPPED[target], function, call)
             assert wrong == "", call.keys()
             assert made.is_tried == (target not in NOTHING_IS_DIVIDED), call.keys()
+
+
+def test_heads_of_queries_keys_and_values_in_one_dim_are_refused() -> None:
+    """FlashAttention 3 takes them side by side, too: a rank's part of that dim would be other ones."""
+    declared = SHIPPED["flash_attn_interface.flash_attn_qkvpacked_func"]
+    with pytest.raises(DeclarationError, match=r"qkv has 4 dims where qkv\[b s 3 h d\] is declared"):
+        declared.results({"qkv": (B, S, H + H // G + H // G, D)}, {"num_heads_q": H}.get)
 
 
 @pytest.mark.parametrize("target", sorted(NOTHING_IS_DIVIDED))
@@ -472,6 +492,48 @@ class DeltaNet(nn.Module):
         return out
 
 
+class Efficient(nn.Module):
+    """8 query heads and 4 key/value heads of 4, in groups, through xformers.
+
+    Args:
+        bias: of the scores, or what makes it.
+    """
+
+    def __init__(self, bias: Any) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(16, size, bias=False) for size in (32, 16, 16))
+        self.out, self.bias = nn.Linear(32, 16, bias=False), bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        from xformers.ops import memory_efficient_attention
+
+        q = self.q(x).unflatten(-1, (-1, 2, 4))
+        k, v = (layer(x).unflatten(-1, (-1, 1, 4)).expand(*q.shape) for layer in (self.k, self.v))
+        bias = self.bias() if callable(self.bias) else self.bias
+        out: Tensor = self.out(memory_efficient_attention(q, k, v, attn_bias=bias).flatten(2))
+        return out
+
+
+@pytest.mark.parametrize("bias", [None, "causal", "blocks", "numbers"])
+def test_masks_of_xformers_and_heads_in_groups(bias: str | None) -> None:
+    """A mask without numbers leaves heads divided; one that holds numbers of the heads is whole, as all around it."""
+    masks: dict[str | None, Any] = {
+        None: None,
+        "causal": attention.LowerTriangularMask,
+        "blocks": attention.BlockDiagonalCausalMask([3, 4]),
+        "numbers": attention.BlockDiagonalCausalMask([3, 4], torch.randn(3, 4, 2, 7, 7)),
+    }
+    with mock.patch.dict(sys.modules):
+        attention.module("xformers.ops", memory_efficient_attention=attention.memory_efficient_attention)
+        plan, _ = make_plan(Efficient(masks[bias]), 2, example_inputs=torch.zeros(3, 7, 16))
+    cuts = {parameter.names[0]: str(parameter.layout) for parameter in plan.parameters}
+    by_heads = {"q.weight": "S(0: 32 -> 16)", "out.weight": "S(1: 32 -> 16)"}
+    by_heads |= dict.fromkeys(("k.weight", "v.weight"), "S(0: 16 -> 8)")
+    assert (cuts == by_heads) is (bias != "numbers")
+    said = "\n".join(plan.remarks())
+    assert ("is not declared to divide the tensors in attn_bias" in said) is (bias == "numbers")
+
+
 @pytest.mark.parametrize("kind", [GatedMLP, Mixer, DeltaNet])
 def test_layers_around_kernels_are_column_and_row_parallel(kind: type[nn.Module]) -> None:
     """Parameters that heads or channels belong to are cut by them, and one all-reduce follows."""
@@ -492,6 +554,41 @@ def test_layers_around_kernels_are_column_and_row_parallel(kind: type[nn.Module]
         wanted = ("S(1", "I") if name.startswith(("out", "down")) else ("S(0",)
         assert cut.startswith(wanted), (name, cut)
     assert [(sent.kind, sent.calls) for sent in plan.communication] == [("all_reduce", 1)]
+
+
+class WholeMixer(nn.Module):
+    """Mamba 1 as its package has it: one kernel from the input projection's result on, output projection included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.conv = nn.Linear(16, 16, bias=False), nn.Conv1d(8, 8, 3, groups=8)
+        self.x, self.dt, self.out = (nn.Linear(*sizes, bias=False) for sizes in ((8, 8), (2, 8), (8, 16)))
+        self.A, self.D = nn.Parameter(torch.zeros(8, 3)), nn.Parameter(torch.ones(8))
+        self.mlp = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        from mamba_ssm.ops.selective_scan_interface import mamba_inner_fn
+
+        weights = self.conv.weight, self.conv.bias, self.x.weight, self.dt.weight, self.out.weight, None
+        mixed = mamba_inner_fn(self.up(x).transpose(1, 2), *weights, self.A, D=self.D)
+        out: Tensor = self.mlp(mixed)
+        return out
+
+
+def test_a_kernel_that_computes_an_output_projection_too_gets_it_whole() -> None:
+    """Not silently a part of it: every rank runs all of the kernel, of gathered parameters, and the plan says so."""
+    name = "mamba_ssm.ops.selective_scan_interface"
+    with mock.patch.dict(sys.modules):
+        attention.module(name, mamba_inner_fn=without_meta(sequences.mamba_inner_fn))
+        plan, solution = make_plan(WholeMixer(), 2, example_inputs=torch.zeros(3, 7, 16))
+    (kernel,) = [one for one in solution.graph.operators if one.name == f"{name}.mamba_inner_fn"]
+    assert not any(isinstance(solution.layouts.get(tensor), Shard) for tensor in kernel.outputs)
+    (warning,) = plan.warnings
+    assert re.match(
+        rf"{kernel.name} in the model, .*% of the FLOPs, .*: {kernel.name} (needs|is not declared)", warning
+    )
+    cuts = {parameter.names[0]: str(parameter.layout) for parameter in plan.parameters}
+    assert (cuts["mlp.0.weight"], cuts["mlp.2.weight"]) == ("S(0: 64 -> 32)", "S(1: 64 -> 32)")
 
 
 @pytest.mark.parametrize(
