@@ -251,11 +251,19 @@ class RunPlan:
 
 @dataclass(frozen=True)
 class Communication:
-    """Collectives of one training step, by kind: calls and bytes of the whole tensors, forward and backward."""
+    """Collectives of one training step, by kind: forward and backward.
+
+    Attributes:
+        kind: which.
+        calls: how many.
+        bytes: of the undivided tensors, in a step of the traced batch.
+        priced_bytes: likewise, in the step that the plan is priced for; 0 where it is priced for none.
+    """
 
     kind: str
     calls: int
     bytes: int
+    priced_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -303,7 +311,7 @@ class Plan:
         runs: of modules that are run several times and not always make the same calls: which ones.
         opaque: modules that were not looked into.
         modules: a short hash of what each module's own code runs, to tell another model by.
-        communication: what one step of the traced batch communicates.
+        communication: what one step communicates.
         priced_for: the size of the step that it is the cheapest for, and who said so.
         gap: the share of a step's price that another plan could save at most; 0 where this is the cheapest.
         traced_with: where the call that was traced comes from.
@@ -543,12 +551,14 @@ class Plan:
     def _totals(self) -> Iterator[str]:
         stored = by_rank([in_units(self.bytes(rank)) for rank in range(self.ranks)])
         yield f"parameters: {stored}, of {in_units(self.whole_bytes)}"
-        if self.communication:
-            sent = (f"{one.calls} x {one.kind} ({in_units(one.bytes)})" for one in self.communication)
-            yield f"a step of the traced batch: {', '.join(sent)}"
         if self.priced_for:
             found = f"another plan could save {self.gap:.1%} at most" if self.gap else "exact: no plan is cheaper"
             yield f"priced for a step of {self.priced_for}; {found}"
+        if self.communication and self.priced_for:
+            sent = (f"{one.calls} x {one.kind} ({in_units(one.priced_bytes)})" for one in self.communication)
+            yield f"such a step sends {', '.join(sent)}"
+        elif self.communication:
+            yield f"a step sends {', '.join(f'{one.calls} x {one.kind}' for one in self.communication)}"
         if self.memory_limit:
             yield self.of_memory
         if self.traced_with:
