@@ -458,9 +458,9 @@ class Plan:
 
     @property
     def of_memory(self) -> str:
-        """Which limit of memory it was made for, and whether it fits, in one line; empty without a limit."""
+        """Which limit of memory it was made for, and whether it fits, in one line."""
         if not self.memory_limit:
-            return ""
+            return "made for no limit of memory: a matrix that stays whole has a price in any case"
         needed, limit = in_units(self.memory_needed), in_units(self.memory_limit)
         if self.limit_of:
             taken = f"a training step takes about {needed} of {limit} of {self.limit_of}"
@@ -490,7 +490,7 @@ class Plan:
         table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
         table.add_column("parameter")
         table.add_column("layer")
-        table.add_column("local/whole")
+        table.add_column("local/global")
         table.add_column("size", justify="right", no_wrap=True)
         for row in rows_of(self.entries(rank)):
             table.add_row(DottedName(row.name), *(row.cells or ("", "")), row.size)
@@ -530,7 +530,7 @@ class Plan:
             )
             lines += counted(f"  {draw.module or repr(draw.module)}: {draw.call}" for draw in self.draws)
         lines += counted(
-            f"{one.module or repr(one.module)}: a function that {one.call} calls is given the whole model's indices"
+            f"{one.module or repr(one.module)}: a function that {one.call} calls is given the original model's indices"
             for one in self.indices
         )
         yield from lines
@@ -559,8 +559,7 @@ class Plan:
             yield f"such a step sends {', '.join(sent)}"
         elif self.communication:
             yield f"a step sends {', '.join(f'{one.calls} x {one.kind}' for one in self.communication)}"
-        if self.memory_limit:
-            yield self.of_memory
+        yield self.of_memory
         if self.traced_with:
             yield self.traced
 

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_autotp.capture.garbage import relaxed_gc
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.layouts.units import in_units, unit_of
+from lightning_autotp.pipeline import refuse_unfit
+from lightning_autotp.planning.asked import Batch
+from lightning_autotp.planning.checkpointing import Step, fitting
 from lightning_autotp.planning.estimate import Memory, StepTime, memory, step_time
 from lightning_autotp.planning.machines import Machine
 from lightning_autotp.planning.rehearsal import (
     Optimizer,
     Precision,
     Rehearsal,
+    RehearsalError,
     as_trained,
     fullest_rank,
     local_model,
@@ -23,6 +28,10 @@ from lightning_autotp.planning.rehearsal import (
 )
 from lightning_autotp.planning.report import KINDS
 from lightning_autotp.planning.timeline import Span, timeline
+from lightning_autotp.progress import phase
+from lightning_autotp.proving.feasible import feasible_plan
+from lightning_autotp.proving.verify import trace
+from lightning_autotp.solving.options import PlanOptions
 
 _TIGHT = 0.8
 """Share of a GPU's memory above which there should be less in it."""
@@ -110,6 +119,67 @@ class Overview:
         elif ranks % 2 == 0 and 2 * of.total <= self.free:
             fewer = f"--tp {ranks // 2}" if ranks > 2 else "one GPU, or FSDP alone"
             yield f"{fewer} (at most twice the memory, which fits, and less to send)"
+
+
+def plan_for(
+    model: nn.Module,
+    batch: Batch,
+    ranks: int,
+    machine: Machine,
+    options: PlanOptions,
+    *,
+    tokens: int,
+    precision: Precision = "bf16-mixed",
+    optimizer: Optimizer = "adamw",
+) -> tuple[Plan, Overview | RehearsalError]:
+    """A plan with what a step of it takes; where the options give no limit of memory, that of a GPU is one.
+
+    Args:
+        model: the model; it is only looked at.
+        batch: what its training step passes to it.
+        ranks: tensor-parallel ones.
+        machine: the GPUs.
+        options: what the plan is made for.
+        tokens: of a forward and backward pass.
+        precision: as the Trainer has it.
+        optimizer: whose states are counted.
+
+    Returns:
+        The plan, and the overview or why there is none.
+
+    Raises:
+        CaptureError, NothingToShard, ValueError, VerificationError: as :func:`~lightning_autotp.make_plan`.
+    """
+    refuse_unfit(model)
+    with phase(f"tracing {type(model).__name__}"), relaxed_gc():
+        graph = trace(model, batch.inputs, device=options.device)
+    seen: list[Overview] = []
+
+    def find(room: float | None) -> Plan:
+        with (
+            phase(f"choosing a plan for {ranks} ranks" + (f" with {in_units(room)} each" if room else "")),
+            relaxed_gc(),
+        ):
+            return feasible_plan(model, graph, batch.inputs, ranks, replace(options, memory=room))[0]
+
+    def step(plan: Plan) -> Step:
+        with phase("rehearsing a training step, without values"):
+            seen.append(
+                look_over(model, plan, batch.row, machine, tokens=tokens, precision=precision, optimizer=optimizer)
+            )
+        return Step(seen[-1].memory.total)
+
+    if options.memory == "device":
+        plan = fitting(find, step, machine.free, f"a GPU ({machine.name})")
+    else:
+        plan = find(options.limit)
+    layouts = [one.layout for one in plan.parameters]
+    try:
+        if not seen or [one.layout for one in seen[-1].plan.parameters] != layouts:
+            step(plan)
+    except RehearsalError as error:
+        return plan, error
+    return plan, replace(seen[-1], plan=plan)
 
 
 def look_over(

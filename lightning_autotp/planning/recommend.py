@@ -3,7 +3,7 @@
 For each tensor-parallel size there is a plan (two, with sequence parallelism), and a rehearsal of it with and without
 checkpointed blocks. Copies of the model and rows of a forward pass are worked out from these. Only where nothing fits,
 activations and what FSDP2 shards are kept in host memory, too. The plans are those that the strategy makes with the
-options that are recommended.
+options that are recommended: for the memory of a GPU, where no limit is given.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from lightning_autotp.capture.garbage import relaxed_gc
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.operators.graph import Graph
 from lightning_autotp.pipeline import refuse_unfit
+from lightning_autotp.planning.checkpointing import Step, fitting
 from lightning_autotp.planning.estimate import Memory, StepTime, host_memory, memory, step_time
 from lightning_autotp.planning.machines import Machine
 from lightning_autotp.planning.rehearsal import (
@@ -30,6 +31,7 @@ from lightning_autotp.planning.rehearsal import (
     Precision,
     Quantization,
     Rehearsal,
+    RehearsalError,
     as_trained,
     check_adapters,
     fullest_rank,
@@ -292,33 +294,42 @@ class _Search:
 
     def settled(self, choice: Choice) -> list[Choice]:
         """The same with the plan that the strategy makes for it; nothing where there is none."""
-        size, rows = choice.tensor_parallel_size, choice.rows
+        size, rows, shards = choice.tensor_parallel_size, choice.rows, choice.shards
+        limit = None if self.memory is None else shards * self.memory
+        options = self._options(rows, limit, choice.sequence_parallel)
+
+        def find(room: float | None) -> Plan:
+            return feasible_plan(self.model, self._graph, self.inputs, size, replace(options, memory=room))[0]
+
+        def rated(plan: Plan | None) -> Choice | None:
+            kept, cpu_offload = choice.activation_checkpointing, choice.cpu_offload
+            return self._rated(plan, size, choice.data_parallel_size, choice.replicas, kept, cpu_offload, rows)
+
+        def step(plan: Plan) -> Step:
+            found = rated(plan)
+            if found is None:
+                raise RehearsalError("its blocks keep all that they compute")
+            return Step(found.memory.total, found.time.total)
+
         plan = None
         if size > 1:
-            options = self._options(rows, choice.shards, choice.sequence_parallel)
             try:
-                plan, _ = feasible_plan(self.model, self._graph, self.inputs, size, options)
+                if self.memory is not None or choice.cpu_offload:
+                    plan = find(limit)
+                else:
+                    plan = fitting(find, step, self.machine.free, f"a GPU ({self.machine.name})", shards)
             except (NothingToShard, VerificationError, ValueError) as error:
                 self.left_out[f"tensor_parallel_size={size} for {rows} rows"] = str(error)
                 return []
-        found = self._rated(
-            plan,
-            size,
-            choice.data_parallel_size,
-            choice.replicas,
-            choice.activation_checkpointing,
-            choice.cpu_offload,
-            rows,
-        )
+        found = rated(plan)
         return [] if found is None else [found]
 
     @cached_property
     def _graph(self) -> Graph:
         return trace(self.model, self.inputs)
 
-    def _options(self, rows: int, shards: int, sequence_parallel: bool) -> PlanOptions:
-        """As the strategy has them; FSDP2 divides what a rank of a copy stores."""
-        memory = None if self.memory is None else shards * self.memory
+    def _options(self, rows: int, memory: float | None, sequence_parallel: bool) -> PlanOptions:
+        """As the strategy has them."""
         return PlanOptions((rows, self.length), memory=memory, sequence_parallel=sequence_parallel)
 
     def _plans_for(self, size: int, shards: int) -> Sequence[Plan | None]:
@@ -327,7 +338,8 @@ class _Search:
             return [None]
         key = size, 1 if self.memory is None else shards
         if key not in self._plans:
-            options = self._options(1, shards, True)
+            limit = None if self.memory is None else shards * self.memory  # FSDP2 divides what a rank of a copy stores
+            options = self._options(1, limit, True)
             try:
                 whole, *sharded = feasible_plans(self.model, self._graph, self.inputs, size, options)
                 self._plans[key] = [whole[0], *(plan for plan, _ in sharded if plan.shards_sequence)]
@@ -410,7 +422,7 @@ def _as_run(plan: Plan) -> Plan:
     """What a plan does, without what it says of prices and reasons."""
     parameters = tuple(replace(parameter, reasons=()) for parameter in plan.parameters)
     said: dict[str, Any] = {"priced_for": "", "gap": 0.0, "communication": (), "whole_tokens": (), "whole_work": ()}
-    return replace(plan, parameters=parameters, divided_work=0.0, memory_limit=0, memory_needed=0, **said)
+    return replace(plan, parameters=parameters, divided_work=0.0, memory_limit=0, memory_needed=0, limit_of="", **said)
 
 
 def _sizes(machine: Machine) -> Iterator[int]:
