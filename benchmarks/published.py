@@ -270,7 +270,7 @@ def to_markdown(found: list[tuple[Row, list[StepTime]]]) -> str:
             " to ".join(f"{each / row.published - 1:+.0%}" for each in seconds),
             f"{least.products / least.total:.0%}",
             f"{(least.others + least.update) / least.total:.0%}",
-            f"{(least.tensor_parallel + least.copies) / least.total:.0%}",
+            f"{(least.tensor_parallel + least.copies + least.network) / least.total:.0%}",
         )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n\n" + CONCLUSION

@@ -189,7 +189,7 @@ def recommended(
     from lightning_autotp.planning.asked import batch_of, model_of
     from lightning_autotp.planning.recommend import recommend as find
     from lightning_autotp.planning.rehearsal import RehearsalError
-    from lightning_autotp.planning.report import model_lines, python_lines, reasons, table, yaml_lines
+    from lightning_autotp.planning.report import legend, model_lines, python_lines, reasons, table, yaml_lines
 
     console = Console()
     started = time.perf_counter()
@@ -212,9 +212,9 @@ def recommended(
     except (CaptureError, CheckpointError, RehearsalError, ImportError, OSError, ValueError) as error:
         raise SystemExit(f"lightning-autotp recommend: {error}") from error
     console.print(table(found))
-    console.print("GiB of a GPU and ms of an optimizer step by kind; rows: of a pass, times passes", highlight=False)
+    console.print(legend(found), markup=False, highlight=False)
     for line in reasons(found):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        console.print(line, markup=False, highlight=False)
     if found.best is not None:
         of_model = [model_lines(found)] if found.lora else []
         for lines in (*of_model, python_lines(found, found.best), yaml_lines(found, found.best)):
