@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -88,7 +89,24 @@ def test_every_machine_that_comes_along_is_read(name: str) -> None:
     assert (machine.name.upper(), machine.gpus) == (name, 4)
     assert Machine.of(name.lower()).gpus == machine.gpus_per_node
     assert machine.between(machine.gpus_per_node + 1).link_bandwidth < machine.profile.link_bandwidth
-    assert "https://" in known_machines()[name].read_text(), "a figure has a source"
+
+
+FIGURES = [
+    (name, line)
+    for name, file in known_machines().items()
+    for line in file.read_text().splitlines()
+    if not line.startswith(("#", "name:"))
+]
+
+
+@pytest.mark.parametrize(("name", "line"), FIGURES, ids=[f"{name} {line.split(':')[0]}" for name, line in FIGURES])
+def test_each_figure_of_a_machine_says_where_it_is_from(name: str, line: str) -> None:
+    """An address, a measurement, or that it is an assumption, and of what."""
+    figure, has_source, source = line.partition("  # ")
+    assert float(figure.split()[1]) > 0
+    assert has_source
+    is_assumed = source.startswith("assumption: ") and len(source) > 20
+    assert is_assumed or source.startswith("measured: ") or re.search(r"https://[\w.-]+/\S+", source), source
 
 
 def test_a_machine_is_written_and_read(tmp_path: Path) -> None:
