@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
+from lightning_autotp.capture.capture import step_size
 from lightning_autotp.capture.garbage import relaxed_gc
+from lightning_autotp.capture.nested import tensors_in
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.layouts.units import in_units, unit_of
 from lightning_autotp.pipeline import refuse_unfit
@@ -208,7 +210,7 @@ def look_over(
     """
     local = local_model(as_trained(model, precision), plan, fullest_rank(plan))
     rehearsal = rehearse(local, row, precision=precision, optimizer=optimizer)
-    length = next((x.shape[1] for x in row.values() if isinstance(x, Tensor) and x.dim() == 2), 0)
+    length = step_size(tensors_in(row)).longest
     rows = max(1, round(tokens / max(length, 1)))
     needed = memory(rehearsal, rows)
     time = step_time(rehearsal, machine, plan.ranks, in_bf16=precision != "32-true", rows=rows)

@@ -14,11 +14,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_autotp.building.repeated_blocks import checkpoint_blocks, offload_blocks
-from lightning_autotp.capture.capture import language_model_inputs
+from lightning_autotp.capture.capture import language_model_inputs, step_size
 from lightning_autotp.capture.garbage import relaxed_gc
+from lightning_autotp.capture.nested import tensors_in
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.operators.graph import Graph
 from lightning_autotp.pipeline import refuse_unfit
@@ -27,6 +28,7 @@ from lightning_autotp.planning.estimate import Memory, StepTime, host_memory, me
 from lightning_autotp.planning.machines import Machine
 from lightning_autotp.planning.rehearsal import (
     OPTIMIZERS,
+    Loss,
     Optimizer,
     Precision,
     Quantization,
@@ -176,11 +178,12 @@ def recommend(
     lora: int = 0,
     quantize: Quantization | None = None,
     memory: float | None = None,
+    loss: Loss | None = None,
 ) -> Recommendation:
     """Find what fits on these GPUs, and what is fast: no weights, no GPU and no process group needed.
 
     Args:
-        model: any model whose output has a ``loss``, best on meta; it is only looked at. It may be one that
+        model: any module, best on meta; it is only looked at. It may be one that
             ``from_pretrained(..., quantization_config=...)`` has built inside ``meta_model()``.
         example_inputs: one row as the training step passes it, by the names of the arguments; made up for a language
             model.
@@ -193,12 +196,15 @@ def recommend(
         quantize: how bitsandbytes quantizes the linear layers that they are on: ``"nf4"``, ``"fp4"`` or ``"int8"``.
         memory: bytes of a GPU that a step may take, as ``AutoTPStrategy(memory=...)``, which plans for it; what is free
             of a GPU by default.
+        loss: what the training step makes of what the model returns, and of the row, both without values:
+            ``lambda output, row: F.cross_entropy(output.flatten(0, 1), row["input_ids"].flatten())``. By default what
+            the model returns as ``loss``, or all or the first that it returns, where that is one number.
 
     Raises:
         ValueError: for a machine, optimizer, precision, format or number that is none.
         QuantizationError: if the model's weights cannot be quantized part by part, or bitsandbytes is missing.
         CaptureError: if the model cannot be traced.
-        RehearsalError: if its code asks for values that only a real step has.
+        RehearsalError: if its code asks for values that only a real step has, or it is not known what the loss is.
     """
     machine = gpus if isinstance(gpus, Machine) else Machine.of(gpus)
     if optimizer not in OPTIMIZERS:
@@ -218,9 +224,9 @@ def recommend(
     row = one_row(model, inputs, sequence_length) if example_inputs is None else example_inputs
     name, source = type(model).__name__, str(getattr(model, "name_or_path", ""))
     model = with_adapters(model, precision, lora, quantize) if lora else as_trained(model, precision)
-    length = next((x.shape[1] for x in row.values() if isinstance(x, Tensor) and x.dim() == 2), 1)
+    length = max(1, step_size(tensors_in(row)).longest)
     rows = max(1, round(tokens_per_step / length))
-    search = _Search(model, inputs, row, machine, rows, length, precision, optimizer, memory)
+    search = _Search(model, inputs, row, machine, rows, length, precision, optimizer, memory, loss)
     found = Recommendation(name, machine, length, precision, (), (), lora, quantize, source, memory)
     with relaxed_gc():
         found = replace(found, choices=_ranked(search.choices(_ON_THE_DEVICE)))
@@ -262,6 +268,7 @@ class _Search:
         precision: as the Trainer has it.
         optimizer: whose states are counted.
         memory: bytes of a GPU, where they are to be less than what is free.
+        loss: what a step makes of what the model returns.
         left_out: what nothing can be said of, and why.
     """
 
@@ -274,6 +281,7 @@ class _Search:
     precision: Precision
     optimizer: Optimizer
     memory: float | None
+    loss: Loss | None
     left_out: dict[str, str] = field(default_factory=dict)
     _plans: dict[tuple[int, int], list[Plan]] = field(default_factory=dict)
     _rehearsed: list[tuple[Plan | None, dict[Kept, Rehearsal | None]]] = field(default_factory=list)
@@ -366,7 +374,12 @@ class _Search:
                 plain = self._rehearsal(plan, None) if kept is not None else None
                 are_alike = plain is not None and plain.left_out > 0
                 known[kept] = rehearse(
-                    local, self.row, precision=self.precision, optimizer=self.optimizer, are_alike=are_alike
+                    local,
+                    self.row,
+                    precision=self.precision,
+                    optimizer=self.optimizer,
+                    are_alike=are_alike,
+                    loss=self.loss,
                 )
         return known[kept]
 

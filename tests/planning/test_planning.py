@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -464,6 +466,43 @@ def test_what_is_recommended_is_what_the_strategy_makes(nothing_fits: Recommenda
         checkpoint_blocks(local)
     row = one_row(model, language_model_inputs(model), 64)
     assert best.memory == memory(rehearse(local, row, precision="32-true"), best.rows)
+
+
+class Reader(nn.Module):
+    """Returns logits, as most modules do that somebody wrote by hand; its loss is the training step's."""
+
+    def __init__(self, wrapped: Callable[[torch.Tensor], Any] = lambda logits: logits) -> None:
+        super().__init__()
+        self.embedding, self.head, self.wrapped = nn.Embedding(96, 32), nn.Linear(32, 96), wrapped
+
+    def forward(self, words: torch.Tensor) -> Any:
+        return self.wrapped(self.head(self.embedding(words)))
+
+
+def next_word(output: torch.Tensor, row: dict[str, Any]) -> torch.Tensor:
+    return nn.functional.cross_entropy(output[:, :-1].flatten(0, 1), row["words"][:, 1:].flatten())
+
+
+def test_any_module_is_asked_about_whose_loss_is_the_training_step_s() -> None:
+    asked = {"gpus": "2xH100", "tokens_per_step": 4 * 64, "precision": "32-true"}
+    batch = {"words": torch.zeros(1, 64, dtype=torch.long)}
+    logits = recommend(Reader(), batch, loss=next_word, **asked)  # type: ignore[arg-type]
+    assert {(each.tensor_parallel_size, each.data_parallel_size) for each in logits.choices} == {(1, 1), (1, 2), (2, 1)}
+    alone = next(each for each in logits.choices if each.gpus == 1)
+    elements = 96 * 32 + 32 * 96 + 96
+    assert (alone.memory.parameters, alone.memory.states, alone.tokens) == (4 * elements, 8 * elements + 3 * 4, 4 * 64)
+    wraps: dict[str, Callable[[torch.Tensor], Any]] = {
+        "a number": lambda logits: logits.mean(),
+        "a tuple": lambda logits: (logits.mean(), logits),
+        "a mapping": lambda logits: {"loss": logits.mean()},
+    }
+    for kind, wrapped in wraps.items():
+        by_itself = recommend(Reader(wrapped), batch, **asked)  # type: ignore[arg-type]
+        assert [each.gpus for each in by_itself.choices], kind
+    with pytest.raises(
+        RehearsalError, match=r"returns \(a tensor of shape \[1, 64, 96\]\) has no loss: say how it is computed"
+    ):
+        recommend(Reader(), batch, **asked)  # type: ignore[arg-type]
 
 
 def test_what_cannot_be_rehearsed_or_is_unknown_is_said() -> None:
