@@ -464,7 +464,8 @@ class Plan:
         needed, limit = in_units(self.memory_needed), in_units(self.memory_limit)
         if self.limit_of:
             taken = f"a training step takes about {needed} of {limit} of {self.limit_of}"
-            return f"made to fit: {taken} (predicted, with AdamW)"
+            does = "made to fit" if self.memory_needed <= self.memory_limit else "warning: no plan fits"
+            return f"{does}: {taken} (predicted, with AdamW)"
         what = f"parameters, gradients and optimizer states take {needed} of {limit} on a tensor-parallel rank"
         if self.memory_needed <= self.memory_limit:
             return f"made to fit: {what}"

@@ -178,9 +178,10 @@ def fitting(
             if _are_alike(plan, usual):
                 break
             room = stored - (needed - limit)
+        usual = usual or find(None)
+        return made_for(usual, step(usual).needed)
     except RehearsalError:
-        pass
-    return usual or find(None)
+        return usual or find(None)
 
 
 def _are_alike(plan: Plan, other: Plan) -> bool:
