@@ -33,6 +33,7 @@ SOURCES = {
     "NeMo, A100": "https://github.com/NVIDIA/NeMo-Framework-Launcher/tree/3579cdb3f2afdeaf23af3e0da6497555566c3f0c",
     "torchtitan, A100": "https://github.com/pytorch/torchtitan/blob/d4c86e375/docs/performance.md",
     "torchtitan, H100": "https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md",
+    "torchtitan, H100, Qwen3": "https://github.com/pytorch/torchtitan/pull/1690",
     "torchtitan, H100, TP": "https://github.com/pytorch/torchtitan/commit/2887250bbd9103d0bc997ea2efb3a525b5e5dbc0",
 }
 """Where the figures are from."""
@@ -113,6 +114,10 @@ LLAMA_8B = {
 LLAMA_70B = {
     **LLAMA_8B, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
 }  # fmt: skip
+QWEN3_32B = {
+    "hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64,
+    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "max_position_embeddings": 4096,
+}  # fmt: skip
 LLAMA2_13B = {
     "hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40, "num_attention_heads": 40,
     "vocab_size": 32_000, "max_position_embeddings": 4096,
@@ -181,6 +186,11 @@ ROWS = (
     Row(
         "Llama 3.1 70B", "torchtitan, H100, TP", "llama", LLAMA_70B, "256xH100", 8, 16, 8192, 597.3,
         recomputed="blocks",
+    ),
+    Row("Qwen3 32B", "torchtitan, H100, Qwen3", "qwen3", QWEN3_32B, "8xH100", 1, 2, 4096, 1874, recomputed="blocks"),
+    Row(
+        "Qwen3 32B", "torchtitan, H100, Qwen3", "qwen3", QWEN3_32B, "32xH100", 8, 16, 4096, 876,
+        recomputed="blocks", compiled=False,
     ),
 )  # fmt: skip
 

@@ -104,7 +104,7 @@ def test_the_page_shows_the_plan(options: dict[str, Any], sizes: Recommendation)
     text = page(seen, sizes)
     words = " ".join(Words(text).text.split())
     assert "http" not in text.replace("http-equiv", ""), "nothing is loaded from elsewhere"
-    for said in (*seen.lines(), *seen.plan.differences(), seen.plan.summary):
+    for said in (*seen.lines(), *seen.plan.differences(), seen.plan.summary, seen.plan.of_memory):
         assert " ".join(said.replace("`", "").split()) in words
     assert "<code>recommend</code>" in text
     whole = [parameter for parameter in seen.plan.parameters if parameter.reasons]
