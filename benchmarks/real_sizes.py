@@ -102,7 +102,7 @@ MODELS = (
         {"hidden_size": 7168, "num_hidden_layers": 5},
         {"dense layer": 1, "mixture": 4},
         dict.fromkeys(("dense layer", "mixture"), (7168, 7168, 7168, *LATENTS)),
-        (("*.q_a_proj", "*.kv_a_proj_with_mqa"), ("*.mlp.gate",)),
+        (("*.q_a_proj", "*.kv_a_proj_with_mqa", "*.q_a_layernorm", "*.kv_a_layernorm"),),
     ),
     Model(
         "GPT-OSS-120B",
