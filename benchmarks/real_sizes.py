@@ -9,8 +9,10 @@ No weights and no processes: models are on the meta device, with as many layers 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,13 @@ import torch
 from jsonargparse import auto_cli
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lightning_autotp import make_plan
+from lightning_autotp import Profile, make_plan
+from lightning_autotp.layouts.step_size import TokensPerStep
+from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
+from lightning_autotp.solving.memory_limit import profiles
 from lightning_autotp.solving.plan_from_solution import collectives
 from lightning_autotp.solving.solution import Solution
+from lightning_autotp.solving.solver import solve
 
 RANKS, ROWS, LENGTH, ITEMSIZE = 8, 4, 4096, 2
 PAGE = Path(__file__).parent.parent / "docs" / "real-sizes.md"
@@ -37,7 +43,8 @@ class Model:
         layers: the number of a layer of each kind, by the kind's name.
         by_hand: of those whose plan by hand is not two all-reduces of hidden states forward and two backward: the
             widths of all that is all-reduced.
-        whole_by_hand: matrices that are whole by hand, by patterns, and that the solver cuts.
+        whole_by_hand: groups of modules, by patterns, whose products every rank computes by hand, and the solver
+            divides.
     """
 
     name: str
@@ -45,7 +52,7 @@ class Model:
     sizes: Mapping[str, Any]
     layers: Mapping[str, int]
     by_hand: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    whole_by_hand: tuple[str, ...] = ()
+    whole_by_hand: tuple[tuple[str, ...], ...] = ()
 
     @property
     def width(self) -> int:
@@ -87,6 +94,7 @@ MODELS = (
             "vocab_size": 151_936,
         },
         {"every layer": 1},
+        whole_by_hand=(("*.mlp.gate",),),
     ),
     Model(
         "DeepSeek-V3",
@@ -94,19 +102,21 @@ MODELS = (
         {"hidden_size": 7168, "num_hidden_layers": 5},
         {"dense layer": 1, "mixture": 4},
         dict.fromkeys(("dense layer", "mixture"), (7168, 7168, 7168, *LATENTS)),
-        ("*.q_a_proj", "*.kv_a_proj_with_mqa"),
+        (("*.q_a_proj", "*.kv_a_proj_with_mqa", "*.q_a_layernorm", "*.kv_a_layernorm"),),
     ),
     Model(
         "GPT-OSS-120B",
         "gpt_oss",
         {"hidden_size": 2880, "num_hidden_layers": 2, "num_local_experts": 128, "num_experts_per_tok": 4},
         {"every layer": 1},
+        whole_by_hand=(("*.mlp.router",),),
     ),
     Model(
         "Qwen3-Next-80B-A3B",
         "qwen3_next",
         {"hidden_size": 2048, "num_hidden_layers": 4, "num_experts": 512, "num_experts_per_tok": 10},
         {"linear attention": 1, "attention": 3},
+        whole_by_hand=(("*.mlp.gate",), ("*.shared_expert_gate",), ("*.k_proj", "*.v_proj")),
     ),
 )
 
@@ -124,6 +134,13 @@ attention begins after the products that make its latents, so its backward reduc
 The solver weighs time and memory, for GPUs that are linked by a switch. It cuts the matrices that make DeepSeek's
 latents, and divides the products of routers, which are whole by hand, and sums or gathers what they make. That is for
 time, not for memory: where there is room for everything, it does the same."""
+
+DECIDES = """## What decides
+
+With room for everything nothing but time divides these products: by the prices, a step takes longer where every rank
+computes all of them, as by hand. For each row whose counts are others than by hand: the modules that make the
+difference, how much longer a layer takes that has them whole, and what the last kind of layer of the model sends then.
+Llama's rows have Megatron's counts."""
 
 TITLES: dict[str, dict[str, Any]] = {
     "Without sequence parallelism": {},
@@ -180,6 +197,28 @@ def by_hand(model: Model, layer: str, sequence_parallel: bool) -> tuple[Counter[
     return calls, sum(2 * on_the_ring("all_gather", size) for size in bytes_of) + 2 * on_the_ring("all_gather", hidden)
 
 
+def longer(model: Model) -> Iterator[str]:
+    """How much longer a layer takes by the prices with each group of products on every rank, and what it sends then."""
+    groups = model.whole_by_hand
+    if not groups:
+        return
+    cut = planned(model, memory=1e15)
+    for products in (*groups, tuple(chain(*groups))) if len(groups) > 1 else groups:
+        paths = {
+            operator.module: position
+            for position, operator in enumerate(cut.graph.operators)
+            if any(fnmatch(operator.module, pattern) for pattern in products)
+        }
+        here = {at: "as by hand" for at, one in enumerate(cut.graph.operators) if one.module in paths}
+        fastest = next(profiles(Profile()))
+        other = solve(cut.graph, RANKS, IMPLEMENTATIONS, fastest, here, TokensPerStep.given((ROWS, LENGTH)), {})
+        layers = max(sum(fnmatch(path, pattern) for path in paths) for pattern in products)
+        names = ", ".join(pattern.removeprefix("*.") for pattern in products)
+        calls, megabytes = sent(other, [*model.layers.values()][-1])
+        more = 1e3 * (other.cost - cut.cost) / layers
+        yield f"| {model.name} | {names} | {more:.2f} | {_spelled(calls)} | {megabytes:,.0f} |"
+
+
 def _spelled(calls: Counter[str]) -> str:
     names = {"all_reduce": "all-reduces", "all_gather": "gathers", "reduce_scatter": "reduce-scatters"}
     return ", ".join(f"{calls[kind]} {name}" for kind, name in names.items() if calls[kind]) or "nothing"
@@ -212,17 +251,14 @@ def main(page: Path = PAGE, only: list[str] | None = None) -> None:
                 print(lines[-1], flush=True)
     lines += [
         "",
-        "By its prices, a step would take longer with these matrices whole, where there is room for them:",
+        DECIDES,
         "",
+        "| model | on every rank | ms a layer longer | sent then | MB |",
+        "| --- | --- | ---: | --- | ---: |",
     ]
     for model in MODELS:
-        if model.whole_by_hand and (only is None or any(part in model.name for part in only)):
-            cut = planned(model, memory=1e15)
-            whole = planned(model, memory=1e15, keep_whole=model.whole_by_hand)
-            more = 1e3 * (whole.cost - cut.cost) / model.sizes["num_hidden_layers"]
-            names = " and ".join(pattern.removeprefix("*.") for pattern in model.whole_by_hand)
-            lines.append(f"* {model.name}, {names}: {more:.1f} ms a layer longer.")
-            print(lines[-1], flush=True)
+        if only is None or any(part in model.name for part in only):
+            lines += longer(model)
     text = "\n".join(lines) + "\n"
     page.write_text(text)
 

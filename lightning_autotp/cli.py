@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from jsonargparse import auto_cli
 
-from lightning_autotp.progress import bar
+from lightning_autotp.progress import phase
 from lightning_autotp.solving.options import PlanOptions, documented_by
 
 
@@ -52,7 +51,9 @@ def plan(  # noqa: D417 (the other options are PlanOptions')
         tokens: tokens of one forward and backward pass, which the plan is to be the cheapest for; 16,384 by default.
             Of an example without sequences, its rows.
         why: name or pattern of parameters or modules of which to say, for each dim that is not cut, why not.
-        gpus: which GPUs to estimate memory and time for, as of recommend; the plan does not depend on it.
+        gpus: which GPUs to estimate memory and time for, as of recommend.
+        memory: as for AutoTPStrategy: bytes that parameters, gradients and optimizer states may take; ``device`` for as
+            much as lets a step fit into one of ``gpus``, ``null`` for no limit.
         gpu_memory: bytes of a GPU to compare with, where they are not those of ``gpus``.
         optimizer: whose states are counted.
         precision: as the Trainer has it.
@@ -74,10 +75,9 @@ def plan(  # noqa: D417 (the other options are PlanOptions')
     from lightning_autotp.building.checkpoint_reading import CheckpointError
     from lightning_autotp.capture.capture import CaptureError
     from lightning_autotp.layouts.step_size import TokensPerStep
-    from lightning_autotp.pipeline import plan_with
     from lightning_autotp.planning.asked import batch_of, model_of
     from lightning_autotp.planning.machines import Machine
-    from lightning_autotp.planning.overview import look_over
+    from lightning_autotp.planning.overview import plan_for
     from lightning_autotp.planning.rehearsal import RehearsalError, check_adapters, with_adapters
     from lightning_autotp.planning.timeline import chrome_trace
     from lightning_autotp.proving.compare import VerificationError
@@ -99,17 +99,18 @@ def plan(  # noqa: D417 (the other options are PlanOptions')
             size = batch.rows
         if lora:
             skeleton = with_adapters(skeleton, precision, lora, quantize).get_base_model()
-        with _says("tracing the model, choosing a plan and proving it"):
-            options = PlanOptions(
-                tokens_per_step=tokens,
-                keep_whole=keep_whole,
-                cut=cut,
-                memory=memory,
-                sequence_parallel=sequence_parallel,
-                traced_with=batch.source,
-                device=device,
-            )
-            result, _ = plan_with(skeleton, tp, batch.inputs, options)
+        options = PlanOptions(
+            tokens_per_step=tokens,
+            keep_whole=keep_whole,
+            cut=cut,
+            memory=memory,
+            sequence_parallel=sequence_parallel,
+            traced_with=batch.source,
+            device=device,
+        )
+        result, seen = plan_for(
+            skeleton, batch, tp, machine, options, tokens=size, precision=precision, optimizer=optimizer
+        )
         asked = meant(why, [parameter.names for parameter in result.parameters], "why") if why is not None else ()
     except (
         CaptureError,
@@ -122,13 +123,8 @@ def plan(  # noqa: D417 (the other options are PlanOptions')
     ) as error:
         raise SystemExit(f"lightning-autotp plan: {error}") from error
     made = time.perf_counter()
-    try:
-        with _says("rehearsing a training step, without values"):
-            seen = look_over(
-                skeleton, result, batch.row, machine, tokens=size, precision=precision, optimizer=optimizer
-            )
-    except RehearsalError as error:
-        console.print(f"memory and time are not known: {error}", markup=False, highlight=False)
+    if isinstance(seen, RehearsalError):
+        console.print(f"memory and time are not known: {seen}", markup=False, highlight=False)
     else:
         for line in seen.lines():
             console.print(line, markup=False, highlight=False)
@@ -139,7 +135,7 @@ def plan(  # noqa: D417 (the other options are PlanOptions')
             from lightning_autotp.planning.recommend import recommend
 
             around = replace(machine, gpus=max(tp, min(2 * tp, machine.gpus_per_node)))
-            with _says("comparing other sizes"):
+            with phase("comparing other sizes"):
                 sizes = recommend(
                     skeleton, batch.row, around, tokens_per_step=size, optimizer=optimizer, precision=precision
                 )
@@ -152,7 +148,7 @@ def plan(  # noqa: D417 (the other options are PlanOptions')
     for parameter in result.parameters:
         if parameter.names[0] in asked:
             console.print(parameter.described(), markup=False, highlight=False, soft_wrap=True)
-    console.print(f"plan {result.digest}, made in {made - started:.1f} s", highlight=False)
+    console.print(f"plan {result.digest}, made and rehearsed in {made - started:.1f} s", highlight=False)
     if json is not None:
         json.write_text(result.to_json())
 
@@ -193,14 +189,14 @@ def recommended(
     from lightning_autotp.planning.asked import batch_of, model_of
     from lightning_autotp.planning.recommend import recommend as find
     from lightning_autotp.planning.rehearsal import RehearsalError
-    from lightning_autotp.planning.report import model_lines, python_lines, reasons, table, yaml_lines
+    from lightning_autotp.planning.report import legend, model_lines, python_lines, reasons, table, yaml_lines
 
     console = Console()
     started = time.perf_counter()
     try:
         skeleton = model_of(model, auto_class)
         row = None if example is None else batch_of(example, skeleton, sequence_length).row
-        with _says("planning and rehearsing a training step for each size, without values"):
+        with phase("planning and rehearsing a training step for each size, without values"):
             found = find(
                 skeleton,
                 row,
@@ -216,9 +212,9 @@ def recommended(
     except (CaptureError, CheckpointError, RehearsalError, ImportError, OSError, ValueError) as error:
         raise SystemExit(f"lightning-autotp recommend: {error}") from error
     console.print(table(found))
-    console.print("GiB of a GPU and ms of an optimizer step by kind; rows: of a pass, times passes", highlight=False)
+    console.print(legend(found), markup=False, highlight=False)
     for line in reasons(found):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        console.print(line, markup=False, highlight=False)
     if found.best is not None:
         of_model = [model_lines(found)] if found.lora else []
         for lines in (*of_model, python_lines(found, found.best), yaml_lines(found, found.best)):
@@ -377,15 +373,6 @@ def doctor(json: Path | None = None) -> None:
         json.write_text(format_of.dumps([asdict(finding) for finding in findings], indent=2))
     if any(finding.level == "error" for finding in findings):
         raise SystemExit(1)
-
-
-@contextmanager
-def _says(what: str) -> Iterator[None]:
-    """What goes on meanwhile, on the error output: on a terminal a line that moves and goes, else one that stays."""
-    if not sys.stderr.isatty():
-        print(f"lightning-autotp: {what}", file=sys.stderr, flush=True)
-    with bar(what):
-        yield
 
 
 def main() -> None:

@@ -49,7 +49,7 @@ from lightning_autotp.solving.options import PlanOptions, documented_by, read
 from lightning_autotp.solving.plan_cache import PlanCache
 from lightning_autotp.solving.planned import PlanMismatch
 from lightning_autotp.solving.solution import Solution
-from lightning_autotp.start_report import says_plan, says_weights
+from lightning_autotp.start_report import says_phase, says_plan, says_weights
 
 FindPlan = Callable[[nn.Module, Graph, Any, int, PlanOptions], Plan]
 """How to come by a plan, with the arguments of :func:`find_plan`."""
@@ -265,15 +265,21 @@ def make_local(
         options = replace(options, memory=data_mesh.shape[-1] * options.limit)
     groups = [process_group, *(data_mesh.get_all_groups() if data_mesh is not None else [])]
     message: list[Any] = [None]
+    name = type(model).__name__
     with says_plan(model), relaxed_gc():
         with raise_along(groups, "planning"):
             # The first rank's, for all of them: what a plan is proved against is one computation.
-            graph = first_makes(process_group, "planning", lambda: trace(model, inputs, device=options.device))
+            with says_phase(f"tracing {name}"):
+                graph = first_makes(process_group, "planning", lambda: trace(model, inputs, device=options.device))
             if all(dist.get_rank(axis) == 0 for axis in groups):
-                message = [(find or find_plan)(model, graph, inputs, group.size, options).to_json()]
+                with says_phase(f"choosing a plan for {name}"):
+                    message = [(find or find_plan)(model, graph, inputs, group.size, options).to_json()]
         for axis in reversed(groups):  # to the first ranks of the copies, and from them to the others
             dist.broadcast_object_list(message, group_src=0, group=axis)
-        with raise_along(groups, "building the local model"):
+        with (
+            raise_along(groups, "building the local model"),
+            says_phase(f"proving that the ranks compute what {name} does"),
+        ):
             # The solver runs again on every rank, held to the plan: a plan is a claim, whoever made it, and it does
             # not say how tensors lie that are no parameters.
             graph, plan, solution = _read(Plan.from_json(message[0]), model, graph, inputs)

@@ -1,10 +1,28 @@
-"""What goes on while one waits: a bar on a terminal, which is gone afterwards; nothing in logs and pipes."""
+"""What goes on while one waits: a bar on a terminal, which is gone afterwards; in logs and pipes a line a phase.
+
+The phases: tracing, choosing a plan, proving, rehearsing, downloading, loading and exporting.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+
+@contextmanager
+def phase(what: str, size: int | None = None, shown: bool = True) -> Iterator[Callable[[int], None]]:
+    """A :func:`bar`; where there is no terminal, a line that says what begins."""
+    if shown:
+        note(what)
+    with bar(what, size, shown) as told:
+        yield told
+
+
+def note(what: str) -> None:
+    """Say in logs and pipes what begins."""
+    if not sys.stderr.isatty():
+        print(f"lightning_autotp: {what}", file=sys.stderr, flush=True)
 
 
 @contextmanager

@@ -62,7 +62,7 @@ def main() -> None:
             done = subprocess.run(
                 arguments, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
             )
-            if done.returncode or ("planned and proved" in done.stderr + done.stdout) != ("train.py" in arguments):
+            if done.returncode or ("and proved that" in done.stderr + done.stdout) != ("train.py" in arguments):
                 raise SystemExit(f"{arguments} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
         if not page.is_file():
             raise SystemExit("lightning-autotp plan --html has written no page")

@@ -30,6 +30,7 @@ from huggingface_hub import is_offline_mode
 
 from lightning_autotp.private.distributed_private import default_store
 from lightning_autotp.private.transformers_private import asks_hub_by_own_functions, with_hub_functions
+from lightning_autotp.progress import note
 from lightning_autotp.ranks.agreement import PeerError
 from lightning_autotp.ranks.peers import Peer
 
@@ -62,7 +63,7 @@ def cached_files_once() -> Iterator[None]:
     if not asks_hub_by_own_functions():
         yield
     elif not dist.is_initialized() or dist.get_world_size() == 1:
-        with with_hub_functions(_checked, _checked, _checked):
+        with with_hub_functions(lambda fetch: _checked(_said(fetch)), _checked, _checked):
             yield
     else:
         calls = _Calls()
@@ -96,7 +97,7 @@ class _Calls:
 
     def files(self, fetch: Callable[..., list[str] | None]) -> Callable[..., list[str] | None]:
         """What stands for the function that fetches files into the cache: it does so once per machine."""
-        return self._shared(fetch, "fetching {filenames} of {path_or_repo_id}")
+        return self._shared(_said(fetch), "fetching {filenames} of {path_or_repo_id}")
 
     def has_file(self, ask: Callable[..., bool]) -> Callable[..., bool]:
         """What stands for the function that asks whether a repository has a file."""
@@ -182,6 +183,20 @@ class _Calls:
 
 def _named(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     return inspect.signature(function).bind(*args, **kwargs).arguments
+
+
+def _said(fetch: Callable[..., Any]) -> Callable[..., Any]:
+    """The function that fetches files, which says in logs when these are weights: a terminal has the Hub's own bars."""
+
+    @wraps(fetch)
+    def said(*args: Any, **kwargs: Any) -> Any:
+        repository, names, *_ = _named(fetch, args, kwargs).values()
+        weights = [name for name in names if name.endswith((".safetensors", ".bin"))]
+        if weights and not os.path.isdir(str(repository)):
+            note(f"downloading {len(weights)} file(s) of {repository}'s weights, but for what is in the cache")
+        return fetch(*args, **kwargs)
+
+    return said
 
 
 def _checked(ask: Callable[..., Any]) -> Callable[..., Any]:

@@ -42,7 +42,7 @@ from lightning_autotp.private.transformers_private import (
     set_conversions_of,
     tokenizer_class_from_name,
 )
-from lightning_autotp.progress import bar
+from lightning_autotp.progress import phase
 from lightning_autotp.ranks.agreement import raise_together
 
 _log = logging.getLogger(__name__)
@@ -185,7 +185,7 @@ def write_model(
                 _write_configuration(original, staging)
                 copied = _write_tokenizer(tokenizer, staging)
         size = sum(tensor.nbytes for tensor in plan.tensors.values())
-        with bar(f"writing {directory}", size, shown=writes) as told:
+        with phase(f"exporting to {directory}", size, shown=writes) as told:
 
             def written(name: str) -> None:
                 told(plan.tensors[name].nbytes)

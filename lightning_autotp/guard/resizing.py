@@ -185,7 +185,8 @@ def _proved(model: nn.Module, prover: CallProver, resized: Resized) -> tuple[Pla
         ) from error
     parameters = [(parameter.names, parameter.shape, parameter.itemsize) for parameter in plan.parameters]
     written = plan_from_solution(solution, plan.model, parameters, plan.sizes)
-    return replace(plan, communication=written.communication), solution
+    sent = tuple(replace(one, priced_bytes=0) for one in written.communication)  # as it is priced for no step
+    return replace(plan, communication=sent), solution
 
 
 def _whole(places: Iterable[ParameterPlace], group: TPGroup) -> dict[str, Tensor]:

@@ -251,11 +251,19 @@ class RunPlan:
 
 @dataclass(frozen=True)
 class Communication:
-    """Collectives of one training step, by kind: calls and bytes of the whole tensors, forward and backward."""
+    """Collectives of one training step, by kind: forward and backward.
+
+    Attributes:
+        kind: which.
+        calls: how many.
+        bytes: of the undivided tensors, in a step of the traced batch.
+        priced_bytes: likewise, in the step that the plan is priced for; 0 where it is priced for none.
+    """
 
     kind: str
     calls: int
     bytes: int
+    priced_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -303,7 +311,7 @@ class Plan:
         runs: of modules that are run several times and not always make the same calls: which ones.
         opaque: modules that were not looked into.
         modules: a short hash of what each module's own code runs, to tell another model by.
-        communication: what one step of the traced batch communicates.
+        communication: what one step communicates.
         priced_for: the size of the step that it is the cheapest for, and who said so.
         gap: the share of a step's price that another plan could save at most; 0 where this is the cheapest.
         traced_with: where the call that was traced comes from.
@@ -454,13 +462,14 @@ class Plan:
 
     @property
     def of_memory(self) -> str:
-        """Which limit of memory it was made for, and whether it fits, in one line; empty without a limit."""
+        """Which limit of memory it was made for, and whether it fits, in one line."""
         if not self.memory_limit:
-            return ""
+            return "made for no limit of memory: a matrix that stays whole has a price in any case"
         needed, limit = in_units(self.memory_needed), in_units(self.memory_limit)
         if self.limit_of:
             taken = f"a training step takes about {needed} of {limit} of {self.limit_of}"
-            return f"made to fit: {taken} (predicted, with AdamW)"
+            does = "made to fit" if self.memory_needed <= self.memory_limit else "warning: no plan fits"
+            return f"{does}: {taken} (predicted, with AdamW)"
         what = f"parameters, gradients and optimizer states take {needed} of {limit} on a tensor-parallel rank"
         if self.memory_needed <= self.memory_limit:
             return f"made to fit: {what}"
@@ -486,7 +495,7 @@ class Plan:
         table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
         table.add_column("parameter")
         table.add_column("layer")
-        table.add_column("local/whole")
+        table.add_column("local/global")
         table.add_column("size", justify="right", no_wrap=True)
         for row in rows_of(self.entries(rank)):
             table.add_row(DottedName(row.name), *(row.cells or ("", "")), row.size)
@@ -526,7 +535,7 @@ class Plan:
             )
             lines += counted(f"  {draw.module or repr(draw.module)}: {draw.call}" for draw in self.draws)
         lines += counted(
-            f"{one.module or repr(one.module)}: a function that {one.call} calls is given the whole model's indices"
+            f"{one.module or repr(one.module)}: a function that {one.call} calls is given the original model's indices"
             for one in self.indices
         )
         yield from lines
@@ -547,14 +556,15 @@ class Plan:
     def _totals(self) -> Iterator[str]:
         stored = by_rank([in_units(self.bytes(rank)) for rank in range(self.ranks)])
         yield f"parameters: {stored}, of {in_units(self.whole_bytes)}"
-        if self.communication:
-            sent = (f"{one.calls} x {one.kind} ({in_units(one.bytes)})" for one in self.communication)
-            yield f"a step of the traced batch: {', '.join(sent)}"
         if self.priced_for:
             found = f"another plan could save {self.gap:.1%} at most" if self.gap else "exact: no plan is cheaper"
             yield f"priced for a step of {self.priced_for}; {found}"
-        if self.memory_limit:
-            yield self.of_memory
+        if self.communication and self.priced_for:
+            sent = (f"{one.calls} x {one.kind} ({in_units(one.priced_bytes)})" for one in self.communication)
+            yield f"such a step sends {', '.join(sent)}"
+        elif self.communication:
+            yield f"a step sends {', '.join(f'{one.calls} x {one.kind}' for one in self.communication)}"
+        yield self.of_memory
         if self.traced_with:
             yield self.traced
 

@@ -37,7 +37,7 @@ from lightning_autotp.parallel.collectives import all_gather_replicate
 from lightning_autotp.parameters.host_memory import to_device
 from lightning_autotp.parameters.state import parallel_models
 from lightning_autotp.pipeline import FindPlan, find_plan, materialize, refuse_offload, refuse_unfit
-from lightning_autotp.planning.checkpointing import KeptActivations, choose, fitting_plan, smallest_memory
+from lightning_autotp.planning.checkpointing import KeptActivations, choose, fitting_plan, machine_of, smallest_memory
 from lightning_autotp.planning.rehearsal import Precision
 from lightning_autotp.private.distributed_private import default_store
 from lightning_autotp.private.lightning_private import (
@@ -358,10 +358,18 @@ class AutoTPBase(StrategyInternals):
             accumulates: whether it adds to gradients.
         """
         limit, is_known = self._memory, example is not None and precision in get_args(Precision)
-        if limit is None or self.copies is not None or not is_known:
+        if limit is None or self.cpu_offload or not is_known:
             return find_plan
-        known = cast(Precision, precision)
-        return partial(fitting_plan, example=example, limit=limit, precision=known, accumulates=accumulates)
+        return partial(
+            fitting_plan,
+            example=example,
+            limit=limit,
+            precision=cast(Precision, precision),
+            accumulates=accumulates,
+            copies=self.copies.shape[-1] if self.copies is not None else 1,
+            replicas=self._replicas,
+            machine=machine_of(self.root_device),
+        )
 
     # --- steps ---
 

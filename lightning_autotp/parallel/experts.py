@@ -102,7 +102,7 @@ def keep_own(module: nn.Module, use: ImplementationPlan, layout: Shard, group: T
 
 
 WHOLE_EXPERTS = Implementation(
-    name="whole experts",
+    name="by expert",
     operator=EXPERTS,
     is_module=True,
     operand="weight",

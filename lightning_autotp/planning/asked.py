@@ -19,7 +19,8 @@ from transformers import AutoConfig, PreTrainedModel
 
 from lightning_autotp.building.hub import refuse_missing
 from lightning_autotp.building.quantization import LIBRARIES, note_quantization
-from lightning_autotp.capture.capture import CaptureError, first_line, language_model_inputs
+from lightning_autotp.capture.capture import CaptureError, first_line, language_model_inputs, step_size
+from lightning_autotp.capture.nested import tensors_in
 from lightning_autotp.pipeline import MADE_UP
 from lightning_autotp.planning.rehearsal import one_row
 from lightning_autotp.private.torch_private import tree_map_only
@@ -95,7 +96,7 @@ class Batch(NamedTuple):
     @property
     def has_sequences(self) -> bool:
         """Whether a row has tokens, or other positions."""
-        return any(isinstance(x, Tensor) and x.dim() == 2 for x in self.row.values())
+        return bool(step_size(tensors_in(self.row)).lengths)
 
 
 def batch_of(example: Path | None, model: nn.Module, length: int) -> Batch:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -15,8 +16,8 @@ from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.layouts.units import in_units
 from lightning_autotp.operators.graph import Graph
 from lightning_autotp.pipeline import find_plan
-from lightning_autotp.planning.estimate import memory
-from lightning_autotp.planning.machines import machine_called
+from lightning_autotp.planning.estimate import memory, step_time
+from lightning_autotp.planning.machines import Machine, machine_called
 from lightning_autotp.planning.rehearsal import (
     Precision,
     RehearsalError,
@@ -66,11 +67,16 @@ class KeptActivations:
         ]
 
 
+def machine_of(device: torch.device) -> Machine | None:
+    """One node of GPUs like this one, if they are known."""
+    return machine_called(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+
 def memory_of(device: torch.device) -> float | None:
     """Bytes of a device that tensors may take; ``None`` where that is not known."""
     if device.type != "cuda":
         return None
-    known = machine_called(torch.cuda.get_device_name(device))
+    known = machine_of(device)
     total = float(torch.cuda.get_device_properties(device).total_memory)
     return total - known.reserved if known is not None else _SHARE * total
 
@@ -122,6 +128,66 @@ def choose(
     return KeptActivations(True, limit, needed(), otherwise)
 
 
+class Step(NamedTuple):
+    """A training step: bytes of a device, and seconds, where these are to be compared."""
+
+    needed: float
+    seconds: float = 0.0
+
+
+def fitting(
+    find: Callable[[float | None], Plan],
+    step: Callable[[Plan], Step],
+    limit: float,
+    limit_of: str,
+    copies: int = 1,
+) -> Plan:
+    """The fastest plan with which a training step fits into a device; the usual one where none does.
+
+    With several copies, what is stored whole is sent between them, which a plan does not price: there the usual plan
+    is taken, too, if a step takes no longer with it. It is also taken where a step cannot be rehearsed.
+
+    Args:
+        find: the plan for so many bytes of parameters, gradients and states of a tensor-parallel rank; for ``None`` the
+            usual one.
+        step: a step of a plan, rehearsed; it may raise :class:`~lightning_autotp.planning.rehearsal.RehearsalError`.
+        limit: bytes of the device that a step may take.
+        limit_of: whose memory that is.
+        copies: over which FSDP2 shards what a rank stores.
+    """
+    usual: Plan | None = None
+
+    def made_for(plan: Plan, needed: float) -> Plan:
+        return replace(plan, memory_limit=int(limit), memory_needed=int(needed), limit_of=limit_of)
+
+    room = limit
+    try:
+        while room > 0:
+            plan = find(copies * room)
+            stored = plan.memory_needed / copies
+            if stored > room:
+                break
+            needed, seconds = step(plan)
+            if needed <= limit:
+                if copies > 1 and not _are_alike(plan, other := find(None)):
+                    usually = step(other)
+                    if usually.needed <= limit and usually.seconds <= seconds:
+                        return made_for(other, usually.needed)
+                return made_for(plan, needed)
+            usual = usual or find(None)
+            if _are_alike(plan, usual):
+                break
+            room = stored - (needed - limit)
+        usual = usual or find(None)
+        return made_for(usual, step(usual).needed)
+    except RehearsalError:
+        return usual or find(None)
+
+
+def _are_alike(plan: Plan, other: Plan) -> bool:
+    return [one.layout for one in plan.parameters] == [one.layout for one in other.parameters]
+
+
 def fitting_plan(
     model: nn.Module,
     graph: Graph,
@@ -133,11 +199,13 @@ def fitting_plan(
     limit: float,
     precision: Precision,
     accumulates: bool = False,
+    copies: int = 1,
+    replicas: int = 1,
+    machine: Machine | None = None,
 ) -> Plan:
-    """The fastest plan with which a training step with AdamW fits into a device; the usual one where none does.
+    """What :func:`fitting` gives for a training step with AdamW, of a plan that is looked for as for any run.
 
-    It is the usual one, too, where it is not known what a step takes: its code asks for values, or the example is less
-    than the plan is priced for.
+    It is the usual plan, too, where it is not known what a step takes: the example is less than the plan is priced for.
 
     Args:
         model: the model, whole yet.
@@ -149,27 +217,30 @@ def fitting_plan(
         limit: bytes of the device that a step may take.
         precision: as the Trainer has it.
         accumulates: whether gradients of earlier forward passes are there.
+        copies: of a replica, over which FSDP2 shards it.
+        replicas: how many there are.
+        machine: the devices, whose times are compared where there are several copies; without it no limit counts there.
     """
-    usual, call = find_plan(model, graph, inputs, ranks, options), as_call(example)
-    given, priced = step_size(tensors_in(tuple(call))), options.tokens
+    call, priced = as_call(example), options.tokens
+    given = step_size(tensors_in(tuple(call)))
     tokens = priced.number if priced.size is None else priced.size.rows * max(priced.size.longest, 1)
-    if options.plan is not None or options.memory != "device" or given.rows * max(given.longest, 1) < tokens:
-        return usual
-    room = limit
-    while room > 0:
-        plan = find_plan(model, graph, inputs, ranks, replace(options, memory=room))
-        alike = [one.layout for one in plan.parameters] == [one.layout for one in usual.parameters]
-        if alike or plan.memory_needed > room:
-            break
-        try:
-            rehearsal = rehearse(_local(model, plan, precision), named_arguments(model, call), precision=precision)
-        except RehearsalError:
-            break
-        needed = memory(rehearsal, accumulates=accumulates).total
-        if needed <= limit:
-            return replace(plan, memory_limit=int(limit), memory_needed=int(needed), limit_of="the device")
-        room = plan.memory_needed - (needed - limit)
-    return usual
+    is_small = given.rows * max(given.longest, 1) < tokens
+    if options.plan is not None or options.memory != "device" or is_small or (copies * replicas > 1 and not machine):
+        return find_plan(model, graph, inputs, ranks, options)
+
+    def step(plan: Plan) -> Step:
+        rehearsal = rehearse(_local(model, plan, precision), named_arguments(model, call), precision=precision)
+        needed = memory(rehearsal, copies=copies, accumulates=accumulates).total
+        if machine is None:
+            return Step(needed)
+        in_bf16, of_all = precision != "32-true", copies * replicas
+        time = step_time(rehearsal, machine, ranks, in_bf16=in_bf16, copies=of_all, replicas=replicas)
+        return Step(needed, time.total)
+
+    def find(room: float | None) -> Plan:
+        return find_plan(model, graph, inputs, ranks, replace(options, memory=room))
+
+    return fitting(find, step, limit, "the device", copies)
 
 
 def _local(model: nn.Module, plan: Plan | None, precision: Precision) -> nn.Module:

@@ -57,6 +57,15 @@ class Memory:
         return sum(getattr(self, field.name) for field in fields(self) if field.name != "moment")
 
     @property
+    def temporary_of(self) -> str:
+        """What needs the temporary bytes, in words."""
+        return {
+            "optimizer step": "the optimizer's step",
+            "loss": "the loss",
+            "loss and backward pass": "the loss and operators",
+        }.get(self.moment, "operators")
+
+    @property
     def largest(self) -> str:
         """The kind that takes the most."""
         return max((field.name for field in fields(self)[:-1]), key=lambda name: float(getattr(self, name)))
@@ -70,7 +79,8 @@ class StepTime:
         products: matrix products and attention.
         others: all other operators of the forward and backward pass, by the bytes that they move.
         tensor_parallel: collectives between the ranks of a copy.
-        copies: what of FSDP2's collectives does not hide behind the rest.
+        copies: what of FSDP2's collectives within a node does not hide behind the rest.
+        network: likewise, of those between nodes.
         host: what of the copies to host memory and from there does not hide, and adding to gradients that are there.
         update: the optimizer's step.
     """
@@ -79,6 +89,7 @@ class StepTime:
     others: float
     tensor_parallel: float
     copies: float
+    network: float
     host: float
     update: float
 
@@ -199,18 +210,23 @@ def step_time(
     # What blocks keep goes and comes in the order of the operators, which wait for it.
     of_casts = 0 if copies > 1 or cpu_offload else work.host_copies.fixed_bytes
     host = passes * (rows * work.host_copies.bytes + of_casts) / link
-    exposed = gathers = 0.0
+    exposed = between_nodes = gathers = 0.0
     if copies > 1:
         among, over = machine.between(ranks * shards), machine.between(ranks * copies)
         # Parameters are gathered twice, gradients reduced once; the sums of a replica's shards go to the others.
         gathers = 2 * among.collective("all_gather", rehearsal.divided - rehearsal.casts, shards)
         sums = among.collective("reduce_scatter", rehearsal.averaged, shards)
-        sums += over.collective("all_reduce", rehearsal.averaged / shards, replicas)
+        of_replicas = over.collective("all_reduce", rehearsal.averaged / shards, replicas)
+        is_in_node = ranks * shards <= machine.gpus_per_node
+        share = of_replicas / max(gathers + sums + of_replicas, 1e-30) if is_in_node else 1.0
+        sums += of_replicas
         # Gradients that go to the host are waited for, so nothing runs behind their sums.
         hidden, seen = (gathers, sums) if cpu_offload else (gathers + sums, 0.0)
-        exposed = passes * (max(0.0, hidden - per_pass) + seen)
+        all_seen = passes * (max(0.0, hidden - per_pass) + seen)
+        exposed, between_nodes = (1 - share) * all_seen, share * all_seen
         # Behind the first gather and the last reduction there is nothing.
-        exposed += among.collective("all_gather", rehearsal.rest + rehearsal.block - rehearsal.block_casts, shards)
+        first = among.collective("all_gather", rehearsal.rest + rehearsal.block - rehearsal.block_casts, shards)
+        exposed, between_nodes = (exposed + first, between_nodes) if is_in_node else (exposed, between_nodes + first)
     if cpu_offload:
         fetched = (2 * (rehearsal.divided - rehearsal.rest) + rehearsal.rest) / shards / link
         room = max(0.0, per_pass - gathers) if copies > 1 else 0.0  # a copy of its own is fetched when it is needed
@@ -218,7 +234,7 @@ def step_time(
         beside = min(ranks * copies, machine.gpus_per_node) / host_bandwidth  # seconds of a byte of each GPU
         host += passes * (max(0.0, fetched - room) + sent / link) + (passes - 1) * 3 * sent * beside
         update *= bandwidth * beside
-    return StepTime(passes * products, passes * others, passes * tensor_parallel, exposed, host, update)
+    return StepTime(passes * products, passes * others, passes * tensor_parallel, exposed, between_nodes, host, update)
 
 
 def _host(machine: Machine) -> tuple[float, float]:

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
+from lightning_autotp.capture.capture import step_size
+from lightning_autotp.capture.garbage import relaxed_gc
+from lightning_autotp.capture.nested import tensors_in
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.layouts.units import in_units, unit_of
+from lightning_autotp.pipeline import refuse_unfit
+from lightning_autotp.planning.asked import Batch
+from lightning_autotp.planning.checkpointing import Step, fitting
 from lightning_autotp.planning.estimate import Memory, StepTime, memory, step_time
 from lightning_autotp.planning.machines import Machine
 from lightning_autotp.planning.rehearsal import (
     Optimizer,
     Precision,
     Rehearsal,
+    RehearsalError,
     as_trained,
     fullest_rank,
     local_model,
@@ -23,6 +30,10 @@ from lightning_autotp.planning.rehearsal import (
 )
 from lightning_autotp.planning.report import KINDS
 from lightning_autotp.planning.timeline import Span, timeline
+from lightning_autotp.progress import phase
+from lightning_autotp.proving.feasible import feasible_plan
+from lightning_autotp.proving.verify import trace
+from lightning_autotp.solving.options import PlanOptions
 
 _TIGHT = 0.8
 """Share of a GPU's memory above which there should be less in it."""
@@ -112,6 +123,67 @@ class Overview:
             yield f"{fewer} (at most twice the memory, which fits, and less to send)"
 
 
+def plan_for(
+    model: nn.Module,
+    batch: Batch,
+    ranks: int,
+    machine: Machine,
+    options: PlanOptions,
+    *,
+    tokens: int,
+    precision: Precision = "bf16-mixed",
+    optimizer: Optimizer = "adamw",
+) -> tuple[Plan, Overview | RehearsalError]:
+    """A plan with what a step of it takes; where the options give no limit of memory, that of a GPU is one.
+
+    Args:
+        model: the model; it is only looked at.
+        batch: what its training step passes to it.
+        ranks: tensor-parallel ones.
+        machine: the GPUs.
+        options: what the plan is made for.
+        tokens: of a forward and backward pass.
+        precision: as the Trainer has it.
+        optimizer: whose states are counted.
+
+    Returns:
+        The plan, and the overview or why there is none.
+
+    Raises:
+        CaptureError, NothingToShard, ValueError, VerificationError: as :func:`~lightning_autotp.make_plan`.
+    """
+    refuse_unfit(model)
+    with phase(f"tracing {type(model).__name__}"), relaxed_gc():
+        graph = trace(model, batch.inputs, device=options.device)
+    seen: list[Overview] = []
+
+    def find(room: float | None) -> Plan:
+        with (
+            phase(f"choosing a plan for {ranks} ranks" + (f" with {in_units(room)} each" if room else "")),
+            relaxed_gc(),
+        ):
+            return feasible_plan(model, graph, batch.inputs, ranks, replace(options, memory=room))[0]
+
+    def step(plan: Plan) -> Step:
+        with phase("rehearsing a training step, without values"):
+            seen.append(
+                look_over(model, plan, batch.row, machine, tokens=tokens, precision=precision, optimizer=optimizer)
+            )
+        return Step(seen[-1].memory.total)
+
+    if options.memory == "device":
+        plan = fitting(find, step, machine.free, f"a GPU ({machine.name})")
+    else:
+        plan = find(options.limit)
+    layouts = [one.layout for one in plan.parameters]
+    try:
+        if not seen or [one.layout for one in seen[-1].plan.parameters] != layouts:
+            step(plan)
+    except RehearsalError as error:
+        return plan, error
+    return plan, replace(seen[-1], plan=plan)
+
+
 def look_over(
     model: nn.Module,
     plan: Plan,
@@ -138,7 +210,7 @@ def look_over(
     """
     local = local_model(as_trained(model, precision), plan, fullest_rank(plan))
     rehearsal = rehearse(local, row, precision=precision, optimizer=optimizer)
-    length = next((x.shape[1] for x in row.values() if isinstance(x, Tensor) and x.dim() == 2), 0)
+    length = step_size(tensors_in(row)).longest
     rows = max(1, round(tokens / max(length, 1)))
     needed = memory(rehearsal, rows)
     time = step_time(rehearsal, machine, plan.ranks, in_bf16=precision != "32-true", rows=rows)

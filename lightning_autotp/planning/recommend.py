@@ -3,7 +3,7 @@
 For each tensor-parallel size there is a plan (two, with sequence parallelism), and a rehearsal of it with and without
 checkpointed blocks. Copies of the model and rows of a forward pass are worked out from these. Only where nothing fits,
 activations and what FSDP2 shards are kept in host memory, too. The plans are those that the strategy makes with the
-options that are recommended.
+options that are recommended: for the memory of a GPU, where no limit is given.
 """
 
 from __future__ import annotations
@@ -14,22 +14,26 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_autotp.building.repeated_blocks import checkpoint_blocks, offload_blocks
-from lightning_autotp.capture.capture import language_model_inputs
+from lightning_autotp.capture.capture import language_model_inputs, step_size
 from lightning_autotp.capture.garbage import relaxed_gc
+from lightning_autotp.capture.nested import tensors_in
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.operators.graph import Graph
 from lightning_autotp.pipeline import refuse_unfit
+from lightning_autotp.planning.checkpointing import Step, fitting
 from lightning_autotp.planning.estimate import Memory, StepTime, host_memory, memory, step_time
 from lightning_autotp.planning.machines import Machine
 from lightning_autotp.planning.rehearsal import (
     OPTIMIZERS,
+    Loss,
     Optimizer,
     Precision,
     Quantization,
     Rehearsal,
+    RehearsalError,
     as_trained,
     check_adapters,
     fullest_rank,
@@ -174,11 +178,12 @@ def recommend(
     lora: int = 0,
     quantize: Quantization | None = None,
     memory: float | None = None,
+    loss: Loss | None = None,
 ) -> Recommendation:
     """Find what fits on these GPUs, and what is fast: no weights, no GPU and no process group needed.
 
     Args:
-        model: any model whose output has a ``loss``, best on meta; it is only looked at. It may be one that
+        model: any module, best on meta; it is only looked at. It may be one that
             ``from_pretrained(..., quantization_config=...)`` has built inside ``meta_model()``.
         example_inputs: one row as the training step passes it, by the names of the arguments; made up for a language
             model.
@@ -191,12 +196,15 @@ def recommend(
         quantize: how bitsandbytes quantizes the linear layers that they are on: ``"nf4"``, ``"fp4"`` or ``"int8"``.
         memory: bytes of a GPU that a step may take, as ``AutoTPStrategy(memory=...)``, which plans for it; what is free
             of a GPU by default.
+        loss: what the training step makes of what the model returns, and of the row, both without values:
+            ``lambda output, row: F.cross_entropy(output.flatten(0, 1), row["input_ids"].flatten())``. By default what
+            the model returns as ``loss``, or all or the first that it returns, where that is one number.
 
     Raises:
         ValueError: for a machine, optimizer, precision, format or number that is none.
         QuantizationError: if the model's weights cannot be quantized part by part, or bitsandbytes is missing.
         CaptureError: if the model cannot be traced.
-        RehearsalError: if its code asks for values that only a real step has.
+        RehearsalError: if its code asks for values that only a real step has, or it is not known what the loss is.
     """
     machine = gpus if isinstance(gpus, Machine) else Machine.of(gpus)
     if optimizer not in OPTIMIZERS:
@@ -216,9 +224,9 @@ def recommend(
     row = one_row(model, inputs, sequence_length) if example_inputs is None else example_inputs
     name, source = type(model).__name__, str(getattr(model, "name_or_path", ""))
     model = with_adapters(model, precision, lora, quantize) if lora else as_trained(model, precision)
-    length = next((x.shape[1] for x in row.values() if isinstance(x, Tensor) and x.dim() == 2), 1)
+    length = max(1, step_size(tensors_in(row)).longest)
     rows = max(1, round(tokens_per_step / length))
-    search = _Search(model, inputs, row, machine, rows, length, precision, optimizer, memory)
+    search = _Search(model, inputs, row, machine, rows, length, precision, optimizer, memory, loss)
     found = Recommendation(name, machine, length, precision, (), (), lora, quantize, source, memory)
     with relaxed_gc():
         found = replace(found, choices=_ranked(search.choices(_ON_THE_DEVICE)))
@@ -260,6 +268,7 @@ class _Search:
         precision: as the Trainer has it.
         optimizer: whose states are counted.
         memory: bytes of a GPU, where they are to be less than what is free.
+        loss: what a step makes of what the model returns.
         left_out: what nothing can be said of, and why.
     """
 
@@ -272,6 +281,7 @@ class _Search:
     precision: Precision
     optimizer: Optimizer
     memory: float | None
+    loss: Loss | None
     left_out: dict[str, str] = field(default_factory=dict)
     _plans: dict[tuple[int, int], list[Plan]] = field(default_factory=dict)
     _rehearsed: list[tuple[Plan | None, dict[Kept, Rehearsal | None]]] = field(default_factory=list)
@@ -292,33 +302,42 @@ class _Search:
 
     def settled(self, choice: Choice) -> list[Choice]:
         """The same with the plan that the strategy makes for it; nothing where there is none."""
-        size, rows = choice.tensor_parallel_size, choice.rows
+        size, rows, shards = choice.tensor_parallel_size, choice.rows, choice.shards
+        limit = None if self.memory is None else shards * self.memory
+        options = self._options(rows, limit, choice.sequence_parallel)
+
+        def find(room: float | None) -> Plan:
+            return feasible_plan(self.model, self._graph, self.inputs, size, replace(options, memory=room))[0]
+
+        def rated(plan: Plan | None) -> Choice | None:
+            kept, cpu_offload = choice.activation_checkpointing, choice.cpu_offload
+            return self._rated(plan, size, choice.data_parallel_size, choice.replicas, kept, cpu_offload, rows)
+
+        def step(plan: Plan) -> Step:
+            found = rated(plan)
+            if found is None:
+                raise RehearsalError("its blocks keep all that they compute")
+            return Step(found.memory.total, found.time.total)
+
         plan = None
         if size > 1:
-            options = self._options(rows, choice.shards, choice.sequence_parallel)
             try:
-                plan, _ = feasible_plan(self.model, self._graph, self.inputs, size, options)
+                if self.memory is not None or choice.cpu_offload:
+                    plan = find(limit)
+                else:
+                    plan = fitting(find, step, self.machine.free, f"a GPU ({self.machine.name})", shards)
             except (NothingToShard, VerificationError, ValueError) as error:
                 self.left_out[f"tensor_parallel_size={size} for {rows} rows"] = str(error)
                 return []
-        found = self._rated(
-            plan,
-            size,
-            choice.data_parallel_size,
-            choice.replicas,
-            choice.activation_checkpointing,
-            choice.cpu_offload,
-            rows,
-        )
+        found = rated(plan)
         return [] if found is None else [found]
 
     @cached_property
     def _graph(self) -> Graph:
         return trace(self.model, self.inputs)
 
-    def _options(self, rows: int, shards: int, sequence_parallel: bool) -> PlanOptions:
-        """As the strategy has them; FSDP2 divides what a rank of a copy stores."""
-        memory = None if self.memory is None else shards * self.memory
+    def _options(self, rows: int, memory: float | None, sequence_parallel: bool) -> PlanOptions:
+        """As the strategy has them."""
         return PlanOptions((rows, self.length), memory=memory, sequence_parallel=sequence_parallel)
 
     def _plans_for(self, size: int, shards: int) -> Sequence[Plan | None]:
@@ -327,7 +346,8 @@ class _Search:
             return [None]
         key = size, 1 if self.memory is None else shards
         if key not in self._plans:
-            options = self._options(1, shards, True)
+            limit = None if self.memory is None else shards * self.memory  # FSDP2 divides what a rank of a copy stores
+            options = self._options(1, limit, True)
             try:
                 whole, *sharded = feasible_plans(self.model, self._graph, self.inputs, size, options)
                 self._plans[key] = [whole[0], *(plan for plan, _ in sharded if plan.shards_sequence)]
@@ -354,7 +374,12 @@ class _Search:
                 plain = self._rehearsal(plan, None) if kept is not None else None
                 are_alike = plain is not None and plain.left_out > 0
                 known[kept] = rehearse(
-                    local, self.row, precision=self.precision, optimizer=self.optimizer, are_alike=are_alike
+                    local,
+                    self.row,
+                    precision=self.precision,
+                    optimizer=self.optimizer,
+                    are_alike=are_alike,
+                    loss=self.loss,
                 )
         return known[kept]
 
@@ -410,7 +435,7 @@ def _as_run(plan: Plan) -> Plan:
     """What a plan does, without what it says of prices and reasons."""
     parameters = tuple(replace(parameter, reasons=()) for parameter in plan.parameters)
     said: dict[str, Any] = {"priced_for": "", "gap": 0.0, "communication": (), "whole_tokens": (), "whole_work": ()}
-    return replace(plan, parameters=parameters, divided_work=0.0, memory_limit=0, memory_needed=0, **said)
+    return replace(plan, parameters=parameters, divided_work=0.0, memory_limit=0, memory_needed=0, limit_of="", **said)
 
 
 def _sizes(machine: Machine) -> Iterator[int]:

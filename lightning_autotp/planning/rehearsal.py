@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -49,8 +49,12 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
 """By name, as torch makes them on a GPU by default: for all parameters at once."""
 
 
+Loss = Callable[[Any, dict[str, Any]], Tensor]
+"""What a training step makes of what the model returns and of one row of its batch: the loss, without values."""
+
+
 class RehearsalError(RuntimeError):
-    """A model's step cannot be rehearsed, as its code asks for values that only a real step has."""
+    """A model's step cannot be rehearsed: its code asks for values that only a real step has, or there is no loss."""
 
 
 @dataclass(frozen=True)
@@ -219,6 +223,7 @@ def rehearse(
     optimizer: Optimizer = "adamw",
     imbalance: float = Profile().imbalance,
     are_alike: bool = False,
+    loss: Loss | None = None,
 ) -> Rehearsal:
     """Run a step of a local model without values.
 
@@ -229,17 +234,19 @@ def rehearse(
         optimizer: a name in :data:`OPTIMIZERS`, or ``"none"``.
         imbalance: by how much more tokens than an even share choose this rank's experts, where it has whole ones.
         are_alike: whether blocks were left out of a rehearsal of the same model that keeps something else of them.
+        loss: of what the model returns and the batch; by default its ``loss``, or itself or its first element, where
+            that is one number.
 
     Raises:
-        RehearsalError: if its code asks for values.
+        RehearsalError: if its code asks for values, or it is not known what the loss is.
     """
     repeats = repeats_of(local)
     if repeats:
         try:
-            return _rehearsed(local, batch, precision, optimizer, imbalance, repeats, are_alike)
+            return _rehearsed(local, batch, precision, optimizer, imbalance, repeats, are_alike, loss)
         except (NotAlike, RehearsalError):
             pass
-    return _rehearsed(local, batch, precision, optimizer, imbalance, [])
+    return _rehearsed(local, batch, precision, optimizer, imbalance, [], loss=loss)
 
 
 def _rehearsed(
@@ -250,6 +257,7 @@ def _rehearsed(
     imbalance: float,
     repeats: Sequence[Repeats],
     are_alike: bool = False,
+    loss: Loss | None = None,
 ) -> Rehearsal:
     fake = RememberingFakeTensorMode(functional=FUNCTIONAL)
     model = meta_copy(local, partial(_stand_in, fake))
@@ -266,12 +274,12 @@ def _rehearsed(
     with _modes(fake, meter):
         try:
             with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
-                loss = model(**given).loss
+                summed = _loss_of(model(**given)) if loss is None else loss(model(**given), given)
             meter.relabel("other", "activations")
             middle = meter.now
-            loss.backward()
-            del loss
-        except NotAlike:
+            summed.backward()
+            del summed
+        except (NotAlike, RehearsalError):
             raise
         except Exception as error:
             raise RehearsalError(
@@ -315,6 +323,24 @@ def _rehearsed(
         update_work=update.work,
         left_out=len(sampled.like),
     )
+
+
+def _loss_of(output: Any) -> Tensor:
+    """The loss among what a model returns.
+
+    Raises:
+        RehearsalError: if there is none.
+    """
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if found is None:
+        found = output[0] if isinstance(output, tuple | list) and output else output
+    if not isinstance(found, Tensor) or found.numel() != 1:
+        kind = f"a tensor of shape {[*output.shape]}" if isinstance(output, Tensor) else type(output).__name__
+        raise RehearsalError(
+            f"what the model returns ({kind}) has no loss: say how it is computed, as"
+            " recommend(model, example_inputs=..., loss=lambda output, row: ...)"
+        )
+    return found
 
 
 def _stand_in(fake: RememberingFakeTensorMode, value: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from lightning_autotp.layouts.units import GIB, in_units
+from lightning_autotp.planning.estimate import Memory
 from lightning_autotp.planning.recommend import Choice, Recommendation
 from lightning_autotp.planning.rehearsal import bitsandbytes_options, dtype_of
 
@@ -13,6 +14,16 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 SHOWN = 12
+_SHORT = {
+    "products": "prod",
+    "others": "oth",
+    "tensor_parallel": "tp",
+    "copies": "fsdp",
+    "network": "net",
+    "host": "host",
+    "update": "step",
+}
+"""What a step takes the longest for, as the table has it."""
 _REMEDIES = {
     "parameters": "more GPUs (copies and tensor-parallel ranks both divide the parameters), or precision bf16-true",
     "gradients": "more GPUs, or LoRA",
@@ -26,14 +37,15 @@ KINDS = {
     "products": "matrix products",
     "others": "operators that move memory",
     "tensor_parallel": "communication between tensor-parallel ranks",
-    "copies": "FSDP2's communication",
+    "copies": "FSDP2's communication in a node",
+    "network": "FSDP2's communication between nodes",
     "host": "copies to host memory and from there",
     "update": "the optimizer's step",
 }
 
 
 def table(found: Recommendation) -> Table:
-    """The ranking: GiB of a GPU by kind, milliseconds of an optimizer step by kind. Fits 80 columns."""
+    """The ranking: GiB of a GPU by kind, time of an optimizer step by kind. Fits 80 columns."""
     from rich.table import Table
 
     title = (
@@ -42,23 +54,46 @@ def table(found: Recommendation) -> Table:
     )
     made = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
     made.add_column("TPxcopies", no_wrap=True)
-    for name in ("rows", "par", "grad", "opt", "act", "tmp", "GiB", "prod", "oth", "comm", "tok/s", "MFU"):
+    unit, seconds_of_it = _time_unit(found)
+    for name in ("rows", "par", "grad", "opt", "act", "tmp", "blk", "GiB", "prod", "oth", "comm", "tok/s", "MFU"):
         made.add_column(name, justify="right", no_wrap=True)
     made.add_column("limit", no_wrap=True)
     for choice in found.choices[:SHOWN]:
         kept, time = choice.memory, choice.time
-        sizes = (kept.parameters, kept.gradients, kept.states, kept.activations, kept.temporary + kept.gathered)
-        seconds = (time.products, time.others, time.tensor_parallel + time.copies + time.host)
+        sizes = (kept.parameters, kept.gradients, kept.states, kept.activations, kept.temporary, kept.gathered)
+        seconds = (time.products, time.others, time.tensor_parallel + time.copies + time.network + time.host)
         made.add_row(
             in_short(choice),
             f"{choice.rows}x{choice.passes}",
             *(_digits(size / GIB) for size in (*sizes, kept.total)),
-            *(f"{1e3 * each:.0f}" for each in seconds),
-            f"{choice.tokens_per_second:.0f}" if choice.fits else "-",
+            *(_digits(each / seconds_of_it) if unit == "s" else f"{1e3 * each:.0f}" for each in seconds),
+            _counted(choice.tokens_per_second) if choice.fits else "-",
             f"{choice.mfu:.0%}" if choice.fits else "-",
-            time.largest.partition("_")[0] if choice.fits else "memory",
+            _SHORT[time.largest] if choice.fits else "mem",
         )
     return made
+
+
+def legend(found: Recommendation) -> str:
+    """What the table's columns are."""
+    unit, _ = _time_unit(found)
+    return (
+        "GiB of a GPU when the most is there: parameters, gradients, optimizer states, activations, what the loss,"
+        " operators and the optimizer's step need for a moment (tmp), what FSDP2 gathers (blk), all of it; beside it"
+        f" {in_units(found.machine.reserved)} are reserved. {unit} of an optimizer step: products, other operators,"
+        " communication that nothing hides. rows: of a pass, times passes"
+    )
+
+
+def _time_unit(found: Recommendation) -> tuple[str, float]:
+    """Seconds where steps are so long that milliseconds would take five digits."""
+    longest = max((choice.time.total for choice in found.choices[:SHOWN]), default=0.0)
+    return ("s", 1.0) if longest >= 10 else ("ms", 1e-3)
+
+
+def _counted(number: float) -> str:
+    """A number of tokens, five digits at most."""
+    return f"{number:.0f}" if number < 99_999.5 else f"{number / 1000:.0f}k"
 
 
 def in_short(choice: Choice) -> str:
@@ -110,7 +145,38 @@ def reasons(found: Recommendation) -> Iterator[str]:
             f"limited by {KINDS[best.time.largest]}; the most memory is there in the {best.memory.moment},"
             f" most of it {best.memory.largest}"
         )
+        yield _of_memory(found, best.memory)
+        yield _of_links(found, best)
     yield from (f"left out: {said}" for said in found.left_out)
+
+
+def _of_memory(found: Recommendation, of: Memory) -> str:
+    """All kinds of memory of the recommended way."""
+    kinds = {
+        "parameters": of.parameters,
+        "gradients": of.gradients,
+        "optimizer states": of.states,
+        "activations": of.activations,
+        of.temporary_of: of.temporary,
+        "gathered by FSDP2": of.gathered,
+        "reserved (contexts, buffers, workspaces)": found.machine.reserved,
+    }
+    sizes = ", ".join(f"{what} {size / GIB:.2f}" for what, size in kinds.items())
+    return f"memory in GiB: {sizes}, of {found.machine.memory / GIB:.1f}"
+
+
+def _of_links(found: Recommendation, best: Choice) -> str:
+    """The communication of the recommended way that nothing hides, by purpose and link."""
+    of, nodes = best.time, "between nodes"
+    inside = best.tensor_parallel_size <= found.machine.gpus_per_node
+    parts = {
+        f"tensor parallelism ({'in a node' if inside else nodes})": of.tensor_parallel,
+        "FSDP2 (in a node)": of.copies,
+        f"FSDP2 ({nodes})": of.network,
+        "host memory (its link)": of.host,
+    }
+    seen = [f"{what} {1e3 * seconds:.1f} ms" for what, seconds in parts.items() if seconds]
+    return f"communication that nothing hides: {', '.join(seen) or 'none'}"
 
 
 def _tried(found: Recommendation) -> str:

@@ -34,9 +34,9 @@ class PlanOptions:
             matrices are stored whole where that is faster and there is room, and the plan says what it takes; where no
             plan fits, there is a warning. With ``None`` no limit is assumed: a matrix that is stored whole has a price
             in any case. ``"device"`` is for the strategies: as much as lets the first training step, rehearsed without
-            values and with AdamW, fit into the GPU that has the least memory. It is as ``None`` where that is not known
-            (on CPUs; where nothing is trained, or several models are; without a batch of a step's own size), and with
-            several copies, since a plan does not price what is sent between them.
+            values and with AdamW, fit into the GPU that has the least memory; with several copies, where that makes the
+            step shorter. It is as ``None`` where that is not known (on CPUs; where nothing is trained, or several
+            models are; without a batch of a step's own size), and with ``cpu_offload``.
         plan: a plan to follow, or its file, instead of making one: of this model for so many ranks, made by
             :func:`~lightning_autotp.make_plan` or ``lightning-autotp plan --json``, perhaps edited since. It is proved
             like any other. The first rank's counts, so only there the file is needed.

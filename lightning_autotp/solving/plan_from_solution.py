@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from lightning_autotp.layouts.buckets import in_buckets
@@ -264,11 +264,12 @@ def _place(change: Conversion) -> tuple[str, str, str] | None:
 
 
 def _communication(solution: Solution) -> tuple[Communication, ...]:
-    """Collectives of one step of the traced batch."""
-    moved: dict[str, list[int]] = {}
-    for kind, size, _ in collectives(solution):
-        moved.setdefault(kind, []).append(size)
-    return tuple(Communication(kind, len(sizes), sum(sizes)) for kind, sizes in sorted(moved.items()))
+    """Collectives of one step of the traced batch, and how much they are in the priced step."""
+    moved: dict[str, list[tuple[int, int]]] = {}
+    priced = collectives(solution, solution.priced)
+    for (kind, size, _), (_, larger, _) in zip(collectives(solution), priced, strict=True):
+        moved.setdefault(kind, []).append((size, larger))
+    return tuple(Communication(kind, len(of), *map(sum, zip(*of, strict=True))) for kind, of in sorted(moved.items()))
 
 
 def gathered_again(solution: Solution) -> frozenset[Boundary | CallPoint]:
@@ -281,26 +282,38 @@ def gathered_again(solution: Solution) -> frozenset[Boundary | CallPoint]:
     return frozenset(change.boundary for change in changes if change.boundary in places)
 
 
-def collectives(solution: Solution) -> Iterator[tuple[str, int, Operator | None]]:
-    """Every collective of one step of the traced batch: its kind, its whole bytes, and the operator it belongs to.
+def collectives(
+    solution: Solution, shapes: Mapping[int, tuple[float, ...]] | None = None
+) -> Iterator[tuple[str, int, Operator | None]]:
+    """Every collective of one step: its kind, its whole bytes, and the operator it belongs to.
 
     The sum of parameters' gradients, which is no operator's, is a ``"gradient sum"``: whole parameters are summed
     together, a bucket of each dtype at a time.
+
+    Args:
+        solution: the layouts.
+        shapes: of tensors that are not as large as in the traced batch.
     """
     graph, tensors = solution.graph, solution.graph.tensors
+    larger = shapes or {}
+
+    def shape(tensor: int) -> tuple[float, ...]:
+        return larger.get(tensor, tensors[tensor].shape)
+
     crossings = {operator.boundary: operator for operator in reversed(graph.operators) if operator.boundary}
     again = gathered_again(solution)
     for change in solution.conversions:
         operator = crossings[change.boundary]
-        size = math.prod(change.shape) * tensors[operator.outputs[0]].itemsize
+        size = int(math.prod(shape(operator.inputs[0])) * tensors[operator.outputs[0]].itemsize)
         for kind in TRANSITIONS[change.pair].collectives:
             yield kind, size, operator
         if change.boundary in again:
             yield "all_gather", size, operator
     for position, use in solution.uses.items():
         operator = graph.operators[position]
-        shapes = {name: tensors[value.tensor].shape for name, value in operator.arguments if isinstance(value, Ref)}
-        for kind, sent in use.implementation.sent(use.output, tensors[operator.outputs[0]].bytes, shapes):
+        given = {name: shape(value.tensor) for name, value in operator.arguments if isinstance(value, Ref)}
+        result = math.prod(shape(operator.outputs[0])) * tensors[operator.outputs[0]].itemsize
+        for kind, sent in use.implementation.sent(use.output, result, given):
             yield kind, int(sent), operator
     statistics: dict[int, int] = {}
     for position, tensor in solution.slices:

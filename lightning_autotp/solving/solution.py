@@ -57,6 +57,8 @@ class Solution:
         bound: seconds that every solution takes at least; ``cost``, where this one is known to be the cheapest.
         step: the size of the step that they are priced for.
         step_source: who said so.
+        priced: the shapes in that step of tensors at boundaries where layouts change and of operators that parallel
+            implementations run.
         kinds: the layouts as the solver knows them: types, and numbers of candidates.
         divided_work: the share of the forward's floating-point operations that is divided; negative without any, and
             where a plan was followed: the plan has it.
@@ -78,6 +80,7 @@ class Solution:
     bound: float = 0.0
     step: StepSize = field(default_factory=StepSize)
     step_source: str = ""
+    priced: dict[int, tuple[float, ...]] = field(default_factory=dict, repr=False)
     kinds: dict[int, Kind] = field(default_factory=dict)
     divided_work: float = -1.0
     whole_work: tuple[WholeWork, ...] = ()
@@ -117,8 +120,10 @@ def read_solution(tables: Tables, kinds: dict[int, Kind], found: Assignment) -> 
             if layouts[source] != layouts[target]:
                 shape = tables.graph.tensors[source].shape
                 solution.conversions.append(Conversion(operator.boundary, layouts[source], layouts[target], shape))
+                _add_priced(tables, solution, relation)
         elif (use := tables.use(relation, kinds)) is not None:
             solution.uses[tables.position[id(operator)]] = use
+            _add_priced(tables, solution, relation)
             shown = operand_of(operator, use.implementation.shown)
             if shown is not None:
                 _add_view(tables, solution, shown, seen)
@@ -131,6 +136,12 @@ def read_solution(tables: Tables, kinds: dict[int, Kind], found: Assignment) -> 
         if isinstance(layouts.get(tensor), Shard):  # and not one that is whole further on
             _add_view(tables, solution, tensor, seen)
     return solution
+
+
+def _add_priced(tables: Tables, solution: Solution, relation: Relation) -> None:
+    """How large an operator's tensors are in the priced step."""
+    for tensor, dims in (*relation.inputs.items(), *relation.outputs.items()):
+        solution.priced[tensor] = tables.sizes.shape(tensor, dims)
 
 
 def _add_slices(tables: Tables, solution: Solution, relation: Relation, kinds: Mapping[int, Kind]) -> None:

@@ -22,6 +22,13 @@ def test_command_needs_only_the_config(tmp_path: Path) -> None:
     result = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert result.returncode == 0, result.stderr
     assert "all_reduce" in result.stdout
+    said = (line.partition("lightning_autotp: ") for line in result.stderr.splitlines())
+    phases = [phase for _, ours, phase in said if ours]
+    assert phases[0] == "tracing LlamaForCausalLM"
+    assert [phase.split()[0] for phase in phases] == ["tracing", "choosing", "rehearsing"]
+    stated = " ".join(result.stdout.split())
+    assert "made to fit: a training step takes about" in stated
+    assert "of 71.7 GiB of a GPU (H100) (predicted" in stated
     assert Plan.from_json(output.read_text()).ranks == 2
     fits, memory, step, most, rest = result.stdout.splitlines()[:5]
     assert fits.endswith("of a GPU (H100), 8 x 2048 tokens a step")
@@ -41,7 +48,7 @@ def test_command_says_the_details_where_it_is_asked(tmp_path: Path) -> None:
         assert result.returncode == 0, result.stderr
         return " ".join(result.stdout.split())
 
-    plan, _ = make_plan(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path)), 2)
+    plan, _ = make_plan(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path)), 2, memory=70e9)
     details = [" ".join(line.split()) for line in plan.remarks()]
     assert len(details) > 1
     brief, full = words(), words("--details")

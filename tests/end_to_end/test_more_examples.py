@@ -217,7 +217,7 @@ def test_the_picture_of_a_start(tiny: Path, tmp_path: Path) -> None:
     for picture in (tmp_path / "start.svg", ROOT / "docs" / "start.svg"):
         drawn = html.unescape("".join(re.findall(r"<text[^>]*>([^<]*)</text>", picture.read_text())))
         shown = drawn.replace("\N{NO-BREAK SPACE}", " ")
-        places = [shown.find(text) for text in ("planned and proved", "collectives in a step", "k_proj", "priced for")]
+        places = [shown.find(text) for text in ("and proved that", "collectives in a step", "k_proj", "priced for")]
         assert -1 < places[0] < places[1] < places[2] < places[3]
         assert "Warning" not in shown
         assert "Epoch" not in shown

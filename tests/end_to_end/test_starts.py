@@ -84,8 +84,12 @@ LINES = [  # of both ranks, and how often at most
     (r"-+", 2),
     (r"distributed_backend=gloo", 1),
     (r"All distributed processes registered\. Starting with 2 processes", 1),
+    (r"lightning_autotp: tracing LlamaForCausalLM", 1),
+    (r"lightning_autotp: choosing a plan for LlamaForCausalLM", 1),
+    (r"lightning_autotp: proving that the ranks compute what LlamaForCausalLM does", 1),
     (
-        r"lightning_autotp: planned and proved LlamaForCausalLM for 2 tensor-parallel ranks in \d+\.\d s, traced with"
+        r"lightning_autotp: planned LlamaForCausalLM for 2 tensor-parallel ranks, and proved that together they compute"
+        r" what the original model does, in \d+\.\d s, traced with"
         r" the call of the first training step, its batch cut to a few short sentences, as on cpu",
         1,
     ),

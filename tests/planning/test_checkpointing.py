@@ -89,8 +89,10 @@ def test_the_fastest_plan_with_which_a_step_fits_is_taken() -> None:
     between = fitting(roomy.memory_needed - 1)
     assert needed(usual) <= needed(between) < roomy.memory_needed
     assert calls(roomy) <= calls(between)
-    assert fitting(needed(usual) - 1) == usual
-    assert fitting(1.0) == usual
+    for limit in (needed(usual) - 1, 1):
+        cramped = fitting(limit)
+        assert cramped == replace(usual, memory_limit=limit, memory_needed=needed(usual), limit_of="the device")
+        assert cramped.of_memory.startswith("warning: no plan fits: a training step takes about")
 
 
 def test_no_limit_is_assumed_where_it_is_not_known_what_a_step_takes() -> None:

@@ -42,7 +42,8 @@ def test_the_usual_plan_is_made_where_there_is_no_room(family: str) -> None:
     usual, cramped = make_plan(model, 2)[0], make_plan(model, 2, memory=1.0)[0]
     assert replace(cramped, memory_limit=0, memory_needed=0) == usual
     assert cramped.of_memory.startswith("warning: no plan fits: ")
-    assert not usual.of_memory
+    assert usual.of_memory.startswith("made for no limit of memory: ")
+    assert usual.of_memory in usual._totals()
 
 
 def test_less_room_is_met_with_more_communication() -> None:

@@ -46,7 +46,9 @@ def test_spans_take_what_the_step_takes(seen: Overview) -> None:
     for span in seen.spans:
         total[span.kind] += span.seconds
     expected = {
-        one.name: getattr(seen.time, one.name) for one in fields(seen.time) if one.name not in ("copies", "host")
+        one.name: getattr(seen.time, one.name)
+        for one in fields(seen.time)
+        if one.name not in ("copies", "network", "host")
     }
     assert dict(total) == pytest.approx(expected)
     assert all(one.start + one.seconds == pytest.approx(next_.start) for one, next_ in pairwise(seen.spans))
@@ -102,7 +104,7 @@ def test_the_page_shows_the_plan(options: dict[str, Any], sizes: Recommendation)
     text = page(seen, sizes)
     words = " ".join(Words(text).text.split())
     assert "http" not in text.replace("http-equiv", ""), "nothing is loaded from elsewhere"
-    for said in (*seen.lines(), *seen.plan.differences(), seen.plan.summary):
+    for said in (*seen.lines(), *seen.plan.differences(), seen.plan.summary, seen.plan.of_memory):
         assert " ".join(said.replace("`", "").split()) in words
     assert "<code>recommend</code>" in text
     whole = [parameter for parameter in seen.plan.parameters if parameter.reasons]

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -21,13 +24,13 @@ from lightning_autotp.building.repeated_blocks import checkpoint_blocks
 from lightning_autotp.capture.capture import language_model_inputs
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.layouts.units import in_units
-from lightning_autotp.planning.estimate import LAUNCH, host_memory, memory, step_time
+from lightning_autotp.planning.estimate import LAUNCH, Memory, StepTime, host_memory, memory, step_time
 from lightning_autotp.planning.machines import Machine, known_machines
 from lightning_autotp.planning.meter import Meter, Ran, Work
 from lightning_autotp.planning.overview import Overview, look_over
 from lightning_autotp.planning.recommend import Choice, Recommendation
 from lightning_autotp.planning.rehearsal import Rehearsal, RehearsalError, local_model, one_row, rehearse
-from lightning_autotp.planning.report import python_lines, reasons, table, yaml_lines
+from lightning_autotp.planning.report import legend, python_lines, reasons, table, yaml_lines
 from lightning_autotp.private.fake_tensors_private import RememberingFakeTensorMode
 from lightning_autotp.solving.options import PlanOptions
 
@@ -88,7 +91,24 @@ def test_every_machine_that_comes_along_is_read(name: str) -> None:
     assert (machine.name.upper(), machine.gpus) == (name, 4)
     assert Machine.of(name.lower()).gpus == machine.gpus_per_node
     assert machine.between(machine.gpus_per_node + 1).link_bandwidth < machine.profile.link_bandwidth
-    assert "https://" in known_machines()[name].read_text(), "a figure has a source"
+
+
+FIGURES = [
+    (name, line)
+    for name, file in known_machines().items()
+    for line in file.read_text().splitlines()
+    if not line.startswith(("#", "name:"))
+]
+
+
+@pytest.mark.parametrize(("name", "line"), FIGURES, ids=[f"{name} {line.split(':')[0]}" for name, line in FIGURES])
+def test_each_figure_of_a_machine_says_where_it_is_from(name: str, line: str) -> None:
+    """An address, a measurement, or that it is an assumption, and of what."""
+    figure, has_source, source = line.partition("  # ")
+    assert float(figure.split()[1]) > 0
+    assert has_source
+    is_assumed = source.startswith("assumption: ") and len(source) > 20
+    assert is_assumed or source.startswith("measured: ") or re.search(r"https://[\w.-]+/\S+", source), source
 
 
 def test_a_machine_is_written_and_read(tmp_path: Path) -> None:
@@ -165,7 +185,7 @@ def test_time_is_counted_by_kind() -> None:
     assert time.others == pytest.approx(3 * 2 * 3e9 / 2.9e12)
     assert time.tensor_parallel == pytest.approx(3 * 2 * (1e-5 + 0.5 * 2 * 3e8 / 3e11))
     assert time.update == pytest.approx(6e9 / 2.9e12)
-    assert time.copies == 0
+    assert time.copies == time.network == 0
     assert time.largest == "products"
     many = replace(REHEARSAL, work=Work([Ran("aten.mm", "", 1, 1.0)] * 100 + [Ran("aten.add", "", 0)] * 1000))
     assert step_time(many, H100, 1).total == pytest.approx(1100 * LAUNCH + 6e9 / 2.9e12)
@@ -212,14 +232,17 @@ def test_replicas_send_sums_of_gradients_over_the_network_and_no_parameters() ->
     machine = replace(H100, gpus=16)
     within, over = machine.between(8), machine.between(16)
     slow = replace(REHEARSAL, parameters=10**12, averaged=10**12, block=0, block_casts=0, casts=0, rest=0)
-    alone = step_time(slow, machine, 1)
+    single = step_time(slow, machine, 1)
     hybrid = step_time(slow, machine, 1, copies=16, replicas=2)
     sent = 2 * within.collective("all_gather", 1e12, 8) + within.collective("reduce_scatter", 1e12, 8)
     sent += over.collective("all_reduce", 1e12 / 8, 2)
-    hidden = alone.total - alone.update
-    assert hybrid.copies == pytest.approx(sent - hidden + within.collective("all_gather", 0, 8))
-    assert hybrid.copies < step_time(slow, machine, 1, copies=16).copies
-    assert hybrid.update == alone.update / 8
+    hidden = single.total - single.update
+    assert hybrid.copies + hybrid.network == pytest.approx(sent - hidden + within.collective("all_gather", 0, 8))
+    sums = over.collective("all_reduce", 1e12 / 8, 2)
+    assert hybrid.network == pytest.approx((sent - hidden) * sums / sent), "of both links what their collectives take"
+    alone = step_time(slow, machine, 1, copies=16)
+    assert (alone.copies, alone.network > hybrid.copies + hybrid.network) == (0, True)
+    assert hybrid.update == single.update / 8
 
 
 def check_lines(found: Recommendation, choice: Choice) -> None:
@@ -271,6 +294,31 @@ def test_what_is_recommended_can_be_pasted(gpus: str, sizes: set[tuple[int, int,
     console = Console(width=80, record=True)
     console.print(table(found))
     assert max(len(line.rstrip()) for line in console.export_text().splitlines()) <= 80
+
+
+def test_a_ranking_has_80_columns_and_the_best_way_all_kinds_of_memory_and_links() -> None:
+    found = recommend(tiny_model(1), gpus="16xH100", tokens_per_step=512 * 16, sequence_length=512)
+    (first, *_) = found.choices
+    kept = Memory(70e9, 0.1e9, 70e9, 12e9, 3e9, 2e9, "loss")
+    time = StepTime(20.0, 3.0, 2.0, 1.5, 1.25, 0.5, 0.0)
+    sizes = {"tensor_parallel_size": 4, "data_parallel_size": 64, "replicas": 8, "rows": 16, "passes": 16}
+    wide = replace(
+        first, **sizes, sequence_parallel=True, activation_checkpointing="blocks", cpu_offload=True, memory=kept,
+        time=time, tokens=10**7,
+    )  # fmt: skip
+    ranked = replace(found, choices=(wide, replace(first, fits=False)))
+    for of in (found, ranked):
+        console = Console(width=80, record=True)
+        console.print(table(of))
+        text = console.export_text()
+        assert max(map(len, map(str.rstrip, text.splitlines()))) <= 80
+        assert "…" not in text
+    assert "4x8x8 sp ck po 16x16  65  0.1  65  11 2.8 1.9 146   20 3.0  5.2  354k" in text
+    assert legend(ranked).count(" 2.79 GiB are reserved. s of an optimizer step") == 1
+    said = "\n".join(reasons(ranked))
+    assert "optimizer states 65.19, activations 11.18, the loss 2.79, gathered by FSDP2 1.86, reserved (" in said
+    links = "tensor parallelism (in a node) 2000.0 ms, FSDP2 (in a node) 1500.0 ms, FSDP2 (between nodes) 1250.0 ms"
+    assert f"nothing hides: {links}, host memory (its link) 500.0 ms" in said
 
 
 def overview(ranks: int, **changes: float) -> Overview:
@@ -418,6 +466,43 @@ def test_what_is_recommended_is_what_the_strategy_makes(nothing_fits: Recommenda
         checkpoint_blocks(local)
     row = one_row(model, language_model_inputs(model), 64)
     assert best.memory == memory(rehearse(local, row, precision="32-true"), best.rows)
+
+
+class Reader(nn.Module):
+    """Returns logits, as most modules do that somebody wrote by hand; its loss is the training step's."""
+
+    def __init__(self, wrapped: Callable[[torch.Tensor], Any] = lambda logits: logits) -> None:
+        super().__init__()
+        self.embedding, self.head, self.wrapped = nn.Embedding(96, 32), nn.Linear(32, 96), wrapped
+
+    def forward(self, words: torch.Tensor) -> Any:
+        return self.wrapped(self.head(self.embedding(words)))
+
+
+def next_word(output: torch.Tensor, row: dict[str, Any]) -> torch.Tensor:
+    return nn.functional.cross_entropy(output[:, :-1].flatten(0, 1), row["words"][:, 1:].flatten())
+
+
+def test_any_module_is_asked_about_whose_loss_is_the_training_step_s() -> None:
+    asked = {"gpus": "2xH100", "tokens_per_step": 4 * 64, "precision": "32-true"}
+    batch = {"words": torch.zeros(1, 64, dtype=torch.long)}
+    logits = recommend(Reader(), batch, loss=next_word, **asked)  # type: ignore[arg-type]
+    assert {(each.tensor_parallel_size, each.data_parallel_size) for each in logits.choices} == {(1, 1), (1, 2), (2, 1)}
+    alone = next(each for each in logits.choices if each.gpus == 1)
+    elements = 96 * 32 + 32 * 96 + 96
+    assert (alone.memory.parameters, alone.memory.states, alone.tokens) == (4 * elements, 8 * elements + 3 * 4, 4 * 64)
+    wraps: dict[str, Callable[[torch.Tensor], Any]] = {
+        "a number": lambda logits: logits.mean(),
+        "a tuple": lambda logits: (logits.mean(), logits),
+        "a mapping": lambda logits: {"loss": logits.mean()},
+    }
+    for kind, wrapped in wraps.items():
+        by_itself = recommend(Reader(wrapped), batch, **asked)  # type: ignore[arg-type]
+        assert [each.gpus for each in by_itself.choices], kind
+    with pytest.raises(
+        RehearsalError, match=r"returns \(a tensor of shape \[1, 64, 96\]\) has no loss: say how it is computed"
+    ):
+        recommend(Reader(), batch, **asked)  # type: ignore[arg-type]
 
 
 def test_what_cannot_be_rehearsed_or_is_unknown_is_said() -> None:

@@ -29,7 +29,7 @@ from lightning_autotp.proving.verify import trace
 from lightning_autotp.solving.expert_modules import with_whole_experts
 from lightning_autotp.solving.planned import PlanMismatch
 
-WHOLE = "whole experts"
+WHOLE = "by expert"
 
 
 def config(family: str, **changes: Any) -> Any:

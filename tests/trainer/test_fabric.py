@@ -146,9 +146,20 @@ def test_a_loop_is_that_of_one_process(case: str, alone: dict[str, Any], found: 
 def test_a_start_says_what_the_trainers_does(alone: dict[str, Any], found: list[dict[str, Any]]) -> None:
     first, other = (seen["norm"]["said"] for seen in found)
     assert alone["norm"]["said"] == other == []
-    planned, divided, filled = first
+    *phases, planned, divided, filled = first
     model = "LlamaForCausalLM"
-    assert planned.startswith(f"lightning_autotp: planned and proved {model} for 2 tensor-parallel ranks in N, traced")
+    assert phases == [
+        f"lightning_autotp: {what}"
+        for what in (
+            f"tracing {model}",
+            f"choosing a plan for {model}",
+            f"proving that the ranks compute what {model} does",
+        )
+    ]
+    assert planned.startswith(
+        f"lightning_autotp: planned {model} for 2 tensor-parallel ranks, and proved that together they compute what the"
+        " original model does, in N, traced"
+    )
     assert divided.startswith(
         f"lightning_autotp: {model} on 2 ranks: N of the FLOPs and N of the parameters are divided"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -318,8 +319,10 @@ def test_a_plan_is_for_the_memory_of_the_device_that_has_the_least(found: list[d
         assert plans["room"].memory_limit == 5e11
         assert "of 466 GiB of the device (predicted, with AdamW)" in plans["room"].of_memory
         assert (plans["limit"].memory_limit, plans["limit"].limit_of) == (3e11, "")
-        assert plans["no room"] == plans["no limit"]
-        assert not plans["no limit"].of_memory
+        cramped = plans["no room"]
+        assert cramped.of_memory.startswith("warning: no plan fits: a training step takes about ")
+        assert replace(cramped, memory_limit=0, memory_needed=0, limit_of="") == plans["no limit"]
+        assert plans["no limit"].of_memory.startswith("made for no limit of memory: ")
 
 
 RESUMED = dict.fromkeys(["resumed from a file", "resumed from a directory", "Fabric, resumed"], STEPS - HALF)

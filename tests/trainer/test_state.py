@@ -354,10 +354,11 @@ def test_what_came_later_is_an_error(case: str, said: str, two: list[dict[str, A
 def test_what_was_done_is_said_once(two: list[dict[str, Any]]) -> None:
     first, other = (seen["said"].splitlines() for seen in two)
     assert other == []
-    planned, divided, filled = first
+    *phases, planned, divided, filled = first
+    assert [line.split()[1] for line in phases] == ["tracing", "choosing", "proving"]
     assert re.fullmatch(
-        r"lightning_autotp: planned and proved Qwen3ForCausalLM for 2 tensor-parallel ranks in \d+\.\d s, traced with"
-        r" a made-up batch, as on cpu",
+        r"lightning_autotp: planned Qwen3ForCausalLM for 2 tensor-parallel ranks, and proved that together they compute"
+        r" what the original model does, in \d+\.\d s, traced with a made-up batch, as on cpu",
         planned,
     )
     assert re.match(
@@ -366,7 +367,7 @@ def test_what_was_done_is_said_once(two: list[dict[str, Any]]) -> None:
         divided,
     )
     assert re.fullmatch(
-        r"lightning_autotp: each rank's part of Qwen3ForCausalLM's weights was taken from the whole in \d+\.\d s",
+        r"lightning_autotp: each rank's part of Qwen3ForCausalLM's weights was cut from the given model in \d+\.\d s",
         filled,
     )
 

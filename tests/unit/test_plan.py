@@ -62,7 +62,12 @@ def test_table_shows_what_matters(plan: Plan) -> None:
     assert fused[1:5] == ["column", f"{local.bytes(2) // 4 // 64}/128", "x", "64"]
     assert "(3 sections, shared" in "\n".join(printed(plan, rank=2, width=200))
     assert "model.layers.*.self_attn: num_key_value_heads: 2 -> [1, 1, 1] (2x)" in "\n".join(lines)
-    assert any(line.startswith("a step of the traced batch: ") and " x all_reduce (" in line for line in lines)
+    (sent,) = (one for one in plan.communication if one.kind == "all_reduce")
+    assert "traced batch" not in "\n".join(lines)
+    assert f"such a step sends {sent.calls} x all_reduce ({in_units(sent.priced_bytes)})" in " ".join(lines)
+    assert sent.priced_bytes > 10 * sent.bytes, "the priced step is larger than the traced batch"
+    again, _ = make_plan(meta_model("phi3", num_key_value_heads=2), 3, tokens_per_step=(3, 61))
+    assert all(one.priced_bytes == one.bytes for one in again.communication), "they are one step"
     (stored,) = (line for line in lines if line.startswith("parameters: "))
     assert stored.endswith(f"{in_units(plan.bytes(2))} on rank 2, of {in_units(plan.whole_bytes)}")
     assert max(map(len, lines)) <= 80

@@ -1,4 +1,4 @@
-"""A bar is for people at a terminal: nothing of it is in a log, and nothing stays on the terminal."""
+"""A bar is for people at a terminal, where nothing of it stays; a log has a line for each phase, and nothing else."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lightning_autotp.progress import bar
+from lightning_autotp.progress import bar, phase
 
 
 @pytest.mark.parametrize("size", [None, 2**31])
@@ -18,7 +18,7 @@ def test_a_terminal_shows_what_goes_on(size: int | None, monkeypatch: pytest.Mon
     monkeypatch.setenv("COLUMNS", "120")
     with os.fdopen(ours, "rb", 0) as screen, os.fdopen(theirs, "w") as terminal, monkeypatch.context() as patched:
         patched.setattr(sys, "stderr", terminal)
-        with bar("reading weights", size) as told:
+        with phase("reading weights", size) as told:
             told(2**30)
         with bar("another rank's", size, shown=False) as told:
             told(2**30)
@@ -26,6 +26,7 @@ def test_a_terminal_shows_what_goes_on(size: int | None, monkeypatch: pytest.Mon
         terminal.flush()
         seen = everything(screen).decode()
     assert "reading weights" in seen
+    assert "lightning_autotp: " not in seen, "that is for logs"
     assert "another rank's" not in seen
     assert ("1.0/2.0 GiB" in seen) == (size is not None)
     assert "\x1b[2K" in seen.rpartition("reading weights")[2], "the line is erased"
@@ -45,3 +46,8 @@ def test_a_log_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     with bar("reading weights", 100) as told:
         told(50)
     assert not log.getvalue()
+    with phase("exporting to there", 100) as told:
+        told(50)
+    with phase("exporting to there", 100, shown=False) as told:
+        told(50)
+    assert log.getvalue() == "lightning_autotp: exporting to there\n"
