@@ -4,6 +4,11 @@ It is PyTorch's own engine (``torch.distributed.fsdp.fully_shard``), applied to 
 embedding, and then to the model. To FSDP2 a rank's tensor-parallel part is an ordinary parameter: its rows are sharded
 over the copies, gathered before the block runs, and its gradients come back averaged over the copies. The cut is made
 while the parameters are on meta, so that no rank ever has its whole tensor-parallel part in memory.
+
+In a forward pass a block's gather begins before the operators of the block before it (:func:`gather_ahead`). FSDP2
+itself begins it when the host comes to the block, which is too late where the host waits for the device inside of a
+block, as for how many tokens chose an expert. In a backward pass FSDP2 begins it as early by itself, in the order in
+which the blocks did run.
 """
 
 from __future__ import annotations
@@ -11,6 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 from operator import attrgetter
 from typing import Any, cast
 
@@ -29,6 +35,7 @@ from lightning_autotp.parallel.head_product import compute_undone
 from lightning_autotp.parallel.logits import VocabParallelLogits
 from lightning_autotp.parameters.local_blocks import fsdp_modules, is_cut, is_offloaded, plain, reshard
 from lightning_autotp.parameters.state import is_parallel, parallel_state
+from lightning_autotp.private.distributed_private import is_gathered_ahead, is_outermost
 from lightning_autotp.private.torch_private import accumulated_hooks, after_backward, tree_leaves
 from lightning_autotp.private.transformers_private import WAITS_FOR_COPIES
 from lightning_autotp.ranks.agreement import gather_objects
@@ -88,7 +95,43 @@ def shard_over_data(
             fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=memory, ignored_params=others)
             if module in embeddings:
                 cast(FSDPModule, module).set_unshard_in_backward(False)
+    state.ahead = _next_to_each_other(model)
     return done
+
+
+def _next_to_each_other(model: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
+    blocks = set(blocks_of_their_own(model))
+    lists = (module for module in model.modules() if isinstance(module, nn.ModuleList | nn.Sequential))
+    in_order = ([child for child in each.children() if child in blocks] for each in lists)
+    return [pair for members in in_order for pair in pairwise(members)]
+
+
+def gather_ahead(model: nn.Module) -> None:
+    """From now on FSDP2 begins to gather a repeated block when the block before it in their list does. Not collective.
+
+    It is for a forward pass: a backward pass that computes blocks again goes the other way.
+    """
+    for block, following in parallel_state(model).ahead:
+        cast(FSDPModule, block).set_modules_to_forward_prefetch([cast(FSDPModule, following)])
+
+
+def gather_when_called(model: nn.Module) -> None:
+    """FSDP2 begins to gather a block when it is called, until :func:`gather_ahead`. Not collective.
+
+    What it has begun to gather of a block that did not run after all (code left it out, or runs blocks in another
+    order) is dropped: it would serve the block's next call, with weights of before a step. The block is not gathered
+    ahead any more.
+    """
+    state = parallel_state(model)
+    done = []
+    for block, following in state.ahead:
+        cast(FSDPModule, block).set_modules_to_forward_prefetch([])
+        if is_gathered_ahead(cast(FSDPModule, following)):
+            cast(FSDPModule, following).unshard()  # waits for what was begun
+            cast(FSDPModule, following).reshard()
+        else:
+            done.append((block, following))
+    state.ahead = done
 
 
 def embeddings_of_their_own(model: nn.Module) -> Iterator[VocabParallelEmbedding]:

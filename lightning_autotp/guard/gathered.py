@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_autotp.capture.capture import device_of
 from lightning_autotp.capture.nested import map_tensors
-from lightning_autotp.gradients.data_parallel import compute_while_gathered
+from lightning_autotp.gradients.data_parallel import compute_while_gathered, gather_ahead, gather_when_called
 from lightning_autotp.parallel.head_product import are_undone
 from lightning_autotp.parameters.state import parallel_state
 from lightning_autotp.private.distributed_private import is_gathered, prepare_backward
@@ -46,6 +46,7 @@ class GatheredForCall:
             self._let_go()
             goes = self._is_for_call or not is_gathered(self._model)
             self._is_for_call = goes and not torch.is_grad_enabled()
+            gather_ahead(self._model)
 
     def begin_part(self) -> None:
         """Before a call of a part of the model. Collective over the copies."""
@@ -66,6 +67,8 @@ class GatheredForCall:
 
     def end(self) -> None:
         """After a call, also one that failed. Not collective."""
+        if isinstance(self._model, FSDPModule) and not torch.compiler.is_compiling():
+            gather_when_called(self._model)
         if (gathers := parallel_state(self._model).gathers) is not None:
             gathers.returned()
         self._let_go()

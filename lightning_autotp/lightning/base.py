@@ -150,11 +150,6 @@ class AutoTPBase(StrategyInternals):
                 f'activation_checkpointing={activation_checkpointing!r}: it must be "blocks", "offload", "auto" or None'
             )
         self.activation_checkpointing, self.cpu_offload = activation_checkpointing, cpu_offload
-        if cpu_offload and activation_checkpointing == "auto":
-            raise ValueError(
-                'activation_checkpointing="auto" predicts a step with all parameters on the GPU: with cpu_offload=True'
-                ' say "blocks", "offload" or None'
-            )
         self._broadcast_batches = broadcast_batches
         self.patience = (timeout or default_pg_timeout).total_seconds()  # with a rank that is stopped
         self.checked_optimizers = CheckedOptimizers()
@@ -342,7 +337,16 @@ class AutoTPBase(StrategyInternals):
                 of_copy = None if options.limit is None else shards * options.limit
                 plan = find_plan(model, graph, small, ranks, replace(options, memory=of_copy))
             known = cast(Precision, precision)
-            return choose(model, plan, example, limit, precision=known, copies=shards, accumulates=accumulates)
+            return choose(
+                model,
+                plan,
+                example,
+                limit,
+                precision=known,
+                copies=shards,
+                accumulates=accumulates,
+                cpu_offload=self.cpu_offload,
+            )
 
         found = first_makes(None, "rehearsing a training step", chosen)
         if found.are_recomputed:
@@ -374,16 +378,18 @@ class AutoTPBase(StrategyInternals):
     # --- steps ---
 
     def measure_steps(self, models: Sequence[nn.Module], precision: str) -> None:
-        """Note what a step takes from now on, if there is one model, on several devices and not in host memory.
+        """Note what a step takes from now on, if there is one model, on several devices.
 
         Args:
             models: those that are trained.
             precision: of their calls, as Lightning has it.
         """
         self._measure = None
-        if len(models) == 1 and self.world_size > 1 and not self.cpu_offload:
+        if len(models) == 1 and self.world_size > 1:
             shards = self.copies.shape[-1] if self.copies is not None else 1
-            self._measure = StepMeasure(models[0], self.root_device, shards, precision)
+            self._measure = StepMeasure(
+                models[0], self.root_device, shards, precision, self._replicas, self.cpu_offload
+            )
 
     def passed(self) -> None:
         """When a backward pass begins."""
@@ -407,13 +413,11 @@ class AutoTPBase(StrategyInternals):
             machine: what the time is predicted for, as ``8xH100`` or a machine's file; by default what the GPUs are.
 
         Raises:
-            RuntimeError: if nothing is trained, or several models are, or one with ``cpu_offload``.
+            RuntimeError: if nothing is trained, or several models are.
             ValueError: for a machine that is not known.
         """
         if self._measure is None:
-            raise RuntimeError(
-                "strategy.report() is of a run that trains one model, on several devices and not in host memory"
-            )
+            raise RuntimeError("strategy.report() is of a run that trains one model, on several devices")
         return self._measure.report(machine)
 
     # --- models' values ---

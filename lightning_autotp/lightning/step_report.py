@@ -104,13 +104,24 @@ class StepMeasure:
         device: what it is on.
         copies: of the model that share its shards.
         precision: as Lightning has it.
+        replicas: of these copies.
+        cpu_offload: whether what FSDP2 shards is in host memory.
 
     Attributes:
         passes: backward passes of the last step.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, copies: int, precision: str) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        copies: int,
+        precision: str,
+        replicas: int = 1,
+        cpu_offload: bool = False,
+    ) -> None:
         self._model, self.device, self.copies, self.precision = ref(model), device, copies, precision
+        self.replicas, self.cpu_offload = replicas, cpu_offload
         self.passes, self._passed = 1, 0
         self._optimizer: ref[Optimizer] | None = None
         self._ends: list[float] = []
@@ -150,15 +161,14 @@ class StepMeasure:
         rehearsal = self._rehearsed(model)
         timed = [later - before for before, later in zip(self._ends, self._ends[1:], strict=False)]
         predicted = seconds = None
-        if rehearsal is not None:
-            predicted = memory(rehearsal, 1, self.copies, self.passes > 1).total
-            if found is not None:
-                in_bf16 = self.precision != "32-true"
-                ranks = parallel_state(model).group.size
-                seconds = step_time(
-                    rehearsal, found, ranks, in_bf16=in_bf16, copies=self.copies, passes=self.passes
-                ).total
         unknown = self._unknown or ("" if found is not None else "the machine is not known")
+        if rehearsal is not None:
+            predicted = memory(rehearsal, 1, self.copies, self.passes > 1, self.cpu_offload).total
+            if found is not None:
+                try:
+                    seconds = self._seconds(model, rehearsal, found)
+                except ValueError as error:  # how fast a host is
+                    unknown = str(error)
         return StepReport(
             memory_predicted=predicted,
             memory_measured=self._allocated(),
@@ -167,6 +177,19 @@ class StepMeasure:
             machine="" if found is None else found.name,
             unknown=unknown,
         )
+
+    def _seconds(self, model: nn.Module, rehearsal: Rehearsal, machine: Machine) -> float:
+        in_bf16, ranks = self.precision != "32-true", parallel_state(model).group.size
+        return step_time(
+            rehearsal,
+            machine,
+            ranks,
+            in_bf16=in_bf16,
+            copies=self.copies * self.replicas,
+            replicas=self.replicas,
+            passes=self.passes,
+            cpu_offload=self.cpu_offload,
+        ).total
 
     def _rehearsed(self, model: nn.Module) -> Rehearsal | None:
         """A rehearsal of the forward and backward pass that was compared last, and of a step."""
@@ -195,7 +218,8 @@ class StepMeasure:
         return self._rehearsal
 
     def _machine(self) -> Machine | None:
-        return machine_called(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
+        name_of = getattr(getattr(torch, self.device.type, None), "get_device_name", None)
+        return None if name_of is None else machine_called(name_of(self.device))
 
     def _allocated(self) -> float | None:
         of_device = getattr(getattr(torch, self.device.type, None), "max_memory_allocated", None)

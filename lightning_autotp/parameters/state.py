@@ -75,6 +75,7 @@ class ParallelState:
         forwards: what ran each of its modules when it was divided: a function of its class, or what was on the object.
         writes: which of its parts were written by code that is not known to be right; none of a copy's.
         gathers: which of its parameters FSDP2 gathers in 16 bits, if any.
+        ahead: blocks that FSDP2 has cut, each with the next one of its list, which is gathered ahead.
         cpu_offload: whether those that FSDP2 has cut are in host memory.
         loads: how often weights were loaded into it since.
         guard: what checks around every use that it still is what was proved
@@ -94,6 +95,7 @@ class ParallelState:
     forwards: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
     writes: Writes = field(default_factory=Writes)
     gathers: LoweredGathers | None = None
+    ahead: list[tuple[nn.Module, nn.Module]] = field(default_factory=list)
     cpu_offload: bool = False
     loads: int = 0
     guard: object = None
@@ -201,6 +203,7 @@ class ParallelState:
             "_paths": list(self._paths.items()),
             "writes": Writes(),
             "gathers": None,
+            "ahead": [],
             "forwards": None,
         }
 

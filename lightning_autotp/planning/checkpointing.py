@@ -99,6 +99,7 @@ def choose(
     precision: Precision,
     copies: int = 1,
     accumulates: bool = False,
+    cpu_offload: bool = False,
 ) -> KeptActivations:
     """Rehearse a training step with AdamW, with blocks that keep all they compute and with such that do not.
 
@@ -110,6 +111,7 @@ def choose(
         precision: as the Trainer has it.
         copies: over which FSDP2 shards it.
         accumulates: whether gradients of earlier forward passes are there.
+        cpu_offload: whether what FSDP2 shards is in host memory.
 
     Raises:
         RehearsalError: if its code asks for values, or what it returns has no loss.
@@ -119,7 +121,7 @@ def choose(
     local = _local(model, plan, precision)
 
     def needed() -> float:
-        return memory(rehearse(local, given, precision=precision), 1, copies, accumulates).total
+        return memory(rehearse(local, given, precision=precision), 1, copies, accumulates, cpu_offload).total
 
     otherwise = needed()
     if otherwise <= limit:

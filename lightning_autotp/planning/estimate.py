@@ -5,8 +5,10 @@ parameters are not. What the forward pass keeps, and what is there for a moment,
 quantized parameters stand for do not.
 
 Where FSDP2 shards, what is in no block is gathered from the forward to the end of the backward pass; a large embedding
-only while it runs. While a block runs backward, it and the next one are there, its gradients, those of what is in no
-block that are known by then, and those of the block before on their way to the other copies, with what comes of them.
+only while it runs. While a block runs forward, it is there, what it was copied from until the next one is, and what the
+next one will be copied from. While a block runs backward, it and the next one are there, its gradients, those of what
+is in no block that are known by then, and those of the block before on their way to the other copies, with what comes
+of them.
 In the end what is in no block and its gradients are there, and those of the first block on their way; the gradients of
 a large embedding go last.
 
@@ -145,6 +147,7 @@ def memory(
         in_block = rest + within["gradients"] + block + ahead + computed + sent + sent / copies
         in_the_end = max(rest, rehearsal.looked_up) + trained * (rehearsal.rest + ahead) + sent
         moments = [
+            passing(within, before, casts, rest + block + 2 * ahead, "forward pass of a block"),
             passing(rehearsal.peak_without_gradients, before, casts, rest + ahead, "loss"),
             passing(within, before, casts, in_block, "backward pass of a block"),
             passing(Counter(), by_then, 0, in_the_end, "end of the backward pass"),

@@ -163,6 +163,14 @@ def is_gathered(module: FSDPModule) -> bool:
     return any(group.is_unsharded for group in fully_shard.state(module)._fsdp_param_groups)  # type: ignore[attr-defined]
 
 
+def is_gathered_ahead(module: FSDPModule) -> bool:
+    """Whether FSDP2 has begun to gather what a module's own call will take, and the call has not come.
+
+    Nothing public tells it, and FSDP2 itself drops it at the end of a backward pass alone.
+    """
+    return any(group._all_gather_result is not None for group in fully_shard.state(module)._fsdp_param_groups)  # type: ignore[attr-defined]
+
+
 def prepare_backward(module: FSDPModule, output: Any) -> None:
     """Let FSDP2 gather a module's parameters before the backward pass of this, and average the gradients at its end.
 

@@ -43,6 +43,19 @@ def test_blocks_are_computed_again_where_a_step_does_not_fit_otherwise() -> None
     )
 
 
+def test_what_is_in_host_memory_leaves_room_for_what_blocks_compute() -> None:
+    with meta_model():
+        model = tiny_model("llama")
+    batch = token_batch(0, 8, 64)
+    plan, _ = make_plan(model, 2)
+    rehearsal = rehearse(local_model(model, plan), batch, precision="32-true")
+    needed = memory(rehearsal, cpu_offload=True).total
+    fits = choose(model, plan, batch, needed, precision="32-true", cpu_offload=True)
+    assert fits == KeptActivations(False, needed, needed, needed)
+    assert choose(model, plan, batch, needed - 1, precision="32-true", cpu_offload=True).are_recomputed
+    assert choose(model, plan, batch, needed, precision="32-true").are_recomputed
+
+
 def test_positional_arguments_precision_and_one_rank() -> None:
     with meta_model():
         model = tiny_model("llama")

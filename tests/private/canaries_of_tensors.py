@@ -907,6 +907,34 @@ def _(_: Any) -> None:
         assert model[0].weight.grad.full_tensor().eq(1).all()
 
 
+@canary("torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup._all_gather_result")
+def _(_: Any) -> None:
+    """It is there from the beginning of a gather until the parameters are needed, or the backward pass has ended."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from lightning_autotp.private.distributed_private import is_gathered_ahead
+
+    with alone():
+        mesh = init_device_mesh("cpu", (1,))
+        model: Any = fully_shard(nn.Sequential(*(fully_shard(nn.Linear(2, 2), mesh=mesh) for _ in range(2))), mesh=mesh)
+        first, second = model
+        first.set_modules_to_forward_prefetch([second])
+        seen = []
+        first.register_forward_hook(lambda *_: seen.append(is_gathered_ahead(second)))
+        second.register_forward_hook(lambda *_: seen.append(is_gathered_ahead(second)))
+        model(torch.ones(1, 2))
+        assert seen == [True, False]
+        model.register_forward_hook(lambda module, args, output: first(*args))
+        result = model(torch.ones(1, 2))
+        assert is_gathered_ahead(second)
+        result.sum().backward()
+        assert not is_gathered_ahead(second)
+        first(torch.ones(1, 2))
+        second.unshard()
+        assert not is_gathered_ahead(second)
+
+
 @canary("torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._pre_backward")
 def _(_: Any) -> None:
     """FSDP2 puts it on what a module returns; it gives the gradient back as it is."""

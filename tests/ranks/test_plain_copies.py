@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ from lightning_autotp.gradients.data_parallel import gather_if_uneven, in_parts_
 from lightning_autotp.guard.checked import UnsoundUse, checked
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.parameters.local_blocks import is_cut
+from lightning_autotp.private.distributed_private import is_gathered_ahead
 from lightning_autotp.proving.verify import trace
 from lightning_autotp.solving.options import PlanOptions
 
@@ -222,6 +223,27 @@ class Untied(NamedTuple):
     is_cut: list[tuple[bool, bool]]
     forward: Counter[str]
     backward: Counter[str]
+    ahead: list[bool]
+    left_out: tuple[bool, list[bool]]
+    later: list[float]
+
+
+def block_left_out(model: Any, batch: torch.Tensor, last_block: Callable[[], bool]) -> tuple[bool, list[float]]:
+    """A call without the last block between a backward pass and the step, and losses of all blocks after it.
+
+    Returns:
+        What ``last_block`` said after the call, and the losses.
+    """
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    optimizer.zero_grad()
+    model(input_ids=batch, labels=batch).loss.backward()
+    model.config.num_hidden_layers -= 1
+    with torch.no_grad():
+        model(input_ids=batch, use_cache=False)
+    model.config.num_hidden_layers += 1
+    left = last_block()
+    optimizer.step()
+    return left, [model(input_ids=batch, labels=batch).loss.item() for _ in range(2)]
 
 
 def untied(rank: int, world_size: int) -> Untied:
@@ -239,11 +261,17 @@ def untied(rank: int, world_size: int) -> Untied:
             model(input_ids=mine[0])
     in_parts_again(model)
     losses, gradients = train(model, full_gradients, mine)
+    first, last = model.model.layers
     with Sent() as forward:
         loss = model(input_ids=mine[0], labels=mine[0]).loss
     with Sent() as backward:
         loss.backward()
-    return Untied(losses, gradients, at_the_head[1 + copy :], forward.calls, backward.calls)
+    seen = at_the_head[1 + copy :]
+    ahead = list[bool]()
+    for block in (first, last):
+        block.mlp.register_forward_hook(lambda *_: ahead.append(is_gathered_ahead(last)))
+    left, later = block_left_out(model, mine[0], lambda: is_gathered_ahead(last))
+    return Untied(losses, gradients, seen, forward.calls, backward.calls, ahead[:2], (left, ahead[2:]), later)
 
 
 def planned_for_a_limit(rank: int, world_size: int) -> tuple[int, int]:
@@ -317,6 +345,14 @@ def test_a_large_embedding_is_gathered_only_while_it_runs() -> None:
         assert one.is_cut == [(True, False)] * len(one.is_cut)
         # The embedding, two blocks, the rest; two blocks again, and the gradients of all four.
         assert (one.forward, one.backward) == (Counter(gather=4), Counter(gather=2, reduce=4))
+        # While the first block runs the second one is gathered.
+        assert one.ahead == [True, False]
+    # What was gathered of a block that did not run is of before the step; such a block is not gathered ahead again.
+    _, later = block_left_out(model, data()[0], lambda: False)
+    for one, other in zip(found[:2], found[2:], strict=True):
+        assert one.left_out == other.left_out == (False, [True, False, False, False, False])
+        halves = [sum(both) / 2 for both in zip(one.later, other.later, strict=True)]
+        assert halves == pytest.approx(later, rel=1e-5)
 
 
 def test_no_rank_ever_has_its_whole_tensor_parallel_part(found: list[Found]) -> None:

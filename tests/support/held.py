@@ -33,6 +33,7 @@ class Way(NamedTuple):
         kept: the strategy's ``activation_checkpointing``.
         cpu_offload: whether what FSDP2 shards is in host memory.
         rows: of a batch. There are few tokens in each, so that the device's own attention is of no account.
+        frozen: whether only vectors are trained: with few gradients the forward pass holds the most.
     """
 
     copies: int
@@ -40,6 +41,7 @@ class Way(NamedTuple):
     kept: Kept = None
     cpu_offload: bool = True
     rows: int = 48
+    frozen: bool = False
 
 
 WAYS = (
@@ -51,6 +53,7 @@ WAYS = (
     Way(2, "bf16-mixed", "blocks"),
     Way(2, rows=1),
     Way(2, cpu_offload=False),
+    Way(2, cpu_offload=False, rows=1, frozen=True),
 )
 IN_CI = (Way(2, "bf16-mixed", "blocks"),)
 """The one with the most at once; the others are for nightly tests."""
@@ -75,6 +78,9 @@ def held(way: Way) -> Held:
         model: nn.Module = tiny_model("llama", **SIZES)
     whole = tiny_model("llama", **SIZES)
     autocast = torch.bfloat16 if way.precision == "bf16-mixed" else None
+    for each in (model, whole):
+        for parameter in each.parameters():
+            parameter.requires_grad_(not way.frozen or parameter.dim() == 1)
     _keep(model, way.kept)
     parallelize(
         model.train(), mesh["tensor"].get_group(), example_inputs=batch, tokens_per_step=(way.rows, 8),
@@ -83,7 +89,8 @@ def held(way: Way) -> Held:
     )  # fmt: skip
     here = {name: value.to(NAME) if isinstance(value, Tensor) else value for name, value in batch.items()}
     on_host = way.cpu_offload
-    optimizer = torch.optim.AdamW(model.parameters()) if on_host else OPTIMIZERS["adamw"]([*model.parameters()])
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained) if on_host else OPTIMIZERS["adamw"](trained)
 
     def passes() -> None:
         with torch.autocast(NAME, torch.bfloat16, enabled=autocast is not None):

@@ -210,7 +210,6 @@ def errors() -> dict[str, str]:
     mesh = init_device_mesh(NAME, (2,), mesh_dim_names=("data",))
     return {
         "scaled": error_of(trained, True, COPIES, plugins=[scaled]),
-        "auto": error_of(AutoTPStrategy, activation_checkpointing="auto", cpu_offload=True),
         "no mesh": error_of(parallelize, tiny_model("llama"), dist.group.WORLD, cpu_offload=True),
         "device alone": error_of(parallelize, tiny_model("llama"), alone, data_mesh=mesh, cpu_offload=True),
     }

@@ -99,6 +99,12 @@ class _Module(ModuleType):
     def synchronize(self, device: Any = None) -> None:
         pass
 
+    def get_device_name(self, device: Any = None) -> str:
+        return "NVIDIA H100 80GB HBM3"
+
+    def max_memory_allocated(self, device: Any = None) -> int:
+        return most_allocated()
+
     def _is_in_bad_fork(self) -> bool:
         return False
 
@@ -154,6 +160,12 @@ def allocated() -> int:
     return int(library.allocated())
 
 
+def most_allocated() -> int:
+    """The most that was on the device at once, since the process or a :class:`MostAllocated` began."""
+    library: Any = _library()
+    return int(library.most_allocated())
+
+
 class MostAllocated:
     """Counts within it.
 
@@ -167,8 +179,7 @@ class MostAllocated:
         return self
 
     def __exit__(self, *_: object) -> None:
-        library: Any = _library()
-        self.bytes = int(library.most_allocated())
+        self.bytes = most_allocated()
 
 
 class Waits(TorchDispatchMode):

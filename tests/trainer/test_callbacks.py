@@ -6,6 +6,7 @@ import csv
 import io
 import os
 from contextlib import redirect_stdout
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,11 @@ from trainer_ranks import run_trainer_ranks
 from training import ROWS, Regression, Task, assert_parity, blocks, error_of, tiny_config
 from transformers import AutoModelForCausalLM
 
-from lightning_autotp import AutoTPStrategy, full_state_dict
+from lightning_autotp import AutoTPStrategy, full_state_dict, recommend
 from lightning_autotp.lightning.averaging import EMAWeightAveraging, WeightAveraging
 from lightning_autotp.lightning.summary import ParallelSummary
+from lightning_autotp.planning.recommend import Choice, Recommendation
+from lightning_autotp.planning.report import yaml_lines
 
 QUIET = {"accelerator": "cpu", "enable_progress_bar": False}
 
@@ -205,26 +208,65 @@ model:
 BY_CLASS = "\n    class_path: lightning_autotp.AutoTPStrategy\n    init_args:\n      tensor_parallel_size: 2"
 
 
+def written(name: str, text: str, folder: Path) -> str:
+    """A YAML file of this rank."""
+    path = folder / f"{name}-{os.environ.get('RANK', 0)}.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def with_cli(*arguments: str) -> Any:
+    return LightningCLI(Configured, save_config_callback=None, auto_configure_optimizers=False, args=list(arguments))
+
+
+def recommended() -> Choice:
+    """Of what fits, two ranks that share a copy, have parts of the tokens, and compute blocks again."""
+    return next(
+        choice
+        for choice in recommendation().choices
+        if choice.fits and choice.sequence_parallel and choice.activation_checkpointing == "blocks"
+    )
+
+
+@cache
+def recommendation() -> Recommendation:
+    batch = next(iter(batches()))["input_ids"]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_config())
+    return recommend(
+        model, gpus="2xRTX4090", tokens_per_step=2 * batch.numel(), sequence_length=batch.shape[1], precision="32-true"
+    )
+
+
+def pasted(lines: str, folder: Path) -> tuple[tuple[int, int, int], dict[str, float]]:
+    """Trained as a recommendation says, by its own lines; everything else is in a file before them."""
+    own = written("own", CONFIG.format(devices="auto", strategy="auto", folder=folder / "pasted"), folder)
+    cli = with_cli("fit", "--config", own, "--config", written("pasted", lines, folder))
+    given = cli.trainer.strategy
+    sizes = given.tensor_ranks, given.data_ranks, cli.trainer.accumulate_grad_batches
+    return sizes, {name: float(value) for name, value in cli.trainer.callback_metrics.items()}
+
+
 def configured(devices: int, folder: Path) -> dict[str, Any]:
     """LightningCLI's subcommands from a YAML file; the later ones take up what the first trained."""
-    config = folder / f"config-{devices}-{os.environ.get('RANK', 0)}.yaml"
-    config.write_text(CONFIG.format(devices=devices, strategy=BY_CLASS if devices > 1 else "auto", folder=folder))
+    text = CONFIG.format(devices=devices, strategy=BY_CLASS if devices > 1 else "auto", folder=folder)
+    config = written(f"config-{devices}", text, folder)
     seen: dict[str, Any] = {}
     checkpoint: list[str] = []
     for command in ("fit", "validate", "test", "predict"):
-        arguments = [command, "--config", str(config), *checkpoint]
-        cli = LightningCLI(Configured, save_config_callback=None, auto_configure_optimizers=False, args=arguments)
+        cli = with_cli(command, "--config", config, *checkpoint)
         seen[command] = {name: float(value) for name, value in cli.trainer.callback_metrics.items()}
         if command == "fit":
             checkpoint = [f"--ckpt_path={cli.trainer.checkpoint_callback.best_model_path}", "--weights_only=false"]
     return seen
 
 
-def ranks(directory: str) -> dict[str, Any]:
+def ranks(directory: str, lines: str) -> dict[str, Any]:
     folder = Path(directory)
     seen: dict[str, Any] = {"watched": watched(2, folder), **averaged(2, folder)}
     seen |= {"flags": flags(2, folder), "tuned": tuned(2, folder), "summaries": summaries(2)}
     seen["configured"] = configured(2, folder)
+    seen["pasted"] = pasted(lines, folder)
     task = Logged()
     once = make_trainer(2, callbacks=[OnceAnEpoch()])
     once.fit(task, batches())
@@ -247,7 +289,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def two(folder: Path) -> list[dict[str, Any]]:
-    return run_trainer_ranks(ranks, 2, str(folder))
+    return run_trainer_ranks(ranks, 2, str(folder), yaml_lines(recommendation(), recommended()))
 
 
 def assert_same(found: Any, wanted: Any) -> None:
@@ -341,6 +383,18 @@ def test_the_cli_fits_validates_tests_and_predicts(two: list[dict[str, Any]], tm
     for seen in two:
         for command, metrics in wanted.items():
             assert seen["configured"][command] == pytest.approx(metrics, rel=1e-5), command
+
+
+def test_the_lines_of_a_recommendation_train(two: list[dict[str, Any]], tmp_path: Path) -> None:
+    choice = recommended()
+    sizes = choice.tensor_parallel_size, choice.data_parallel_size, choice.passes
+    assert sizes == (2, 1, 1)
+    own = written("own", CONFIG.format(devices=1, strategy="auto", folder=tmp_path), tmp_path)
+    wanted = with_cli("fit", "--config", own).trainer.callback_metrics
+    for seen in two:
+        made, found = seen["pasted"]
+        assert made == sizes
+        assert found == pytest.approx({name: float(value) for name, value in wanted.items()}, rel=1e-5)
 
 
 def test_averages_once_an_epoch(two: list[dict[str, Any]]) -> None:

@@ -7,6 +7,7 @@ the values and the gradients of one process.
 from __future__ import annotations
 
 from itertools import pairwise
+from math import prod
 from typing import Any
 
 import lightning as L
@@ -28,8 +29,11 @@ from lightning_autotp.layouts.types import Shard
 from lightning_autotp.lightning.throughput import SharedThroughput
 from lightning_autotp.lightning.throughput import ThroughputMonitor as FabricThroughputMonitor
 
-SIZES = ((2, 1), (1, 2), (2, 2))
+Copies = int | tuple[int, int]
+SIZES: tuple[tuple[int, Copies], ...] = ((2, 1), (1, 2), (2, 2))
 """Ranks to a copy, and copies."""
+HYBRID: tuple[int, Copies] = (1, (2, 2))
+"""Two replicas, each of which is sharded over two copies."""
 ROWS = torch.randn(24, 6, generator=torch.Generator().manual_seed(1))
 OF_STEP = 8
 """Rows of a step, of all copies together."""
@@ -217,19 +221,27 @@ def weights_of(tower: Any) -> dict[str, Any]:
     return {"weights": full_state_dict(tower), "is divided": any(isinstance(layout, Shard) for layout in layouts)}
 
 
-def run(kind: str, api: str, tensor_ranks: int, copies: int) -> dict[str, Any]:
+def number(copies: Copies) -> int:
+    """How many copies there are, with all replicas."""
+    return copies if isinstance(copies, int) else prod(copies)
+
+
+def run(kind: str, api: str, tensor_ranks: int, copies: Copies) -> dict[str, Any]:
     inputs = torch.zeros(4, 6)
     made: Any = {"Trainer": AutoTPStrategy, "Fabric": AutoTPFabricStrategy}[api]
     strategy = made(tensor_ranks, copies, example_inputs=inputs)
-    return {"Trainer": fit, "Fabric": loop}[api](kind, strategy, tensor_ranks * copies, copies)
+    return {"Trainer": fit, "Fabric": loop}[api](kind, strategy, tensor_ranks * number(copies), number(copies))
 
 
-CASES = [(kind, api) for kind in LOSSES for api in ("Trainer", "Fabric")]
+APIS = ("Trainer", "Fabric")
+CASES = [
+    *((kind, api, *size) for kind in LOSSES for api in APIS for size in SIZES),
+    *((LOSSES[0], api, *HYBRID) for api in APIS),
+]
 
 
 def ranks(devices: int) -> dict[Any, dict[str, Any]]:
-    sizes = [size for size in SIZES if size[0] * size[1] == devices]
-    return {(*case, *size): run(*case, *size) for size in sizes for case in CASES}
+    return {case: run(*case) for case in CASES if case[2] * number(case[3]) == devices}
 
 
 @pytest.fixture(scope="module")
@@ -239,26 +251,26 @@ def found() -> dict[Any, list[dict[str, Any]]]:
     return {case: [seen[case] for seen in start] for start in starts for case in start[0]}
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(("kind", "api"), CASES)
+@pytest.mark.parametrize("case", CASES)
 def test_a_loss_over_gathered_embeddings_is_that_of_one_process(
-    kind: str, api: str, size: tuple[int, int], found: dict[Any, list[dict[str, Any]]]
+    case: tuple[str, str, int, Copies], found: dict[Any, list[dict[str, Any]]]
 ) -> None:
+    kind, api, tensor_ranks, _ = case
     wanted = {"Trainer": fit, "Fabric": loop}[api](kind)
     assert wanted["losses"][0] > wanted["losses"][-1] > 0.1
-    here = found[(kind, api, *size)]
-    of_copies = torch.tensor([seen["losses"] for seen in here[:: size[0]]])
+    here = found[case]
+    of_copies = torch.tensor([seen["losses"] for seen in here[::tensor_ranks]])
     torch.testing.assert_close(of_copies.mean(0), torch.tensor(wanted["losses"]), rtol=1e-5, atol=0)
     for seen in here:
-        assert seen["is divided"] is (size[0] > 1)
+        assert seen["is divided"] is (tensor_ranks > 1)
         for name, value in wanted["weights"].items():
             torch.testing.assert_close(seen["weights"][name], value, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [*SIZES, HYBRID])
 @pytest.mark.parametrize("api", ["Trainer", "Fabric"])
-def test_what_every_call_gives(api: str, size: tuple[int, int], found: dict[Any, list[dict[str, Any]]]) -> None:
-    tensor_ranks, copies = size
+def test_what_every_call_gives(api: str, size: tuple[int, Copies], found: dict[Any, list[dict[str, Any]]]) -> None:
+    tensor_ranks, copies = size[0], number(size[1])
     values = torch.tensor([[1.0 + copy, 5.0] for copy in range(copies)])
     for rank, seen in enumerate(found[(LOSSES[0], api, *size)]):
         mine = values[rank // tensor_ranks]
@@ -282,9 +294,9 @@ def test_what_every_call_gives(api: str, size: tuple[int, int], found: dict[Any,
         assert seen["sampler"] == (None if api == "Fabric" and copies == 1 else place)
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_what_the_trainer_counts_and_logs(size: tuple[int, int], found: dict[Any, list[dict[str, Any]]]) -> None:
-    tensor_ranks, copies = size
+@pytest.mark.parametrize("size", [*SIZES, HYBRID])
+def test_what_the_trainer_counts_and_logs(size: tuple[int, Copies], found: dict[Any, list[dict[str, Any]]]) -> None:
+    tensor_ranks, copies = size[0], number(size[1])
     total, steps = sum(range(1, copies + 1)), len(ROWS) // OF_STEP
     for seen in found[(LOSSES[0], "Trainer", *size)]:
         assert seen["logged"] == {
@@ -303,12 +315,12 @@ def rates(before: dict[str, float], after: dict[str, float], copies: int, device
     return of_each if devices == 1 else found | of_each
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [*SIZES, HYBRID])
 @pytest.mark.parametrize("api", ["Trainer", "Fabric"])
 def test_throughput_counts_each_batch_once(
-    api: str, size: tuple[int, int], found: dict[Any, list[dict[str, Any]]]
+    api: str, size: tuple[int, Copies], found: dict[Any, list[dict[str, Any]]]
 ) -> None:
-    tensor_ranks, copies = size
+    tensor_ranks, copies = size[0], number(size[1])
     first, *others = found[(LOSSES[0], api, *size)]
     alone = {"Trainer": fit, "Fabric": loop}[api](LOSSES[0])
     for measured, of_copies, devices in ((first["measured"], copies, tensor_ranks * copies), (alone["measured"], 1, 1)):

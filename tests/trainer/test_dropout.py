@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from trainer_ranks import run_trainer_ranks
 from training import Task, assert_parity, loader, trainer
 
-from lightning_autotp import full_gradients, full_state_dict, make_plan, parallelize
+from lightning_autotp import AutoTPStrategy, full_gradients, full_state_dict, make_plan, parallelize
 from lightning_autotp.applying.replace import apply_plan
 from lightning_autotp.capture.capture import capture_local, language_model_inputs, meta_copy
 from lightning_autotp.layouts.plan import DrawPlan, Plan
@@ -31,6 +31,7 @@ from lightning_autotp.ranks.random_numbers import own_numbers
 
 STEPS = 3
 RECOMPUTED = [("eager", False), ("eager", True), ("sdpa", False)]
+BY_STRATEGY: list[tuple[str, Any]] = [("eager", "blocks"), ("sdpa", "offload")]
 PAGE = Path(__file__).parents[2] / "docs" / "randomness.md"
 
 
@@ -234,6 +235,8 @@ def two_ranks(directory: str, ways: list[str]) -> dict[str, Any]:
         seen[attention] = fit("autotp", 2, Dropping(attention))
     for attention, reentrant in RECOMPUTED:
         seen[attention, reentrant] = fit("autotp", 2, Dropping(attention, reentrant))
+    for attention, kept in BY_STRATEGY:
+        seen[attention, kept] = fit(AutoTPStrategy(activation_checkpointing=kept), 2, Dropping(attention))
     seen["ways"] = {name: train(name, 2) for name in ways}
     path = f"{directory}/half.ckpt"
     options = {"limit_train_batches": 1}  # a mid-epoch resume would begin the loader's order anew
@@ -285,10 +288,11 @@ def test_heads_of_different_ranks_are_dropped_from_differently(two: list[dict[st
     assert all(not torch.equal(mine, theirs) for mine, theirs in zip(*states, strict=True))
 
 
-@pytest.mark.parametrize(("attention", "reentrant"), RECOMPUTED)
-def test_recomputing_draws_the_same_again(two: list[dict[str, Any]], attention: str, reentrant: bool) -> None:
+@pytest.mark.parametrize(("attention", "way"), [*RECOMPUTED, *BY_STRATEGY])
+def test_what_keeps_less_draws_the_same_again(two: list[dict[str, Any]], attention: str, way: Any) -> None:
+    """Of the model's own, reentrant or not; and of the strategy's."""
     for seen in two:
-        kept, recomputed = seen[attention], seen[attention, reentrant]
+        kept, recomputed = seen[attention], seen[attention, way]
         assert kept["losses"] == recomputed["losses"]
         for ours, theirs in zip(kept["gradients"], recomputed["gradients"], strict=True):
             assert all(torch.equal(ours[name], theirs[name]) for name in ours)

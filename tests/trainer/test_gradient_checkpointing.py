@@ -33,12 +33,14 @@ KINDS: dict[str, dict[str, Any] | None] = {
     "offloaded": None,
     "auto, with room": None,
     "auto, without": None,
+    "auto, parameters in host memory": None,
 }
 OPTIONS: dict[str, Any] = {
     "by the strategy": {"activation_checkpointing": "blocks"},
     "offloaded": {"activation_checkpointing": "offload"},
     "auto, with room": {"activation_checkpointing": "auto", "memory": 1e12},
     "auto, without": {"activation_checkpointing": "auto", "memory": 1.0},
+    "auto, parameters in host memory": {"activation_checkpointing": "auto", "memory": 1.0, "cpu_offload": True},
 }
 RUN_ONCE = "none", "offloaded", "auto, with room"
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import copy
+import gc
+import io
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -15,13 +19,13 @@ import pytest
 import second_device
 import torch
 import torch.distributed as dist
-from held import IN_CI, WAYS, Way, held
+from held import IN_CI, SIZES, WAYS, Way, held
 from lightning import Fabric
 from lightning.pytorch.plugins import MixedPrecision
 from mixture_configs import MIXTURES
 from offloading import HALF, STEPS, with_and_without
 from offloading import RUNS as OFFLOADED
-from second_device import BACKEND, NAME, SecondDevice, Waits
+from second_device import BACKEND, NAME, MostAllocated, SecondDevice, Waits
 from selected import nightly, selected
 from tiny import tiny_model, token_batch
 from torch import Tensor, nn
@@ -43,6 +47,7 @@ from lightning_autotp import (
 from lightning_autotp.checkpoints.state import full_optimizer_state
 from lightning_autotp.data.batches import read_once
 from lightning_autotp.layouts.plan import Plan
+from lightning_autotp.lightning.step_report import StepReport
 from lightning_autotp.planning import checkpointing
 
 pytestmark = [
@@ -56,7 +61,7 @@ WAITS = {"mixture": {"nonzero in parallel/experts.py: WholeExperts.__call__": 1}
 
 
 def build(family: str = "llama", layers: int = 1, **sizes: Any) -> Any:
-    return tiny_model(family, num_hidden_layers=layers, **sizes)
+    return tiny_model(family, **{"num_hidden_layers": layers, **sizes})
 
 
 class Task(L.LightningModule):
@@ -88,9 +93,9 @@ class FromBatchToBatch(L.Callback):
             self.waits.__exit__(None, None, None)
 
 
-def rows(count: int = 16) -> DataLoader[Any]:
+def rows(count: int = 16, of_batch: int = 2) -> DataLoader[Any]:
     data = [{key: value[0] for key, value in token_batch(seed).items()} for seed in range(count)]
-    return DataLoader(data, batch_size=2)  # type: ignore[arg-type]
+    return DataLoader(data, batch_size=of_batch)  # type: ignore[arg-type]
 
 
 def in_the_trainer(model: Any = None, accumulated: int = 1, options: Any = None, **given: Any) -> Waits:
@@ -217,6 +222,23 @@ def planned_for_its_memory() -> dict[str, Plan]:
     return found
 
 
+# In this order: a run that is over leaves something on the device.
+REPORTED = {"in host memory": {"tensor_parallel_size": 2, "cpu_offload": True}, "copies": COPIES}
+
+
+def reported(options: dict[str, Any]) -> tuple[list[str], StepReport]:
+    """What the strategy says by itself after the first steps of a run, and its report."""
+    gc.collect()
+    with contextlib.redirect_stderr(io.StringIO()) as said, MostAllocated():
+        trainer = L.Trainer(
+            accelerator=SecondDevice(), devices=2, strategy=AutoTPStrategy(**options), max_steps=6, logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(Task(SIZES), rows(6 * 24 * trainer.strategy.data_ranks, 24))
+        found = trainer.strategy.report()
+    return [line for line in said.getvalue().splitlines() if " predicted, " in line or "than predicted" in line], found
+
+
 def third(step: Callable[[], None]) -> Waits:
     step()
     step()
@@ -252,8 +274,10 @@ PARTS_OF_OTHERS = {"plain", "clipping", "accumulation", "16-mixed", "bf16-mixed"
 
 def runs(directory: str, names: list[str], offloaded: list[str], ways: list[Way]) -> dict[str, Any]:
     second_device.begin()
+    of_steps = {name: reported(options) for name, options in REPORTED.items()}  # while nothing else is on the device
     found = {name: RUNS[name]() for name in names}
     results = {
+        "reported": of_steps,
         **{name: waits.own for name, waits in found.items()},
         "backend": dist.get_backend(),
         "alone": on_the_device_alone(),
@@ -325,6 +349,25 @@ def test_a_plan_is_for_the_memory_of_the_device_that_has_the_least(found: list[d
         assert plans["no limit"].of_memory.startswith("made for no limit of memory: ")
 
 
+@pytest.mark.parametrize("name", REPORTED)
+def test_the_first_steps_are_followed_by_what_one_takes(name: str, found: list[dict[str, Any]]) -> None:
+    for rank, seen in enumerate(found):
+        said, report = seen["reported"][name]
+        assert 0.96 < report.memory_predicted / report.memory_measured < 1.15
+        assert report.seconds_measured > 2 * report.seconds_predicted > 0  # the processor is no H100
+        assert (report.machine, report.unknown) == ("H100", "")
+        if rank > 0:
+            assert not said
+            continue
+        line, warning = said
+        assert re.fullmatch(
+            r"lightning_autotp: memory [\d.]+ MiB predicted, [\d.]+ MiB measured \([+-]\d+%\);"
+            r" step [\d,]+ ms predicted, [\d,]+ ms measured \(\+[\d,]+%\)",
+            line,
+        )
+        assert re.match(r"lightning_autotp: warning: a step takes [\d,]+% more time than predicted for H100", warning)
+
+
 RESUMED = dict.fromkeys(["resumed from a file", "resumed from a directory", "Fabric, resumed"], STEPS - HALF)
 REPEATED = {*OFFLOADED, "Fabric", *RESUMED} - {"bf16-mixed", "loop"}
 
@@ -358,7 +401,6 @@ def test_what_does_not_go_with_host_memory_is_refused(found: list[dict[str, Any]
     for seen in found:
         errors = seen["offloaded"]["errors"]
         assert "torch's GradScaler takes no gradients in host memory" in errors["scaled"]
-        assert "with cpu_offload=True say" in errors["auto"]
         assert "give one, of a single rank for one copy" in errors["no mesh"]
         assert 'init_process_group("cpu:gloo,cuda:nccl")' in errors["device alone"]
 

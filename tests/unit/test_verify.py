@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from tiny import meta_model
@@ -25,10 +26,10 @@ from lightning_autotp.solving.solution import Solution
 FAMILY_PLANS: dict[str, tuple[nn.Module, Plan, Solution]] = {}
 
 
-def planned(family: str, ranks: int = 2) -> tuple[nn.Module, Plan, Solution]:
-    key = f"{family} {ranks}"
+def planned(family: str, ranks: int = 2, layers: int = 2) -> tuple[nn.Module, Plan, Solution]:
+    key = f"{family} {ranks} {layers}"
     if key not in FAMILY_PLANS:
-        model = meta_model(family)
+        model = meta_model(family, num_hidden_layers=layers)
         FAMILY_PLANS[key] = (model, *make_plan(model, ranks))
     return FAMILY_PLANS[key]
 
@@ -38,8 +39,9 @@ def check(
     mistake: Callable[[Plan], Plan],
     after: Callable[[nn.Module], None] = lambda model: None,
     ranks: int = 2,
+    layers: int = 2,
 ) -> None:
-    model, plan, solution = planned(family, ranks)
+    model, plan, solution = planned(family, ranks, layers)
     local = meta_copy(model)
     apply_plan(local, mistake(plan), TPGroup("", 0, ranks))
     after(local)
@@ -154,6 +156,60 @@ def test_another_activation() -> None:
 
     with pytest.raises(VerificationError, match="silu"):
         check("llama", lambda plan: plan, swap)
+
+
+DEEP = 20
+LATE = "model.layers.17"
+
+
+def _boundary_shifted(plan: Plan) -> Plan:
+    shifted = Shard(((0, Ownership(64, (((0, 31), (63, 64)), ((31, 63),)))),))
+    return with_parameter(plan, f"{LATE}.self_attn.q_proj.weight", shifted)
+
+
+def _conversion_dropped(plan: Plan) -> Plan:
+    kept = tuple(each for each in plan.conversions if each.module != f"{LATE}.mlp")
+    assert len(kept) < len(plan.conversions)
+    return replace(plan, conversions=kept)
+
+
+def _left_ordinary(plan: Plan) -> Plan:
+    kept = tuple(each for each in plan.implementations if each.module != f"{LATE}.mlp.down_proj")
+    assert len(kept) == len(plan.implementations) - 1
+    return replace(plan, implementations=kept)
+
+
+def _unsummed(model: nn.Module) -> None:
+    layer = model.get_submodule(f"{LATE}.self_attn.o_proj")
+    assert isinstance(layer, RowParallelLinear)
+    layer.reduce_output = False
+
+
+def _other_activation(model: nn.Module) -> None:
+    model.get_submodule(f"{LATE}.mlp").act_fn = nn.GELU()
+
+
+def _other_number(model: nn.Module) -> None:
+    layer: Any = model.get_submodule(f"{LATE}.self_attn")
+    layer.scaling *= 2
+
+
+def test_the_right_plan_of_many_layers_passes() -> None:
+    check("llama", lambda plan: plan, layers=DEEP)
+
+
+@pytest.mark.parametrize("mistake", [_boundary_shifted, _conversion_dropped, _left_ordinary])
+def test_a_mistake_in_the_plan_of_a_late_layer(mistake: Callable[[Plan], Plan]) -> None:
+    """All other layers are right, and alike."""
+    with pytest.raises(VerificationError, match=r"layers\.17\."):
+        check("llama", mistake, layers=DEEP)
+
+
+@pytest.mark.parametrize("mistake", [_unsummed, _other_activation, _other_number])
+def test_a_mistake_in_a_late_layer_alone(mistake: Callable[[nn.Module], None]) -> None:
+    """The plan is right: the layer is not what it says."""
+    with pytest.raises(VerificationError, match=r"layers\.17\."):
+        check("llama", lambda plan: plan, mistake, layers=DEEP)
 
 
 def test_plan_of_another_model() -> None:
