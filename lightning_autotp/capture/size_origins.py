@@ -22,6 +22,7 @@ from lightning_autotp.operators.site import Site, fresh_dims
 
 _LARGEST = 64
 """Of so many operands an origin is made at most."""
+_UNFLATTEN = "aten.unflatten.int"
 _END = sys.maxsize
 """Where a slice without an end ends."""
 
@@ -152,12 +153,15 @@ class SizeOrigins:
         """As the argument says that spells the shape; -1 is what the others leave."""
         known, shape = record(operator.name), self._graph.tensors[tensor].shape
         named = dict(operator.arguments)
+        first = named["dim"] % (len(shape) or 1) if operator.name == _UNFLATTEN else 0
         for name in known.sizes if known is not None else ():
             sizes = named.get(name)
-            if not isinstance(sizes, tuple) or len(sizes) != len(shape):
+            if not isinstance(sizes, tuple) or not 0 <= dim - first < len(sizes):
                 continue
-            if sizes[dim] != -1:
-                return self._number(operator, sizes[dim])
+            if operator.name != _UNFLATTEN and len(sizes) != len(shape):
+                continue
+            if sizes[dim - first] != -1:
+                return self._number(operator, sizes[dim - first])
             if known is not None and known.is_view and known.uniform is None and 0 not in shape:
                 (read, *_) = operator.inputs
                 every = [_size(read, at) for at in range(len(self._graph.tensors[read].shape))]

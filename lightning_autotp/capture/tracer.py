@@ -654,6 +654,8 @@ class Calls(TorchFunctionMode):
         recorded = len(self.tracer.graph.operators)
         self.tracer.overwritten.clear()
         if func in _INDEXING:
+            if self.tracer.notes_on_sizes is not None and is_user_code(caller.f_code.co_filename):
+                self._ask_ends(args[0], args[1], self.tracer.notes_on_sizes)
             args = (args[0], self._with_tensors(args[1]), *args[2:])
         try:
             if func is Tensor.numpy:
@@ -707,6 +709,23 @@ class Calls(TorchFunctionMode):
         if type(told) is int:
             return shape[dims[0] if dims else 0]
         return shape
+
+    def _ask_ends(self, tensor: Tensor, index: Any, notes: Notes) -> None:
+        """Note that slices reach beyond a tensor's ends: then all of a dim is taken, and no operator runs."""
+        number = self.tracer.number_if_given(tensor)
+        if number is None:
+            return
+        shape, dim = notes.sized(number, self.tracer.graph.tensors[number].shape), 0
+        parts = index if isinstance(index, tuple) else (index,)
+        lengths = [_dims_of(part) for part in parts]
+        for part, length in zip(parts, lengths, strict=True):
+            if part is Ellipsis:
+                dim = max(len(shape) - sum(lengths), 0) + dim
+            elif isinstance(part, slice) and dim < len(shape):
+                for end in (part.start, part.stop):
+                    if isinstance(end, int) and abs(plain(end)) >= plain(shape[dim]):
+                        notes.ask("ge", (abs(end), shape[dim]))
+            dim += length
 
     def _source(self, caller: FrameType) -> str:
         """The :func:`source_line` of a call, which is read once for each line that calls from user code."""
@@ -796,6 +815,13 @@ def torch_layer(module: nn.Module) -> str:
     is_known = own in kinds or own.__module__.startswith("lightning_autotp.parallel.")
     code = getattr(inspect.unwrap(vars(own)["forward"]), "__code__", None)
     return names[-1] if is_known or code is None or "forward" in code.co_names else ""
+
+
+def _dims_of(part: Any) -> int:
+    """How many of a tensor's dims a part of an index is for."""
+    if part is None or part is Ellipsis:
+        return 0
+    return part.ndim if isinstance(part, Tensor) and part.dtype == torch.bool else 1
 
 
 def _expressions(leaves: Sequence[Any]) -> dict[int, Expression | None]:
