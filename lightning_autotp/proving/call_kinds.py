@@ -1,7 +1,8 @@
 """What tells calls of a model apart before they run: what they are given, and under which settings.
 
-Values of tensors do not count, and of sizes only whether they are 1: other sizes may lead code another way, too, so
-:class:`Sizes` says when they are to be looked at.
+Values of tensors do not count, and of sizes only whether they are 1, and those of which code asks what they are. What
+it compares with them is asked once the kind is known. Other sizes may lead code another way without its asking (how
+often a loop runs), so :class:`Sizes` says when they are to be looked at all the same.
 """
 
 from __future__ import annotations
