@@ -44,6 +44,7 @@ from lightning_autotp.capture.nested import (
 from lightning_autotp.capture.noted_numbers import Notes
 from lightning_autotp.capture.opaque import LARGEST, NotRun, OpaqueForward
 from lightning_autotp.capture.recording import RECORD, under_way
+from lightning_autotp.capture.size_origins import SizeOrigins
 from lightning_autotp.capture.static_values import NoValue
 from lightning_autotp.capture.tracer import Tracer, inside_of
 from lightning_autotp.layouts.places import EVERY, Boundary
@@ -51,6 +52,7 @@ from lightning_autotp.layouts.step_size import StepSize
 from lightning_autotp.operators.declared import advice_on, declarable_name, has_advice
 from lightning_autotp.operators.graph import Constant, Graph, ModuleRun
 from lightning_autotp.operators.notation import DeclarationError
+from lightning_autotp.operators.questions import SIZE, Question
 from lightning_autotp.private.fake_tensors_private import RememberingFakeTensorMode
 from lightning_autotp.private.torch_private import (
     DataDependentOutputException,
@@ -325,11 +327,11 @@ def _capture(
         return made
 
     notes = Notes()  # what code asks of numbers
-    places: dict[int, str] = {}  # of tensors of integers and flags
+    places: dict[int, str] = {}  # of tensors
     copies: dict[int, Any] = {}  # of objects that code may write into, such as caches
 
     examples = as_calls(example_inputs)
-    goes_on = len(examples) > 1 and not until_failure
+    is_only, goes_on = len(examples) == 1 and not until_failure, len(examples) > 1 and not until_failure
 
     def given(place: str, leaf: Any) -> Any:
         """A leaf of the arguments as the model gets it."""
@@ -339,8 +341,7 @@ def _capture(
             made = copy.deepcopy(leaf, copies) if is_unused(leaf) else leaf
             return notes.counting(made) if goes_on and made is not leaf else made
         made = stand_in(leaf)
-        if not leaf.is_floating_point():
-            places[id(made)] = place
+        places[id(made)] = place
         return made
 
     calls = list[tuple[int, ExampleCall]]()
@@ -357,13 +358,13 @@ def _capture(
     for path in opaque:
         module = traced.get_submodule(path)
         module.forward = OpaqueForward(module, tracer)
-    if copies and goes_on:  # with what is in these objects
+    if is_only or (copies and goes_on):  # with what is in these objects
         tracer.notes_on_sizes = notes
     if not until_failure:
         note_attributes(traced, tracer.graph, lambda: tracer.modules[-1])
-    _run(traced, calls, tracer, fake, until_failure)
+    _run(traced, calls, tracer, fake, goes_on, until_failure)
     # Copies: such numbers may live on, and other ranks have what was asked until now.
-    tracer.graph.numbers, tracer.graph.questions = set(notes.told), notes.questions | notes.of_sizes
+    tracer.graph.numbers, tracer.graph.questions = set(notes.told), notes.questions | _of_sizes(notes, tracer, is_only)
     tracer.graph.static_on_demand()
     in_float8 = {layer.weight: how for layer in traced.modules() if (how := float8_of(layer)) is not None}
     parameters = dict(traced.named_parameters())
@@ -374,6 +375,17 @@ def _capture(
     }
     _find_branching(traced, tracer)
     return tracer.graph
+
+
+def _of_sizes(notes: Notes, tracer: Tracer, is_only: bool) -> dict[Question, None]:
+    """What code asked of sizes: of those of the arguments or, in a call that goes on with another, of any that grow."""
+    tensors = tracer.graph.tensors
+    if is_only:
+        origins = SizeOrigins(tracer.graph, tracer.given, tracer.buffers, tracer.noted, not notes.are_sizes_told)
+        found = [origins.of(question) for question in notes.of_sizes]
+    else:
+        found = [question.where(lambda of, dim: f"{SIZE}{tensors[of].shape[dim]}") for question in notes.of_sizes]
+    return {question: None for question in found if isinstance(question, Question)}
 
 
 def device_of(model: nn.Module) -> str:
@@ -409,6 +421,7 @@ def _run(
     calls: Sequence[tuple[int, ExampleCall]],
     tracer: Tracer,
     fake: FakeTensorMode,
+    goes_on: bool,
     until_failure: bool,
 ) -> None:
     """Run the model under the tracer, in one call after the other, each with the random numbers that code gets."""
@@ -432,7 +445,7 @@ def _run(
         result: list[Any] = []
         try:
             for one, call in calls:
-                if tracer.notes_on_sizes is not None:
+                if tracer.notes_on_sizes is not None and goes_on:
                     tracer.notes_on_sizes.of_sizes.clear()
                 with tracer.drawing(one):
                     result.append(traced(*call.args, **call.kwargs))

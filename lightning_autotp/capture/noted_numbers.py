@@ -1,19 +1,19 @@
 """Numbers that note what code asks of them, or that it asks what they are, rather than only computes with them.
 
 A comparison is noted as the question that it is, so that it can be asked again of the numbers of another call: all
-numbers with the same answers lead the code the same way. What is written in C (``range``, an element of a list,
-``int``, all of torch) sees an integer's value and says nothing, so integers are told apart by their values, too.
+numbers with the same answers lead the code the same way. What is written in C (``range``, an element of a list, all of
+torch) sees an integer's value and says nothing, so integers are told apart by their values, too.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 
-from lightning_autotp.operators.questions import SIZE, Number, Question
+from lightning_autotp.operators.questions import OF_TENSOR, SIZE, TOLD, Number, Question
 
 _T = TypeVar("_T")
 
@@ -28,7 +28,7 @@ _TELLING = (
     "__hash__", "__int__", "__float__", "__round__", "__trunc__", "__floor__", "__ceil__", "__str__", "__repr__",
     "__format__", "is_integer",
 )  # fmt: skip
-"""Methods of a float of which anything may follow."""
+"""Methods of which anything may follow."""
 _LARGEST = 64
 """Of so many operands a number may be computed that is still noted."""
 
@@ -40,34 +40,34 @@ class Notes:
         questions: what it compares, in the order in which it was asked first.
         of_sizes: those with sizes of tensors, of the call under way.
         told: the places of numbers of which it asks what they are.
+        are_sizes_told: whether it asks what some size is, so that numbers that look constant may follow from it.
     """
 
     def __init__(self) -> None:
         self.questions: dict[Question, None] = {}
         self.of_sizes: dict[Question, None] = {}
         self.told: set[str] = set()
+        self.are_sizes_told = False
 
     def given(self, place: str, value: Number) -> Number:
         """A number of the arguments that is noted."""
         return _noted(value, place, 1, self)
 
-    def sized(self, told: Any) -> Any:
-        """What a tensor says of its shape, noted: of a call that goes on with a cache, in which sizes grow."""
-        if type(told) is torch.Size:
-            return torch.Size([self.sized(size) for size in told])
-        return self.given(f"{SIZE}{told}", told) if type(told) is int else told
+    def sized(self, tensor: int, shape: Sequence[int]) -> torch.Size:
+        """The shape of a trace's tensor, noted."""
+        return torch.Size([_noted(size, Question(OF_TENSOR, (tensor, dim)), 1, self) for dim, size in enumerate(shape)])
 
     def counting(self, value: Any) -> Any:
-        """An object in which code counts its calls, say: its integers are noted like sizes."""
+        """An object in which code counts its calls, say: its integers are noted like sizes that grow."""
         for name, count in getattr(value, "__dict__", {}).items():
             if type(count) is int:
-                setattr(value, name, self.sized(count))
+                setattr(value, name, self.given(f"{SIZE}{count}", count))
         return value
 
     def ask(self, function: str, given: tuple[Any, ...]) -> None:
         """Code asks for this comparison."""
         question = Question(function, tuple(map(_operand, given)))
-        has_size = any(place.startswith(SIZE) for place in question.places())
+        has_size = question.has_size or any(place.startswith(SIZE) for place in question.places())
         (self.of_sizes if has_size else self.questions)[question] = None
 
     def computed(self, function: str, given: tuple[Any, ...], result: Any) -> Any:
@@ -81,7 +81,11 @@ class Notes:
 
     def tell(self, expression: Question | str) -> None:
         """Code asks what this number is."""
-        self.told.update([expression] if isinstance(expression, str) else expression.places())
+        if isinstance(expression, Question) and expression.has_size:
+            self.of_sizes[Question(TOLD, (expression,))] = None
+            self.are_sizes_told = True
+        else:
+            self.told.update([expression] if isinstance(expression, str) else expression.places())
 
 
 class _Noted:
@@ -115,16 +119,13 @@ class _Noted:
 class NotedInt(_Noted, int):
     """An integer, and each that is computed from it, which notes what Python code compares it with.
 
-    To functions written in C, as all of torch's are, it is the integer.
+    To functions written in C, as all of torch's are, it is the integer. Of a size it says so where it can when code
+    asks for its value otherwise; other integers are told apart by their values anyway.
     """
-
-    __hash__ = int.__hash__
 
 
 class NotedFloat(_Noted, float):
     """A float that notes what Python code compares it with, and says so when code asks for its value otherwise."""
-
-    __hash__ = float.__hash__
 
 
 def plain(value: Any) -> Any:
@@ -177,11 +178,12 @@ def _asking(base: Any, name: str, function: str) -> Callable[..., Any]:
     return ask
 
 
-def _telling(name: str) -> Callable[..., Any]:
-    own = getattr(float, name)
+def _telling(base: Any, name: str) -> Callable[..., Any]:
+    own = getattr(base, name)
 
-    def tell(self: NotedFloat, *others: Any) -> Any:
-        self.notes.tell(self.expression)
+    def tell(self: Any, *others: Any) -> Any:
+        if base is float or (isinstance(self.expression, Question) and self.expression.has_size):
+            self.notes.tell(self.expression)
         return own(self, *others)
 
     return tell
@@ -195,5 +197,6 @@ for _kind, _base in ((NotedInt, int), (NotedFloat, float)):
                 setattr(_kind, _method, _computing(_base, _method, _function, _method == f"__r{_name}__"))
     for _name, _function in _ASKING.items():
         setattr(_kind, f"__{_name}__", _asking(_base, f"__{_name}__", _function))
-for _name in _TELLING:
-    setattr(NotedFloat, _name, _telling(_name))
+    for _name in _TELLING:
+        if hasattr(_base, _name):
+            setattr(_kind, _name, _telling(_base, _name))

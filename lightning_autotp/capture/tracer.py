@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,7 +34,7 @@ from lightning_autotp.capture.call_sites import (
 )
 from lightning_autotp.capture.kept_outside import KeptOutside
 from lightning_autotp.capture.made_up_draws import made_up, states
-from lightning_autotp.capture.noted_numbers import Notes, plain
+from lightning_autotp.capture.noted_numbers import NotedInt, Notes, plain
 from lightning_autotp.capture.recording import RECORD
 from lightning_autotp.capture.schemas import name_of, named_arguments, written_arguments, written_through
 from lightning_autotp.capture.static_values import NoValue, StaticEvaluator
@@ -52,6 +54,7 @@ from lightning_autotp.operators.graph import (
     read_by,
     refs,
 )
+from lightning_autotp.operators.questions import OF_TENSOR, Expression, Question
 from lightning_autotp.private.distributed_private import communicates
 from lightning_autotp.private.torch_private import (
     DataDependentOutputException,
@@ -70,7 +73,8 @@ from lightning_autotp.private.torch_private import (
 from lightning_autotp.ranks.random_numbers import are_own_numbers_noted
 
 # Functions that make a tensor of numbers alone: those that are operators, and those that take what Python holds.
-_MEASURING = frozenset([Tensor.shape.__get__, Tensor.size, Tensor.__len__, Tensor.numel])  # type: ignore[attr-defined]
+_COUNTING = frozenset([Tensor.numel, Tensor.nelement, torch.numel])
+_MEASURING = _COUNTING | {Tensor.shape.__get__, Tensor.size, Tensor.__len__}  # type: ignore[attr-defined]
 """Functions that tell a tensor's shape, or something of it."""
 
 _INDEXING = frozenset([Tensor.__getitem__, Tensor.__setitem__])
@@ -107,7 +111,7 @@ class Tracer(PreDispatchMode):
     Args:
         model: the copy that will run; parameters are known by its names.
         real: values of its inputs and buffers, by the id of the tensor that stands for them.
-        places: where in the arguments integers and flags are, by the id of the tensor that stands for them.
+        places: where in the arguments tensors are, by the id of the one that stands for them.
         device: where its tensors seem to be.
     """
 
@@ -121,6 +125,9 @@ class Tracer(PreDispatchMode):
         self.outside = KeptOutside()
         self.paused = False
         self.notes_on_sizes: Notes | None = None
+        self.given: dict[int, str] = {}  # where in the arguments a tensor of the graph is
+        self.buffers: set[int] = set()
+        self.noted: dict[int, dict[int, Expression | None]] = {}  # by call, of the noted integers among its arguments
         self.evaluator = StaticEvaluator(self.graph)
         self.real, self.places = real, places
         self.device = device
@@ -128,7 +135,6 @@ class Tracer(PreDispatchMode):
         self.overwritten: dict[Any, Ref] = {}  # by place, what a call under way has written into
         self._tensors: dict[int, _Tracked] = {}
         self._places: dict[Any, Tensor] = {}
-        self._given: dict[int, str] = {}  # where in the arguments a tensor of the graph is
         self._alive: list[Tensor] = []  # an id must not be used again while it is in the tables
         self._infos: dict[tuple[torch.Size, torch.dtype, bool], TensorInfo] = {}  # one for all tensors that are alike
         self._layers = {path: torch_layer(module) for path, module in model.named_modules()}
@@ -387,7 +393,9 @@ class Tracer(PreDispatchMode):
                 sources = {
                     source for _, leaf in reads for ref in refs(leaf) for source in self.evaluator.sources(ref.tensor)
                 }
-                self.graph.asked |= {self._given[source] for source in sources & self._given.keys()}
+                are_numbers = (not self.graph.tensors[source].is_floating for source in sources)
+                told = itertools.compress(sources, are_numbers)
+                self.graph.asked |= {self.given[source] for source in told if source in self.given}
             return tree_map_only(Tensor, self.without_values, result)
 
     def without_values(self, real: Tensor, device: torch.device | str | None = None) -> Tensor:
@@ -409,6 +417,10 @@ class Tracer(PreDispatchMode):
             self._append(ASKED, (("input", tuple(dict.fromkeys(asked))),), [])
         if any(leaf.tensor in self.evaluator.synthetic for leaf in asked):
             self.graph.value_reading.add(self.modules[-1])
+
+    def number_if_given(self, tensor: Tensor) -> int | None:
+        """The same for one that has a number, and for any argument: its shape may be asked for before it is used."""
+        return self.number_of(tensor) if id(tensor) in self.places else self.known_number(tensor)
 
     def known_number(self, tensor: Tensor) -> int | None:
         """The number of a tensor's present value in the graph, if it has one."""
@@ -512,7 +524,9 @@ class Tracer(PreDispatchMode):
         if static and real is not None:
             self.evaluator.known[tracked.value.tensor] = real
         if id(tensor) in self.places:
-            self._given[tracked.value.tensor] = self.places[id(tensor)]
+            self.given[tracked.value.tensor] = self.places[id(tensor)]
+        elif id(tensor) in self.real:
+            self.buffers.add(tracked.value.tensor)
         return tracked
 
     def _keep(self, tensor: Tensor, tracked: _Tracked) -> _Tracked:
@@ -631,6 +645,8 @@ class Calls(TorchFunctionMode):
         number = len(calls)
         groups, given = grouped_leaves(args, kwargs)
         leaves = [self._leaf(leaf) for leaf in given]
+        if any(type(leaf) is NotedInt for leaf in given):
+            self.tracer.noted[number] = _expressions(given)
         module, instruction, run = self.tracer.modules[-1], caller.f_lasti, self.runs[-1]
         calls.append(TorchCall(module, site, tuple(leaves), (), groups, instruction=instruction, run=run))
         outer, self.current = (self.current, self.numbers), (number, self._source(caller))
@@ -638,6 +654,8 @@ class Calls(TorchFunctionMode):
         recorded = len(self.tracer.graph.operators)
         self.tracer.overwritten.clear()
         if func in _INDEXING:
+            if self.tracer.notes_on_sizes is not None and is_user_code(caller.f_code.co_filename):
+                self._ask_ends(args[0], args[1], self.tracer.notes_on_sizes)
             args = (args[0], self._with_tensors(args[1]), *args[2:])
         try:
             if func is Tensor.numpy:
@@ -655,12 +673,13 @@ class Calls(TorchFunctionMode):
             inspection = TorchCall(module, site, tuple(leaves), (), groups, made, instruction=instruction, run=run)
             self.tracer.graph.inspections.append(inspection)
             del calls[number:]
+            self.tracer.noted.pop(number, None)
             if (
                 self.tracer.notes_on_sizes is not None
                 and func in _MEASURING
                 and is_user_code(caller.f_code.co_filename)
             ):
-                return self.tracer.notes_on_sizes.sized(result)
+                return self._sized(func, given[0], leaves[1:], result, self.tracer.notes_on_sizes)
             return result
         arguments, written = leaves, list[tuple[int, Ref]]()
         for at, leaf in enumerate(given):
@@ -675,6 +694,38 @@ class Calls(TorchFunctionMode):
         given_to, overwritten = tuple(arguments), tuple(written)
         calls[number] = TorchCall(module, site, given_to, results, groups, made, overwritten, instruction, run)
         return result
+
+    def _sized(self, func: Any, tensor: Any, dims: Sequence[Any], told: Any, notes: Notes) -> Any:
+        """What a tensor says of its shape, noted."""
+        number = self.tracer.number_if_given(tensor)
+        if number is None or number in self.tracer.graph.parameters:
+            return told
+        shape = notes.sized(number, self.tracer.graph.tensors[number].shape)
+        if func is Tensor.__len__:  # of which Python makes an ordinary integer
+            notes.tell(Question(OF_TENSOR, (number, 0)))
+            return told
+        if func in _COUNTING:
+            return math.prod(shape)
+        if type(told) is int:
+            return shape[dims[0] if dims else 0]
+        return shape
+
+    def _ask_ends(self, tensor: Tensor, index: Any, notes: Notes) -> None:
+        """Note that slices reach beyond a tensor's ends: then all of a dim is taken, and no operator runs."""
+        number = self.tracer.number_if_given(tensor)
+        if number is None:
+            return
+        shape, dim = notes.sized(number, self.tracer.graph.tensors[number].shape), 0
+        parts = index if isinstance(index, tuple) else (index,)
+        lengths = [_dims_of(part) for part in parts]
+        for part, length in zip(parts, lengths, strict=True):
+            if part is Ellipsis:
+                dim = max(len(shape) - sum(lengths), 0) + dim
+            elif isinstance(part, slice) and dim < len(shape):
+                for end in (part.start, part.stop):
+                    if isinstance(end, int) and abs(plain(end)) >= plain(shape[dim]):
+                        notes.ask("ge", (abs(end), shape[dim]))
+            dim += length
 
     def _source(self, caller: FrameType) -> str:
         """The :func:`source_line` of a call, which is read once for each line that calls from user code."""
@@ -764,6 +815,24 @@ def torch_layer(module: nn.Module) -> str:
     is_known = own in kinds or own.__module__.startswith("lightning_autotp.parallel.")
     code = getattr(inspect.unwrap(vars(own)["forward"]), "__code__", None)
     return names[-1] if is_known or code is None or "forward" in code.co_names else ""
+
+
+def _dims_of(part: Any) -> int:
+    """How many of a tensor's dims a part of an index is for."""
+    if part is None or part is Ellipsis:
+        return 0
+    return part.ndim if isinstance(part, Tensor) and part.dtype == torch.bool else 1
+
+
+def _expressions(leaves: Sequence[Any]) -> dict[int, Expression | None]:
+    """By its value, how a noted integer among a call's arguments follows; ``None`` where others have the same value."""
+    found: dict[int, Expression | None] = {}
+    for leaf in leaves:
+        if type(leaf) is int or type(leaf) is NotedInt:
+            expression = leaf.expression if type(leaf) is NotedInt else leaf
+            value = plain(leaf)
+            found[value] = expression if found.get(value, expression) == expression else None
+    return found
 
 
 def _numbers(index: Any) -> list[int]:

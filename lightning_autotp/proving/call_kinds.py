@@ -1,7 +1,8 @@
 """What tells calls of a model apart before they run: what they are given, and under which settings.
 
-Values of tensors do not count, and of sizes only whether they are 1: other sizes may lead code another way, too, so
-:class:`Sizes` says when they are to be looked at.
+Values of tensors do not count, and of sizes only whether they are 1, and those of which code asks what they are. What
+it compares with them is asked once the kind is known. Other sizes may lead code another way without its asking (how
+often a loop runs), so :class:`Sizes` says when they are to be looked at all the same.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_autotp.capture.capture import ExampleCall
 from lightning_autotp.capture.nested import is_unused, leaves_of, map_tensors, opened, steps_of, tensors_in
-from lightning_autotp.operators.questions import SIZE, Number, Question
+from lightning_autotp.operators.questions import DIM, SIZE, TOLD, Number, Question, dim_place
 from lightning_autotp.parallel.logits import VocabParallelLogits
 from lightning_autotp.private.torch_private import has_values
 
@@ -150,6 +151,17 @@ def floats_of(call: ExampleCall, places: set[str]) -> dict[str, list[float]]:
     return found
 
 
+def numbers_of(call: ExampleCall) -> dict[str, Number]:
+    """The integers and floats of a call, and the sizes of its tensors, by their places."""
+    found: dict[str, Number] = {}
+    for place, leaf in leaves_of(tuple(call)):
+        if isinstance(leaf, Tensor):
+            found.update((dim_place(place, dim), size) for dim, size in enumerate(leaf.shape))
+        elif type(leaf) is int or type(leaf) is float:
+            found[place] = leaf
+    return found
+
+
 def full_ones_of(call: ExampleCall, places: set[str]) -> Iterable[tuple[str, bool]]:
     """Of the tensors of a call at these places, whether no element is zero or false: a mask that masks nothing."""
     found = [(place, leaf) for place, leaf in leaves_of(tuple(call)) if place in places] if places else []
@@ -184,12 +196,15 @@ class Asked:
 
     Attributes:
         untold: where floats are of which code makes too many comparisons.
+        of_sizes: those of what was heeded last that are about sizes, but for those of which the answers are few.
     """
 
     def __init__(self) -> None:
         self.untold: set[str] = set()
         self._groups: dict[tuple[str, ...], list[Question]] = {}
         self._growing: dict[tuple[Question, int, int], None] = {}
+        self.of_sizes: dict[Question, None] = {}
+        self._told: dict[Question, None] = {}
         self.few = FewValues()
 
     def heed(self, questions: Iterable[Question], tokens: Sequence[int]) -> None:
@@ -204,7 +219,14 @@ class Asked:
             if any(place.startswith(SIZE) for place in places):
                 self._growing[question, sum(tokens), tokens[-1]] = None
                 continue
-            group = self._groups.setdefault(tuple(sorted(set(map(_number_or_list, places)))), [])
+            if question.function == TOLD:
+                self._told[question] = None
+                continue
+            of = tuple(sorted({place if place.startswith(DIM) else _number_or_list(place) for place in places}))
+            if places.issuperset(of) and any(place.startswith(DIM) for place in places):
+                self.of_sizes[question] = None
+                continue
+            group = self._groups.setdefault(of, [])
             if question not in group and len(group) < _MOST_QUESTIONS:
                 group.append(question)
             elif question not in group:
@@ -216,7 +238,7 @@ class Asked:
         Which of these sizes grow with the tokens is not known: all of them do, or a single one. But none that is not
         larger than the tokens of the traced call alone.
         """
-        numbers = {place: leaf for place, leaf in leaves_of(tuple(call)) if type(leaf) is int or type(leaf) is float}
+        numbers = numbers_of(call)
         found: list[Number | None] = []
         for question, before, last in self._growing:
             sizes = {place: int(place.removeprefix(SIZE)) for place in question.places() if place.startswith(SIZE)}
@@ -226,19 +248,23 @@ class Asked:
         return tuple(found)
 
     def answers(self, call: ExampleCall) -> Hashable:
-        """What follows from them of a call: exactly for a single number, and few answers for lists, whose are many."""
-        if not self._groups:
+        """What follows from them of a call: exactly for a single number, and few answers where there are many.
+
+        Those are the answers about lists, and sizes of which code asks what they are.
+        """
+        if not self._groups and not self._told:
             return ()
-        numbers = {place: leaf for place, leaf in leaves_of(tuple(call)) if type(leaf) is int or type(leaf) is float}
+        numbers = numbers_of(call)
         answers = {
             places: tuple([question.answer(numbers) for question in questions])
             for places, questions in self._groups.items()
         }
-        return tuple(
-            [
+        return (
+            *[
                 found if len(places) == 1 and places[0] in numbers else self.few.told(places, found)
                 for places, found in answers.items()
-            ]
+            ],
+            *[self.few.told(question, question.answer(numbers)) for question in self._told],
         )
 
 

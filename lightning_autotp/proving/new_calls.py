@@ -37,6 +37,7 @@ from lightning_autotp.layouts.places import Boundary
 from lightning_autotp.layouts.plan import ConversionPlan, SizePlan
 from lightning_autotp.layouts.types import Layout
 from lightning_autotp.operators.graph import Graph
+from lightning_autotp.operators.questions import DIM, Number, Question
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
 from lightning_autotp.parallel.logits import VocabParallelLogits
 from lightning_autotp.parameters.state import parallel_state
@@ -60,6 +61,7 @@ from lightning_autotp.proving.call_kinds import (
     floats_of,
     full_ones_of,
     is_looked_at,
+    numbers_of,
     surroundings,
     with_rows,
 )
@@ -119,6 +121,23 @@ class Way:
     ran: frozenset[str] = frozenset()
 
 
+@dataclass(frozen=True)
+class _Led:
+    """What leads code a way: the answers that it got in a trace to what it asked of sizes.
+
+    Attributes:
+        answers: by question.
+        way: the way.
+    """
+
+    answers: tuple[tuple[Question, Number | None], ...]
+    way: Way
+
+    def leads(self, numbers: Mapping[str, Number]) -> bool:
+        """Whether it would get the same answers in a call with these numbers and sizes."""
+        return all(question.answer(numbers) == answer for question, answer in self.answers)
+
+
 class _Kind:
     """What is known of one kind of call: which way its code goes, by the sizes of what it is given.
 
@@ -138,21 +157,25 @@ class _Kind:
         self.is_lowered = True
         self._sizes = sizes
         self._by_sizes: dict[tuple[int, ...] | None, Way] = {}
-        self._ways: set[Way] = set()
+        self._led: dict[_Led, None] = {}
 
-    def way(self, sizes: tuple[int, ...] | None, are_few: bool) -> Way | None:
-        """The way that a call of these sizes goes; ``None`` if it has to be traced.
+    def way(self, call: ExampleCall, sizes: tuple[int, ...] | None, are_few: bool) -> Way | None:
+        """The way that a call goes; ``None`` if it has to be traced.
 
         Args:
-            sizes: those of the call.
+            call: the call.
+            sizes: those of its tensors.
             are_few: whether they are some of those few that are not taken for known because they lie between others.
         """
+        numbers = numbers_of(call) if any(led.answers for led in self._led) else {}
+        ways = dict.fromkeys(led.way for led in self._led if led.leads(numbers))
         found = self._by_sizes.get(sizes)
-        if found is None and len(self._ways) == 1:
-            (way,) = self._ways
-            if sizes is None or self._sizes[way].have(sizes, are_few):
-                return way
-        return found
+        if found in ways:
+            return found
+        # Those may differ by sizes that are alike by chance; what runs on them is the same where all are as planned.
+        if len(ways) > 1 and not all(way.is_as_planned for way in ways):
+            return None
+        return next((way for way in ways if sizes is None or self._sizes[way].have(sizes, are_few)), None)
 
     def is_compared(self, stage: int, wait: Callable[[], object]) -> bool:
         """Count a call in this stage; whether it is to be compared with what was proved.
@@ -171,12 +194,12 @@ class _Kind:
         self.compared += found
         return found
 
-    def add(self, sizes: tuple[int, ...] | None, way: Way) -> None:
-        """Note the way that a call of these sizes goes."""
-        self._by_sizes[sizes] = way
-        self._ways.add(way)
+    def add(self, sizes: tuple[int, ...] | None, led: _Led) -> None:
+        """Note the way that a call of these sizes goes, and what leads it there."""
+        self._by_sizes[sizes] = led.way
+        self._led[led] = None
         if sizes is not None:
-            self._sizes[way].add(sizes)
+            self._sizes[led.way].add(sizes)
 
 
 class CallProver:
@@ -245,7 +268,7 @@ class CallProver:
             kind = self._kind(call, arguments, bytes([True] * len(self.modules)))
             way = self._way(state.parts, solution, is_as_planned=True)
             if not self._told():
-                self._know(kind, self._sizes(arguments), way)
+                self._know(kind, self._sizes(arguments), _Led(self._answers(call), way))
 
     def detach(self) -> None:
         """Change nothing any more in calls that go other ways than the plan's, and follow no code. Not collective."""
@@ -277,7 +300,7 @@ class CallProver:
         kind = self._kind(call, arguments, modes, begun)
         are_few = self.few_sizes.told(_but_for_numbers(kind), sizes) == sizes
         known = self.known.get(kind)
-        way = known.way(sizes, are_few) if known is not None else None
+        way = known.way(call, sizes, are_few) if known is not None else None
         if way is None and arguments.unknown and begun is None:
             if arguments.kind not in self.met and not is_traced:
                 self._meet(arguments.kind)
@@ -288,19 +311,21 @@ class CallProver:
             return self._on(self.running, call)  # what it goes on with is likely to be of the call before it
         if way is None and not is_traced:
             self._meet((arguments.kind, modes, sizes))
-            calls = [with_rows(one) for one in ([call] if begun is None else begun.with_next(call))]
+            calls = [call] if begun is None else begun.with_next(call)
             # The user's modes see what the model computes, not the traces.
             with (
                 without_modes(),
                 relaxed_gc(),
                 raise_together(self.group.process_group, PROVING),
             ):
-                before = begun.way if begun is not None else None
-                way = self._prove(calls) if before is None else self._prove_next(calls, before)
+                traced, led = self._lead([with_rows(one) for one in calls], begun)
+                if not led.leads(numbers_of(calls[-1])):  # code asks whether there is a single row
+                    traced, led = self._lead(calls, begun)
+                way = led.way
                 # Now it is known what its code asks for.
                 kind = self._kind(call, arguments, modes, begun)
-                is_lowered = self._is_lowered(calls, kind, way)
-            known = self._know(kind, sizes, way)
+                is_lowered = self._is_lowered(traced, kind, way)
+            known = self._know(kind, sizes, led)
             known.is_lowered &= is_lowered
         if state.gathers is not None and known is not None:
             state.gathers.use(known.is_lowered)
@@ -348,14 +373,31 @@ class CallProver:
             size.set(self.model)
         return call
 
-    def _know(self, kind: tuple[Hashable, ...], sizes: tuple[int, ...] | None, way: Way) -> _Kind:
-        """Note the way that a call of this kind and sizes goes."""
+    def _lead(self, calls: list[ExampleCall], begun: Begun | None) -> tuple[list[ExampleCall], _Led]:
+        """Prove calls, the last of which goes on with the others: these, and what leads that one where."""
+        self.questions.of_sizes.clear()
+        before = begun.way if begun is not None else None
+        way = self._prove(calls) if before is None else self._prove_next(calls, before)
+        return calls, _Led(self._answers(calls[-1]), way)
+
+    def _answers(self, call: ExampleCall) -> tuple[tuple[Question, Number | None], ...]:
+        """What code that was traced last asked of sizes, with the answers in its call.
+
+        Among it is which of the tensors have a single row: what follows from a dim of size 1 cannot be told.
+        """
+        numbers = numbers_of(call)
+        rows = [place for place in numbers if place.startswith(DIM) and place.endswith(" 0") and numbers[place] == 1]
+        asked = dict.fromkeys([*self.questions.of_sizes, *(Question("eq", (place, 1)) for place in rows)])
+        return tuple([(question, question.answer(numbers)) for question in asked])
+
+    def _know(self, kind: tuple[Hashable, ...], sizes: tuple[int, ...] | None, led: _Led) -> _Kind:
+        """Note the way that a call of this kind and sizes goes, and what leads it there."""
         of_all = self.sizes.setdefault(_but_for_numbers(kind), defaultdict(Sizes))
         are_many = self.few.are_many or self.questions.few.are_many
         known = self.known.setdefault(kind, _Kind(of_all if are_many else defaultdict(Sizes)))
-        known.add(sizes, way)
+        known.add(sizes, led)
         if sizes is not None:
-            of_all[way].add(sizes)
+            of_all[led.way].add(sizes)
         return known
 
     def _stage_of(self, training: int) -> int:

@@ -118,6 +118,11 @@ KINDS: dict[str, Question] = {
     "autocast": lambda block, x, _: torch.is_autocast_enabled("cpu"),
     "a length between others": lambda block, x, _: x.shape[1] == 37,
     "a length that leaves a rest": lambda block, x, _: x.shape[1] % 7 == 6,
+    "late: a length": lambda block, x, _: x.shape[1] == 37,
+    "late: a length of what is computed": lambda block, x, _: block.inner(x)[:, 1:].flatten(0, 1).shape[0] == 74,
+    "late: elements that leave a rest": lambda block, x, _: x.numel() // WIDTH % 21 == 8,
+    "late: rows": lambda block, x, _: len(block.inner(x).split(4)[0]) == 3,
+    "a single row": lambda block, x, _: len(x) == 1,
     "task": lambda block, x, task: task == 3,
     "task in a mapping": lambda block, x, task: task["task"] == 3,
     "task in a list": lambda block, x, task: task[0] == 3,
@@ -162,6 +167,15 @@ class Options:
     task: int
 
 
+LATE = [
+    (2, 7),
+    (2, 80),
+    (5, 64),
+    *[(rows, 2 * tokens) for tokens in (8, *range(11, 19), 20, 22) for rows in (5, 2)] * 2,
+]
+"""Calls of more sizes than are traced one by one, and the first of them again."""
+LATE += LATE[: 49 - len(LATE)]
+
 SHAPES: dict[str, list[tuple[int, int]]] = {
     "more than 64 tokens in a row": [(2, 7), (2, 80)],
     "more than 100 tokens in all": [(2, 7), (3, 40)],
@@ -169,6 +183,11 @@ SHAPES: dict[str, list[tuple[int, int]]] = {
     "more than 20 rows": [(2, 7), (21, 5)],
     "a length between others": [(2, 7), (2, 80), (2, 37)],
     "a length that leaves a rest": [(2, 7), (2, 80), (2, 36), (2, 41)],
+    "late: a length": [*LATE, (2, 37)],
+    "late: a length of what is computed": [*LATE, (2, 38)],
+    "late: elements that leave a rest": [*LATE, (2, 46)],
+    "late: rows": [*LATE, (3, 20)],
+    "a single row": [(2, 7), (1, 7)],
 }
 """Rows and tokens of each call; two of them where nothing is said."""
 
