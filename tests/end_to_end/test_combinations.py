@@ -55,10 +55,14 @@ def test_a_combination_equals_one_process(combination: Combination) -> None:
 KEPT = [
     f"llama {sizes} checkpointing={kept} {other}"
     for sizes in ("tensor_ranks=3", "copies=2")
-    for kept in ("blocks", "offload")
+    for kept in ("blocks", "offload", "auto")
     for other in ("compile=blocks", "resume=to-one-process", "resume=from-one-process optimizer=AdamW")
 ]
-OFFLOADED = ["gpt2 copies=2 offload=True resume=to-one-process", "llama copies=2 offload=True resume=from-one-process"]
+OFFLOADED = [
+    f"{run} {sizes} offload=True"
+    for sizes in ("tensor_ranks=3", "copies=2")
+    for run in ("gpt2 resume=to-one-process clip=norm", "llama resume=from-one-process accumulate=2")
+]
 
 
 @pytest.mark.nightly

@@ -339,7 +339,7 @@ def on_ranks(combination: Combination, folder: Path, data: list[list[dict[str, A
 
 def strategy_of(combination: Combination, data: list[list[dict[str, Any]]]) -> Any:
     tokens: Any = {"no": False, "yes": True, "auto": "auto"}[combination.sequence_parallel]
-    kept: Any = combination.checkpointing if combination.checkpointing in ("blocks", "offload") else None
+    kept: Any = combination.checkpointing if combination.checkpointing in ("blocks", "offload", "auto") else None
     options: dict[str, Any] = {
         "sequence_parallel": tokens,
         "activation_checkpointing": kept,
@@ -347,6 +347,8 @@ def strategy_of(combination: Combination, data: list[list[dict[str, Any]]]) -> A
         "broadcast_batches": combination.broadcast,
         "save_distributed_checkpoint": combination.resume == "directory",
     }
+    if kept == "auto":
+        options["memory"] = 1.0  # so that blocks are computed again
     sizes = combination.tensor_ranks, (combination.copies, 1) if combination.replicated else combination.copies
     if combination.driver == "trainer":
         return AutoTPStrategy(*sizes, **options)

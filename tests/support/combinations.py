@@ -111,7 +111,7 @@ CHOICES: dict[str, dict[Any, int]] = {
     "accumulate": {1: 2, 2: 1, 3: 1},
     "clip": {"none": 2, "norm": 2, "value": 1},
     "sequence_parallel": {"no": 3, "yes": 2, "auto": 1},
-    "checkpointing": {"none": 3, "blocks": 1, "offload": 1, "own": 1},
+    "checkpointing": {"none": 6, "blocks": 2, "offload": 2, "own": 2, "auto": 1},
     "compile": {"none": 5, "blocks": 1, "whole": 1},
     "offload": {False: 6, True: 1},
     "broadcast": {False: 4, True: 1},
@@ -253,7 +253,6 @@ CONSTRAINTS: dict[str, Callable[[Combination], bool]] = {
     "several ranks": lambda c: c.ranks > 1,
     "four ranks at most": lambda c: c.ranks <= 4,
     "replicas are copies": lambda c: c.copies > 1 or not c.replicated,
-    "host memory holds what FSDP2 cuts": lambda c: c.copies > 1 or not c.offload,
     "torch's GradScaler takes no gradients in host memory": lambda c: not c.offload or c.precision != "16-mixed",
     "only language models have a loss of logits": lambda c: c.loss == "own" or c.group in ("causal", "masked"),
     "only language models have a head that may be tied": lambda c: c.tied == "default" or c.group == "causal",
@@ -294,6 +293,15 @@ CONSTRAINTS: dict[str, Callable[[Combination], bool]] = {
     ),
     "torch's checkpointing updates running statistics twice": lambda c: (
         c.family != "resnet" or c.checkpointing != "blocks"
+    ),
+    "a step that is rehearsed has the model's own loss": lambda c: (
+        c.checkpointing != "auto"
+        or (
+            c.family in ("gpt2", *_QUANTIZED)
+            and (c.driver, c.loss, c.adapter, c.attention) == ("trainer", "own", "none", "default")
+            and c.compile == "none"
+            and c.precision in ("32-true", "bf16-mixed", "bf16-true")
+        )
     ),
     "some checkpoint nothing themselves": lambda c: (
         c.checkpointing != "own" or c.family not in ("albert", "convnext", "resnet")

@@ -533,7 +533,7 @@ def models(rank: int, size: int, families: list[str], copies: int) -> dict[str, 
         (1, ["gemma2", "granite", "cohere"]),
         (2, ["cohere"]),
         pytest.param(1, ["llama", "gpt_neox"], marks=pytest.mark.nightly),
-        pytest.param(2, ["llama"], marks=pytest.mark.nightly),
+        pytest.param(2, ["gemma2", "granite", "llama", "gpt_neox"], marks=pytest.mark.nightly),
     ],
 )
 def test_models_compute_no_logits_for_their_loss(copies: int, families: list[str]) -> None:
