@@ -37,8 +37,9 @@ def states_at(places: Iterable[WholePlace], optimizer: Optimizer) -> Iterator[tu
     if isinstance(optimizer, WholeMatrixOptimizer):
         return
     for place in places:
-        state = optimizer.state.get(place.tensor)
-        for key, value in list(state.items()) if isinstance(state, dict) else ():
+        parameter = place.tensor
+        state = None if parameter is None else optimizer.state.get(parameter)
+        for key, value in list(state.items()) if state else ():
             if type(value) in (Tensor, DTensor) and value.is_floating_point():
                 yield f"{key} of {place.name}", plain(value)
 
