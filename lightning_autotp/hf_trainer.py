@@ -34,6 +34,7 @@ from lightning_autotp.checkpoints.state import full_optimizer_state, load_full_o
 from lightning_autotp.checkpoints.stored import original_shape
 from lightning_autotp.gradients.norms import clip_gradients_norm
 from lightning_autotp.optimizers.on_parts import check_optimizer
+from lightning_autotp.optimizers.whole_states import drifts_of
 from lightning_autotp.parallel.embedding import VocabParallelEmbedding
 from lightning_autotp.parameters.state import ParameterTable, model_group, parallel_models
 from lightning_autotp.private.torch_private import replaced
@@ -89,7 +90,9 @@ class AutoTPTrainerMixin(TrainerSteps):
             return clip_gradients_norm(model, max_norm, norm_type, parameters=parameters)
 
         self.accelerator.clip_grad_norm_ = clip
-        self.given = ReplicaConsistency(model_group(model).process_group, args.device)
+        group = model_group(model).process_group
+        self.given = ReplicaConsistency(group, args.device)
+        self.drifts = drifts_of(lambda: model, lambda: [self.optimizer and _innermost(self.optimizer)], group)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """As one process makes it: workers of all ranks draw the same random numbers."""
@@ -106,6 +109,7 @@ class AutoTPTrainerMixin(TrainerSteps):
         """
         self.given.note(inputs, f"a batch of step {self.state.global_step}")
         self.given.compare()
+        self.given.note_whole(self.drifts)
         loss = super().training_step(model, inputs, *others)
         self.given.note_loss(loss)
         return loss

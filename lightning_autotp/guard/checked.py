@@ -14,7 +14,6 @@ import sys
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from contextlib import ExitStack
-from functools import partial
 from itertools import product
 from types import TracebackType
 from typing import Any, ClassVar
@@ -32,7 +31,6 @@ from lightning_autotp.gradients.parts import GradientPart
 from lightning_autotp.gradients.whole_quantities import PartOfGradient
 from lightning_autotp.guard.guard import after_steps
 from lightning_autotp.layouts.blocks import common, index
-from lightning_autotp.layouts.plan import ConversionPlan
 from lightning_autotp.layouts.types import Invariant, Replicate, Shard
 from lightning_autotp.parallel.head_product import note_written
 from lightning_autotp.parameters.known_writes import known_writes
@@ -78,8 +76,19 @@ _BY_PLACE = frozenset(function.__name__ for function in BY_PLACE)
 _LISTED = frozenset(function.__name__ for function in LISTED)
 _STEPPING = str(sys.modules["torch.optim.optimizer"].__file__)
 """Where torch's code is that calls the step of every optimizer, whoever wrote it."""
-_FOR_OTHERS = tuple(os.path.join(path, "") for path in nn.__path__)
-"""Where torch's code is that does for its caller what it is told."""
+_TORCH = os.path.join(os.path.dirname(str(torch.__file__)), "")
+_FOR_PARTS = tuple(
+    os.path.join(_TORCH, *path)
+    for path in [
+        ("_dynamo", ""), ("_functorch", ""), ("_inductor", ""), ("amp", ""), ("distributed", ""),
+        ("multiprocessing", ""), ("serialization.py",), ("storage.py",), ("utils", "checkpoint.py"),
+    ]
+)  # fmt: skip
+"""Where torch's code is that does with parts what it is meant to do, or hands on what it is given, whatever that is.
+
+All other code of torch does for its caller what it is told (a loss, a distribution, a logger's histogram), as any other
+library's does.
+"""
 
 
 class checked(TorchFunctionMode):
@@ -169,14 +178,9 @@ class checked(TorchFunctionMode):
                     self._summed[place.parameter] = of
                 elif not isinstance(of.layout, Invariant):
                     self._parts[place.parameter] = of
-            parts: dict[str, list[ConversionPlan]] = {}
-            for part in state.parts:
-                if part.module and part.module not in state.outer:
-                    parts.setdefault(part.module, []).append(part)
-            for path, module in model.named_modules():
-                go_on = partial(self._after, parts.get(path, ()))
+            for module in model.modules():
                 self._hooks.callback(module.register_forward_pre_hook(self._pause, prepend=True).remove)
-                self._hooks.callback(module.register_forward_hook(go_on, always_call=True).remove)
+                self._hooks.callback(module.register_forward_hook(self._go_on, always_call=True).remove)
         self._hooks.enter_context(after_steps(self._stepped))
         self._hooks.enter_context(known_writes(self._module, is_checked=True))
 
@@ -192,18 +196,8 @@ class checked(TorchFunctionMode):
     def _pause(self, *_: Any) -> None:
         self._paused += 1
 
-    def _after(self, parts: Sequence[ConversionPlan], module: nn.Module, args: Any, output: Any) -> None:
-        """After a module's forward: called from outside of its model, it may take or give what is not whole."""
+    def _go_on(self, *_: Any) -> None:
         self._paused -= 1
-        # In a backward pass it is the model's own code that runs again, with activation checkpointing.
-        if self._paused or not parts or sys.exc_info()[0] is not None or is_in_backward():
-            return
-        path, side = parts[0].module, {"in": "takes", "out": "gives"}[parts[0].side]
-        raise UnsoundUse(
-            f"{path} ({type(module).__name__}) is called on its own, not by the parallel model it is part of, and what"
-            f" it {side} is {parts[0].source}\n  at {source_line(sys._getframe(1))}\nCall the whole"
-            f" model, or keep it whole: keep_whole=[{path + '.*'!r}]"
-        )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -285,15 +279,15 @@ class checked(TorchFunctionMode):
         return differ and not torch.equal(*here)
 
     def _is_users(self, func: Any) -> bool:
-        """Whether neither torch nor this package nor an optimizer's step calls the function.
+        """Whether the function is called for code of a user's: by it, or by a library that it has called.
 
-        Losses and helpers of ``torch.nn`` (``nn.MSELoss``, ``parameters_to_vector``) do for the user what they do.
+        Not for this package, for an optimizer's step, or for what torch does with parts.
         """
-        frames = frames_from(calling_frame(func, sys._getframe(2)))
-        caller = next((frame for frame in frames if not frame.f_code.co_filename.startswith(_FOR_OTHERS)), None)
-        if caller is None or not is_user_code(caller.f_code.co_filename):
+        frames = list(frames_from(calling_frame(func, sys._getframe(2))))
+        files = [frame.f_code.co_filename for frame in frames]
+        caller = next((file for file in files if not file.startswith(_TORCH) or file.startswith(_FOR_PARTS)), None)
+        if caller is None or not is_user_code(caller):
             return False
-        files = (frame.f_code.co_filename for frame in frames_from(caller))
         return next((file for file in files if file in (_STEPPING, self._calling_hooks)), None) != _STEPPING
 
     def _refusal(self, name: str, of: PartOf, why: str, instead: str = "") -> UnsoundUse:

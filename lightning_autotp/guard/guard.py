@@ -30,7 +30,7 @@ from lightning_autotp.guard.first_use import first_use
 from lightning_autotp.guard.gathered import GatheredForCall
 from lightning_autotp.guard.given import give_back, take_given
 from lightning_autotp.guard.methods import StandIns
-from lightning_autotp.guard.standalone import ForwardDepth, StandaloneCall, is_outer
+from lightning_autotp.guard.standalone import ForwardDepth, StandaloneCall, differing_modules
 from lightning_autotp.guard.state_dicts import mark_as_part, refuse_other_parts, refuse_whole_tensors
 from lightning_autotp.guard.user_hooks import UserHooks
 from lightning_autotp.optimizers.stepping import step_as_before, step_one_by_one, stepped_by, steps_some_of
@@ -102,13 +102,13 @@ class Guard:
     def attach(self) -> None:
         """Begin, when the model has its weights. Not collective, but every forward is that changes something."""
         model, state = self.model, parallel_state(self.model)
-        given = {part.module for part in state.parts}
-        state.outer = frozenset(path for path in given if path and is_outer(path))
+        given, differing = {part.module for part in state.parts}, differing_modules(model)
         self.calls.code.attach()
         for path, module in model.named_modules():
             state.forwards[module] = forward_of(module)
             if path:
-                self._handles += StandaloneCall(self.running, self.gathered, path).attach(module)
+                call = StandaloneCall(self.running, self.gathered, self._user_hooks, path, path in differing)
+                self._handles += [call] if call.attach(module, path in given) else []
         self._handles += [
             StandIns(model, self.calls),
             model.register_state_dict_post_hook(mark_as_part),

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -21,12 +20,9 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from torch import Tensor
 
-from lightning_autotp.optimizers.whole_states import whole_states
-from lightning_autotp.parameters.state import parallel_models
-from lightning_autotp.parameters.whole_tensors import whole_tensors
+from lightning_autotp.optimizers.whole_states import drifts_of
 from lightning_autotp.ranks.agreement import largest_of_all
 from lightning_autotp.ranks.consistency import ReplicaConsistency
-from lightning_autotp.ranks.drift import Drift
 from lightning_autotp.ranks.extremes import LOWEST
 
 
@@ -45,8 +41,8 @@ class BatchBoundarySync:
         self, trainer: Trainer, group: dist.ProcessGroup, copies: dist.ProcessGroup, device: torch.device, checked: int
     ) -> None:
         self._trainer, self._group = trainer, group
-        drifts = Drift(self._whole_tensors, group), Drift(self._whole_states, group)
-        self._consistency = ReplicaConsistency(group, device, drifts) if group.size() > 1 else None
+        self._drifts = drifts_of(lambda: trainer.lightning_module, lambda: trainer.optimizers, group)
+        self._consistency = ReplicaConsistency(group, device) if group.size() > 1 else None
         self._copies, self._copy, self._checked = copies.size(), copies.rank(), checked
         self._loop: tuple[Any, ...] = ()
         self._seen = Counter[int]()  # by dataloader
@@ -71,6 +67,7 @@ class BatchBoundarySync:
         largest = largest_of_all(numbers, group)
         if self._consistency is not None:
             self._consistency.settle(largest[len(asked) :], group)
+            self._consistency.note_whole(self._drifts)
         return [bool(answer) for answer in largest[: len(asked)]]
 
     def note(self, batch: Any, dataloader_idx: int) -> None:
@@ -113,17 +110,6 @@ class BatchBoundarySync:
             f"batch {number} of the {trainer.state.stage.value} data (dataloader {dataloader_idx}, epoch"
             f" {trainer.current_epoch}, step {trainer.global_step})",
         )
-
-    def _whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for model, _ in parallel_models(self._trainer.lightning_module):
-            with suppress(RuntimeError):  # of a model that was changed, its own look says how
-                yield from whole_tensors(model)
-
-    def _whole_states(self) -> Iterator[tuple[str, Tensor]]:
-        for model, _ in parallel_models(self._trainer.lightning_module):
-            for optimizer in self._trainer.optimizers:
-                with suppress(RuntimeError):
-                    yield from whole_states(model, optimizer)
 
 
 class _Noting(Iterator[Any]):

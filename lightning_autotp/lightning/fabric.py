@@ -9,12 +9,12 @@ the processes are watched until they end.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from lightning.fabric.strategies import ModelParallelStrategy
 from lightning.pytorch import LightningModule
@@ -43,6 +43,7 @@ from lightning_autotp.lightning.models_local import count_copies_once
 from lightning_autotp.lightning.optimizers import move_to_local, originals, owner_of, then_compute
 from lightning_autotp.optimizers.scaler import agreed_scaling
 from lightning_autotp.optimizers.stepping import steps_some_of
+from lightning_autotp.optimizers.whole_states import drifts_of
 from lightning_autotp.parallel.head_product import compute_undone
 from lightning_autotp.parameters.host_memory import states_to_parameters
 from lightning_autotp.parameters.state import is_parallel, parallel_models
@@ -50,6 +51,7 @@ from lightning_autotp.pipeline import FindPlan, make_local
 from lightning_autotp.private.lightning_private import BackwardSync
 from lightning_autotp.private.torch_private import uncompiled
 from lightning_autotp.ranks.agreement import check_same_weights, raise_together
+from lightning_autotp.ranks.drift import Drift
 from lightning_autotp.ranks.started import at_end_of_process
 from lightning_autotp.solving.options import documented_by
 
@@ -99,6 +101,7 @@ class AutoTPFabricStrategy(AutoTPBase, _ModelParallelStrategy):
             self._is_launched = True
             self._modules: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
             self._optimizers: WeakKeyDictionary[Optimizer, nn.Module | None] = WeakKeyDictionary()
+            self._drifts: WeakKeyDictionary[Optimizer, tuple[Drift, Drift]] = WeakKeyDictionary()
             self._checked_calls = CheckedCalls(self.checked_steps, self._modules)
             self._loaders = 0
             BackwardSync(self, postponed_sums)
@@ -254,7 +257,7 @@ class AutoTPFabricStrategy(AutoTPBase, _ModelParallelStrategy):
         """Make a step; parameter groups added since the last one, such as thawed layers, are checked first."""
         self._check_optimizers()
         if self._notes is not None and self._notes.is_waiting:
-            self._notes.compare()
+            self._notes.compare(self._drifts_of(optimizer))
         if (closure := kwargs.get("closure")) is None:
             compute_undone()  # logits that the loop still has
         else:
@@ -263,6 +266,16 @@ class AutoTPFabricStrategy(AutoTPBase, _ModelParallelStrategy):
             result = super().optimizer_step(optimizer, **kwargs)
         self.stepped(optimizer)
         return result
+
+    def _drifts_of(self, optimizer: Optimizer) -> Sequence[Drift]:
+        """What compares the whole tensors of an optimizer's model, and its states. Others may be garbage on a rank."""
+        owner = self._optimizers.get(optimizer)
+        if owner is None:
+            return ()
+        if optimizer not in self._drifts:
+            stepping = ref(optimizer)
+            self._drifts[optimizer] = drifts_of(ref(owner), lambda: [stepping()], self.tensor_parallel_group)
+        return self._drifts[optimizer]
 
     def clip_gradients_norm(
         self,

@@ -6,7 +6,7 @@ when a model is called, where all ranks of a copy take part anyway.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lightning_autotp.capture.capture import ExampleCall
 from lightning_autotp.private.torch_private import LoaderOfLoader
 from lightning_autotp.ranks.consistency import ReplicaConsistency
+from lightning_autotp.ranks.drift import Drift
 
 MOST = 256
 """Batches that are noted between two comparisons: those of a long evaluation would add up."""
@@ -72,14 +73,18 @@ class CountedNotes:
         else:
             self._is_left |= in_training
 
-    def compare(self) -> None:
+    def compare(self, drifts: Sequence[Drift] = ()) -> None:
         """Compare what was noted since the last time, and the random generators. Collective over the group.
+
+        Args:
+            drifts: what else is noted now, to be compared the next time.
 
         Raises:
             RuntimeError: on every rank, if any two ranks differ.
         """
         self._noted, self._is_left = 0, False
         self._consistency.compare()
+        self._consistency.note_whole(drifts)
 
 
 class ComparedFirst:

@@ -70,7 +70,6 @@ class ParallelState:
             that FSDP2 has cut.
         parts: what its modules take and give that is not Invariant, each as the change of layout that would make it so.
         given: the tensors that its modules were given in the call that was planned: ``(module, key)``.
-        outer: the paths of modules that take and give whole tensors where they are called by themselves.
         modules: the paths of its modules when it was divided, each module's first one.
         forwards: what ran each of its modules when it was divided: a function of its class, or what was on the object.
         writes: which of its parts were written by code that is not known to be right; none of a copy's.
@@ -90,7 +89,6 @@ class ParallelState:
     gradient_hooks: dict[str, Callable[[Tensor], Any]] = field(default_factory=dict)
     parts: tuple[ConversionPlan, ...] = ()
     given: frozenset[tuple[str, str]] = frozenset()
-    outer: frozenset[str] = frozenset()
     modules: tuple[str, ...] = ()
     forwards: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
     writes: Writes = field(default_factory=Writes)
@@ -185,7 +183,7 @@ class ParallelState:
         made.sources, made.cpu_offload = dict(self.sources), self.cpu_offload
         made.gradient_sums, made.gradient_hooks = dict(self.gradient_sums), dict(self.gradient_hooks)
         made.guard = twins.get(id(self.guard))  # which hooks of a deep copy have
-        made.parts, made.given, made.outer, made.modules = self.parts, self.given, self.outer, self.modules
+        made.parts, made.given, made.modules = self.parts, self.given, self.modules
         for module, path in self._paths.items():
             if id(module) in twins:
                 made._paths[twins[id(module)]] = path

@@ -667,6 +667,20 @@ def is_compiled_call(frame: FrameType | None) -> bool:
     return frame is not None and frame.f_globals.get("__name__") == "torch._dynamo.eval_frame"
 
 
+def modules_being_called(frame: FrameType | None) -> Iterator[nn.Module | None]:
+    """The modules whose calls have led to a frame, innermost first; ``None`` for compiled code, which may have any.
+
+    Nothing public says which calls are under way.
+    """
+    call = nn.Module._call_impl.__code__
+    while frame is not None:
+        if frame.f_code is call:
+            yield frame.f_locals["self"]
+        elif is_compiled_call(frame):
+            yield None
+        frame = frame.f_back
+
+
 def put_below(mode: TorchFunctionMode) -> None:
     """Begin a mode below those that are on: code that is within these now will leave them as if it were not there.
 

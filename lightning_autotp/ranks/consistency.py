@@ -72,12 +72,12 @@ class ReplicaConsistency:
     Args:
         group: the tensor-parallel group.
         device: whose random numbers are compared, besides the CPU's.
-        drifts: what else is compared, a tensor of each for every batch.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, drifts: Sequence[Drift] = ()) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group, self._device = group, device
-        self._losses, self._drifts, self._where = Losses(), drifts, "a step"
+        self._losses, self._where = Losses(), "a step"
+        self._drifts: Sequence[Drift] = ()
         self._noted: list[Noted] = []
         self._sizes: list[int] = []  # how many of the last numbers are of batches, of losses, and of each drift
         self._streams: tuple[tuple[str, str], ...] = ()
@@ -98,12 +98,16 @@ class ReplicaConsistency:
                 checksums.setdefault(part.checksum.device, []).append(part.checksum)
         self._noted.append(Noted(where, parts, [HostCopy(combined(found)) for found in checksums.values()]))
         self._where = where
-        for drift in self._drifts:
-            drift.note()
 
     def note_loss(self, loss: Tensor) -> None:
         """Remember a loss of the last batch for the comparison after the next one. Not collective."""
         self._losses.note(loss, self._where)
+
+    def note_whole(self, drifts: Sequence[Drift]) -> None:
+        """Note some more tensors of these as they are now, for the next comparison. Not collective."""
+        self._drifts = drifts
+        for drift in drifts:
+            drift.note()
 
     def numbers(self) -> list[int]:
         """What is compared by: some numbers of 64 bits.
@@ -144,7 +148,8 @@ class ReplicaConsistency:
             for part, size in zip(parts, self._sizes, strict=True):
                 part += islice(rest, size)
         self._settle_batches(of_batches, everyone)
-        for drift, of_all in zip(self._drifts, of_drifts, strict=True):
+        drifts, self._drifts = self._drifts, ()
+        for drift, of_all in zip(drifts, of_drifts, strict=True):
             drift.settle(of_all, everyone)  # it says what, where a loss only says that something is
         self._losses.settle(of_losses, everyone)
 

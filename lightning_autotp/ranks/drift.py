@@ -2,7 +2,9 @@
 
 Each rank steps its own copy, with the same gradients. What one rank alone does to its own (a write, a gradient
 clipped by its part's norm, other random numbers) stays unseen otherwise, and so does what kernels that are not
-deterministic add up to. A few tensors are compared at a time, so that what a step pays does not grow with the model.
+deterministic add up to. Most models have few elements that every rank has whole (norms, biases, a router): all are
+compared each time. Of more, some are at a time, so that what a step pays does not grow with the model; where they are
+is looked up now and then, for that takes longest.
 """
 
 from __future__ import annotations
@@ -10,9 +12,10 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice, zip_longest
+from itertools import zip_longest
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -21,10 +24,10 @@ from lightning_autotp.ranks.extremes import LOWEST, are_alike, bounds
 from lightning_autotp.ranks.fingerprints import sum_and_norm
 from lightning_autotp.ranks.host_copy import HostCopy
 
-_TENSORS = 16
-"""How many tensors are compared at once, at most."""
 _ELEMENTS = 2**20
-"""How many elements they have, but for those of the last one."""
+"""How many elements are compared at once, but for those of the last tensor."""
+_TURNS = 16
+"""After how many turns of all tensors it is looked up again where there are any."""
 _DIFFERENCE = 1e-3
 """How far norms and normalized sums may be apart: rounding that has added up is far less."""
 
@@ -51,30 +54,39 @@ def _known(value: float) -> float:
     return math.inf if math.isnan(value) else value
 
 
+Tensors = Callable[[], Iterator[tuple[str, Tensor]]]
+"""Gives the tensors of the moment, by name: on every rank the same, in the same order."""
+
+
 class Drift:
     """Notes some tensors after others, in turn, and compares them with those of the other ranks.
 
     Args:
-        tensors: gives the tensors of the moment, by name: on every rank the same, in the same order.
+        look: looks up where they are, and returns what gives them.
         group: the tensor-parallel group.
     """
 
-    def __init__(self, tensors: Callable[[], Iterator[tuple[str, Tensor]]], group: dist.ProcessGroup) -> None:
-        self._tensors, self._ranks = tensors, tuple(dist.get_process_group_ranks(group))
+    def __init__(self, look: Callable[[], Tensors], group: dist.ProcessGroup) -> None:
+        self._look, self._ranks = look, tuple(dist.get_process_group_ranks(group))
+        self._turns = 0
         self._left: Iterator[tuple[str, Tensor]] = iter(())
-        self._noted: list[tuple[str, HostCopy]] = []
+        self._noted: list[tuple[list[str], HostCopy]] = []
 
     def note(self) -> None:
         """Note the next tensors as they are now. Not collective, and no device is waited for."""
-        self._noted = list(self._next())
-        if not self._noted:
+        tensors = list(self._next())
+        if not tensors:
+            if self._turns % _TURNS == 0:
+                self._tensors = self._look()
+            self._turns += 1
             self._left = self._tensors()
-            self._noted = list(self._next())
+            tensors = list(self._next())
+        self._noted = list(_noted(tensors))
 
-    def _next(self) -> Iterator[tuple[str, HostCopy]]:
+    def _next(self) -> Iterator[tuple[str, Tensor]]:
         elements = 0
-        for name, tensor in islice(self._left, _TENSORS):
-            yield name, HostCopy(sum_and_norm(tensor.detach(), 2))
+        for name, tensor in self._left:
+            yield name, tensor.detach()
             elements += tensor.numel()
             if elements >= _ELEMENTS:
                 return
@@ -97,9 +109,10 @@ class Drift:
             RuntimeError: on all of these ranks, if one differs within any one group.
         """
         noted, self._noted = self._noted, []
+        share = _DIFFERENCE / max(1, sum(len(names) for names, _ in noted))  # as of the sum of a single one
         if all(
             are_alike(largest[at : at + 2], 0.0, _DIFFERENCE)
-            and are_alike(largest[at + 2 : at + 4], _DIFFERENCE / _TENSORS, _DIFFERENCE)
+            and are_alike(largest[at + 2 : at + 4], share, _DIFFERENCE)
             for at in range(0, len(largest), 4)
         ):
             return
@@ -127,9 +140,27 @@ class Drift:
         )
 
 
-def _read(noted: Sequence[tuple[str, HostCopy]]) -> list[_Seen]:
-    found = [(name, copied.read().tolist()) for name, copied in noted]
-    return [_Seen(name, norm, total) for name, (total, norm) in found]
+def _noted(tensors: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[list[str], HostCopy]]:
+    """The numbers of tensors on their way to the host, from each device together."""
+    alike: dict[torch.device, dict[tuple[torch.dtype, int], list[tuple[str, Tensor]]]] = {}
+    for name, tensor in tensors:
+        kinds = alike.setdefault(tensor.device, {})
+        kinds.setdefault((tensor.dtype, tensor.numel()), []).append((name, tensor))
+    for kinds in alike.values():
+        names = [name for kind in kinds.values() for name, _ in kind]
+        yield names, HostCopy(torch.cat([_numbers([tensor for _, tensor in kind]) for kind in kinds.values()]))
+
+
+def _numbers(alike: Sequence[Tensor]) -> Tensor:
+    """Sum and norm of each of some tensors of one size, ``[n, 2]``, in a few kernels."""
+    if len(alike) == 1:
+        return sum_and_norm(alike[0], 2).unsqueeze(0)
+    return sum_and_norm(torch.stack([tensor.reshape(-1) for tensor in alike]), 2, 1)
+
+
+def _read(noted: Sequence[tuple[list[str], HostCopy]]) -> list[_Seen]:
+    found = [(names, copied.read().tolist()) for names, copied in noted]
+    return [_Seen(n, norm, total) for names, rows in found for n, (total, norm) in zip(names, rows, strict=True)]
 
 
 def _spread(of_all: Sequence[_Seen]) -> float:

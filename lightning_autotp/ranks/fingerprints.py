@@ -94,11 +94,15 @@ class Fingerprints:
         return None
 
 
-def sum_and_norm(tensor: Tensor, order: float) -> Tensor:
-    """A tensor's sum and its norm of this order, ``[2]``, in single precision at least; the tensor is not copied."""
+def sum_and_norm(tensor: Tensor, order: float, dim: int | None = None) -> Tensor:
+    """A tensor's sum and its norm of this order, in single precision at least; the tensor is not copied.
+
+    Returns:
+        ``[2]``, or with a dim, along which both are taken, ``[..., 2]``.
+    """
     x = tensor.float() if tensor.itemsize == 1 else tensor  # few functions take float8
     dtype = torch.promote_types(x.dtype, torch.float32)
-    return torch.stack([x.sum(dtype=dtype), torch.linalg.vector_norm(x, order, dtype=dtype)])
+    return torch.stack([x.sum(dim, dtype=dtype), torch.linalg.vector_norm(x, order, dim, dtype=dtype)], -1)
 
 
 def _eps(tensor: Tensor) -> float:

@@ -537,6 +537,25 @@ def _(active: Any) -> None:
     assert active is None
 
 
+@canary("torch.nn.Module._call_impl")
+def _(_: Any) -> None:
+    """It is a frame of every call, hooked or not, from its hooks too, with the module as what ``self`` is in it."""
+    called: list[Any] = []
+
+    def look(*_: Any) -> None:
+        frame: Any = sys._getframe()
+        while frame is not None:
+            if frame.f_code is nn.Module._call_impl.__code__:
+                called.append(frame.f_locals["self"])
+            frame = frame.f_back
+
+    inner = nn.Identity()
+    outer = nn.Sequential(inner)
+    inner.register_forward_pre_hook(look)
+    outer(1)
+    assert called == [inner, outer]
+
+
 @canary("torch.nn.Module._compiled_call_impl")
 def _(_: Any) -> None:
     module = nn.Identity()

@@ -187,12 +187,14 @@ def test_gathered_inputs_are_not_kept_for_the_backward_pass() -> None:
 
 
 def called_alone(model: Any) -> Tensor:
-    """A loss that calls the base model, the embeddings and the head by themselves."""
+    """A loss that calls the base model, the embeddings, the head and modules further inside by themselves."""
     batch = token_batch(0, 2, 17)
     ids = batch["input_ids"]
     hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
     logits = model.lm_head(hidden)
     loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    layer = model.model.layers[1]
+    loss = loss + layer.mlp(layer.post_attention_layernorm(hidden)).pow(3).mean() + layer.mlp.up_proj(hidden).sum()
     return loss + hidden.pow(2).mean() + model.get_input_embeddings()(ids).pow(3).mean()
 
 

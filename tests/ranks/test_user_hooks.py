@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -11,9 +12,10 @@ from called import IDS, made, worst
 from distributed import run_ranks
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_full_backward_hook
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_autotp import parallelize
+from lightning_autotp import checked, parallelize
 
 COLLECTED = {
     "llama": ("self_attn.q_proj", "self_attn.v_proj", "mlp.act_fn", "mlp.down_proj", "input_layernorm"),
@@ -69,6 +71,9 @@ def collecting(rank: int, size: int, families: list[str]) -> None:
             each.zero_grad()
             each(input_ids=IDS, labels=IDS).loss.backward()
         assert worst(model, reference) < 2e-5
+        each_module_alone(model, reference)
+        if family == "llama":
+            layer_alone(model, reference)
 
 
 @pytest.mark.parametrize(
@@ -165,6 +170,78 @@ def called_alone(model: Any) -> Tensor:
     return loss + hidden.pow(2).mean() + logits[..., 5].mean()
 
 
+def calls_of_modules(model: Any) -> dict[str, tuple[Any, Any]]:
+    """What each module inside is called with, as leaves."""
+    calls: dict[str, tuple[Any, Any]] = {}
+    handles = [
+        module.register_forward_pre_hook(
+            lambda _, args, kwargs, path=path: calls.setdefault(path, tree_map_only(Tensor, as_leaf, (args, kwargs))),
+            with_kwargs=True,
+        )
+        for path, module in model.named_modules()
+        if path
+    ]
+    model(input_ids=IDS, use_cache=False)
+    for handle in handles:
+        handle.remove()
+    return calls
+
+
+def as_leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def each_module_alone(model: Any, reference: Any) -> None:
+    """Every module, however deep, called with whole tensors, as in one process: what it gives, and all gradients."""
+    calls = calls_of_modules(reference.train())
+    model.train()
+    model(input_ids=IDS, use_cache=False)
+    tried = 0
+    for path, (args, kwargs) in calls.items():
+        given: list[list[Tensor]] = []
+        for each in (reference, model):
+            each.zero_grad()
+            called = copy.deepcopy((args, kwargs))
+            result = first_tensor(each.get_submodule(path)(*called[0], **called[1]))
+            if result.requires_grad:
+                (result * torch.linspace(-1, 1, result.numel()).view_as(result)).mean().backward()
+            taken = [leaf for leaf in tree_leaves(called) if isinstance(leaf, Tensor) and leaf.requires_grad]
+            given.append([result, *(x.grad if x.grad is not None else torch.zeros(1) for x in taken)])
+        for wanted, found in zip(*given, strict=True):
+            torch.testing.assert_close(found + 0, wanted, rtol=1e-4, atol=1e-6, msg=lambda m, at=path: f"{at}: {m}")
+        if result.requires_grad and any(parameter.grad is not None for parameter in reference.parameters()):
+            assert worst(model, reference) < 2e-5, (path, worst(model, reference))
+        tried += 1
+    assert tried > 10
+
+
+def layer_alone(model: Any, reference: Any) -> None:
+    """A layer that is cut, called in other ways: a hook of the user's on it, with other dims, in the watch."""
+    layer, twin = (each.model.layers[0].mlp.up_proj for each in (model, reference))
+    x = torch.randn(2, 5, layer.in_features, generator=torch.Generator().manual_seed(3))
+    wanted = twin(x)
+    seen: list[Tensor] = []
+    for _ in range(2):  # that it was called so before leaves nothing in the way
+        torch.testing.assert_close(layer(x), wanted)
+        seen.clear()
+        handle = layer.register_forward_hook(lambda _, args, output: seen.append(output))
+        torch.testing.assert_close(layer(x), wanted)
+        torch.testing.assert_close(seen[0], wanted)
+        model(input_ids=IDS)
+        assert seen[1].shape == (*IDS.shape, layer.out_features)
+        handle.remove()
+    with checked(model):
+        torch.testing.assert_close(layer(x), wanted)
+    with pytest.raises(RuntimeError, match=r"mlp\.up_proj is called on its own, and what it gives has 2 dims, where"):
+        layer(x[0])
+    torch.testing.assert_close(layer(x), wanted)
+    down, of_down = (each.model.layers[0].mlp.down_proj for each in (model, reference))
+    with pytest.raises(RuntimeError, match=r"mlp\.down_proj is called on its own, and what it takes at \[0\]\[0\] has"):
+        down(wanted[0])
+    torch.testing.assert_close(down(wanted), of_down(wanted))
+    torch.testing.assert_close(copy.deepcopy(model).model.layers[0].mlp.up_proj(x), wanted)
+
+
 def alone(rank: int, size: int, families: list[str]) -> None:
     for family in families:
         reference, model = made(family), made(family)
@@ -181,6 +258,9 @@ def alone(rank: int, size: int, families: list[str]) -> None:
             each.zero_grad()
             each(input_ids=IDS, labels=IDS).loss.backward()
         assert worst(model, reference) < 2e-5
+        each_module_alone(model, reference)
+        if family == "llama":
+            layer_alone(model, reference)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +271,7 @@ def alone(rank: int, size: int, families: list[str]) -> None:
         pytest.param(3, ["llama", "gpt2"], marks=pytest.mark.nightly),
     ],
 )
-def test_the_base_model_embeddings_and_head_called_by_themselves(size: int, families: list[str]) -> None:
+def test_modules_called_by_themselves(size: int, families: list[str]) -> None:
     run_ranks(alone, size, families)
 
 

@@ -189,6 +189,22 @@ def misused(at: int, checked_steps: int, around: Callable[[], Any], compiled: bo
     return "no error"
 
 
+def drifting(of: str) -> None:
+    """A loop that writes into what every rank has whole, or into what the optimizer remembers of it, on one rank."""
+    fabric = two()
+    fabric.seed_everything(5, verbose=False)
+    model = fabric.setup_module(Plain())
+    optimizer = fabric.setup_optimizers(torch.optim.Adam(model.parameters(), lr=0.0))
+    bias = model.net[3].bias
+    for number in range(6):
+        fabric.backward(model(IDS[:4]).float().square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        if number == 2 and fabric.global_rank == 1:
+            with torch.no_grad():
+                (bias if of == "parameter" else optimizer.optimizer.state[bias]["exp_avg_sq"]).add_(1.0)
+
+
 def left_before_a_step() -> None:
     """A loop that ends, as one with an error does, while its gradients are accumulated."""
     model = two().setup_module(Plain())
@@ -234,6 +250,8 @@ def two_ranks(directory: str, loops: list[str]) -> dict[str, Any]:
         seen[f"saved {directories}"] = saved(folder, directories)
     for number in (2, 0, -1):
         seen[f"batches {number}"] = batches(rank, number)
+    for of in ("parameter", "state"):
+        seen[f"drift of a {of}"] = error_of(drifting, of)
     for name in loops:
         if name == "after another":
             left_before_a_step()
@@ -296,6 +314,13 @@ def test_batches_are_compared_before_the_model_or_before_the_step(found: list[di
         assert [seen[f"batches {number}"][0] for number in (2, 0, -1)] == [4, 2, 6]
         for number in (2, 0, -1):
             assert "batch 1 of dataloader 1 " in seen[f"batches {number}"][1]
+
+
+@pytest.mark.parametrize(("of", "name"), [("parameter", "net.3.bias"), ("state", "exp_avg_sq of net.3.bias")])
+def test_what_every_rank_has_whole_is_compared_in_every_step(of: str, name: str, found: list[dict[str, Any]]) -> None:
+    [error] = {seen[f"drift of a {of}"] for seen in found}
+    assert error.startswith("RuntimeError: a tensor that every rank of a tensor-parallel group has whole has become")
+    assert f"rank 1: {name}, of norm" in error
 
 
 @pytest.mark.parametrize("loop", nightly(LOOPS, ["within a device", "within a default device", "always"]))

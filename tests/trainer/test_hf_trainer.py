@@ -37,6 +37,16 @@ class OwnLoss(Trainer):
         return (1 + 0.01 * dist.get_rank() * (self.state.global_step == 1)) * super().compute_loss(*args, **kwargs)
 
 
+class Drifting(Trainer):
+    """Writes into the first norm on one rank, after the second step of four."""
+
+    def training_step(self, model: Any, *others: Any) -> Tensor:
+        if self.state.global_step == 2 and dist.get_rank() == 1:
+            with torch.no_grad():
+                model.model.norm.weight.mul_(1.01)
+        return super().training_step(model, *others)
+
+
 class Sequences(Dataset[dict[str, Tensor]]):
     """Of which the loss counts different numbers of tokens, so that a mean of means is not the mean."""
 
@@ -209,6 +219,8 @@ def refused(folder: Path) -> dict[str, str]:
     said["batches"] = _said(lambda: adafactor.training_step(model, {name: row[None] for name, row in batch.items()}))
     chosen = TrainingArguments(**settings(folder, eval_strategy="no", save_strategy="no", max_steps=4))
     said["losses"] = _said(OwnLoss(model=model, args=chosen, train_dataset=Sequences()).train)
+    parallelize(model := plain(), dist.group.WORLD)
+    said["drift"] = _said(Drifting(model=model, args=chosen, train_dataset=Sequences()).train)
     (folder / "other").mkdir(exist_ok=True)
     said["no files"] = _said(lambda: adafactor.load_weights(str(folder / "other")))
     said["processes"] = str(PartialState().num_processes)
@@ -232,6 +244,8 @@ def test_what_cannot_work_is_said(tmp_path: Path) -> None:
     assert "ValueError" in said["optimizer"]
     assert "Adafactor" in said["optimizer"]
     assert "a batch of step 0 differs between the ranks of a tensor-parallel group" in said["batches"]
+    assert "RuntimeError: a tensor that every rank of a tensor-parallel group has whole has become" in said["drift"]
+    assert "rank 1: model.norm.weight, of norm" in said["drift"]
     assert "RuntimeError: the ranks of a tensor-parallel group have different losses" in said["losses"]
     assert "(of a batch of step 1)" in said["losses"]
     assert "has no *.safetensors files" in said["no files"]

@@ -42,6 +42,7 @@ from lightning_autotp.gradients.norms import clip_gradients_norm, gradient_norm
 from lightning_autotp.gradients.sums import synchronize_gradients
 from lightning_autotp.guard.gathered import GatheredForCall
 from lightning_autotp.guard.standalone import ForwardDepth, StandaloneCall
+from lightning_autotp.guard.user_hooks import UserHooks
 from lightning_autotp.layouts.types import Invariant, Replicate
 from lightning_autotp.optimizers.on_parts import check_optimizer
 from lightning_autotp.parameters.state import ParallelState, ParameterTable, parallel_state
@@ -186,7 +187,9 @@ def used_from_above(group: TPGroup) -> dict[str, Tensor]:
     synchronize_gradients(model)
     for path, module in model.named_modules():
         if path:
-            StandaloneCall(ForwardDepth(model), GatheredForCall(model), path).attach(module)
+            StandaloneCall(ForwardDepth(model), GatheredForCall(model), UserHooks(model), path, False).attach(
+                module, False
+            )
     cloned(model)[0](torch.full((3,), float(group.rank + 1))).sum().backward()
     return full_gradients(model)
 

@@ -47,8 +47,8 @@ IN_A_FORWARD = [
     "guard/standalone.py: StandaloneCall.before",
     "applying/replace.py: BoundaryConversion.before",
     "applying/replace.py: BoundaryConversion.after",
-    "guard/standalone.py: StandaloneCall.end",
     "guard/standalone.py: StandaloneCall.after",
+    "guard/standalone.py: StandaloneCall.end",
     "guard/guard.py: Guard._returned",
     "guard/guard.py: Guard._after",
 ]
