@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from io import BytesIO
 from tempfile import TemporaryDirectory
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -19,6 +20,8 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.testing._internal.logging_tensor import LoggingTensorMode
+from torch.utils._debug_mode import DebugMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from torch.utils.tensorboard import SummaryWriter
@@ -211,6 +214,14 @@ def tracked_memory(model: Any) -> float:
     return loss.item() + float(model.lm_head.weight.grad.norm())
 
 
+def under_a_mode(kind: Callable[[], Any], model: Any) -> float:
+    """With a mode that sees every operator; one that also hooks what modules return is an error (``late_logits``)."""
+    with kind():
+        loss = model(input_ids=IDS, labels=IDS).loss
+        loss.backward()
+    return loss.item() + float(model.lm_head.weight.grad.norm())
+
+
 def balanced_losses(model: Any) -> float:
     """As GradNorm weighs two losses, by the norms of their gradients for some weights."""
     output = model(input_ids=IDS, labels=IDS)
@@ -229,6 +240,8 @@ AS_IN_ONE_PROCESS: dict[str, Callable[[Any], float]] = {
     "a loss that is computed again": checkpointed_loss,
     "losses weighed by their gradients": balanced_losses,
     "a tracker of memory": tracked_memory,
+    "a debugging mode": partial(under_a_mode, DebugMode),
+    "a mode that logs": partial(under_a_mode, LoggingTensorMode),
 }
 
 
