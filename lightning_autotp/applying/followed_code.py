@@ -15,8 +15,11 @@ The proof is of a trace. Running code may go another way for one of two reasons,
 Any other step is an error before it happens, so before anything is communicated at it, on every rank: the values that
 decide are the same on all, and so is the code.
 
-Where no values decide, what cannot be followed (compiled modules, hooks, function transforms, classes of tensors of its
-own) is not: tensors that come from there have an unknown type, with which every line agrees. Nor is what a declared
+Modules on which ``compile()`` was called run uncompiled in a single call that is followed. Their code may ask whether
+it is compiled: it is proved with both answers.
+
+Where no values decide, what cannot be followed (other compiled code, hooks, function transforms, classes of tensors of
+its own) is not: tensors that come from there have an unknown type, with which every line agrees. Nor is what a declared
 function runs, but its calls are seen, and what it gives is of the type that it had in the trace.
 """
 
@@ -52,10 +55,14 @@ from lightning_autotp.capture.seen_functions import DeclaredFunction
 from lightning_autotp.parameters.state import parallel_state
 from lightning_autotp.private.torch_private import (
     WeakIdKeyDictionary,
+    compiled_in_place,
     has_values,
     is_compiled_itself,
     is_in_backward,
     is_operator,
+    recomputing,
+    run_as_written,
+    uncompiled,
     without_functions,
 )
 from lightning_autotp.solving.paths import (
@@ -113,6 +120,7 @@ class FollowedCode:
         is_decided: whether they do in the call under way.
         others: in a call that is followed, what was seen of all modules in calls that go its way.
         declared: the code of declared functions.
+        is_as_written: whether what is compiled runs uncompiled meanwhile.
         running: the modules that are running, the innermost last; ``None`` for one of which nothing is known.
     """
 
@@ -122,6 +130,7 @@ class FollowedCode:
         self.is_decided = True
         self.others: Mapping[str, SeenPath] = {}
         self.declared: frozenset[CodeType] = frozenset()
+        self.is_as_written = False
         self.running: list[_Run | None] = []
         self._always: list[Undo] = []
         self._now: list[Undo] = []
@@ -168,8 +177,14 @@ class FollowedCode:
             others: by module, what was seen of its code; modules that are missing are not followed.
         """
         self.end()
-        if "" not in others or "" in self.decided or any(map(is_compiled_itself, self.model.modules())):
+        if "" not in others or "" in self.decided or self._is_compiled_around():
             return
+        self.is_as_written = any(compiled_in_place(self.model.modules()))
+        if self.is_as_written:
+            as_written = ExitStack()
+            as_written.enter_context(run_as_written(self.model.modules()))
+            as_written.enter_context(recomputing(self._again))
+            self._now.append(as_written.close)
         self.others, self.declared = others, codes_of_declared()
         self._now.append(_calls_of_declared({line[2] for seen in others.values() for line in seen.calls}))
         paths = {parallel_state(self.model).path(module): module for module in self.model.modules()}
@@ -184,6 +199,21 @@ class FollowedCode:
             root.is_inside = True
             self._root = _Calls(root)
             self._root.__enter__()
+
+    def _is_compiled_around(self) -> bool:
+        """Whether modules are compiled that cannot run as they are written for one call."""
+        return is_compiled_itself(self.model) or any(
+            uncompiled(module) is not module for module in self.model.modules()
+        )
+
+    def _again(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """What runs as written where the backward pass computes activations again, as it did in the forward pass."""
+
+        def again(*args: Any, **kwargs: Any) -> Any:
+            with run_as_written(self.model.modules()):
+                return function(*args, **kwargs)
+
+        return again
 
     def returned(self, output: Any) -> None:
         """When the model's own code has run. Not collective.
@@ -203,6 +233,7 @@ class FollowedCode:
             self._root.__exit__(None, None, None)
             self._root = None
         _undo(self._now)
+        self.is_as_written = False
         self.running.clear()
         self.others = {}
         if not self.decided:  # weak references: a parameter with any cannot be swapped

@@ -49,11 +49,12 @@ class ComparedValues:
     def __reduce__(self) -> tuple[Any, ...]:
         return ComparedValues, (self.model,)  # a copy of the model has calls of its own
 
-    def begin(self, places: Mapping[Boundary, bool]) -> None:
+    def begin(self, places: Mapping[Boundary, bool], with_compiled: bool) -> None:
         """Before a forward that is to be compared. Not collective.
 
         Args:
             places: where tensors are alike, and whether their gradients are.
+            with_compiled: whether what is compiled runs uncompiled in it; otherwise hooks there would be compiled.
         """
         self.end()
         self._forward = Fingerprints()
@@ -63,7 +64,7 @@ class ComparedValues:
         self._places = places
         modules = {place.module for place in places}
         state = parallel_state(self.model)
-        for module in _outside_compiled(self.model):
+        for module in self.model.modules() if with_compiled else _outside_compiled(self.model):
             path = state.path(module)
             if path and path in modules:
                 note = partial(self._note, path)

@@ -240,11 +240,12 @@ class Guard:
             self.bypasses.begin()
         if way is None or self.running.own > 1:
             return
+        if self.calls.is_compared:
+            way = way.as_written or way
+            self.followed.begin(way.paths)
+            self.compared.begin(way.alike, with_compiled=self.followed.is_as_written)
         if not has_gradients:
             self.bypasses.expect(way.ran)
-        if self.calls.is_compared:
-            self.compared.begin(way.alike)
-            self.followed.begin(way.paths)
 
     def _is_unwritten_before_step(self, optimizer: Optimizer) -> None:
         """Nothing was written into parts by code that is not known. Collective if the step is the first use.

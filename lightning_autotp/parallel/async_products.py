@@ -57,7 +57,9 @@ def _why_not(process_group: dist.ProcessGroup) -> str:
 
 
 class ProductReport:
-    """Forward pre-hook: an error in the first training step if nothing is compiled; after it, what was fused.
+    """Forward pre-hook: an error in the first training step if nothing is compiled; after the second, what was fused.
+
+    The first one is followed line by line, and so it is not compiled (:mod:`~lightning_autotp.applying.followed_code`).
 
     Args:
         fused: what counts the products.
@@ -73,7 +75,7 @@ class ProductReport:
             AsyncTensorParallelError: if nothing of the model is compiled.
         """
         is_traced = torch.compiler.is_compiling() or not has_values(next(module.parameters()))
-        if self.steps == 2 or is_traced or not (module.training and torch.is_grad_enabled()):
+        if self.steps == 3 or is_traced or not (module.training and torch.is_grad_enabled()):
             return
         if not is_compiled(module):
             raise AsyncTensorParallelError(
@@ -82,5 +84,5 @@ class ProductReport:
                 " block.compile(fullgraph=True)"
             )
         self.steps += 1
-        if self.steps == 2 and dist.get_rank() == 0:
+        if self.steps == 3 and dist.get_rank() == 0:
             print(f"lightning_autotp: {self.fused}", flush=True)

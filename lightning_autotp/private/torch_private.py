@@ -628,6 +628,23 @@ def is_compiled_itself(module: nn.Module) -> bool:
 
 
 @contextmanager
+def run_as_written(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Within it, those of the modules on which ``module.compile()`` was called run uncompiled; compiled they still are.
+
+    What is public (``torch.compiler.set_stance``) is for all compiled code of the process, also for kernels that only
+    compiled code runs in little memory.
+    """
+    compiled = [(module, call) for module in modules if (call := _COMPILED_CALL(module)) is not None]
+    for module, _ in compiled:
+        module._compiled_call_impl = module._call_impl
+    try:
+        yield
+    finally:
+        for module, call in compiled:
+            module._compiled_call_impl = call
+
+
+@contextmanager
 def without_modes() -> Iterator[None]:
     """Within it no mode sees functions or operators that was active before."""
     with ExitStack() as stack:

@@ -108,6 +108,7 @@ class Way:
         sizes: attributes of the model itself that are this rank's meanwhile.
         is_as_planned: whether nothing else is changed on this way than the plan says.
         ran: the modules that run in every such call.
+        as_written: the way that such a call goes where modules that are compiled run uncompiled; ``None`` is this one.
     """
 
     parts: tuple[ConversionPlan, ...]
@@ -119,6 +120,7 @@ class Way:
     sizes: list[_SizeOnWay] = field(default_factory=list)
     is_as_planned: bool = False
     ran: frozenset[str] = frozenset()
+    as_written: Way | None = None
 
 
 @dataclass(frozen=True)
@@ -570,6 +572,7 @@ class CallProver:
             why = str(error.__cause__)
         else:
             if other is way or other.graph is None or (other.is_as_planned and way.is_as_planned):
+                other.as_written = way if other is not way else None
                 return other
             why = "it goes another way then, on which other layouts or sizes change than the plan says"
         raise UnprovedCall(

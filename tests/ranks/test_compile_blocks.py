@@ -80,7 +80,10 @@ def compiled(rank: int, size: int, families: list[str]) -> dict[str, dict[str, A
         local = parallelize(model(family), dist.group.WORLD)  # type: ignore[arg-type]
         for block in blocks(local).values():
             block.compile(fullgraph=True, backend="aot_eager")
+        first = step(local)
+        assert not counters["stats"]["unique_graphs"]  # it is followed line by line
         found[family] = {
+            "first": first,
             "result": step(local),
             "graphs": counters["stats"]["unique_graphs"],
             "breaks": dict(counters["graph_break"]),
@@ -113,6 +116,7 @@ def test_blocks_are_one_graph_with_one_process_s_numbers(family: str) -> None:
         for name, value in wanted.items():
             exact = {"rtol": 1e-5, "atol": 0.0} if name == "loss" else {"rtol": 1e-4, "atol": 1e-6}
             torch.testing.assert_close(seen["result"][name], value, **exact)
+            torch.testing.assert_close(seen["first"][name], value, **exact)
 
 
 def dropping(rank: int, size: int, attention: str) -> list[Any]:
@@ -124,8 +128,9 @@ def dropping(rank: int, size: int, attention: str) -> list[Any]:
             for block in blocks(local).values():
                 block.compile(fullgraph=True, backend="aot_eager")
         for training in (True, False):
-            torch.manual_seed(5)
             local.train(training)
+            step(local)  # the first one after the mode changed is not compiled
+            torch.manual_seed(5)
             found.append({**step(local), "after": torch.get_rng_state()})
     return [*found, dict(counters["graph_break"])]
 

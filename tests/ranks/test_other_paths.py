@@ -26,6 +26,7 @@ from distributed import run_ranks
 from peft import LoraConfig, get_peft_model
 from tiny import tiny_model, token_batch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import is_fake
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
@@ -448,13 +449,24 @@ def alike(hidden: Tensor) -> Tensor:
 
 
 def outcome_of(
-    make: Callable[[], nn.Module], around: Callable[[], Any] = contextlib.nullcontext, **options: Any
+    make: Callable[[], nn.Module],
+    around: Callable[[], Any] = contextlib.nullcontext,
+    prepare: Callable[[nn.Module], Any] = lambda model: None,
+    **options: Any,
 ) -> str:
-    """What is said of two such blocks in a model without gradients; without a word they are like in one process."""
+    """What is said of two such blocks in a model without gradients; without a word they are like in one process.
+
+    Args:
+        make: makes a block.
+        around: what the model is called within.
+        prepare: what is done with the model when it is divided.
+        **options: those of ``parallelize``.
+    """
     torch.manual_seed(0)
     local = nn.Sequential(nn.Linear(WIDTH, WIDTH), make(), make(), nn.LayerNorm(WIDTH))
     whole, x = copy.deepcopy(local), torch.randn(2, 12, WIDTH)
     parallelize(local, dist.group.WORLD, example_inputs=x, plan_cache=False, **options)  # type: ignore[arg-type]
+    prepare(local)
     with around():
         try:
             found = local(x)
@@ -492,6 +504,56 @@ def tuned(is_quantized: bool) -> str:
     return ""
 
 
+class Flagged(NormedBlock):
+    """What it does is the same whether it is compiled or not, and another thing where a flag is set."""
+
+    def run(self, x: Tensor) -> Tensor:
+        normed = self.norm(x)
+        hidden = self.inner(normed).sin()
+        return x + (norm_of_a_part if SWITCH["on"] else as_traced)(self, normed, hidden)
+
+
+class Again(nn.Module):
+    """Computes what a block does again in the backward pass."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Tensor:
+        again: Tensor = checkpoint(self.block, x, use_reentrant=False)
+        return again
+
+
+def compile_flagged(model: nn.Module, is_set: bool = True) -> None:
+    for block in model.modules():
+        if isinstance(block, Flagged):
+            block.compile(backend="aot_eager")
+    SWITCH["on"] = is_set
+
+
+def said_of_compiled_blocks() -> str:
+    """What is said of the norm of a part. Where there is none, all that is computed is right, and later compiled."""
+    SWITCH["on"] = False
+    blocks = (Again(Flagged(as_traced)) for _ in range(2))
+    local = nn.Sequential(nn.Linear(WIDTH, WIDTH), *blocks, nn.LayerNorm(WIDTH))
+    whole, x = copy.deepcopy(local), torch.randn(2, 12, WIDTH)
+    parallelize(local, dist.group.WORLD, example_inputs=x, plan_cache=False)  # type: ignore[arg-type]
+    compile_flagged(local, False)
+    counters.clear()
+    for turn in range(2):
+        for model in local, whole:
+            model.zero_grad()
+            (model(x) * x).sum().backward()
+        gradients = full_gradients(local)
+        for name, parameter in whole.named_parameters():
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-6)
+        assert bool(counters["stats"]["unique_graphs"]) == (turn == 1)
+    said = outcome_of(lambda: Flagged(as_traced), prepare=compile_flagged)
+    SWITCH["on"] = False
+    return said
+
+
 class NormOfAPart(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.sin() if is_fake(x) else x.sin() / x.norm()
@@ -508,6 +570,7 @@ def said_around(rank: int, size: int) -> dict[str, str]:
         "FSDP2": outcome_of(lambda: NormedBlock(norm_of_a_part), data_mesh=mesh["data"]),
         "a declared kernel": outcome_of(lambda: NormedBlock(norm_of_a_part, kernel=declared_kernel)),
         "adapters": tuned(is_quantized=False),
+        "compiled blocks": said_of_compiled_blocks(),
     }
     for reentrant in (False, True):
         block = partial(NormedBlock, norm_of_a_part, reentrant=reentrant)
