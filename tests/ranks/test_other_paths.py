@@ -122,8 +122,8 @@ KINDS: dict[str, Question] = {
     "late: a length": lambda block, x, _: x.shape[1] == 37,
     "late: a length of what is computed": lambda block, x, _: block.inner(x)[:, 1:].flatten(0, 1).shape[0] == 74,
     "late: elements that leave a rest": lambda block, x, _: x.numel() // WIDTH % 21 == 8,
-    "late: rows": lambda block, x, _: len(block.inner(x).split(4)[0]) == 3,
-    "a single row": lambda block, x, _: len(x) == 1,
+    "late: rows": lambda block, x, _: len(block.inner(x).split(8)[0]) == 4,
+    "a single row": lambda block, x, _: x.shape[0] == 1,
     "task": lambda block, x, task: task == 3,
     "task in a mapping": lambda block, x, task: task["task"] == 3,
     "task in a list": lambda block, x, task: task[0] == 3,
@@ -187,7 +187,7 @@ SHAPES: dict[str, list[tuple[int, int]]] = {
     "late: a length": [*LATE, (2, 37)],
     "late: a length of what is computed": [*LATE, (2, 38)],
     "late: elements that leave a rest": [*LATE, (2, 46)],
-    "late: rows": [*LATE, (3, 20)],
+    "late: rows": [*LATE, (4, 20)],
     "a single row": [(2, 7), (1, 7)],
 }
 """Rows and tokens of each call; two of them where nothing is said."""
