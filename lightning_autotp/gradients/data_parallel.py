@@ -35,7 +35,7 @@ from lightning_autotp.parallel.head_product import compute_undone
 from lightning_autotp.parallel.logits import VocabParallelLogits
 from lightning_autotp.parameters.local_blocks import fsdp_modules, is_cut, is_offloaded, plain, reshard
 from lightning_autotp.parameters.state import is_parallel, parallel_state
-from lightning_autotp.private.distributed_private import is_gathered_ahead, is_outermost
+from lightning_autotp.private.distributed_private import is_gathered_ahead
 from lightning_autotp.private.torch_private import accumulated_hooks, after_backward, tree_leaves
 from lightning_autotp.private.transformers_private import WAITS_FOR_COPIES
 from lightning_autotp.ranks.agreement import gather_objects

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from io import BytesIO
 from tempfile import TemporaryDirectory
-from functools import partial
 from typing import Any
 
 import lightning as L
