@@ -45,10 +45,10 @@ BEFORE_AN_OPTIMIZER = [
 AFTER_AN_OPTIMIZER = ["guard/guard.py: _after_step"]
 IN_A_FORWARD = [
     "guard/standalone.py: StandaloneCall.before",
-    "applying/replace.py: BoundaryConversion.before",
-    "applying/replace.py: BoundaryConversion.after",
     "guard/standalone.py: StandaloneCall.after",
     "guard/standalone.py: StandaloneCall.end",
+    "applying/replace.py: BoundaryConversion.before",
+    "applying/replace.py: BoundaryConversion.after",
     "guard/guard.py: Guard._returned",
     "guard/guard.py: Guard._after",
 ]
@@ -56,6 +56,8 @@ FORWARD = """
 Guard._before
 StandaloneCall.before model
 StandaloneCall.before model.embed_tokens
+StandaloneCall.after model.embed_tokens
+StandaloneCall.end model.embed_tokens
 StandaloneCall.before model.rotary_emb
 StandaloneCall.before model.layers.0.self_attn
 BoundaryConversion.before model.layers.0.self_attn
@@ -72,22 +74,24 @@ StandaloneCall.before model.norm
 """.strip().splitlines()
 """Every hook in a forward of the model of these tests, with its module; of the model itself without one."""
 AT_THE_HEAD = """
+StandaloneCall.after model
+StandaloneCall.end model
 StandaloneCall.before lm_head
 BoundaryConversion.after lm_head
-StandaloneCall.end lm_head
 StandaloneCall.after lm_head
+StandaloneCall.end lm_head
 Guard._returned
 Guard._after
 """.strip().splitlines()
 """The last of them."""
 BEFORE_THE_HEAD = """
 BoundaryConversion.after model
-StandaloneCall.end model
 StandaloneCall.after model
+StandaloneCall.end model
 StandaloneCall.before lm_head
 BoundaryConversion.before lm_head
-StandaloneCall.end lm_head
 StandaloneCall.after lm_head
+StandaloneCall.end lm_head
 Guard._returned
 Guard._after
 """.strip().splitlines()
