@@ -16,7 +16,7 @@ from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.layouts.units import in_units
 from lightning_autotp.planning.checkpointing import KeptActivations, choose, fitting_plan, memory_of
 from lightning_autotp.planning.estimate import memory
-from lightning_autotp.planning.rehearsal import local_model, rehearse
+from lightning_autotp.planning.rehearsal import RehearsalError, local_model, rehearse
 from lightning_autotp.proving.verify import trace
 from lightning_autotp.solving.options import PlanOptions
 
@@ -63,7 +63,7 @@ def test_positional_arguments_precision_and_one_rank() -> None:
     named = {"input_ids": batch["input_ids"], "labels": batch["labels"]}
     in_half = choose(model, None, named, 1e12, precision="bf16-true")
     assert in_half.needed < 0.6 * choose(model, None, named, 1e12, precision="32-true").needed
-    with pytest.raises(Exception, match="cannot be rehearsed"):
+    with pytest.raises(RehearsalError, match="has no loss"):
         choose(model, None, (batch["input_ids"],), 1e12, precision="32-true")  # no labels, so no loss
 
 

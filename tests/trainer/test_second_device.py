@@ -349,10 +349,10 @@ def test_a_plan_is_for_the_memory_of_the_device_that_has_the_least(found: list[d
         assert plans["no limit"].of_memory.startswith("made for no limit of memory: ")
 
 
-@pytest.mark.parametrize("name", REPORTED)
-def test_the_first_steps_are_followed_by_what_one_takes(name: str, found: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("run", REPORTED)
+def test_the_first_steps_are_followed_by_what_one_takes(run: str, found: list[dict[str, Any]]) -> None:
     for rank, seen in enumerate(found):
-        said, report = seen["reported"][name]
+        said, report = seen["reported"][run]
         assert 0.96 < report.memory_predicted / report.memory_measured < 1.15
         assert report.seconds_measured > 2 * report.seconds_predicted > 0  # the processor is no H100
         assert (report.machine, report.unknown) == ("H100", "")
