@@ -52,7 +52,7 @@ def gather_parameter(tensor: Tensor, meta: ParameterMeta, group: TPGroup) -> Ten
     return whole.to(tensor.device)
 
 
-_TOGETHER = 2**28
+_TOGETHER = 2**24
 """Bytes up to which the ranks' parts are gathered at once: they are there beside the whole until they are copied."""
 
 

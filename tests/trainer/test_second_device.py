@@ -209,7 +209,7 @@ def planned_for_its_memory() -> dict[str, Plan]:
     """Plans of a strategy where the device's memory is known, and rank 1 has the least."""
     found: dict[str, Plan] = {}
     limits: dict[str, tuple[Any, float]]
-    limits = {"room": ("device", 1e12), "no room": ("device", 1.0), "no limit": (None, 1e12), "limit": (3e11, 1e12)}
+    limits = {"room": ("device", 1e12), "no room": ("device", 1e3), "no limit": (None, 1e12), "limit": (3e11, 1e12)}
     for name, (given, there) in limits.items():
         with mock.patch.object(checkpointing, "memory_of", lambda _, there=there: there / (1 + dist.get_rank())):
             trainer = L.Trainer(
