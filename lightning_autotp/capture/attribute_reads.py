@@ -5,8 +5,9 @@ An integer may be a size that must become local, and any of them may decide whic
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -46,32 +47,36 @@ def note_attributes(model: nn.Module, graph: Graph, running: Callable[[], str]) 
     modules = dict(model.named_modules())
     configs = {path: vars(module).get("config") for path, module in modules.items()}
 
-    def note_integer(path: str, name: str, value: Any) -> None:
-        if type(value) is int:
-            graph.integers.setdefault(path, {}).setdefault(name, value)
-
-    def watch_module(path: str, module: nn.Module) -> None:
-        def note(name: str, value: Any) -> None:
-            if name in vars(module):
-                note_integer(path, name, value)
-            graph.settings.setdefault(path, {})[name] = None
-
-        _watch(module, note)
-
     def watch_config(config: object) -> None:
         names = getattr(config, "attribute_map", {})
 
         def note(name: str, value: Any) -> None:
             path = running()
             if configs.get(path) is config and name in vars(config):
-                note_integer(path, f"config.{names.get(name, name)}", value)
+                _note_integer(graph, path, f"config.{names.get(name, name)}", value)
 
         _watch(config, note)
 
     for config in {id(config): config for config in configs.values() if config is not None}.values():
         watch_config(config)
+    note_own_attributes(modules, graph)
+
+
+def note_own_attributes(modules: Mapping[str, nn.Module], graph: Graph) -> None:
+    """The same for what these modules' code reads of the modules themselves, by their paths."""
     for path, module in modules.items():
-        watch_module(path, module)
+        _watch(module, partial(_note_own, graph, path, module))
+
+
+def _note_own(graph: Graph, path: str, module: nn.Module, name: str, value: Any) -> None:
+    if name in vars(module):
+        _note_integer(graph, path, name, value)
+    graph.settings.setdefault(path, {})[name] = None
+
+
+def _note_integer(graph: Graph, path: str, name: str, value: Any) -> None:
+    if type(value) is int:
+        graph.integers.setdefault(path, {}).setdefault(name, value)
 
 
 def _watch(target: object, note: Callable[[str, Any], object]) -> None:
