@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from types import FunctionType, MethodType
@@ -46,19 +46,29 @@ class Places:
         paths: of its modules, each one's first.
     """
 
-    def __init__(self, model: nn.Module, of_tensors: Collection[str]) -> None:
+    def __init__(self, model: nn.Module, of_tensors: Set[str]) -> None:
         self.of_tensors = of_tensors
+        self._shared: dict[nn.Module, set[int]] = {}
+        self._inside: dict[nn.Module, dict[str, nn.Module]] = {}
         self.paths = {module: path for path, module in model.named_modules()}
         self._uses = _uses(model)
 
     def shared(self, module: nn.Module) -> set[int]:
         """The ids of the modules and tensors in a module that are elsewhere in the model, too."""
-        return {here for here, count in _uses(module).items() if self._uses[here] != count}
+        if module not in self._shared:
+            self._shared[module] = {here for here, count in _uses(module).items() if self._uses[here] != count}
+        return self._shared[module]
+
+    def inside(self, module: nn.Module) -> dict[str, nn.Module]:
+        """The modules in a module, by all their paths in it."""
+        if module not in self._inside:
+            self._inside[module] = dict(module.named_modules(remove_duplicate=False))
+        return self._inside[module]
 
     def twins(self, one: nn.Module, other: nn.Module) -> Twins | None:
         """What belongs together in two modules; ``None`` if they are not alike."""
-        comparison = _Comparison(self, one, other)
         try:
+            comparison = _Comparison(self, one, other)
             comparison.modules()
         except _Differ:
             return None
@@ -83,7 +93,7 @@ class _Comparison:
         self.places = places
         self.one, self.other = places.paths[one], places.paths[other]
         self.shared = places.shared(one) | places.shared(other)
-        here, there = (dict(module.named_modules(remove_duplicate=False)) for module in (one, other))
+        here, there = places.inside(one), places.inside(other)
         _check(here.keys() == there.keys())
         self.twins: dict[int, nn.Module] = {}
         for path, module in here.items():
@@ -107,7 +117,6 @@ class _Comparison:
                 continue
             here, there = vars(one), vars(other)
             _check(type(one) is type(other) and here.keys() == there.keys())
-            hooks = _ranks(here), _ranks(there)
             tables = [id(of(one)) for of in (parameters_of, buffers_of, children_of)]
             for name, value in here.items():
                 theirs = there[name]
@@ -122,7 +131,7 @@ class _Comparison:
                 elif type(value) in PLAIN or isinstance(value, set):
                     _check(value == theirs)
                 elif value or theirs:
-                    self._same(*(list(_ranked(*pair)) for pair in zip((value, theirs), hooks, strict=True)))
+                    self._same(_ranked(value, here), _ranked(theirs, there))
         for one_tensor, twin in self.tensors.values():
             _check(one_tensor is twin or not self.shared & {id(one_tensor), id(twin)})
         _check(len({id(twin) for _, twin in self.tensors.values()}) == len(self.tensors))
@@ -150,8 +159,8 @@ class _Comparison:
             self._each(list(one.values()), list(other.values()), is_ours)
         elif kind is FunctionType:
             _check(one.__code__ is other.__code__ and one.__globals__ is other.__globals__)
-            cells = ([cell.cell_contents for cell in function.__closure__ or ()] for function in (one, other))
-            self._each(*cells, is_ours)
+            here, there = ([cell.cell_contents for cell in each.__closure__ or ()] for each in (one, other))
+            self._each(here, there, is_ours)
             self._same((one.__defaults__, one.__kwdefaults__), (other.__defaults__, other.__kwdefaults__), is_ours)
         elif kind is MethodType:
             self._same(one.__func__, other.__func__)
@@ -159,7 +168,7 @@ class _Comparison:
         elif kind is partial:
             self._each((one.func, one.args, one.keywords), (other.func, other.args, other.keywords), is_ours)
         elif isinstance(one, set | frozenset | torch.Size | torch.device) or not hasattr(one, "__dict__"):
-            _check(type(one).__eq__ is not object.__eq__ and bool(one == other))
+            _check(bool(one == other))
         else:
             is_ours = kind.__module__.startswith("lightning_autotp.")
             if is_ours and is_dataclass(one):  # what it has computed of its fields may be kept in it
@@ -199,13 +208,8 @@ def _check(is_so: bool) -> None:
         raise _Differ
 
 
-def _ranks(attributes: Mapping[str, Any]) -> dict[int, int]:
-    """The order in which a module's hooks were put on, by their numbers."""
+def _ranked(table: Mapping[Any, Any], attributes: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+    """The hooks of one of a module's tables, each with its number among all hooks of the module."""
     tables = (value for name, value in attributes.items() if name in _OF_EVERY_MODULE and isinstance(value, dict))
-    numbers = sorted({key for table in tables for key in table if type(key) is int})
-    return {number: rank for rank, number in enumerate(numbers)}
-
-
-def _ranked(table: Mapping[Any, Any], ranks: Mapping[int, int]) -> Iterator[tuple[Any, Any]]:
-    """The hooks of a table, each with its rank in place of its number."""
-    return ((ranks.get(key, key), hook) for key, hook in table.items())
+    numbers = sorted({key for one in tables for key in one if type(key) is int})
+    return [(numbers.index(key) if type(key) is int else key, hook) for key, hook in table.items()]

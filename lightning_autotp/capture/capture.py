@@ -311,13 +311,6 @@ def _capture(
     until_failure: bool = False,
     each_layer: bool = False,
 ) -> Graph:
-    """A trace of one forward, of which the arguments are those of :func:`capture`.
-
-    Args:
-        draws: which random numbers the model gets, in one run after the other.
-        until_failure: whether the trace is of interest, too, where the model raises.
-        each_layer: whether each of the layers runs that are alike.
-    """
     fake, seeming = RememberingFakeTensorMode(functional=(RECORD,)), torch.device(device or device_of(model))
     there = torch.accelerator.current_accelerator()  # of the build, whether or not there is one in this machine
     if there is None or seeming.type != there.type:
@@ -378,7 +371,7 @@ def _capture(
     except _Untraceable:
         if not layers.differ:
             raise
-    if layers.differ:
+    if layers.differ:  # they are not alike after all
         again = partial(_capture, model, example_inputs, opaque, training, device, draws)
         return again(until_failure=until_failure, each_layer=True)
     # Copies: such numbers may live on, and other ranks have what was asked until now.

@@ -18,37 +18,29 @@ before and after may still do something else in between; that is seen where it r
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from lightning_autotp.capture import vmap as transforms
 from lightning_autotp.capture.alike import Places, Twins
 from lightning_autotp.capture.attribute_reads import PLAIN
 from lightning_autotp.capture.compiled_code import is_told_compiled
+from lightning_autotp.capture.layer_calls import Call
 from lightning_autotp.capture.made_up_draws import states
-from lightning_autotp.capture.noted_numbers import NotedFloat, NotedInt, plain
 from lightning_autotp.capture.static_values import CHOICES
-from lightning_autotp.capture.tracer import Storage, Tracer, Tracked
-from lightning_autotp.layouts.places import Boundary
-from lightning_autotp.operators.graph import ExpertsCall, ModuleRun, Operator, Ref, TensorInfo, TorchCall
-from lightning_autotp.private.torch_private import FakeTensor, function_modes, storage_key, without_functions
-from lightning_autotp.ranks.random_numbers import are_own_numbers_noted
+from lightning_autotp.capture.stretches import LISTS, NotAgain, Position, Renaming, Stretch, noting_anew
+from lightning_autotp.capture.tracer import Tracer, Tracked
+from lightning_autotp.private.torch_private import without_functions
 
 _FEWEST = 4
 """So many layers must be alike: of fewer, all run."""
+_CONTAINERS = frozenset((dict, OrderedDict, set, list, tuple))
 _DEEPEST = 3
 """Objects in attributes are looked into so deep for what a layer changes."""
-_SETTINGS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
-_NOTES = "measured", "settings", "integers", "compiling", "overwritten", "value_reading"
-"""What a graph notes by the paths of modules."""
-
-
-class _NotAgain(Exception):
-    """A layer's stretch of the graph cannot be appended again, or not for this call."""
 
 
 class RepeatedLayers:
@@ -155,7 +147,7 @@ class RepeatedLayers:
 
     # -- how a layer is called ---------------------------------------------------------------------------------------
 
-    def _described(self, layer: _Layer, args: Any, kwargs: Any) -> _Call | None:
+    def _described(self, layer: _Layer, args: Any, kwargs: Any) -> Call | None:
         """A call of a layer; ``None`` where more may matter than can be told."""
         tracer = self.tracer
         if (
@@ -167,110 +159,40 @@ class RepeatedLayers:
             or not layer.is_unchanged()
         ):
             return None
-        types = {"cpu", tracer.device.type}
-        call = _Call([(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in sorted(types)])
-        call.tokens += [
-            torch.is_autocast_cache_enabled(),
-            torch.is_grad_enabled(),
-            torch.is_inference_mode_enabled(),
-            torch.get_default_dtype(),
-            torch.get_default_device(),
-            function_modes(),
-            are_own_numbers_noted(),
-            dict(tracer.calls.counts[-1]),
-        ]
         try:
-            for given in (args, kwargs):
-                self._describe(given, call)
-        except _NotAgain:
+            return Call(tracer, self.of_tensors, args, kwargs)
+        except NotAgain:
             return None
-        return call
-
-    def _describe(self, value: Any, call: _Call) -> None:
-        kind = type(value)
-        if isinstance(value, Tensor):
-            self._describe_tensor(value, call)
-        elif kind is tuple or kind is list:
-            call.tokens.append((kind, len(value)))
-            for item in value:
-                self._describe(item, call)
-        elif kind is dict:
-            call.tokens.append((kind, list(value)))
-            for item in value.values():
-                self._describe(item, call)
-        elif kind in PLAIN or kind in _SETTINGS:
-            call.tokens.append((kind, value))
-        elif kind is NotedInt or kind is NotedFloat:
-            call.tokens.append((kind, plain(value), value.expression))
-        else:
-            raise _NotAgain
-        call.leaves.append(value)
-
-    def _describe_tensor(self, tensor: Tensor, call: _Call) -> None:
-        tracer = self.tracer
-        again = next((at for at, other in enumerate(call.tensors) if other is tensor), None)
-        if again is not None:
-            call.tokens.append(("again", again))
-            return
-        tracked = tracer.tracked(tensor)
-        if (
-            tracked is None
-            or not _is_up_to_date(tracked)
-            or not isinstance(tensor, FakeTensor)
-            or not vars(tensor).keys() <= self.of_tensors
-            or tensor.constant is not None
-        ):
-            raise _NotAgain
-        number = tracked.value.tensor
-        info = tracer.graph.tensors[number]
-        begun = tracer.begun[-1]
-        if number < begun:
-            call.tokens.append(number)
-        else:  # it was made for this call: where it is marked, say
-            call.tokens.append(("new", number - begun, self._origin(number) if info.is_static else None))
-        memory = storage_key(tensor)
-        sharing = next((at for at, other in enumerate(call.tensors) if storage_key(other) == memory), None)
-        call.tokens += [type(tensor), *_metadata(tensor), info, sharing]
-        call.tensors.append(tensor)
-        call.numbers.append(number)
-
-    def _origin(self, number: int) -> int:
-        """The tensor that a static one is which was marked where it enters the layer."""
-        operator = next((one for one in reversed(self.tracer.graph.operators) if number in one.outputs), None)
-        if operator is None or not isinstance(operator.boundary, Boundary):
-            raise _NotAgain
-        return operator.inputs[0]
 
     # -- what a layer records ----------------------------------------------------------------------------------------
 
-    def _position(self) -> _Position:
+    def _position(self) -> Position:
         graph = self.tracer.graph
-        return _Position(len(graph.tensors), len(graph.calls), len(graph.entered), self.tracer.calls.runs[-1])
+        return Position(len(graph.tensors), len(graph.calls), len(graph.entered), self.tracer.calls.runs[-1])
 
-    def _recorded(self, layer: _Layer, call: _Call, args: Any, kwargs: Any) -> tuple[Any, _Recorded | None]:
+    def _recorded(self, layer: _Layer, call: Call, args: Any, kwargs: Any) -> tuple[Any, _Recorded | None]:
         """What a layer returns, and what it records, if that can be appended again."""
         tracer, graph = self.tracer, self.tracer.graph
         position, begun, random = self._position(), tracer.begun[-1], states()
-        lists = {name: len(getattr(graph, name)) for name in _LISTS}
+        lists = {name: len(getattr(graph, name)) for name in LISTS}
         written, asked = len(tracer.written), len(tracer.evaluator.asked)
-        with _noting_anew(tracer) as notes:
+        with noting_anew(tracer) as notes:
             result = layer.forward(*args, **kwargs)
-            has_drawn = graph.has_drawn
-        stretch = _Stretch(notes=notes, **{name: getattr(graph, name)[first:] for name, first in lists.items()})
+        stretch = Stretch(notes=notes, **{name: getattr(graph, name)[first:] for name, first in lists.items()})
         recorded = _Recorded(layer, call, position, begun, stretch)
         try:
             with without_functions():
-                if has_drawn or states() != random or not call.is_given(args, kwargs):
-                    raise _NotAgain
+                if notes.has_drawn or states() != random or not call.is_given(args, kwargs):
+                    raise NotAgain
                 stretch.changes = layer.changes()
                 made = {tensor for operator in stretch.operators for tensor in operator.outputs}
                 if any(root not in made for _, root in tracer.written[written:]):
-                    raise _NotAgain
+                    raise NotAgain
                 self._note_tensors(recorded)
                 self._check_asked(tracer.evaluator.asked[asked:], recorded)
                 stretch.counts = dict(tracer.calls.counts[-1])
-                stretch.result = self._described_result(result, call, made, set())
-        except _NotAgain:
+                stretch.result = call.described(result, made)
+        except NotAgain:
             return result, None
         return result, recorded
 
@@ -280,7 +202,7 @@ class RepeatedLayers:
         for at, tensor in enumerate(recorded.layer.tensors):
             tracked = self.tracer.tracked(tensor)
             if tracked is not None and not _is_unwritten(tracked):
-                raise _NotAgain
+                raise NotAgain
             recorded.numbers.append(None if tracked is None else tracked.value.tensor)
             if tracked is not None and tracked.value.tensor >= first:
                 stretch.born[tracked.value.tensor - first] = at
@@ -302,53 +224,15 @@ class RepeatedLayers:
             seen.add(tensor)
             producer, info = producers.get(tensor), self.tracer.graph.tensors[tensor]
             if tensor in own or (tensor in given and not info.is_static):
-                raise _NotAgain
+                raise NotAgain
             if producer is not None and not (producer.name in CHOICES and not info.is_static):
                 pending += producer.inputs
             elif producer is None and tensor >= first and tensor not in recorded.stretch.known:
-                raise _NotAgain
-
-    def _described_result(self, value: Any, call: _Call, made: set[int], memory: set[int]) -> Any:
-        """How what a layer returned is made again."""
-        kind = type(value)
-        if kind is tuple or kind is list or kind is dict:
-            inside = value.values() if kind is dict else value
-            items = tuple(self._described_result(item, call, made, memory) for item in inside)
-            return _Container(kind, tuple(value) if kind is dict else (), items)
-        if not isinstance(value, Tensor):
-            if kind not in PLAIN:
-                raise _NotAgain
-            return _Plain(kind, value)
-        for at, tensor in enumerate(call.tensors):
-            if tensor is value:
-                return _Given(at)
-        tracked, key = self.tracer.tracked(value), storage_key(value)
-        storage = None if tracked is None else tracked.storage
-        if (
-            tracked is None
-            or tracked.value.tensor not in made
-            or not _is_up_to_date(tracked)
-            or (storage is not None and (storage.pending or storage.root.tensor not in made))
-            or type(value) is not FakeTensor
-            or not vars(value).keys() <= self.of_tensors
-            or value.constant is not None
-            or value.storage_offset()
-            or value.untyped_storage().nbytes() != value.numel() * value.element_size()
-            or value.is_conj()
-            or value.is_neg()
-            or (value.requires_grad and (value.is_leaf or not torch.is_grad_enabled()))
-            or (value._is_view() and not value.is_contiguous())
-            or key in memory
-            or key in {storage_key(tensor) for tensor in call.tensors}
-        ):
-            raise _NotAgain
-        memory.add(key)
-        kept = replace(tracked, storage=None if storage is None else replace(storage, pending=[]))
-        return _Made(tuple(value.shape), value.stride(), value.dtype, value.requires_grad, value._is_view(), kept)
+                raise NotAgain
 
     # -- what is appended again --------------------------------------------------------------------------------------
 
-    def _expected(self, known: _Recorded, layer: _Layer, call: _Call) -> _Stretch | None:
+    def _expected(self, known: _Recorded, layer: _Layer, call: Call) -> Stretch | None:
         """What a layer records in a call that is like that of one which ran; ``None`` if that is not known."""
         numbers = dict(zip(known.call.numbers, call.numbers, strict=True))
         for before, tensor in zip(known.numbers, layer.tensors, strict=True):
@@ -364,11 +248,12 @@ class RepeatedLayers:
                 numbers[before] = tracked.value.tensor
         paths = dict(zip(known.layer.paths, layer.paths, strict=True))
         try:
-            return _Renaming(known, self._position(), numbers, paths).stretch(known.stretch)
-        except _NotAgain:
+            renaming = Renaming(known.position, known.begun, self._position(), numbers, paths)
+            return renaming.stretch(known.stretch)
+        except NotAgain:
             return None
 
-    def _append(self, stretch: _Stretch, layer: _Layer, call: _Call) -> Any:
+    def _append(self, stretch: Stretch, layer: _Layer, call: Call) -> Any:
         """Append what a layer records to the graph, and make what it returns."""
         tracer, graph = self.tracer, self.tracer.graph
         for at, info in enumerate(stretch.tensors):
@@ -376,7 +261,7 @@ class RepeatedLayers:
                 tracer.begin(layer.tensors[stretch.born[at]])
             else:
                 graph.tensors.append(info)
-        for name in _LISTS:
+        for name in LISTS:
             if name != "tensors":
                 getattr(graph, name).extend(getattr(stretch, name))
         stretch.notes.put_into(tracer)
@@ -385,25 +270,7 @@ class RepeatedLayers:
         tracer.calls.counts[-1] = dict(stretch.counts)
         for number, name, value in stretch.changes:
             vars(layer.modules[number])[name] = value
-        return self._made(stretch.result, call)
-
-    def _made(self, result: Any, call: _Call) -> Any:
-        if isinstance(result, _Given):
-            return call.tensors[result.at]
-        if isinstance(result, _Plain):
-            return result.value
-        if isinstance(result, _Container):
-            items = [self._made(item, call) for item in result.items]
-            return dict(zip(result.keys, items, strict=True)) if result.kind is dict else result.kind(items)
-        with self.tracer.pause():
-            device = self.tracer.device
-            made = torch.empty_strided(result.shape, result.stride, dtype=result.dtype, device=device)
-            if result.requires_grad:
-                made = made.requires_grad_().clone()
-            if result.is_view:
-                made = made.view(result.shape)
-        self.tracer.keep_as(made, result.tracked)
-        return made
+        return call.made(stretch.result)
 
 
 class _Forward:
@@ -416,6 +283,11 @@ class _Forward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the layer returns."""
         return self.layers.run(self.layer, args, kwargs)
+
+
+def _is_unwritten(tracked: Tracked) -> bool:
+    """Whether nothing was written into the memory of a tensor object."""
+    return tracked.storage is None or not tracked.storage.version
 
 
 class _Kind:
@@ -468,8 +340,9 @@ class _State(NamedTuple):
             for name, value in vars(module).items():
                 if type(value) in PLAIN:
                     state.values[number, name] = value
-                else:
-                    state.objects.append(value)
+                    continue
+                state.objects.append(value)
+                if type(value) not in _CONTAINERS or value:
                     _look_into(value, state.objects, seen, _DEEPEST)
         return state
 
@@ -533,200 +406,16 @@ class _Layer:
         """The plain attributes that have changed since: the number of the module, name, value.
 
         Raises:
-            _NotAgain: if anything else has.
+            NotAgain: if anything else has.
         """
         now, missing = _State.of(self.modules), object()
         if not now.has_objects_of(self.state) or self.state.values.keys() - now.values.keys():
-            raise _NotAgain
+            raise NotAgain
         return [
             (number, name, value)
             for (number, name), value in now.values.items()
             if self.state.values.get((number, name), missing) != value
         ]
-
-
-class _Call:
-    """A call of a layer.
-
-    Attributes:
-        tokens: equal for two calls that are alike.
-        leaves: all that is in its arguments.
-        tensors: the tensors in these, each once.
-        numbers: their numbers in the graph.
-    """
-
-    def __init__(self, tokens: list[Any]) -> None:
-        self.tokens = tokens
-        self.leaves: list[Any] = []
-        self.tensors: list[Tensor] = []
-        self.numbers: list[int] = []
-
-    def is_given(self, args: Any, kwargs: Any) -> bool:
-        """Whether its arguments hold what they held before it."""
-        now = [*_all_in(args), *_all_in(kwargs)]
-        return len(now) == len(self.leaves) and all(map(_is, now, self.leaves))
-
-
-def _all_in(value: Any) -> Iterator[Any]:
-    """What is in a value, and then the value; in the order of a call's leaves."""
-    if type(value) in (tuple, list, dict):
-        for item in value.values() if type(value) is dict else value:
-            yield from _all_in(item)
-    yield value
-
-
-class _Position(NamedTuple):
-    """How long the graph is where a layer's forward begins: its tensors, calls and runs; and the layer's own run."""
-
-    tensors: int
-    calls: int
-    entered: int
-    run: int
-
-
-class _Container(NamedTuple):
-    """A container that a layer returns."""
-
-    kind: Any
-    keys: tuple[Any, ...]
-    items: tuple[Any, ...]
-
-
-class _Plain(NamedTuple):
-    """A plain value that a layer returns."""
-
-    kind: type
-    value: Any
-
-
-class _Given(NamedTuple):
-    """A tensor that a layer is given, and returns."""
-
-    at: int
-
-
-class _Made(NamedTuple):
-    """A tensor that a layer makes and returns.
-
-    Attributes:
-        shape: its shape.
-        stride: its strides.
-        dtype: its dtype.
-        requires_grad: whether it has a gradient.
-        is_view: whether it is another object for its memory than the first one.
-        tracked: what the tracer knows of it.
-    """
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-    is_view: bool
-    tracked: Tracked
-
-
-class _Notes:
-    """What a trace notes by the paths of modules."""
-
-    def __init__(self, noted: Mapping[str, Any], number_returning: dict[str, str]) -> None:
-        self.noted, self.number_returning = noted, number_returning
-
-    def put_into(self, tracer: Tracer) -> None:
-        """Add them to those of the trace."""
-        for name, found in self.noted.items():
-            _merge(getattr(tracer.graph, name), found)
-        tracer.number_returning |= self.number_returning
-
-    def __eq__(self, other: object) -> bool:
-        return vars(self) == vars(other)
-
-
-class _noting_anew:  # noqa: N801
-    """Within it a trace notes things as if nothing was noted before; gives the notes."""
-
-    def __init__(self, tracer: Tracer) -> None:
-        self.tracer = tracer
-
-    def __enter__(self) -> _Notes:
-        graph, tracer = self.tracer.graph, self.tracer
-        self.before = {name: getattr(graph, name) for name in _NOTES}
-        self.returning, self.has_drawn = tracer.number_returning, graph.has_drawn
-        for name, noted in self.before.items():
-            setattr(graph, name, type(noted)())
-        tracer.number_returning, graph.has_drawn = {}, False
-        return _Notes({name: getattr(graph, name) for name in _NOTES}, tracer.number_returning)
-
-    def __exit__(self, *_: object) -> None:
-        graph, tracer = self.tracer.graph, self.tracer
-        found = _Notes({name: getattr(graph, name) for name in _NOTES}, tracer.number_returning)
-        for name, noted in self.before.items():
-            setattr(graph, name, noted)
-        tracer.number_returning = self.returning
-        graph.has_drawn |= self.has_drawn
-        found.put_into(tracer)
-
-
-def _merge(into: Any, found: Any) -> None:
-    """Add what is noted to what was noted before, of which the first counts."""
-    if isinstance(into, set):
-        into |= found
-        return
-    for key, value in found.items():
-        if isinstance(value, set | dict):
-            _merge(into.setdefault(key, type(value)()), value)
-        else:
-            into.setdefault(key, value)
-
-
-@dataclass
-class _Stretch:
-    """What a layer has added to a graph, and what it did besides.
-
-    Attributes:
-        notes: what was noted of its modules.
-        born: tensors of its modules that were not seen before: at which place in :attr:`tensors`, and which.
-        known: the values of some of its tensors.
-        synthetic: those that are made up.
-        counts: how many calls its own code has made, by where they stand.
-        changes: the plain attributes that it changed.
-        result: what it returned.
-    """
-
-    tensors: list[TensorInfo]
-    operators: list[Operator]
-    calls: list[TorchCall]
-    inspections: list[TorchCall]
-    entered: list[str]
-    runs: list[ModuleRun]
-    experts: list[ExpertsCall]
-    notes: _Notes
-    born: dict[int, int] = field(default_factory=dict)
-    known: dict[int, Tensor] = field(default_factory=dict, compare=False)
-    synthetic: dict[int, Tensor] = field(default_factory=dict, compare=False)
-    counts: dict[Any, int] = field(default_factory=dict)
-    changes: list[tuple[int, str, Any]] = field(default_factory=list)
-    result: Any = None
-
-    def is_like(self, other: _Stretch) -> bool:
-        """Whether two layers have done the same."""
-        values = zip((self.known, self.synthetic), (other.known, other.synthetic), strict=True)
-        return self == other and all(_are_equal(*pair) for pair in values)
-
-
-_LISTS = "tensors", "operators", "calls", "inspections", "entered", "runs", "experts"
-"""What a graph has in the order in which the model runs, and a stretch a part of."""
-
-
-def _are_equal(one: Mapping[int, Tensor], other: Mapping[int, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(
-        value is other[number] or (value.dtype == other[number].dtype and _hold_the_same(value, other[number]))
-        for number, value in one.items()
-    )
-
-
-def _hold_the_same(one: Tensor, other: Tensor) -> bool:
-    with torch._C._DisableTorchDispatch():
-        return torch.equal(one, other)
 
 
 @dataclass
@@ -744,14 +433,14 @@ class _Recorded:
     """
 
     layer: _Layer
-    call: _Call
-    position: _Position
+    call: Call
+    position: Position
     begun: int
-    stretch: _Stretch
+    stretch: Stretch
     numbers: list[int | None] = field(default_factory=list)
     is_used: bool = False
 
-    def fits(self, layer: _Layer, call: _Call) -> bool:
+    def fits(self, layer: _Layer, call: Call) -> bool:
         """Whether another layer's code sees in a call what this one's saw."""
         settings, values = self.stretch.notes.noted["settings"], self.layer.state.values
         return (
@@ -766,172 +455,3 @@ class _Recorded:
                 or [*map(is_told_compiled, self.layer.paths)] == [*map(is_told_compiled, layer.paths)]
             )
         )
-
-
-class _Renaming:
-    """Renames what one layer has recorded to what another one records.
-
-    Args:
-        known: what was recorded.
-        now: where in the graph it is to be appended.
-        numbers: of tensors from before, by those that the recorded ones are in the place of.
-        paths: of modules, alike.
-    """
-
-    def __init__(
-        self, known: _Recorded, now: _Position, numbers: Mapping[int, int], paths: Mapping[str, str]
-    ) -> None:
-        self.first, self.now, self.begun = known.position, now, known.begun
-        self.numbers, self.paths = numbers, paths
-        self.refs: dict[int, Ref] = {}
-
-    def number(self, tensor: int) -> int:
-        """A tensor's number."""
-        if tensor >= self.first.tensors:
-            return tensor - self.first.tensors + self.now.tensors
-        if (found := self.numbers.get(tensor)) is None:
-            if tensor >= self.begun:  # of this very call, and yet not given to the layer
-                raise _NotAgain
-            return tensor
-        return found
-
-    def path(self, module: str) -> str:
-        """A module's path."""
-        return self.paths.get(module, module)
-
-    def value(self, value: Any) -> Any:
-        """An argument."""
-        if isinstance(value, Ref):
-            if (found := self.refs.get(value.tensor)) is None:
-                found = self.refs[value.tensor] = Ref(self.number(value.tensor))
-            return found
-        return tuple(map(self.value, value)) if isinstance(value, tuple) else value
-
-    def operator(self, one: Operator) -> Operator:
-        """An operator."""
-        return Operator(
-            one.name,
-            tuple([(name, self.value(value)) for name, value in one.arguments]),
-            tuple(map(self.number, one.outputs)),
-            self.path(one.module),
-            one.source,
-            one.layer,
-            self.boundary(one.boundary) if isinstance(one.boundary, Boundary) else one.boundary,
-            one.call if one.call < self.first.calls else one.call - self.first.calls + self.now.calls,
-            one.own_numbers,
-            one.rounding,
-        )
-
-    def boundary(self, one: Boundary) -> Boundary:
-        """A module's boundary."""
-        return Boundary(self.path(one.module), one.side, one.key)
-
-    def call(self, one: TorchCall) -> TorchCall:
-        """A call of a torch function."""
-        if one.run == self.first.run:
-            run = self.now.run
-        elif one.run >= self.first.entered:
-            run = one.run - self.first.entered + self.now.entered
-        else:
-            raise _NotAgain
-        return TorchCall(
-            self.path(one.module),
-            one.site,
-            self.value(one.arguments),
-            self.value(one.results),
-            one.groups,
-            self.value(one.made),
-            self.value(one.written),
-            one.instruction,
-            run,
-        )
-
-    def run(self, one: ModuleRun) -> ModuleRun:
-        """A run of a module."""
-        inputs, outputs = (
-            tuple((key, self.number(before), self.number(after)) for key, before, after in places)
-            for places in (one.inputs, one.outputs)
-        )
-        return ModuleRun(self.path(one.module), self.path(one.caller), inputs, outputs, one.constants)
-
-    def experts(self, one: ExpertsCall) -> ExpertsCall:
-        """A run of a mixture's experts."""
-        tensors = map(self.number, (one.hidden, one.index, one.weights, one.result))
-        return ExpertsCall(self.path(one.module), *tensors, one.places)
-
-    def result(self, one: Any) -> Any:
-        """What a layer returns."""
-        if isinstance(one, _Container):
-            return one._replace(items=tuple(map(self.result, one.items)))
-        if not isinstance(one, _Made):
-            return one
-        tracked, storage = one.tracked, one.tracked.storage
-        if storage is not None:
-            storage = Storage(self.value(storage.root), storage.version)
-        path = tuple(map(self.operator, tracked.path))
-        crossed = tuple(map(self.boundary, tracked.crossed))
-        return one._replace(tracked=Tracked(self.value(tracked.value), storage, path, tracked.version, crossed))
-
-    def notes(self, one: _Notes) -> _Notes:
-        """What is noted of modules."""
-        noted = dict(one.noted)
-        noted["measured"] = {self.path(path): {*map(self.number, found)} for path, found in noted["measured"].items()}
-        for name in ("settings", "integers"):
-            noted[name] = {self.path(path): dict(found) for path, found in noted[name].items()}
-        for name in ("compiling", "value_reading"):
-            noted[name] = {*map(self.path, noted[name])}
-        noted["overwritten"] = {*map(self.boundary, noted["overwritten"])}
-        returning = {self.path(path): self.path(caller) for path, caller in one.number_returning.items()}
-        return _Notes(noted, returning)
-
-    def stretch(self, one: _Stretch) -> _Stretch:
-        """What a layer records.
-
-        Raises:
-            _NotAgain: if that is not known.
-        """
-        return _Stretch(
-            one.tensors,
-            [*map(self.operator, one.operators)],
-            [*map(self.call, one.calls)],
-            [*map(self.call, one.inspections)],
-            [*map(self.path, one.entered)],
-            [*map(self.run, one.runs)],
-            [*map(self.experts, one.experts)],
-            self.notes(one.notes),
-            one.born,
-            {self.number(tensor): value for tensor, value in one.known.items()},
-            {self.number(tensor): value for tensor, value in one.synthetic.items()},
-            one.counts,
-            one.changes,
-            self.result(one.result),
-        )
-
-
-def _is_up_to_date(tracked: Tracked) -> bool:
-    """Whether a tensor object holds what was written last into its memory."""
-    return tracked.storage is None or tracked.storage.version == tracked.version
-
-
-def _is_unwritten(tracked: Tracked) -> bool:
-    """Whether nothing was written into the memory of a tensor object."""
-    return tracked.storage is None or not tracked.storage.version
-
-
-def _metadata(tensor: Tensor) -> tuple[Any, ...]:
-    return (
-        tensor.shape,
-        tensor.stride(),
-        tensor.storage_offset(),
-        tensor.untyped_storage().nbytes(),
-        tensor.dtype,
-        tensor.device,
-        tensor.layout,
-        tensor.requires_grad,
-        tensor.is_leaf,
-        tensor.grad_fn is None,
-        tensor.is_conj(),
-        tensor.is_neg(),
-        tensor.is_inference(),
-        tensor._is_view(),
-    )
