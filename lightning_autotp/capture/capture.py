@@ -374,6 +374,8 @@ def _capture(
     if layers.differ:  # they are not alike after all
         again = partial(_capture, model, example_inputs, opaque, training, device, draws)
         return again(until_failure=until_failure, each_layer=True)
+    if until_failure:  # that was noted to tell layers apart
+        tracer.graph.settings, tracer.graph.integers = {}, {}
     # Copies: such numbers may live on, and other ranks have what was asked until now.
     tracer.graph.numbers, tracer.graph.questions = set(notes.told), notes.questions | notes.of_sizes
     tracer.graph.static_on_demand()
