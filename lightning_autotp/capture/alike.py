@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_autotp.capture.attribute_reads import PLAIN
+from lightning_autotp.capture.attribute_reads import OF_EVERY_MODULE, PLAIN
 from lightning_autotp.private.torch_private import buffers_of, children_of, parameters_of
 
 _MOST = 50_000
 """So many values of two modules are compared: where there are more, they are large, and not known to be alike."""
-_OF_EVERY_MODULE = vars(nn.Module()).keys()
+_HELD_BY_EVERY_ONE = vars(nn.Module()).keys()
 
 
 @dataclass(frozen=True)
@@ -120,8 +120,8 @@ class _Comparison:
             tables = [id(of(one)) for of in (parameters_of, buffers_of, children_of)]
             for name, value in here.items():
                 theirs = there[name]
-                if name not in _OF_EVERY_MODULE:
-                    if type(value) in PLAIN and type(theirs) in PLAIN:
+                if name not in _HELD_BY_EVERY_ONE:
+                    if type(value) in PLAIN and type(theirs) in PLAIN and name not in OF_EVERY_MODULE:
                         if type(value) is not type(theirs) or value != theirs:
                             self.differing.add((number, name))
                     else:
@@ -210,6 +210,6 @@ def _check(is_so: bool) -> None:
 
 def _ranked(table: Mapping[Any, Any], attributes: Mapping[str, Any]) -> list[tuple[Any, Any]]:
     """The hooks of one of a module's tables, each with its number among all hooks of the module."""
-    tables = (value for name, value in attributes.items() if name in _OF_EVERY_MODULE and isinstance(value, dict))
+    tables = (value for name, value in attributes.items() if name in _HELD_BY_EVERY_ONE and isinstance(value, dict))
     numbers = sorted({key for one in tables for key in one if type(key) is int})
     return [(numbers.index(key) if type(key) is int else key, hook) for key, hook in table.items()]

@@ -21,7 +21,9 @@ PLAIN = frozenset((int, bool, float, str, type(None)))
 OTHER = object()
 """Stands for attributes that are not plain."""
 _SEVERAL = frozenset((list, tuple, set, dict))
-_OF_EVERY_MODULE = {*dir(nn.Module), *vars(nn.Module())}
+OF_EVERY_MODULE = {*dir(nn.Module), *vars(nn.Module())}
+"""Names of which it is not noted that they are read."""
+_NOTED = "autotp_notes_reads"
 
 
 def told(value: Any) -> Any:
@@ -79,6 +81,11 @@ def _note_integer(graph: Graph, path: str, name: str, value: Any) -> None:
         graph.integers.setdefault(path, {}).setdefault(name, value)
 
 
+def is_noted(target: object) -> bool:
+    """Whether it is noted which plain attributes of an object are read."""
+    return getattr(type(target), _NOTED, False)
+
+
 def _watch(target: object, note: Callable[[str, Any], object]) -> None:
     """Report every plain attribute read of ``target`` (the object itself, not its class)."""
     kind = type(target)
@@ -86,7 +93,7 @@ def _watch(target: object, note: Callable[[str, Any], object]) -> None:
 
     def read(self: object, name: str) -> object:
         value = get(self, name)
-        if name in _OF_EVERY_MODULE or told(known := plain(value)) is OTHER:
+        if name in OF_EVERY_MODULE or told(known := plain(value)) is OTHER:
             return value
         # A list that a property gives is made of attributes, which are noted as it reads them.
         if type(known) in PLAIN or not isinstance(getattr(kind, name, None), property):
@@ -94,6 +101,6 @@ def _watch(target: object, note: Callable[[str, Any], object]) -> None:
         return value
 
     known_as = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}  # its code may look itself up by name
-    watched = subclass(kind.__name__, (kind,), {"__getattribute__": read, **known_as})
+    watched = subclass(kind.__name__, (kind,), {"__getattribute__": read, _NOTED: True, **known_as})
     with suppress(TypeError):  # a dict, say, whose class cannot be changed: it has no attributes either
         target.__class__ = watched

@@ -27,14 +27,14 @@ from torch import Tensor, nn
 
 from lightning_autotp.capture import vmap as transforms
 from lightning_autotp.capture.alike import Places, Twins
-from lightning_autotp.capture.attribute_reads import PLAIN
+from lightning_autotp.capture.attribute_reads import PLAIN, is_noted
 from lightning_autotp.capture.compiled_code import is_told_compiled
 from lightning_autotp.capture.layer_calls import Call
 from lightning_autotp.capture.made_up_draws import states
 from lightning_autotp.capture.static_values import CHOICES
 from lightning_autotp.capture.stretches import LISTS, NotAgain, Position, Renaming, Stretch, noting_anew
 from lightning_autotp.capture.tracer import Tracer, Tracked
-from lightning_autotp.private.torch_private import without_functions
+from lightning_autotp.private.torch_private import HOOKS_OF_ALL_MODULES, unset_fake_temporarily, without_functions
 
 _FEWEST = 4
 """So many layers must be alike: of fewer, all run."""
@@ -62,6 +62,7 @@ class RepeatedLayers:
         self.tracer = tracer
         self.of_tensors = of_tensors
         self.differ = False
+        each = each or any(HOOKS_OF_ALL_MODULES)  # which may do something else for each module
         self.kinds = [] if each else list(self._kinds(model, Places(model, of_tensors)))
         self.told_apart = {
             layer.paths[number]: layer.modules[number]
@@ -100,7 +101,7 @@ class RepeatedLayers:
             with without_functions():
                 return self._append(expected, layer, call)
         result, recorded = self._recorded(layer, call, args, kwargs)
-        if recorded is not None and expected is not None and recorded.stretch.is_like(expected):
+        if recorded is not None and expected is not None and self._are_like(recorded.stretch, expected):
             if known is None:
                 kind.proved.append(recorded)
         else:
@@ -110,6 +111,10 @@ class RepeatedLayers:
             if recorded is not None:
                 kind.tried.append(recorded)
         return result
+
+    def _are_like(self, one: Stretch, other: Stretch) -> bool:
+        with self.tracer.pause(), unset_fake_temporarily(), without_functions():
+            return one.is_like(other)
 
     # -- which layers are alike --------------------------------------------------------------------------------------
 
@@ -448,7 +453,7 @@ class _Recorded:
             and not any(
                 values.get((number, name)) != layer.state.values.get((number, name))
                 for number, name in layer.kind.differing
-                if name in settings.get(self.layer.paths[number], ())
+                if name in settings.get(self.layer.paths[number], ()) or not is_noted(self.layer.modules[number])
             )
             and (
                 not self.stretch.notes.noted["compiling"]

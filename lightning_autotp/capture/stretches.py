@@ -163,7 +163,7 @@ class Stretch:
     result: Any = None
 
     def is_like(self, other: Stretch) -> bool:
-        """Whether two layers have done the same."""
+        """Whether two layers have done the same; to be asked where no trace sees it."""
         values = zip((self.known, self.synthetic), (other.known, other.synthetic), strict=True)
         return self == other and all(_are_equal(*pair) for pair in values)
 
@@ -174,14 +174,9 @@ LISTS = "tensors", "operators", "calls", "inspections", "entered", "runs", "expe
 
 def _are_equal(one: Mapping[int, Tensor], other: Mapping[int, Tensor]) -> bool:
     return one.keys() == other.keys() and all(
-        value is other[number] or (value.dtype == other[number].dtype and _hold_the_same(value, other[number]))
+        value is other[number] or (value.dtype == other[number].dtype and torch.equal(value, other[number]))
         for number, value in one.items()
     )
-
-
-def _hold_the_same(one: Tensor, other: Tensor) -> bool:
-    with torch._C._DisableTorchDispatch():
-        return torch.equal(one, other)
 
 
 class Renaming:

@@ -77,11 +77,12 @@ WHISPER = {
 LATENT = {
     "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
     "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 8,
+    "head_dim": 8,
 }  # fmt: skip
 MIXER = {"mamba_n_heads": 16, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "attn_layer_indices": [2]}
 MODELS: dict[str, tuple[dict[str, Any], int]] = {
     "llama": ({"num_hidden_layers": 5}, 2),
-    "gpt2": ({"n_embd": 64, "n_head": 4, "n_layer": 5, "vocab_size": 131, "n_positions": 80}, 2),
+    "gpt2": ({"n_embd": 64, "n_head": 4, "num_hidden_layers": 5, "vocab_size": 131, "n_positions": 80}, 2),
     "qwen3_moe": ({**EXPERTS, "num_hidden_layers": 5, "num_experts": 4}, 2),
     "deepseek_v3": ({**SIZES, **EXPERTS, **LATENT, "num_hidden_layers": 6}, 2),
     "gemma2": ({"num_hidden_layers": 10, "sliding_window": 16}, 5),  # two kinds of layers in turn
