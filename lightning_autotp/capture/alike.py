@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lightning_autotp.capture.attribute_reads import OF_EVERY_MODULE, PLAIN
@@ -18,6 +17,8 @@ from lightning_autotp.private.torch_private import buffers_of, children_of, para
 _MOST = 50_000
 """So many values of two modules are compared: where there are more, they are large, and not known to be alike."""
 _HELD_BY_EVERY_ONE = vars(nn.Module()).keys()
+_CONTAINERS = tuple, list, dict, OrderedDict
+"""Containers that hold nothing but what is in them."""
 
 
 @dataclass(frozen=True)
@@ -152,24 +153,29 @@ class _Comparison:
             _check(self.twins.get(id(one)) is other)
         elif isinstance(one, Tensor):
             self._tensor(one, other)
-        elif isinstance(one, tuple | list):
-            self._each(one, other, is_ours)
-        elif isinstance(one, dict):
-            _check(list(one) == list(other))
-            self._each(list(one.values()), list(other.values()), is_ours)
+        elif isinstance(one, tuple | list | dict):
+            if isinstance(one, dict):
+                _check(_are_equal(list(one), list(other)))
+                self._each(list(one.values()), list(other.values()), is_ours)
+            else:
+                self._each(one, other, is_ours)
+            if kind not in _CONTAINERS and hasattr(one, "__dict__"):
+                self._same(vars(one), vars(other), is_ours)
         elif kind is FunctionType:
             _check(one.__code__ is other.__code__ and one.__globals__ is other.__globals__)
-            here, there = ([cell.cell_contents for cell in each.__closure__ or ()] for each in (one, other))
-            self._each(here, there, is_ours)
-            self._same((one.__defaults__, one.__kwdefaults__), (other.__defaults__, other.__kwdefaults__), is_ours)
+            for here, there in zip(*map(_held, (one, other)), strict=True):
+                self._same(here, there, is_ours)
         elif kind is MethodType:
             self._same(one.__func__, other.__func__)
             self._same(one.__self__, other.__self__)
         elif kind is partial:
             self._each((one.func, one.args, one.keywords), (other.func, other.args, other.keywords), is_ours)
-        elif isinstance(one, set | frozenset | torch.Size | torch.device) or not hasattr(one, "__dict__"):
-            _check(bool(one == other))
+        elif isinstance(one, set | frozenset) or not hasattr(one, "__dict__"):
+            _check(_are_equal(one, other))
         else:
+            # What is not among its attributes: of a class that is also a number or a text, say, or has slots.
+            _check(getattr(kind, "__new__", None) is object.__new__ or _are_equal(one, other))
+            _check(not any(vars(base).get("__slots__") for base in kind.__mro__))
             is_ours = kind.__module__.startswith("lightning_autotp.")
             if is_ours and is_dataclass(one):  # what it has computed of its fields may be kept in it
                 for field in fields(one):
@@ -206,6 +212,27 @@ class _Comparison:
 def _check(is_so: bool) -> None:
     if not is_so:
         raise _Differ
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    """Whether two values say so; arrays, of which each element does, do not."""
+    try:
+        return bool(one == other)
+    except Exception:  # whatever their own code raises
+        return False
+
+
+def _held(function: FunctionType) -> list[Any]:
+    """What a function has besides its code.
+
+    Raises:
+        _Differ: if a variable that it uses from around it has no value yet.
+    """
+    try:
+        variables = [cell.cell_contents for cell in function.__closure__ or ()]
+    except ValueError:
+        raise _Differ from None
+    return [variables, function.__defaults__, function.__kwdefaults__, vars(function)]
 
 
 def _ranked(table: Mapping[Any, Any], attributes: Mapping[str, Any]) -> list[tuple[Any, Any]]:

@@ -370,10 +370,12 @@ def _capture(
         note_attributes(traced, tracer.graph, lambda: tracer.modules[-1])
     try:
         _run(traced, calls, tracer, fake, layers, goes_on, until_failure)
+        is_made = not layers.differ() and not (layers.used and tracer.graph.failure)
     except _Untraceable:
-        if not layers.differ:
+        if not layers.used:
             raise
-    if layers.differ:  # they are not alike after all
+        is_made = False
+    if not is_made:  # they are not alike after all, or that may be why it has failed
         again = partial(_capture, model, example_inputs, opaque, training, device, draws)
         return again(until_failure=until_failure, each_layer=True)
     if until_failure:  # that was noted to tell layers apart

@@ -68,7 +68,7 @@ class Call:
         if isinstance(value, Tensor):
             self._describe_tensor(value)
         elif kind is tuple or kind is list or kind is dict:
-            self.tokens.append((kind, list(value) if kind is dict else len(value)))
+            self.tokens.append((kind, _keys(value) if kind is dict else len(value)))
             for item in value.values() if kind is dict else value:
                 self._describe(item)
         elif kind in PLAIN or kind in _SETTINGS:
@@ -127,7 +127,7 @@ class Call:
         kind = type(value)
         if kind is tuple or kind is list or kind is dict:
             items = tuple(self._result(item, made, taken) for item in (value.values() if kind is dict else value))
-            return Container(kind, tuple(value) if kind is dict else (), items)
+            return Container(kind, tuple(key for _, key in _keys(value)) if kind is dict else (), items)
         if not isinstance(value, Tensor):
             if kind not in PLAIN:
                 raise NotAgain
@@ -193,6 +193,17 @@ class Call:
                 made = made.view(result.shape)
         self.tracer.keep_as(made, result.tracked)
         return made
+
+
+def _keys(value: dict[Any, Any]) -> list[tuple[type, Any]]:
+    """The keys of a dict, told apart as plain values are.
+
+    Raises:
+        NotAgain: if they are something else.
+    """
+    if not PLAIN.issuperset(map(type, value)):
+        raise NotAgain
+    return [(type(key), key) for key in value]
 
 
 def _all_in(value: Any) -> Iterator[Any]:

@@ -12,14 +12,16 @@ everything that its code can see is as it was for one that ran:
 
 Code may still see what is in none of these: it may count its calls in a global variable. So two layers must really have
 run, one after the other, with the same effect, before any is left out, and of layers that are alike the last one really
-runs. If it records something else, the whole trace is made again, with all layers. Code that behaves like the others'
-before and after may still do something else in between; that is seen where it runs (``applying/followed_code.py``).
+runs. The whole trace is made again, with all layers, if the last one records something else, if code around a layer
+uses a tensor of its inside (it was kept where nobody looks), or if the model raises an error. Code that behaves like
+the others' before and after may still do something else in between; that is seen where it runs
+(``applying/followed_code.py``).
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -33,8 +35,10 @@ from lightning_autotp.capture.layer_calls import Call
 from lightning_autotp.capture.made_up_draws import states
 from lightning_autotp.capture.noted_numbers import Notes
 from lightning_autotp.capture.static_values import CHOICES
-from lightning_autotp.capture.stretches import LISTS, NotAgain, Position, Renaming, Stretch, noting_anew
+from lightning_autotp.capture.stretches import LISTS, NotAgain, Position, Renaming, Stretch, noting_anew, numbers_in
 from lightning_autotp.capture.tracer import Tracer, Tracked
+from lightning_autotp.layouts.places import Boundary
+from lightning_autotp.operators.graph import refs
 from lightning_autotp.private.torch_private import HOOKS_OF_ALL_MODULES, unset_fake_temporarily, without_functions
 
 _FEWEST = 4
@@ -55,15 +59,16 @@ class RepeatedLayers:
         each: whether each layer is to run.
 
     Attributes:
+        used: what was recorded, and appended again.
         told_apart: modules whose plain attributes differ from those of their twins, by path: the trace has to note
             which of these their code reads.
-        differ: whether a layer did something else than those that were left out, so that the trace is to be made again.
     """
 
     def __init__(self, model: nn.Module, tracer: Tracer, notes: Notes, of_tensors: frozenset[str], each: bool) -> None:
         self.tracer, self.notes = tracer, notes
         self.of_tensors = of_tensors
-        self.differ = False
+        self.used: list[_Recorded] = []
+        self._differ = False
         each = each or any(HOOKS_OF_ALL_MODULES)  # which may do something else for each module
         self.kinds = [] if each else list(self._kinds(model, Places(model, of_tensors)))
         self.told_apart = {
@@ -99,7 +104,9 @@ class RepeatedLayers:
         earlier = known or next((one for one in reversed(kind.tried) if one.fits(layer, call)), None)
         expected = None if earlier is None else self._expected(earlier, layer, call)
         if known is not None and expected is not None and layer is not kind.layers[-1]:
-            known.is_used = True
+            if not known.is_used:
+                known.is_used = True
+                self.used.append(known)
             with without_functions():
                 return self._append(expected, layer, call)
         result, recorded = self._recorded(layer, call, args, kwargs)
@@ -108,11 +115,49 @@ class RepeatedLayers:
                 kind.proved.append(recorded)
         else:
             if known is not None:
-                self.differ |= known.is_used
+                self._differ |= known.is_used
                 kind.proved.remove(known)
             if recorded is not None:
                 kind.tried.append(recorded)
         return result
+
+    def differ(self) -> bool:
+        """Whether a layer did something else than was appended, so that the trace is to be made again with each layer.
+
+        Also if code around a layer has used a tensor of its inside, which must have been kept: those of the layers that
+        were left out are missing there.
+        """
+        owners = {tensor: one.layer.path for one in self.used for tensor in self._inside(one)}
+        return self._differ or any(
+            not f"{module}.".startswith(f"{owners[tensor]}.")
+            for module, tensors in (self._reads() if owners else ())
+            for tensor in tensors
+            if tensor in owners
+        )
+
+    def _inside(self, one: _Recorded) -> set[int]:
+        """The tensors that a layer has made, but for those that it gives to what is around it.
+
+        It gives them as they are behind the marks; without a mark as they are.
+        """
+        made = {tensor for operator in one.stretch.operators for tensor in operator.outputs}
+        marked = {
+            operator.inputs[0]
+            for operator in self.tracer.graph.operators
+            if isinstance(mark := operator.boundary, Boundary) and (mark.module, mark.side) == (one.layer.path, "out")
+        }
+        return made - (set(numbers_in(one.stretch.result)) - marked)
+
+    def _reads(self) -> Iterator[tuple[str, Iterable[int]]]:
+        """Which tensors the trace uses, with the module whose code does."""
+        graph = self.tracer.graph
+        for operator in graph.operators:
+            yield operator.module, operator.inputs
+        for call in graph.inspections:
+            yield call.module, (ref.tensor for ref in refs(call.arguments))
+        for run in graph.runs:
+            yield run.module, (tensor for _, *tensors in (*run.inputs, *run.outputs) for tensor in tensors)
+        yield "", graph.outputs
 
     def _are_like(self, one: Stretch, other: Stretch) -> bool:
         with self.tracer.pause(), unset_fake_temporarily(), without_functions():
@@ -336,11 +381,11 @@ class _State(NamedTuple):
     """What modules hold.
 
     Attributes:
-        values: plain attributes, by the number of the module and their name.
+        values: plain attributes with their classes, by the number of the module and their name.
         objects: everything else, and what is in it, in order.
     """
 
-    values: dict[tuple[int, str], Any]
+    values: dict[tuple[int, str], tuple[type, Any]]
     objects: list[Any]
 
     @classmethod
@@ -350,7 +395,7 @@ class _State(NamedTuple):
         for number, module in enumerate(modules):
             for name, value in vars(module).items():
                 if type(value) in PLAIN:
-                    state.values[number, name] = value
+                    state.values[number, name] = type(value), value
                     continue
                 state.objects.append(value)
                 if type(value) not in _CONTAINERS or value:
@@ -419,13 +464,13 @@ class _Layer:
         Raises:
             NotAgain: if anything else has.
         """
-        now, missing = _State.of(self.modules), object()
+        now = _State.of(self.modules)
         if not now.has_objects_of(self.state) or self.state.values.keys() - now.values.keys():
             raise NotAgain
         return [
             (number, name, value)
-            for (number, name), value in now.values.items()
-            if self.state.values.get((number, name), missing) != value
+            for (number, name), (kind, value) in now.values.items()
+            if self.state.values.get((number, name)) != (kind, value)
         ]
 
 

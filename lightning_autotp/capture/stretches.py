@@ -88,6 +88,17 @@ class Made(NamedTuple):
     tracked: Tracked
 
 
+def numbers_in(result: Any) -> Iterator[int]:
+    """The numbers of the tensors that a layer makes and returns."""
+    if isinstance(result, Container):
+        for item in result.items:
+            yield from numbers_in(item)
+    elif isinstance(result, Made):
+        yield result.tracked.value.tensor
+    elif isinstance(result, Marked):
+        yield result.value.tensor
+
+
 @dataclass
 class Noted:
     """What a trace notes besides what runs.
