@@ -5,8 +5,9 @@ An integer may be a size that must become local, and any of them may decide whic
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -20,7 +21,9 @@ PLAIN = frozenset((int, bool, float, str, type(None)))
 OTHER = object()
 """Stands for attributes that are not plain."""
 _SEVERAL = frozenset((list, tuple, set, dict))
-_OF_EVERY_MODULE = {*dir(nn.Module), *vars(nn.Module())}
+OF_EVERY_MODULE = {*dir(nn.Module), *vars(nn.Module())}
+"""Names of which it is not noted that they are read."""
+_NOTED = "autotp_notes_reads"
 
 
 def told(value: Any) -> Any:
@@ -46,32 +49,41 @@ def note_attributes(model: nn.Module, graph: Graph, running: Callable[[], str]) 
     modules = dict(model.named_modules())
     configs = {path: vars(module).get("config") for path, module in modules.items()}
 
-    def note_integer(path: str, name: str, value: Any) -> None:
-        if type(value) is int:
-            graph.integers.setdefault(path, {}).setdefault(name, value)
-
-    def watch_module(path: str, module: nn.Module) -> None:
-        def note(name: str, value: Any) -> None:
-            if name in vars(module):
-                note_integer(path, name, value)
-            graph.settings.setdefault(path, {})[name] = None
-
-        _watch(module, note)
-
     def watch_config(config: object) -> None:
         names = getattr(config, "attribute_map", {})
 
         def note(name: str, value: Any) -> None:
             path = running()
             if configs.get(path) is config and name in vars(config):
-                note_integer(path, f"config.{names.get(name, name)}", value)
+                _note_integer(graph, path, f"config.{names.get(name, name)}", value)
 
         _watch(config, note)
 
     for config in {id(config): config for config in configs.values() if config is not None}.values():
         watch_config(config)
+    note_own_attributes(modules, graph)
+
+
+def note_own_attributes(modules: Mapping[str, nn.Module], graph: Graph) -> None:
+    """The same for what these modules' code reads of the modules themselves, by their paths."""
     for path, module in modules.items():
-        watch_module(path, module)
+        _watch(module, partial(_note_own, graph, path, module))
+
+
+def _note_own(graph: Graph, path: str, module: nn.Module, name: str, value: Any) -> None:
+    if name in vars(module):
+        _note_integer(graph, path, name, value)
+    graph.settings.setdefault(path, {})[name] = None
+
+
+def _note_integer(graph: Graph, path: str, name: str, value: Any) -> None:
+    if type(value) is int:
+        graph.integers.setdefault(path, {}).setdefault(name, value)
+
+
+def is_noted(target: object) -> bool:
+    """Whether it is noted which plain attributes of an object are read."""
+    return getattr(type(target), _NOTED, False)
 
 
 def _watch(target: object, note: Callable[[str, Any], object]) -> None:
@@ -81,7 +93,7 @@ def _watch(target: object, note: Callable[[str, Any], object]) -> None:
 
     def read(self: object, name: str) -> object:
         value = get(self, name)
-        if name in _OF_EVERY_MODULE or told(known := plain(value)) is OTHER:
+        if name in OF_EVERY_MODULE or told(known := plain(value)) is OTHER:
             return value
         # A list that a property gives is made of attributes, which are noted as it reads them.
         if type(known) in PLAIN or not isinstance(getattr(kind, name, None), property):
@@ -89,6 +101,6 @@ def _watch(target: object, note: Callable[[str, Any], object]) -> None:
         return value
 
     known_as = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}  # its code may look itself up by name
-    watched = subclass(kind.__name__, (kind,), {"__getattribute__": read, **known_as})
+    watched = subclass(kind.__name__, (kind,), {"__getattribute__": read, _NOTED: True, **known_as})
     with suppress(TypeError):  # a dict, say, whose class cannot be changed: it has no attributes either
         target.__class__ = watched

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from lightning_autotp.building.float8 import float8_of, note_float8
 from lightning_autotp.building.quantization import format_of
 from lightning_autotp.capture import vmap as transforms
-from lightning_autotp.capture.attribute_reads import note_attributes
+from lightning_autotp.capture.attribute_reads import note_attributes, note_own_attributes
 from lightning_autotp.capture.call_sites import is_user_code
 from lightning_autotp.capture.compiled_code import noting_questions
 from lightning_autotp.capture.declared_calls import autograd_function_in, higher_order_operator_in, noting_declared
@@ -44,6 +44,7 @@ from lightning_autotp.capture.nested import (
 from lightning_autotp.capture.noted_numbers import Notes
 from lightning_autotp.capture.opaque import LARGEST, NotRun, OpaqueForward
 from lightning_autotp.capture.recording import RECORD, under_way
+from lightning_autotp.capture.repeated_layers import RepeatedLayers
 from lightning_autotp.capture.size_origins import SizeOrigins
 from lightning_autotp.capture.static_values import NoValue
 from lightning_autotp.capture.tracer import Tracer, inside_of
@@ -310,6 +311,7 @@ def _capture(
     draws: tuple[int, ...],
     *,
     until_failure: bool = False,
+    each_layer: bool = False,
 ) -> Graph:
     fake, seeming = RememberingFakeTensorMode(functional=(RECORD,)), torch.device(device or device_of(model))
     there = torch.accelerator.current_accelerator()  # of the build, whether or not there is one in this machine
@@ -360,9 +362,24 @@ def _capture(
         module.forward = OpaqueForward(module, tracer)
     if is_only or (copies and goes_on):  # with what is in these objects
         tracer.notes_on_sizes = notes
-    if not until_failure:
+    of_tensors = frozenset(vars(fake_like(torch.empty(0), fake, seeming)))
+    layers = RepeatedLayers(traced, tracer, notes, of_tensors, each_layer)
+    if until_failure:
+        note_own_attributes(layers.told_apart, tracer.graph)
+    else:
         note_attributes(traced, tracer.graph, lambda: tracer.modules[-1])
-    _run(traced, calls, tracer, fake, goes_on, until_failure)
+    try:
+        _run(traced, calls, tracer, fake, layers, goes_on, until_failure)
+        is_made = not layers.differ() and not (layers.used and tracer.graph.failure)
+    except _Untraceable:
+        if not layers.used:
+            raise
+        is_made = False
+    if not is_made:  # they are not alike after all, or that may be why it has failed
+        again = partial(_capture, model, example_inputs, opaque, training, device, draws)
+        return again(until_failure=until_failure, each_layer=True)
+    if until_failure:  # that was noted to tell layers apart
+        tracer.graph.settings, tracer.graph.integers = {}, {}
     # Copies: such numbers may live on, and other ranks have what was asked until now.
     tracer.graph.numbers, tracer.graph.questions = set(notes.told), notes.questions | _of_sizes(notes, tracer, is_only)
     tracer.graph.static_on_demand()
@@ -421,6 +438,7 @@ def _run(
     calls: Sequence[tuple[int, ExampleCall]],
     tracer: Tracer,
     fake: FakeTensorMode,
+    layers: RepeatedLayers,
     goes_on: bool,
     until_failure: bool,
 ) -> None:
@@ -442,11 +460,13 @@ def _run(
         for layer in (fake, tracer, tracer.calls):
             context.enter_context(layer)
         before = {id(tensor) for *_, tensor in _tensors_of_modules(traced)}
+        layers.put_on()
         result: list[Any] = []
         try:
             for one, call in calls:
                 if tracer.notes_on_sizes is not None and goes_on:
                     tracer.notes_on_sizes.of_sizes.clear()
+                layers.begin()
                 with tracer.drawing(one):
                     result.append(traced(*call.args, **call.kwargs))
         except Exception as error:

@@ -38,6 +38,11 @@ def as_compiled(modules: Collection[str]) -> Iterator[None]:
         _compiled.reset(token)
 
 
+def is_told_compiled(module: str) -> bool:
+    """Whether the code of a module is told in traces that it is compiled, whatever it is in."""
+    return module in _compiled.get()
+
+
 @contextmanager
 def noting_questions(tracer: Tracer) -> Iterator[None]:
     """Note in the graph that is traced which modules' code asks, and answer it.
@@ -72,4 +77,4 @@ class _Question:
         if self.tracer.paused or not is_user_code(frame.f_code.co_filename):
             return bool(self.original())
         self.tracer.graph.compiling.add(self.tracer.modules[-1])
-        return any(path in _compiled.get() for path in self.tracer.modules)
+        return any(map(is_told_compiled, self.tracer.modules))

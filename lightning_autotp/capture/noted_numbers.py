@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -33,6 +34,7 @@ _LARGEST = 64
 """Of so many operands a number may be computed that is still noted."""
 
 
+@dataclass
 class Notes:
     """What code asks of the numbers in a trace.
 
@@ -43,11 +45,23 @@ class Notes:
         are_sizes_told: whether it asks what some size is, so that numbers that look constant may follow from it.
     """
 
-    def __init__(self) -> None:
-        self.questions: dict[Question, None] = {}
-        self.of_sizes: dict[Question, None] = {}
-        self.told: set[str] = set()
-        self.are_sizes_told = False
+    questions: dict[Question, None] = field(default_factory=dict)
+    of_sizes: dict[Question, None] = field(default_factory=dict)
+    told: set[str] = field(default_factory=set)
+    are_sizes_told: bool = False
+
+    def take(self) -> Notes:
+        """What was asked until now, which is no longer noted here then."""
+        taken = replace(self)
+        vars(self).update(vars(Notes()))
+        return taken
+
+    def add(self, asked: Notes) -> None:
+        """Note what was asked elsewhere, after what was asked here."""
+        self.questions |= asked.questions
+        self.of_sizes |= asked.of_sizes
+        self.told |= asked.told
+        self.are_sizes_told |= asked.are_sizes_told
 
     def given(self, place: str, value: Number) -> Number:
         """A number of the arguments that is noted."""

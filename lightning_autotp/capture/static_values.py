@@ -32,11 +32,13 @@ class StaticEvaluator:
 
     Attributes:
         draws: which numbers operators draw.
+        asked: the tensors whose values were asked for.
     """
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.draws = HIGH
+        self.asked: list[int] = []
         self.known: dict[int, Tensor] = {}
         self.synthetic: dict[int, Tensor] = {}
         self._producers: dict[int, Operator] = {}
@@ -66,7 +68,7 @@ class StaticEvaluator:
             is_static = self.graph.tensors[last].is_static
             if producer is None or not (is_static or lender or or_synthetic):
                 raise NoValue
-            if not is_static and or_synthetic and producer.name in _CHOICES:
+            if not is_static and or_synthetic and producer.name in CHOICES:
                 self.synthetic[last] = self._choice(producer, last)
                 continue
             needed = [ref.tensor for name, value in producer.arguments if name != lender for ref in refs(value)]
@@ -76,7 +78,8 @@ class StaticEvaluator:
                 continue
             found = self.synthetic if any(source in self.synthetic for source in needed) else self.known
             found.update(zip(producer.outputs, self._run(producer), strict=True))
-        return self.known[tensor] if tensor in self.known else self.synthetic[tensor]
+        self.asked.append(tensor)
+        return self._now(tensor)
 
     def sources(self, tensor: int) -> set[int]:
         """The tensors that no operator made, and from which the value of a static one follows."""
@@ -160,7 +163,7 @@ class StaticEvaluator:
         return value
 
 
-_CHOICES = {
+CHOICES = {
     f"aten.{name}"
     for name in (
         "topk.default", "sort.default", "sort.stable", "argsort.default", "argsort.stable", "argmax.default",

@@ -86,18 +86,18 @@ _CONSTANTS = {torch.tensor, torch.as_tensor, torch.asarray}
 
 
 @dataclass
-class _Tracked:
+class Tracked:
     """A tensor object: its value in the graph, which part of its storage it is, and which boundaries it has crossed."""
 
     value: Ref
-    storage: _Storage | None = None
+    storage: Storage | None = None
     path: tuple[Operator, ...] = ()
     version: int = 0
     crossed: tuple[Boundary, ...] = ()
 
 
 @dataclass
-class _Storage:
+class Storage:
     """Memory that several tensor objects look at: its first one, and writes through others that it has not seen yet."""
 
     root: Ref
@@ -121,6 +121,7 @@ class Tracer(PreDispatchMode):
         super().__init__()
         self.graph = Graph(device=str(device))
         self.modules: list[str] = [""]
+        self.begun = [0]  # of each module that runs: how many tensors there were when it began
         self.calls = Calls(self)
         self.outside = KeptOutside()
         self.paused = False
@@ -133,7 +134,8 @@ class Tracer(PreDispatchMode):
         self.device = device
         self.number_returning: dict[str, str] = {}  # modules that return numbers, and whose code gets them
         self.overwritten: dict[Any, Ref] = {}  # by place, what a call under way has written into
-        self._tensors: dict[int, _Tracked] = {}
+        self.written: list[tuple[Storage, int]] = []  # memory that was written in place, and what it held before
+        self._tensors: dict[int, Tracked] = {}
         self._places: dict[Any, Tensor] = {}
         self._alive: list[Tensor] = []  # an id must not be used again while it is in the tables
         self._infos: dict[tuple[torch.Size, torch.dtype, bool], TensorInfo] = {}  # one for all tensors that are alike
@@ -219,7 +221,7 @@ class Tracer(PreDispatchMode):
             operator = Operator("boundary", (("input", (source,)),), (value.tensor,), module, "", layer, crossing)
             self.graph.operators.append(operator)
             crossed = (*self._tracked(inside).crossed, crossing)
-            self._keep(outside, _Tracked(value, *self._place(inside), crossed))
+            self._keep(outside, Tracked(value, *self._place(inside), crossed))
         return marked
 
     def take_back(self, path: str, marks: range) -> None:
@@ -257,6 +259,7 @@ class Tracer(PreDispatchMode):
     def enter(self, module: str) -> None:
         """A module's forward begins."""
         self.modules.append(module)
+        self.begun.append(len(self.graph.tensors))
         self.calls.counts.append({})
         self.calls.runs.append(len(self.graph.entered))
         self.graph.entered.append(module)
@@ -264,6 +267,7 @@ class Tracer(PreDispatchMode):
     def leave(self) -> None:
         """The innermost module's forward ends."""
         self.modules.pop()
+        self.begun.pop()
         self.calls.counts.pop()
         self.calls.runs.pop()
 
@@ -294,6 +298,22 @@ class Tracer(PreDispatchMode):
         if not self.graph.tensors[ref.tensor].is_static:
             self._asks([ref])
         return made
+
+    def kind_of(self, module: str) -> tuple[str, str]:
+        """Which layer of ``torch.nn`` a module is, and how its product rounds."""
+        return self._layers.get(module, ""), self._rounding.get(module, "")
+
+    def tracked(self, tensor: Tensor) -> Tracked | None:
+        """What is known of a tensor object, if it was seen before."""
+        return self._tensors.get(id(tensor))
+
+    def keep_as(self, tensor: Tensor, tracked: Tracked) -> None:
+        """Know a tensor object as this."""
+        self._keep(tensor, tracked)
+
+    def begin(self, tensor: Tensor) -> None:
+        """Add a tensor that no operator makes."""
+        self._track(tensor, static=not tensor.requires_grad)
 
     def number_of(self, tensor: Tensor) -> int:
         """The number of a tensor's present value in the graph."""
@@ -440,12 +460,12 @@ class Tracer(PreDispatchMode):
         outputs = _results_of(result)
         operator = self._append(name, reads, outputs)
         for number, (output, tensor) in enumerate(zip(outputs, operator.outputs, strict=True)):
-            tracked, memory = _Tracked(Ref(tensor)), storage_key(output)
+            tracked, memory = Tracked(Ref(tensor)), storage_key(output)
             base = next((other for other in inputs if storage_key(other) == memory), None)
             if base is not None:
                 storage, path, version = self._place(base)
                 crossed = self._tracked(base).crossed
-                tracked = _Tracked(Ref(tensor), storage, (*path, _output(operator, number)), version, crossed)
+                tracked = Tracked(Ref(tensor), storage, (*path, _output(operator, number)), version, crossed)
             self._keep(output, tracked)
         return operator
 
@@ -505,7 +525,7 @@ class Tracer(PreDispatchMode):
             return self._present(self._tracked(value))
         return tuple(self._read(item) for item in value) if isinstance(value, tuple) else plain(value)
 
-    def _tracked(self, tensor: Tensor) -> _Tracked:
+    def _tracked(self, tensor: Tensor) -> Tracked:
         found = self._tensors.get(id(tensor))
         if found is not None:
             return found
@@ -515,8 +535,8 @@ class Tracer(PreDispatchMode):
             return self._tensors[id(tensor)]
         return self._track(tensor, static=not tensor.requires_grad)  # an input may have a gradient, of what is outside
 
-    def _track(self, tensor: Tensor, static: bool) -> _Tracked:
-        tracked = self._keep(tensor, _Tracked(self._new(tensor, static)))
+    def _track(self, tensor: Tensor, static: bool) -> Tracked:
+        tracked = self._keep(tensor, Tracked(self._new(tensor, static)))
         real = self.real.get(id(tensor), getattr(tensor, "constant", None))
         if static and real is None and not isinstance(tensor, FakeTensor) and not tensor.is_meta:
             with self.pause(), unset_fake_temporarily():  # made by code that the trace does not see
@@ -529,7 +549,7 @@ class Tracer(PreDispatchMode):
             self.buffers.add(tracked.value.tensor)
         return tracked
 
-    def _keep(self, tensor: Tensor, tracked: _Tracked) -> _Tracked:
+    def _keep(self, tensor: Tensor, tracked: Tracked) -> Tracked:
         self._tensors[id(tensor)] = tracked
         self._places[_place_key(tensor)] = tensor
         self._alive.append(tensor)
@@ -538,16 +558,16 @@ class Tracer(PreDispatchMode):
     def _alias(self, tensor: Tensor, of: Tensor) -> None:
         """A second object for the same value."""
         tracked = self._tracked(of)
-        self._keep(tensor, _Tracked(self._present(tracked), *self._place(of), tracked.crossed))
+        self._keep(tensor, Tracked(self._present(tracked), *self._place(of), tracked.crossed))
 
-    def _place(self, tensor: Tensor) -> tuple[_Storage, tuple[Operator, ...], int]:
+    def _place(self, tensor: Tensor) -> tuple[Storage, tuple[Operator, ...], int]:
         """Which part of which storage a tensor is."""
         tracked = self._tracked(tensor)
         if tracked.storage is None:
-            tracked.storage = _Storage(tracked.value)
+            tracked.storage = Storage(tracked.value)
         return tracked.storage, tracked.path, tracked.version
 
-    def _present(self, tracked: _Tracked) -> Ref:
+    def _present(self, tracked: Tracked) -> Ref:
         """The value of a tensor object now, after what was written through other objects that share its memory."""
         storage = tracked.storage
         if storage is None or tracked.version == storage.version:
@@ -571,6 +591,7 @@ class Tracer(PreDispatchMode):
         operator = self._append(name, reads, written)
         for tensor, value in zip(written, operator.outputs, strict=True):
             storage, path, _ = self._place(tensor)
+            self.written.append((storage, storage.root.tensor))
             storage.version += 1
             if path:
                 storage.pending.append((path, Ref(value)))

@@ -716,6 +716,14 @@ def take_out(mode: TorchFunctionMode) -> None:
             _push_mode(each)
 
 
+def function_modes() -> list[TorchFunctionMode]:
+    """The modes of torch functions that are on, outermost first."""
+    modes = _taken_off()
+    for each in modes:
+        _push_mode(each)
+    return modes
+
+
 def _taken_off() -> list[TorchFunctionMode]:
     """The modes that were on, outermost first."""
     return [_pop_mode() for _ in range(_len_torch_function_stack())][::-1]

@@ -46,6 +46,8 @@ INTERNAL = {
     "Ambiguous",
     "_TooManyRows",
     "NotAlike",
+    "NotAgain",
+    "_Differ",
     "Contradiction",
     "NotFoundInTime",
     "UnknownSize",

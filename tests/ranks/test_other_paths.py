@@ -448,6 +448,39 @@ def alike(hidden: Tensor) -> Tensor:
     return own * number * one * twos * repeated * rows
 
 
+RUNS = {"number": 0}
+
+
+class CountedBlock(nn.Module):
+    """Its code counts in a global variable how often it runs, and the fifth time does something else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.inner, self.out = nn.Linear(WIDTH, 36, bias=False), nn.Linear(36, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        RUNS["number"] += 1
+        hidden = self.inner(self.norm(x))
+        if RUNS["number"] == 5:
+            hidden = hidden / hidden.norm()
+        return x + self.out(hidden.relu())
+
+
+class CountedBlocks(nn.Module):
+    """Blocks of which a trace runs the first ones and the last one: it does not see what the fifth one does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(CountedBlock() for _ in range(7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        RUNS["number"] = 0
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
 def outcome_of(
     make: Callable[[], nn.Module],
     around: Callable[[], Any] = contextlib.nullcontext,
@@ -679,6 +712,7 @@ def said_of(rank: int, size: int) -> dict[tuple[str, bool, bool], str]:
     said |= {(between, True, True): found for between, found in said_in_stages(rank).items()}
     for name, factors in PLACED.items():
         said[name, False, False] = outcome_of(partial(NormedBlock, times(factors)))
+    said["counted", False, False] = outcome_of(CountedBlocks)
     for transform in (torch.func.grad, torch.func.vmap):
         with pytest.raises(RuntimeError, match=r"is called under a function transform .* create_graph=True"):
             transform(lambda x: model(x[None]).sum())(x)
@@ -705,6 +739,9 @@ def test_code_that_no_trace_shows_is_followed_or_compared(ranks: int) -> None:
             assert said[name, False, False].startswith("the code of 1 does something with a rank's part"), name
             assert "it calls" in said[name, False, False], name
             assert "at test_other_paths:" in said[name, False, False], name
+        found = said["counted", False, False]
+        assert found.startswith("the code of 1.blocks.4 does something with a rank's part of a tensor"), found
+        assert "it calls norm at test_other_paths:" in found
         for name, error in said.items():
             if name[0].startswith("around"):
                 assert "does something with a rank's part of a tensor that it did not" in error, name

@@ -1,0 +1,268 @@
+"""How a layer is called in a trace, and what it returns: told so that calls can be compared, and results made again."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Set
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_autotp.capture.attribute_reads import PLAIN
+from lightning_autotp.capture.noted_numbers import NotedFloat, NotedInt, plain
+from lightning_autotp.capture.stretches import Container, Given, Made, Marked, NotAgain, Plain
+from lightning_autotp.capture.tracer import Storage, Tracer, Tracked
+from lightning_autotp.layouts.places import Boundary
+from lightning_autotp.private.torch_private import FakeTensor, base_of, function_modes, storage_key
+from lightning_autotp.ranks.random_numbers import are_own_numbers_noted
+
+_SETTINGS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+"""Classes of torch's own values, each of which is one object."""
+
+
+class Call:
+    """A call of a layer that is about to run.
+
+    Args:
+        tracer: what the layer runs under.
+        of_tensors: names of the attributes that every tensor of the trace has.
+        args: its arguments.
+        kwargs: those that are given by name.
+
+    Attributes:
+        tokens: equal for two calls that are alike.
+        leaves: all that is in its arguments, with the containers.
+        tensors: the tensors in these, each once.
+        numbers: their numbers in the graph.
+
+    Raises:
+        NotAgain: if more may matter than can be told.
+    """
+
+    def __init__(self, tracer: Tracer, of_tensors: Set[str], args: Any, kwargs: Any) -> None:
+        self.tracer, self.of_tensors = tracer, of_tensors
+        self.leaves: list[Any] = []
+        self.tensors: list[Tensor] = []
+        self.numbers: list[int] = []
+        self.tokens: list[Any] = [
+            *(
+                (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+                for kind in ("cpu", tracer.device.type)
+            ),
+            torch.is_autocast_cache_enabled(),
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            torch.get_default_dtype(),
+            torch.get_default_device(),
+            function_modes(),
+            are_own_numbers_noted(),
+            dict(tracer.calls.counts[-1]),
+        ]
+        for value in (*args, *kwargs.values()):
+            self._describe(value)
+        self.tokens += [len(args), list(kwargs)]
+
+    def _describe(self, value: Any) -> None:
+        kind = type(value)
+        if isinstance(value, Tensor):
+            self._describe_tensor(value)
+        elif kind is tuple or kind is list or kind is dict:
+            self.tokens.append((kind, _keys(value) if kind is dict else len(value)))
+            for item in value.values() if kind is dict else value:
+                self._describe(item)
+        elif kind in PLAIN or kind in _SETTINGS:
+            self.tokens.append((kind, value))
+        elif kind is NotedInt or kind is NotedFloat:
+            self.tokens.append((kind, plain(value), value.expression))
+        else:
+            raise NotAgain
+        self.leaves.append(value)
+
+    def _describe_tensor(self, tensor: Tensor) -> None:
+        again = next((at for at, other in enumerate(self.tensors) if other is tensor), None)
+        if again is not None:
+            self.tokens.append(("again", again))
+            return
+        tracked = self.tracer.tracked(tensor)
+        if tracked is None or not is_up_to_date(tracked) or not _is_bare(tensor, self.of_tensors):
+            raise NotAgain
+        number, begun = tracked.value.tensor, self.tracer.begun[-1]
+        info = self.tracer.graph.tensors[number]
+        if number < begun:  # then it is the same one
+            self.tokens.append(number)
+        else:  # it was made for this call: where it is marked, say
+            self.tokens.append(("new", number - begun, self._origin(number) if info.is_static else None))
+        memory = storage_key(tensor)
+        sharing = next((at for at, other in enumerate(self.tensors) if storage_key(other) == memory), None)
+        self.tokens += [type(tensor), *_metadata(tensor), info, sharing]
+        self.tensors.append(tensor)
+        self.numbers.append(number)
+
+    def _origin(self, number: int) -> int:
+        """The tensor that a static one is which was marked where it enters the layer."""
+        operator = next((one for one in reversed(self.tracer.graph.operators) if number in one.outputs), None)
+        if operator is None or not isinstance(operator.boundary, Boundary):
+            raise NotAgain
+        return operator.inputs[0]
+
+    def is_given(self, args: Any, kwargs: Any) -> bool:
+        """Whether its arguments hold what they held before it."""
+        now = [leaf for value in (*args, *kwargs.values()) for leaf in _all_in(value)]
+        return len(now) == len(self.leaves) and all(one is other for one, other in zip(now, self.leaves, strict=True))
+
+    def described(self, result: Any, made: Collection[int]) -> Any:
+        """How to make what it returned again, in another call that is like it.
+
+        Args:
+            result: what it returned.
+            made: the tensors that operators in it have made.
+
+        Raises:
+            NotAgain: if that is not known.
+        """
+        return self._result(result, made, {storage_key(tensor) for tensor in self.tensors})
+
+    def _result(self, value: Any, made: Collection[int], taken: set[int]) -> Any:
+        kind = type(value)
+        if kind is tuple or kind is list or kind is dict:
+            items = tuple(self._result(item, made, taken) for item in (value.values() if kind is dict else value))
+            return Container(kind, tuple(key for _, key in _keys(value)) if kind is dict else (), items)
+        if not isinstance(value, Tensor):
+            if kind not in PLAIN:
+                raise NotAgain
+            return Plain(kind, value)
+        tracked = self.tracer.tracked(value)
+        for at, tensor in enumerate(self.tensors):
+            if tensor is value:
+                return Given(at)
+            given = self.tracer.tracked(tensor)
+            if tracked is not None and given is not None and _is_marked(tensor, given, value, tracked):
+                return Marked(at, tracked.value, tracked.crossed[len(given.crossed) :])
+        memory = storage_key(value)
+        if tracked is None or memory in taken or not _is_its_own(tracked, made) or not self._is_plain(value):
+            raise NotAgain
+        taken.add(memory)
+        storage = None if tracked.storage is None else replace(tracked.storage, pending=[])
+        kept = replace(tracked, storage=storage)
+        return Made(
+            tuple(value.shape), value.stride(), value.dtype, value.requires_grad, base_of(value) is not None, kept
+        )
+
+    def _is_plain(self, value: Tensor) -> bool:
+        """Whether a tensor is all of its memory, and nothing else is to be said of it."""
+        return (
+            _is_bare(value, self.of_tensors)
+            and value.storage_offset() == 0
+            and value.untyped_storage().nbytes() == value.numel() * value.element_size()
+            and not (value.is_conj() or value.is_neg())
+            and not (value.requires_grad and (value.is_leaf or not torch.is_grad_enabled()))
+            and (value.is_contiguous() or base_of(value) is None)
+        )
+
+    def made(self, result: Any) -> Any:
+        """What this call returns, from how it is made."""
+        if isinstance(result, Container):
+            items = [self.made(item) for item in result.items]
+            return dict(zip(result.keys, items, strict=True)) if result.kind is dict else result.kind(items)
+        if isinstance(result, Plain):
+            return result.value
+        if isinstance(result, Given):
+            return self.tensors[result.at]
+        return self._marked(result) if isinstance(result, Marked) else self._new(result)
+
+    def _marked(self, result: Marked) -> Tensor:
+        given = self.tensors[result.at]
+        tracked = self.tracer.tracked(given)
+        assert tracked is not None
+        if tracked.storage is None:
+            tracked.storage = Storage(tracked.value)
+        with self.tracer.pause():
+            made = given.view(given.shape)
+        crossed = (*tracked.crossed, *result.crossed)
+        self.tracer.keep_as(made, Tracked(result.value, tracked.storage, tracked.path, tracked.version, crossed))
+        return made
+
+    def _new(self, result: Made) -> Tensor:
+        with self.tracer.pause():
+            device = self.tracer.device
+            made = torch.empty_strided(result.shape, result.stride, dtype=result.dtype, device=device)
+            if result.requires_grad:
+                made = made.requires_grad_().clone()
+            if result.is_view:
+                made = made.view(result.shape)
+        self.tracer.keep_as(made, result.tracked)
+        return made
+
+
+def _keys(value: dict[Any, Any]) -> list[tuple[type, Any]]:
+    """The keys of a dict, told apart as plain values are.
+
+    Raises:
+        NotAgain: if they are something else.
+    """
+    if not PLAIN.issuperset(map(type, value)):
+        raise NotAgain
+    return [(type(key), key) for key in value]
+
+
+def _all_in(value: Any) -> Iterator[Any]:
+    """What is in a value, and then the value; in the order of a call's leaves."""
+    if type(value) in (tuple, list, dict):
+        for item in value.values() if type(value) is dict else value:
+            yield from _all_in(item)
+    yield value
+
+
+def _is_bare(tensor: Tensor, of_tensors: Set[str]) -> bool:
+    """Whether a tensor of the trace has nothing but what every one has, and no value."""
+    return isinstance(tensor, FakeTensor) and tensor.constant is None and vars(tensor).keys() <= of_tensors
+
+
+def is_up_to_date(tracked: Tracked) -> bool:
+    """Whether a tensor object holds what was written last into its memory."""
+    return tracked.storage is None or tracked.storage.version == tracked.version
+
+
+def _is_its_own(tracked: Tracked, made: Collection[int]) -> bool:
+    """Whether a tensor is in memory that operators have made, and that holds it."""
+    storage = tracked.storage
+    return (
+        tracked.value.tensor in made
+        and is_up_to_date(tracked)
+        and (storage is None or (not storage.pending and storage.root.tensor in made))
+    )
+
+
+def _is_marked(given: Tensor, before: Tracked, value: Tensor, after: Tracked) -> bool:
+    """Whether a tensor is a given one, but for the boundaries that it has crossed since."""
+    return (
+        after.storage is not None
+        and after.storage is before.storage
+        and after.path == before.path
+        and is_up_to_date(after)
+        and after.crossed[: len(before.crossed)] == before.crossed
+        and type(value) is FakeTensor
+        and (value.shape, value.stride(), value.storage_offset())
+        == (given.shape, given.stride(), given.storage_offset())
+        and (value.dtype, value.requires_grad) == (given.dtype, given.requires_grad)
+    )
+
+
+def _metadata(tensor: Tensor) -> tuple[Any, ...]:
+    return (
+        tensor.shape,
+        tensor.stride(),
+        tensor.storage_offset(),
+        tensor.untyped_storage().nbytes(),
+        tensor.dtype,
+        tensor.device,
+        tensor.layout,
+        tensor.requires_grad,
+        tensor.is_leaf,
+        tensor.grad_fn is None,
+        tensor.is_conj(),
+        tensor.is_neg(),
+        tensor.is_inference(),
+        base_of(tensor) is not None,
+    )

@@ -1,0 +1,513 @@
+"""Layers that repeat: what one of them has recorded is appended again for the others, and their code does not run.
+
+A model of a hundred layers runs the same code a hundred times, and all but the first runs record what was recorded
+before, of other tensors. So a layer, an element of an ``nn.ModuleList`` or ``nn.Sequential``, is left out where
+everything that its code can see is as it was for one that ran:
+
+* the two are :mod:`~lightning_autotp.capture.alike`, and no plain attribute that the one's code read is another;
+* they are called alike: with the same values, and with tensors of the same metadata that share memory alike, and that
+  hold the same wherever no parameter went into them; in the same modes of torch's;
+* the one had no effect but its results: it wrote into no memory from outside, kept no tensor, drew no number in Python,
+  and asked for no values but those that are the same for the other.
+
+Code may still see what is in none of these: it may count its calls in a global variable. So two layers must really have
+run, one after the other, with the same effect, before any is left out, and of layers that are alike the last one really
+runs. The whole trace is made again, with all layers, if the last one records something else, if code around a layer
+uses a tensor of its inside (it was kept where nobody looks), or if the model raises an error. Code that behaves like
+the others' before and after may still do something else in between; that is seen where it runs
+(``applying/followed_code.py``).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from lightning_autotp.capture import vmap as transforms
+from lightning_autotp.capture.alike import Places, Twins
+from lightning_autotp.capture.attribute_reads import PLAIN, is_noted
+from lightning_autotp.capture.compiled_code import is_told_compiled
+from lightning_autotp.capture.layer_calls import Call
+from lightning_autotp.capture.made_up_draws import states
+from lightning_autotp.capture.noted_numbers import Notes
+from lightning_autotp.capture.static_values import CHOICES
+from lightning_autotp.capture.stretches import LISTS, NotAgain, Position, Renaming, Stretch, noting_anew, numbers_in
+from lightning_autotp.capture.tracer import Tracer, Tracked
+from lightning_autotp.layouts.places import Boundary
+from lightning_autotp.operators.graph import refs
+from lightning_autotp.private.torch_private import HOOKS_OF_ALL_MODULES, unset_fake_temporarily, without_functions
+
+_FEWEST = 4
+"""So many layers must be alike: of fewer, all run."""
+_CONTAINERS = frozenset((dict, OrderedDict, set, list, tuple))
+_DEEPEST = 3
+"""Objects in attributes are looked into so deep for what a layer changes."""
+
+
+class RepeatedLayers:
+    """The repeated layers of a model that is traced.
+
+    Args:
+        model: the copy that will run, before anything of the trace is put on it.
+        tracer: what it will run under.
+        notes: what its code asks of numbers.
+        of_tensors: names of the attributes that every tensor of the trace has.
+        each: whether each layer is to run.
+
+    Attributes:
+        used: what was recorded, and appended again.
+        told_apart: modules whose plain attributes differ from those of their twins, by path: the trace has to note
+            which of these their code reads.
+    """
+
+    def __init__(self, model: nn.Module, tracer: Tracer, notes: Notes, of_tensors: frozenset[str], each: bool) -> None:
+        self.tracer, self.notes = tracer, notes
+        self.of_tensors = of_tensors
+        self.used: list[_Recorded] = []
+        self._differ = False
+        each = each or any(HOOKS_OF_ALL_MODULES)  # which may do something else for each module
+        self.kinds = [] if each else list(self._kinds(model, Places(model, of_tensors)))
+        self.told_apart = {
+            layer.paths[number]: layer.modules[number]
+            for kind in self.kinds
+            for number, _ in kind.differing
+            for layer in kind.layers
+        }
+
+    def put_on(self) -> None:
+        """Let the layers run so."""
+        for kind in self.kinds:
+            for layer in kind.layers:
+                layer.forward = layer.module.forward
+                layer.module.forward = _Forward(self, layer)
+
+    def begin(self) -> None:
+        """Before a call of the model: what ran in another one counts no more."""
+        for kind in self.kinds:
+            kind.tried.clear()
+            kind.proved.clear()
+            for layer in kind.layers:
+                layer.state = _State.of(layer.modules)
+
+    def run(self, layer: _Layer, args: Any, kwargs: Any) -> Any:
+        """What a layer returns."""
+        with without_functions():  # what is asked here is no call of the model's code
+            call = self._described(layer, args, kwargs)
+        if call is None:
+            return layer.forward(*args, **kwargs)
+        kind = layer.kind
+        known = next((one for one in kind.proved if one.fits(layer, call)), None)
+        earlier = known or next((one for one in reversed(kind.tried) if one.fits(layer, call)), None)
+        expected = None if earlier is None else self._expected(earlier, layer, call)
+        if known is not None and expected is not None and layer is not kind.layers[-1]:
+            if not known.is_used:
+                known.is_used = True
+                self.used.append(known)
+            with without_functions():
+                return self._append(expected, layer, call)
+        result, recorded = self._recorded(layer, call, args, kwargs)
+        if recorded is not None and expected is not None and self._are_like(recorded.stretch, expected):
+            if known is None:
+                kind.proved.append(recorded)
+        else:
+            if known is not None:
+                self._differ |= known.is_used
+                kind.proved.remove(known)
+            if recorded is not None:
+                kind.tried.append(recorded)
+        return result
+
+    def differ(self) -> bool:
+        """Whether a layer did something else than was appended, so that the trace is to be made again with each layer.
+
+        Also if code around a layer has used a tensor of its inside, which must have been kept: those of the layers that
+        were left out are missing there.
+        """
+        owners = {tensor: one.layer.path for one in self.used for tensor in self._inside(one)}
+        return self._differ or any(
+            not f"{module}.".startswith(f"{owners[tensor]}.")
+            for module, tensors in (self._reads() if owners else ())
+            for tensor in tensors
+            if tensor in owners
+        )
+
+    def _inside(self, one: _Recorded) -> set[int]:
+        """The tensors that a layer has made, but for those that it gives to what is around it.
+
+        It gives them as they are behind the marks; without a mark as they are.
+        """
+        made = {tensor for operator in one.stretch.operators for tensor in operator.outputs}
+        marked = {
+            operator.inputs[0]
+            for operator in self.tracer.graph.operators
+            if isinstance(mark := operator.boundary, Boundary) and (mark.module, mark.side) == (one.layer.path, "out")
+        }
+        return made - (set(numbers_in(one.stretch.result)) - marked)
+
+    def _reads(self) -> Iterator[tuple[str, Iterable[int]]]:
+        """Which tensors the trace uses, with the module whose code does."""
+        graph = self.tracer.graph
+        for operator in graph.operators:
+            yield operator.module, operator.inputs
+        for call in graph.inspections:
+            yield call.module, (ref.tensor for ref in refs(call.arguments))
+        for run in graph.runs:
+            yield run.module, (tensor for _, *tensors in (*run.inputs, *run.outputs) for tensor in tensors)
+        yield "", graph.outputs
+
+    def _are_like(self, one: Stretch, other: Stretch) -> bool:
+        with self.tracer.pause(), unset_fake_temporarily(), without_functions():
+            return one.is_like(other)
+
+    # -- which layers are alike --------------------------------------------------------------------------------------
+
+    def _kinds(self, model: nn.Module, places: Places) -> Iterator[_Kind]:
+        """The layers of the model that are alike, in the order of their list."""
+        done = set[nn.Module]()
+        for path, container in model.named_modules():
+            if not isinstance(container, nn.ModuleList | nn.Sequential):
+                continue
+            members = [member for member in container if next(member.children(), None) is not None]
+            own = [member for member in members if places.paths[member].rpartition(".")[0] == path]
+            kinds = list[_Kind]()
+            for member in dict.fromkeys(own):
+                if member in done or not self._is_traced(places, member):
+                    continue
+                done.add(member)
+                for kind in kinds:
+                    twins = places.twins(kind.first, member)
+                    if twins is not None and self._are_treated_alike(places, twins):
+                        kind.add(member, places, twins)
+                        break
+                else:
+                    kinds.append(_Kind(member, places))
+            yield from (kind for kind in kinds if len(kind.layers) >= _FEWEST)
+
+    def _is_traced(self, places: Places, module: nn.Module) -> bool:
+        """Whether a module is looked into, with all in it."""
+        path = places.paths[module]
+        around = tuple(f"{opaque}." for opaque in self.tracer.graph.opaque)
+        return not f"{path}.".startswith(around) and not any(one.startswith(f"{path}.") for one in around)
+
+    def _are_treated_alike(self, places: Places, twins: Twins) -> bool:
+        pairs = ((places.paths[one], places.paths[other]) for one, other in twins.modules)
+        return all(self.tracer.kind_of(one) == self.tracer.kind_of(other) for one, other in pairs)
+
+    # -- how a layer is called ---------------------------------------------------------------------------------------
+
+    def _described(self, layer: _Layer, args: Any, kwargs: Any) -> Call | None:
+        """A call of a layer; ``None`` where more may matter than can be told."""
+        tracer = self.tracer
+        if (
+            tracer.paused
+            or transforms.are_active()
+            or tracer.modules[-1] != layer.path
+            or tracer.calls.current[0] >= 0
+            or not layer.is_unchanged()
+        ):
+            return None
+        try:
+            return Call(tracer, self.of_tensors, args, kwargs)
+        except NotAgain:
+            return None
+
+    # -- what a layer records ----------------------------------------------------------------------------------------
+
+    def _position(self) -> Position:
+        graph = self.tracer.graph
+        return Position(len(graph.tensors), len(graph.calls), len(graph.entered), self.tracer.calls.runs[-1])
+
+    def _recorded(self, layer: _Layer, call: Call, args: Any, kwargs: Any) -> tuple[Any, _Recorded | None]:
+        """What a layer returns, and what it records, if that can be appended again."""
+        tracer, graph = self.tracer, self.tracer.graph
+        position, begun, random = self._position(), tracer.begun[-1], states()
+        lists = {name: len(getattr(graph, name)) for name in LISTS}
+        written, asked = len(tracer.written), len(tracer.evaluator.asked)
+        with noting_anew(tracer, self.notes) as noted:
+            result = layer.forward(*args, **kwargs)
+        stretch = Stretch(noted=noted, **{name: getattr(graph, name)[first:] for name, first in lists.items()})
+        calls = range(position.calls, len(graph.calls))
+        stretch.numbers = {number: tracer.noted[number] for number in calls if number in tracer.noted}
+        recorded = _Recorded(layer, call, position, begun, stretch)
+        try:
+            with without_functions():
+                if noted.has_drawn or states() != random or not call.is_given(args, kwargs):
+                    raise NotAgain
+                stretch.changes = layer.changes()
+                made = {tensor for operator in stretch.operators for tensor in operator.outputs}
+                if any(root not in made for _, root in tracer.written[written:]):
+                    raise NotAgain
+                self._note_tensors(recorded)
+                self._check_asked(tracer.evaluator.asked[asked:], recorded)
+                stretch.counts = dict(tracer.calls.counts[-1])
+                stretch.result = call.described(result, made)
+        except NotAgain:
+            return result, None
+        return result, recorded
+
+    def _note_tensors(self, recorded: _Recorded) -> None:
+        """Note which numbers the layer's tensors have, and which of those that it added have values."""
+        stretch, first = recorded.stretch, recorded.position.tensors
+        for at, tensor in enumerate(recorded.layer.tensors):
+            tracked = self.tracer.tracked(tensor)
+            if tracked is not None and not _is_unwritten(tracked):
+                raise NotAgain
+            recorded.numbers.append(None if tracked is None else tracked.value.tensor)
+            if tracked is not None and tracked.value.tensor >= first:
+                stretch.born[tracked.value.tensor - first] = at
+        free = [first + at for at in range(len(stretch.tensors)) if at not in stretch.born]
+        if not self.tracer.given.keys().isdisjoint(free) or not self.tracer.buffers.isdisjoint(free):
+            raise NotAgain  # it begins in this layer, and is none of its own
+        evaluator = self.tracer.evaluator
+        stretch.known = {number: evaluator.known[number] for number in free if number in evaluator.known}
+        stretch.synthetic = {number: evaluator.synthetic[number] for number in free if number in evaluator.synthetic}
+
+    def _check_asked(self, asked: Sequence[int], recorded: _Recorded) -> None:
+        """Whether the values that code asks for are the same for every layer that is called alike."""
+        producers = {tensor: operator for operator in recorded.stretch.operators for tensor in operator.outputs}
+        first, own = recorded.position.tensors, {*recorded.numbers}
+        given = {number for number in recorded.call.numbers if number >= recorded.begun}
+        pending, seen = list(asked), set[int]()
+        while pending:
+            tensor = pending.pop()
+            if tensor in seen:
+                continue
+            seen.add(tensor)
+            producer, info = producers.get(tensor), self.tracer.graph.tensors[tensor]
+            if tensor in own or (tensor in given and not info.is_static):
+                raise NotAgain
+            if producer is not None and not (producer.name in CHOICES and not info.is_static):
+                pending += producer.inputs
+            elif producer is None and tensor >= first and tensor not in recorded.stretch.known:
+                raise NotAgain
+
+    # -- what is appended again --------------------------------------------------------------------------------------
+
+    def _expected(self, known: _Recorded, layer: _Layer, call: Call) -> Stretch | None:
+        """What a layer records in a call that is like that of one which ran; ``None`` if that is not known."""
+        numbers = dict(zip(known.call.numbers, call.numbers, strict=True))
+        for before, tensor in zip(known.numbers, layer.tensors, strict=True):
+            tracked = self.tracer.tracked(tensor)
+            if before is None:
+                continue
+            if before >= known.position.tensors:  # it begins in the layer
+                if tracked is not None:
+                    return None
+            elif tracked is None or not _is_unwritten(tracked):
+                return None
+            else:
+                numbers[before] = tracked.value.tensor
+        paths = dict(zip(known.layer.paths, layer.paths, strict=True))
+        try:
+            renaming = Renaming(known.position, known.begun, self._position(), numbers, paths)
+            return renaming.stretch(known.stretch)
+        except NotAgain:
+            return None
+
+    def _append(self, stretch: Stretch, layer: _Layer, call: Call) -> Any:
+        """Append what a layer records to the graph, and make what it returns."""
+        tracer, graph = self.tracer, self.tracer.graph
+        for at, info in enumerate(stretch.tensors):
+            if at in stretch.born:
+                tracer.begin(layer.tensors[stretch.born[at]])
+            else:
+                graph.tensors.append(info)
+        for name in LISTS:
+            if name != "tensors":
+                getattr(graph, name).extend(getattr(stretch, name))
+        stretch.noted.put_into(tracer, self.notes)
+        tracer.noted.update(stretch.numbers)
+        tracer.evaluator.known.update(stretch.known)
+        tracer.evaluator.synthetic.update(stretch.synthetic)
+        tracer.calls.counts[-1] = dict(stretch.counts)
+        for number, name, value in stretch.changes:
+            vars(layer.modules[number])[name] = value
+        return call.made(stretch.result)
+
+
+class _Forward:
+    """Takes the place of a layer's forward in a trace."""
+
+    def __init__(self, layers: RepeatedLayers, layer: _Layer) -> None:
+        self.layers, self.layer = layers, layer
+        self.__wrapped__ = layer.forward  # as code may ask for its signature
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the layer returns."""
+        return self.layers.run(self.layer, args, kwargs)
+
+
+def _is_unwritten(tracked: Tracked) -> bool:
+    """Whether nothing was written into the memory of a tensor object."""
+    return tracked.storage is None or not tracked.storage.version
+
+
+class _Kind:
+    """Layers that are alike.
+
+    Attributes:
+        first: the first of them.
+        modules: the modules in it.
+        layers: all of them, in the order of their list.
+        differing: the plain attributes that are not the same in all, by the number of the module and their name.
+        tried: what was recorded of those that ran, where none before had recorded the same.
+        proved: what two of them have recorded.
+    """
+
+    def __init__(self, first: nn.Module, places: Places) -> None:
+        self.first = first
+        self.modules = tuple(first.modules())
+        self.tensors: list[Tensor] = []
+        self.differing = set[tuple[int, str]]()
+        self.tried: list[_Recorded] = []
+        self.proved: list[_Recorded] = []
+        self.layers = [_Layer(self, first, self.modules, places)]
+
+    def add(self, module: nn.Module, places: Places, twins: Twins) -> None:
+        """Add a layer."""
+        if not self.tensors:
+            self.tensors = self.layers[0].tensors = [own for own, _ in twins.tensors]
+        layer = _Layer(self, module, tuple(twin for _, twin in twins.modules), places)
+        layer.tensors = [twin for _, twin in twins.tensors]
+        self.differing |= twins.differing
+        self.layers.append(layer)
+
+
+class _State(NamedTuple):
+    """What modules hold.
+
+    Attributes:
+        values: plain attributes with their classes, by the number of the module and their name.
+        objects: everything else, and what is in it, in order.
+    """
+
+    values: dict[tuple[int, str], tuple[type, Any]]
+    objects: list[Any]
+
+    @classmethod
+    def of(cls, modules: Sequence[nn.Module]) -> _State:
+        """What these modules hold now."""
+        state, seen = cls({}, []), set[int]()
+        for number, module in enumerate(modules):
+            for name, value in vars(module).items():
+                if type(value) in PLAIN:
+                    state.values[number, name] = type(value), value
+                    continue
+                state.objects.append(value)
+                if type(value) not in _CONTAINERS or value:
+                    _look_into(value, state.objects, seen, _DEEPEST)
+        return state
+
+    def has_objects_of(self, other: _State) -> bool:
+        """Whether all that is not plain is the same."""
+        return len(self.objects) == len(other.objects) and all(map(_is, self.objects, other.objects))
+
+
+def _is(one: object, other: object) -> bool:
+    return one is other
+
+
+def _look_into(value: Any, found: list[Any], seen: set[int], depth: int) -> None:
+    """Find what is in a container, or an object that is none of this package's."""
+    kind = type(value)
+    if kind in PLAIN or not depth or id(value) in seen or isinstance(value, Tensor | nn.Module | type):
+        return
+    seen.add(id(value))
+    if isinstance(value, dict):
+        inside = [*value.values()]
+    elif isinstance(value, list | tuple | set | frozenset):
+        inside = [*value]
+    elif callable(value) or kind.__module__.startswith("lightning_autotp."):
+        return
+    else:
+        inside = [*getattr(value, "__dict__", {}).values()]
+    found += inside
+    for item in inside:
+        _look_into(item, found, seen, depth - 1)
+
+
+class _Layer:
+    """One of the layers that are alike.
+
+    Attributes:
+        kind: all of them.
+        module: the layer.
+        path: where it is.
+        modules: the modules in it, as their twins in the first one.
+        paths: where these are.
+        tensors: those of these modules, as their twins in the first one.
+        forward: what runs it.
+        state: what it held before the model ran.
+    """
+
+    forward: Any
+    state: _State
+
+    def __init__(self, kind: _Kind, module: nn.Module, modules: tuple[nn.Module, ...], places: Places) -> None:
+        self.kind, self.module, self.modules = kind, module, modules
+        self.path = places.paths[module]
+        self.paths = tuple(places.paths[inner] for inner in modules)
+        self.tensors: list[Tensor] = []
+
+    def is_unchanged(self) -> bool:
+        """Whether it holds what it held before the model ran."""
+        now = _State.of(self.modules)
+        return now.values == self.state.values and now.has_objects_of(self.state)
+
+    def changes(self) -> list[tuple[int, str, Any]]:
+        """The plain attributes that have changed since: the number of the module, name, value.
+
+        Raises:
+            NotAgain: if anything else has.
+        """
+        now = _State.of(self.modules)
+        if not now.has_objects_of(self.state) or self.state.values.keys() - now.values.keys():
+            raise NotAgain
+        return [
+            (number, name, value)
+            for (number, name), (kind, value) in now.values.items()
+            if self.state.values.get((number, name)) != (kind, value)
+        ]
+
+
+@dataclass
+class _Recorded:
+    """What a layer has recorded that really ran.
+
+    Attributes:
+        layer: the layer.
+        call: how it was called.
+        position: where in the graph it began.
+        begun: how many tensors there were before its marks.
+        stretch: what it recorded.
+        numbers: the numbers of its tensors, as far as they have any.
+        is_used: whether it was appended again.
+    """
+
+    layer: _Layer
+    call: Call
+    position: Position
+    begun: int
+    stretch: Stretch
+    numbers: list[int | None] = field(default_factory=list)
+    is_used: bool = False
+
+    def fits(self, layer: _Layer, call: Call) -> bool:
+        """Whether another layer's code sees in a call what this one's saw."""
+        settings, values = self.stretch.noted.of_modules["settings"], self.layer.state.values
+        return (
+            call.tokens == self.call.tokens
+            and not any(
+                values.get((number, name)) != layer.state.values.get((number, name))
+                for number, name in layer.kind.differing
+                if name in settings.get(self.layer.paths[number], ()) or not is_noted(self.layer.modules[number])
+            )
+            and (
+                not self.stretch.noted.of_modules["compiling"]
+                or [*map(is_told_compiled, self.layer.paths)] == [*map(is_told_compiled, layer.paths)]
+            )
+        )
