@@ -51,9 +51,8 @@ def plan(  # noqa: D417 (the other options are PlanOptions')
         tokens: tokens of one forward and backward pass, which the plan is to be the cheapest for; 16,384 by default.
             Of an example without sequences, its rows.
         why: name or pattern of parameters or modules of which to say, for each dim that is not cut, why not.
-        gpus: which GPUs to estimate memory and time for, as of recommend.
-        memory: as for AutoTPStrategy: bytes that parameters, gradients and optimizer states may take; ``device`` for as
-            much as lets a step fit into one of ``gpus``, ``null`` for no limit.
+        gpus: which GPUs to estimate memory and time for, as of recommend; with ``memory`` left at ``device``, the plan
+            is for as much as lets a step fit into one of them.
         gpu_memory: bytes of a GPU to compare with, where they are not those of ``gpus``.
         optimizer: whose states are counted.
         precision: as the Trainer has it.
