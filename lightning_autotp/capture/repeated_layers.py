@@ -13,7 +13,7 @@ everything that its code can see is as it was for one that ran:
 Code may still see what is in none of these: it may count its calls in a global variable. So two layers must really have
 run, one after the other, with the same effect, before any is left out, and of layers that are alike the last one really
 runs. The whole trace is made again, with all layers, if the last one records something else, if code around a layer
-uses a tensor of its inside (it was kept where nobody looks), or if the model raises an error. Code that behaves like
+uses a tensor from inside of it (kept in a global list, say), or if the model raises an error. Code that behaves like
 the others' before and after may still do something else in between; that is seen where it runs
 (``applying/followed_code.py``).
 """

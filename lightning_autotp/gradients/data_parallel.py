@@ -7,8 +7,8 @@ while the parameters are on meta, so that no rank ever has its whole tensor-para
 
 In a forward pass a block's gather begins before the operators of the block before it (:func:`gather_ahead`). FSDP2
 itself begins it when the host comes to the block, which is too late where the host waits for the device inside of a
-block, as for how many tokens chose an expert. In a backward pass FSDP2 begins it as early by itself, in the order in
-which the blocks did run.
+block, as for how many tokens chose an expert. In a backward pass FSDP2 itself begins it as early, in the order in which
+the blocks ran.
 """
 
 from __future__ import annotations

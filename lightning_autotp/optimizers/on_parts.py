@@ -84,11 +84,8 @@ def check_optimizer(optimizer: Optimizer, module: nn.Module) -> None:
     unknown: str | None = None
     for number, group in enumerate(optimizer.param_groups):
         for (_, dims), parameter in _sharded(group["params"], table).items():
-            known = _known_by(optimizer, group, parameter, dims)
             try:
-                apart = _FOUND[known] if known in _FOUND else _difference(optimizer, parameter, parameter.dim(), dims)
-                if known is not None:
-                    _FOUND[known] = apart
+                apart = _found(optimizer, group, parameter, dims)
             except Unknown as error:
                 unknown = unknown or str(error)
                 continue
@@ -114,6 +111,17 @@ def check_optimizer(optimizer: Optimizer, module: nn.Module) -> None:
 
 _FOUND: dict[Hashable, float | None] = {}
 """What trials of torch's own optimizers found, for the next one with the same options."""
+
+
+def _found(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor, dims: tuple[int, ...]) -> float | None:
+    """What :func:`_difference` gives, now or when it was asked the same before."""
+    known = _known_by(optimizer, group, parameter, dims)
+    if known is not None and known in _FOUND:
+        return _FOUND[known]
+    apart = _difference(optimizer, parameter, parameter.dim(), dims)
+    if known is not None:
+        _FOUND[known] = apart
+    return apart
 
 
 def _known_by(

@@ -48,7 +48,7 @@ def gather_parameter(tensor: Tensor, meta: ParameterMeta, group: TPGroup) -> Ten
     else:
         shapes = [local_shape(meta.shape, meta.layout, rank) for rank in range(group.size)]
         for rows in _rows_together(shapes, own.element_size()):
-            _gather_rows(whole, own, rows, meta, group)
+            _gather_rows(whole, own, rows, shapes, meta, group)
     return whole.to(tensor.device)
 
 
@@ -63,9 +63,13 @@ def _rows_together(shapes: Sequence[Sequence[int]], itemsize: int) -> Iterator[R
     yield from ((start, start + step) for start in range(0, longest if row else 0, step))
 
 
-def _gather_rows(whole: Tensor, own: Tensor, rows: Run, meta: ParameterMeta, group: TPGroup) -> None:
-    """Write what all parts have at these indices of their first dim: one collective, of pieces of one length."""
-    shapes = [local_shape(meta.shape, meta.layout, rank) for rank in range(group.size)]
+def _gather_rows(
+    whole: Tensor, own: Tensor, rows: Run, shapes: Sequence[Sequence[int]], meta: ParameterMeta, group: TPGroup
+) -> None:
+    """Write what all parts, of these shapes, have at some indices of their first dim.
+
+    One collective, of pieces of one length.
+    """
     pieces = [(len(range(shape[0])[slice(*rows)]), *shape[1:]) for shape in shapes]
     width = max(map(prod, pieces))
     sent, received = own.new_empty(width), own.new_empty(group.size * width)

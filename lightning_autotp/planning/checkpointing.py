@@ -171,14 +171,15 @@ def fitting(
                 break
             needed, seconds = step(plan)
             if needed <= limit:
-                if copies > 1 and not _are_alike(plan, other := find(None)):
-                    usually = step(other)
+                usual = (usual or find(None)) if copies > 1 else plan
+                if not have_same_layouts(plan, usual):
+                    usually = step(usual)
                     if usually.needed <= limit and usually.seconds <= seconds:
-                        return made_for(other, usually.needed)
+                        return made_for(usual, usually.needed)
                 return made_for(plan, needed)
             usual = usual or find(None)
-            if _are_alike(plan, usual):
-                break
+            if have_same_layouts(plan, usual):
+                return made_for(usual, needed)
             room = stored - (needed - limit)
         usual = usual or find(None)
         return made_for(usual, step(usual).needed)
@@ -186,7 +187,8 @@ def fitting(
         return usual or find(None)
 
 
-def _are_alike(plan: Plan, other: Plan) -> bool:
+def have_same_layouts(plan: Plan, other: Plan) -> bool:
+    """Whether two plans of a model divide its parameters in the same way, so that a step takes as much with both."""
     return [one.layout for one in plan.parameters] == [one.layout for one in other.parameters]
 
 

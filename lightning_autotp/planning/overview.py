@@ -15,7 +15,7 @@ from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.layouts.units import in_units, unit_of
 from lightning_autotp.pipeline import refuse_unfit
 from lightning_autotp.planning.asked import Batch
-from lightning_autotp.planning.checkpointing import Step, fitting
+from lightning_autotp.planning.checkpointing import Step, fitting, have_same_layouts
 from lightning_autotp.planning.estimate import Memory, StepTime, memory, step_time
 from lightning_autotp.planning.machines import Machine
 from lightning_autotp.planning.rehearsal import (
@@ -175,9 +175,8 @@ def plan_for(
         plan = fitting(find, step, machine.free, f"a GPU ({machine.name})")
     else:
         plan = find(options.limit)
-    layouts = [one.layout for one in plan.parameters]
     try:
-        if not seen or [one.layout for one in seen[-1].plan.parameters] != layouts:
+        if not seen or not have_same_layouts(seen[-1].plan, plan):
             step(plan)
     except RehearsalError as error:
         return plan, error

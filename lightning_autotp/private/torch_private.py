@@ -442,7 +442,7 @@ class AllowedInLists:
     """Lets torch's clipping use functions of lists for gradients of a class, too, until it is removed. Nothing public.
 
     torch asks for a tensor's exact class, so that nothing changes for tensors of other classes. Without it a norm of
-    each gradient is taken by itself, which is one collective for each.
+    each gradient is taken alone, with a collective of its own.
 
     Args:
         kind: the class.
