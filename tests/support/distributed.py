@@ -102,14 +102,13 @@ def _run(target: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
     readers: dict[Connection, int] = {}
     deadline = time.monotonic() + PATIENCE
     with tempfile.TemporaryDirectory() as directory:
-        store = Path(directory) / "store"
         try:
             # The process that ranks are forked from has another path than this one: it needs what tests share.
             with mock.patch.dict(os.environ, SCRIPT_ENVIRONMENT):
                 for rank in range(world_size):
                     reader, writer = context.Pipe(duplex=False)
                     process = context.Process(
-                        target=_child, args=(writer, environment, target, rank, world_size, str(store), args)
+                        target=_child, args=(writer, environment, target, rank, world_size, directory, args)
                     )
                     process.start()
                     writer.close()
@@ -124,7 +123,7 @@ def _run(target: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
                 failures = {}
                 for reader in ready:
                     rank = readers.pop(reader)
-                    outcome, value = _receive(reader, processes[rank])
+                    outcome, value = _receive(reader, processes[rank], _crash(directory, rank))
                     if outcome == "error":
                         failures[rank] = value
                     else:
@@ -149,12 +148,18 @@ def time_limits() -> set[timedelta]:
     return {group._get_backend(torch.device("cpu")).options._timeout for group in groups}
 
 
-def _receive(reader: Connection, process: multiprocessing.process.BaseProcess) -> tuple[str, Any]:
+def _crash(directory: str, rank: int) -> Path:
+    """Where a rank writes its threads' stacks if it crashes outside of Python."""
+    return Path(directory) / f"crash-{rank}"
+
+
+def _receive(reader: Connection, process: multiprocessing.process.BaseProcess, crash: Path) -> tuple[str, Any]:
     try:
         outcome, payload = reader.recv()
     except EOFError:
         process.join(10)
-        return "error", f"the process ended without a result (exit code {process.exitcode})"
+        stacks = crash.read_text().partition("\nExtension modules")[0] if crash.exists() else ""
+        return "error", f"the process ended without a result (exit code {process.exitcode})\n{stacks}"
     finally:
         reader.close()
     return outcome, pickle.loads(payload)
@@ -166,16 +171,17 @@ def _child(
     target: Callable[..., Any],
     rank: int,
     world_size: int,
-    store: str,
+    directory: str,
     args: tuple[Any, ...],
 ) -> None:
-    faulthandler.enable()  # so that a crash outside Python says where it was
+    stacks = _crash(directory, rank).open("w")
+    faulthandler.enable(stacks)
     gc.freeze()  # what was imported before stays: not to be looked at each time that objects are looked for that do not
     try:
         os.environ.clear()
         os.environ.update(environment)
         torch.set_num_threads(1)
-        payload = target(rank, world_size, store, *args)
+        payload = target(rank, world_size, str(Path(directory) / "store"), *args)
     except BaseException:
         writer.send(("error", pickle.dumps(traceback.format_exc())))
         writer.close()
