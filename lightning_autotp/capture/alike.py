@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_autotp.capture.attribute_reads import OF_EVERY_MODULE, PLAIN
+from lightning_autotp.layouts.dims import Cut
 from lightning_autotp.private.torch_private import buffers_of, children_of, parameters_of
 
 _MOST = 50_000
@@ -177,7 +178,9 @@ class _Comparison:
             _check(getattr(kind, "__new__", None) is object.__new__ or _are_equal(one, other))
             _check(not any(vars(base).get("__slots__") for base in kind.__mro__))
             is_ours = kind.__module__.startswith("lightning_autotp.")
-            if is_ours and is_dataclass(one):  # what it has computed of its fields may be kept in it
+            if kind is Cut:  # along axes of each layer's own, of which a forward only asks for those of the batch
+                _check(one.is_like(other) and one.grown_axis == other.grown_axis)
+            elif is_ours and is_dataclass(one):  # what it has computed of its fields may be kept in it
                 for field in fields(one):
                     self._same(getattr(one, field.name), getattr(other, field.name), is_ours)
             else:

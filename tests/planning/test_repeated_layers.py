@@ -22,6 +22,7 @@ from lightning_autotp.capture.alike import Places
 from lightning_autotp.capture.capture import capture, capture_local, language_model_inputs, meta_copy
 from lightning_autotp.capture.size_origins import SizeOrigins
 from lightning_autotp.layouts.plan import Plan
+from lightning_autotp.layouts.types import Shard
 from lightning_autotp.operators.graph import Graph
 from lightning_autotp.operators.questions import Expression, Question
 from lightning_autotp.pipeline import make_plan
@@ -152,6 +153,17 @@ def test_a_local_graph_is_that_of_a_trace_in_which_each_layer_runs(sequence_para
     found = traces.check(lambda: capture_local(local, batch, solution.graph))
     first = 3 if sequence_parallel else 2  # the first layer is given tokens that are cut in another way
     assert found == [f"model.layers.{number}" for number in range(first, 5)]
+
+
+def test_layers_are_alike_that_are_cut_along_axes_of_their_own(traces: Traces) -> None:
+    model, _ = model_of("deepseek_v3")
+    batch = language_model_inputs(model)
+    plan, solution = make_plan(model, 2, example_inputs=batch, cut={"*.q_a_proj": 0, "*.q_b_proj": 1})
+    cuts = [change.target for change in plan.conversions if change.module.endswith("q_b_proj")]
+    assert len({cut.cuts[0].axes for cut in cuts if isinstance(cut, Shard)}) == 6  # in each layer another axis
+    local = local_model(model, plan)
+    traces.left_out.clear()
+    assert len(traces.check(lambda: capture_local(local, batch, solution.graph))) == 2
 
 
 def without_conversion(local: Any) -> None:
