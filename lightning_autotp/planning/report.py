@@ -203,10 +203,10 @@ def _of_host(found: Recommendation, choice: Choice) -> Iterator[str]:
 def _compared(found: Recommendation, best: Choice) -> Iterator[str]:
     alone = found.on_one
     if alone is not None and alone is not best:
-        faster = best.tokens_per_second / alone.tokens_per_second
-        yield f"one GPU is enough: {best.gpus} are {faster:.1f} times as fast"
+        faster = _digits(best.tokens_per_second / alone.tokens_per_second)
+        yield f"one GPU is enough{_with_host(alone)}: {best.gpus} are {faster} times as fast"
     elif alone is best:
-        yield "one GPU is enough: more would not be faster"
+        yield f"one GPU is enough{_with_host(alone)}: more would not be faster"
     divided = [each for each in found.choices if (each.tensor_parallel_size > 1) != (best.tensor_parallel_size > 1)]
     other = next((each for each in divided if each.fits), None)
     if best.tensor_parallel_size == 1 and best.gpus > 1 and other is not None:
@@ -220,6 +220,11 @@ def _compared(found: Recommendation, best: Choice) -> Iterator[str]:
                 f"without tensor parallelism it does not fit: {named(least)} needs {in_units(least.memory.total)}"
                 f" of {in_units(found.room)}"
             )
+
+
+def _with_host(choice: Choice) -> str:
+    """What one GPU keeps in host memory, which makes it slow."""
+    return f" with {_ways(choice)}" if choice.uses_host else ""
 
 
 def _faster(best: Choice, other: Choice) -> str:
@@ -337,10 +342,15 @@ def named(choice: Choice) -> str:
     said = [f"{choice.tensor_parallel_size} tensor-parallel ranks" if choice.tensor_parallel_size > 1 else ""]
     replicas = f"{choice.replicas} replicas of " if choice.replicas > 1 else ""
     said += [f"{replicas}{choice.shards} copies (FSDP2)" if choice.data_parallel_size > 1 else ""]
-    said += ["sequence parallelism" if choice.sequence_parallel else ""]
-    kept = {None: "", "blocks": "checkpointed blocks", "offload": "activations in host memory"}
-    said += [kept[choice.activation_checkpointing], "parameters in host memory" if choice.cpu_offload else ""]
+    said += ["sequence parallelism" if choice.sequence_parallel else "", _ways(choice)]
     return ", ".join(part for part in said if part) or "one GPU"
+
+
+def _ways(choice: Choice) -> str:
+    """What is not kept in a GPU's memory, in words."""
+    kept = {None: "", "blocks": "checkpointed blocks", "offload": "activations in host memory"}
+    said = kept[choice.activation_checkpointing], "parameters in host memory" if choice.cpu_offload else ""
+    return ", ".join(part for part in said if part)
 
 
 def _digits(number: float) -> str:
