@@ -275,7 +275,7 @@ def export(
     from rich.console import Console
 
     from lightning_autotp.building.checkpoint_reading import CheckpointError
-    from lightning_autotp.checkpoints.export_checkpoint import export_checkpoint
+    from lightning_autotp.export.from_checkpoint import export_checkpoint
     from lightning_autotp.layouts.units import in_units
 
     started = time.perf_counter()

@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_autotp.applying.fused_attention import run_layers_of_attention
 from lightning_autotp.applying.replace import apply_plan
-from lightning_autotp.building.quantization import refuse_quantized
 from lightning_autotp.capture.capture import as_calls, language_model_inputs, meta_copy, refuse_scripted
 from lightning_autotp.capture.fingerprint import fingerprint
 from lightning_autotp.capture.garbage import relaxed_gc
@@ -40,6 +39,7 @@ from lightning_autotp.proving.feasible import feasible_plan
 from lightning_autotp.proving.new_calls import CallProver
 from lightning_autotp.proving.read_plan import read_plan
 from lightning_autotp.proving.verify import trace, verify
+from lightning_autotp.quantized.noted import refuse_quantized
 from lightning_autotp.ranks.agreement import first_makes, raise_along, raise_together
 from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.ranks.meeting import announce

@@ -23,8 +23,6 @@ import torch
 import transformers.utils
 from torch import Tensor, nn
 
-from lightning_autotp.building.float8 import float8_of, note_float8
-from lightning_autotp.building.quantization import format_of
 from lightning_autotp.capture import vmap as transforms
 from lightning_autotp.capture.attribute_reads import note_attributes, note_own_attributes
 from lightning_autotp.capture.call_sites import is_user_code
@@ -68,6 +66,8 @@ from lightning_autotp.private.torch_private import (
     without_functions,
 )
 from lightning_autotp.private.transformers_private import fake_tensors_as_ordinary
+from lightning_autotp.quantized.float8 import float8_of, note_float8
+from lightning_autotp.quantized.noted import format_of
 
 _BATCH_PRIMES = (3, 5, 7, 11, 13)
 _SEQUENCE_PRIMES = (61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109, 113, 127, 131, 137, 139)

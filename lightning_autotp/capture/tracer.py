@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_autotp.building.float8 import float8_of
 from lightning_autotp.capture import vmap as transforms
 from lightning_autotp.capture.call_sites import (
     by_call,
@@ -70,6 +69,7 @@ from lightning_autotp.private.torch_private import (
     without_functions,
     without_python_dispatcher,
 )
+from lightning_autotp.quantized.float8 import float8_of
 from lightning_autotp.ranks.random_numbers import are_own_numbers_noted
 
 # Functions that make a tensor of numbers alone: those that are operators, and those that take what Python holds.

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from lightning_autotp.checkpoints.stored import HeldTensor, StoredTensor, original_shape
 from lightning_autotp.layouts.types import local_shape
-from lightning_autotp.optimizers.whole_matrices import WholeMatrixOptimizer
 from lightning_autotp.parameters.gathering import each_once, gather_to_cpu
 from lightning_autotp.parameters.known_writes import known_writes
 from lightning_autotp.parameters.local_blocks import fill, is_cut
@@ -28,6 +27,7 @@ from lightning_autotp.parameters.meta import ParameterMeta
 from lightning_autotp.parameters.state import ParameterTable, parallel_models
 from lightning_autotp.ranks.agreement import raise_together
 from lightning_autotp.ranks.group import TPGroup
+from lightning_autotp.whole_matrices.optimizer import WholeMatrixOptimizer
 
 Whole = (Tensor, StoredTensor)
 """What a tensor of the original model is loaded from."""

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from torch import Tensor
 
-from lightning_autotp.optimizers.whole_states import drifts_of
+from lightning_autotp.guard.whole_states import drifts_of
 from lightning_autotp.ranks.agreement import largest_of_all
 from lightning_autotp.ranks.consistency import ReplicaConsistency
 from lightning_autotp.ranks.extremes import LOWEST

@@ -21,9 +21,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_autotp.building.pretrained import meta_model
 from lightning_autotp.capture.capture import CaptureError
-from lightning_autotp.checkpoints.export import ENTRY, describe_models
 from lightning_autotp.checkpoints.files import read_checkpoint, read_stored
 from lightning_autotp.checkpoints.state import (
     full_optimizer_state,
@@ -31,11 +29,13 @@ from lightning_autotp.checkpoints.state import (
     load_full_optimizer_state,
     load_full_state_dict,
 )
+from lightning_autotp.export.from_model import ENTRY, describe_models
 from lightning_autotp.gradients.norms import clip_gradients_norm, clip_gradients_value
 from lightning_autotp.gradients.sums import postponed_sums
 from lightning_autotp.guard.checked import CheckedCalls
 from lightning_autotp.guard.guard import guard_of, guarded_models
 from lightning_autotp.guard.state_dicts import refuse_whole_optimizer_states
+from lightning_autotp.guard.whole_states import drifts_of
 from lightning_autotp.lightning.base import AutoTPBase
 from lightning_autotp.lightning.discovery import find_models
 from lightning_autotp.lightning.loaders import ComparedFirst, CountedNotes, NotedLoader, seed_workers_by
@@ -43,11 +43,11 @@ from lightning_autotp.lightning.models_local import count_copies_once
 from lightning_autotp.lightning.optimizers import move_to_local, originals, owner_of, then_compute
 from lightning_autotp.optimizers.scaler import agreed_scaling
 from lightning_autotp.optimizers.stepping import steps_some_of
-from lightning_autotp.optimizers.whole_states import drifts_of
 from lightning_autotp.parallel.head_product import compute_undone
 from lightning_autotp.parameters.host_memory import states_to_parameters
 from lightning_autotp.parameters.state import is_parallel, parallel_models
 from lightning_autotp.pipeline import FindPlan, make_local
+from lightning_autotp.pretrained.meta_model import meta_model
 from lightning_autotp.private.lightning_private import BackwardSync
 from lightning_autotp.private.torch_private import uncompiled
 from lightning_autotp.ranks.agreement import check_same_weights, raise_together

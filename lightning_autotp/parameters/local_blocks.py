@@ -20,8 +20,8 @@ from lightning_autotp.layouts.names import join_names
 from lightning_autotp.parameters.meta import ParameterMeta
 from lightning_autotp.parameters.part import PartOf
 from lightning_autotp.parameters.pending_gradient import PendingGradient
-from lightning_autotp.parameters.quantized_weight import QuantizedWeight
 from lightning_autotp.private.torch_private import without_subclasses
+from lightning_autotp.quantized.weight import QuantizedWeight
 from lightning_autotp.ranks.group import TPGroup
 
 

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from lightning_autotp.building.checkpoint_reading import CheckpointSource
-from lightning_autotp.building.quantization import as_loaded, format_of
 from lightning_autotp.building.recipe import take_recipe
 from lightning_autotp.layouts.names import join_names
 from lightning_autotp.layouts.plan import ConversionPlan, Plan
@@ -25,6 +24,7 @@ from lightning_autotp.parameters.lowered_gathers import LoweredGathers
 from lightning_autotp.parameters.meta import ParameterMeta
 from lightning_autotp.parameters.writes import Writes
 from lightning_autotp.private.torch_private import WeakIdKeyDictionary, children_of, parameters_of
+from lightning_autotp.quantized.noted import as_loaded, format_of
 from lightning_autotp.ranks.group import TPGroup
 
 Hook = Callable[[Tensor], Tensor]

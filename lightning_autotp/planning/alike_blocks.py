@@ -24,11 +24,11 @@ from typing import Any, NamedTuple, TypeVar
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from lightning_autotp.building.quantization import format_of
 from lightning_autotp.building.repeated_blocks import blocks_of_their_own, repeated_blocks
 from lightning_autotp.planning.meter import Change, Held, Meter, Moment, Ran
 from lightning_autotp.private.fake_tensors_private import RememberingFakeTensorMode
 from lightning_autotp.private.torch_private import own_shape, tree_leaves, tree_map, tree_map_only
+from lightning_autotp.quantized.noted import format_of
 
 _Item = TypeVar("_Item")
 

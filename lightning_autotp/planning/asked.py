@@ -17,13 +17,13 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
-from lightning_autotp.building.hub import refuse_missing
-from lightning_autotp.building.quantization import LIBRARIES, note_quantization
 from lightning_autotp.capture.capture import CaptureError, first_line, language_model_inputs, step_size
 from lightning_autotp.capture.nested import tensors_in
 from lightning_autotp.pipeline import MADE_UP
 from lightning_autotp.planning.rehearsal import one_row
+from lightning_autotp.pretrained.hub import refuse_missing
 from lightning_autotp.private.torch_private import tree_map_only
+from lightning_autotp.quantized.noted import LIBRARIES, note_quantization
 
 
 def model_of(name: str, auto_class: str | None = None) -> nn.Module:

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_autotp import AutoTPFabricStrategy, AutoTPStrategy, export_checkpoint, save_pretrained
-from lightning_autotp.checkpoints.adapters import save_adapter
+from lightning_autotp.export.adapters import save_adapter
 from lightning_autotp.lightning.averaging import EMAWeightAveraging
 
 ALONE = "auto"

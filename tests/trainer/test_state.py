@@ -41,10 +41,10 @@ from lightning_autotp.checkpoints.state import (
 from lightning_autotp.gradients.norms import clip_gradients_norm, gradient_norm
 from lightning_autotp.gradients.sums import synchronize_gradients
 from lightning_autotp.guard.gathered import GatheredForCall
+from lightning_autotp.guard.on_parts import check_optimizer
 from lightning_autotp.guard.standalone import ForwardDepth, StandaloneCall
 from lightning_autotp.guard.user_hooks import UserHooks
 from lightning_autotp.layouts.types import Invariant, Replicate
-from lightning_autotp.optimizers.on_parts import check_optimizer
 from lightning_autotp.parameters.state import ParallelState, ParameterTable, parallel_state
 from lightning_autotp.ranks.group import TPGroup
 

@@ -18,10 +18,10 @@ from training import SavesAfter, Task, assert_parity, error_of, fit
 from transformers import Adafactor, AutoModelForCausalLM, LlamaConfig, Phi3Config
 
 from lightning_autotp import AutoTPStrategy, WholeMatrixOptimizer
+from lightning_autotp.guard.on_parts import check_optimizer
 from lightning_autotp.layouts.ownership import Ownership
 from lightning_autotp.layouts.types import Invariant, Layout, Shard
-from lightning_autotp.optimizers.homes import Spread, balanced
-from lightning_autotp.optimizers.on_parts import check_optimizer
+from lightning_autotp.whole_matrices.owners import Spread, balanced
 
 STEPS = 4
 HALF = 2

@@ -34,9 +34,9 @@ from torch.optim import Optimizer
 from lightning_autotp.layouts.types import Shard
 from lightning_autotp.optimizers.stepping import needs_closure
 from lightning_autotp.optimizers.trial import Unknown, difference, first_that_runs, moving, updates
-from lightning_autotp.optimizers.whole_matrices import WholeMatrixOptimizer
 from lightning_autotp.parameters.local_blocks import plain, shard_group
 from lightning_autotp.parameters.state import ParameterTable
+from lightning_autotp.whole_matrices.optimizer import WholeMatrixOptimizer
 
 STEPS = 32
 """Enough for preconditioners that are recomputed every tenth step, or first used after 25."""

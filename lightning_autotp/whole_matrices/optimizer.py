@@ -25,13 +25,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from lightning_autotp.optimizers.homes import Spread, Traveller, balanced, from_homes, to_homes
 from lightning_autotp.optimizers.stepping import needs_closure, plain_step, stepped_by
 from lightning_autotp.optimizers.trial import Unknown, difference, first_that_runs, moving, updates
 from lightning_autotp.parameters.local_blocks import is_cut, plain, shard_group
 from lightning_autotp.parameters.state import ParameterTable, parallel_models
 from lightning_autotp.ranks.agreement import gather_objects, largest_of_all, raise_along
 from lightning_autotp.ranks.group import TPGroup
+from lightning_autotp.whole_matrices.owners import Spread, Traveller, balanced, from_homes, to_homes
 
 ALONE = TPGroup("", 0, 1)
 """One rank, which has everything."""
