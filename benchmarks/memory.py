@@ -305,7 +305,7 @@ def measure(case: Case) -> tuple[Found, Found]:
 
 
 def _settle(case: Case) -> None:
-    """Let go of what only a cycle of references keeps alive, and let gloo's threads let go of what they have sent."""
+    """Free what only a cycle of references keeps alive, and let gloo's threads free what they have sent."""
     gc.collect()
     if case.ranks > 1:
         dist.barrier()

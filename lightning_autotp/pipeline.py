@@ -42,7 +42,7 @@ from lightning_autotp.proving.verify import trace, verify
 from lightning_autotp.quantized.noted import refuse_quantized
 from lightning_autotp.ranks.agreement import first_makes, raise_along, raise_together
 from lightning_autotp.ranks.group import TPGroup
-from lightning_autotp.ranks.meeting import announce
+from lightning_autotp.ranks.store_barrier import register_process
 from lightning_autotp.solving.cost import Profile
 from lightning_autotp.solving.expert_modules import constrained_by
 from lightning_autotp.solving.options import PlanOptions, documented_by, read
@@ -54,7 +54,7 @@ from lightning_autotp.start_report import says_phase, says_plan, says_weights
 FindPlan = Callable[[nn.Module, Graph, Any, int, PlanOptions], Plan]
 """How to come by a plan, with the arguments of :func:`find_plan`."""
 
-MADE_UP = "a made-up batch"
+SYNTHETIC = "a synthetic batch"
 """What was traced, where no batch was given."""
 
 
@@ -133,9 +133,9 @@ def refuse_unfit(model: nn.Module) -> None:
 
 def _example(model: nn.Module, example_inputs: Any, options: PlanOptions) -> tuple[Any, PlanOptions]:
     """The batch to trace with, and the options that say where it comes from."""
-    synthetic = example_inputs is None
-    source = options.traced_with or (MADE_UP if synthetic else "example_inputs")
-    return language_model_inputs(model) if synthetic else example_inputs, replace(options, traced_with=source)
+    is_missing = example_inputs is None
+    source = options.traced_with or (SYNTHETIC if is_missing else "example_inputs")
+    return language_model_inputs(model) if is_missing else example_inputs, replace(options, traced_with=source)
 
 
 @documented_by(make_plan, PlanOptions)
@@ -256,7 +256,7 @@ def make_local(
             f"{type(model).__name__} is, or contains, a model that was parallelized already: parallelize it once"
         )
     group = TPGroup.of(process_group)
-    announce()
+    register_process()
     with raise_together(process_group, "looking at the model"):
         refuse_unfit(model)
         fused = overlap_products(process_group) if options.async_tensor_parallel else None

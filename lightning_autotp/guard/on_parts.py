@@ -56,7 +56,7 @@ IMPLEMENTATIONS = ("foreach", "fused", "capturable")
 SMALL = 4096
 """Elements up to which a tensor that an optimizer keeps is copied."""
 
-Kind = tuple[int, tuple[int, ...]]
+Cut = tuple[int, tuple[int, ...]]
 """How a parameter is cut: its number of dims, and the sharded ones."""
 
 
@@ -139,9 +139,9 @@ def _known_by(
     return known
 
 
-def _sharded(parameters: Iterable[Tensor], table: ParameterTable) -> dict[Kind, Tensor]:
+def _sharded(parameters: Iterable[Tensor], table: ParameterTable) -> dict[Cut, Tensor]:
     """One parameter for each way in which some are cut: over the tensor-parallel ranks, by FSDP2, or both."""
-    found: dict[Kind, Tensor] = {}
+    found: dict[Cut, Tensor] = {}
     for parameter in parameters:
         meta = table.meta(parameter)
         dims = {dim for dim, _ in meta.layout.dims} if meta is not None and isinstance(meta.layout, Shard) else set()

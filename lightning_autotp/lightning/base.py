@@ -76,7 +76,7 @@ class AutoTPBase(StrategyInternals):
             the ``example_input_array`` of a model that is none of Hugging Face's serves. Without one, under the
             Trainer, it is the call that the first training step makes, if a ``DataLoader`` over a map-style dataset was
             given to ``trainer.fit`` or is what ``train_dataloader()`` returns: it and ``training_step`` run once in a
-            forked process, until the model is called. Else a batch is made up, for a model that takes ``input_ids``.
+            forked process, until the model is called. Else a synthetic batch is, for a model that takes ``input_ids``.
         checked_batches: how many batches are compared over the ranks of one copy before they are used.
         checked_steps: how many steps with each kind of batch run under :func:`lightning_autotp.checked`.
         broadcast_batches: let only the first rank of a tensor-parallel group read its dataloaders (and run their

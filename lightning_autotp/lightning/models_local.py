@@ -34,7 +34,7 @@ def make_models_local(
     """Plan for, cut and prove these models. Collective over all processes.
 
     A model without example inputs is traced in the call that the first training step makes of it, where that can be
-    looked at; else with a made-up batch. A plan that is given is of a made-up batch already.
+    looked at; else with a synthetic batch. A plan that is given is of a synthetic batch already.
 
     Args:
         trainer: whose first training step counts.
@@ -79,7 +79,7 @@ def _make_local_for_call(
     options: PlanOptions,
     find: FindPlan,
 ) -> None:
-    """Make a model local for the call of the training step; where that is not known or not traced, for one made up."""
+    """Make a model local for the training step's call; where that is not known or not traced, for a synthetic one."""
     for example, source in _examples(model, call):
         try:
             make_local(model, group, example, replace(options, traced_with=source), copies, find)
@@ -89,7 +89,7 @@ def _make_local_for_call(
             if is_parallel(model) or kinds != {CaptureError.__name__}:
                 raise
             why = str(error)
-    source = f"a made-up batch ({why.splitlines()[0]})"
+    source = f"a synthetic batch ({why.splitlines()[0]})"
     try:
         make_local(model, group, None, replace(options, traced_with=source), copies, find)
     except CaptureError as error:

@@ -123,11 +123,13 @@ def load_parameters(
     if wrong:
         raise CheckpointError("local parameters do not have the shapes that their layouts give:\n" + "\n".join(wrong))
     check_checkpoint(model)
-    homes = dict.fromkeys(waiting, torch.device(device or "cpu")) | dict.fromkeys(offloaded(model), torch.device("cpu"))
+    devices = dict.fromkeys(waiting, torch.device(device or "cpu")) | dict.fromkeys(
+        offloaded(model), torch.device("cpu")
+    )
     with files_kept_open():
         for parameter, places in waiting.items():
             whole_rows = (extremes or {}).get(places[0].meta.name)
-            filled = _fill(parameter, places[0].meta, homes[parameter], whole_rows)
+            filled = _fill(parameter, places[0].meta, devices[parameter], whole_rows)
             for place in places:
                 parameters_of(place.module)[place.attribute] = filled
             told(parameter.nbytes)

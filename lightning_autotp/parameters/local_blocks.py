@@ -43,7 +43,7 @@ def joined(tensor: Tensor) -> Tensor:
 def _detached(tensor: Tensor) -> Tensor:
     if isinstance(tensor, PendingGradient):
         tensor.settle("reading")
-    with without_subclasses():  # a part of a gradient that answers for the whole is an ordinary tensor, too
+    with without_subclasses():  # a part of a gradient that represents the whole is an ordinary tensor, too
         detached = tensor.detach()
     return detached.values() if isinstance(detached, QuantizedWeight) else detached
 

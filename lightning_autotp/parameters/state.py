@@ -172,21 +172,21 @@ class ParallelState:
             )
         return places
 
-    def of_copy(self, twins: Mapping[int, Any]) -> ParallelState:
+    def of_copy(self, copies: Mapping[int, Any]) -> ParallelState:
         """The state of a copy of the model.
 
         Args:
-            twins: the copies of its modules, and of what a deep copy has copied besides, by the ids of these.
+            copies: the copies of its modules, and of what a deep copy has copied besides, by the ids of these.
         """
         metas = {id(meta): replace(meta) for meta in self.metas.values()}
         made = ParallelState(self.plan, self.group, {name: metas[id(meta)] for name, meta in self.metas.items()})
         made.sources, made.cpu_offload = dict(self.sources), self.cpu_offload
         made.gradient_sums, made.gradient_hooks = dict(self.gradient_sums), dict(self.gradient_hooks)
-        made.guard = twins.get(id(self.guard))  # which hooks of a deep copy have
+        made.guard = copies.get(id(self.guard))  # which hooks of a deep copy have
         made.parts, made.given, made.modules = self.parts, self.given, self.modules
         for module, path in self._paths.items():
-            if id(module) in twins:
-                made._paths[twins[id(module)]] = path
+            if id(module) in copies:
+                made._paths[copies[id(module)]] = path
         return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelState:

@@ -305,7 +305,7 @@ class Sampled:
                 added = [self._between(start, end, three, group) for group in groups]
                 changes.append((at.changes, [change for more, _ in added for change in more]))
                 ran.append((at.ran, [one for _, more in added for one in more]))
-            # What is let go of for all blocks at once, in any order, such as autocast's copies of parameters.
+            # What is freed for all blocks at once, in any order, such as autocast's copies of parameters.
             for number in range(outside[0].changes, outside[1].changes):
                 change = self.meter.changes[number]
                 if change.bytes < 0 and forward[0].changes <= change.made < forward[1].changes:

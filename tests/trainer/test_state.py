@@ -361,7 +361,7 @@ def test_what_was_done_is_said_once(two: list[dict[str, Any]]) -> None:
     assert [line.split()[1] for line in phases] == ["tracing", "choosing", "proving"]
     assert re.fullmatch(
         r"lightning_autotp: planned Qwen3ForCausalLM for 2 tensor-parallel ranks, and proved that together they compute"
-        r" what the original model does, in \d+\.\d s, traced with a made-up batch, as on cpu",
+        r" what the original model does, in \d+\.\d s, traced with a synthetic batch, as on cpu",
         planned,
     )
     assert re.match(
