@@ -37,10 +37,13 @@ from lightning_autotp.solving.implementations import Implementation
 from lightning_autotp.solving.planned import PlanMismatch
 
 
-def apply_plan(model: nn.Module, plan: Plan, group: TPGroup) -> None:
+def apply_plan(model: nn.Module, plan: Plan, group: TPGroup) -> ParallelState:
     """Make ``model`` the local model of rank ``group.rank``, in place: it carries its state. No communication.
 
     Parameters on the meta device stay there with their local shape; real ones are sliced.
+
+    Returns:
+        The state, ``model.autotp`` from now on.
 
     Raises:
         PlanMismatch: if the plan does not fit the model or the group.
@@ -81,6 +84,7 @@ def apply_plan(model: nn.Module, plan: Plan, group: TPGroup) -> None:
             if conversion.side == "in":
                 change.layers = tuple(_column_layers(model.get_submodule(conversion.module)))
     model.autotp = state  # type: ignore[assignment]
+    return state
 
 
 def _column_layers(module: nn.Module) -> Iterator[ColumnParallelLinear]:

@@ -36,7 +36,7 @@ from lightning_autotp.lightning.tracebacks import BriefErrors
 from lightning_autotp.parallel.collectives import all_gather_replicate
 from lightning_autotp.parameters.host_memory import to_device
 from lightning_autotp.parameters.state import parallel_models
-from lightning_autotp.pipeline import FindPlan, find_plan, materialize, refuse_offload, refuse_unfit
+from lightning_autotp.pipeline import FindPlan, LocalModel, find_plan, materialize, refuse_offload, refuse_unfit
 from lightning_autotp.planning.checkpointing import KeptActivations, choose, fitting_plan, machine_of, smallest_memory
 from lightning_autotp.planning.rehearsal import Precision
 from lightning_autotp.private.distributed_private import default_store
@@ -422,7 +422,7 @@ class AutoTPBase(StrategyInternals):
 
     # --- models' values ---
 
-    def fill(self, module: nn.Module, models: Iterable[nn.Module], precision: str) -> list[RemovableHandle]:
+    def fill(self, module: nn.Module, models: Iterable[LocalModel], precision: str) -> list[RemovableHandle]:
         """Give local models this rank's part of their values, on its device; then average gradients over the copies.
 
         Collective over all processes; every backward pass is afterwards.

@@ -171,10 +171,10 @@ class AutoTPStrategy(AutoTPBase, ModelParallelStrategy):
             return self.finder(example if len(models) == 1 else None, precision, accumulates)
 
         group, options = self.tensor_parallel_group, self.options_here
-        make_models_local(trainer, models, group, self.copies, options, fit_into_memory)
+        made = make_models_local(trainer, models, group, self.copies, options, fit_into_memory)
         for handle in self._averaging:
             handle.remove()
-        self._averaging = self.fill(module, [model for model, _ in models], precision)
+        self._averaging = self.fill(module, made, precision)
         self._callbacks = trainer.callbacks  # type: ignore[attr-defined]
         for held in (module, *(value for callback in self._callbacks for value in vars(callback).values())):
             if isinstance(held, nn.Module):
